@@ -1,0 +1,264 @@
+"""`train.json` as a class, and strict loading of both JSON files of a run directory."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any, Literal, NoReturn, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from harness.errors import UserError
+
+Config = TypeVar("Config", bound=BaseModel)
+
+# Keys by which the lab notebook this tool grew from calls things; `translate_upstream` turns them into ours.
+UPSTREAM_KEYS = {"minibatch_size", "schedule_learning_rate", "use_amp"}
+UPSTREAM_WARMUP_PERCENT = 5.0
+
+
+class TrainConfig(BaseModel):
+    """How one experiment is trained: the contents of `runs/<name>/train.json`."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", title="train.json")
+
+    dataset: str = Field(description="owner/name on the Hugging Face Hub, or builtin/name.")
+    microbatch_size: int = Field(ge=1, description="Sequences per device and forward pass.")
+    min_train_tokens: int = Field(
+        description="Train on the smallest whole number of global batches with at least this many tokens; "
+        "-1: on every whole global batch there is."
+    )
+    start_train_token: int = Field(ge=0, description="Where in the train split the slice begins.")
+    validation_interval: int | None = Field(
+        default=None, ge=1, description="Global steps between validations; absent: no validation."
+    )
+    validation_batches: int | None = Field(default=None, ge=1, description="Microbatches per validation.")
+    start_val_token: int | None = Field(default=None, ge=0, description="Where in the validation split it begins.")
+
+    random_seed: int = Field(default=42, ge=0, lt=2**63, description="Weights alike on all ranks, dropout not.")
+    gradient_accumulation_steps: int = Field(default=1, ge=1, description="Microbatches per rank and optimizer step.")
+    global_batch_size: int | None = Field(
+        default=None, ge=1, description="Sequences per optimizer step over all ranks, instead of accumulation steps."
+    )
+    learning_rate: float = Field(default=0.0004, gt=0, allow_inf_nan=False, description="Peak learning rate.")
+    weight_decay: float = Field(default=0.1, ge=0, allow_inf_nan=False, description="Decoupled weight decay.")
+    betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False, description="AdamW's averaging factors.")
+    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False, description="AdamW's denominator term.")
+    decay_all_parameters: bool = Field(default=True, description="false: weight decay on matrices only.")
+    lr_schedule: Literal["constant", "cosine", "wsd"] = Field(default="constant", description="Shape after warm-up.")
+    warmup_steps: int | None = Field(default=None, ge=0, description="Global steps of linear warm-up.")
+    warmup_period_percent: float | None = Field(
+        default=None, ge=0, le=100, description="Warm-up as a percentage of all global steps."
+    )
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1, description="Final over peak learning rate.")
+    decay_period_percent: float | None = Field(
+        default=None, gt=0, le=100, description="wsd: the last part of the run, in which the learning rate falls."
+    )
+    clipping_max_norm: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="Gradient clipping by global norm; null: none."
+    )
+    optimizer: Literal["adamw", "muon"] = Field(default="adamw", description="muon: matrices by Muon, rest by AdamW.")
+    muon_learning_rate: float | None = Field(default=None, gt=0, allow_inf_nan=False, description="Muon's own peak.")
+    shard_optimizer: bool = Field(default=False, description="ZeRO-1: optimizer state split over the ranks.")
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
+        default="auto", description="auto: bf16 where the device has it, else fp16 on CUDA, else fp32."
+    )
+    compile: bool | Literal["auto"] = Field(default="auto", description="torch.compile; auto: on CUDA only.")
+    activation_checkpointing: bool = Field(default=False, description="Recompute each block in the backward pass.")
+    checkpoint_interval: int | None = Field(default=None, ge=1, description="null: as validation_interval.")
+    keep_checkpoints: int | None = Field(
+        default=None, ge=1, description="Keep the newest N besides best and latest; null: all."
+    )
+    validation_ranks: Literal["rank0", "all"] = Field(default="rank0", description="Who validates.")
+    report_interval: int = Field(default=10, ge=1, description="Global steps between reports.")
+    max_skipped_steps: int = Field(default=10, ge=1, description="Non-finite steps in a row that end the run.")
+    price_per_hour: float | None = Field(
+        default=None, ge=0, allow_inf_nan=False, description="US dollars for the whole machine."
+    )
+    sample_interval: int | None = Field(default=None, ge=1, description="Global steps between printed samples.")
+    sample_prompt: str | None = Field(default=None, description="What a printed sample continues.")
+
+    @model_validator(mode="after")
+    def _possible(self) -> TrainConfig:
+        _refuse_unavailable(self)
+        _check_train_combinations(self)
+        return self
+
+    @property
+    def validates(self) -> bool:
+        return self.validation_interval is not None
+
+    @property
+    def checkpoint_every(self) -> int:
+        """Global steps between checkpoints: `checkpoint_interval`, or else at each validation."""
+        every = self.checkpoint_interval or self.validation_interval
+        assert every is not None, "checked when the file was loaded"
+        return every
+
+    def accumulation_steps(self, world_size: int) -> int:
+        """Microbatches that each of `world_size` ranks runs per optimizer step.
+
+        Raises UserError where `global_batch_size` is not a whole number of microbatches on every rank.
+        """
+        if self.global_batch_size is None:
+            return self.gradient_accumulation_steps
+        per_pass = self.microbatch_size * world_size
+        steps, rest = divmod(self.global_batch_size, per_pass)
+        if rest or not steps:
+            raise UserError(
+                f'train.json: key "global_batch_size": {self.global_batch_size} sequences are not a multiple of '
+                f"{self.microbatch_size} (microbatch_size) x {world_size} (ranks) = {per_pass}; change one of them"
+            )
+        return steps
+
+
+def _refuse_unavailable(config: TrainConfig) -> None:
+    if config.optimizer != "adamw":
+        raise ValueError(f'key "optimizer": "{config.optimizer}" is not available yet; use "adamw"')
+    if config.muon_learning_rate is not None:
+        raise ValueError('key "muon_learning_rate": the muon optimizer is not available yet; remove the key')
+    if config.shard_optimizer:
+        raise ValueError('key "shard_optimizer": true is not available yet; use false')
+
+
+def _check_train_combinations(config: TrainConfig) -> None:
+    given = config.model_fields_set
+    if config.min_train_tokens < 1 and config.min_train_tokens != -1:
+        raise ValueError('key "min_train_tokens": must be at least 1, or -1 for all there is')
+    if config.global_batch_size is not None and "gradient_accumulation_steps" in given:
+        raise ValueError('keys "gradient_accumulation_steps" and "global_batch_size": give one of them, not both')
+    if config.warmup_steps is not None and config.warmup_period_percent is not None:
+        raise ValueError('keys "warmup_steps" and "warmup_period_percent": give one of them, not both')
+    if not all(0 <= beta < 1 for beta in config.betas):
+        raise ValueError('key "betas": both must be at least 0 and below 1')
+    if (config.decay_period_percent is not None) != (config.lr_schedule == "wsd"):
+        raise ValueError('key "decay_period_percent": belongs with "lr_schedule": "wsd", and only there')
+    if (config.warmup_period_percent or 0) + (config.decay_period_percent or 0) > 100:
+        raise ValueError('keys "warmup_period_percent" and "decay_period_percent": together above 100')
+    if (config.sample_interval is None) != (config.sample_prompt is None):
+        raise ValueError('keys "sample_interval" and "sample_prompt": give both or neither')
+    _check_validation_keys(config)
+
+
+def _check_validation_keys(config: TrainConfig) -> None:
+    # The notebook's later runs have `start_val_token` alone: they trained without validation.
+    wanted = {"validation_interval": config.validation_interval, "validation_batches": config.validation_batches}
+    missing = [key for key, value in wanted.items() if value is None]
+    if len(missing) == 1:
+        raise ValueError(f'key "{missing[0]}": missing; validation needs it (remove both keys for none)')
+    if not missing and config.start_val_token is None:
+        raise ValueError('key "start_val_token": missing; validation needs it (0 is the split\'s beginning)')
+    if missing and config.checkpoint_interval is None:
+        raise ValueError(
+            'key "validation_interval": missing; give validation_interval, validation_batches and start_val_token, '
+            "or checkpoint_interval to train without validation"
+        )
+
+
+def translate_upstream(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return train.json's object with the notebook's spellings turned into ours.
+
+    Raises ValueError where an old and a new spelling of the same thing stand side by side.
+    """
+    result = {key: value for key, value in raw.items() if key not in UPSTREAM_KEYS}
+
+    def set_once(old: str, key: str, value: Any) -> None:
+        if key in raw:
+            raise ValueError(f'keys "{old}" and "{key}": two spellings of one thing; keep "{key}"')
+        result[key] = value
+
+    if "minibatch_size" in raw:
+        set_once("minibatch_size", "microbatch_size", raw["minibatch_size"])
+    if "use_amp" in raw:
+        set_once("use_amp", "precision", "fp16" if _flag(raw, "use_amp") else "fp32")
+    if "schedule_learning_rate" in raw:
+        scheduled = _flag(raw, "schedule_learning_rate")
+        set_once("schedule_learning_rate", "lr_schedule", "cosine" if scheduled else "constant")
+        if scheduled and not {"warmup_steps", "warmup_period_percent"} & raw.keys():
+            result["warmup_period_percent"] = UPSTREAM_WARMUP_PERCENT
+        if not scheduled:
+            result.pop("warmup_period_percent", None)  # upstream: without effect then
+    return result
+
+
+def _flag(raw: dict[str, Any], key: str) -> bool:
+    value = raw[key]
+    if not isinstance(value, bool):
+        raise ValueError(f'key "{key}": must be true or false')
+    return value
+
+
+def load_train_config(path: Path) -> TrainConfig:
+    """Read and check a train.json. Raises UserError naming the file, the key and the remedy."""
+    raw = read_json_object(path)
+    try:
+        raw = translate_upstream(raw)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+    return parse_config(TrainConfig, raw, path)
+
+
+def parse_config(kind: type[Config], raw: dict[str, Any], path: Path) -> Config:
+    """Check `raw` against a config class. Raises UserError with every fault on one line, the nearest key for a typo."""
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        faults = [_describe(fault, kind) for fault in error.errors()]
+    raise UserError(f"{path}: " + "; ".join(faults))
+
+
+def _describe(fault: Any, kind: type[BaseModel]) -> str:
+    key = ".".join(str(part) for part in fault["loc"] if not _is_union_branch(part))
+    if fault["type"] == "extra_forbidden":
+        known = sorted(set(kind.model_fields) | (UPSTREAM_KEYS if kind is TrainConfig else set()))
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+        return f'key "{key}": unknown' + (f'; did you mean "{near[0]}"?' if near else "")
+    if fault["type"] == "missing":
+        return f'key "{key}": missing'
+    if fault["type"] == "value_error":
+        return str(fault["ctx"]["error"])
+    message = fault["msg"][0].lower() + fault["msg"][1:]
+    return f'key "{key}": {message}, not {json.dumps(fault["input"], default=str)[:60]}'
+
+
+def _is_union_branch(part: int | str) -> bool:
+    """pydantic puts the tried member of a union into the location; a reader of train.json never wrote it."""
+    return isinstance(part, str) and (part in {"bool", "int", "float"} or part.startswith("literal["))
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read one JSON object strictly: no repeated keys, no NaN or Infinity.
+
+    Raises UserError with the file and, where the text does not parse, the line.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    try:
+        value = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: must hold one JSON object, not a {type(value).__name__}")
+    return value
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f'key "{repeated}": given twice')
+    return result
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")

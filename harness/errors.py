@@ -1,0 +1,63 @@
+"""The two kinds of failure a user sees, and how a command ends with one line instead of a traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# How long a rank that has nothing of its own to say lets another one speak, before it leaves by itself: torchrun ends
+# every rank as soon as the first one has left, so leaving early could cut the message off.
+SPEAKER_PATIENCE_SECONDS = 10.0
+
+
+class UserError(Exception):
+    """The command, a configuration file or the data is wrong: nothing was attempted. Exit status 2."""
+
+    exit_status = 2
+
+
+class RunError(Exception):
+    """The work was under way and cannot go on (no space, a diverged loss, a lost peer). Exit status 1."""
+
+    exit_status = 1
+
+
+class PeerError(RunError):
+    """Another rank failed and tells its own story; this rank only leaves."""
+
+
+class StoppedError(RunError):
+    """A signal ended the run in an orderly way. Exit status 128 + the signal's number, as shells have it."""
+
+    def __init__(self, message: str, signal_number: int) -> None:
+        super().__init__(message)
+        self.exit_status = 128 + signal_number
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """End the process with one line on standard error for the failures a user can act on.
+
+    Under torchrun every process of a node meets the same wrong file, so that the node's first process speaks and the
+    others wait for torchrun to end them; if it never does, they speak for themselves.
+    """
+    try:
+        yield
+    except (UserError, RunError) as error:
+        _leave(error)
+
+
+def _leave(error: UserError | RunError) -> None:
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    shared_by_all = isinstance(error, (UserError, StoppedError))
+    if isinstance(error, PeerError) or (shared_by_all and local_rank != 0):
+        time.sleep(SPEAKER_PATIENCE_SECONDS)
+    if not isinstance(error, PeerError):
+        word = "stopped" if isinstance(error, StoppedError) else "error"
+        print(f"{word}: {error}", file=sys.stderr, flush=True)
+    # Not sys.exit: interpreter shutdown would wait for communication threads whose peers may already be gone.
+    sys.stdout.flush()
+    os._exit(error.exit_status)
