@@ -1,0 +1,266 @@
+"""Checkpoints: what one holds, and saving, finding, verifying, loading and pruning them.
+
+A checkpoint is a folder `<YYYYMMDDZHHMMSS>-iteration-<step>`. It is written under a hidden name, flushed to disk and
+renamed, and the links `latest` and `best` are replaced in one rename each, so that whatever has a name is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from harness.config import read_json_object
+from harness.errors import RunError, UserError
+from harness.files import sha256, sync, umask
+from harness.run import CHECKPOINT_NAME, check_name
+from harness.tokenizer import Tokenizer, load_tokenizer
+
+LATEST, BEST = "latest", "best"
+TEMPORARY_PREFIX = ".saving-"
+WEIGHTS, OPTIMIZER, SCALER, TRAIN_STATE, META = (
+    "model.safetensors",
+    "optimizer.pt",
+    "scaler.pt",
+    "train_state.pt",
+    "meta.json",
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Everything a run needs to go on as if it had not stopped."""
+
+    weights: dict[str, Tensor]  # under their public names
+    optimizer: dict[str, Any]
+    scaler: dict[str, Any]  # empty without fp16
+    train_state: dict[str, Any]  # random states by rank, and what was not yet reported
+    meta: dict[str, Any]
+    tokenizer: Path | None = None  # to be copied in, unless it is GPT-2's
+
+
+def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
+    """Write a checkpoint into `folder`; its path. `latest` points to it then, and `best` if meta's `is_best` says so.
+
+    Raises RunError if it cannot be written; what was there before is then as it was.
+    """
+    try:
+        folder.mkdir(exist_ok=True)
+        _remove_leftovers(folder)
+        draft = folder / f"{TEMPORARY_PREFIX}{os.getpid()}"
+        draft.mkdir()
+        try:
+            _write_files(draft, checkpoint)
+            final = _free_name(folder, checkpoint.meta["global_step"])
+            draft.rename(final)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        sync(folder)
+        point(folder, LATEST, final)
+        if checkpoint.meta["is_best"]:
+            point(folder, BEST, final)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        # torch and safetensors wrap a full disk in exceptions of their own.
+        free = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 2**30
+        raise RunError(
+            f"{folder}: cannot write the checkpoint of step {checkpoint.meta['global_step']}: "
+            f"{str(error).splitlines()[0]} ({free:.2f} GiB free); older checkpoints are whole: make space and run the "
+            "same command to continue"
+        ) from None
+    return final
+
+
+def _write_files(draft: Path, checkpoint: Checkpoint) -> None:
+    save_file(checkpoint.weights, draft / WEIGHTS, metadata={"format": "pt"})
+    os.chmod(draft / WEIGHTS, 0o666 & ~umask())  # safetensors makes it 0600 whatever the umask
+    parts = {OPTIMIZER: checkpoint.optimizer, TRAIN_STATE: checkpoint.train_state}
+    if checkpoint.scaler:
+        parts[SCALER] = checkpoint.scaler
+    for name, part in parts.items():
+        with (draft / name).open("wb") as file:
+            torch.save(part, file)
+    if checkpoint.tokenizer is not None:
+        shutil.copyfile(checkpoint.tokenizer, draft / checkpoint.tokenizer.name)
+    names = sorted(path.name for path in draft.iterdir())
+    with ThreadPoolExecutor() as pool:
+        hashes = dict(zip(names, pool.map(lambda name: sha256(draft / name), names), strict=True))
+    (draft / META).write_text(json.dumps({**checkpoint.meta, "sha256": hashes}, indent=2) + "\n")
+    for path in draft.iterdir():
+        sync(path)
+    sync(draft)
+
+
+def _free_name(folder: Path, step: int) -> Path:
+    """A name no checkpoint has: the clock may have been set back, or a step repeated within a second."""
+    moment = time.time()
+    while True:
+        path = folder / f"{time.strftime('%Y%m%dZ%H%M%S', time.gmtime(moment))}-iteration-{step}"
+        if not path.exists():
+            return path
+        moment += 1
+
+
+def _remove_leftovers(folder: Path) -> None:
+    for path in folder.glob(f"{TEMPORARY_PREFIX}*"):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def point(folder: Path, link: str, target: Path) -> None:
+    """Make `folder/link` a relative symbolic link to a checkpoint beside it, in one rename."""
+    draft = folder / f"{TEMPORARY_PREFIX}{link}-{os.getpid()}"
+    draft.unlink(missing_ok=True)
+    draft.symlink_to(target.name)
+    draft.replace(folder / link)
+    sync(folder)
+
+
+def find_checkpoint(folder: Path, name: str) -> Path:
+    """The checkpoint `name` (a folder's name, `latest` or `best`) in `folder`.
+
+    Raises UserError if there is none, or if the name leads out of the folder.
+    """
+    path = folder / check_name(name, "checkpoint")
+    if not path.is_dir():
+        known = [BEST, LATEST, *(known.name for _, known in list_checkpoints(folder))]
+        there = ", ".join(known[-4:]) if len(known) > 2 else "none"
+        raise UserError(f"{path}: no such checkpoint; there are: {there}")
+    target = path.resolve()
+    if target.parent != folder.resolve():
+        raise UserError(f"{path}: leads out of {folder}; a checkpoint must lie inside it")
+    return folder / target.name
+
+
+def choose_start(folder: Path, name: str | None) -> Path | None:
+    """The checkpoint to continue from: the one asked for, else `latest`, else None. Raises UserError like
+    `find_checkpoint`."""
+    if name is None and not (folder / LATEST).is_symlink():
+        return None
+    return find_checkpoint(folder, name or LATEST)
+
+
+def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """(global step, path) of every checkpoint, by step, then by age."""
+    if not folder.is_dir():
+        return []
+    paths = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    found = [(CHECKPOINT_NAME.fullmatch(path.name), path) for path in paths]
+    return sorted((int(match.group(1)), path) for match, path in found if match)
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """A checkpoint's meta.json. Raises UserError if it is not one."""
+    meta = read_json_object(path / META)
+    if not isinstance(meta.get("global_step"), int) or not isinstance(meta.get("sha256", {}), dict):
+        raise UserError(f"{path / META}: not the meta.json of a checkpoint of this program")
+    return meta
+
+
+def verify_checkpoint(path: Path) -> None:
+    """Compare every file with meta.json's hashes. Raises UserError naming the first that is missing or damaged."""
+    for name, expected in read_meta(path).get("sha256", {}).items():
+        file = path / check_name(name, f"{path / META}: file")
+        if not file.is_file():
+            raise UserError(f"{file}: missing; continue from another checkpoint of this run")
+        if sha256(file) != expected:
+            raise UserError(f"{file}: damaged (its SHA-256 is not meta.json's); continue from another checkpoint")
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint that `verify_checkpoint` has passed. Raises UserError naming a file that cannot be read."""
+    meta = read_meta(path)
+    has_scaler = (path / SCALER).exists()
+    return Checkpoint(
+        weights=load_weights(path / WEIGHTS),
+        optimizer=_load_state(path / OPTIMIZER),
+        scaler=_load_state(path / SCALER) if has_scaler else {},
+        train_state=_load_state(path / TRAIN_STATE),
+        meta=meta,
+    )
+
+
+def load_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file. Raises UserError if it is missing or damaged."""
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: not a readable safetensors file: {error}") from None
+
+
+def _load_state(path: Path) -> dict[str, Any]:
+    try:
+        # Never anything but tensors and plain containers: a checkpoint may come from somewhere else.
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except FileNotFoundError:
+        raise UserError(f"{path}: missing; continue from another checkpoint of this run") from None
+    except Exception as error:
+        raise UserError(f"{path}: not a readable state file: {str(error).splitlines()[0]}") from None
+
+
+def set_later_aside(folder: Path, step: int, make_aside: Callable[[], Path]) -> Path | None:
+    """Move the checkpoints after global `step` to a new folder, and point `latest` and `best` at what remains.
+
+    Returns that folder, or None if there were none.
+    """
+    remaining = [path for at, path in list_checkpoints(folder) if at <= step]
+    later = [path for at, path in list_checkpoints(folder) if at > step]
+    aside = None
+    if later:
+        point(folder, LATEST, remaining[-1])  # first, so that it never dangles
+        aside = make_aside() / "checkpoints"
+        aside.mkdir()
+        best_step = read_meta(remaining[-1]).get("best_step")
+        best = [path for path in remaining if f"-iteration-{best_step}" in path.name] or remaining[-1:]
+        point(folder, BEST, best[-1])
+        for path in later:
+            shutil.move(path, aside / path.name)
+    return aside
+
+
+def prune(folder: Path, keep: int, protected: set[str]) -> None:
+    """Delete all but the newest `keep` checkpoints, `best`, `latest` and the `protected` names. A failed delete leaves
+    the checkpoint for next time."""
+    safe = protected | {(folder / link).resolve().name for link in (LATEST, BEST)}
+    candidates = [path for _, path in list_checkpoints(folder) if path.name not in safe]
+    for path in candidates[: max(0, len(candidates) - keep)]:
+        doomed = folder / f"{TEMPORARY_PREFIX}pruned-{path.name}"
+        try:
+            path.rename(doomed)  # first, so that a half-deleted checkpoint never bears a checkpoint's name
+        except OSError:
+            continue
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def tokenizer_of(weights: Path) -> Tokenizer:
+    """The tokenizer of the model whose weights are in this file: the one beside it, or else GPT-2's."""
+    name = _beside(weights).get("tokenizer", "gpt2")
+    if name == "gpt2":
+        return load_tokenizer("gpt2")
+    return load_tokenizer(weights.parent / check_name(str(name), f"{weights.parent / META}: tokenizer"))
+
+
+def dataset_of(weights: Path) -> str | None:
+    """The name of the dataset that a checkpoint's weights were trained on; None if nothing beside them tells."""
+    dataset = _beside(weights).get("dataset")
+    return str(dataset["name"]) if isinstance(dataset, dict) and "name" in dataset else None
+
+
+def _beside(weights: Path) -> dict[str, Any]:
+    meta = weights.parent / META
+    return read_json_object(meta) if meta.is_file() else {}

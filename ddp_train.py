@@ -1,0 +1,365 @@
+"""Train a GPT-2-class model: a run directory in, a trained and measured model out.
+
+One process per device under torchrun, or plain `python` on one device. Modules that need torch are imported where they
+are used, so that --help answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from harness.errors import RunError, StoppedError, UserError, one_line_errors
+
+if TYPE_CHECKING:
+    import torch
+
+    from harness.continuation import Position
+    from harness.experiment import Experiment
+    from harness.job import Job
+    from harness.metrics import Clock, Report
+    from harness.step import TrainStep
+    from harness.tokens import Dataset
+    from harness.world import World
+
+
+class Trainer:
+    """The training loop. `job` holds everything it drives; every method is called on every rank."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.tally = job.tally
+        self.last_step = job.position.total_steps - 1
+
+    def train(self) -> None:
+        """Run all steps that are left; raises StoppedError if a signal asked for an early end."""
+        job = self.job
+        job.stop.listen()
+        # Whether any rank was asked to stop is found out while the next step computes.
+        vote = job.world.vote(job.stop.signal)
+        for step in range(job.position.first_step, job.position.total_steps):
+            if stop_signal := vote.result():
+                self.stop(stop_signal)
+            vote = job.world.vote(job.stop.signal)
+            with job.clock.phase("training"):
+                self.train_step(step)
+                if self.is_reporting_step(step):
+                    self.report(step)
+            if self.is_validation_step(step):
+                self.validate(step)
+            if self.is_checkpoint_step(step):
+                self.checkpoint(step)
+            if self.is_due(step, job.config.sample_interval):
+                self.sample(step)
+        vote.result()
+
+    def train_step(self, step: int) -> None:
+        job = self.job
+        windows = job.reader.step_windows(step - job.position.first_step, job.world.rank)
+        job.window.add(job.step.run(windows, job.schedule.multiplier(step)))
+        self.tally.global_step = step
+        self.tally.tokens_seen += job.shape.global_tokens
+        job.progress.advance()
+
+    def is_due(self, step: int, interval: int | None) -> bool:
+        """Decided from the global step alone, so that every rank decides alike."""
+        return interval is not None and (step % interval == 0 or step == self.last_step)
+
+    def is_validation_step(self, step: int) -> bool:
+        return self.is_due(step, self.job.config.validation_interval)
+
+    def is_checkpoint_step(self, step: int) -> bool:
+        return self.is_due(step, self.job.config.checkpoint_every)
+
+    def is_reporting_step(self, step: int) -> bool:
+        # A validation or checkpoint waits for the device anyway, and wants to know the loss up to here.
+        regular = (step + 1) % self.job.config.report_interval == 0
+        return regular or self.is_validation_step(step) or self.is_checkpoint_step(step)
+
+    def report(self, step: int) -> None:
+        report = self.job.window.report(self.job.world)
+        self.tally.train_loss = report.loss
+        self.tally.loss_sum += report.loss * report.microbatches
+        self.tally.loss_count += report.microbatches
+        self.tally.skipped_steps += report.skipped_steps
+        self.job.record_report(report)
+        self.refuse_divergence(step, report)
+
+    def refuse_divergence(self, step: int, report: Report) -> None:
+        """Every rank has the same report, and so comes to the same end."""
+        if report.skipped_in_a_row >= self.job.config.max_skipped_steps:
+            raise RunError(
+                f"gradients were not finite in {report.skipped_in_a_row} steps in a row up to global step {step} "
+                "(train.json: max_skipped_steps); lower learning_rate or set clipping_max_norm, and continue from best"
+            )
+
+    def validate(self, step: int) -> None:
+        with self.job.clock.phase("validation"):
+            self.tally.val_loss = self.job.validate()
+        self.job.record_validation(self.tally.val_loss)
+
+    def checkpoint(self, step: int) -> None:
+        """Save, and point `best` here if the loss that decides is the lowest yet."""
+        job, tally = self.job, self.tally
+        tally.train_loss = tally.loss_sum / tally.loss_count if tally.loss_count else None
+        deciding = tally.train_loss
+        if job.config.validates:
+            deciding = tally.val_loss if self.is_validation_step(step) else None
+        is_best = deciding is not None and deciding < (tally.best_loss if tally.best_loss is not None else float("inf"))
+        if is_best:
+            tally.best_loss, tally.best_step = deciding, step
+        tally.loss_sum, tally.loss_count = 0.0, 0
+        job.save(is_best=is_best, planned=True)
+
+    def stop(self, signal_number: int) -> None:
+        """Leave a checkpoint of the last step done, wherever it fell, and say how to go on."""
+        job, step = self.job, self.tally.global_step
+        if step >= job.position.first_step and not self.is_checkpoint_step(step):
+            job.save(is_best=False, planned=False)
+        name = signal.Signals(signal_number).name
+        done = f"after global step {step}" if step >= 0 else "before the first step"
+        job.progress.close()
+        if job.world.is_main:
+            print(f"stopped by {name} {done}; to continue, run the same command again", file=sys.stderr, flush=True)
+        job.world.barrier()
+        raise StoppedError("", signal_number)
+
+    def sample(self, step: int) -> None:
+        self.job.world.on_rank0(self.job.print_sample)
+
+
+POSITIVE = click.FloatRange(min=0, min_open=True)
+
+
+@click.command()
+@click.argument("run")
+@click.argument("datasets_dir", type=click.Path(path_type=Path))
+@click.argument("checkpoint", required=False)
+@click.option(
+    "-f", "--find-max-microbatch-size", "find", is_flag=True, help="Find the largest microbatch that fits; no training."
+)
+@click.option("--memory-limit-gib", type=POSITIVE, help="With -f: as if a device had G GiB.")
+@click.option("--write", is_flag=True, help="With -f: put the result into train.json.")
+@click.option("--plan", is_flag=True, help="Print what the run would do and cost; no training, no download.")
+@click.option("--assume-tps", type=POSITIVE, help="With --plan: tokens per second.")
+@click.option("--assume-world-size", type=click.IntRange(min=1), help="With --plan: as if there were N ranks.")
+@click.option("--restart", is_flag=True, help="Move earlier results to RUN/aside and start again.")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+@click.option(
+    "--schema",
+    type=click.Choice(["train", "model"]),
+    is_eager=True,
+    expose_value=False,
+    callback=lambda context, _, kind: print_schema(context, kind),
+    help="Print the JSON Schema of train.json or model.json, for editors.",
+)
+def main(run: str, datasets_dir: Path, checkpoint: str | None, **options: Any) -> None:
+    """Train RUN (a folder in runs/ with model.json and train.json) on its dataset, kept in DATASETS_DIR.
+
+    The same command starts a run, continues an unfinished one from its latest checkpoint, and does nothing to a
+    finished one. CHECKPOINT is a folder name in runs/RUN/checkpoints, `latest` or `best`: training continues there, and
+    what came after it is moved aside.
+
+    \b
+    On all GPUs of a machine:
+        uv run torchrun --nproc_per_node=8 ddp_train.py 8xa100m40 datasets
+    """
+    with one_line_errors():
+        check_options(checkpoint, options)
+        from gpt import load_model_config
+        from harness.experiment import Experiment
+        from harness.run import RunDirectory
+
+        found = RunDirectory.find(options["runs_dir"], run)
+        experiment = Experiment.load(found, datasets_dir, load_model_config)
+        if options["plan"]:
+            print_plan(experiment, options["assume_world_size"], options["assume_tps"])
+        elif options["find"]:
+            find_max_microbatch(experiment, options["memory_limit_gib"], write=options["write"])
+        else:
+            train(experiment, checkpoint, restart=options["restart"])
+
+
+def check_options(checkpoint: str | None, options: dict[str, Any]) -> None:
+    """Raises UserError for options that mean nothing together."""
+    if options["plan"] and options["find"]:
+        raise UserError("--plan and -f: give one of them")
+    belongs = {"memory_limit_gib": "find", "write": "find", "assume_tps": "plan", "assume_world_size": "plan"}
+    for option, needed in belongs.items():
+        if options[option] and not options[needed]:
+            raise UserError(f"--{option.replace('_', '-')} belongs with {'-f' if needed == 'find' else '--plan'}")
+    if checkpoint is not None and (options["restart"] or options["find"] or options["plan"]):
+        raise UserError("a CHECKPOINT to continue from goes with none of --restart, -f and --plan")
+
+
+def print_schema(context: click.Context, kind: str | None) -> None:
+    if kind is None:
+        return
+    from gpt import ModelConfig
+    from harness.config import TrainConfig
+
+    schema = (TrainConfig if kind == "train" else ModelConfig).model_json_schema()
+    click.echo(json.dumps(schema, indent=2))
+    context.exit()
+
+
+def print_plan(experiment: Experiment, assumed_world_size: int | None, assumed_tps: float | None) -> None:
+    import checkpointing
+    from harness.plan import describe_plan, make_plan, plan_speed
+    from harness.world import is_speaker, world_size
+
+    start = checkpointing.choose_start(experiment.run.checkpoints, None)
+    meta = checkpointing.read_meta(start) if start else None
+    plan = make_plan(experiment, assumed_world_size or world_size(), meta)
+    if is_speaker():
+        speed = plan_speed(experiment, plan.shape, assumed_tps)
+        click.echo(describe_plan(plan, experiment.model, speed))
+
+
+def find_max_microbatch(experiment: Experiment, memory_limit_gib: float | None, *, write: bool) -> None:
+    from harness.fetch import fetch_dataset
+    from harness.probe import search_microbatch, write_microbatch_size
+    from harness.world import World
+
+    world = World.start()
+    dataset = fetch_dataset(world, experiment.datasets_dir, experiment.config.dataset, ["train"])
+    build_step = partial(build_bare_step, experiment, world.device)
+    found = search_microbatch(experiment, world, dataset, build_step, memory_limit_gib)
+    if write:
+        written = world.on_rank0(lambda: write_microbatch_size(experiment, found, world.size))
+        if world.is_main:
+            click.echo(f"{experiment.run.train_json}: microbatch_size is now {written}")
+    world.stop()
+
+
+def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> None:
+    """Start, continue, or find that there is nothing left to do."""
+    import checkpointing
+    from harness.fetch import fetch_dataset
+    from harness.metrics import Clock
+    from harness.plan import make_plan
+    from harness.world import World
+
+    clock, world, run = Clock(), World.start(), experiment.run
+    dataset = fetch_dataset(world, experiment.datasets_dir, experiment.config.dataset, experiment.splits)
+    start = None
+    if not restart:
+        start = world.on_rank0(lambda: checkpointing.choose_start(run.checkpoints, checkpoint))
+    meta = checkpointing.read_meta(start) if start else None
+    if start and meta:
+        experiment.check_checkpoint(meta, start, dataset)
+        clock.add(meta["seconds"])
+    # The plan's checks are the run's: short data, unknown tokens, a long warm-up or a full disk end it here.
+    position = world.on_each_node(lambda: make_plan(experiment, world.size, meta)).position
+    assert position is not None, "the dataset is here"
+    if position.is_finished:
+        say(world, f"{run.path.name} is finished: {position.first_step:,} global steps; --restart trains it again")
+    else:
+        job = build_job(experiment, world, dataset, clock, position)
+        begin(job, start)
+        Trainer(job).train()
+        job.finish()
+    world.stop()
+
+
+def begin(job: Job, start: Path | None) -> None:
+    """Put the job where the checkpoint at `start` left it, or make way for a run from the beginning."""
+    import checkpointing
+    from harness.continuation import changed_settings
+    from harness.randomness import seed_for_rank
+    from harness.state import Tally, restore_optimizer, restore_ranks
+
+    world, run, position = job.world, job.run, job.position
+    left = f"{position.total_steps - position.first_step:,} global steps of {job.shape.global_tokens:,} tokens"
+    if start is None:
+        aside = world.on_rank0(run.set_results_aside)
+        if aside:
+            say(world, f"Earlier results are now in {aside}")
+        size = f"{job.identity['parameters']:,} parameters, {world.size} x {world.device.type}"
+        say(world, f"{run.path.name}: {size}, {left}")
+        job.warm_up()
+        seed_for_rank(job.config.random_seed, world.rank)
+        return
+    world.on_each_node(lambda: checkpointing.verify_checkpoint(start))
+    saved = checkpointing.load_checkpoint(start)
+    job.model.load_public_tensors(saved.weights, start)  # type: ignore[operator]
+    job.warm_up()
+    restore_optimizer(job.step, job.model, (saved.optimizer, saved.scaler))
+    restore_ranks(saved.train_state, job.window, world, seed=job.config.random_seed, step=position.first_step)
+    job.tally = Tally.from_meta(saved.meta)
+    say(world, f"{run.path.name}: continuing from {start.name}, {left} to go")
+    for change in changed_settings(saved.meta["train"], job.identity["train"]):
+        say(world, f"  train.json has changed since: {change}")
+    world.on_rank0(lambda: checkpointing.set_later_aside(run.checkpoints, saved.meta["global_step"], run.new_aside))
+    world.on_rank0(lambda: job.resume_metrics(saved.meta))
+
+
+def say(world: World, text: str) -> None:
+    if world.is_main:
+        click.echo(text)
+
+
+def build_bare_step(experiment: Experiment, device: torch.device) -> TrainStep:
+    """Model, optimizer and step on one device. The same weights on every rank."""
+    from gpt import GPTModel
+    from harness.optim import build_optimizer
+    from harness.precision import Precision
+    from harness.randomness import seed_alike
+    from harness.step import TrainStep
+
+    config = experiment.config
+    seed_alike(config.random_seed)
+    model = GPTModel(experiment.model, recompute_blocks=config.activation_checkpointing).to(device)
+    if config.compile is True or (config.compile == "auto" and device.type == "cuda"):
+        model.compile()  # in place: the module and its parameters keep their names
+    return TrainStep(model, build_optimizer(model, config), Precision.resolve(config.precision, device), config)
+
+
+def build_job(experiment: Experiment, world: World, dataset: Dataset, clock: Clock, position: Position) -> Job:
+    """Everything the loop drives, with fresh weights."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    import checkpointing
+    from harness.job import Job
+    from harness.metrics import Speed, peak_flops
+    from harness.schedules import build_schedule
+
+    run, config, shape = experiment.run, experiment.config, experiment.shape(world.size)
+    step = build_bare_step(experiment, world.device)
+    model = step.model
+    if world.size > 1:
+        devices = [world.device] if world.device.type == "cuda" else None
+        step.model = DistributedDataParallel(
+            model, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True
+        )
+
+    def write_checkpoint(parts: dict[str, Any]) -> None:
+        path = checkpointing.save_checkpoint(run.checkpoints, checkpointing.Checkpoint(**parts))
+        if config.keep_checkpoints is not None:
+            checkpointing.prune(run.checkpoints, config.keep_checkpoints, {path.name})
+
+    return Job(
+        world=world,
+        run=run,
+        config=config,
+        dataset=dataset,
+        shape=shape,
+        position=position,
+        schedule=build_schedule(config, position.total_steps),
+        model=model,
+        step=step,
+        speed=Speed(experiment.model.flops_per_token, peak_flops(world.device), config.price_per_hour),
+        clock=clock,
+        identity=experiment.identity(dataset),
+        write_checkpoint=write_checkpoint,
+    )
+
+
+if __name__ == "__main__":
+    main()

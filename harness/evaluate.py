@@ -1,0 +1,100 @@
+"""The mean loss of a model over microbatches, on one rank or shared out among all."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from harness.errors import UserError
+from harness.precision import Precision
+from harness.tokens import BatchShape, Dataset, MicrobatchReader, Window, check_vocabulary
+from harness.world import World
+
+
+@torch.no_grad()
+def microbatch_losses(model: nn.Module, windows: Iterable[Window], precision: Precision) -> list[float]:
+    """The loss of each window, in order, with dropout off; the model's mode is put back afterwards."""
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    try:
+        with precision.autocast():
+            losses = [model(*window.on(device)).double() for window in windows]
+    finally:
+        model.train(was_training)
+    return torch.stack(losses).tolist() if losses else []
+
+
+def validation_loss(
+    model: nn.Module, reader: MicrobatchReader, count: int, precision: Precision, world: World | None
+) -> float:
+    """Mean loss over the reader's first `count` microbatches.
+
+    With a `world` each rank takes every world-size-th of them, and all ranks return the number that one rank alone
+    would have found: the losses are summed in the microbatches' order either way.
+    """
+    if world is None:
+        return mean(microbatch_losses(model, map(reader.window, range(count)), precision))
+    mine = range(world.rank, count, world.size)
+    shares = world.gather(microbatch_losses(model, map(reader.window, mine), precision))
+    return mean([shares[index % world.size][index // world.size] for index in range(count)])
+
+
+@dataclass(frozen=True)
+class TestSlice:
+    """The part of a dataset that a finished model is tested on; `batches` None: all there is."""
+
+    __test__ = False  # a slice for tests, not a test for pytest
+
+    split: str
+    start_token: int
+    batches: int | None
+    batch_size: int
+
+    @classmethod
+    def choose(cls, dataset: Dataset, options: Mapping[str, Any], validation_default: tuple[int, int]) -> TestSlice:
+        """What `options` (split, start_token, batches, batch_size) ask for.
+
+        By default the test split, where there is one, from its beginning and up to as many batches as the second of
+        `validation_default`; else a slice of validation at that (start token, batches).
+        """
+        split = options["split"] or ("test" if dataset.has_split("test") else "validation")
+        start, batches = validation_default if split == "validation" else (0, None)
+        if options["start_token"] is not None:
+            start = options["start_token"]
+        return cls(split, start, options["batches"] or batches, options["batch_size"])
+
+
+def slice_loss(model: nn.Module, dataset: Dataset, slice_: TestSlice, precision: Precision) -> float:
+    """Mean loss of `model` over a slice, with a progress bar. Raises UserError if the split is too short for it."""
+    config: Any = model.config
+    check_vocabulary(dataset, slice_.split, config.vocab_size)
+    tokens = dataset.split(slice_.split)
+    shape = BatchShape(1, 1, slice_.batch_size, config.context_length)
+    there = (len(tokens) - slice_.start_token - 1) // shape.microbatch_tokens
+    count = there if slice_.batches is None else slice_.batches
+    if not 0 < count <= there:
+        wanted = slice_.start_token + max(count, 1) * shape.microbatch_tokens + 1
+        raise UserError(
+            f"{tokens.path}: too short: wanted {wanted:,} tokens ({max(count, 1):,} batches of {slice_.batch_size} from "
+            f"token {slice_.start_token:,}), but there are {len(tokens):,}; see --start-token, --batches, --batch-size"
+        )
+    reader = MicrobatchReader(tokens, slice_.start_token, shape)
+    indexes = tqdm(range(count), unit="batch", disable=not sys.stderr.isatty())
+    return mean(microbatch_losses(model, map(reader.window, indexes), precision))
+
+
+def mean(losses: Sequence[float]) -> float:
+    return math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.nan
+
+
+def bits_per_byte(loss: float, bytes_per_token: float) -> float:
+    """Cross-entropy in nats per token as bits per byte of text: comparable between tokenizers."""
+    return loss / math.log(2) / bytes_per_token

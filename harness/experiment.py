@@ -1,0 +1,77 @@
+"""An experiment as the command line names it: a run directory and where its dataset is, loaded and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.config import TrainConfig, load_train_config
+from harness.continuation import Position, check_continuable, find_position
+from harness.errors import UserError
+from harness.run import RunDirectory
+from harness.schedules import build_schedule
+from harness.tokens import BatchShape, Dataset, dataset_folder
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """`model` is the model's configuration: any pydantic object with a context_length and a vocab_size."""
+
+    run: RunDirectory
+    config: TrainConfig
+    model: Any
+    datasets_dir: Path
+
+    @classmethod
+    def load(cls, run: RunDirectory, datasets_dir: Path, load_model_config: Callable[[Path], Any]) -> Experiment:
+        """Read both files of the run. Raises UserError for anything wrong in them."""
+        config = load_train_config(run.train_json)
+        dataset_folder(datasets_dir, config.dataset)  # a name that cannot be one is noticed here
+        return cls(run, config, load_model_config(run.model_json), datasets_dir)
+
+    @property
+    def splits(self) -> list[str]:
+        """The splits that training reads."""
+        return ["train", "validation"] if self.config.validates else ["train"]
+
+    def shape(self, world_size: int) -> BatchShape:
+        steps = self.config.accumulation_steps(world_size)
+        return BatchShape(world_size, steps, self.config.microbatch_size, self.model.context_length)
+
+    def position(self, shape: BatchShape, split_tokens: int, meta: dict[str, Any] | None) -> Position:
+        """Where training goes on after the checkpoint that `meta` describes, or starts without one.
+
+        Raises UserError if the split is too short, or the warm-up longer than the run.
+        """
+        done = {"steps_done": meta["global_step"] + 1, "tokens_seen": meta["tokens_seen"]} if meta else {}
+        position = find_position(self.config, shape, split_tokens, **done)
+        build_schedule(self.config, position.total_steps)
+        return position
+
+    def identity(self, dataset: Dataset) -> dict[str, Any]:
+        """What a checkpoint of this experiment belongs to, as JSON has it."""
+        return {
+            "model": self.model.model_dump(mode="json"),
+            "parameters": self.model.parameters,
+            "train": self.config.model_dump(mode="json"),
+            "dataset": {"name": self.config.dataset, **dataset.fingerprint()},
+        }
+
+    def check_validation_slice(self, shape: BatchShape, dataset: Dataset) -> None:
+        """Raises UserError if the validation split is too short for train.json's slice of it."""
+        config = self.config
+        if config.validation_batches is None or config.start_val_token is None:
+            return
+        wanted = config.start_val_token + config.validation_batches * shape.microbatch_tokens + 1
+        there = len(dataset.split("validation"))
+        if there < wanted:
+            raise UserError(
+                f"the validation split of {config.dataset} is too short: wanted {wanted:,} tokens (train.json: "
+                f"start_val_token + validation_batches x microbatch), but there are {there:,}; lower one of them"
+            )
+
+    def check_checkpoint(self, meta: dict[str, Any], path: Path, dataset: Dataset) -> None:
+        """Raises UserError if a checkpoint is another experiment's."""
+        check_continuable(meta, path, self.identity(dataset))

@@ -1,0 +1,44 @@
+"""Bringing a dataset to this machine: used as it is, built, or downloaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.errors import UserError
+from harness.tokens import Dataset, dataset_folder, is_present
+from harness.world import World
+
+
+def fetch_dataset(world: World, datasets_dir: Path, name: str, splits: list[str]) -> Dataset:
+    """The dataset with the wanted splits, on every rank; each node's first process brings it if it is not there."""
+    world.on_each_node(lambda: bring(datasets_dir, name, splits))
+    return Dataset.open(datasets_dir, name)
+
+
+def bring(datasets_dir: Path, name: str, splits: list[str]) -> None:
+    """Make sure that DATASETS_DIR/<name> holds the splits. A folder that does is left alone, with no network call."""
+    folder = dataset_folder(datasets_dir, name)
+    if not is_present(datasets_dir, name, splits):
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{folder.parent}: cannot make this folder: {error.strerror}") from None
+        _make(folder, name)
+    if not is_present(datasets_dir, name, splits):
+        raise UserError(f"{folder}: the dataset came without {' and '.join(splits)}")
+    Dataset.open(datasets_dir, name)
+
+
+def _make(folder: Path, name: str) -> None:
+    if name.startswith("builtin/"):
+        from harness.builtin import BUILTIN_DATASETS
+
+        if name not in BUILTIN_DATASETS:
+            raise UserError(f'train.json: key "dataset": no {name}; there is {", ".join(BUILTIN_DATASETS)}')
+        print(f"Building {name} in {folder} ...", flush=True)
+        BUILTIN_DATASETS[name](folder)
+        return
+    from harness.hub import download_dataset
+
+    print(f"Downloading {name} to {folder} ...", flush=True)
+    download_dataset(name, folder)

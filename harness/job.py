@@ -1,0 +1,198 @@
+"""Everything one training job drives, and what it writes down as it goes."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from harness.config import TrainConfig
+from harness.continuation import Position
+from harness.errors import RunError
+from harness.evaluate import validation_loss
+from harness.files import replace_text
+from harness.generate import sample_tokens
+from harness.metrics import Clock, LossWindow, MetricsFile, Report, Speed, finite, report_values
+from harness.progress import Progress
+from harness.run import RunDirectory
+from harness.schedules import Schedule
+from harness.state import Tally, capture_optimizer, capture_ranks
+from harness.step import TrainStep
+from harness.stopping import StopRequest
+from harness.summary import Machine, describe_summary, summarise
+from harness.tokenizer import load_tokenizer
+from harness.tokens import BatchShape, Dataset, MicrobatchReader
+from harness.world import World
+
+SAMPLE_TOKENS = 50
+
+
+@dataclass
+class Job:
+    """The objects of a training job on this rank. Methods that only rank 0 has work in may be called on every rank."""
+
+    world: World
+    run: RunDirectory
+    config: TrainConfig
+    dataset: Dataset
+    shape: BatchShape
+    position: Position
+    schedule: Schedule
+    model: nn.Module  # bare: what is saved, evaluated and sampled from
+    step: TrainStep  # holds the model as it is trained: wrapped, if there are several ranks
+    speed: Speed
+    clock: Clock
+    identity: dict[str, Any]  # what a checkpoint belongs to: model, train, dataset
+    write_checkpoint: Callable[[dict[str, Any]], None]
+    tally: Tally = field(default_factory=Tally)
+    stop: StopRequest = field(default_factory=StopRequest)
+
+    def __post_init__(self) -> None:
+        self.reader = MicrobatchReader(self.dataset.split("train"), self.position.start_token, self.shape)
+        self.window = LossWindow(self.world.device)
+        self.metrics = MetricsFile(self.run.metrics)
+        self.progress = Progress(self.position.total_steps, self.position.first_step, visible=self.world.is_main)
+        self._seconds_at_start = dict(self.clock.seconds)
+        self._last_report = (self.position.tokens_seen, self.clock.seconds["training"])
+
+    def warm_up(self) -> None:
+        """One forward and backward pass whose gradients are thrown away, before the first step or any restored state.
+
+        It compiles what is compiled, and lets DDP arrange its buckets in the order gradients come in, which it does
+        after the first exchange: a continued run then adds up gradients in the same order as one that never stopped.
+        """
+        self.step.accumulate([self.reader.window(0)])
+        self.step.forget_gradients()
+
+    def validate(self) -> float:
+        """Mean loss over train.json's validation slice; every rank returns it."""
+        assert self.config.validation_batches is not None
+        assert self.config.start_val_token is not None
+        reader = MicrobatchReader(self.dataset.split("validation"), self.config.start_val_token, self.shape)
+        count, precision = self.config.validation_batches, self.step.precision
+        if self.config.validation_ranks == "all":
+            return validation_loss(self.model, reader, count, precision, self.world)
+        return self.world.on_rank0(lambda: validation_loss(self.model, reader, count, precision, None))
+
+    def record_report(self, report: Report) -> None:
+        """A line of metrics, and the newest numbers for whoever watches."""
+        if not self.world.is_main:
+            return
+        tokens, seconds = self.tally.tokens_seen, self.clock.now()["training"]
+        tokens_per_second = (tokens - self._last_report[0]) / max(seconds - self._last_report[1], 1e-9)
+        self._last_report = (tokens, seconds)
+        mfu = self.speed.mfu(tokens_per_second / self.world.size)
+        rates = {"tokens_per_second": round(tokens_per_second, 1), "mfu": mfu}
+        rate = self.step.optimizer.param_groups[0]["lr"]
+        self._append("train", **report_values(report), learning_rate=rate, **rates)
+        shown = {"loss": f"{report.loss:.3f}", "tps": f"{tokens_per_second:,.0f}"}
+        if mfu is not None:
+            shown["mfu"] = f"{mfu:.1%}"
+        self.progress.show(self.tally.global_step, {**shown, **self._dollars()})
+
+    def _dollars(self) -> dict[str, str]:
+        """Spent so far and projected for the whole run, at the pace since this process started."""
+        so_far = self.speed.dollars(self.clock.total)
+        if so_far is None:
+            return {}
+        seconds = self.clock.now()
+        here = sum(seconds[phase] - self._seconds_at_start[phase] for phase in seconds if phase != "setup")
+        done = self.tally.global_step + 1 - self.position.first_step
+        remaining = self.position.total_steps - self.tally.global_step - 1
+        return {"$": f"{so_far:,.2f} of {so_far + (self.speed.dollars(here * remaining / done) or 0):,.2f}"}
+
+    def record_validation(self, loss: float) -> None:
+        if not self.world.is_main:
+            return
+        self._append("validation", loss=loss)
+        self.progress.say(f"step {self.tally.global_step + 1}: validation loss {loss:.3f}")
+        self.draw_chart()
+
+    def draw_chart(self) -> None:
+        """Draw the chart of the run so far. Whatever goes wrong in it is a warning: a picture never ends a run."""
+        try:
+            from harness.charts import draw_training_chart
+
+            draw_training_chart(self.run.metrics, self.run.chart, title=self.run.path.name)
+        except Exception as error:
+            warnings.warn(f"{self.run.chart}: no chart: {error}", stacklevel=2)
+
+    def save(self, *, is_best: bool, planned: bool) -> None:
+        """Write a checkpoint of the last step done. Collective; unplanned ones leave no trace in the metrics, so that
+        those are the ones of a run that never stopped."""
+        with self.clock.phase("checkpointing"):
+            ranks = capture_ranks(self.window, self.world)
+            self.world.on_rank0(lambda: self._save_on_rank0(ranks, is_best=is_best, planned=planned))
+        if planned and self.world.is_main:
+            self._append("checkpoint", is_best=is_best)
+            if not self.config.validates:
+                self.draw_chart()
+
+    def _save_on_rank0(self, ranks: dict[str, Any], *, is_best: bool, planned: bool) -> None:
+        tokenizer = self.dataset.tokenizer
+        meta = {
+            **{key: finite(value) for key, value in asdict(self.tally).items()},
+            "is_best": is_best,
+            "planned": planned,
+            "seconds": self.clock.now(),
+            "metrics_bytes": self.metrics.size(),
+            "world_size": self.world.size,
+            "tokenizer": tokenizer.name if isinstance(tokenizer, Path) else tokenizer,
+            "torch": torch.__version__,
+            **self.identity,
+        }
+        optimizer, scaler = capture_optimizer(self.step, self.model)
+        self.write_checkpoint(
+            {
+                "weights": self.model.public_tensors(),  # type: ignore[operator]
+                "optimizer": optimizer,
+                "scaler": scaler,
+                "train_state": ranks,
+                "meta": meta,
+                "tokenizer": tokenizer if isinstance(tokenizer, Path) else None,
+            }
+        )
+
+    def resume_metrics(self, meta: dict[str, Any]) -> None:
+        """Cut the metrics back to where a checkpoint was made (what came after is kept aside)."""
+        size = meta.get("metrics_bytes", 0)
+        if self.metrics.size() > size:
+            self.metrics.cut(size, self.run.new_aside())
+        if meta.get("planned"):
+            self._append("checkpoint", is_best=meta["is_best"])
+
+    def _append(self, event: str, **values: Any) -> None:
+        place = {"global_step": self.tally.global_step, "tokens_seen": self.tally.tokens_seen}
+        self.metrics.append(event, **place, seconds=round(self.clock.total, 3), **values)
+
+    def print_sample(self) -> None:
+        """Continue train.json's `sample_prompt` with the model as it is. Rank 0 only."""
+        assert self.config.sample_prompt is not None
+        tokenizer = load_tokenizer(self.dataset.tokenizer)
+        prompt = tokenizer.encode(self.config.sample_prompt)
+        stream = sample_tokens(self.model, prompt, temperature=1.0, top_k=25, seed=self.config.random_seed)
+        text = tokenizer.decode(prompt + [token for token, _ in zip(stream, range(SAMPLE_TOKENS), strict=False)])
+        self._append("sample", text=text)
+        self.progress.say(f"step {self.tally.global_step + 1}: {text}")
+
+    def finish(self) -> None:
+        """Write and print the summary. Collective."""
+        self.progress.close()
+        machine = Machine.measure(self.world)
+        if not self.world.is_main:
+            return
+        seconds = self.clock.now()
+        summary = summarise(self.tally, seconds, self.speed, machine, self.shape)
+        summary |= {"run": self.run.path.name, "parameters": self.identity["parameters"], **self.identity}
+        try:
+            replace_text(self.run.summary, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+        except OSError as error:
+            raise RunError(f"{self.run.summary}: cannot write the summary: {error.strerror}") from None
+        self.draw_chart()
+        print("\n" + describe_summary(summary), flush=True)

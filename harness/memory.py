@@ -1,0 +1,94 @@
+"""Device memory: limits that make a search real, the peak in use, and telling "out of memory" from other errors."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import resource
+from pathlib import Path
+
+import torch
+
+GIB = 2**30
+# mallopt(3): blocks above this size get their own mapping, which goes back to the system as soon as it is freed.
+M_MMAP_THRESHOLD = -3
+OWN_MAPPING_BYTES = 2**20
+# How CPU libraries below torch say that an allocation failed; torch.cuda has an exception class for it.
+OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "Cannot allocate memory", "out of memory", "bad_alloc")
+
+
+def limit_memory(device: torch.device, limit_gib: float | None, local_size: int) -> float:
+    """Make allocations beyond a limit fail from now on; the limit in GiB.
+
+    CUDA: the caching allocator's fraction of the device. CPU: RLIMIT_DATA, all of the process's writable memory, upon
+    which torch's allocator raises an error that can be caught. Without a `limit_gib`: the whole device, or on the CPU
+    this process's share of the memory that is free now.
+    """
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        limit = min(limit_gib * GIB, total) if limit_gib is not None else total
+        torch.cuda.set_per_process_memory_fraction(limit / total, device)
+        return limit / GIB
+    _settle_cpu_memory()
+    used = _status_bytes("VmData")
+    limit = limit_gib * GIB if limit_gib is not None else used + free_memory() / local_size
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (int(limit), hard))
+    return limit / GIB
+
+
+def _settle_cpu_memory() -> None:
+    """Start the threads that the limit would keep from starting, and have freed blocks leave the process at once."""
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, OWN_MAPPING_BYTES)
+    product = torch.randn(256, 256, requires_grad=True) @ torch.randn(256, 256)
+    product.sum().backward()
+
+
+def free_memory() -> int:
+    """Bytes this machine, or the container around us, can still give out."""
+    available = next(
+        int(line.split()[1]) * 1024 for line in Path("/proc/meminfo").read_text().splitlines() if "MemAvailable" in line
+    )
+    try:
+        maximum = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        current = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return available
+    return available if maximum == "max" else min(available, int(maximum) - current)
+
+
+def forget_peak(device: torch.device) -> None:
+    """Start measuring the peak anew."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory in use since `forget_peak`, or since the process began: what the limit counts on CUDA (the
+    allocator's reserve), resident memory on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return _status_bytes("VmHWM")
+
+
+def release_memory(device: torch.device) -> None:
+    """Hand back what is no longer referenced, so that the next attempt starts from a clean device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception means that memory ran out, on any device."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY_TEXTS)
+
+
+def _status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")

@@ -1,0 +1,37 @@
+"""Numeric precision of a run: what `precision` in train.json means on a device."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Weights are always fp32; `name` (bf16, fp16 or fp32) is what the matrix products run in."""
+
+    name: str
+    device_type: str
+
+    @classmethod
+    def resolve(cls, name: str, device: torch.device) -> Precision:
+        """auto: bf16 where the device computes it natively, else fp16 on CUDA, else fp32 (CPUs)."""
+        if name == "auto" and device.type == "cuda":
+            name = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+        elif name == "auto":
+            name = "fp32"
+        return cls(name, device.type)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context a forward pass runs in."""
+        if self.name == "fp32":
+            return nullcontext()
+        return torch.autocast(self.device_type, DTYPES[self.name])
+
+    def scaler(self) -> torch.amp.GradScaler:
+        """Keeps small fp16 gradients from vanishing; without effect in the other precisions."""
+        return torch.amp.GradScaler(self.device_type, enabled=self.name == "fp16")

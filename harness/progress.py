@@ -1,0 +1,42 @@
+"""What rank 0 shows while it works: a bar on a terminal, plain lines elsewhere, nothing on other ranks."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from tqdm import tqdm
+
+
+class Progress:
+    """Progress over global steps."""
+
+    def __init__(self, total: int, done: int, *, visible: bool) -> None:
+        self.total = total
+        self.visible = visible
+        self._bar: Any = None
+        if visible and sys.stderr.isatty():
+            self._bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True, smoothing=0.05)
+
+    def advance(self) -> None:
+        if self._bar is not None:
+            self._bar.update()
+
+    def show(self, step: int, values: dict[str, str]) -> None:
+        """Show the newest numbers, e.g. {"loss": "3.720", "tps": "234,480"}."""
+        if self._bar is not None:
+            self._bar.set_postfix(values)
+        elif self.visible:
+            numbers = "  ".join(f"{name} {value}" for name, value in values.items())
+            print(f"step {step + 1}/{self.total}  {numbers}", flush=True)
+
+    def say(self, text: str) -> None:
+        """Print a line without breaking the bar."""
+        if self._bar is not None:
+            self._bar.write(text)
+        elif self.visible:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()

@@ -1,0 +1,93 @@
+"""A run directory: the only module that knows the paths inside `runs/<name>/`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.errors import UserError
+
+SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
+CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-(\d+)")
+
+
+def check_name(name: str, what: str) -> str:
+    """Return `name` if it is one plain path component. Raises UserError for `..`, a slash or a hidden name."""
+    if not SAFE_NAME.fullmatch(name):
+        raise UserError(f"{what} {name!r}: must be a plain name: letters, digits and _ . + -, no slash, no leading dot")
+    return name
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """One experiment: `model.json` and `train.json` in, everything else out."""
+
+    path: Path
+
+    @classmethod
+    def find(cls, runs_dir: Path, name: str) -> RunDirectory:
+        """Open `runs_dir/name`. Raises UserError for a name that leaves the folder, or a run that is not there."""
+        path = runs_dir / check_name(name, "run")
+        if path.is_dir():
+            return cls(path)
+        if path.exists():
+            raise UserError(f"{path}: not a folder; a run is a folder with model.json and train.json")
+        known = sorted(entry.name for entry in runs_dir.iterdir() if entry.is_dir()) if runs_dir.is_dir() else []
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else f"; there are: {', '.join(known) or 'none'}"
+        raise UserError(f"{path}: no such run{hint}")
+
+    @property
+    def model_json(self) -> Path:
+        return self.path / "model.json"
+
+    @property
+    def train_json(self) -> Path:
+        return self.path / "train.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def chart(self) -> Path:
+        return self.path / "training-run-chart.png"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def aside(self) -> Path:
+        return self.path / "aside"
+
+    def new_aside(self) -> Path:
+        """A new folder below `aside/` for results that make room for others: nothing is ever deleted."""
+        stamp = time.strftime("%Y%m%dZ%H%M%S", time.gmtime())
+        for attempt in range(1000):
+            folder = self.aside / (stamp if not attempt else f"{stamp}-{attempt}")
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            return folder
+        raise UserError(f"{self.aside}: cannot make a folder for the old results")
+
+    def set_results_aside(self) -> Path | None:
+        """Move everything a run wrote to a new folder below `aside/`; that folder, or None if there was nothing."""
+        results = [self.metrics, self.summary, self.chart, self.checkpoints]
+        present = [path for path in results if path.is_file() or (path.is_dir() and any(path.iterdir()))]
+        if not present:
+            return None
+        folder = self.new_aside()
+        for path in present:
+            shutil.move(path, folder / path.name)
+        return folder

@@ -1,0 +1,62 @@
+"""The live objects of a run as plain data for a checkpoint, and back."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from harness.metrics import LossWindow
+from harness.optim import load_optimizer_state, optimizer_state
+from harness.randomness import random_state, seed_for_rank, set_random_state
+from harness.step import TrainStep
+from harness.world import World
+
+
+@dataclass
+class Tally:
+    """What a run has come to so far: the same on every rank, and in every checkpoint's meta.json."""
+
+    global_step: int = -1  # the last one done
+    tokens_seen: int = 0
+    train_loss: float | None = None  # at the last report
+    val_loss: float | None = None  # at the last validation
+    best_loss: float | None = None
+    best_step: int | None = None
+    skipped_steps: int = 0
+    loss_sum: float = 0.0  # over the microbatches reported since the last checkpoint
+    loss_count: int = 0
+
+    @classmethod
+    def from_meta(cls, meta: dict[str, Any]) -> Tally:
+        return cls(**{key: meta[key] for key in asdict(cls()) if key in meta})
+
+
+def capture_ranks(window: LossWindow, world: World) -> dict[str, Any]:
+    """What each rank has of its own: its random state and the losses it has not reported yet. Collective."""
+    return {"ranks": world.gather({"random": random_state(world.device), "window": window.state()})}
+
+
+def restore_ranks(saved: dict[str, Any], window: LossWindow, world: World, *, seed: int, step: int) -> None:
+    """Put this rank's own state back; with another number of ranks than before, give it a new one of its own."""
+    ranks = saved["ranks"]
+    if len(ranks) == world.size:
+        window.load_state(ranks[world.rank]["window"])
+        set_random_state(ranks[world.rank]["random"], world.device)
+        return
+    seed_for_rank(seed, world.rank, step)
+    if world.is_main:
+        window.load_merged([rank["window"] for rank in ranks])
+
+
+def capture_optimizer(step: TrainStep, model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The optimizer's and the scaler's states."""
+    return optimizer_state(step.optimizer, model), step.scaler.state_dict()
+
+
+def restore_optimizer(step: TrainStep, model: nn.Module, saved: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    optimizer, scaler = saved
+    load_optimizer_state(step.optimizer, model, optimizer)
+    if scaler and step.scaler.is_enabled():
+        step.scaler.load_state_dict(scaler)

@@ -1,0 +1,88 @@
+"""The end of a run in numbers: what summary.json holds and what is printed."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from harness.memory import GIB, peak_bytes
+from harness.metrics import Speed, finite
+from harness.state import Tally
+from harness.tokens import BatchShape
+from harness.world import World
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a run took place."""
+
+    device: str
+    world_size: int
+    peak_memory_gib: float
+
+    @classmethod
+    def measure(cls, world: World) -> Machine:
+        """Collective: the peak is the largest of any rank."""
+        name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else f"{platform.machine()} CPU"
+        return cls(name, world.size, max(world.gather(peak_bytes(world.device))) / GIB)
+
+
+def summarise(
+    tally: Tally, seconds: dict[str, float], speed: Speed, machine: Machine, shape: BatchShape
+) -> dict[str, Any]:
+    """summary.json without the run's configuration. Rates are per second of training, not of validation or saving."""
+    tokens_per_second = tally.tokens_seen / max(seconds["training"], 1e-9)
+    mfu = speed.mfu(tokens_per_second / machine.world_size)
+    total = sum(seconds.values())
+    dollars = {phase: round(speed.dollars(spent) or 0, 4) for phase, spent in {**seconds, "total": total}.items()}
+    return {
+        "seconds": {**{phase: round(spent, 3) for phase, spent in seconds.items()}, "total": round(total, 3)},
+        "tokens_seen": tally.tokens_seen,
+        "tokens_per_second": round(tokens_per_second, 1),
+        "global_steps": tally.global_step + 1,
+        "final_train_loss": finite(tally.train_loss),
+        "final_validation_loss": finite(tally.val_loss),
+        "best_loss": finite(tally.best_loss),
+        "best_step": tally.best_step,
+        "skipped_steps": tally.skipped_steps,
+        "flops_per_token": speed.flops_per_token,
+        "mfu": None if mfu is None else round(mfu, 4),
+        "peak_memory_gib": round(machine.peak_memory_gib, 3),
+        "dollars": None if speed.price_per_hour is None else dollars,
+        "device": machine.device,
+        "world_size": machine.world_size,
+        "microbatch_size": shape.microbatch_size,
+        "accumulation_steps": shape.accumulation_steps,
+        "torch": torch.__version__,
+    }
+
+
+def describe_summary(summary: dict[str, Any]) -> str:
+    """The summary for a terminal."""
+    seconds, dollars = summary["seconds"], summary["dollars"]
+    lines = [
+        f"Training complete in {seconds['total']:,.3f} seconds",
+        "  " + ", ".join(f"{phase} {seconds[phase]:,.1f} s" for phase in seconds if phase != "total"),
+        f"Tokens seen: {summary['tokens_seen']:,}",
+        f"Throughput: {summary['tokens_per_second']:,.0f} tokens/second of training",
+    ]
+    if summary["mfu"] is not None:
+        lines.append(f"MFU: {summary['mfu']:.1%}")
+    lines.append(f"Peak memory: {summary['peak_memory_gib']:.2f} GiB per device")
+    if summary["skipped_steps"]:
+        lines.append(f"Skipped steps (gradients not finite): {summary['skipped_steps']:,}")
+    lines.append(f"Final train loss: {_loss(summary['final_train_loss'])}")
+    if summary["final_validation_loss"] is not None:
+        lines.append(f"Final validation loss: {_loss(summary['final_validation_loss'])}")
+    lines.append(f"Best loss: {_loss(summary['best_loss'])} at global step {summary['best_step']}")
+    if dollars is not None:
+        phases = ", ".join(f"{phase} ${cost:,.2f}" for phase, cost in dollars.items() if phase != "total")
+        lines.append(f"Cost: ${dollars['total']:,.2f} ({phases})")
+    return "\n".join(lines)
+
+
+def _loss(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.3f}"

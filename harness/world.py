@@ -1,0 +1,183 @@
+"""The processes of a run: who this one is, and everything they say to each other outside the gradient exchange.
+
+Two process groups: the default one moves gradients (nccl on CUDA, gloo on CPU) and has a short timeout, so that a
+stuck rank is noticed; the control group (gloo, on the CPU) is where ranks wait for one another's long work, such as a
+download or a validation on rank 0, and has a timeout longer than any of that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from harness.errors import PeerError, RunError, UserError
+
+T = TypeVar("T")
+
+CONTROL_TIMEOUT = timedelta(days=7)
+DEFAULT_TIMEOUT_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank's part of some shared work came to."""
+
+    value: Any = None
+    error: str | None = None
+
+
+class Vote:
+    """A question to all ranks that is answered while they compute."""
+
+    def __init__(self, ballot: torch.Tensor, pending: Any) -> None:
+        self._ballot = ballot
+        self._pending = pending
+
+    def result(self) -> int:
+        """The largest number any rank voted; waits for the ranks that have not voted yet."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        return int(self._ballot.item())
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the others. Without torchrun the world is one process and every wait returns at once."""
+
+    rank: int
+    local_rank: int
+    size: int
+    local_size: int
+    device: torch.device
+    control: Any = None
+
+    @classmethod
+    def start(cls) -> World:
+        """Join the world that torchrun's environment variables describe and choose this process's device.
+
+        Raises UserError when the node has fewer CUDA devices than processes.
+        """
+        rank, local_rank = _environment("RANK", 0), _environment("LOCAL_RANK", 0)
+        size, local_size = _environment("WORLD_SIZE", 1), _environment("LOCAL_WORLD_SIZE", 1)
+        device = _choose_device(local_rank, local_size)
+        if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+        control = None
+        if size > 1:
+            # torch.accelerator reports cuda on any CUDA build, GPU or not: the backend follows the device we chose.
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(
+                backend,
+                timeout=timedelta(seconds=float(os.environ.get("COLLECTIVE_TIMEOUT_SECONDS", DEFAULT_TIMEOUT_SECONDS))),
+                device_id=device if device.type == "cuda" else None,
+            )
+            control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+        return cls(rank, local_rank, size, local_size, device, control)
+
+    def stop(self) -> None:
+        """Leave the world after every rank has got here."""
+        if self.size > 1:
+            self.barrier()
+            dist.destroy_process_group()
+
+    @property
+    def is_main(self) -> bool:
+        """Does the job's work: validation, checkpoints, charts, progress."""
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """Does the node's work: directories, downloads."""
+        return self.local_rank == 0
+
+    def barrier(self) -> None:
+        """Wait for all ranks, however long they take."""
+        self.gather(None)
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's `value` (small, picklable), by rank, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def agree(self, verdict: bool) -> bool:
+        """True if it is true on every rank."""
+        return all(self.gather(verdict))
+
+    def vote(self, number: int) -> Vote:
+        """Start finding the largest `number` of any rank without waiting for it."""
+        ballot = torch.tensor(number)
+        pending = None
+        if self.size > 1:
+            pending = dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
+        return Vote(ballot, pending)
+
+    def on_rank0(self, work: Callable[[], T]) -> T:
+        """Run `work` on rank 0 while the others wait; its (small) result on every rank.
+
+        An error of rank 0 is raised there; the others raise PeerError, so that the whole job ends.
+        """
+        return self._on_some(work, mine=self.is_main)[0]
+
+    def on_each_node(self, work: Callable[[], T]) -> T:
+        """Run `work` on each node's first process while the others wait; the node's own result on every rank."""
+        outcomes = self._on_some(work, mine=self.is_local_main)
+        return outcomes[self.rank - self.local_rank]
+
+    def _on_some(self, work: Callable[[], T], *, mine: bool) -> list[Any]:
+        outcome, raised = Outcome(), None
+        if mine:
+            try:
+                outcome = Outcome(value=work())
+            except (UserError, RunError) as error:
+                outcome, raised = Outcome(error=str(error)), error
+            except Exception as error:
+                self.gather(Outcome(error=repr(error)))
+                raise
+        outcomes = self.gather(outcome)
+        if raised is not None:
+            raise raised
+        for other in outcomes:
+            if other.error is not None:
+                raise PeerError(other.error)
+        return [each.value for each in outcomes]
+
+
+def world_size() -> int:
+    """The number of ranks, before or without starting the world."""
+    return _environment("WORLD_SIZE", 1)
+
+
+def is_speaker() -> bool:
+    """Whether this process is rank 0, before or without starting the world."""
+    return _environment("RANK", 0) == 0
+
+
+def only_device() -> torch.device:
+    """The device of a command that is one process."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _environment(name: str, default: int) -> int:
+    return int(os.environ.get(name, default))
+
+
+def _choose_device(local_rank: int, local_size: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_size > torch.cuda.device_count():
+        raise UserError(
+            f"torchrun started {local_size} processes on a machine with {torch.cuda.device_count()} CUDA devices; "
+            f"use --nproc_per_node={torch.cuda.device_count()}"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)

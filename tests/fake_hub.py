@@ -1,0 +1,307 @@
+"""A Hugging Face Hub on this machine that misbehaves on request: what huggingface_hub needs to read datasets.
+
+    with FakeHub() as hub:
+        dataset = hub.add_dataset("owner/name", {"meta.json": b"{}", "train.safetensors": data})
+        dataset.files["train.safetensors"].corrupt = True
+        subprocess.run(command, env={**os.environ, **hub.environment(home)})
+
+As on the real Hub, a repository's commit and its files' hashes follow from the contents, LFS files are redirected to
+another origin that must not see the token, and errors are told apart by X-Error-Code. Xet is left out, so that plain
+HTTP is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+LFS_SUFFIXES = {".safetensors", ".parquet", ".bin"}
+ERROR_CODES = {401: "RepoNotFound", 404: "RepoNotFound", 403: "GatedRepo"}
+
+
+@dataclass
+class FakeFile:
+    """A file's true content, and what is wrong with its delivery.
+
+    `corrupt`: the last byte is flipped. `truncate_at`: the connection closes before this byte, with `reset` by a TCP
+    reset. `delay_seconds`: a pause between headers and body. `resolve_status`: this error instead of the file. All this
+    applies to the first `faulty_downloads`.
+    """
+
+    content: bytes
+    lfs: bool = False
+    corrupt: bool = False
+    truncate_at: int | None = None
+    reset: bool = False
+    delay_seconds: float = 0.0
+    resolve_status: int | None = None
+    faulty_downloads: float = float("inf")
+    downloads: int = 0
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()
+
+    @property
+    def blob_id(self) -> str:
+        """The git object's name: for LFS files that of the pointer, as on the Hub."""
+        stored = self.content
+        if self.lfs:
+            version = "version https://git-lfs.github.com/spec/v1"
+            stored = f"{version}\noid sha256:{self.sha256}\nsize {len(self.content)}\n".encode()
+        return hashlib.sha1(b"blob %d\0" % len(stored) + stored).hexdigest()
+
+    @property
+    def etag(self) -> str:
+        return self.sha256 if self.lfs else self.blob_id
+
+
+@dataclass
+class FakeDataset:
+    """A repository. `status`: the answer to everything, `named_errors`: with the code that says why.
+
+    `gated`: its files can be listed but not read.
+    """
+
+    files: dict[str, FakeFile]
+    status: int | None = None
+    named_errors: bool = True
+    gated: bool = False
+
+    @property
+    def commit(self) -> str:
+        listing = "".join(f"{path} {file.blob_id}\n" for path, file in sorted(self.files.items()))
+        return hashlib.sha1(listing.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One request as it arrived."""
+
+    method: str
+    path: str
+    authorization: str | None
+    range: str | None
+
+
+@dataclass
+class FakeHub:
+    """Two servers with one state: the Hub itself, and the storage that LFS files are redirected to."""
+
+    datasets: dict[str, FakeDataset] = field(default_factory=dict)
+    requests: list[Seen] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._released = threading.Event()
+        self._servers = [_Server(self) for _ in range(2)]
+
+    def __enter__(self) -> FakeHub:
+        for server in self._servers:
+            threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.release()
+        for server in self._servers:
+            server.shutdown()
+            server.server_close()
+
+    @property
+    def url(self) -> str:
+        return self._servers[0].url
+
+    @property
+    def storage_url(self) -> str:
+        return self._servers[1].url
+
+    def environment(self, home: Path) -> dict[str, str]:
+        """Variables that lead a subprocess here and keep it away from the user's own Hugging Face settings."""
+        return {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+
+    def add_dataset(self, name: str, contents: dict[str, bytes]) -> FakeDataset:
+        """Add a repository; which files are LFS follows from their suffix."""
+        files = {
+            path: FakeFile(content, lfs=PurePosixPath(path).suffix in LFS_SUFFIXES)
+            for path, content in contents.items()
+        }
+        self.datasets[name] = FakeDataset(files)
+        return self.datasets[name]
+
+    def seen(self, method: str, part: str) -> list[Seen]:
+        """Return the requests of a method whose path contains `part`, in order."""
+        return [request for request in self.requests if request.method == method and part in request.path]
+
+    def release(self) -> None:
+        """End all delays, present and future."""
+        self._released.set()
+
+    def wait(self, seconds: float) -> None:
+        """Pause, unless and until released."""
+        self._released.wait(seconds)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, hub: FakeHub) -> None:
+        self.hub = hub
+        super().__init__(("127.0.0.1", 0), _Handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients that are killed in the middle are what these tests do."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Server
+
+    def do_GET(self) -> None:
+        self._route()
+
+    def do_HEAD(self) -> None:
+        self._route()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Tests look at `requests` instead."""
+
+    def _route(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        seen = Seen(self.command, path, self.headers.get("Authorization"), self.headers.get("Range"))
+        self.server.hub.requests.append(seen)
+        for pattern, answer in ROUTES:
+            if match := pattern.fullmatch(path):
+                dataset = self._open(match["name"], match["revision"])
+                if dataset is not None:
+                    answer(self, dataset, match)
+                return
+        self._refuse(404, None)
+
+    def _open(self, name: str, revision: str | None) -> FakeDataset | None:
+        """Return the dataset, or answer with what keeps it closed and return None."""
+        dataset = self.server.hub.datasets.get(name)
+        if dataset is None:
+            self._refuse(404, "RepoNotFound")
+        elif dataset.status is not None:
+            self._refuse(dataset.status, ERROR_CODES.get(dataset.status) if dataset.named_errors else None)
+        elif revision not in {None, "main", dataset.commit}:
+            self._refuse(404, "RevisionNotFound")
+        else:
+            return dataset
+        return None
+
+    # Answers
+
+    def _info(self, dataset: FakeDataset, match: re.Match[str]) -> None:
+        siblings = [
+            {"rfilename": path, "size": len(file.content), "blobId": file.blob_id, **_lfs(file, "sha256")}
+            for path, file in dataset.files.items()
+        ]
+        self._send_json({"id": match["name"], "sha": dataset.commit, "private": False, "siblings": siblings})
+
+    def _tree(self, dataset: FakeDataset, match: re.Match[str]) -> None:
+        folders = {str(parent) for path in dataset.files for parent in PurePosixPath(path).parents} - {"."}
+        entries: list[dict[str, Any]] = [
+            {"type": "directory", "path": folder, "oid": "0" * 40, "size": 0} for folder in sorted(folders)
+        ]
+        entries += [
+            {"type": "file", "path": path, "size": len(file.content), "oid": file.blob_id, **_lfs(file, "oid")}
+            for path, file in dataset.files.items()
+        ]
+        self._send_json(entries)
+
+    def _resolve(self, dataset: FakeDataset, match: re.Match[str]) -> None:
+        file = dataset.files.get(match["path"])
+        if file is None:
+            self._refuse(404, "EntryNotFound")
+        elif dataset.gated:
+            self._refuse(403 if self.headers.get("Authorization") else 401, "GatedRepo")
+        elif file.resolve_status is not None and file.downloads < file.faulty_downloads:
+            file.downloads += 1
+            self._refuse(file.resolve_status, None)
+        elif file.lfs:
+            location = f"{self.server.hub.storage_url}/{match['name']}/{dataset.commit}/{match['path']}"
+            linked = {"X-Linked-Etag": f'"{file.etag}"', "X-Linked-Size": str(len(file.content))}
+            self._send_headers(302, {"Location": location, "X-Repo-Commit": dataset.commit, **linked}, 0)
+        else:
+            self._send_file(file, dataset.commit)
+
+    def _stored(self, dataset: FakeDataset, match: re.Match[str]) -> None:
+        self._send_file(dataset.files[match["path"]], dataset.commit)
+
+    def _send_file(self, file: FakeFile, commit: str) -> None:
+        start, status = 0, 200
+        headers = {"ETag": f'"{file.etag}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+        size = len(file.content)
+        if asked := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
+            start, status = int(asked[1]), 206
+            headers["Content-Range"] = f"bytes {start}-{size - 1}/{size}"
+        self._send_headers(status, headers, size - start)
+        if self.command == "HEAD":
+            return
+        file.downloads += 1
+        body, end = file.content, size
+        if file.downloads <= file.faulty_downloads:
+            if file.corrupt:
+                body = body[:-1] + bytes([body[-1] ^ 1])
+            end = size if file.truncate_at is None else file.truncate_at
+            self.server.hub.wait(file.delay_seconds)
+        self.wfile.write(body[start:end])
+        if end < size:
+            self._hang_up(reset=file.reset)
+
+    def _hang_up(self, *, reset: bool) -> None:
+        self.close_connection = True
+        if reset:
+            # Closing with a linger time of zero sends RST; detached, because the server would first send FIN.
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            os.close(self.connection.detach())
+
+    def _send_json(self, value: Any) -> None:
+        body = json.dumps(value).encode()
+        self._send_headers(200, {"Content-Type": "application/json"}, len(body))
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _refuse(self, status: int, code: str | None) -> None:
+        headers = {"X-Error-Code": code, "X-Error-Message": f"refused: {code}"} if code else {}
+        self._send_headers(status, headers, 0)
+
+    def _send_headers(self, status: int, headers: dict[str, str], length: int) -> None:
+        self.send_response(status)
+        for key, value in headers.items():
+            self.send_header(key, value)
+        self.send_header("Content-Length", str(length))
+        self.end_headers()
+
+
+def _lfs(file: FakeFile, hash_key: str) -> dict[str, Any]:
+    """The Hub calls the same hash `sha256` in a repository's description and `oid` in a listing."""
+    if not file.lfs:
+        return {}
+    return {"lfs": {hash_key: file.sha256, "size": len(file.content), "pointerSize": 134}}
+
+
+NAME = r"(?P<name>[^/]+/[^/]+)"
+Answer = Callable[[_Handler, FakeDataset, "re.Match[str]"], None]
+ROUTES: list[tuple[re.Pattern[str], Answer]] = [
+    (re.compile(rf"/api/datasets/{NAME}(/revision/(?P<revision>[^/]+))?"), _Handler._info),
+    (re.compile(rf"/api/datasets/{NAME}/tree/(?P<revision>[^/]+)"), _Handler._tree),
+    (re.compile(rf"/datasets/{NAME}/resolve/(?P<revision>[^/]+)/(?P<path>.+)"), _Handler._resolve),
+    (re.compile(rf"/{NAME}/(?P<revision>[^/]+)/(?P<path>.+)"), _Handler._stored),
+]
