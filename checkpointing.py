@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from gpt import GPTModel, load_model_config
 from harness.config import read_json_object
 from harness.errors import RunError, UserError
 from harness.files import sha256, sync, umask
@@ -245,6 +246,13 @@ def prune(folder: Path, keep: int, protected: set[str]) -> None:
         except OSError:
             continue
         shutil.rmtree(doomed, ignore_errors=True)
+
+
+def load_model(model_json: Path, weights: Path, device: torch.device) -> GPTModel:
+    """A model in evaluation mode with the weights of a safetensors file. Raises UserError if the two do not match."""
+    model = GPTModel(load_model_config(model_json))
+    model.load_public_tensors(load_weights(weights), weights)
+    return model.to(device).eval()
 
 
 def tokenizer_of(weights: Path) -> Tokenizer:

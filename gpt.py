@@ -260,12 +260,3 @@ class GPTModel(nn.Module):
                 parameter.copy_(torch.cat(parts))
             else:
                 parameter.copy_(tensors[name])
-
-
-def load_model(model_json: Path, weights: Path, device: torch.device) -> GPTModel:
-    """A model in evaluation mode with the weights of a safetensors file. Raises UserError if the two do not match."""
-    from checkpointing import load_weights
-
-    model = GPTModel(load_model_config(model_json))
-    model.load_public_tensors(load_weights(weights), weights)
-    return model.to(device).eval()

@@ -25,8 +25,7 @@ def main(model_json: Path, model_safetensors: Path, prompt: str, num_tokens: int
     with one_line_errors():
         from itertools import islice
 
-        from checkpointing import tokenizer_of
-        from gpt import load_model
+        from checkpointing import load_model, tokenizer_of
         from harness.generate import sample_tokens
         from harness.world import only_device
 

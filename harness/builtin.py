@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from harness.errors import UserError
+from harness.files import sync
 from harness.tokenizer import Tokenizer, load_tokenizer, train_bpe
 
 # A model with 4 layers of width 256, two CPU cores, a minute: 2.74 validation bits per byte with 2048 tokens, 2.53 with
@@ -159,9 +160,9 @@ def _appearing_whole(folder: Path) -> Iterator[Path]:
         partial.mkdir()
         yield partial
         for path in [*partial.iterdir(), partial]:
-            _sync(path)
+            sync(path)
         _rename_unless_there(partial, folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     except OSError as error:
         raise UserError(f"{folder}: cannot be written: {error.strerror or error}") from None
     finally:
@@ -175,14 +176,6 @@ def _rename_unless_there(partial: Path, folder: Path) -> None:
     except OSError:
         if not _is_whole(folder):
             raise
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove_leftovers(folder: Path) -> None:

@@ -83,8 +83,8 @@ def slice_loss(model: nn.Module, dataset: Dataset, slice_: TestSlice, precision:
     if not 0 < count <= there:
         wanted = slice_.start_token + max(count, 1) * shape.microbatch_tokens + 1
         raise UserError(
-            f"{tokens.path}: too short: wanted {wanted:,} tokens ({max(count, 1):,} batches of {slice_.batch_size} from "
-            f"token {slice_.start_token:,}), but there are {len(tokens):,}; see --start-token, --batches, --batch-size"
+            f"{tokens.path}: too short: wanted {wanted:,} tokens ({max(count, 1):,} batches of {slice_.batch_size} "
+            f"from {slice_.start_token:,}), but there are {len(tokens):,}; see --start-token, --batches, --batch-size"
         )
     reader = MicrobatchReader(tokens, slice_.start_token, shape)
     indexes = tqdm(range(count), unit="batch", disable=not sys.stderr.isatty())

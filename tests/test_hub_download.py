@@ -13,14 +13,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:
-    from fake_hub import FakeDataset, FakeHub  # mypy's name for the same file, as `tests` is not a package
-else:
-    from tests.fake_hub import FakeDataset, FakeHub
+from tests.fake_hub import FakeDataset, FakeHub
 
 ROOT = Path(__file__).resolve().parent.parent
 NAME = "someone/corpus"
