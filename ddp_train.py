@@ -202,10 +202,9 @@ def print_schema(context: click.Context, kind: str | None) -> None:
     if kind is None:
         return
     from gpt import ModelConfig
-    from harness.config import TrainConfig
+    from harness.config import TrainConfig, json_schema
 
-    schema = (TrainConfig if kind == "train" else ModelConfig).model_json_schema()
-    click.echo(json.dumps(schema, indent=2))
+    click.echo(json.dumps(json_schema(TrainConfig if kind == "train" else ModelConfig), indent=2))
     context.exit()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,9 @@ class ModelConfig(BaseModel):
     """The shape of a model: the contents of `runs/<name>/model.json`."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", title="model.json")
+    other_keys: ClassVar[dict[str, dict[str, Any]]] = {
+        "depth": {"type": "integer", "minimum": 1, "description": "In place of n_layers, n_heads and emb_dim."}
+    }
 
     vocab_size: int = Field(ge=2, description="Token ids are 0 .. vocab_size - 1.")
     context_length: int = Field(ge=1, description="Tokens the model sees at once.")
@@ -70,10 +73,11 @@ class ModelConfig(BaseModel):
         if self.n_kv_heads not in (None, self.n_heads):
             raise ValueError(f'key "n_kv_heads": {self.n_kv_heads} is not available yet; use n_heads or remove it')
         if self.emb_dim % self.n_heads:
+            below = self.emb_dim // self.n_heads * self.n_heads
+            nearest = [str(multiple) for multiple in (below, below + self.n_heads) if multiple]
             raise ValueError(
                 f'key "emb_dim": {self.emb_dim} is not a multiple of n_heads ({self.n_heads}); '
-                f"the nearest are {self.emb_dim // self.n_heads * self.n_heads or self.n_heads} and "
-                f"{(self.emb_dim // self.n_heads + 1) * self.n_heads}"
+                f"the nearest: {' and '.join(nearest)}"
             )
         return self
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -13,8 +13,6 @@ from harness.errors import UserError
 
 Config = TypeVar("Config", bound=BaseModel)
 
-# Keys by which the lab notebook this tool grew from calls things; `translate_upstream` turns them into ours.
-UPSTREAM_KEYS = {"minibatch_size", "schedule_learning_rate", "use_amp"}
 UPSTREAM_WARMUP_PERCENT = 5.0
 
 
@@ -22,8 +20,13 @@ class TrainConfig(BaseModel):
     """How one experiment is trained: the contents of `runs/<name>/train.json`."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", title="train.json")
+    other_keys: ClassVar[dict[str, dict[str, Any]]] = {
+        "minibatch_size": {"type": "integer", "deprecated": True, "description": "The notebook's microbatch_size."},
+        "schedule_learning_rate": {"type": "boolean", "deprecated": True, "description": "The notebook's lr_schedule."},
+        "use_amp": {"type": "boolean", "deprecated": True, "description": "The notebook's precision: fp16 or fp32."},
+    }
 
-    dataset: str = Field(description="owner/name on the Hugging Face Hub, or builtin/name.")
+    dataset: str = Field(min_length=1, description="owner/name on the Hugging Face Hub, or builtin/name.")
     microbatch_size: int = Field(ge=1, description="Sequences per device and forward pass.")
     min_train_tokens: int = Field(
         description="Train on the smallest whole number of global batches with at least this many tokens; "
@@ -161,7 +164,7 @@ def translate_upstream(raw: dict[str, Any]) -> dict[str, Any]:
 
     Raises ValueError where an old and a new spelling of the same thing stand side by side.
     """
-    result = {key: value for key, value in raw.items() if key not in UPSTREAM_KEYS}
+    result = {key: value for key, value in raw.items() if key not in TrainConfig.other_keys}
 
     def set_once(old: str, key: str, value: Any) -> None:
         if key in raw:
@@ -193,10 +196,15 @@ def load_train_config(path: Path) -> TrainConfig:
     """Read and check a train.json. Raises UserError naming the file, the key and the remedy."""
     raw = read_json_object(path)
     try:
-        raw = translate_upstream(raw)
+        translated = translate_upstream(raw)
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
-    return parse_config(TrainConfig, raw, path)
+    try:
+        return parse_config(TrainConfig, translated, path)
+    except UserError as error:
+        if "minibatch_size" in raw:  # speak of the key that is in the file
+            raise UserError(str(error).replace('"microbatch_size"', '"minibatch_size"')) from None
+        raise
 
 
 def parse_config(kind: type[Config], raw: dict[str, Any], path: Path) -> Config:
@@ -204,22 +212,32 @@ def parse_config(kind: type[Config], raw: dict[str, Any], path: Path) -> Config:
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
-        faults = [_describe(fault, kind) for fault in error.errors()]
+        found = error.errors()
+    # A misspelt key is missing under its right name, too: say it once.
+    meant = {_nearest(str(fault["loc"][0]), kind) for fault in found if fault["type"] == "extra_forbidden"}
+    if meant & set(getattr(kind, "other_keys", ())):
+        found = [fault for fault in found if fault["type"] != "missing"]
+    found = [fault for fault in found if fault["type"] != "missing" or fault["loc"][0] not in meant]
+    faults = dict.fromkeys(_describe(fault, kind) for fault in found)
     raise UserError(f"{path}: " + "; ".join(faults))
 
 
+def _nearest(key: str, kind: type[BaseModel]) -> str | None:
+    known = [*kind.model_fields, *getattr(kind, "other_keys", ())]
+    return next(iter(difflib.get_close_matches(key, known, n=1, cutoff=0.5)), None)
+
+
 def _describe(fault: Any, kind: type[BaseModel]) -> str:
-    key = ".".join(str(part) for part in fault["loc"] if not _is_union_branch(part))
+    key = json.dumps(".".join(str(part) for part in fault["loc"] if not _is_union_branch(part)))
     if fault["type"] == "extra_forbidden":
-        known = sorted(set(kind.model_fields) | (UPSTREAM_KEYS if kind is TrainConfig else set()))
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-        return f'key "{key}": unknown' + (f'; did you mean "{near[0]}"?' if near else "")
+        near = _nearest(str(fault["loc"][0]), kind)
+        return f"key {key}: unknown" + (f'; did you mean "{near}"?' if near else "")
     if fault["type"] == "missing":
-        return f'key "{key}": missing'
+        return f"key {key}: missing"
     if fault["type"] == "value_error":
         return str(fault["ctx"]["error"])
     message = fault["msg"][0].lower() + fault["msg"][1:]
-    return f'key "{key}": {message}, not {json.dumps(fault["input"], default=str)[:60]}'
+    return f"key {key}: {message}, not {json.dumps(fault['input'], default=str)[:60]}"
 
 
 def _is_union_branch(part: int | str) -> bool:
@@ -256,9 +274,24 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         keys = [key for key, _ in pairs]
         repeated = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f'key "{repeated}": given twice')
+        raise ValueError(f"key {json.dumps(repeated)}: given twice")
     return result
 
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
+
+
+def json_schema(kind: type[BaseModel]) -> dict[str, Any]:
+    """The JSON Schema of a config class for editors, with the other spellings its loader accepts."""
+    schema = kind.model_json_schema()
+    others: dict[str, dict[str, Any]] = getattr(kind, "other_keys", {})
+    schema["properties"] |= others
+    # Which keys may then be left out is more than an editor needs to know.
+    if others:
+        schema["required"] = (
+            ["vocab_size", "context_length"]
+            if "depth" in others
+            else [key for key in schema["required"] if key != "microbatch_size"]
+        )
+    return schema

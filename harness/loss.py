@@ -61,6 +61,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                         grad_weight.addmm_(error.T, chunk)
                     else:
                         grad_weight += error.T @ chunk
+                    del error
+                del logits  # before the next chunk's are computed
         if needs_grad:
             ctx.save_for_backward(grad_features, grad_weight)
         ctx.rows = rows
@@ -73,8 +75,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale = grad_loss / ctx.rows
         # Nothing else reads the saved gradients, and a second copy of the weight's would cost as much as the head.
         # The features' gradient leaves half precision before it is scaled down.
-        features_scaled = grad_features.to(scale.dtype) * scale
-        return features_scaled.to(grad_features.dtype), grad_weight.mul_(scale), None, None
+        return grad_features.to(scale.dtype) * scale, grad_weight.mul_(scale), None, None
 
 
 def _matmul_dtype(features: Tensor) -> torch.dtype:

@@ -59,6 +59,8 @@ def build_schedule(config: TrainConfig, total_steps: int) -> Schedule:
             f"{total_steps} global steps; shorten the warm-up or raise min_train_tokens"
         )
     decay_steps = round(total_steps * (config.decay_period_percent or 0) / 100)
+    if config.warmup_period_percent is not None:
+        decay_steps = min(decay_steps, total_steps - warmup_steps)  # both may have been rounded up
     if warmup_steps + decay_steps > total_steps:
         raise UserError(
             f'train.json: keys "warmup_steps" and "decay_period_percent": {warmup_steps} + {decay_steps} steps are '

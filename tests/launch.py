@@ -55,8 +55,8 @@ class Workshop:
     def datasets(self) -> Path:
         return self.path / "datasets"
 
-    def add_run(self, name: str = "r", *, model: dict[str, Any] | None = None, **train: Any) -> Path:
-        """Write a run directory: MODEL and TRAIN with the given keys changed, or removed where they are None."""
+    def add_run(self, name: str = "r", *, model: Any = None, **train: Any) -> Path:
+        """Write a run directory: MODEL and TRAIN with the given keys changed (`model`: a dict), or removed if None."""
         folder = self.runs / name
         folder.mkdir(parents=True, exist_ok=True)
         for file, values in (("model", MODEL | (model or {})), ("train", TRAIN | train)):
