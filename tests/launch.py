@@ -84,26 +84,27 @@ class Workshop:
         """Start ddp_train.py's processes the way torchrun does, without torchrun's own seconds of start-up."""
         command = [sys.executable, str(ROOT / "ddp_train.py"), *self._arguments(arguments)]
         if ranks == 1:
-            return [self._spawn(command, {})]
+            return [self.spawn(command, {})]
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        return [self._spawn(command, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
+        return [self.spawn(command, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
 
     def torchrun(self, *arguments: str, ranks: int = 2, expect: int | None = 0, timeout: float = 120) -> Result:
         """Run ddp_train.py under the real torchrun."""
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        process = self._spawn([*launcher, str(ROOT / "ddp_train.py"), *self._arguments(arguments)], {})
+        process = self.spawn([*launcher, str(ROOT / "ddp_train.py"), *self._arguments(arguments)], {})
         return finish([process], expect=expect, timeout=timeout)
 
     def script(self, name: str, *arguments: str, expect: int | None = 0) -> Result:
         """Run another of the root's commands."""
-        return finish([self._spawn([sys.executable, str(ROOT / name), *arguments], {})], expect=expect, timeout=120)
+        return finish([self.spawn([sys.executable, str(ROOT / name), *arguments], {})], expect=expect, timeout=120)
 
     def _arguments(self, arguments: tuple[str, ...]) -> list[str]:
         name = arguments[0] if arguments else "r"
         return [name, str(self.datasets), *arguments[1:], "--runs-dir", str(self.runs)]
 
-    def _spawn(self, command: list[str], variables: dict[str, str]) -> subprocess.Popen[str]:
+    def spawn(self, command: list[str], variables: dict[str, str]) -> subprocess.Popen[str]:
+        """Start a process in a session of its own, on one thread, with no way to the Hub."""
         inherited = {key: value for key, value in os.environ.items() if key not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}}
         environment = inherited | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | variables | self.environment
         return subprocess.Popen(
