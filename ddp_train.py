@@ -128,7 +128,7 @@ class Trainer:
         if job.world.is_main:
             print(f"stopped by {name} {done}; to continue, run the same command again", file=sys.stderr, flush=True)
         job.world.barrier()
-        raise StoppedError("", signal_number)
+        raise StoppedError(signal_number)
 
     def sample(self, step: int) -> None:
         self.job.world.on_rank0(self.job.print_sample)
@@ -334,9 +334,7 @@ def build_job(experiment: Experiment, world: World, dataset: Dataset, clock: Clo
     model = step.model
     if world.size > 1:
         devices = [world.device] if world.device.type == "cuda" else None
-        step.model = DistributedDataParallel(
-            model, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True
-        )
+        step.model = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
 
     def write_checkpoint(parts: dict[str, Any]) -> None:
         path = checkpointing.save_checkpoint(run.checkpoints, checkpointing.Checkpoint(**parts))

@@ -30,10 +30,11 @@ class PeerError(RunError):
 
 
 class StoppedError(RunError):
-    """A signal ended the run in an orderly way. Exit status 128 + the signal's number, as shells have it."""
+    """A signal ended the run in an orderly way, and the user has been told. Exit status 128 + the signal's number, as
+    shells have it."""
 
-    def __init__(self, message: str, signal_number: int) -> None:
-        super().__init__(message)
+    def __init__(self, signal_number: int) -> None:
+        super().__init__()
         self.exit_status = 128 + signal_number
 
 
@@ -52,12 +53,10 @@ def one_line_errors() -> Iterator[None]:
 
 def _leave(error: UserError | RunError) -> None:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    shared_by_all = isinstance(error, (UserError, StoppedError))
-    if isinstance(error, PeerError) or (shared_by_all and local_rank != 0):
+    if isinstance(error, PeerError) or (isinstance(error, UserError) and local_rank != 0):
         time.sleep(SPEAKER_PATIENCE_SECONDS)
-    if not isinstance(error, PeerError):
-        word = "stopped" if isinstance(error, StoppedError) else "error"
-        print(f"{word}: {error}", file=sys.stderr, flush=True)
+    if not isinstance(error, (PeerError, StoppedError)):
+        print(f"error: {error}", file=sys.stderr, flush=True)
     # Not sys.exit: interpreter shutdown would wait for communication threads whose peers may already be gone.
     sys.stdout.flush()
     os._exit(error.exit_status)

@@ -1,0 +1,168 @@
+"""A run that stopped and went on is the run that never stopped: bit for bit, through the real command."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from checkpointing import list_checkpoints
+from tests.launch import Workshop, finish, metrics, without_times
+
+# Dropout 0.1 and accumulation 2 come from the launcher's defaults.
+COMMON: dict[str, Any] = {
+    "min_train_tokens": 2560,  # 20 global steps on two ranks
+    "learning_rate": 0.01,
+    "lr_schedule": "cosine",
+    "warmup_steps": 4,
+    "clipping_max_norm": 0.5,
+}
+
+
+def assert_same_end(one: Path, other: Path) -> None:
+    """The last checkpoints of two runs hold the same: weights, optimizer, random states, losses."""
+    ends = [run / "checkpoints" / "latest" for run in (one, other)]
+    weights = [load_file(end / "model.safetensors") for end in ends]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    for file in ("optimizer.pt", "train_state.pt", "scaler.pt"):
+        assert (ends[0] / file).exists() == (ends[1] / file).exists()
+        if (ends[0] / file).exists():
+            states = [torch.load(end / file, weights_only=True) for end in ends]
+            assert_equal(states[0], states[1], file)
+    metas = [json.loads((end / "meta.json").read_text()) for end in ends]
+    for key in ("global_step", "tokens_seen", "train_loss", "val_loss", "best_loss", "best_step", "metrics_bytes"):
+        if key != "metrics_bytes":  # lines hold times, whose digits vary
+            assert metas[0][key] == metas[1][key], key
+    assert without_times(metrics(one)) == without_times(metrics(other))
+
+
+def assert_equal(one: Any, other: Any, where: str) -> None:
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other), where
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            assert_equal(one[key], other[key], f"{where}/{key}")
+    elif isinstance(one, list):
+        assert len(one) == len(other), where
+        for index, (left, right) in enumerate(zip(one, other, strict=True)):
+            assert_equal(left, right, f"{where}/{index}")
+    else:
+        assert one == other, where
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    shop = Workshop(tmp_path_factory.mktemp("continuation"))
+    shop.add_dataset(tokens=40_000)
+    return shop
+
+
+def stop_after(
+    shop: Workshop, name: str, step: int, number: signal.Signals = signal.SIGTERM
+) -> list[subprocess.Popen[str]]:
+    """Start a run and send rank 0 a signal once its metrics have reached a step."""
+    processes = shop.start(name)
+    path = shop.runs / name / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while f'"global_step": {step},' not in (path.read_text() if path.exists() else ""):
+        assert time.monotonic() < deadline, finish(processes, expect=None, timeout=10)
+        assert processes[0].poll() is None, finish(processes, expect=None, timeout=10)
+        time.sleep(0.002)
+    os.kill(processes[0].pid, number)
+    return processes
+
+
+def test_stopped_by_signals_and_continued(shop: Workshop) -> None:
+    """One rank is told to stop, twice; all stop at the same step, wherever it falls, and the next start goes on."""
+    settings = COMMON | {"min_train_tokens": 128 * 300, "validation_interval": 250, "report_interval": 7}
+    run = shop.add_run("stopped", **settings)
+    for number, step in ((signal.SIGTERM, 20), (signal.SIGINT, 90)):
+        result = finish(stop_after(shop, "stopped", step, number), expect=128 + number, timeout=60)
+        assert result.error_lines == [line for line in result.error_lines if f"stopped by {number.name} after" in line]
+        assert len(result.error_lines) == 1
+        assert "run the same command again" in result.stderr
+        last, checkpoint = list_checkpoints(run / "checkpoints")[-1]
+        assert step <= last < 299
+    assert f"continuing from {checkpoint.name}" in shop.train("stopped").stdout
+    straight = shop.add_run("straight", **settings)
+    shop.train("straight")
+    assert_same_end(straight, run)
+
+
+def test_continued_from_a_named_checkpoint(shop: Workshop) -> None:
+    """What came after the named checkpoint is moved aside, not deleted, and the new end is the old one."""
+    run = shop.add_run("named", **COMMON)
+    shop.train("named")
+    shutil.copytree(run, shop.runs / "first", symlinks=True)
+    old, lines = list_checkpoints(run / "checkpoints"), metrics(run)
+    assert [step for step, _ in old] == [0, 5, 10, 15, 19]
+    assert f"continuing from {old[1][1].name}" in shop.train("named", old[1][1].name).stdout
+    aside = list((run / "aside").rglob("*-iteration-*"))
+    assert sorted(path.name for path in aside) == [path.name for _, path in old[2:]]
+    (tail,) = (run / "aside").rglob("metrics.jsonl")
+    kept = [json.loads(line) for line in tail.read_text().splitlines()]
+    # The named checkpoint's own line is written anew; it and all later ones are in the tail.
+    assert kept == lines[-len(kept) :]
+    assert (kept[0]["event"], kept[0]["global_step"]) == ("checkpoint", 5)
+    assert_same_end(shop.runs / "first", run)
+
+
+def test_restart_moves_everything_aside(shop: Workshop) -> None:
+    other = shop.add_run("again", **COMMON | {"min_train_tokens": 256})
+    shop.train("again", ranks=1)
+    before = {path.name: path.read_bytes() for path in other.iterdir() if path.is_file() and path.suffix != ".json"}
+    shop.train("again", "--restart", ranks=1)
+    (aside,) = (other / "aside").iterdir()
+    assert {path.name for path in aside.iterdir()} == {
+        "checkpoints",
+        "metrics.jsonl",
+        "summary.json",
+        "training-run-chart.png",
+    }
+    assert all((aside / name).read_bytes() == content for name, content in before.items())
+    assert [step for step, _ in list_checkpoints(other / "checkpoints")] == [0, 3]
+
+
+def test_another_world_goes_on_at_the_same_token(tmp_path: Path) -> None:
+    """Two ranks stop, one rank with another microbatch and accumulation continues: no token twice, none left out."""
+    shop = Workshop(tmp_path)
+    shop.add_dataset(tokens=4000)
+    shop.add_run(**COMMON | {"min_train_tokens": 1280, "lr_schedule": "constant"})
+    shop.train(ranks=2)
+    run = shop.add_run(
+        **COMMON
+        | {"min_train_tokens": 2000, "lr_schedule": "constant", "microbatch_size": 3, "gradient_accumulation_steps": 1}
+    )
+    result = shop.train(ranks=1)
+    assert "train.json has changed since: microbatch_size: 2 -> 3" in result.stdout
+    meta = json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())
+    # 1,280 tokens in ten steps, then the smallest number of batches of 48 that reaches 2,000.
+    assert meta["tokens_seen"] == 1280 + 15 * 48
+    assert meta["global_step"] == 24
+    assert [event["tokens_seen"] for event in metrics(run)] == sorted(event["tokens_seen"] for event in metrics(run))
+
+
+def test_a_changed_model_or_dataset_is_refused(shop: Workshop) -> None:
+    other = shop.add_run("changed", **COMMON | {"min_train_tokens": 256})
+    shop.train("changed", ranks=1)
+    shop.add_run("changed", model={"emb_dim": 32}, **COMMON | {"min_train_tokens": 256})
+    result = shop.train("changed", ranks=1, expect=2)
+    assert "made with another model: emb_dim: 16 -> 32" in result.stderr
+    shop.add_run("changed", **COMMON | {"min_train_tokens": 256})
+    second = Workshop(shop.path / "elsewhere")
+    second.add_dataset(tokens=40_000, seed=1)
+    (second.runs).symlink_to(shop.runs)
+    result = second.train("changed", ranks=1, expect=2)
+    assert "made with another dataset" in result.stderr
+    assert [step for step, _ in list_checkpoints(other / "checkpoints")] == [0, 3]

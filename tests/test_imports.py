@@ -1,0 +1,206 @@
+"""The direction of the house's imports, and what may be used where: read from the sources, function-level imports too."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch import ROOT
+
+ROOT_MODULES = {path.stem: path for path in sorted(ROOT.glob("*.py"))}
+HARNESS_MODULES = {f"harness.{path.stem}": path for path in sorted((ROOT / "harness").glob("*.py"))}
+SOURCES = {**ROOT_MODULES, **HARNESS_MODULES}
+TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in SOURCES.items()}
+BENCHMARKS = sorted((ROOT / "bench").glob("*.py"))
+COMMANDS = [name for name in ROOT_MODULES if "@click.command" in ROOT_MODULES[name].read_text()]
+
+# Modules whose input is a finished run's files: they work where there is no process group, and no wish for one.
+READERS = ["harness.charts", "harness.plan"]
+HELP_SECONDS = 1.0
+
+
+def imported(node: ast.AST) -> list[str]:
+    """Dotted names of what an import statement brings: `from a import b` brings a, and perhaps the module a.b."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "relative imports hide the direction"
+        return [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return []
+
+
+def for_types_only(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def all_imports(tree: ast.AST) -> list[str]:
+    """Every import in the source, wherever it stands."""
+    return [name for node in ast.walk(tree) for name in imported(node)]
+
+
+def imports_at_load(tree: ast.AST) -> Iterator[str]:
+    """The imports that run when the module is loaded: not those in functions, nor those for type checkers."""
+    for node in ast.iter_child_nodes(tree):
+        if not for_types_only(node) and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield from imported(node)
+            yield from imports_at_load(node)
+
+
+def is_or_below(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")
+
+
+def users_of(*modules: str) -> set[str]:
+    """The sources that import one of `modules`, or reach it as an attribute (torch.distributed.barrier())."""
+    users = {
+        source
+        for source, tree in TREES.items()
+        if any(is_or_below(name, module) for name in all_imports(tree) for module in modules)
+    }
+    for source, tree in TREES.items():
+        attributes = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        if attributes & set(modules):
+            users.add(source)
+    return users
+
+
+def loaded_with(module: str) -> set[str]:
+    """The modules of harness that loading `module` loads, itself included."""
+    found, waiting = set(), [module]
+    while waiting:
+        name = waiting.pop()
+        if name in HARNESS_MODULES and name not in found:
+            found.add(name)
+            waiting += imports_at_load(TREES[name])
+    return found
+
+
+def test_the_sources_are_seen() -> None:
+    assert {"ddp_train", "gpt", "checkpointing", "test_smoke", "test_loss"} <= ROOT_MODULES.keys()
+    assert {"harness.world", "harness.config", "harness.run", "harness.charts"} <= HARNESS_MODULES.keys()
+    assert {"ddp_train", "test_smoke", "test_loss"} <= set(COMMANDS)
+    assert "harness.job" in all_imports(TREES["ddp_train"]), "function-level imports are read"
+    assert "harness.job" not in set(imports_at_load(TREES["ddp_train"]))
+
+
+@pytest.mark.parametrize("module", HARNESS_MODULES)
+def test_harness_imports_nothing_from_the_root_or_the_tests(module: str) -> None:
+    forbidden = {*ROOT_MODULES, "tests", "bench"}
+    assert not {name for name in all_imports(TREES[module]) if name.split(".")[0] in forbidden}
+
+
+def test_gpt_and_checkpointing_import_no_command() -> None:
+    for module in ("gpt", "checkpointing"):
+        assert not set(all_imports(TREES[module])) & set(COMMANDS)
+    assert "checkpointing" not in all_imports(TREES["gpt"])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_command_imports_another(command: str) -> None:
+    assert not set(all_imports(TREES[command])) & (set(COMMANDS) - {command})
+
+
+def test_collectives_are_called_in_world_and_optim_only() -> None:
+    assert users_of("torch.distributed") <= {"harness.world", "harness.optim"}
+    assert users_of("torch.distributed") >= {"harness.world"}, "this test finds them"
+
+
+def test_the_ddp_wrap_is_in_ddp_train_only() -> None:
+    wraps = ("torch.nn.parallel", "torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed")
+    assert users_of(*wraps) == {"ddp_train"}
+    mentioned = {name for name, path in SOURCES.items() if "DistributedDataParallel" in path.read_text()}
+    assert mentioned == {"ddp_train"}
+
+
+def test_matplotlib_is_imported_in_charts_only() -> None:
+    assert users_of("matplotlib") == {"harness.charts"}
+
+
+def test_microbatch_knows_nothing_of_torch() -> None:
+    assert not any(is_or_below(name, "torch") for name in all_imports(TREES["harness.microbatch"]))
+    assert loaded_with("harness.microbatch") == {"harness.microbatch"}
+
+
+def test_harness_has_no_import_cycle() -> None:
+    finished: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, f"cycle: {' -> '.join([*path[path.index(module) :], module])}"
+        if module in finished:
+            return
+        for name in sorted({name for name in imports_at_load(TREES[module]) if name in HARNESS_MODULES}):
+            visit(name, (*path, module))
+        finished.add(module)
+
+    for module in HARNESS_MODULES:
+        visit(module, ())
+    assert finished == HARNESS_MODULES.keys()
+
+
+@pytest.mark.parametrize("module", READERS)
+def test_readers_of_finished_runs_do_not_load_torch_distributed(module: str) -> None:
+    distributed = users_of("torch.distributed")
+    loaders = {name for name in loaded_with(module) if name in distributed}
+    assert not loaders, f"{module} loads {sorted(loaders)} when it is imported"
+
+
+def test_torch_load_never_trusts_a_file() -> None:
+    calls = 0
+    for path in [*SOURCES.values(), *BENCHMARKS]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            options = {option.arg: ast.unparse(option.value) for option in node.keywords}
+            where = f"{path.name}:{node.lineno}"
+            assert options.get("weights_only", "True") == "True", where
+            if ast.unparse(node.func) == "torch.load":
+                calls += 1
+                assert options.get("weights_only") == "True", where
+                assert options.get("map_location") == "'cpu'", where
+            assert ast.unparse(node.func) not in {"pickle.load", "pickle.loads"}, where
+    assert calls, "this test finds them"
+
+
+def test_root_names_shadow_no_library() -> None:
+    taken = {*importlib.metadata.packages_distributions(), *sys.stdlib_module_names, "datasets", "tokenizers"}
+    assert not {*ROOT_MODULES, "harness"} & taken
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_useful_quick_and_without_torch(command: str) -> None:
+    program = (
+        "import runpy, sys\n"
+        f"sys.argv = ['{command}.py', '--help']\n"
+        "try:\n"
+        f"    runpy.run_path({str(ROOT_MODULES[command])!r}, run_name='__main__')\n"
+        "finally:\n"
+        "    print('loaded:', *sorted({'torch', 'matplotlib', 'transformers'} & sys.modules.keys()), file=sys.stderr)\n"
+    )
+    seconds = []
+    for _ in range(3):  # the machine may be busy; the code is as fast as its fastest run
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        seconds.append(time.perf_counter() - start)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == "loaded:\n"
+        assert done.stdout.startswith("Usage: ")
+        if seconds[-1] < HELP_SECONDS / 2:
+            break
+    assert min(seconds) < HELP_SECONDS
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+    documented = [line for line in done.stdout.splitlines() if line.startswith("  ")]
+    assert len(documented) >= 5
+
+
+def test_the_tests_do_not_lie_in_the_root() -> None:
+    """Root `test_*.py` are commands: pytest must look into tests/ only."""
+    assert 'testpaths = ["tests"]' in (ROOT / "pyproject.toml").read_text()
+    assert not {path.stem for path in (ROOT / "tests").glob("*.py")} & ROOT_MODULES.keys()
+    assert Path(__file__).parent.name == "tests"

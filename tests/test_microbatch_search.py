@@ -1,0 +1,275 @@
+"""The search for the largest microbatch: the algorithm against brute force, and -f for real on the CPU.
+
+The memory limits are chosen from what the program takes on this machine before it has a model: threads' stacks and
+libraries make that a matter of the machine.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.config import load_train_config
+from harness.microbatch import fit_line, largest_that_fits
+from tests.launch import ROOT, Result, Workshop, finish
+
+# Little arithmetic, much memory: with dropout the CPU keeps the T x T attention weights of every head.
+HUNGRY: dict[str, Any] = {"context_length": 1024, "emb_dim": 16, "n_heads": 4, "n_layers": 1, "drop_rate": 0.1}
+GIB = 2**30
+
+
+@given(st.integers(0, 5000), st.integers(0, 3000))
+def test_the_search_agrees_with_brute_force(threshold: int, ceiling: int) -> None:
+    asked: list[int] = []
+
+    def fits(n: int) -> bool:
+        asked.append(n)
+        return n <= threshold
+
+    found = largest_that_fits(fits, ceiling)
+    assert found == max((n for n in range(1, ceiling + 1) if n <= threshold), default=0)
+    assert len(asked) == len(set(asked)), "each size is tried once"
+    assert all(1 <= n <= ceiling for n in asked)
+    assert len(asked) <= 2 * math.log2(found + 1) + 2, "doubling, then bisecting"
+    # Never far beyond what fits: a size that is far too large may take the whole machine along.
+    assert all(n <= max(1, 2 * found) for n in asked)
+    assert asked == [] or asked[0] == 1
+
+
+@given(
+    st.floats(-1e9, 1e9), st.floats(-1e12, 1e12), st.lists(st.integers(1, 4096), min_size=2, max_size=20, unique=True)
+)
+def test_the_fit_is_exact_on_a_line(slope: float, intercept: float, sizes: list[int]) -> None:
+    line = fit_line([(float(x), slope * x + intercept) for x in sizes])
+    assert line is not None
+    scale = abs(slope) * max(sizes) + abs(intercept) + 1
+    assert line[0] == pytest.approx(slope, abs=1e-9 * scale)
+    assert line[1] == pytest.approx(intercept, abs=1e-9 * scale * max(sizes))
+
+
+def test_the_fit_of_scattered_points_and_of_too_few() -> None:
+    assert fit_line([(1, 1), (2, 3), (3, 2)]) == pytest.approx((0.5, 1.0))
+    assert fit_line([(6, 24), (13, 40), (27, 80), (64, 160)]) == pytest.approx((2.346, 11.48), abs=0.01)  # DESIGN 7
+    assert fit_line([]) is None
+    assert fit_line([(4, 1)]) is None
+    assert fit_line([(4, 1), (4, 2)]) is None
+
+
+@pytest.fixture(scope="module")
+def base_gib(workshop: Workshop) -> float:
+    """Writable memory of the command before it builds a model, which a limit has to leave room for."""
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import gpt, checkpointing, harness.probe\n"
+        "from harness import memory\n"
+        "memory._settle_cpu_memory()\n"
+        "print(memory._status_bytes('VmData'))\n"
+    )
+    return (
+        int(finish([workshop.spawn([sys.executable, "-c", program, str(ROOT)], {})], expect=0, timeout=60).stdout) / GIB
+    )
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    shop = Workshop(tmp_path_factory.mktemp("search"), {"CUDA_VISIBLE_DEVICES": ""})
+    shop.add_dataset(tokens=200_000)
+    shop.add_run(model=HUNGRY, gradient_accumulation_steps=None)
+    return shop
+
+
+def search(shop: Workshop, *arguments: str, limit: float | None, ranks: int = 1, run: str = "r") -> Result:
+    options = [] if limit is None else ["--memory-limit-gib", f"{limit:.3f}"]
+    return shop.train(run, "-f", *options, *arguments, ranks=ranks, expect=None)
+
+
+def answer(result: Result) -> int:
+    """N of a search that went well; what was printed must be consistent with it."""
+    assert result.status == 0, result.stdout + result.stderr
+    assert result.error_lines == []
+    found = re.findall(r"^Max microbatch size was (\d+)$", result.stdout, re.MULTILINE)
+    assert len(found) == 1, result.stdout
+    tried = probes(result)
+    number = int(found[0])
+    assert tried[number] == "fits"
+    assert all((size <= number) == (verdict == "fits") for size, verdict in tried.items())
+    if "limited by the data" not in result.stdout:
+        assert tried[number + 1] == "out of memory", "the next size was tried, and did not fit"
+    return number
+
+
+def probes(result: Result) -> dict[int, str]:
+    found = re.findall(r"^microbatch (\d+): (fits|out of memory)$", result.stdout, re.MULTILINE)
+    assert len(found) == len({size for size, _ in found}), "each size is tried, and printed, once"
+    return {int(size): verdict for size, verdict in found}
+
+
+def fitted_line(result: Result) -> tuple[float, float]:
+    match = re.search(r"^Memory: ([\d.]+) GiB per sequence \+ ([\d.]+) GiB fixed", result.stdout, re.MULTILINE)
+    assert match, result.stdout
+    return float(match[1]), float(match[2])
+
+
+@pytest.fixture(scope="module")
+def first(workshop: Workshop, base_gib: float) -> tuple[int, Result]:
+    result = search(workshop, limit=base_gib + 0.4)
+    return answer(result), result
+
+
+def test_the_answer_fits_and_the_next_does_not(first: tuple[int, Result], base_gib: float) -> None:
+    number, result = first
+    assert number >= 2
+    per_sequence, fixed = fitted_line(result)
+    assert 0.01 < per_sequence < 0.4 / number
+    assert fixed < base_gib + 0.2
+    # The line is a prediction that someone will use: it must not promise more than a sequence beyond the answer.
+    assert fixed + per_sequence * number <= base_gib + 0.4
+
+
+def test_the_line_explains_the_limit(first: tuple[int, Result], base_gib: float) -> None:
+    """By the line that is printed, N + 1 sequences do not fit, or hardly: otherwise it misleads about other cards."""
+    number, result = first
+    per_sequence, fixed = fitted_line(result)
+    assert fixed + per_sequence * (number + 2) > base_gib + 0.4
+
+
+def test_a_larger_limit_gives_a_larger_answer(first: tuple[int, Result], workshop: Workshop, base_gib: float) -> None:
+    assert answer(search(workshop, limit=base_gib + 0.6)) > first[0]
+
+
+def test_it_fits_again_and_the_data_are_a_ceiling(first: tuple[int, Result], base_gib: float, tmp_path: Path) -> None:
+    """With just enough data for N sequences and the same limit, N is found again, without a failing probe. And --write."""
+    number, _ = first
+    shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
+    shop.add_dataset(tokens=number * 1024 + 1)
+    run = shop.add_run(model=HUNGRY, gradient_accumulation_steps=None)
+    # The sample prompt comes first, and looks like the key.
+    odd = '{\n  "dataset":"local/letters", "sample_prompt": "\\"microbatch_size\\": 7 \\u00e9 é", "sample_interval": 7,\n'
+    odd += '\n\t"microbatch_size"  :   7 ,"min_train_tokens" : -1,"start_train_token":0,"checkpoint_interval": 7}'
+    (run / "train.json").write_text(odd, encoding="utf-8")
+    model = (run / "model.json").read_bytes()
+    result = search(shop, "--write", limit=base_gib + 0.4)
+    assert answer(result) == number
+    assert "limited by the data" in result.stdout
+    assert "out of memory" not in result.stdout
+    written = (run / "train.json").read_text(encoding="utf-8")
+    assert written == odd.replace('"microbatch_size"  :   7 ', f'"microbatch_size"  :   {number} ')
+    assert load_train_config(run / "train.json").microbatch_size == number
+    assert (run / "model.json").read_bytes() == model
+    assert {path.name for path in run.iterdir()} == {"model.json", "train.json"}
+    assert f"microbatch_size is now {number}" in result.stdout
+
+
+def test_write_with_a_global_batch_size(tmp_path: Path) -> None:
+    """No limit, but few data after the slice's start: 10 sequences for 2 ranks are 5 each; a global batch of 12
+    sequences allows 3 of them."""
+    shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
+    shop.add_dataset(tokens=100 + 16 * 10 + 1)
+    run = shop.add_run(start_train_token=100, gradient_accumulation_steps=None, global_batch_size=12, microbatch_size=1)
+    before = (run / "train.json").read_text()
+    result = search(shop, "--write", limit=None, ranks=2)
+    assert answer(result) == 5
+    assert (run / "train.json").read_text() == before.replace('"microbatch_size": 1', '"microbatch_size": 3')
+    assert load_train_config(run / "train.json").accumulation_steps(2) == 2
+
+
+def test_without_write_nothing_is_written(first: tuple[int, Result], workshop: Workshop) -> None:
+    assert json.loads((workshop.runs / "r" / "train.json").read_text())["microbatch_size"] == 2
+    assert {path.name for path in (workshop.runs / "r").iterdir()} == {"model.json", "train.json"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_limit_too_small_for_anything(workshop: Workshop, base_gib: float, ranks: int) -> None:
+    result = search(workshop, limit=base_gib - 0.1, ranks=ranks)
+    assert result.status == 1
+    assert "Traceback" not in result.stderr
+    assert "Max microbatch size" not in result.stdout
+    assert set(result.error_lines) == {
+        f"error: not even a microbatch of 1 fits in {base_gib - 0.1:.2f} GiB: a smaller model or context is needed"
+    }
+    assert len(result.error_lines) == 1
+
+
+def test_a_hard_limit_of_the_system_below_the_option(tmp_path: Path, base_gib: float) -> None:
+    """`ulimit -d` binds whatever the option says; the search then works within it."""
+    shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
+    shop.add_dataset(tokens=16 * 2 + 1)
+    shop.add_run(gradient_accumulation_steps=None)
+    command = [
+        sys.executable,
+        str(ROOT / "ddp_train.py"),
+        *"r",
+        str(shop.datasets),
+        "--runs-dir",
+        str(shop.runs),
+        "-f",
+        "--memory-limit-gib",
+        "64",
+    ]
+    hard = int((base_gib + 1) * GIB)
+    result = finish([shop.spawn(["prlimit", f"--data={hard}:{hard}", *command], {})], expect=None, timeout=60)
+    assert "Traceback" not in result.stderr, result.stderr
+    assert answer(result) == 2
+
+
+BALLAST = "import mmap, os\nif os.environ.get('RANK') == '1':\n    ballast = mmap.mmap(-1, {bytes}, mmap.MAP_PRIVATE)\n"
+
+
+def search_on_two_ranks(shop: Workshop, limit: float) -> int:
+    processes = shop.start("r", "-f", "--memory-limit-gib", f"{limit:.3f}", ranks=2)
+    try:
+        outputs = [process.communicate(timeout=100) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert "microbatch" not in outputs[1][0], "rank 0 alone prints"
+    return answer(Result(0, *outputs[0]))
+
+
+def test_two_ranks_agree_on_the_smaller_answer(workshop: Workshop, base_gib: float, tmp_path: Path) -> None:
+    """Where rank 1 runs out of memory first, its verdict counts, and rank 0 does not wait for it forever."""
+    alike = search_on_two_ranks(workshop, base_gib + 0.45)
+    (tmp_path / "sitecustomize.py").write_text(BALLAST.format(bytes=int(0.25 * GIB)))
+    uneven = Workshop(workshop.path, {**workshop.environment, "PYTHONPATH": str(tmp_path)})
+    assert 1 <= search_on_two_ranks(uneven, base_gib + 0.45) < alike
+
+
+def test_a_probe_leaves_the_process_usable(base_gib: float, workshop: Workshop) -> None:
+    """The verdict on a size does not depend on the sizes tried before it: small, far too large, small again."""
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from functools import partial; from pathlib import Path\n"
+        "import ddp_train; from gpt import load_model_config\n"
+        "from harness.experiment import Experiment; from harness.run import RunDirectory; from harness.world import World\n"
+        "from harness.probe import MicrobatchProbe; from harness.tokens import Dataset; from harness.memory import *\n"
+        "world = World.start(); runs, datasets = Path(sys.argv[2]), Path(sys.argv[3])\n"
+        "e = Experiment.load(RunDirectory.find(runs, 'r'), datasets, load_model_config)\n"
+        "tokens = Dataset.open(datasets, e.config.dataset).split('train')\n"
+        "limit_memory(world.device, float(sys.argv[4]), 1)\n"
+        "build = partial(ddp_train.build_bare_step, e, world.device)\n"
+        "probe = MicrobatchProbe(build, world, tokens, 0, e.model.context_length)\n"
+        "for n in (2, 150, 1, 40, 2, 190, 3, 1): probe.fits(n)\n"
+    )
+    command = [sys.executable, "-c", program, str(ROOT), str(workshop.runs), str(workshop.datasets)]
+    done = subprocess.run(
+        [*command, str(base_gib + 0.5)], capture_output=True, text=True, timeout=100, env=_environment(workshop)
+    )
+    lines = [line.split(": ")[1] for line in done.stdout.splitlines()]
+    assert lines == ["fits", "out of memory", "fits", "out of memory", "fits", "out of memory", "fits", "fits"], (
+        done.stderr
+    )
+
+
+def _environment(shop: Workshop) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", **shop.environment}

@@ -1,0 +1,304 @@
+"""--plan: the arithmetic of a run against the notebook's figures and against brute force, and what it refuses."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gpt import load_model_config
+from harness.errors import UserError
+from harness.experiment import Experiment
+from harness.plan import make_plan, plan_speed
+from harness.run import RunDirectory
+from tests.launch import ROOT, Result, Workshop
+from tests.test_bad_input import Warm
+from tests.test_shipped_runs import MACHINES
+
+COLUMNS = 80
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
+    started = Warm.start(tmp_path_factory.mktemp("warm"))
+    yield started
+    started.stop()
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Workshop:
+    made = Workshop(tmp_path)
+    made.add_dataset()
+    return made
+
+
+def rows(result: Result) -> dict[str, str]:
+    """The plan's table, label → text with wrapped lines joined; a label may come back after a continuation's "done"."""
+    assert result.status == 0, result.stderr
+    assert result.stderr == ""
+    too_long = [line for line in result.stdout.splitlines() if len(line) > COLUMNS]
+    assert not too_long, too_long
+    found: dict[str, str] = {}
+    label = ""
+    for line in result.stdout.splitlines():
+        match = re.fullmatch(r"(\S.*?)?  +(\S.*)", line)
+        if match and ("=" not in line.split("  ")[0]) and not line.startswith(("    ", "model.json", "train.json")):
+            label = match[1] or label
+            found[label] = found.get(label, "") + ("; " if label in found else "") + match[2]
+        elif match and line.startswith("    ") and label:
+            found[label] += " " + match[2]
+    return found
+
+
+def number(text: str) -> int:
+    match = re.match(r"[\d,]+", text)
+    assert match, text
+    return int(match[0].replace(",", ""))
+
+
+def state(folder: Path) -> dict[str, tuple[int, str]]:
+    """What lies in a folder, and when it last changed."""
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest())
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def plan_shipped(warm: Warm, tmp_path: Path, name: str, *arguments: str) -> Result:
+    where = Workshop(tmp_path)
+    place = ("--runs-dir", str(ROOT / "runs"))
+    return warm.run(where, "ddp_train.py", name, str(tmp_path / "datasets"), "--plan", *arguments, *place)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_the_notebooks_figures(warm: Warm, tmp_path: Path, name: str) -> None:
+    microbatch, price, steps, tokens = MACHINES[name]
+    before = state(ROOT / "runs" / name)
+    found = rows(plan_shipped(warm, tmp_path, name, "--assume-world-size", "8", "--assume-tps", "234480"))
+    assert number(found["global steps"]) == steps
+    assert number(found["tokens"]) == tokens
+    assert f"8 ranks x {microbatch} sequences x 1 accumulation" in found["global batch"]
+    assert f"= {8 * microbatch:,} sequences = {8 * microbatch * 1024:,} tokens" in found["global batch"]
+    # Step 0, every 617th, and the last one: counted one by one.
+    validations = sum(step % 617 == 0 or step == steps - 1 for step in range(steps))
+    assert number(found["validations"]) == number(found["checkpoints"]) == validations
+    assert "300 microbatches" in found["validations"]
+    parameters = load_model_config(ROOT / "runs" / name / "model.json").parameters
+    assert number(found["parameters"]) == parameters
+    dollars = re.search(r"\$([\d,.]+) training", found["cost"])
+    hours = re.search(r"([\d,.]+) h training", found["time"])
+    assert dollars
+    assert hours
+    assert float(hours[1]) == pytest.approx(tokens / 234480 / 3600, abs=0.005)
+    assert float(dollars[1]) == pytest.approx(tokens / 234480 / 3600 * price, abs=0.005)
+    assert not (tmp_path / "datasets").exists(), "nothing is downloaded, no folder made"
+    assert state(ROOT / "runs" / name) == before
+
+
+def test_the_notebooks_bill(warm: Warm, tmp_path: Path) -> None:
+    """8xA100 40 GiB: 13,904 s at $10.32 were $39.86, the validations' share of it estimated to within a dollar."""
+    found = rows(plan_shipped(warm, tmp_path, "8xa100m40", "--assume-world-size", "8", "--assume-tps", "234480"))
+    assert "$39.86 training" in found["cost"]
+    assert found["cost"].endswith("at $10.32/h")
+    parts = [float(part) for part in re.findall(r"\$([\d.]+)", found["cost"])]
+    assert parts[2] == pytest.approx(parts[0] + parts[1], abs=0.011)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "test", "original"])
+def test_the_other_shipped_runs_have_plans(warm: Warm, tmp_path: Path, name: str) -> None:
+    result = plan_shipped(warm, tmp_path, name)
+    found = rows(result)
+    assert number(found["global steps"]) > 0
+    assert "give --assume-tps" in found["time and cost"]
+    assert not (tmp_path / "datasets").exists()
+    for key in ("learning_rate=", "weight_decay=", "betas=", "emb_dim=", "random_seed=42"):
+        assert key in result.stdout, "the resolved configuration, defaults and all"
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        {},
+        {"validation_interval": 7},
+        {"validation_interval": 1},
+        {"validation_interval": 19},
+        {"validation_interval": 1000},
+        {"checkpoint_interval": 3},
+        {"checkpoint_interval": 4, "keep_checkpoints": 1},
+        {"validation_interval": None, "validation_batches": None, "start_val_token": None, "checkpoint_interval": 6},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_counts_agree_with_brute_force(warm: Warm, shop: Workshop, train: dict[str, Any], ranks: int) -> None:
+    shop.add_run(**train)
+    before = state(shop.runs)
+    found = rows(warm.train(shop, "--plan", "--assume-world-size", str(ranks)))
+    steps, batch = 0, ranks * 2 * 2 * 16
+    while steps * batch < 1280:
+        steps += 1
+    assert number(found["global steps"]) == steps
+    assert number(found["tokens"]) == steps * batch
+    values = {"validation_interval": 5, "checkpoint_interval": None, **train}
+    every = values["validation_interval"]
+    validations = sum(step % every == 0 or step == steps - 1 for step in range(steps)) if every else 0
+    every = values["checkpoint_interval"] or every
+    checkpoints = sum(step % every == 0 or step == steps - 1 for step in range(steps))
+    assert number(found["validations"]) == validations
+    assert number(found["checkpoints"]) == checkpoints
+    if not validations:
+        assert "without validation" in found["validations"]
+    assert state(shop.runs) == before
+
+
+def test_all_there_is_needs_the_dataset(warm: Warm, shop: Workshop) -> None:
+    shop.add_run(min_train_tokens=-1)
+    assert number(rows(warm.train(shop, "--plan"))["global steps"]) == (4000 - 1) // 64
+    shutil.rmtree(shop.datasets)
+    assert "unknown until local/letters" in rows(warm.train(shop, "--plan"))["global steps"]
+    assert not shop.datasets.exists()
+
+
+def test_the_disk_of_real_checkpoints(warm: Warm, tmp_path: Path) -> None:
+    """A run of a few MB of weights, planned, then trained: what lies in checkpoints/ is what was planned. The speed it
+    reached is then the speed of the next plan, and what is done already is not planned again."""
+    shop = Workshop(tmp_path)
+    shop.add_dataset()
+    wide = {"emb_dim": 512, "n_layers": 4, "n_heads": 8}
+    run = shop.add_run(model=wide, min_train_tokens=256, validation_interval=2, price_per_hour=36.0)
+    experiment = Experiment.load(RunDirectory.find(shop.runs, "r"), shop.datasets, load_model_config)
+    plan = make_plan(experiment, 1, None)
+    assert "give --assume-tps" in rows(warm.train(shop, "--plan"))["time and cost"]
+    assert warm.train(shop).status == 0
+    folders = [path for path in (run / "checkpoints").iterdir() if not path.is_symlink()]
+    sizes = [sum(file.stat().st_size for file in folder.iterdir()) for folder in folders]
+    assert len(sizes) == plan.checkpoints() == 3
+    assert sizes == [pytest.approx(plan.checkpoint_bytes(), rel=0.02)] * 3
+    assert sum(sizes) == pytest.approx(plan.disk_bytes(), rel=0.02)
+
+    summary = json.loads((run / "summary.json").read_text())
+    speed = plan_speed(experiment, plan.shape, None)
+    assert speed is not None
+    assert speed[0] == summary["tokens_per_second"]
+    shop.add_run("again", model=wide, min_train_tokens=2560, learning_rate=0.01, price_per_hour=36.0)
+    found = rows(warm.train(shop, "--plan", run="again"))
+    assert f"{summary['tokens_per_second']:,.0f} tokens/s (measured in" in found["speed"]
+    seconds = 2560 / summary["tokens_per_second"]
+    assert f"${seconds / 100:,.2f} training" in found["cost"]
+    for values in ({"model": {**wide, "n_layers": 5}}, {"model": wide, "microbatch_size": 4}):
+        shop.add_run("other", **values)
+        assert "time and cost" in rows(warm.train(shop, "--plan", run="other")), "not the same shape"
+    assert "time and cost" in rows(warm.train(shop, "--plan", "--assume-world-size", "2", run="again"))
+
+    found = rows(warm.train(shop, "--plan"))
+    assert found["done already"] == "4 steps, 256 tokens"
+    assert found["global steps"].startswith("0 more")
+    assert number(found["checkpoints"]) == 0
+    shop.add_run(model=wide, min_train_tokens=640, validation_interval=2, price_per_hour=36.0)
+    found = rows(warm.train(shop, "--plan"))
+    assert found["global steps"].startswith("6 more")
+    assert found["tokens"].startswith("384 more")
+    assert number(found["checkpoints"]) == sum(step % 2 == 0 or step == 9 for step in range(4, 10))
+
+
+@pytest.mark.parametrize(("tps", "price"), [(1280, 3600.0), (2.5, 7.2), (1e6, 0.0)])
+def test_dollars_are_hours_times_the_price(warm: Warm, shop: Workshop, tps: float, price: float) -> None:
+    shop.add_run(price_per_hour=price)
+    found = rows(warm.train(shop, "--plan", "--assume-tps", str(tps)))
+    hours = 1280 / tps / 3600
+    assert f"{tps:,.0f} tokens/s (assumed)" in found["speed"]
+    assert f"${hours * price:,.2f} training" in found["cost"]
+    expected = f"{hours:,.2f} h" if hours * 3600 >= 600 else f"{hours * 3600:,.0f} s"
+    assert found["time"].startswith(f"{expected} training")
+
+
+def test_no_price_no_dollars(warm: Warm, shop: Workshop) -> None:
+    shop.add_run()
+    assert "no price_per_hour" in rows(warm.train(shop, "--plan", "--assume-tps", "10"))["cost"]
+
+
+def test_a_summary_that_is_none_is_no_speed(warm: Warm, shop: Workshop) -> None:
+    for name, text in (("a", "{"), ("b", "[]"), ("c", "{}"), ("d", "\udcff"), ("e", "null")):
+        (shop.add_run(name) / "summary.json").write_text(text, errors="surrogateescape")
+    shop.add_run()
+    assert "time and cost" in rows(warm.train(shop, "--plan"))
+
+
+@pytest.mark.parametrize(
+    ("model", "train", "words"),
+    [
+        ({}, {"min_train_tokens": 4000}, ["train split of local/letters is too short", "4,033", "4,000"]),
+        ({}, {"warmup_steps": 100}, ["warmup_steps", "100 steps", "20 global steps"]),
+        ({"vocab_size": 60}, {}, ["train.safetensors", "token id 63", "vocabulary of 60"]),
+        ({}, {"validation_batches": 1000}, ["validation split", "too short", "32,001", "500"]),
+    ],
+    ids=["short", "warm-up", "vocabulary", "validation"],
+)
+def test_what_cannot_work_is_refused(
+    warm: Warm, shop: Workshop, model: dict[str, Any], train: dict[str, Any], words: list[str]
+) -> None:
+    shop.add_run(model=model, **train)
+    result = warm.train(shop, "--plan", "--assume-tps", "100")
+    assert (result.status, result.stdout) == (2, "")
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+    assert all(word in lines[0] for word in words), lines[0]
+
+
+def test_a_disk_too_small_is_refused(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = shop.add_run(model={"emb_dim": 512}, checkpoint_interval=1)
+    experiment = Experiment.load(RunDirectory(run), shop.datasets, load_model_config)
+    plan = make_plan(experiment, 2, None)
+    free = plan.disk_bytes()
+    assert plan.checkpoints() == 10
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    make_plan(experiment, 2, None)
+    free -= 1
+    with pytest.raises(UserError, match=r"the run's 10 checkpoints need 0\.\d\d GiB.*keep_checkpoints") as caught:
+        make_plan(experiment, 2, None)
+    assert str(run) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    kept = shop.add_run("kept", model={"emb_dim": 512}, checkpoint_interval=1, keep_checkpoints=2)
+    smaller = Experiment.load(RunDirectory(kept), shop.datasets, load_model_config)
+    assert make_plan(smaller, 2, None).disk_bytes() == 5 * plan.checkpoint_bytes()  # best, latest, and one in the making
+
+
+def test_under_torchrun_one_rank_speaks(warm: Warm, shop: Workshop) -> None:
+    """Each rank as torchrun starts it; a plan needs no word from the others, so one after another does as well."""
+    shop.add_run()
+    results = [
+        warm.train(shop, "--plan", environment={"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"})
+        for rank in range(2)
+    ]
+    assert [result.status for result in results] == [0, 0]
+    assert "2 ranks x 2 sequences x 2 accumulation" in rows(results[0])["global batch"]
+    assert results[1].stdout == results[1].stderr == ""
+
+
+def test_under_the_real_torchrun(shop: Workshop) -> None:
+    shop.add_run()
+    result = shop.torchrun("r", "--plan")
+    assert result.stdout.count("Plan for r") == 1
+    assert number(rows(Result(0, result.stdout, ""))["global steps"]) == 10
+
+
+def test_long_names_fit_a_terminal(warm: Warm, tmp_path: Path) -> None:
+    name = "a-run-with-a-name-that-somebody-thought-about-for-longer-than-was-good"
+    shop = Workshop(tmp_path)
+    shop.add_dataset(f"owner-of-datasets/{name}")
+    shop.add_run(name, dataset=f"owner-of-datasets/{name}", min_train_tokens=-1, sample_interval=5, sample_prompt="x" * 70)
+    result = warm.train(shop, "--plan", "--assume-tps", "100", run=name)
+    assert result.status == 0
+    assert [line for line in result.stdout.splitlines() if len(line) > COLUMNS and "x" * 70 not in line] == []
+    shutil.rmtree(shop.datasets)
+    result = warm.train(shop, "--plan", "--assume-tps", "100", run=name)
+    assert [line for line in result.stdout.splitlines() if len(line) > COLUMNS and "x" * 70 not in line] == []
