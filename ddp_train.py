@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,8 +81,12 @@ class Trainer:
 
     def is_reporting_step(self, step: int) -> bool:
         # A validation or checkpoint waits for the device anyway, and wants to know the loss up to here.
-        regular = (step + 1) % self.job.config.report_interval == 0
-        return regular or self.is_validation_step(step) or self.is_checkpoint_step(step)
+        intervals = (
+            self.job.config.report_interval,
+            self.job.config.validation_interval,
+            self.job.config.checkpoint_every,
+        )
+        return any(self.is_due(step, interval) for interval in intervals)
 
     def report(self, step: int) -> None:
         report = self.job.window.report(self.job.world)
@@ -261,8 +267,9 @@ def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> N
         say(world, f"{run.path.name} is finished: {position.first_step:,} global steps; --restart trains it again")
     else:
         job = build_job(experiment, world, dataset, clock, position)
-        begin(job, start)
-        Trainer(job).train()
+        with memory_advice(job.config.microbatch_size):
+            begin(job, start)
+            Trainer(job).train()
         job.finish()
     world.stop()
 
@@ -271,8 +278,6 @@ def begin(job: Job, start: Path | None) -> None:
     """Put the job where the checkpoint at `start` left it, or make way for a run from the beginning."""
     import checkpointing
     from harness.continuation import changed_settings
-    from harness.randomness import seed_for_rank
-    from harness.state import Tally, restore_optimizer, restore_ranks
 
     world, run, position = job.world, job.run, job.position
     left = f"{position.total_steps - position.first_step:,} global steps of {job.shape.global_tokens:,} tokens"
@@ -282,21 +287,38 @@ def begin(job: Job, start: Path | None) -> None:
             say(world, f"Earlier results are now in {aside}")
         size = f"{job.identity['parameters']:,} parameters, {world.size} x {world.device.type}"
         say(world, f"{run.path.name}: {size}, {left}")
-        job.warm_up()
-        seed_for_rank(job.config.random_seed, world.rank)
+        job.begin()
         return
     world.on_each_node(lambda: checkpointing.verify_checkpoint(start))
     saved = checkpointing.load_checkpoint(start)
-    job.model.load_public_tensors(saved.weights, start)  # type: ignore[operator]
-    job.warm_up()
-    restore_optimizer(job.step, job.model, (saved.optimizer, saved.scaler))
-    restore_ranks(saved.train_state, job.window, world, seed=job.config.random_seed, step=position.first_step)
-    job.tally = Tally.from_meta(saved.meta)
+    job.resume(saved, start)
     say(world, f"{run.path.name}: continuing from {start.name}, {left} to go")
     for change in changed_settings(saved.meta["train"], job.identity["train"]):
         say(world, f"  train.json has changed since: {change}")
-    world.on_rank0(lambda: checkpointing.set_later_aside(run.checkpoints, saved.meta["global_step"], run.new_aside))
-    world.on_rank0(lambda: job.resume_metrics(saved.meta))
+
+    def set_aside() -> None:
+        make_aside = cache(run.new_aside)  # one folder for all of it, if there is anything
+        checkpointing.set_later_aside(run.checkpoints, saved.meta["global_step"], make_aside)
+        job.resume_metrics(saved.meta, make_aside)
+
+    world.on_rank0(set_aside)
+
+
+@contextmanager
+def memory_advice(microbatch_size: int) -> Iterator[None]:
+    """Turn an out-of-memory on this rank into a line that says what to do."""
+    from harness.memory import is_out_of_memory
+
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error).splitlines()[0] if str(error) else "out of memory"
+        raise RunError(
+            f"out of memory with microbatch_size {microbatch_size} ({reason}); -f finds the largest that fits, and "
+            "gradient_accumulation_steps keeps the global batch"
+        ) from None
 
 
 def say(world: World, text: str) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from harness.errors import UserError, one_line_errors
+from harness.errors import one_line_errors
 
 
 @click.command()
@@ -17,30 +18,19 @@ from harness.errors import UserError, one_line_errors
 @click.option("--temperature", type=click.FloatRange(min=0), default=1.0, show_default=True, help="0: the likeliest.")
 @click.option("--top-k", type=click.IntRange(min=1), default=25, show_default=True, help="Of the k likeliest tokens.")
 @click.option("--seed", type=click.IntRange(min=0), default=42, show_default=True, help="The same seed, the same text.")
-def main(model_json: Path, model_safetensors: Path, prompt: str, num_tokens: int, **sampling: float) -> None:
+def main(model_json: Path, model_safetensors: Path, prompt: str, num_tokens: int, **options: Any) -> None:
     """Continue a prompt with the weights in MODEL_SAFETENSORS, a model of the shape in MODEL_JSON.
 
     The tokenizer is the one that lies beside the weights, or else GPT-2's.
     """
     with one_line_errors():
-        from itertools import islice
-
         from checkpointing import load_model, tokenizer_of
-        from harness.generate import sample_tokens
+        from harness.generate import Sampling, continue_text
         from harness.world import only_device
 
         model = load_model(model_json, model_safetensors, only_device())
-        tokenizer = tokenizer_of(model_safetensors)
-        tokens = tokenizer.encode(prompt)
-        if not tokens:
-            raise UserError("--prompt: empty; give at least one character")
-        if max(tokens) >= model.config.vocab_size:
-            raise UserError(
-                f"{model_safetensors}: the prompt has token {max(tokens)}, beyond the model's vocabulary of "
-                f"{model.config.vocab_size}: the tokenizer beside the weights is missing or another model's"
-            )
-        tokens += islice(sample_tokens(model, tokens, **sampling), num_tokens)  # type: ignore[arg-type]
-        click.echo(tokenizer.decode(tokens))
+        sampling = Sampling(**options)
+        click.echo(continue_text(model, tokenizer_of(model_safetensors), prompt, num_tokens, sampling))
 
 
 if __name__ == "__main__":

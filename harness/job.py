@@ -17,12 +17,13 @@ from harness.continuation import Position
 from harness.errors import RunError
 from harness.evaluate import validation_loss
 from harness.files import replace_text
-from harness.generate import sample_tokens
+from harness.generate import Sampling, continue_text
 from harness.metrics import Clock, LossWindow, MetricsFile, Report, Speed, finite, report_values
 from harness.progress import Progress
+from harness.randomness import seed_for_rank
 from harness.run import RunDirectory
 from harness.schedules import Schedule
-from harness.state import Tally, capture_optimizer, capture_ranks
+from harness.state import Tally, capture_optimizer, capture_ranks, restore_optimizer, restore_ranks
 from harness.step import TrainStep
 from harness.stopping import StopRequest
 from harness.summary import Machine, describe_summary, summarise
@@ -159,11 +160,28 @@ class Job:
             }
         )
 
-    def resume_metrics(self, meta: dict[str, Any]) -> None:
-        """Cut the metrics back to where a checkpoint was made (what came after is kept aside)."""
+    def begin(self) -> None:
+        """Everything is as made: only the random state of this rank is still to be set."""
+        self.warm_up()
+        seed_for_rank(self.config.random_seed, self.world.rank)
+
+    def resume(self, saved: Any, source: Path) -> None:
+        """Take over what a checkpoint (checkpointing.Checkpoint) read from `source` holds.
+
+        Raises UserError if it is another model's.
+        """
+        self.model.load_public_tensors(saved.weights, source)  # type: ignore[operator]
+        self.warm_up()
+        restore_optimizer(self.step, self.model, (saved.optimizer, saved.scaler))
+        seed, first_step = self.config.random_seed, self.position.first_step
+        restore_ranks(saved.train_state, self.window, self.world, seed=seed, step=first_step)
+        self.tally = Tally.from_meta(saved.meta)
+
+    def resume_metrics(self, meta: dict[str, Any], make_aside: Callable[[], Path]) -> None:
+        """Cut the metrics back to where a checkpoint was made; what came after is kept aside."""
         size = meta.get("metrics_bytes", 0)
         if self.metrics.size() > size:
-            self.metrics.cut(size, self.run.new_aside())
+            self.metrics.cut(size, make_aside())
         if meta.get("planned"):
             self._append("checkpoint", is_best=meta["is_best"])
 
@@ -174,10 +192,8 @@ class Job:
     def print_sample(self) -> None:
         """Continue train.json's `sample_prompt` with the model as it is. Rank 0 only."""
         assert self.config.sample_prompt is not None
-        tokenizer = load_tokenizer(self.dataset.tokenizer)
-        prompt = tokenizer.encode(self.config.sample_prompt)
-        stream = sample_tokens(self.model, prompt, temperature=1.0, top_k=25, seed=self.config.random_seed)
-        text = tokenizer.decode(prompt + [token for token, _ in zip(stream, range(SAMPLE_TOKENS), strict=False)])
+        tokenizer, sampling = load_tokenizer(self.dataset.tokenizer), Sampling(seed=self.config.random_seed)
+        text = continue_text(self.model, tokenizer, self.config.sample_prompt, SAMPLE_TOKENS, sampling)
         self._append("sample", text=text)
         self.progress.say(f"step {self.tally.global_step + 1}: {text}")
 

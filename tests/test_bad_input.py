@@ -170,7 +170,9 @@ def test_run_names_that_are_none(warm: Warm, shop: Workshop, name: str) -> None:
     unharmed(shop, before)
 
 
-@pytest.mark.parametrize("name", [*STRANGE_NAMES, "a/b/c", "owner", "owner/", "/name", "../name", "owner/..", "o/a\nb"], ids=repr)
+@pytest.mark.parametrize(
+    "name", [*STRANGE_NAMES, "a/b/c", "owner", "owner/", "/name", "../name", "owner/..", "o/a\nb"], ids=repr
+)
 def test_dataset_names_that_are_none(warm: Warm, shop: Workshop, name: str) -> None:
     edit(shop, dataset=name)
     before = tree(shop.path)
@@ -178,7 +180,9 @@ def test_dataset_names_that_are_none(warm: Warm, shop: Workshop, name: str) -> N
     unharmed(shop, before)
 
 
-@pytest.mark.parametrize("name", [*(name for name in STRANGE_NAMES if "\0" not in name), "nope", "best/../latest"], ids=repr)
+@pytest.mark.parametrize(
+    "name", [*(name for name in STRANGE_NAMES if "\0" not in name), "nope", "best/../latest"], ids=repr
+)
 def test_checkpoint_names_that_are_none(warm: Warm, trained: Workshop, name: str) -> None:
     before = tree(trained.path)
     refused(warm.train(trained, name), "checkpoint")
@@ -206,7 +210,11 @@ def test_a_run_that_is_not_there(warm: Warm, shop: Workshop) -> None:
 @pytest.mark.parametrize("file", ["train.json", "model.json"])
 def test_run_files_that_cannot_be_read(warm: Warm, shop: Workshop, file: str) -> None:
     path = shop.runs / "r" / file
-    for text, place in (('{\n  "a": 1,\n}', f"{file}:3: not valid JSON"), ("", f"{file}:1: "), ("[]", "one JSON object")):
+    for text, place in (
+        ('{\n  "a": 1,\n}', f"{file}:3: not valid JSON"),
+        ("", f"{file}:1: "),
+        ("[]", "one JSON object"),
+    ):
         path.write_text(text)
         before = tree(shop.path)
         refused(warm.train(shop), file, place)
@@ -414,7 +422,10 @@ def test_options_that_mean_nothing(warm: Warm, trained: Workshop, arguments: lis
 
 
 def test_smoke_and_loss_with_files_that_do_not_match(warm: Warm, trained: Workshop) -> None:
-    model, weights = trained.runs / "r" / "model.json", trained.runs / "r" / "checkpoints" / "latest" / "model.safetensors"
+    model, weights = (
+        trained.runs / "r" / "model.json",
+        trained.runs / "r" / "checkpoints" / "latest" / "model.safetensors",
+    )
     other, broken, gone = trained.path / "other.json", trained.path / "broken.safetensors", trained.path / "gone"
     other.write_text(json.dumps(json.loads(model.read_text()) | {"emb_dim": 32}))
     broken.write_bytes(weights.read_bytes()[:-8])
@@ -442,13 +453,20 @@ def test_smoke_with_a_tokenizer_of_no_kind(warm: Warm, trained: Workshop) -> Non
     folder = (trained.runs / "r" / "checkpoints" / "latest").resolve()
     meta = json.loads((folder / "meta.json").read_text())
     arguments = [str(trained.runs / "r" / "model.json"), str(folder / "model.safetensors")]
-    for tokenizer, words in (("../../x", ["plain name"]), ("gone.json", ["gone.json"]), ("optimizer.pt", ["optimizer.pt"])):
+    for tokenizer, words in (
+        ("../../x", ["plain name"]),
+        ("gone.json", ["gone.json"]),
+        ("optimizer.pt", ["optimizer.pt"]),
+    ):
         (folder / "meta.json").write_text(json.dumps(meta | {"tokenizer": tokenizer}))
         refused(warm.run(trained, "test_smoke.py", *arguments), *words)
 
 
 def test_loss_on_datasets_that_do_not_fit(warm: Warm, trained: Workshop) -> None:
-    files = [str(trained.runs / "r" / "model.json"), str(trained.runs / "r" / "checkpoints" / "best" / "model.safetensors")]
+    files = [
+        str(trained.runs / "r" / "model.json"),
+        str(trained.runs / "r" / "checkpoints" / "best" / "model.safetensors"),
+    ]
     small = trained.add_dataset("local/small", tokens=10)
     for split in ("validation", "test"):
         save_file({"tokens": np.zeros(10, np.uint16)}, small / f"{split}.safetensors")
@@ -504,7 +522,9 @@ def test_no_space_left_during_training(tmp_path: Path) -> None:
     try:
         shop = Workshop(tmp_path)
         shop.add_dataset(tokens=400_000)
-        run = shop.add_run(min_train_tokens=256_000, checkpoint_interval=20, keep_checkpoints=2, validation_interval=10**6)
+        run = shop.add_run(
+            min_train_tokens=256_000, checkpoint_interval=20, keep_checkpoints=2, validation_interval=10**6
+        )
         processes = shop.start(ranks=2)
         fill_when_it_trains(run, processes)
         result = finish(processes, expect=None, timeout=100)

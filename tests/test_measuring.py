@@ -16,12 +16,12 @@ from gpt import GPTModel, ModelConfig
 from harness.charts import draw_training_chart
 from harness.config import TrainConfig
 from harness.evaluate import bits_per_byte, validation_loss
-from harness.generate import choose, sample_tokens
+from harness.generate import Sampling, choose, sample_tokens
 from harness.metrics import Clock, LossWindow, MetricsFile, Speed, read_metrics
 from harness.optim import build_optimizer, update_weights
 from harness.precision import Precision
 from harness.step import StepResult, TrainStep
-from harness.tokens import BatchShape, MicrobatchReader, TokenFile
+from harness.tokens import BatchShape, MicrobatchReader, TokenFile, Window
 from harness.world import World
 
 CPU = torch.device("cpu")
@@ -136,8 +136,6 @@ def test_accumulation_in_half_precision_scales_and_unscales() -> None:
         model = GPTModel(CONFIG.model_copy(update={"drop_rate": 0.0}))
         step = TrainStep(model, build_optimizer(model, TRAIN), Precision(name, "cpu"), TRAIN)
         tokens = np.arange(17, dtype=np.uint16)
-        from harness.tokens import Window
-
         norms[name] = step.run([Window(tokens, 8)], 1.0).gradient_norm.item()
     assert norms["fp16"] == pytest.approx(norms["fp32"], rel=0.01)
 
@@ -147,15 +145,16 @@ def test_greedy_top_k_and_seeds() -> None:
     model = GPTModel(CONFIG).train()
     logits = torch.tensor([0.0, 3.0, 1.0, 2.9])
     generator = torch.Generator().manual_seed(0)
-    assert choose(logits, 0, 3, generator) == 1
-    assert {choose(logits, 1.0, 2, generator) for _ in range(200)} == {1, 3}
-    assert {choose(logits, 5.0, None, generator) for _ in range(400)} == {0, 1, 2, 3}
+    assert choose(logits, Sampling(0, 3), generator) == 1
+    assert {choose(logits, Sampling(1.0, 2), generator) for _ in range(200)} == {1, 3}
+    assert {choose(logits, Sampling(5.0, None), generator) for _ in range(400)} == {0, 1, 2, 3}
     state = torch.get_rng_state()
     texts = []
     for seed in (1, 1, 2):
-        stream = sample_tokens(model, [5] * 20, temperature=1.0, top_k=None, seed=seed)
+        stream = sample_tokens(model, [5] * 20, Sampling(1.0, None, seed), vocab_size=40)
         texts.append([next(stream) for _ in range(12)])
     assert texts[0] == texts[1] != texts[2]
+    assert max(texts[0] + texts[2]) < 40
     assert torch.equal(state, torch.get_rng_state())
     assert model.training
 
@@ -163,7 +162,7 @@ def test_greedy_top_k_and_seeds() -> None:
 def test_frequencies_of_samples_are_the_softmax() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.tensor([0.0, 1.0, 2.0])
-    counts = np.bincount([choose(logits, 0.5, None, generator) for _ in range(4000)], minlength=3) / 4000
+    counts = np.bincount([choose(logits, Sampling(0.5, None), generator) for _ in range(4000)], minlength=3) / 4000
     assert counts == pytest.approx(torch.softmax(logits / 0.5, 0).numpy(), abs=0.03)
 
 

@@ -154,7 +154,9 @@ def test_it_fits_again_and_the_data_are_a_ceiling(first: tuple[int, Result], bas
     shop.add_dataset(tokens=number * 1024 + 1)
     run = shop.add_run(model=HUNGRY, gradient_accumulation_steps=None)
     # The sample prompt comes first, and looks like the key.
-    odd = '{\n  "dataset":"local/letters", "sample_prompt": "\\"microbatch_size\\": 7 \\u00e9 é", "sample_interval": 7,\n'
+    odd = (
+        '{\n  "dataset":"local/letters", "sample_prompt": "\\"microbatch_size\\": 7 \\u00e9 é", "sample_interval": 7,\n'
+    )
     odd += '\n\t"microbatch_size"  :   7 ,"min_train_tokens" : -1,"start_train_token":0,"checkpoint_interval": 7}'
     (run / "train.json").write_text(odd, encoding="utf-8")
     model = (run / "model.json").read_bytes()

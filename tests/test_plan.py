@@ -40,21 +40,23 @@ def shop(tmp_path: Path) -> Workshop:
 
 
 def rows(result: Result) -> dict[str, str]:
-    """The plan's table, label → text with wrapped lines joined; a label may come back after a continuation's "done"."""
+    """The plan's table: label → text, wrapped lines joined."""
     assert result.status == 0, result.stderr
     assert result.stderr == ""
-    too_long = [line for line in result.stdout.splitlines() if len(line) > COLUMNS]
-    assert not too_long, too_long
     found: dict[str, str] = {}
     label = ""
-    for line in result.stdout.splitlines():
+    for line in result.stdout[result.stdout.index("\nparameters ") :].splitlines()[1:]:
         match = re.fullmatch(r"(\S.*?)?  +(\S.*)", line)
-        if match and ("=" not in line.split("  ")[0]) and not line.startswith(("    ", "model.json", "train.json")):
-            label = match[1] or label
-            found[label] = found.get(label, "") + ("; " if label in found else "") + match[2]
-        elif match and line.startswith("    ") and label:
-            found[label] += " " + match[2]
+        assert match, line
+        label = match[1] or label
+        found[label] = f"{found[label]} {match[2]}" if label in found else match[2]
     return found
+
+
+def narrow(result: Result) -> None:
+    """It can be read in a terminal of 80 columns."""
+    assert result.status == 0, result.stderr
+    assert [line for line in result.stdout.splitlines() if len(line) > COLUMNS] == []
 
 
 def number(text: str) -> int:
@@ -73,15 +75,20 @@ def state(folder: Path) -> dict[str, tuple[int, str]]:
 
 
 def plan_shipped(warm: Warm, tmp_path: Path, name: str, *arguments: str) -> Result:
+    """The plan of a copy of a shipped run that keeps few checkpoints: this machine's disk may be a small one."""
     where = Workshop(tmp_path)
-    place = ("--runs-dir", str(ROOT / "runs"))
-    return warm.run(where, "ddp_train.py", name, str(tmp_path / "datasets"), "--plan", *arguments, *place)
+    copy = Path(shutil.copytree(ROOT / "runs" / name, where.runs / name, dirs_exist_ok=True))
+    train = json.loads((copy / "train.json").read_text())
+    (copy / "train.json").write_text(json.dumps(train | {"keep_checkpoints": 1}))
+    before = state(where.path)
+    result = warm.train(where, "--plan", *arguments, run=name)
+    assert state(where.path) == before
+    return result
 
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_the_notebooks_figures(warm: Warm, tmp_path: Path, name: str) -> None:
     microbatch, price, steps, tokens = MACHINES[name]
-    before = state(ROOT / "runs" / name)
     found = rows(plan_shipped(warm, tmp_path, name, "--assume-world-size", "8", "--assume-tps", "234480"))
     assert number(found["global steps"]) == steps
     assert number(found["tokens"]) == tokens
@@ -100,7 +107,6 @@ def test_the_notebooks_figures(warm: Warm, tmp_path: Path, name: str) -> None:
     assert float(hours[1]) == pytest.approx(tokens / 234480 / 3600, abs=0.005)
     assert float(dollars[1]) == pytest.approx(tokens / 234480 / 3600 * price, abs=0.005)
     assert not (tmp_path / "datasets").exists(), "nothing is downloaded, no folder made"
-    assert state(ROOT / "runs" / name) == before
 
 
 def test_the_notebooks_bill(warm: Warm, tmp_path: Path) -> None:
@@ -269,7 +275,9 @@ def test_a_disk_too_small_is_refused(shop: Workshop, monkeypatch: pytest.MonkeyP
     assert "\n" not in str(caught.value)
     kept = shop.add_run("kept", model={"emb_dim": 512}, checkpoint_interval=1, keep_checkpoints=2)
     smaller = Experiment.load(RunDirectory(kept), shop.datasets, load_model_config)
-    assert make_plan(smaller, 2, None).disk_bytes() == 5 * plan.checkpoint_bytes()  # best, latest, and one in the making
+    assert (
+        make_plan(smaller, 2, None).disk_bytes() == 5 * plan.checkpoint_bytes()
+    )  # best, latest, and one in the making
 
 
 def test_under_torchrun_one_rank_speaks(warm: Warm, shop: Workshop) -> None:
@@ -291,11 +299,31 @@ def test_under_the_real_torchrun(shop: Workshop) -> None:
     assert number(rows(Result(0, result.stdout, ""))["global steps"]) == 10
 
 
+def test_plans_fit_a_terminal(warm: Warm, tmp_path: Path) -> None:
+    """Of the largest machine; without the dataset; with a speed measured on a device with a name."""
+    shop = Workshop(tmp_path)
+    for name in ("8xb200m160", "quickstart"):
+        narrow(plan_shipped(warm, tmp_path, name, "--assume-world-size", "8", "--assume-tps", "778107"))
+    run = shop.add_run(min_train_tokens=-1)
+    narrow(warm.train(shop, "--plan"))
+    shop.add_dataset()
+    experiment = Experiment.load(RunDirectory(run), shop.datasets, load_model_config)
+    summary = {"model": experiment.model.model_dump(mode="json"), "world_size": 1, "microbatch_size": 2}
+    summary |= {"accumulation_steps": 2, "tokens_per_second": 778_107.5, "device": "NVIDIA A100-SXM4-40GB"}
+    (run / "summary.json").write_text(json.dumps(summary))
+    # A path as users have it: relative, from the repository root.
+    result = warm.run(shop, "ddp_train.py", "r", "datasets", "--plan")
+    assert "778,108 tokens/s (measured in runs/r/summary.json on NVIDIA A100-SXM4-40GB)" in rows(result)["speed"]
+    narrow(result)
+
+
 def test_long_names_fit_a_terminal(warm: Warm, tmp_path: Path) -> None:
     name = "a-run-with-a-name-that-somebody-thought-about-for-longer-than-was-good"
     shop = Workshop(tmp_path)
     shop.add_dataset(f"owner-of-datasets/{name}")
-    shop.add_run(name, dataset=f"owner-of-datasets/{name}", min_train_tokens=-1, sample_interval=5, sample_prompt="x" * 70)
+    shop.add_run(
+        name, dataset=f"owner-of-datasets/{name}", min_train_tokens=-1, sample_interval=5, sample_prompt="x" * 70
+    )
     result = warm.train(shop, "--plan", "--assume-tps", "100", run=name)
     assert result.status == 0
     assert [line for line in result.stdout.splitlines() if len(line) > COLUMNS and "x" * 70 not in line] == []
