@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from harness.continuation import Position
     from harness.experiment import Experiment
     from harness.job import Job
-    from harness.metrics import Clock, Report
+    from harness.losses import Report
+    from harness.metrics import Clock
     from harness.step import TrainStep
     from harness.tokens import Dataset
     from harness.world import World
@@ -373,7 +374,7 @@ def build_job(experiment: Experiment, world: World, dataset: Dataset, clock: Clo
         schedule=build_schedule(config, position.total_steps),
         model=model,
         step=step,
-        speed=Speed(experiment.model.flops_per_token, peak_flops(world.device), config.price_per_hour),
+        speed=Speed(experiment.model.flops_per_token, peak_flops(world.device_name), config.price_per_hour),
         clock=clock,
         identity=experiment.identity(dataset),
         write_checkpoint=write_checkpoint,

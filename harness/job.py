@@ -18,7 +18,8 @@ from harness.errors import RunError
 from harness.evaluate import validation_loss
 from harness.files import replace_text
 from harness.generate import Sampling, continue_text
-from harness.metrics import Clock, LossWindow, MetricsFile, Report, Speed, finite, report_values
+from harness.losses import LossWindow, Report, report_values
+from harness.metrics import Clock, MetricsFile, Speed, finite
 from harness.progress import Progress
 from harness.randomness import seed_for_rank
 from harness.run import RunDirectory

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from harness.metrics import LossWindow
+from harness.losses import LossWindow
 from harness.optim import load_optimizer_state, optimizer_state
 from harness.randomness import random_state, seed_for_rank, set_random_state
 from harness.step import TrainStep

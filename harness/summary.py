@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +25,7 @@ class Machine:
     @classmethod
     def measure(cls, world: World) -> Machine:
         """Collective: the peak is the largest of any rank."""
-        name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else f"{platform.machine()} CPU"
-        return cls(name, world.size, max(world.gather(peak_bytes(world.device))) / GIB)
+        return cls(world.device_name, world.size, max(world.gather(peak_bytes(world.device))) / GIB)
 
 
 def summarise(

@@ -8,6 +8,7 @@ download or a validation on rank 0, and has a timeout longer than any of that.
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -86,6 +87,13 @@ class World:
         if self.size > 1:
             self.barrier()
             dist.destroy_process_group()
+
+    @property
+    def device_name(self) -> str:
+        """As its driver calls it, or the processor's architecture."""
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name(self.device)
+        return f"{platform.machine()} CPU"
 
     @property
     def is_main(self) -> bool:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -435,7 +434,7 @@ def test_whatever_has_a_name_is_whole_after_a_kill(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def real_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def real_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two ranks, fp16 scaler, a group-readable umask: a checkpoint as the command writes it."""
     shop = Workshop(tmp_path_factory.mktemp("real"))
     shop.add_dataset()
@@ -445,7 +444,7 @@ def real_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         shop.train()
     finally:
         os.umask(before)
-    yield run
+    return run
 
 
 def test_the_commands_own_checkpoints(real_run: Path) -> None:

@@ -1,4 +1,4 @@
-"""The direction of the house's imports, and what may be used where: read from the sources, function-level imports too."""
+"""The direction of the house's imports, and what may be used where: from the sources, functions' imports too."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ from harness.charts import draw_training_chart
 from harness.config import TrainConfig
 from harness.evaluate import bits_per_byte, validation_loss
 from harness.generate import Sampling, choose, sample_tokens
-from harness.metrics import Clock, LossWindow, MetricsFile, Speed, read_metrics
+from harness.losses import LossWindow
+from harness.metrics import Clock, MetricsFile, Speed, peak_flops, read_metrics
 from harness.optim import build_optimizer, update_weights
 from harness.precision import Precision
 from harness.step import StepResult, TrainStep
@@ -173,6 +174,9 @@ def test_bits_per_byte_dollars_and_mfu() -> None:
     assert speed.dollars(13_904) == pytest.approx(39.86, abs=0.005)
     assert speed.mfu(31_200) == pytest.approx(0.1)
     assert Speed(1, None, None).mfu(1) is None
+    assert peak_flops("NVIDIA A100-SXM4-40GB") == 312e12
+    assert peak_flops("NVIDIA H100 80GB HBM3") == peak_flops("NVIDIA H200") == 989e12
+    assert peak_flops("x86_64 CPU") is None
 
 
 def test_the_clock_counts_each_second_once() -> None:

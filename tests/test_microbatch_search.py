@@ -148,7 +148,7 @@ def test_a_larger_limit_gives_a_larger_answer(first: tuple[int, Result], worksho
 
 
 def test_it_fits_again_and_the_data_are_a_ceiling(first: tuple[int, Result], base_gib: float, tmp_path: Path) -> None:
-    """With just enough data for N sequences and the same limit, N is found again, without a failing probe. And --write."""
+    """With just enough data for N sequences and the same limit, N is found again, and nothing fails. And --write."""
     number, _ = first
     shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
     shop.add_dataset(tokens=number * 1024 + 1)
@@ -253,7 +253,8 @@ def test_a_probe_leaves_the_process_usable(base_gib: float, workshop: Workshop) 
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from functools import partial; from pathlib import Path\n"
         "import ddp_train; from gpt import load_model_config\n"
-        "from harness.experiment import Experiment; from harness.run import RunDirectory; from harness.world import World\n"
+        "from harness.experiment import Experiment; from harness.run import RunDirectory\n"
+        "from harness.world import World\n"
         "from harness.probe import MicrobatchProbe; from harness.tokens import Dataset; from harness.memory import *\n"
         "world = World.start(); runs, datasets = Path(sys.argv[2]), Path(sys.argv[3])\n"
         "e = Experiment.load(RunDirectory.find(runs, 'r'), datasets, load_model_config)\n"
