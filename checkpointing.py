@@ -151,7 +151,7 @@ def choose_start(folder: Path, name: str | None) -> Path | None:
     `find_checkpoint`."""
     if name is None and not (folder / LATEST).is_symlink():
         return None
-    return find_checkpoint(folder, name or LATEST)
+    return find_checkpoint(folder, LATEST if name is None else name)
 
 
 def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -173,7 +173,11 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 def verify_checkpoint(path: Path) -> None:
     """Compare every file with meta.json's hashes. Raises UserError naming the first that is missing or damaged."""
-    for name, expected in read_meta(path).get("sha256", {}).items():
+    hashes = read_meta(path).get("sha256", {})
+    for name in (WEIGHTS, OPTIMIZER, TRAIN_STATE, *([SCALER] if (path / SCALER).exists() else [])):
+        if name not in hashes:
+            raise UserError(f"{path / META}: damaged: no SHA-256 of {name}; continue from another checkpoint")
+    for name, expected in hashes.items():
         file = path / check_name(name, f"{path / META}: file")
         if not file.is_file():
             raise UserError(f"{file}: missing; continue from another checkpoint of this run")
@@ -219,15 +223,16 @@ def set_later_aside(folder: Path, step: int, make_aside: Callable[[], Path]) -> 
 
     Returns that folder, or None if there were none.
     """
-    remaining = [path for at, path in list_checkpoints(folder) if at <= step]
+    remaining = [(at, path) for at, path in list_checkpoints(folder) if at <= step]
     later = [path for at, path in list_checkpoints(folder) if at > step]
     aside = None
     if later:
-        point(folder, LATEST, remaining[-1])  # first, so that it never dangles
+        newest = remaining[-1][1]
+        point(folder, LATEST, newest)  # first, so that it never dangles
         aside = make_aside() / "checkpoints"
         aside.mkdir()
-        best_step = read_meta(remaining[-1]).get("best_step")
-        best = [path for path in remaining if f"-iteration-{best_step}" in path.name] or remaining[-1:]
+        best_step = read_meta(newest).get("best_step")
+        best = [path for at, path in remaining if at == best_step] or [newest]
         point(folder, BEST, best[-1])
         for path in later:
             shutil.move(path, aside / path.name)

@@ -7,6 +7,7 @@ are used, so that --help answers at once.
 from __future__ import annotations
 
 import json
+import math
 import signal
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.errors import RunError, StoppedError, UserError, one_line_errors
+from harness.errors import PeerError, RunError, StoppedError, UserError, one_line_errors
 
 if TYPE_CHECKING:
     import torch
@@ -141,7 +142,17 @@ class Trainer:
         self.job.world.on_rank0(self.job.print_sample)
 
 
-POSITIVE = click.FloatRange(min=0, min_open=True)
+class PositiveNumber(click.FloatRange):
+    """A finite number above zero."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number", param, ctx)
+        return number
+
+
+POSITIVE = PositiveNumber(min=0, min_open=True, max=1e12)
 
 
 @click.command()
@@ -201,6 +212,8 @@ def check_options(checkpoint: str | None, options: dict[str, Any]) -> None:
     for option, needed in belongs.items():
         if options[option] and not options[needed]:
             raise UserError(f"--{option.replace('_', '-')} belongs with {'-f' if needed == 'find' else '--plan'}")
+    if options["restart"] and (options["plan"] or options["find"]):
+        raise UserError(f"--restart and {'--plan' if options['plan'] else '-f'}: give one of them")
     if checkpoint is not None and (options["restart"] or options["find"] or options["plan"]):
         raise UserError("a CHECKPOINT to continue from goes with none of --restart, -f and --plan")
 
@@ -223,6 +236,8 @@ def print_plan(experiment: Experiment, assumed_world_size: int | None, assumed_t
     start = checkpointing.choose_start(experiment.run.checkpoints, None)
     meta = checkpointing.read_meta(start) if start else None
     plan = make_plan(experiment, assumed_world_size or world_size(), meta)
+    if assumed_world_size is None:  # else it is another machine's disk that counts
+        plan.check_disk(experiment.run.path)
     if is_speaker():
         speed = plan_speed(experiment, plan.shape, assumed_tps)
         click.echo(describe_plan(plan, experiment.model, speed))
@@ -262,13 +277,15 @@ def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> N
         experiment.check_checkpoint(meta, start, dataset)
         clock.add(meta["seconds"])
     # The plan's checks are the run's: short data, unknown tokens, a long warm-up or a full disk end it here.
-    position = world.on_each_node(lambda: make_plan(experiment, world.size, meta)).position
+    plan = world.on_each_node(lambda: make_plan(experiment, world.size, meta))
+    world.on_rank0(lambda: plan.check_disk(run.path))
+    position = plan.position
     assert position is not None, "the dataset is here"
     if position.is_finished:
         say(world, f"{run.path.name} is finished: {position.first_step:,} global steps; --restart trains it again")
     else:
         job = build_job(experiment, world, dataset, clock, position)
-        with memory_advice(job.config.microbatch_size):
+        with explained_failures(job):
             begin(job, start)
             Trainer(job).train()
         job.finish()
@@ -306,19 +323,25 @@ def begin(job: Job, start: Path | None) -> None:
 
 
 @contextmanager
-def memory_advice(microbatch_size: int) -> Iterator[None]:
-    """Turn an out-of-memory on this rank into a line that says what to do."""
+def explained_failures(job: Job) -> Iterator[None]:
+    """Turn an out-of-memory on this rank, or another rank's end, into a line that says what to do, or into silence."""
     from harness.memory import is_out_of_memory
+    from harness.world import leaving_with_peers
 
     try:
-        yield
+        with leaving_with_peers():
+            yield
+    except PeerError:
+        if job.stop.signal:  # torchrun has told us to go already
+            raise StoppedError(job.stop.signal) from None
+        raise
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         reason = str(error).splitlines()[0] if str(error) else "out of memory"
         raise RunError(
-            f"out of memory with microbatch_size {microbatch_size} ({reason}); -f finds the largest that fits, and "
-            "gradient_accumulation_steps keeps the global batch"
+            f"out of memory with microbatch_size {job.config.microbatch_size} ({reason}); -f finds the largest that fits, "
+            "and gradient_accumulation_steps keeps the global batch"
         ) from None
 
 

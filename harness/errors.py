@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ class RunError(Exception):
 
 
 class PeerError(RunError):
-    """Another rank failed and tells its own story; this rank only leaves."""
+    """Another rank failed and tells its own story; this rank only leaves. Its message is for when that one cannot."""
 
 
 class StoppedError(RunError):
@@ -54,8 +55,10 @@ def one_line_errors() -> Iterator[None]:
 def _leave(error: UserError | RunError) -> None:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if isinstance(error, PeerError) or (isinstance(error, UserError) and local_rank != 0):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
         time.sleep(SPEAKER_PATIENCE_SECONDS)
-    if not isinstance(error, (PeerError, StoppedError)):
+    if not isinstance(error, StoppedError):
         print(f"error: {error}", file=sys.stderr, flush=True)
     # Not sys.exit: interpreter shutdown would wait for communication threads whose peers may already be gone.
     sys.stdout.flush()

@@ -13,6 +13,8 @@ GIB = 2**30
 # mallopt(3): blocks above this size get their own mapping, which goes back to the system as soon as it is freed.
 M_MMAP_THRESHOLD = -3
 OWN_MAPPING_BYTES = 2**20
+HEADROOM_BYTES = 2**26  # below this, threads and libraries cannot work
+LARGEST_LIMIT = 2**62
 # How CPU libraries below torch say that an allocation failed; torch.cuda has an exception class for it.
 OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "Cannot allocate memory", "out of memory", "bad_alloc")
 
@@ -33,8 +35,15 @@ def limit_memory(device: torch.device, limit_gib: float | None, local_size: int)
     used = _status_bytes("VmData")
     limit = limit_gib * GIB if limit_gib is not None else used + free_memory() / local_size
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (int(limit), hard))
+    limit = min(limit, LARGEST_LIMIT if hard == resource.RLIM_INFINITY else hard)
+    if limit > used + HEADROOM_BYTES:  # else the program itself would break; nothing will fit in any case
+        resource.setrlimit(resource.RLIMIT_DATA, (int(limit), hard))
     return limit / GIB
+
+
+def room_gib(device: torch.device, limit_gib: float) -> float:
+    """What a limit leaves for models and batches: on the CPU the program itself counts, too."""
+    return limit_gib if device.type == "cuda" else limit_gib - (_status_bytes("VmData") + HEADROOM_BYTES) / GIB
 
 
 def _settle_cpu_memory() -> None:
@@ -57,20 +66,37 @@ def free_memory() -> int:
     return available if maximum == "max" else min(available, int(maximum) - current)
 
 
-def forget_peak(device: torch.device) -> None:
-    """Start measuring the peak anew."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        Path("/proc/self/clear_refs").write_text("5")
+class PeakMeter:
+    """The most memory that a limit counts, attempt by attempt.
+
+    CUDA: the allocator's reserve. CPU: writable memory, of which the system keeps no peak; but of all memory (which
+    has the same constant rest) it keeps the highest ever, so that an attempt's peak is known when it sets a new one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._highest_before = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """An attempt begins."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            self._highest_before = _status_bytes("VmPeak")
+
+    def peak_bytes(self) -> int | None:
+        """The attempt's peak, or None if an earlier one hides it."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_reserved(self._device)
+        highest = _status_bytes("VmPeak")
+        constant = _status_bytes("VmSize") - _status_bytes("VmData")
+        return highest - constant if highest > self._highest_before else None
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory in use since `forget_peak`, or since the process began: what the limit counts on CUDA (the
-    allocator's reserve), resident memory on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device)
-    return _status_bytes("VmHWM")
+    """The most memory in use since the process began: the allocator's reserve on CUDA, resident memory on the CPU."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else _status_bytes("VmHWM")
 
 
 def release_memory(device: torch.device) -> None:

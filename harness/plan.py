@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from harness.experiment import Experiment
 from harness.tokens import BatchShape, Dataset, check_vocabulary, is_present
 
 GIB = 2**30
+COLUMNS = 79
 WEIGHT_BYTES, OPTIMIZER_BYTES = 4, 8  # per parameter: fp32 weights; AdamW's two fp32 averages
 OTHER_BYTES = 2**20  # the rest of a checkpoint: random states, tokenizer, meta.json
 
@@ -79,7 +81,7 @@ class Plan:
 def describe_plan(plan: Plan, model: BaseModel, speed: tuple[float, str] | None) -> str:
     """The plan as text for a terminal; `speed` is tokens per second and where the number comes from."""
     shape, config = plan.shape, plan.config
-    lines = [f"Plan for {plan.name}: nothing is trained or downloaded", ""]
+    lines = [*_wrap(f"Plan for {plan.name}: nothing is trained or downloaded", following=""), ""]
     lines += _settings("model.json", model.model_dump()) + _settings("train.json", config.model_dump())
     rows = [
         ("parameters", f"{plan.parameters:,}"),
@@ -136,25 +138,22 @@ def _unknown(config: TrainConfig) -> str:
 
 
 def _settings(title: str, values: dict[str, Any]) -> list[str]:
-    """A configuration with its defaults filled in, wrapped for 80 columns."""
-    lines, line = [], f"{title}:"
-    for key, value in values.items():
-        item = f"  {key}={json.dumps(value)}"
-        if len(line) + len(item) > 79:
-            lines.append(line)
-            line = " " * 4 + item.strip()
-        else:
-            line += item
-    return [*lines, line, ""]
+    """A configuration with its defaults filled in."""
+    items = [f"{key}={json.dumps(value)}" for key, value in values.items()]
+    return [*_wrap(f"{title}:  {'  '.join(items)}", following=" " * 4), ""]
 
 
 def _table(rows: list[tuple[str, str]]) -> list[str]:
-    width = max(len(label) for label, _ in rows)
-    return [
-        f"{label if not index else '':<{width}}  {text}"
-        for label, value in rows
-        for index, text in enumerate(value.split("\n"))
-    ]
+    width = max(len(label) for label, _ in rows) + 2
+    lines = []
+    for label, value in rows:
+        for index, text in enumerate(value.split("\n")):
+            lines += _wrap(f"{'' if index else label:<{width}}{text}", following=" " * width)
+    return lines
+
+
+def _wrap(text: str, following: str) -> list[str]:
+    return textwrap.wrap(text, COLUMNS, subsequent_indent=following, break_on_hyphens=False, drop_whitespace=True)
 
 
 def make_plan(experiment: Experiment, world_size: int, meta: dict[str, Any] | None) -> Plan:
@@ -173,9 +172,7 @@ def make_plan(experiment: Experiment, world_size: int, meta: dict[str, Any] | No
         position = experiment.position(shape, len(dataset.split("train")), meta)
     elif config.min_train_tokens != -1:
         position = experiment.position(shape, sys.maxsize, meta)
-    plan = Plan(experiment.run.path.name, config, model.parameters, model.flops_per_token, shape, position)
-    plan.check_disk(experiment.run.path)
-    return plan
+    return Plan(experiment.run.path.name, config, model.parameters, model.flops_per_token, shape, position)
 
 
 def plan_speed(experiment: Experiment, shape: BatchShape, assumed: float | None) -> tuple[float, str] | None:

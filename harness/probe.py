@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from harness.errors import RunError
+from harness.errors import PeerError, RunError
 from harness.experiment import Experiment
 from harness.files import replace_text
-from harness.memory import GIB, forget_peak, is_out_of_memory, limit_memory, peak_bytes, release_memory
+from harness.memory import GIB, PeakMeter, is_out_of_memory, limit_memory, release_memory, room_gib
 from harness.microbatch import fit_line, largest_that_fits
 from harness.step import TrainStep
 from harness.tokens import Dataset, TokenFile, Window
@@ -41,13 +41,14 @@ class MicrobatchProbe:
 
     def fits(self, microbatch_size: int) -> bool:
         """Try `PROBE_STEPS` steps; the verdict is every rank's."""
-        forget_peak(self.world.device)
+        meter = PeakMeter(self.world.device)
         fitted = self._try(microbatch_size)
+        peak = meter.peak_bytes()
         # Outside the handler of the error, whose traceback holds the tensors that did not fit.
         release_memory(self.world.device)
         verdict = self.world.agree(fitted)
-        if verdict:
-            self.peaks.append((microbatch_size, peak_bytes(self.world.device)))
+        if verdict and peak is not None:
+            self.peaks.append((microbatch_size, peak))
         if self.world.is_main:
             print(f"microbatch {microbatch_size}: {'fits' if verdict else 'out of memory'}", flush=True)
         return verdict
@@ -91,18 +92,27 @@ def search_microbatch(
     accumulation = PROBE_ACCUMULATION if config.global_batch_size is not None else config.gradient_accumulation_steps
     probe = MicrobatchProbe(build_step, world, tokens, config.start_train_token, context_length, accumulation)
     limit = limit_memory(world.device, memory_limit_gib, world.local_size)
+    if not world.agree(room_gib(world.device, limit) > 0):
+        raise told_by_rank0(world, f"the program alone takes the {limit:.2f} GiB; raise --memory-limit-gib")
     per_sequence = world.size * config.gradient_accumulation_steps * context_length
     ceiling = (len(tokens) - config.start_train_token - 1) // per_sequence
     found = largest_that_fits(probe.fits, ceiling)
     if not found:
-        raise RunError(f"not even a microbatch of 1 fits in {limit:.2f} GiB: a smaller model or context is needed")
+        raise told_by_rank0(
+            world, f"not even a microbatch of 1 fits in {limit:.2f} GiB; use a smaller model or context"
+        )
     if world.is_main:
         print(f"Max microbatch size was {found}")
         ceiling_note = ", limited by the data" if found == ceiling else ""
         line = probe.memory_line()
         fit = f"{line[0] / GIB:.3f} GiB per sequence + {line[1] / GIB:.3f} GiB fixed" if line else "one size only"
-        print(f"Memory: {fit} (peaks of {len(probe.peaks)} probes; limit {limit:.2f} GiB{ceiling_note})", flush=True)
+        print(f"Memory: {fit} (fitted to {len(probe.peaks)} peaks; limit {limit:.2f} GiB{ceiling_note})", flush=True)
     return found
+
+
+def told_by_rank0(world: World, message: str) -> RunError:
+    """The error of a verdict that every rank has come to, so that one of them tells it."""
+    return RunError(message) if world.is_main else PeerError(message)
 
 
 def write_microbatch_size(experiment: Experiment, found: int, world_size: int) -> int:

@@ -112,7 +112,10 @@ class Dataset:
         for file in meta.files.values() if isinstance(meta.files, dict) else meta.files:
             if not (folder / file).is_file() and file.endswith((".safetensors", ".json")):
                 raise UserError(f"{folder}: incomplete: meta.json lists {file}; complete the folder or move it away")
-        return cls(name, folder, meta)
+        dataset = cls(name, folder, meta)
+        if isinstance(dataset.tokenizer, Path) and not dataset.tokenizer.is_file():
+            raise UserError(f'{meta_path}: key "tokenizer": {dataset.tokenizer} is missing; put it there')
+        return dataset
 
     def has_split(self, split: str) -> bool:
         return self.split_path(split).exists()
@@ -145,8 +148,8 @@ def dataset_folder(datasets_dir: Path, name: str) -> Path:
     """DATASETS_DIR/owner/name. Raises UserError for a name of another form, or for a file in the folder's place."""
     parts = name.split("/")
     if len(parts) != 2:
-        raise UserError(f'dataset "{name}": must be owner/name, as on the Hugging Face Hub')
-    owner, short = (check_name(part, f'dataset "{name}"') for part in parts)
+        raise UserError(f"dataset {json.dumps(name)}: must be owner/name, as on the Hugging Face Hub")
+    owner, short = (check_name(part, f"dataset {json.dumps(name)}") for part in parts)
     for folder in (datasets_dir, datasets_dir / owner, datasets_dir / owner / short):
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{folder}: is a file, but must be a folder for datasets; move it or name another place")

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -21,6 +22,8 @@ from harness.errors import PeerError, RunError, UserError
 
 T = TypeVar("T")
 
+# How gloo and nccl say that the process at the other end has closed its connection.
+PEER_GONE_TEXTS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 CONTROL_TIMEOUT = timedelta(days=7)
 DEFAULT_TIMEOUT_SECONDS = 600.0
 
@@ -33,6 +36,17 @@ class Outcome:
     error: str | None = None
 
 
+@contextmanager
+def leaving_with_peers() -> Iterator[None]:
+    """Turn the error of an exchange whose other side is gone into PeerError: the rank that failed has the reason."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(text in str(error) for text in PEER_GONE_TEXTS):
+            raise
+        raise PeerError(f"another rank is gone ({str(error).splitlines()[0]})") from None
+
+
 class Vote:
     """A question to all ranks that is answered while they compute."""
 
@@ -43,7 +57,8 @@ class Vote:
     def result(self) -> int:
         """The largest number any rank voted; waits for the ranks that have not voted yet."""
         if self._pending is not None:
-            self._pending.wait()
+            with leaving_with_peers():
+                self._pending.wait()
             self._pending = None
         return int(self._ballot.item())
 
@@ -114,7 +129,8 @@ class World:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.control)
+        with leaving_with_peers():
+            dist.all_gather_object(values, value, group=self.control)
         return values
 
     def agree(self, verdict: bool) -> bool:

@@ -242,7 +242,7 @@ def test_hashes_cannot_lead_out_of_the_checkpoint(folder: Path, tmp_path: Path) 
     path = save_checkpoint(folder, a_checkpoint())
     (tmp_path / "secret").write_text("x")
     meta = checkpointing.read_meta(path)
-    (path / "meta.json").write_text(json.dumps({**meta, "sha256": {"../../secret": "0"}}))
+    (path / "meta.json").write_text(json.dumps({**meta, "sha256": {"../../secret": "0", **meta["sha256"]}}))
     with pytest.raises(UserError, match="plain name"):
         checkpointing.verify_checkpoint(path)
 

@@ -197,7 +197,7 @@ def test_a_limit_too_small_for_anything(workshop: Workshop, base_gib: float, ran
     assert "Traceback" not in result.stderr
     assert "Max microbatch size" not in result.stdout
     assert set(result.error_lines) == {
-        f"error: not even a microbatch of 1 fits in {base_gib - 0.1:.2f} GiB: a smaller model or context is needed"
+        f"error: the program alone takes the {base_gib - 0.1:.2f} GiB; raise --memory-limit-gib"
     }
     assert len(result.error_lines) == 1
 

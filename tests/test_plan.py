@@ -267,10 +267,10 @@ def test_a_disk_too_small_is_refused(shop: Workshop, monkeypatch: pytest.MonkeyP
     free = plan.disk_bytes()
     assert plan.checkpoints() == 10
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    make_plan(experiment, 2, None)
+    plan.check_disk(run)
     free -= 1
     with pytest.raises(UserError, match=r"the run's 10 checkpoints need 0\.\d\d GiB.*keep_checkpoints") as caught:
-        make_plan(experiment, 2, None)
+        plan.check_disk(run)
     assert str(run) in str(caught.value)
     assert "\n" not in str(caught.value)
     kept = shop.add_run("kept", model={"emb_dim": 512}, checkpoint_interval=1, keep_checkpoints=2)
