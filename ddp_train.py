@@ -340,8 +340,8 @@ def explained_failures(job: Job) -> Iterator[None]:
             raise
         reason = str(error).splitlines()[0] if str(error) else "out of memory"
         raise RunError(
-            f"out of memory with microbatch_size {job.config.microbatch_size} ({reason}); -f finds the largest that fits, "
-            "and gradient_accumulation_steps keeps the global batch"
+            f"out of memory with microbatch_size {job.config.microbatch_size} ({reason}); -f finds the largest that "
+            "fits, and gradient_accumulation_steps keeps the global batch"
         ) from None
 
 
