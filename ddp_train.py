@@ -7,18 +7,16 @@ are used, so that --help answers at once.
 from __future__ import annotations
 
 import json
-import math
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.errors import PeerError, RunError, StoppedError, UserError, one_line_errors
+from harness.commandline import POSITIVE, check_options
+from harness.errors import RunError, StoppedError, one_line_errors
 
 if TYPE_CHECKING:
     import torch
@@ -142,19 +140,6 @@ class Trainer:
         self.job.world.on_rank0(self.job.print_sample)
 
 
-class PositiveNumber(click.FloatRange):
-    """A finite number above zero."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        number = super().convert(value, param, ctx)
-        if not math.isfinite(number):
-            self.fail(f"{value} is not a finite number", param, ctx)
-        return number
-
-
-POSITIVE = PositiveNumber(min=0, min_open=True, max=1e12)
-
-
 @click.command()
 @click.argument("run")
 @click.argument("datasets_dir", type=click.Path(path_type=Path))
@@ -204,20 +189,6 @@ def main(run: str, datasets_dir: Path, checkpoint: str | None, **options: Any) -
             train(experiment, checkpoint, restart=options["restart"])
 
 
-def check_options(checkpoint: str | None, options: dict[str, Any]) -> None:
-    """Raises UserError for options that mean nothing together."""
-    if options["plan"] and options["find"]:
-        raise UserError("--plan and -f: give one of them")
-    belongs = {"memory_limit_gib": "find", "write": "find", "assume_tps": "plan", "assume_world_size": "plan"}
-    for option, needed in belongs.items():
-        if options[option] and not options[needed]:
-            raise UserError(f"--{option.replace('_', '-')} belongs with {'-f' if needed == 'find' else '--plan'}")
-    if options["restart"] and (options["plan"] or options["find"]):
-        raise UserError(f"--restart and {'--plan' if options['plan'] else '-f'}: give one of them")
-    if checkpoint is not None and (options["restart"] or options["find"] or options["plan"]):
-        raise UserError("a CHECKPOINT to continue from goes with none of --restart, -f and --plan")
-
-
 def print_schema(context: click.Context, kind: str | None) -> None:
     if kind is None:
         return
@@ -263,6 +234,7 @@ def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> N
     """Start, continue, or find that there is nothing left to do."""
     import checkpointing
     from harness.fetch import fetch_dataset
+    from harness.job import explained_failures
     from harness.metrics import Clock
     from harness.plan import make_plan
     from harness.world import World
@@ -320,29 +292,6 @@ def begin(job: Job, start: Path | None) -> None:
         job.resume_metrics(saved.meta, make_aside)
 
     world.on_rank0(set_aside)
-
-
-@contextmanager
-def explained_failures(job: Job) -> Iterator[None]:
-    """Turn an out-of-memory on this rank, or another rank's end, into a line that says what to do, or into silence."""
-    from harness.memory import is_out_of_memory
-    from harness.world import leaving_with_peers
-
-    try:
-        with leaving_with_peers():
-            yield
-    except PeerError:
-        if job.stop.signal:  # torchrun has told us to go already
-            raise StoppedError(job.stop.signal) from None
-        raise
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        reason = str(error).splitlines()[0] if str(error) else "out of memory"
-        raise RunError(
-            f"out of memory with microbatch_size {job.config.microbatch_size} ({reason}); -f finds the largest that "
-            "fits, and gradient_accumulation_steps keeps the global batch"
-        ) from None
 
 
 def say(world: World, text: str) -> None:

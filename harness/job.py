@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from torch import nn
 
 from harness.config import TrainConfig
 from harness.continuation import Position
-from harness.errors import RunError
+from harness.errors import PeerError, RunError, StoppedError
 from harness.evaluate import validation_loss
 from harness.files import replace_text
 from harness.generate import Sampling, continue_text
 from harness.losses import LossWindow, Report, report_values
+from harness.memory import is_out_of_memory
 from harness.metrics import Clock, MetricsFile, Speed, finite
 from harness.progress import Progress
 from harness.randomness import seed_for_rank
@@ -30,7 +32,7 @@ from harness.stopping import StopRequest
 from harness.summary import Machine, describe_summary, summarise
 from harness.tokenizer import load_tokenizer
 from harness.tokens import BatchShape, Dataset, MicrobatchReader
-from harness.world import World
+from harness.world import World, leaving_with_peers
 
 SAMPLE_TOKENS = 50
 
@@ -205,11 +207,31 @@ class Job:
         if not self.world.is_main:
             return
         seconds = self.clock.now()
-        summary = summarise(self.tally, seconds, self.speed, machine, self.shape)
-        summary |= {"run": self.run.path.name, "parameters": self.identity["parameters"], **self.identity}
+        summary = {"run": self.run.path.name, **summarise(self.tally, seconds, self.speed, machine, self.shape)}
+        summary |= self.identity
         try:
             replace_text(self.run.summary, json.dumps(summary, indent=2, allow_nan=False) + "\n")
         except OSError as error:
             raise RunError(f"{self.run.summary}: cannot write the summary: {error.strerror}") from None
         self.draw_chart()
         print("\n" + describe_summary(summary), flush=True)
+
+
+@contextmanager
+def explained_failures(job: Job) -> Iterator[None]:
+    """Turn an out-of-memory on this rank, or another rank's end, into a line that says what to do, or into silence."""
+    try:
+        with leaving_with_peers():
+            yield
+    except PeerError:
+        if job.stop.signal:  # torchrun has told us to go already
+            raise StoppedError(job.stop.signal) from None
+        raise
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error).splitlines()[0] if str(error) else "out of memory"
+        raise RunError(
+            f"out of memory with microbatch_size {job.config.microbatch_size} ({reason}); -f finds the largest that "
+            "fits, and gradient_accumulation_steps keeps the global batch"
+        ) from None

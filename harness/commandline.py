@@ -1,0 +1,37 @@
+"""What the training command's options may be, apart from what they do."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import click
+
+from harness.errors import UserError
+
+
+class PositiveNumber(click.FloatRange):
+    """A finite number above zero."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number", param, ctx)
+        return number
+
+
+POSITIVE = PositiveNumber(min=0, min_open=True, max=1e12)
+
+
+def check_options(checkpoint: str | None, options: dict[str, Any]) -> None:
+    """Raises UserError for options that mean nothing together."""
+    if options["plan"] and options["find"]:
+        raise UserError("--plan and -f: give one of them")
+    belongs = {"memory_limit_gib": "find", "write": "find", "assume_tps": "plan", "assume_world_size": "plan"}
+    for option, needed in belongs.items():
+        if options[option] and not options[needed]:
+            raise UserError(f"--{option.replace('_', '-')} belongs with {'-f' if needed == 'find' else '--plan'}")
+    if options["restart"] and (options["plan"] or options["find"]):
+        raise UserError(f"--restart and {'--plan' if options['plan'] else '-f'}: give one of them")
+    if checkpoint is not None and (options["restart"] or options["find"] or options["plan"]):
+        raise UserError("a CHECKPOINT to continue from goes with none of --restart, -f and --plan")
