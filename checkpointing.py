@@ -73,12 +73,12 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         if checkpoint.meta["is_best"]:
             point(folder, BEST, final)
     except (OSError, RuntimeError, SafetensorError) as error:
-        # torch and safetensors wrap a full disk in exceptions of their own.
+        # torch and safetensors wrap a full disk in exceptions of their own, so that what is free is told, too.
         free = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 2**30
         raise RunError(
             f"{folder}: cannot write the checkpoint of step {checkpoint.meta['global_step']}: "
-            f"{str(error).splitlines()[0]} ({free:.2f} GiB free); older checkpoints are whole: make space and run the "
-            "same command to continue"
+            f"{str(error).splitlines()[0]} ({free:.2f} GiB free); older checkpoints are whole: mend that and run the "
+            "command again, without --restart, to continue"
         ) from None
     return final
 
@@ -126,7 +126,10 @@ def point(folder: Path, link: str, target: Path) -> None:
     draft = folder / f"{TEMPORARY_PREFIX}{link}-{os.getpid()}"
     draft.unlink(missing_ok=True)
     draft.symlink_to(target.name)
-    draft.replace(folder / link)
+    path = folder / link
+    if path.is_dir() and not path.is_symlink():  # a copy that something made of the link
+        path.rename(folder / f"{link}-copy-{time.time_ns()}")
+    draft.replace(path)
     sync(folder)
 
 
@@ -149,8 +152,10 @@ def find_checkpoint(folder: Path, name: str) -> Path:
 def choose_start(folder: Path, name: str | None) -> Path | None:
     """The checkpoint to continue from: the one asked for, else `latest`, else None. Raises UserError like
     `find_checkpoint`."""
-    if name is None and not (folder / LATEST).is_symlink():
-        return None
+    if (name is None or name == LATEST) and not (folder / LATEST).is_symlink():
+        # Something that follows links has copied the folder, or the link is lost: the newest is what it pointed to.
+        known = list_checkpoints(folder)
+        return known[-1][1] if known else None if name is None else find_checkpoint(folder, name)
     return find_checkpoint(folder, LATEST if name is None else name)
 
 
@@ -166,8 +171,10 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 def read_meta(path: Path) -> dict[str, Any]:
     """A checkpoint's meta.json. Raises UserError if it is not one."""
     meta = read_json_object(path / META)
-    if not isinstance(meta.get("global_step"), int) or not isinstance(meta.get("sha256", {}), dict):
-        raise UserError(f"{path / META}: not the meta.json of a checkpoint of this program")
+    kinds: dict[str, type] = {"global_step": int, "tokens_seen": int, "seconds": dict, "sha256": dict, "train": dict}
+    for key, kind in kinds.items():
+        if not isinstance(meta.get(key, None if key == "global_step" else kind()), kind):
+            raise UserError(f'{path / META}: not the meta.json of a checkpoint of this program: key "{key}"')
     return meta
 
 
@@ -218,25 +225,25 @@ def _load_state(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: not a readable state file: {str(error).splitlines()[0]}") from None
 
 
-def set_later_aside(folder: Path, step: int, make_aside: Callable[[], Path]) -> Path | None:
-    """Move the checkpoints after global `step` to a new folder, and point `latest` and `best` at what remains.
-
-    Returns that folder, or None if there were none.
-    """
-    remaining = [(at, path) for at, path in list_checkpoints(folder) if at <= step]
-    later = [path for at, path in list_checkpoints(folder) if at > step]
-    aside = None
+def go_back_to(folder: Path, start: Path, make_aside: Callable[[], Path]) -> bool:
+    """Make the checkpoint `start` the latest: those of later steps move to a new folder, and the links point to what
+    remains. Returns whether anything was moved."""
+    meta = read_meta(start)
+    later = [path for at, path in list_checkpoints(folder) if at > meta["global_step"]]
+    if (folder / LATEST).resolve() != start.resolve():
+        point(folder, LATEST, start)  # first, so that it never dangles
+    # A kill between the two links, or a best among the later ones: what `start` knows of the best is right.
+    best = [path for at, path in list_checkpoints(folder) if at == meta.get("best_step")]
+    if best and (folder / BEST).resolve() != best[-1].resolve():
+        point(folder, BEST, best[-1])
+    elif not best:
+        (folder / BEST).unlink(missing_ok=True)  # a link, whose target was pruned or moves now
     if later:
-        newest = remaining[-1][1]
-        point(folder, LATEST, newest)  # first, so that it never dangles
         aside = make_aside() / "checkpoints"
         aside.mkdir()
-        best_step = read_meta(newest).get("best_step")
-        best = [path for at, path in remaining if at == best_step] or [newest]
-        point(folder, BEST, best[-1])
         for path in later:
             shutil.move(path, aside / path.name)
-    return aside
+    return bool(later)
 
 
 def prune(folder: Path, keep: int, protected: set[str]) -> None:

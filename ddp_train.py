@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from harness.commandline import POSITIVE, check_options
-from harness.errors import RunError, StoppedError, one_line_errors
+from harness.errors import StoppedError, one_line_errors
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +44,8 @@ class Trainer:
         job = self.job
         job.stop.listen()
         # Whether any rank was asked to stop is found out while the next step computes.
+        if job.validation_due:  # a signal came in the middle of it
+            self.after_step(job.position.first_step - 1)
         vote = job.world.vote(job.stop.signal)
         for step in range(job.position.first_step, job.position.total_steps):
             if stop_signal := vote.result():
@@ -53,13 +55,17 @@ class Trainer:
                 self.train_step(step)
                 if self.is_reporting_step(step):
                     self.report(step)
-            if self.is_validation_step(step):
-                self.validate(step)
-            if self.is_checkpoint_step(step):
-                self.checkpoint(step)
-            if self.is_due(step, job.config.sample_interval):
-                self.sample(step)
+            self.after_step(step)
         vote.result()
+
+    def after_step(self, step: int) -> None:
+        """What is due after a step; all of it before the checkpoint, so that the checkpoint knows of it."""
+        if self.is_validation_step(step):
+            self.validate()
+        if self.is_due(step, self.job.config.sample_interval):
+            self.job.world.on_rank0(self.job.print_sample)
+        if self.is_checkpoint_step(step):
+            self.checkpoint(step)
 
     def train_step(self, step: int) -> None:
         job = self.job
@@ -100,15 +106,20 @@ class Trainer:
     def refuse_divergence(self, step: int, report: Report) -> None:
         """Every rank has the same report, and so comes to the same end."""
         if report.skipped_in_a_row >= self.job.config.max_skipped_steps:
-            raise RunError(
+            raise self.job.world.verdict(
                 f"gradients were not finite in {report.skipped_in_a_row} steps in a row up to global step {step} "
-                "(train.json: max_skipped_steps); lower learning_rate or set clipping_max_norm, and continue from best"
+                "(train.json: max_skipped_steps); lower learning_rate or set clipping_max_norm, and go back to an "
+                "earlier checkpoint by its name"
             )
 
-    def validate(self, step: int) -> None:
+    def validate(self) -> None:
         with self.job.clock.phase("validation"):
-            self.tally.val_loss = self.job.validate()
-        self.job.record_validation(self.tally.val_loss)
+            loss = self.job.validate()
+        if loss is None:  # torchrun kills after 30 seconds: no time to wait for the end
+            self.stop(max(self.job.world.gather(self.job.stop.signal)), validation_due=True)
+        else:
+            self.tally.val_loss = loss
+            self.job.record_validation(loss)
 
     def checkpoint(self, step: int) -> None:
         """Save, and point `best` here if the loss that decides is the lowest yet."""
@@ -123,21 +134,19 @@ class Trainer:
         tally.loss_sum, tally.loss_count = 0.0, 0
         job.save(is_best=is_best, planned=True)
 
-    def stop(self, signal_number: int) -> None:
+    def stop(self, signal_number: int, *, validation_due: bool = False) -> None:
         """Leave a checkpoint of the last step done, wherever it fell, and say how to go on."""
         job, step = self.job, self.tally.global_step
-        if step >= job.position.first_step and not self.is_checkpoint_step(step):
-            job.save(is_best=False, planned=False)
+        if validation_due or (step >= job.position.first_step and not self.is_checkpoint_step(step)):
+            job.save(validation_due=validation_due)
         name = signal.Signals(signal_number).name
         done = f"after global step {step}" if step >= 0 else "before the first step"
         job.progress.close()
         if job.world.is_main:
-            print(f"stopped by {name} {done}; to continue, run the same command again", file=sys.stderr, flush=True)
+            remedy = "to continue, run the same command again (without --restart or a CHECKPOINT)"
+            print(f"stopped by {name} {done}; {remedy}", file=sys.stderr, flush=True)
         job.world.barrier()
         raise StoppedError(signal_number)
-
-    def sample(self, step: int) -> None:
-        self.job.world.on_rank0(self.job.print_sample)
 
 
 @click.command()
@@ -217,11 +226,13 @@ def print_plan(experiment: Experiment, assumed_world_size: int | None, assumed_t
 def find_max_microbatch(experiment: Experiment, memory_limit_gib: float | None, *, write: bool) -> None:
     from harness.fetch import fetch_dataset
     from harness.probe import search_microbatch, write_microbatch_size
+    from harness.tokens import check_vocabulary
     from harness.world import World
 
     world = World.start()
     dataset = fetch_dataset(world, experiment.datasets_dir, experiment.config.dataset, ["train"])
     build_step = partial(build_bare_step, experiment, world.device)
+    world.on_each_node(lambda: check_vocabulary(dataset, "train", experiment.model.vocab_size))
     found = search_microbatch(experiment, world, dataset, build_step, memory_limit_gib)
     if write:
         written = world.on_rank0(lambda: write_microbatch_size(experiment, found, world.size))
@@ -237,6 +248,7 @@ def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> N
     from harness.job import explained_failures
     from harness.metrics import Clock
     from harness.plan import make_plan
+    from harness.stopping import StopRequest
     from harness.world import World
 
     clock, world, run = Clock(), World.start(), experiment.run
@@ -245,23 +257,41 @@ def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> N
     if not restart:
         start = world.on_rank0(lambda: checkpointing.choose_start(run.checkpoints, checkpoint))
     meta = checkpointing.read_meta(start) if start else None
-    if start and meta:
-        experiment.check_checkpoint(meta, start, dataset)
-        clock.add(meta["seconds"])
+    if meta:
+        clock.add(meta.get("seconds", {}))
     # The plan's checks are the run's: short data, unknown tokens, a long warm-up or a full disk end it here.
     plan = world.on_each_node(lambda: make_plan(experiment, world.size, meta))
     world.on_rank0(lambda: plan.check_disk(run.path))
     position = plan.position
     assert position is not None, "the dataset is here"
-    if position.is_finished:
+    if meta and position.is_finished and not meta.get("validation_due"):
         say(world, f"{run.path.name} is finished: {position.first_step:,} global steps; --restart trains it again")
+        restore_summary(experiment, world, meta)
     else:
-        job = build_job(experiment, world, dataset, clock, position)
-        with explained_failures(job):
+        world.on_rank0(run.lock)
+        stop = StopRequest()
+        with explained_failures(experiment.config.microbatch_size, stop):
+            job = build_job(experiment, world, dataset, clock, position)
+            job.stop = stop
             begin(job, start)
             Trainer(job).train()
         job.finish()
     world.stop()
+
+
+def restore_summary(experiment: Experiment, world: World, meta: dict[str, Any]) -> None:
+    """Write the summary of a finished run whose process ended before it could, from the last checkpoint."""
+    from harness.metrics import Speed, peak_flops
+    from harness.state import Tally
+    from harness.summary import Machine, summarise, write_summary
+
+    if experiment.run.summary.exists():
+        return
+    speed = Speed(experiment.model.flops_per_token, peak_flops(world.device_name), experiment.config.price_per_hour)
+    machine, shape = Machine.measure(world), experiment.shape(world.size)
+    summary = summarise(Tally.from_meta(meta), meta["seconds"], speed, machine, shape)
+    identity = {key: meta[key] for key in ("model", "parameters", "train", "dataset")}
+    world.on_rank0(lambda: write_summary(experiment.run, summary | identity))
 
 
 def begin(job: Job, start: Path | None) -> None:
@@ -283,12 +313,13 @@ def begin(job: Job, start: Path | None) -> None:
     saved = checkpointing.load_checkpoint(start)
     job.resume(saved, start)
     say(world, f"{run.path.name}: continuing from {start.name}, {left} to go")
-    for change in changed_settings(saved.meta["train"], job.identity["train"]):
+    for change in changed_settings(saved.meta.get("train", {}), job.identity["train"]):
         say(world, f"  train.json has changed since: {change}")
 
     def set_aside() -> None:
         make_aside = cache(run.new_aside)  # one folder for all of it, if there is anything
-        checkpointing.set_later_aside(run.checkpoints, saved.meta["global_step"], make_aside)
+        if checkpointing.go_back_to(run.checkpoints, start, make_aside):
+            run.set_pictures_aside(make_aside())
         job.resume_metrics(saved.meta, make_aside)
 
     world.on_rank0(set_aside)

@@ -1,4 +1,4 @@
-"""What the training command's options may be, apart from what they do."""
+"""What options may be, apart from what they do."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import click
 from harness.errors import UserError
 
 
-class PositiveNumber(click.FloatRange):
-    """A finite number above zero."""
+class FiniteNumber(click.FloatRange):
+    """A float in a range that is neither infinite nor NaN."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
@@ -20,7 +20,7 @@ class PositiveNumber(click.FloatRange):
         return number
 
 
-POSITIVE = PositiveNumber(min=0, min_open=True, max=1e12)
+POSITIVE = FiniteNumber(min=0, min_open=True, max=1e12)
 
 
 def check_options(checkpoint: str | None, options: dict[str, Any]) -> None:

@@ -80,7 +80,7 @@ class TrainConfig(BaseModel):
         default=None, ge=0, allow_inf_nan=False, description="US dollars for the whole machine."
     )
     sample_interval: int | None = Field(default=None, ge=1, description="Global steps between printed samples.")
-    sample_prompt: str | None = Field(default=None, description="What a printed sample continues.")
+    sample_prompt: str | None = Field(default=None, min_length=1, description="What a printed sample continues.")
 
     @model_validator(mode="after")
     def _possible(self) -> TrainConfig:

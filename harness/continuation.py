@@ -58,7 +58,11 @@ def check_continuable(meta: dict[str, Any], path: Path, now: dict[str, Any]) -> 
     """Raises UserError, showing the difference, if the checkpoint at `path` belongs to another model or dataset, or
     its tokens were counted from another place, than `now`'s."""
     for part in ("model", "dataset"):
-        difference = _difference(meta.get(part), now[part])
+        then, today = meta.get(part), now[part]
+        if part == "dataset" and isinstance(then, dict):  # a run may have gone without the validation split
+            both = then.keys() & today.keys()
+            then, today = ({key: side[key] for key in sorted(both)} for side in (then, today))
+        difference = _difference(then, today)
         if difference:
             raise UserError(f"{path}: made with another {part}: {difference}; put it back, or use --restart")
     then = meta.get("train") or {}
@@ -68,6 +72,13 @@ def check_continuable(meta: dict[str, Any], path: Path, now: dict[str, Any]) -> 
                 f'{path}: made with "{key}": {then.get(key)}, but train.json has {now["train"].get(key)}; '
                 "put it back, or use --restart"
             )
+
+
+def same_yardstick(then: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether losses that decide which checkpoint is best are measured on the same text under both settings."""
+    validates = [settings.get("validation_interval") is not None for settings in (then, now)]
+    keys = ("validation_batches", "start_val_token", "microbatch_size")
+    return validates[0] == validates[1] and (not validates[0] or all(then.get(key) == now.get(key) for key in keys))
 
 
 def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> list[str]:

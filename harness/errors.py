@@ -50,6 +50,8 @@ def one_line_errors() -> Iterator[None]:
         yield
     except (UserError, RunError) as error:
         _leave(error)
+    except OSError as error:
+        _leave(RunError(f"{error.filename or 'a file'}: {error.strerror or error}"))
 
 
 def _leave(error: UserError | RunError) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,7 +16,9 @@ from tqdm import tqdm
 from harness.errors import UserError
 from harness.precision import Precision
 from harness.tokens import BatchShape, Dataset, MicrobatchReader, Window, check_vocabulary
-from harness.world import World
+
+if TYPE_CHECKING:
+    from harness.world import World
 
 
 @torch.no_grad()
@@ -33,18 +36,43 @@ def microbatch_losses(model: nn.Module, windows: Iterable[Window], precision: Pr
 
 
 def validation_loss(
-    model: nn.Module, reader: MicrobatchReader, count: int, precision: Precision, world: World | None
-) -> float:
-    """Mean loss over the reader's first `count` microbatches.
+    model: nn.Module, reader: MicrobatchReader, count: int, precision: Precision, ranks: Ranks
+) -> float | None:
+    """Mean loss over the reader's first `count` microbatches, or None if a rank was asked to stop meanwhile.
 
-    With a `world` each rank takes every world-size-th of them, and all ranks return the number that one rank alone
-    would have found: the losses are summed in the microbatches' order either way.
+    On rank 0 alone or shared out, all ranks return the same number: the losses are summed in the microbatches' order.
     """
-    if world is None:
-        return mean(microbatch_losses(model, map(reader.window, range(count)), precision))
-    mine = range(world.rank, count, world.size)
-    shares = world.gather(microbatch_losses(model, map(reader.window, mine), precision))
+    world = ranks.world
+    mine = range(world.rank, count, world.size) if ranks.shared else range(count if world.is_main else 0)
+    losses: list[float] | None = None
+    with contextlib.suppress(StopAsked):
+        losses = microbatch_losses(model, map(reader.window, ranks.heeding(mine)), precision)
+    gathered = world.gather(losses)
+    shares = [share for share in gathered if share is not None]
+    if len(shares) < world.size:
+        return None
+    if not ranks.shared:
+        return mean(shares[0])
     return mean([shares[index % world.size][index // world.size] for index in range(count)])
+
+
+class StopAsked(Exception):  # noqa: N818 - not an error
+    """Ends an evaluation whose process was asked to stop."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who evaluates: rank 0 alone, or all, each every world-size-th microbatch; `stop` tells whether to leave off."""
+
+    world: World
+    shared: bool
+    stop: Callable[[], bool]
+
+    def heeding(self, indexes: Iterable[int]) -> Iterator[int]:
+        for index in indexes:
+            if self.stop():
+                raise StopAsked
+            yield index
 
 
 @dataclass(frozen=True)
@@ -62,8 +90,8 @@ class TestSlice:
     def choose(cls, dataset: Dataset, options: Mapping[str, Any], validation_default: tuple[int, int]) -> TestSlice:
         """What `options` (split, start_token, batches, batch_size) ask for.
 
-        By default the test split, where there is one, from its beginning and up to as many batches as the second of
-        `validation_default`; else a slice of validation at that (start token, batches).
+        By default all of the test split, where there is one; else the slice of validation that starts at the first of
+        `validation_default` and has as many batches as its second.
         """
         split = options["split"] or ("test" if dataset.has_split("test") else "validation")
         start, batches = validation_default if split == "validation" else (0, None)

@@ -45,7 +45,7 @@ class Experiment:
 
         Raises UserError if the split is too short, or the warm-up longer than the run.
         """
-        done = {"steps_done": meta["global_step"] + 1, "tokens_seen": meta["tokens_seen"]} if meta else {}
+        done = {"steps_done": meta["global_step"] + 1, "tokens_seen": meta.get("tokens_seen", 0)} if meta else {}
         position = find_position(self.config, shape, split_tokens, **done)
         build_schedule(self.config, position.total_steps)
         return position
@@ -72,6 +72,6 @@ class Experiment:
                 f"start_val_token + validation_batches x microbatch), but there are {there:,}; lower one of them"
             )
 
-    def check_checkpoint(self, meta: dict[str, Any], path: Path, dataset: Dataset) -> None:
-        """Raises UserError if a checkpoint is another experiment's."""
-        check_continuable(meta, path, self.identity(dataset))
+    def check_checkpoint(self, meta: dict[str, Any], dataset: Dataset) -> None:
+        """Raises UserError if the checkpoint that `meta` describes is another experiment's."""
+        check_continuable(meta, self.run.checkpoints, self.identity(dataset))

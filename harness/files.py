@@ -29,6 +29,7 @@ def sync(path: Path) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """Give a file new contents in one rename: a reader sees the old ones or the new ones, never a part."""
+    path = path.resolve()  # a link stays one
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with draft.open("w", encoding="utf-8") as file:

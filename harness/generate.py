@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from harness.errors import UserError
 from harness.tokenizer import Tokenizer
 
+COLDEST = 1e-4  # below it the division would overflow, and the likeliest token is all there is
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -63,7 +65,7 @@ def sample_tokens(
 
 def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """One token id drawn from a row of logits."""
-    if sampling.temperature == 0:
+    if sampling.temperature < COLDEST:
         return int(logits_V.argmax())
     if sampling.top_k is not None and sampling.top_k < len(logits_V):
         values, ids = logits_V.topk(sampling.top_k)

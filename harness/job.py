@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,10 +13,9 @@ import torch
 from torch import nn
 
 from harness.config import TrainConfig
-from harness.continuation import Position
+from harness.continuation import Position, same_yardstick
 from harness.errors import PeerError, RunError, StoppedError
-from harness.evaluate import validation_loss
-from harness.files import replace_text
+from harness.evaluate import Ranks, validation_loss
 from harness.generate import Sampling, continue_text
 from harness.losses import LossWindow, Report, report_values
 from harness.memory import is_out_of_memory
@@ -29,7 +27,7 @@ from harness.schedules import Schedule
 from harness.state import Tally, capture_optimizer, capture_ranks, restore_optimizer, restore_ranks
 from harness.step import TrainStep
 from harness.stopping import StopRequest
-from harness.summary import Machine, describe_summary, summarise
+from harness.summary import Machine, summarise, write_summary
 from harness.tokenizer import load_tokenizer
 from harness.tokens import BatchShape, Dataset, MicrobatchReader
 from harness.world import World, leaving_with_peers
@@ -62,6 +60,7 @@ class Job:
         self.window = LossWindow(self.world.device)
         self.metrics = MetricsFile(self.run.metrics)
         self.progress = Progress(self.position.total_steps, self.position.first_step, visible=self.world.is_main)
+        self.validation_due = False
         self._seconds_at_start = dict(self.clock.seconds)
         self._last_report = (self.position.tokens_seen, self.clock.seconds["training"])
 
@@ -74,15 +73,13 @@ class Job:
         self.step.accumulate([self.reader.window(0)])
         self.step.forget_gradients()
 
-    def validate(self) -> float:
-        """Mean loss over train.json's validation slice; every rank returns it."""
+    def validate(self) -> float | None:
+        """Mean loss over train.json's validation slice, or None if a rank was asked to stop; the same on every rank."""
         assert self.config.validation_batches is not None
         assert self.config.start_val_token is not None
         reader = MicrobatchReader(self.dataset.split("validation"), self.config.start_val_token, self.shape)
-        count, precision = self.config.validation_batches, self.step.precision
-        if self.config.validation_ranks == "all":
-            return validation_loss(self.model, reader, count, precision, self.world)
-        return self.world.on_rank0(lambda: validation_loss(self.model, reader, count, precision, None))
+        ranks = Ranks(self.world, self.config.validation_ranks == "all", lambda: bool(self.stop.signal))
+        return validation_loss(self.model, reader, self.config.validation_batches, self.step.precision, ranks)
 
     def record_report(self, report: Report) -> None:
         """A line of metrics, and the newest numbers for whoever watches."""
@@ -115,7 +112,7 @@ class Job:
         if not self.world.is_main:
             return
         self._append("validation", loss=loss)
-        self.progress.say(f"step {self.tally.global_step + 1}: validation loss {loss:.3f}")
+        self.progress.say(f"global step {self.tally.global_step}: validation loss {loss:.3f}")
         self.draw_chart()
 
     def draw_chart(self) -> None:
@@ -127,23 +124,23 @@ class Job:
         except Exception as error:
             warnings.warn(f"{self.run.chart}: no chart: {error}", stacklevel=2)
 
-    def save(self, *, is_best: bool, planned: bool) -> None:
+    def save(self, *, is_best: bool = False, planned: bool = False, validation_due: bool = False) -> None:
         """Write a checkpoint of the last step done. Collective; unplanned ones leave no trace in the metrics, so that
-        those are the ones of a run that never stopped."""
+        those are the ones of a run that never stopped. `validation_due`: the step's validation is still to be done."""
+        state = {"is_best": is_best, "planned": planned, "validation_due": validation_due}
         with self.clock.phase("checkpointing"):
             ranks = capture_ranks(self.window, self.world)
-            self.world.on_rank0(lambda: self._save_on_rank0(ranks, is_best=is_best, planned=planned))
+            self.world.on_rank0(lambda: self._save_on_rank0(ranks, state))
         if planned and self.world.is_main:
             self._append("checkpoint", is_best=is_best)
             if not self.config.validates:
                 self.draw_chart()
 
-    def _save_on_rank0(self, ranks: dict[str, Any], *, is_best: bool, planned: bool) -> None:
+    def _save_on_rank0(self, ranks: dict[str, Any], state: dict[str, bool]) -> None:
         tokenizer = self.dataset.tokenizer
         meta = {
             **{key: finite(value) for key, value in asdict(self.tally).items()},
-            "is_best": is_best,
-            "planned": planned,
+            **state,
             "seconds": self.clock.now(),
             "metrics_bytes": self.metrics.size(),
             "world_size": self.world.size,
@@ -179,14 +176,22 @@ class Job:
         seed, first_step = self.config.random_seed, self.position.first_step
         restore_ranks(saved.train_state, self.window, self.world, seed=seed, step=first_step)
         self.tally = Tally.from_meta(saved.meta)
+        self.validation_due = bool(saved.meta.get("validation_due"))
+        if not same_yardstick(saved.meta.get("train", {}), self.identity["train"]):
+            self.tally.forget_best()
 
     def resume_metrics(self, meta: dict[str, Any], make_aside: Callable[[], Path]) -> None:
         """Cut the metrics back to where a checkpoint was made; what came after is kept aside."""
         size = meta.get("metrics_bytes", 0)
-        if self.metrics.size() > size:
-            self.metrics.cut(size, make_aside())
         if meta.get("planned"):
-            self._append("checkpoint", is_best=meta["is_best"])
+            own = self.metrics.line_at(size)
+            if own and own["event"] == "checkpoint" and own["global_step"] == meta["global_step"]:
+                size = self.metrics.end_of_line(size)
+            else:  # the process ended between the checkpoint and its line
+                self.metrics.cut(size, make_aside)
+                self._append("checkpoint", is_best=meta["is_best"])
+                return
+        self.metrics.cut(size, make_aside)
 
     def _append(self, event: str, **values: Any) -> None:
         place = {"global_step": self.tally.global_step, "tokens_seen": self.tally.tokens_seen}
@@ -198,40 +203,33 @@ class Job:
         tokenizer, sampling = load_tokenizer(self.dataset.tokenizer), Sampling(seed=self.config.random_seed)
         text = continue_text(self.model, tokenizer, self.config.sample_prompt, SAMPLE_TOKENS, sampling)
         self._append("sample", text=text)
-        self.progress.say(f"step {self.tally.global_step + 1}: {text}")
+        self.progress.say(f"global step {self.tally.global_step}: {text}")
 
     def finish(self) -> None:
         """Write and print the summary. Collective."""
         self.progress.close()
         machine = Machine.measure(self.world)
-        if not self.world.is_main:
-            return
-        seconds = self.clock.now()
-        summary = {"run": self.run.path.name, **summarise(self.tally, seconds, self.speed, machine, self.shape)}
-        summary |= self.identity
-        try:
-            replace_text(self.run.summary, json.dumps(summary, indent=2, allow_nan=False) + "\n")
-        except OSError as error:
-            raise RunError(f"{self.run.summary}: cannot write the summary: {error.strerror}") from None
-        self.draw_chart()
-        print("\n" + describe_summary(summary), flush=True)
+        if self.world.is_main:
+            summary = summarise(self.tally, self.clock.now(), self.speed, machine, self.shape)
+            write_summary(self.run, summary | self.identity)
+            self.draw_chart()
 
 
 @contextmanager
-def explained_failures(job: Job) -> Iterator[None]:
+def explained_failures(microbatch_size: int, stop: StopRequest) -> Iterator[None]:
     """Turn an out-of-memory on this rank, or another rank's end, into a line that says what to do, or into silence."""
     try:
         with leaving_with_peers():
             yield
     except PeerError:
-        if job.stop.signal:  # torchrun has told us to go already
-            raise StoppedError(job.stop.signal) from None
+        if stop.signal:  # torchrun has told us to go already
+            raise StoppedError(stop.signal) from None
         raise
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         reason = str(error).splitlines()[0] if str(error) else "out of memory"
         raise RunError(
-            f"out of memory with microbatch_size {job.config.microbatch_size} ({reason}); -f finds the largest that "
+            f"out of memory with microbatch_size {microbatch_size} ({reason}); -f finds the largest that "
             "fits, and gradient_accumulation_steps keeps the global batch"
         ) from None

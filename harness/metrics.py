@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,14 +118,24 @@ class MetricsFile:
         """Bytes written so far."""
         return self.path.stat().st_size if self.path.exists() else 0
 
-    def cut(self, size: int, aside: Path) -> None:
-        """Shorten the file to its first `size` bytes, keeping the rest as a file in the folder `aside`."""
-        if self.size() <= size:
-            return
-        content = self.path.read_bytes()
-        aside.mkdir(parents=True, exist_ok=True)
-        (aside / self.path.name).write_bytes(content[size:])
-        os.truncate(self.path, size)
+    def cut(self, size: int, make_aside: Callable[[], Path]) -> None:
+        """Shorten the file to its first `size` bytes, keeping the rest, if any, as a file in a folder made for it."""
+        if self.size() > size:
+            (make_aside() / self.path.name).write_bytes(self.path.read_bytes()[size:])
+            os.truncate(self.path, size)
+
+    def line_at(self, start: int) -> dict[str, Any] | None:
+        """The event whose line begins at byte `start`, if there is a whole one."""
+        rest = self.path.read_bytes()[start:] if self.path.exists() else b""
+        line, end, _ = rest.partition(b"\n")
+        try:
+            return json.loads(line) if end else None
+        except json.JSONDecodeError:
+            return None
+
+    def end_of_line(self, start: int) -> int:
+        """The byte after the line that begins at `start`."""
+        return start + self.path.read_bytes()[start:].index(b"\n") + 1
 
 
 def finite(value: Any) -> Any:

@@ -166,6 +166,8 @@ def make_plan(experiment: Experiment, world_size: int, meta: dict[str, Any] | No
     position = None
     if is_present(experiment.datasets_dir, config.dataset, experiment.splits):
         dataset = Dataset.open(experiment.datasets_dir, config.dataset)
+        if meta is not None:
+            experiment.check_checkpoint(meta, dataset)
         experiment.check_validation_slice(shape, dataset)
         for split in experiment.splits:
             check_vocabulary(dataset, split, model.vocab_size)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from harness.errors import PeerError, RunError
+from harness.errors import RunError, UserError
 from harness.experiment import Experiment
 from harness.files import replace_text
 from harness.memory import GIB, PeakMeter, is_out_of_memory, limit_memory, release_memory, room_gib
@@ -91,28 +91,28 @@ def search_microbatch(
     tokens = dataset.split("train")
     accumulation = PROBE_ACCUMULATION if config.global_batch_size is not None else config.gradient_accumulation_steps
     probe = MicrobatchProbe(build_step, world, tokens, config.start_train_token, context_length, accumulation)
-    limit = limit_memory(world.device, memory_limit_gib, world.local_size)
-    if not world.agree(room_gib(world.device, limit) > 0):
-        raise told_by_rank0(world, f"the program alone takes the {limit:.2f} GiB; raise --memory-limit-gib")
     per_sequence = world.size * config.gradient_accumulation_steps * context_length
     ceiling = (len(tokens) - config.start_train_token - 1) // per_sequence
+    if ceiling < 1:
+        raise UserError(
+            f"the train split of {config.dataset} is too short for one global batch: wanted "
+            f"{config.start_train_token + per_sequence + 1:,} tokens, but there are {len(tokens):,}"
+        )
+    limit = limit_memory(world.device, memory_limit_gib, world.local_size)
+    if not world.agree(room_gib(world.device, limit) > 0):
+        raise world.verdict(f"the program alone takes the {limit:.2f} GiB; raise --memory-limit-gib")
     found = largest_that_fits(probe.fits, ceiling)
     if not found:
-        raise told_by_rank0(
-            world, f"not even a microbatch of 1 fits in {limit:.2f} GiB; use a smaller model or context"
-        )
+        raise world.verdict(f"not even a microbatch of 1 fits in {limit:.2f} GiB; use a smaller model or context")
     if world.is_main:
         print(f"Max microbatch size was {found}")
         ceiling_note = ", limited by the data" if found == ceiling else ""
         line = probe.memory_line()
-        fit = f"{line[0] / GIB:.3f} GiB per sequence + {line[1] / GIB:.3f} GiB fixed" if line else "one size only"
-        print(f"Memory: {fit} (fitted to {len(probe.peaks)} peaks; limit {limit:.2f} GiB{ceiling_note})", flush=True)
+        fit = (
+            f"{line[0] / GIB:.3f} GiB per sequence + {line[1] / GIB:.3f} GiB fixed" if line else "too few sizes to tell"
+        )
+        print(f"Memory: {fit} (from {len(probe.peaks)} peaks; limit {limit:.2f} GiB{ceiling_note})", flush=True)
     return found
-
-
-def told_by_rank0(world: World, message: str) -> RunError:
-    """The error of a verdict that every rank has come to, so that one of them tells it."""
-    return RunError(message) if world.is_main else PeerError(message)
 
 
 def write_microbatch_size(experiment: Experiment, found: int, world_size: int) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import fcntl
+import os
 import re
 import shutil
 import time
@@ -89,5 +91,24 @@ class RunDirectory:
             return None
         folder = self.new_aside()
         for path in present:
-            shutil.move(path, folder / path.name)
+            if path == self.checkpoints:  # its entries: the folder may be a link to a larger disk
+                (folder / path.name).mkdir()
+                for entry in path.iterdir():
+                    shutil.move(entry, folder / path.name / entry.name)
+            else:
+                shutil.move(path, folder / path.name)
         return folder
+
+    def set_pictures_aside(self, folder: Path) -> None:
+        """Move the chart and the summary of results that are going to be others into `folder`."""
+        for path in (self.summary, self.chart):
+            if path.exists():
+                shutil.move(path, folder / path.name)
+
+    def lock(self) -> None:
+        """Keep this run to this process until it ends. Raises UserError if another process has it."""
+        descriptor = os.open(self.path, os.O_RDONLY)  # not closed: the system does it when the process ends, somehow
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{self.path}: is being trained by another process; wait for it, or stop it") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ class Tally:
 
     global_step: int = -1  # the last one done
     tokens_seen: int = 0
-    train_loss: float | None = None  # at the last report
+    train_loss: float | None = None  # at the last report; after a checkpoint, the mean since the one before
     val_loss: float | None = None  # at the last validation
     best_loss: float | None = None
     best_step: int | None = None
@@ -30,7 +31,14 @@ class Tally:
 
     @classmethod
     def from_meta(cls, meta: dict[str, Any]) -> Tally:
-        return cls(**{key: meta[key] for key in asdict(cls()) if key in meta})
+        values = {key: meta[key] for key in asdict(cls()) if key in meta}
+        if values.get("loss_sum", 0.0) is None:  # JSON's way to say that it was not finite
+            values["loss_sum"] = math.nan
+        return cls(**values)
+
+    def forget_best(self) -> None:
+        """Losses from here on are measured on other text, and cannot be compared with those before."""
+        self.best_loss = self.best_step = self.val_loss = None
 
 
 def capture_ranks(window: LossWindow, world: World) -> dict[str, Any]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from harness.errors import RunError
+from harness.files import replace_text
 from harness.memory import GIB, peak_bytes
 from harness.metrics import Speed, finite
+from harness.run import RunDirectory
 from harness.state import Tally
 from harness.tokens import BatchShape
 from harness.world import World
@@ -56,6 +60,16 @@ def summarise(
         "accumulation_steps": shape.accumulation_steps,
         "torch": torch.__version__,
     }
+
+
+def write_summary(run: RunDirectory, summary: dict[str, Any]) -> None:
+    """Write and print a run's summary. Raises RunError if it cannot be written."""
+    text = json.dumps({"run": run.path.name, **summary}, indent=2, allow_nan=False)
+    try:
+        replace_text(run.summary, text + "\n")
+    except OSError as error:
+        raise RunError(f"{run.summary}: cannot write the summary: {error.strerror}") from None
+    print("\n" + describe_summary(summary), flush=True)
 
 
 def describe_summary(summary: dict[str, Any]) -> str:

@@ -145,6 +145,10 @@ class World:
             pending = dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
         return Vote(ballot, pending)
 
+    def verdict(self, message: str) -> RunError:
+        """The error of a conclusion that every rank has come to, so that one of them tells it."""
+        return RunError(message) if self.is_main else PeerError(message)
+
     def on_rank0(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 while the others wait; its (small) result on every rank.
 
@@ -184,11 +188,6 @@ def world_size() -> int:
 def is_speaker() -> bool:
     """Whether this process is rank 0, before or without starting the world."""
     return _environment("RANK", 0) == 0
-
-
-def only_device() -> torch.device:
-    """The device of a command that is one process."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _environment(name: str, default: int) -> int:

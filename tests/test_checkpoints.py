@@ -182,7 +182,7 @@ def test_order_is_by_global_step_not_by_the_clock(folder: Path, tmp_path: Path) 
     assert [step for step, _ in checkpointing.list_checkpoints(folder)] == [9, 10, 100]
     checkpointing.prune(folder, 1, set())
     assert [step for step, _ in checkpointing.list_checkpoints(folder)] == [10, 100]
-    checkpointing.set_later_aside(folder, 10, lambda: _made(tmp_path / "aside"))
+    checkpointing.go_back_to(folder, find_checkpoint_at(folder, 10), lambda: _made(tmp_path / "aside"))
     assert checkpointing.choose_start(folder, None) == folder / renamed[10]
 
 
@@ -351,13 +351,29 @@ def test_prune_without_links(folder: Path) -> None:
 
 def test_later_checkpoints_are_moved_aside_whole(folder: Path, tmp_path: Path) -> None:
     paths = save_steps(folder, [0, 5, 10, 15], best=5)
-    aside = checkpointing.set_later_aside(folder, 5, lambda: _made(tmp_path / "aside"))
-    assert aside == tmp_path / "aside" / "checkpoints"
+    assert checkpointing.go_back_to(folder, find_checkpoint_at(folder, 5), lambda: _made(tmp_path / "aside"))
+    aside = tmp_path / "aside" / "checkpoints"
     assert sorted(path.name for path in aside.iterdir()) == [paths[10].name, paths[15].name]
     for path in aside.iterdir():
         checkpointing.verify_checkpoint(path)
     assert (folder / "latest").readlink() == Path(paths[5].name)
     assert (folder / "best").readlink() == Path(paths[5].name)
+
+
+def find_checkpoint_at(folder: Path, step: int) -> Path:
+    return next(path for at, path in checkpointing.list_checkpoints(folder) if at == step)
+
+
+def test_a_best_link_that_a_kill_left_behind_is_put_right(folder: Path) -> None:
+    """Killed after `latest` moved and before `best` did: what the checkpoint itself says of the best counts."""
+    paths = save_steps(folder, [0, 5, 10], best=10)
+    checkpointing.point(folder, "best", paths[0])
+
+    def unwanted() -> Path:
+        raise AssertionError("no folder is needed")
+
+    checkpointing.go_back_to(folder, paths[10], unwanted)
+    assert (folder / "best").readlink() == Path(paths[10].name)
 
 
 def test_nothing_later_moves_nothing(folder: Path) -> None:
@@ -366,7 +382,7 @@ def test_nothing_later_moves_nothing(folder: Path) -> None:
     def unwanted() -> Path:
         raise AssertionError("no folder is needed")
 
-    assert checkpointing.set_later_aside(folder, 5, unwanted) is None
+    assert not checkpointing.go_back_to(folder, find_checkpoint_at(folder, 5), unwanted)
     assert (folder / "latest").readlink() == Path(paths[5].name)
     assert (folder / "best").readlink() == Path(paths[0].name)
 
@@ -378,7 +394,7 @@ def test_best_after_setting_aside_is_the_best_of_what_remains(
     """The best up to the step continued from, as that checkpoint knows it; 5 is not 50."""
     paths = save_steps(folder, steps[:-1], best=best)
     save_checkpoint(folder, a_checkpoint(steps[-1], is_best=True, best_step=steps[-1]))
-    checkpointing.set_later_aside(folder, steps[-2], lambda: _made(tmp_path / "aside"))
+    checkpointing.go_back_to(folder, find_checkpoint_at(folder, steps[-2]), lambda: _made(tmp_path / "aside"))
     assert (folder / "best").readlink() == Path(paths[best].name)
     assert (folder / "latest").readlink() == Path(paths[steps[-2]].name)
 

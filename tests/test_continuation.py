@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from checkpointing import list_checkpoints
-from tests.launch import Workshop, finish, metrics, without_times
+from tests.launch import ROOT, Workshop, finish, metrics, without_times
 
 # Dropout 0.1 and accumulation 2 come from the launcher's defaults.
 COMMON: dict[str, Any] = {
@@ -87,7 +88,7 @@ def test_stopped_by_signals_and_continued(shop: Workshop) -> None:
     """One rank is told to stop, twice; all stop at the same step, wherever it falls, and the next start goes on."""
     settings = COMMON | {"min_train_tokens": 128 * 300, "validation_interval": 250, "report_interval": 7}
     run = shop.add_run("stopped", **settings)
-    for number, step in ((signal.SIGTERM, 20), (signal.SIGINT, 90)):
+    for number, step in ((signal.SIGTERM, 21), (signal.SIGINT, 91)):
         result = finish(stop_after(shop, "stopped", step, number), expect=128 + number, timeout=60)
         assert result.error_lines == [line for line in result.error_lines if f"stopped by {number.name} after" in line]
         assert len(result.error_lines) == 1
@@ -112,9 +113,14 @@ def test_continued_from_a_named_checkpoint(shop: Workshop) -> None:
     assert sorted(path.name for path in aside) == [path.name for _, path in old[2:]]
     (tail,) = (run / "aside").rglob("metrics.jsonl")
     kept = [json.loads(line) for line in tail.read_text().splitlines()]
-    # The named checkpoint's own line is written anew; it and all later ones are in the tail.
-    assert kept == lines[-len(kept) :]
-    assert (kept[0]["event"], kept[0]["global_step"]) == ("checkpoint", 5)
+    # The named checkpoint's own line stays; all later ones are in the tail, and the end's summary and chart beside it.
+    assert kept == [line for line in lines if line["global_step"] > 5]
+    assert {path.name for path in tail.parent.iterdir()} == {
+        "checkpoints",
+        "metrics.jsonl",
+        "summary.json",
+        "training-run-chart.png",
+    }
     assert_same_end(shop.runs / "first", run)
 
 
@@ -166,3 +172,40 @@ def test_a_changed_model_or_dataset_is_refused(shop: Workshop) -> None:
     result = second.train("changed", ranks=1, expect=2)
     assert "made with another dataset" in result.stderr
     assert [step for step, _ in list_checkpoints(other / "checkpoints")] == [0, 3]
+
+
+def test_a_second_process_is_refused(shop: Workshop) -> None:
+    """Two jobs would overwrite one another's results."""
+    run = shop.add_run("twice", **COMMON | {"min_train_tokens": 128 * 300, "validation_interval": 250})
+    first = stop_after(shop, "twice", 30, signal.SIGSTOP)  # frozen, not ended
+    before = list_checkpoints(run / "checkpoints")
+    result = shop.train("twice", ranks=1, expect=2)
+    assert "is being trained by another process" in result.stderr
+    assert list_checkpoints(run / "checkpoints")[: len(before)] == before
+    assert not (run / "aside").exists()
+    os.kill(first[0].pid, signal.SIGCONT)
+    finish(first, expect=0, timeout=60)
+
+
+def test_stopped_in_a_validation_and_continued(shop: Workshop) -> None:
+    """A validation may outlast torchrun's patience: it is left off, and done when the run goes on."""
+    settings = COMMON | {"min_train_tokens": 512, "validation_interval": 2, "validation_batches": 15}
+    run = shop.add_run("validating", **settings)
+    slow = "import time, ddp_train, harness.evaluate as e; f = e.Ranks.heeding\n"
+    slow += "def g(self, i):\n    for x in f(self, i):\n        time.sleep(0.3); yield x\n"
+    slow += f"e.Ranks.heeding = g; import sys; sys.argv = ['x', 'validating', {str(shop.datasets)!r}, "
+    slow += f"'--runs-dir', {str(shop.runs)!r}]; ddp_train.main()"
+    process = shop.spawn([sys.executable, "-c", slow], {"PYTHONPATH": str(ROOT)})
+    path = run / "metrics.jsonl"
+    while not path.exists():
+        time.sleep(0.01)
+    time.sleep(0.5)  # fifteen microbatches take four and a half seconds
+    os.kill(process.pid, signal.SIGTERM)
+    began = time.monotonic()
+    finish([process], expect=128 + signal.SIGTERM, timeout=60)
+    assert time.monotonic() - began < 4
+    assert [event["event"] for event in metrics(run)] == ["train"]
+    shop.train("validating", ranks=1)
+    straight = shop.add_run("validated", **settings)
+    shop.train("validated", ranks=1)
+    assert_same_end(straight, run)
