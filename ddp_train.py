@@ -43,9 +43,9 @@ class Trainer:
         """Run all steps that are left; raises StoppedError if a signal asked for an early end."""
         job = self.job
         job.stop.listen()
-        # Whether any rank was asked to stop is found out while the next step computes.
         if job.validation_due:  # a signal came in the middle of it
             self.after_step(job.position.first_step - 1)
+        # Whether any rank was asked to stop is found out while the next step computes.
         vote = job.world.vote(job.stop.signal)
         for step in range(job.position.first_step, job.position.total_steps):
             if stop_signal := vote.result():
