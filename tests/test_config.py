@@ -162,7 +162,7 @@ def test_defaults_are_the_tables(train: WriteTrain, model: WriteModel) -> None:
         {"price_per_hour": 10.32},
         {"price_per_hour": 0.0},
         {"sample_interval": 100, "sample_prompt": "Every effort\nmoves you ✓"},
-        {"sample_interval": 100, "sample_prompt": ""},
+        {"sample_interval": 100, "sample_prompt": "x"},
         {"min_train_tokens": -1},
         {"min_train_tokens": 1},
     ],
