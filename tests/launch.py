@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,10 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.warm import ROOT as ROOT
+from tests.warm import WarmProcess, warm_server
+
+Process = subprocess.Popen[str] | WarmProcess
 DATASET = "local/letters"
 
 # A model that trains at thousands of tokens per second on one core, with everything a large one has.
@@ -76,18 +81,30 @@ class Workshop:
         (folder / "meta.json").write_text(json.dumps(meta))
         return folder
 
-    def train(self, *arguments: str, ranks: int = 2, expect: int | None = 0, timeout: float = 120) -> Result:
+    def train(self, *arguments: str, ranks: int = 2, expect: int | None = 0, prelude: str = "") -> Result:
         """Run ddp_train.py on `ranks` processes to its end."""
-        return finish(self.start(*arguments, ranks=ranks), expect=expect, timeout=timeout)
+        return finish(self.start(*arguments, ranks=ranks, prelude=prelude), expect=expect, timeout=120)
 
-    def start(self, *arguments: str, ranks: int = 2) -> list[subprocess.Popen[str]]:
-        """Start ddp_train.py's processes the way torchrun does, without torchrun's own seconds of start-up."""
-        command = [sys.executable, str(ROOT / "ddp_train.py"), *self._arguments(arguments)]
-        if ranks == 1:
-            return [self.spawn(command, {})]
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        return [self.spawn(command, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
+    def attempt(self, *arguments: str, run: str = "r", environment: dict[str, str] | None = None) -> Result:
+        """Run ddp_train.py on one process, whatever comes of it."""
+        return self.command("ddp_train.py", *self._arguments((run, *arguments)), environment=environment)
+
+    def start(self, *arguments: str, ranks: int = 2, prelude: str = "") -> Sequence[Process]:
+        """Start ddp_train.py's processes the way torchrun does, without torchrun's own seconds of start-up.
+
+        `prelude`, Python source, runs in each of them first: where a test injects its faults.
+        """
+        command = [str(ROOT / "ddp_train.py"), *self._arguments(arguments)]
+        shared: dict[str, str] = {}
+        if ranks > 1:
+            shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {} for rank in range(ranks)]
+        return [self.fork(command, shared | place, prelude) for place in places]
+
+    def fork(self, command: list[str], variables: dict[str, str], prelude: str = "") -> WarmProcess:
+        """Start one of the root's scripts in a process that has imported torch already."""
+        return warm_server().spawn(command, self.path, self._environment(variables), prelude)
 
     def torchrun(self, *arguments: str, ranks: int = 2, expect: int | None = 0, timeout: float = 120) -> Result:
         """Run ddp_train.py under the real torchrun."""
@@ -95,9 +112,13 @@ class Workshop:
         process = self.spawn([*launcher, str(ROOT / "ddp_train.py"), *self._arguments(arguments)], {})
         return finish([process], expect=expect, timeout=timeout)
 
-    def script(self, name: str, *arguments: str, expect: int | None = 0) -> Result:
-        """Run another of the root's commands."""
-        return finish([self.spawn([sys.executable, str(ROOT / name), *arguments], {})], expect=expect, timeout=120)
+    def script(self, name: str, *arguments: str) -> Result:
+        """Run another of the root's commands, successfully."""
+        return finish([self.fork([str(ROOT / name), *arguments], {})], expect=0, timeout=120)
+
+    def command(self, name: str, *arguments: str, environment: dict[str, str] | None = None) -> Result:
+        """Run one of the root's commands, whatever comes of it."""
+        return finish([self.fork([str(ROOT / name), *arguments], environment or {})], expect=None, timeout=120)
 
     def _arguments(self, arguments: tuple[str, ...]) -> list[str]:
         name = arguments[0] if arguments else "r"
@@ -105,17 +126,19 @@ class Workshop:
 
     def spawn(self, command: list[str], variables: dict[str, str]) -> subprocess.Popen[str]:
         """Start a process in a session of its own, on one thread, with no way to the Hub."""
-        inherited = {key: value for key, value in os.environ.items() if key not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}}
-        environment = inherited | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | variables | self.environment
         return subprocess.Popen(
             command,
             cwd=self.path,
-            env=environment,
+            env=self._environment(variables),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
+
+    def _environment(self, variables: dict[str, str]) -> dict[str, str]:
+        inherited = {key: value for key, value in os.environ.items() if key not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}}
+        return inherited | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | variables | self.environment
 
 
 @dataclass(frozen=True)
@@ -132,20 +155,21 @@ class Result:
         return [line for line in self.stderr.splitlines() if line.startswith(("error:", "stopped"))]
 
 
-def finish(processes: list[subprocess.Popen[str]], *, expect: int | None, timeout: float) -> Result:
-    """Wait for all processes of a job; like torchrun, end the others when the first one fails."""
+def finish(processes: Sequence[Process], *, expect: int | None, timeout: float) -> Result:
+    """Wait for all processes of a job; like torchrun, end the others when rank 0 fails."""
     outputs: list[tuple[int, str, str]] = []
     try:
         for process in processes:
             if outputs and outputs[0][0] != 0:
-                process.terminate()
+                process.send_signal(signal.SIGTERM)
             stdout, stderr = process.communicate(timeout=timeout)
+            assert process.returncode is not None
             outputs.append((process.returncode, stdout, stderr))
     finally:
         for process in processes:
             if process.poll() is None:
                 process.kill()
-                process.communicate()
+                process.communicate(timeout=10)
     result = Result(outputs[0][0], "".join(out for _, out, _ in outputs), "".join(err for _, _, err in outputs))
     assert expect is None or result.status == expect, f"exit status {result.status}\n{result.stdout}\n{result.stderr}"
     return result

@@ -1,8 +1,4 @@
-"""What bad input gets: one line that names the file, the key and the remedy; and nothing on disk is harmed.
-
-Most commands here end in milliseconds once torch is imported, which takes seconds: `Warm` imports it once and forks a
-process for each command, in which the root's script runs from its first line to its own exit.
-"""
+"""What bad input gets: one line that names the file, the key and the remedy; and nothing on disk is harmed."""
 
 from __future__ import annotations
 
@@ -11,11 +7,9 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,74 +18,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import checkpointing
-from tests.launch import DATASET, ROOT, Result, Workshop, finish, metrics
-
-SERVER = """
-import json, os, runpy, sys
-sys.path.insert(0, sys.argv[1])
-import ddp_train, checkpointing, gpt, torch
-import harness.charts, harness.evaluate, harness.job, harness.plan, harness.probe, harness.fetch, torch._dynamo
-for line in sys.stdin:
-    job = json.loads(line)
-    child = os.fork()
-    if not child:
-        for stream, path in ((1, job["stdout"]), (2, job["stderr"])):
-            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
-        os.chdir(job["cwd"])
-        os.environ.update(job["environment"])
-        sys.argv = [job["script"], *job["arguments"]]
-        runpy.run_path(job["script"], run_name="__main__")
-        os._exit(0)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-
-
-@dataclass
-class Warm:
-    """Runs the root's commands, one process each, without waiting for torch's import each time."""
-
-    path: Path
-    server: subprocess.Popen[str]
-    count: int = field(default=0)
-
-    @classmethod
-    def start(cls, path: Path) -> Warm:
-        environment = {
-            key: value for key, value in os.environ.items() if key not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
-        }
-        environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, "-c", SERVER, str(ROOT)]
-        streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        return cls(path, subprocess.Popen(command, env=environment, start_new_session=True, **streams))
-
-    def run(self, shop: Workshop, script: str, *arguments: str, environment: dict[str, str] | None = None) -> Result:
-        """Run a command in the workshop's folder to its end."""
-        self.count += 1
-        out, err = (self.path / f"{self.count}.{stream}" for stream in ("out", "err"))
-        job: dict[str, Any] = {"script": str(ROOT / script), "arguments": arguments, "cwd": str(shop.path)}
-        job |= {"stdout": str(out), "stderr": str(err), "environment": environment or {}}
-        assert self.server.stdin is not None
-        assert self.server.stdout is not None
-        self.server.stdin.write(json.dumps(job) + "\n")
-        self.server.stdin.flush()
-        status = int(self.server.stdout.readline())
-        return Result(status, out.read_text(), err.read_text())
-
-    def train(self, shop: Workshop, *arguments: str, run: str = "r", **options: Any) -> Result:
-        place = ("--runs-dir", str(shop.runs))
-        return self.run(shop, "ddp_train.py", run, str(shop.datasets), *arguments, *place, **options)
-
-    def stop(self) -> None:
-        assert self.server.stdin is not None
-        self.server.stdin.close()
-        self.server.wait(timeout=30)
-
-
-@pytest.fixture(scope="module")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
-    started = Warm.start(tmp_path_factory.mktemp("warm"))
-    yield started
-    started.stop()
+from tests.launch import DATASET, Process, Result, Workshop, finish, metrics
 
 
 @pytest.fixture
@@ -104,12 +31,12 @@ def shop(tmp_path: Path) -> Workshop:
 
 
 @pytest.fixture(scope="module")
-def finished(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that has trained to its end."""
     made = Workshop(tmp_path_factory.mktemp("finished"))
     made.add_dataset()
     made.add_run(validation_interval=15)  # 20 global steps: checkpoints at 0, 15 and 19
-    result = warm.train(made)
+    result = made.attempt()
     assert result.status == 0, result.stderr
     return made.path
 
@@ -163,52 +90,52 @@ STRANGE_NAMES = ["../r", "/etc", "", ".", "..", "r/", "./r", "a\nb", "r\n", ".hi
 
 
 @pytest.mark.parametrize("name", [name for name in STRANGE_NAMES if "\0" not in name], ids=repr)
-def test_run_names_that_are_none(warm: Warm, shop: Workshop, name: str) -> None:
+def test_run_names_that_are_none(shop: Workshop, name: str) -> None:
     before = tree(shop.path)
-    refused(warm.train(shop, run=name), "run ", "plain name")
-    refused(warm.train(shop, "--restart", run=name), "plain name")
+    refused(shop.attempt(run=name), "run ", "plain name")
+    refused(shop.attempt("--restart", run=name), "plain name")
     unharmed(shop, before)
 
 
 @pytest.mark.parametrize(
     "name", [*STRANGE_NAMES, "a/b/c", "owner", "owner/", "/name", "../name", "owner/..", "o/a\nb"], ids=repr
 )
-def test_dataset_names_that_are_none(warm: Warm, shop: Workshop, name: str) -> None:
+def test_dataset_names_that_are_none(shop: Workshop, name: str) -> None:
     edit(shop, dataset=name)
     before = tree(shop.path)
-    refused(warm.train(shop), "dataset")
+    refused(shop.attempt(), "dataset")
     unharmed(shop, before)
 
 
 @pytest.mark.parametrize(
     "name", [*(name for name in STRANGE_NAMES if "\0" not in name), "nope", "best/../latest"], ids=repr
 )
-def test_checkpoint_names_that_are_none(warm: Warm, trained: Workshop, name: str) -> None:
+def test_checkpoint_names_that_are_none(trained: Workshop, name: str) -> None:
     before = tree(trained.path)
-    refused(warm.train(trained, name), "checkpoint")
+    refused(trained.attempt(name), "checkpoint")
     unharmed(trained, before)
 
 
-def test_a_checkpoint_where_there_are_none(warm: Warm, shop: Workshop) -> None:
+def test_a_checkpoint_where_there_are_none(shop: Workshop) -> None:
     before = tree(shop.path)
     for name in ("latest", "best", "20260101Z000000-iteration-5"):
-        refused(warm.train(shop, name), f"checkpoints/{name}", "there are: none")
+        refused(shop.attempt(name), f"checkpoints/{name}", "there are: none")
     unharmed(shop, before)
 
 
-def test_a_run_that_is_not_there(warm: Warm, shop: Workshop) -> None:
+def test_a_run_that_is_not_there(shop: Workshop) -> None:
     (shop.runs / "file").write_text("not a folder")
     shop.add_run("8xa100m40")
     before = tree(shop.path)
-    refused(warm.train(shop, run="8xa100m41"), "runs/8xa100m41", "no such run", "did you mean 8xa100m40?")
-    refused(warm.train(shop, run="zzz"), "no such run", "there are: 8xa100m40, r")
-    refused(warm.train(shop, run="file"), "runs/file", "not a folder")
-    refused(warm.run(shop, "ddp_train.py", "r", "datasets", "--runs-dir", "nowhere"), "nowhere/r", "no such run")
+    refused(shop.attempt(run="8xa100m41"), "runs/8xa100m41", "no such run", "did you mean 8xa100m40?")
+    refused(shop.attempt(run="zzz"), "no such run", "there are: 8xa100m40, r")
+    refused(shop.attempt(run="file"), "runs/file", "not a folder")
+    refused(shop.command("ddp_train.py", "r", "datasets", "--runs-dir", "nowhere"), "nowhere/r", "no such run")
     unharmed(shop, before)
 
 
 @pytest.mark.parametrize("file", ["train.json", "model.json"])
-def test_run_files_that_cannot_be_read(warm: Warm, shop: Workshop, file: str) -> None:
+def test_run_files_that_cannot_be_read(shop: Workshop, file: str) -> None:
     path = shop.runs / "r" / file
     for text, place in (
         ('{\n  "a": 1,\n}', f"{file}:3: not valid JSON"),
@@ -217,12 +144,12 @@ def test_run_files_that_cannot_be_read(warm: Warm, shop: Workshop, file: str) ->
     ):
         path.write_text(text)
         before = tree(shop.path)
-        refused(warm.train(shop), file, place)
+        refused(shop.attempt(), file, place)
         unharmed(shop, before)
     path.unlink()
-    refused(warm.train(shop), f"r/{file}", "no such file")
+    refused(shop.attempt(), f"r/{file}", "no such file")
     path.mkdir()
-    refused(warm.train(shop), f"r/{file}", "directory")
+    refused(shop.attempt(), f"r/{file}", "directory")
 
 
 KEYS: list[tuple[str, dict[str, Any], list[str]]] = [
@@ -240,11 +167,11 @@ KEYS: list[tuple[str, dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("file", "values", "words"), KEYS, ids=[f"{file[:5]}-{next(iter(v))}" for file, v, _ in KEYS])
-def test_keys(warm: Warm, shop: Workshop, file: str, values: dict[str, Any], words: list[str]) -> None:
+def test_keys(shop: Workshop, file: str, values: dict[str, Any], words: list[str]) -> None:
     edit(shop, file, **values)
     before = tree(shop.path)
     for arguments in ([], ["--plan"], ["-f"], ["--restart"]):
-        refused(warm.train(shop, *arguments), f"r/{file}", *words)
+        refused(shop.attempt(*arguments), f"r/{file}", *words)
     unharmed(shop, before)
 
 
@@ -261,20 +188,20 @@ IMPOSSIBLE: list[tuple[str, dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("values", "words"), [case[1:] for case in IMPOSSIBLE], ids=[case[0] for case in IMPOSSIBLE])
-def test_runs_that_cannot_work(warm: Warm, shop: Workshop, values: dict[str, Any], words: list[str]) -> None:
+def test_runs_that_cannot_work(shop: Workshop, values: dict[str, Any], words: list[str]) -> None:
     edit(shop, **values)
     before = tree(shop.path)
     for arguments in ([], ["--plan"]):
-        refused(warm.train(shop, *arguments), *words)
+        refused(shop.attempt(*arguments), *words)
     unharmed(shop, before)
 
 
-def test_tokens_beyond_the_vocabulary(warm: Warm, shop: Workshop) -> None:
+def test_tokens_beyond_the_vocabulary(shop: Workshop) -> None:
     edit(shop, "model.json", vocab_size=63)
     before = tree(shop.path)
     for arguments in ([], [], ["--plan"]):  # found by a scan, then remembered
         words = ["train.safetensors", "token id 63", "vocabulary of 63", '"vocab_size"', "at least 64"]
-        refused(warm.train(shop, *arguments), *words)
+        refused(shop.attempt(*arguments), *words)
     unharmed(shop, before)
 
 
@@ -319,30 +246,30 @@ DATASETS: list[tuple[str, Harm, list[str]]] = [
 
 
 @pytest.mark.parametrize(("harm", "words"), [case[1:] for case in DATASETS], ids=[case[0] for case in DATASETS])
-def test_datasets_that_are_none(warm: Warm, shop: Workshop, harm: Harm, words: list[str]) -> None:
+def test_datasets_that_are_none(shop: Workshop, harm: Harm, words: list[str]) -> None:
     harm(shop.datasets / DATASET)
     before = tree(shop.path)
-    refused(warm.train(shop), *words)
+    refused(shop.attempt(), *words)
     unharmed(shop, before)
 
 
 @pytest.mark.parametrize("place", ["datasets", "datasets/local", "datasets/local/letters"])
-def test_a_file_in_the_place_of_a_folder(warm: Warm, shop: Workshop, place: str) -> None:
+def test_a_file_in_the_place_of_a_folder(shop: Workshop, place: str) -> None:
     shutil.rmtree(shop.path / place)
     (shop.path / place).write_text("mine")
     before = tree(shop.path)
     for arguments in ([], ["--plan"], ["-f"]):
-        refused(warm.train(shop, *arguments), place, "is a file", "move it")
+        refused(shop.attempt(*arguments), place, "is a file", "move it")
     unharmed(shop, before)
 
 
-def test_a_dataset_that_cannot_be_had(warm: Warm, shop: Workshop) -> None:
+def test_a_dataset_that_cannot_be_had(shop: Workshop) -> None:
     before = tree(shop.path)
     edit(shop, dataset="builtin/nothing")
-    result = warm.train(shop)
+    result = shop.attempt()
     refused(result, '"dataset"', "no builtin/nothing", "builtin/python-stdlib")
     edit(shop, dataset="nobody/nothing")
-    refused(warm.train(shop), "nobody/nothing", "HF_HUB_OFFLINE", status=warm.train(shop).status)
+    refused(shop.attempt(), "nobody/nothing", "HF_HUB_OFFLINE", status=shop.attempt().status)
     edit(shop, dataset=DATASET)
     after = tree(shop.path)
     assert {name: after[name] for name in before if "train.json" not in name} == {
@@ -355,7 +282,7 @@ FILES = ["model.safetensors", "optimizer.pt", "train_state.pt"]
 
 @pytest.mark.parametrize("kind", ["flip", "cut", "gone"])
 @pytest.mark.parametrize("file", [*FILES, "meta.json"])
-def test_a_damaged_checkpoint(warm: Warm, trained: Workshop, file: str, kind: str) -> None:
+def test_a_damaged_checkpoint(trained: Workshop, file: str, kind: str) -> None:
     path = trained.runs / "r" / "checkpoints" / "latest" / file
     content = path.read_bytes()
     if kind == "gone":
@@ -367,29 +294,29 @@ def test_a_damaged_checkpoint(warm: Warm, trained: Workshop, file: str, kind: st
     else:
         path.write_bytes(content[:-20] + bytes([content[-20] ^ 4]) + content[-19:])
     before = tree(trained.path)
-    refused(warm.train(trained), file)
+    refused(trained.attempt(), file)
     unharmed(trained, before)
     if kind == "flip" and file == "optimizer.pt":
-        refused(warm.train(trained, "latest"), file)
+        refused(trained.attempt("latest"), file)
         # The way out that the message names.
         other = next(name for name in os.listdir(trained.runs / "r" / "checkpoints") if name.endswith("-iteration-15"))
-        assert warm.train(trained, other).status == 0
+        assert trained.attempt(other).status == 0
 
 
-def test_a_checkpoint_of_something_else(warm: Warm, trained: Workshop) -> None:
+def test_a_checkpoint_of_something_else(trained: Workshop) -> None:
     before = tree(trained.path)
     edit(trained, "model.json", n_layers=3)
-    refused(warm.train(trained), "another model", "n_layers: 2 -> 3", "--restart")
-    refused(warm.train(trained, "best"), "another model", "n_layers: 2 -> 3")
+    refused(trained.attempt(), "another model", "n_layers: 2 -> 3", "--restart")
+    refused(trained.attempt("best"), "another model", "n_layers: 2 -> 3")
     edit(trained, "model.json", n_layers=2)
     edit(trained, start_train_token=64)
-    refused(warm.train(trained), '"start_train_token": 0', "64", "--restart")
+    refused(trained.attempt(), '"start_train_token": 0', "64", "--restart")
     edit(trained, start_train_token=0)
     unharmed(trained, before)
     shutil.rmtree(trained.datasets)
     trained.add_dataset(seed=1)
     before = tree(trained.path)
-    refused(warm.train(trained), "another dataset", "train", "sha256", "--restart")
+    refused(trained.attempt(), "another dataset", "train", "sha256", "--restart")
     unharmed(trained, before)
 
 
@@ -414,9 +341,9 @@ def test_a_checkpoint_of_something_else(warm: Warm, trained: Workshop) -> None:
     ],
     ids=" ".join,
 )
-def test_options_that_mean_nothing(warm: Warm, trained: Workshop, arguments: list[str], words: list[str]) -> None:
+def test_options_that_mean_nothing(trained: Workshop, arguments: list[str], words: list[str]) -> None:
     before = tree(trained.path)
-    result = warm.train(trained, *arguments)
+    result = trained.attempt(*arguments)
     assert result.status == 2, result.stdout + result.stderr
     assert "Traceback" not in result.stderr
     last = result.stderr.splitlines()[-1]  # above it, click may show the usage
@@ -426,7 +353,7 @@ def test_options_that_mean_nothing(warm: Warm, trained: Workshop, arguments: lis
     unharmed(trained, before)
 
 
-def test_smoke_and_loss_with_files_that_do_not_match(warm: Warm, trained: Workshop) -> None:
+def test_smoke_and_loss_with_files_that_do_not_match(trained: Workshop) -> None:
     model, weights = (
         trained.runs / "r" / "model.json",
         trained.runs / "r" / "checkpoints" / "latest" / "model.safetensors",
@@ -440,7 +367,7 @@ def test_smoke_and_loss_with_files_that_do_not_match(warm: Warm, trained: Worksh
     for script, first in (("test_smoke.py", []), ("test_loss.py", [str(trained.datasets)])):
 
         def ask(model: Path, weights: Path, script: str = script, first: list[str] = first) -> Result:
-            return warm.run(trained, script, *first, str(model), str(weights))
+            return trained.command(script, *first, str(model), str(weights))
 
         refused(ask(gone, weights), "gone", "no such file")
         refused(ask(model, gone), "gone", "no such file")
@@ -454,7 +381,7 @@ def test_smoke_and_loss_with_files_that_do_not_match(warm: Warm, trained: Worksh
     unharmed(trained, before)
 
 
-def test_smoke_with_a_tokenizer_of_no_kind(warm: Warm, trained: Workshop) -> None:
+def test_smoke_with_a_tokenizer_of_no_kind(trained: Workshop) -> None:
     folder = (trained.runs / "r" / "checkpoints" / "latest").resolve()
     meta = json.loads((folder / "meta.json").read_text())
     arguments = [str(trained.runs / "r" / "model.json"), str(folder / "model.safetensors")]
@@ -464,10 +391,10 @@ def test_smoke_with_a_tokenizer_of_no_kind(warm: Warm, trained: Workshop) -> Non
         ("optimizer.pt", ["optimizer.pt"]),
     ):
         (folder / "meta.json").write_text(json.dumps(meta | {"tokenizer": tokenizer}))
-        refused(warm.run(trained, "test_smoke.py", *arguments), *words)
+        refused(trained.command("test_smoke.py", *arguments), *words)
 
 
-def test_loss_on_datasets_that_do_not_fit(warm: Warm, trained: Workshop) -> None:
+def test_loss_on_datasets_that_do_not_fit(trained: Workshop) -> None:
     files = [
         str(trained.runs / "r" / "model.json"),
         str(trained.runs / "r" / "checkpoints" / "best" / "model.safetensors"),
@@ -481,7 +408,7 @@ def test_loss_on_datasets_that_do_not_fit(warm: Warm, trained: Workshop) -> None
     before = tree(trained.path)
 
     def ask(*options: str, datasets: Path = trained.datasets) -> Result:
-        return warm.run(trained, "test_loss.py", str(datasets), *files, *options)
+        return trained.command("test_loss.py", str(datasets), *files, *options)
 
     refused(ask("--dataset", "local/small"), "test.safetensors", "too short", "there are 10", "--batch-size")
     refused(ask("--batches", "100"), "test.safetensors", "wanted 9,601 tokens", "there are 500", "--batches")
@@ -551,7 +478,7 @@ def test_no_space_left_during_training(tmp_path: Path, room: int, train: dict[st
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def fill_when_it_trains(run: Path, processes: list[subprocess.Popen[str]], room: int) -> None:
+def fill_when_it_trains(run: Path, processes: Sequence[Process], room: int) -> None:
     """Take all space but `room` bytes once there is a checkpoint."""
     while not (run / "checkpoints" / "latest").exists():
         assert all(process.poll() is None for process in processes), "it ended before the disk was full"

@@ -6,9 +6,8 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from checkpointing import list_checkpoints
-from tests.launch import ROOT, Workshop, finish, metrics, without_times
+from tests.launch import Process, Workshop, finish, metrics, without_times
 
 # Dropout 0.1 and accumulation 2 come from the launcher's defaults.
 COMMON: dict[str, Any] = {
@@ -69,9 +68,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return shop
 
 
-def stop_after(
-    shop: Workshop, name: str, step: int, number: signal.Signals = signal.SIGTERM
-) -> list[subprocess.Popen[str]]:
+def stop_after(shop: Workshop, name: str, step: int, number: signal.Signals = signal.SIGTERM) -> Sequence[Process]:
     """Start a run and send rank 0 a signal once its metrics have reached a step."""
     processes = shop.start(name)
     path = shop.runs / name / "metrics.jsonl"
@@ -191,11 +188,9 @@ def test_stopped_in_a_validation_and_continued(shop: Workshop) -> None:
     """A validation may outlast torchrun's patience: it is left off, and done when the run goes on."""
     settings = COMMON | {"min_train_tokens": 512, "validation_interval": 2, "validation_batches": 15}
     run = shop.add_run("validating", **settings)
-    slow = "import time, ddp_train, harness.evaluate as e; f = e.Ranks.heeding\n"
+    slow = "import time, harness.evaluate as e; f = e.Ranks.heeding\n"
     slow += "def g(self, i):\n    for x in f(self, i):\n        time.sleep(0.3); yield x\n"
-    slow += f"e.Ranks.heeding = g; import sys; sys.argv = ['x', 'validating', {str(shop.datasets)!r}, "
-    slow += f"'--runs-dir', {str(shop.runs)!r}]; ddp_train.main()"
-    process = shop.spawn([sys.executable, "-c", slow], {"PYTHONPATH": str(ROOT)})
+    (process,) = shop.start("validating", ranks=1, prelude=slow + "e.Ranks.heeding = g")
     path = run / "metrics.jsonl"
     while not path.exists():
         time.sleep(0.01)

@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,17 +18,9 @@ from harness.experiment import Experiment
 from harness.plan import make_plan, plan_speed
 from harness.run import RunDirectory
 from tests.launch import ROOT, Result, Workshop
-from tests.test_bad_input import Warm
 from tests.test_shipped_runs import MACHINES
 
 COLUMNS = 80
-
-
-@pytest.fixture(scope="module")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
-    started = Warm.start(tmp_path_factory.mktemp("warm"))
-    yield started
-    started.stop()
 
 
 @pytest.fixture
@@ -74,22 +65,22 @@ def state(folder: Path) -> dict[str, tuple[int, str]]:
     }
 
 
-def plan_shipped(warm: Warm, tmp_path: Path, name: str, *arguments: str) -> Result:
+def plan_shipped(tmp_path: Path, name: str, *arguments: str) -> Result:
     """The plan of a copy of a shipped run that keeps few checkpoints: this machine's disk may be a small one."""
     where = Workshop(tmp_path)
     copy = Path(shutil.copytree(ROOT / "runs" / name, where.runs / name, dirs_exist_ok=True))
     train = json.loads((copy / "train.json").read_text())
     (copy / "train.json").write_text(json.dumps(train | {"keep_checkpoints": 1}))
     before = state(where.path)
-    result = warm.train(where, "--plan", *arguments, run=name)
+    result = where.attempt("--plan", *arguments, run=name)
     assert state(where.path) == before
     return result
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_the_notebooks_figures(warm: Warm, tmp_path: Path, name: str) -> None:
+def test_the_notebooks_figures(tmp_path: Path, name: str) -> None:
     microbatch, price, steps, tokens = MACHINES[name]
-    found = rows(plan_shipped(warm, tmp_path, name, "--assume-world-size", "8", "--assume-tps", "234480"))
+    found = rows(plan_shipped(tmp_path, name, "--assume-world-size", "8", "--assume-tps", "234480"))
     assert number(found["global steps"]) == steps
     assert number(found["tokens"]) == tokens
     assert f"8 ranks x {microbatch} sequences x 1 accumulation" in found["global batch"]
@@ -109,9 +100,9 @@ def test_the_notebooks_figures(warm: Warm, tmp_path: Path, name: str) -> None:
     assert not (tmp_path / "datasets").exists(), "nothing is downloaded, no folder made"
 
 
-def test_the_notebooks_bill(warm: Warm, tmp_path: Path) -> None:
+def test_the_notebooks_bill(tmp_path: Path) -> None:
     """8xA100 40 GiB: 13,904 s at $10.32 were $39.86, the validations' share of it estimated to within a dollar."""
-    found = rows(plan_shipped(warm, tmp_path, "8xa100m40", "--assume-world-size", "8", "--assume-tps", "234480"))
+    found = rows(plan_shipped(tmp_path, "8xa100m40", "--assume-world-size", "8", "--assume-tps", "234480"))
     assert "$39.86 training" in found["cost"]
     assert found["cost"].endswith("at $10.32/h")
     parts = [float(part) for part in re.findall(r"\$([\d.]+)", found["cost"])]
@@ -119,8 +110,8 @@ def test_the_notebooks_bill(warm: Warm, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["quickstart", "test", "original"])
-def test_the_other_shipped_runs_have_plans(warm: Warm, tmp_path: Path, name: str) -> None:
-    result = plan_shipped(warm, tmp_path, name)
+def test_the_other_shipped_runs_have_plans(tmp_path: Path, name: str) -> None:
+    result = plan_shipped(tmp_path, name)
     found = rows(result)
     assert number(found["global steps"]) > 0
     assert "give --assume-tps" in found["time and cost"]
@@ -144,10 +135,10 @@ def test_the_other_shipped_runs_have_plans(warm: Warm, tmp_path: Path, name: str
     ids=str,
 )
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_counts_agree_with_brute_force(warm: Warm, shop: Workshop, train: dict[str, Any], ranks: int) -> None:
+def test_counts_agree_with_brute_force(shop: Workshop, train: dict[str, Any], ranks: int) -> None:
     shop.add_run(**train)
     before = state(shop.runs)
-    found = rows(warm.train(shop, "--plan", "--assume-world-size", str(ranks)))
+    found = rows(shop.attempt("--plan", "--assume-world-size", str(ranks)))
     steps, batch = 0, ranks * 2 * 2 * 16
     while steps * batch < 1280:
         steps += 1
@@ -165,15 +156,15 @@ def test_counts_agree_with_brute_force(warm: Warm, shop: Workshop, train: dict[s
     assert state(shop.runs) == before
 
 
-def test_all_there_is_needs_the_dataset(warm: Warm, shop: Workshop) -> None:
+def test_all_there_is_needs_the_dataset(shop: Workshop) -> None:
     shop.add_run(min_train_tokens=-1)
-    assert number(rows(warm.train(shop, "--plan"))["global steps"]) == (4000 - 1) // 64
+    assert number(rows(shop.attempt("--plan"))["global steps"]) == (4000 - 1) // 64
     shutil.rmtree(shop.datasets)
-    assert "unknown until local/letters" in rows(warm.train(shop, "--plan"))["global steps"]
+    assert "unknown until local/letters" in rows(shop.attempt("--plan"))["global steps"]
     assert not shop.datasets.exists()
 
 
-def test_the_disk_of_real_checkpoints(warm: Warm, tmp_path: Path) -> None:
+def test_the_disk_of_real_checkpoints(tmp_path: Path) -> None:
     """A run of a few MB of weights, planned, then trained: what lies in checkpoints/ is what was planned. The speed it
     reached is then the speed of the next plan, and what is done already is not planned again."""
     shop = Workshop(tmp_path)
@@ -182,8 +173,8 @@ def test_the_disk_of_real_checkpoints(warm: Warm, tmp_path: Path) -> None:
     run = shop.add_run(model=wide, min_train_tokens=256, validation_interval=2, price_per_hour=36.0)
     experiment = Experiment.load(RunDirectory.find(shop.runs, "r"), shop.datasets, load_model_config)
     plan = make_plan(experiment, 1, None)
-    assert "give --assume-tps" in rows(warm.train(shop, "--plan"))["time and cost"]
-    assert warm.train(shop).status == 0
+    assert "give --assume-tps" in rows(shop.attempt("--plan"))["time and cost"]
+    assert shop.attempt().status == 0
     folders = [path for path in (run / "checkpoints").iterdir() if not path.is_symlink()]
     sizes = [sum(file.stat().st_size for file in folder.iterdir()) for folder in folders]
     assert len(sizes) == plan.checkpoints() == 3
@@ -195,30 +186,30 @@ def test_the_disk_of_real_checkpoints(warm: Warm, tmp_path: Path) -> None:
     assert speed is not None
     assert speed[0] == summary["tokens_per_second"]
     shop.add_run("again", model=wide, min_train_tokens=2560, learning_rate=0.01, price_per_hour=36.0)
-    found = rows(warm.train(shop, "--plan", run="again"))
+    found = rows(shop.attempt("--plan", run="again"))
     assert f"{summary['tokens_per_second']:,.0f} tokens/s (measured in" in found["speed"]
     seconds = 2560 / summary["tokens_per_second"]
     assert f"${seconds / 100:,.2f} training" in found["cost"]
     for values in ({"model": {**wide, "n_layers": 5}}, {"model": wide, "microbatch_size": 4}):
         shop.add_run("other", **values)
-        assert "time and cost" in rows(warm.train(shop, "--plan", run="other")), "not the same shape"
-    assert "time and cost" in rows(warm.train(shop, "--plan", "--assume-world-size", "2", run="again"))
+        assert "time and cost" in rows(shop.attempt("--plan", run="other")), "not the same shape"
+    assert "time and cost" in rows(shop.attempt("--plan", "--assume-world-size", "2", run="again"))
 
-    found = rows(warm.train(shop, "--plan"))
+    found = rows(shop.attempt("--plan"))
     assert found["done already"] == "4 steps, 256 tokens"
     assert found["global steps"].startswith("0 more")
     assert number(found["checkpoints"]) == 0
     shop.add_run(model=wide, min_train_tokens=640, validation_interval=2, price_per_hour=36.0)
-    found = rows(warm.train(shop, "--plan"))
+    found = rows(shop.attempt("--plan"))
     assert found["global steps"].startswith("6 more")
     assert found["tokens"].startswith("384 more")
     assert number(found["checkpoints"]) == sum(step % 2 == 0 or step == 9 for step in range(4, 10))
 
 
 @pytest.mark.parametrize(("tps", "price"), [(1280, 3600.0), (2.5, 7.2), (1e6, 0.0)])
-def test_dollars_are_hours_times_the_price(warm: Warm, shop: Workshop, tps: float, price: float) -> None:
+def test_dollars_are_hours_times_the_price(shop: Workshop, tps: float, price: float) -> None:
     shop.add_run(price_per_hour=price)
-    found = rows(warm.train(shop, "--plan", "--assume-tps", str(tps)))
+    found = rows(shop.attempt("--plan", "--assume-tps", str(tps)))
     hours = 1280 / tps / 3600
     assert f"{tps:,.0f} tokens/s (assumed)" in found["speed"]
     assert f"${hours * price:,.2f} training" in found["cost"]
@@ -226,16 +217,16 @@ def test_dollars_are_hours_times_the_price(warm: Warm, shop: Workshop, tps: floa
     assert found["time"].startswith(f"{expected} training")
 
 
-def test_no_price_no_dollars(warm: Warm, shop: Workshop) -> None:
+def test_no_price_no_dollars(shop: Workshop) -> None:
     shop.add_run()
-    assert "no price_per_hour" in rows(warm.train(shop, "--plan", "--assume-tps", "10"))["cost"]
+    assert "no price_per_hour" in rows(shop.attempt("--plan", "--assume-tps", "10"))["cost"]
 
 
-def test_a_summary_that_is_none_is_no_speed(warm: Warm, shop: Workshop) -> None:
+def test_a_summary_that_is_none_is_no_speed(shop: Workshop) -> None:
     for name, text in (("a", "{"), ("b", "[]"), ("c", "{}"), ("d", "\udcff"), ("e", "null")):
         (shop.add_run(name) / "summary.json").write_text(text, errors="surrogateescape")
     shop.add_run()
-    assert "time and cost" in rows(warm.train(shop, "--plan"))
+    assert "time and cost" in rows(shop.attempt("--plan"))
 
 
 @pytest.mark.parametrize(
@@ -249,10 +240,10 @@ def test_a_summary_that_is_none_is_no_speed(warm: Warm, shop: Workshop) -> None:
     ids=["short", "warm-up", "vocabulary", "validation"],
 )
 def test_what_cannot_work_is_refused(
-    warm: Warm, shop: Workshop, model: dict[str, Any], train: dict[str, Any], words: list[str]
+    shop: Workshop, model: dict[str, Any], train: dict[str, Any], words: list[str]
 ) -> None:
     shop.add_run(model=model, **train)
-    result = warm.train(shop, "--plan", "--assume-tps", "100")
+    result = shop.attempt("--plan", "--assume-tps", "100")
     assert (result.status, result.stdout) == (2, "")
     lines = result.stderr.splitlines()
     assert len(lines) == 1
@@ -280,11 +271,11 @@ def test_a_disk_too_small_is_refused(shop: Workshop, monkeypatch: pytest.MonkeyP
     )  # best, latest, and one in the making
 
 
-def test_under_torchrun_one_rank_speaks(warm: Warm, shop: Workshop) -> None:
+def test_under_torchrun_one_rank_speaks(shop: Workshop) -> None:
     """Each rank as torchrun starts it; a plan needs no word from the others, so one after another does as well."""
     shop.add_run()
     results = [
-        warm.train(shop, "--plan", environment={"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"})
+        shop.attempt("--plan", environment={"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"})
         for rank in range(2)
     ]
     assert [result.status for result in results] == [0, 0]
@@ -299,34 +290,34 @@ def test_under_the_real_torchrun(shop: Workshop) -> None:
     assert number(rows(Result(0, result.stdout, ""))["global steps"]) == 10
 
 
-def test_plans_fit_a_terminal(warm: Warm, tmp_path: Path) -> None:
+def test_plans_fit_a_terminal(tmp_path: Path) -> None:
     """Of the largest machine; without the dataset; with a speed measured on a device with a name."""
     shop = Workshop(tmp_path)
     for name in ("8xb200m160", "quickstart"):
-        narrow(plan_shipped(warm, tmp_path, name, "--assume-world-size", "8", "--assume-tps", "778107"))
+        narrow(plan_shipped(tmp_path, name, "--assume-world-size", "8", "--assume-tps", "778107"))
     run = shop.add_run(min_train_tokens=-1)
-    narrow(warm.train(shop, "--plan"))
+    narrow(shop.attempt("--plan"))
     shop.add_dataset()
     experiment = Experiment.load(RunDirectory(run), shop.datasets, load_model_config)
     summary = {"model": experiment.model.model_dump(mode="json"), "world_size": 1, "microbatch_size": 2}
     summary |= {"accumulation_steps": 2, "tokens_per_second": 778_107.5, "device": "NVIDIA A100-SXM4-40GB"}
     (run / "summary.json").write_text(json.dumps(summary))
     # A path as users have it: relative, from the repository root.
-    result = warm.run(shop, "ddp_train.py", "r", "datasets", "--plan")
+    result = shop.command("ddp_train.py", "r", "datasets", "--plan")
     assert "778,108 tokens/s (measured in runs/r/summary.json on NVIDIA A100-SXM4-40GB)" in rows(result)["speed"]
     narrow(result)
 
 
-def test_long_names_fit_a_terminal(warm: Warm, tmp_path: Path) -> None:
+def test_long_names_fit_a_terminal(tmp_path: Path) -> None:
     name = "a-run-with-a-name-that-somebody-thought-about-for-longer-than-was-good"
     shop = Workshop(tmp_path)
     shop.add_dataset(f"owner-of-datasets/{name}")
     shop.add_run(
         name, dataset=f"owner-of-datasets/{name}", min_train_tokens=-1, sample_interval=5, sample_prompt="x" * 70
     )
-    result = warm.train(shop, "--plan", "--assume-tps", "100", run=name)
+    result = shop.attempt("--plan", "--assume-tps", "100", run=name)
     assert result.status == 0
     assert [line for line in result.stdout.splitlines() if len(line) > COLUMNS and "x" * 70 not in line] == []
     shutil.rmtree(shop.datasets)
-    result = warm.train(shop, "--plan", "--assume-tps", "100", run=name)
+    result = shop.attempt("--plan", "--assume-tps", "100", run=name)
     assert [line for line in result.stdout.splitlines() if len(line) > COLUMNS and "x" * 70 not in line] == []

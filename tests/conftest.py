@@ -1,0 +1,64 @@
+"""Options and fixtures of the fault tests: how thorough they are, and the table that they write.
+
+A test that injects a fault bears `@pytest.mark.fault("its name")` and, once all has been seen to hold, says through the
+fixture `evidence` what was injected, how often, and what happened. With `--reliability` that becomes
+docs/RELIABILITY.md.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.reliability import Row, render, sections_of
+
+Evidence = Callable[..., None]
+ROWS: pytest.StashKey[list[Row]] = pytest.StashKey()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--exhaustive", action="store_true", help="Inject faults at every place, not at a few.")
+    parser.addoption("--reliability", type=Path, metavar="FILE", help="Write the table of faults survived.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "fault(name): injects a fault, and is a row of docs/RELIABILITY.md")
+    config.stash[ROWS] = []
+
+
+@pytest.fixture(scope="session")
+def exhaustive(request: pytest.FixtureRequest) -> bool:
+    """Whether to inject faults at every place; CI takes a few of them."""
+    return bool(request.config.getoption("--exhaustive"))
+
+
+@pytest.fixture
+def evidence(request: pytest.FixtureRequest) -> Evidence:
+    """Call it at the end of a fault test: `evidence(injected=…, times=…, outcome=…)`."""
+    marker = request.node.get_closest_marker("fault")
+    assert marker is not None, "a test with evidence is a fault test"
+
+    def record(*, injected: str, times: int, outcome: str) -> None:
+        rows = request.config.stash[ROWS]
+        rows.append(Row(request.path.stem, marker.args[0], injected, times, outcome))
+
+    return record
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    path = session.config.getoption("--reliability")
+    if path is None:
+        return
+    if exitstatus != 0:
+        raise pytest.UsageError(f"{path} was not written: not all tests passed")
+    exhaustive = session.config.getoption("--exhaustive")
+    how = "every place" if exhaustive else "a few places of each fault (without --exhaustive)"
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
+    caption = f"{time.strftime('%Y-%m-%d', time.gmtime())}, {how}; {machine}, torch {torch.__version__}"
+    path.write_text(render(session.config.stash[ROWS], sections_of(Path(__file__).parent), caption), encoding="utf-8")

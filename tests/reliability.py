@@ -1,0 +1,68 @@
+"""docs/RELIABILITY.md: the table of faults that were injected, made of what the fault tests saw."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+INTRODUCTION = """# Faults survived
+
+Every row is a test that injects the fault into the real `ddp_train.py`, with two or more processes unless the row says
+otherwise, and compares what is left with a run that nothing happened to. The table is written by those tests:
+
+    uv run pytest -m fault --exhaustive --reliability docs/RELIABILITY.md
+
+Without `--exhaustive` the same tests take some of the places, and are a part of every test run.
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One fault: what was done to the program, how many times or in how many places, and what happened."""
+
+    module: str
+    fault: str
+    injected: str
+    times: int
+    outcome: str
+
+
+def sections_of(folder: Path) -> dict[str, tuple[str, list[str]]]:
+    """For each module with fault tests: its heading (the docstring's first line) and its faults' names, in order."""
+    sections = {}
+    for path in sorted(folder.glob("test_*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = [name for node in tree.body if isinstance(node, ast.FunctionDef) for name in _faults(node)]
+        if names:
+            heading = (ast.get_docstring(tree) or path.stem).splitlines()[0].rstrip(".")
+            sections[path.stem] = (heading, names)
+    return sections
+
+
+def _faults(function: ast.FunctionDef) -> list[str]:
+    calls = [node for node in function.decorator_list if isinstance(node, ast.Call)]
+    marks = [call for call in calls if ast.unparse(call.func) == "pytest.mark.fault"]
+    return [str(ast.literal_eval(mark.args[0])) for mark in marks]
+
+
+def render(rows: Sequence[Row], sections: dict[str, tuple[str, list[str]]], caption: str) -> str:
+    """The document. Raises ValueError if a fault has no row, or a row an empty cell."""
+    text = [INTRODUCTION, f"Last written: {caption}.\n"]
+    for module, (heading, faults) in sections.items():
+        text += [f"## {heading}\n", "| fault | injected | times | what happened |", "|---|---|---|---|"]
+        for fault in faults:
+            found = [row for row in rows if (row.module, row.fault) == (module, fault)]
+            if not found:
+                raise ValueError(f"{module}: the fault {fault!r} has left no evidence")
+            text += [_line(row) for row in found]
+        text.append("")
+    return "\n".join(text)
+
+
+def _line(row: Row) -> str:
+    cells = [row.fault, row.injected, f"{row.times:,}" if row.times else "", row.outcome]
+    if not all(cell.strip() for cell in cells):
+        raise ValueError(f"{row.module}: the fault {row.fault!r} has an empty cell")
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
