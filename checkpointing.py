@@ -12,21 +12,21 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from gpt import GPTModel, load_model_config
 from harness.config import read_json_object
 from harness.errors import RunError, UserError
 from harness.files import sha256, sync, umask
 from harness.run import CHECKPOINT_NAME, check_name
-from harness.tokenizer import Tokenizer, load_tokenizer
+from harness.weights import load_weights
 
 LATEST, BEST = "latest", "best"
 TEMPORARY_PREFIX = ".saving-"
@@ -159,6 +159,34 @@ def choose_start(folder: Path, name: str | None) -> Path | None:
     return find_checkpoint(folder, LATEST if name is None else name)
 
 
+def open_start(folder: Path, name: str | None) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint to continue from, verified, with its meta.json; None where there is nothing to continue.
+
+    Raises UserError for a damaged one; it names the newest of `folder` that is whole.
+    """
+    try:
+        start = choose_start(folder, name)
+        if start is None:
+            return None
+        verify_checkpoint(start)
+        return start, read_meta(start)
+    except UserError as error:
+        whole = newest_whole(folder)
+        offer = (
+            f"the newest whole checkpoint is {whole.name}: give that name as CHECKPOINT" if whole else "none is whole"
+        )
+        raise UserError(f"{error}; {offer}, or use --restart") from None
+
+
+def newest_whole(folder: Path) -> Path | None:
+    """The checkpoint of the latest step whose files are all as they were written."""
+    for _, path in reversed(list_checkpoints(folder)):
+        with suppress(UserError, OSError):
+            verify_checkpoint(path)
+            return path
+    return None
+
+
 def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """(global step, path) of every checkpoint, by step, then by age."""
     if not folder.is_dir():
@@ -183,13 +211,15 @@ def verify_checkpoint(path: Path) -> None:
     hashes = read_meta(path).get("sha256", {})
     for name in (WEIGHTS, OPTIMIZER, TRAIN_STATE, *([SCALER] if (path / SCALER).exists() else [])):
         if name not in hashes:
-            raise UserError(f"{path / META}: damaged: no SHA-256 of {name}; continue from another checkpoint")
+            raise UserError(f"{path / META}: damaged: no SHA-256 of {name}")
     for name, expected in hashes.items():
         file = path / check_name(name, f"{path / META}: file")
         if not file.is_file():
-            raise UserError(f"{file}: missing; continue from another checkpoint of this run")
+            raise UserError(f"{file}: missing")
+        if file.resolve().parent != path.resolve():
+            raise UserError(f"{file}: leads out of the checkpoint")
         if sha256(file) != expected:
-            raise UserError(f"{file}: damaged (its SHA-256 is not meta.json's); continue from another checkpoint")
+            raise UserError(f"{file}: damaged (its SHA-256 is not meta.json's)")
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -205,22 +235,12 @@ def load_checkpoint(path: Path) -> Checkpoint:
     )
 
 
-def load_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file. Raises UserError if it is missing or damaged."""
-    try:
-        return load_file(path)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: not a readable safetensors file: {error}") from None
-
-
 def _load_state(path: Path) -> dict[str, Any]:
     try:
         # Never anything but tensors and plain containers: a checkpoint may come from somewhere else.
         return torch.load(path, weights_only=True, map_location="cpu")
     except FileNotFoundError:
-        raise UserError(f"{path}: missing; continue from another checkpoint of this run") from None
+        raise UserError(f"{path}: missing") from None
     except Exception as error:
         raise UserError(f"{path}: not a readable state file: {str(error).splitlines()[0]}") from None
 
@@ -258,29 +278,3 @@ def prune(folder: Path, keep: int, protected: set[str]) -> None:
         except OSError:
             continue
         shutil.rmtree(doomed, ignore_errors=True)
-
-
-def load_model(model_json: Path, weights: Path, device: torch.device) -> GPTModel:
-    """A model in evaluation mode with the weights of a safetensors file. Raises UserError if the two do not match."""
-    model = GPTModel(load_model_config(model_json))
-    model.load_public_tensors(load_weights(weights), weights)
-    return model.to(device).eval()
-
-
-def tokenizer_of(weights: Path) -> Tokenizer:
-    """The tokenizer of the model whose weights are in this file: the one beside it, or else GPT-2's."""
-    name = _beside(weights).get("tokenizer", "gpt2")
-    if name == "gpt2":
-        return load_tokenizer("gpt2")
-    return load_tokenizer(weights.parent / check_name(str(name), f"{weights.parent / META}: tokenizer"))
-
-
-def dataset_of(weights: Path) -> str | None:
-    """The name of the dataset that a checkpoint's weights were trained on; None if nothing beside them tells."""
-    dataset = _beside(weights).get("dataset")
-    return str(dataset["name"]) if isinstance(dataset, dict) and "name" in dataset else None
-
-
-def _beside(weights: Path) -> dict[str, Any]:
-    meta = weights.parent / META
-    return read_json_object(meta) if meta.is_file() else {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import sys
 from functools import cache, partial
 from pathlib import Path
@@ -50,6 +51,7 @@ class Trainer:
         for step in range(job.position.first_step, job.position.total_steps):
             if stop_signal := vote.result():
                 self.stop(stop_signal)
+            job.writer.check()
             vote = job.world.vote(job.stop.signal)
             with job.clock.phase("training"):
                 self.train_step(step)
@@ -66,11 +68,14 @@ class Trainer:
             self.job.world.on_rank0(self.job.print_sample)
         if self.is_checkpoint_step(step):
             self.checkpoint(step)
+        elif self.is_due(step, self.job.config.weights_check_interval):
+            self.job.check_weights()
 
     def train_step(self, step: int) -> None:
         job = self.job
-        windows = job.reader.step_windows(step - job.position.first_step, job.world.rank)
-        job.window.add(job.step.run(windows, job.schedule.multiplier(step)))
+        with job.world.watch.attended(f"global step {step}", 2 * step):
+            windows = job.reader.step_windows(step - job.position.first_step, job.world.rank)
+            job.window.add(job.step.run(windows, job.schedule.multiplier(step)))
         self.tally.global_step = step
         self.tally.tokens_seen += job.shape.global_tokens
         job.progress.advance()
@@ -139,6 +144,7 @@ class Trainer:
         job, step = self.job, self.tally.global_step
         if validation_due or (step >= job.position.first_step and not self.is_checkpoint_step(step)):
             job.save(validation_due=validation_due)
+        job.finish_saving()
         name = signal.Signals(signal_number).name
         done = f"after global step {step}" if step >= 0 else "before the first step"
         job.progress.close()
@@ -252,11 +258,16 @@ def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> N
     from harness.world import World
 
     clock, world, run = Clock(), World.start(), experiment.run
+    lock = world.on_rank0(run.lock)
     dataset = fetch_dataset(world, experiment.datasets_dir, experiment.config.dataset, experiment.splits)
-    start = None
-    if not restart:
-        start = world.on_rank0(lambda: checkpointing.choose_start(run.checkpoints, checkpoint))
-    meta = checkpointing.read_meta(start) if start else None
+    experiment.check_same_everywhere(world, dataset)
+
+    def choose_start() -> tuple[Path, dict[str, Any]] | None:
+        if lock.began_before:  # torchrun has restarted its workers: what the user asked for was done the first time
+            return checkpointing.open_start(run.checkpoints, None)
+        return None if restart else checkpointing.open_start(run.checkpoints, checkpoint)
+
+    start, meta = world.on_rank0(choose_start) or (None, None)
     if meta:
         clock.add(meta.get("seconds", {}))
     # The plan's checks are the run's: short data, unknown tokens, a long warm-up or a full disk end it here.
@@ -268,14 +279,15 @@ def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> N
         say(world, f"{run.path.name} is finished: {position.first_step:,} global steps; --restart trains it again")
         restore_summary(experiment, world, meta)
     else:
-        world.on_rank0(run.lock)
         stop = StopRequest()
         with explained_failures(experiment.config.microbatch_size, stop):
             job = build_job(experiment, world, dataset, clock, position)
             job.stop = stop
             begin(job, start)
-            Trainer(job).train()
-        job.finish()
+            world.on_rank0(lock.note_begun)
+            with job.saving_to_the_end():
+                Trainer(job).train()
+            job.finish()
     world.stop()
 
 
@@ -307,12 +319,14 @@ def begin(job: Job, start: Path | None) -> None:
             say(world, f"Earlier results are now in {aside}")
         size = f"{job.identity['parameters']:,} parameters, {world.size} x {world.device.type}"
         say(world, f"{run.path.name}: {size}, {left}")
+        say_where(job)
         job.begin()
         return
-    world.on_each_node(lambda: checkpointing.verify_checkpoint(start))
-    saved = checkpointing.load_checkpoint(start)
+    saved = checkpointing.Checkpoint(**world.share(lambda: vars(checkpointing.load_checkpoint(start))))
     job.resume(saved, start)
+    job.protected.add(start.name)
     say(world, f"{run.path.name}: continuing from {start.name}, {left} to go")
+    say_where(job)
     for change in changed_settings(saved.meta.get("train", {}), job.identity["train"]):
         say(world, f"  train.json has changed since: {change}")
 
@@ -323,6 +337,14 @@ def begin(job: Job, start: Path | None) -> None:
         job.resume_metrics(saved.meta, make_aside)
 
     world.on_rank0(set_aside)
+
+
+def say_where(job: Job) -> None:
+    """On several machines: which one has the results, and what continuing will need."""
+    if not job.world.is_one_machine:
+        place = f"{socket.gethostname()}:{job.run.path.resolve()}"
+        say(job.world, f"  results and checkpoints are written by rank 0 alone, to {place}; to continue later,")
+        say(job.world, "  start rank 0 where that folder is")
 
 
 def say(world: World, text: str) -> None:
@@ -351,6 +373,7 @@ def build_job(experiment: Experiment, world: World, dataset: Dataset, clock: Clo
     from torch.nn.parallel import DistributedDataParallel
 
     import checkpointing
+    from harness.background import BackgroundWriter, ForegroundWriter
     from harness.job import Job
     from harness.metrics import Speed, peak_flops
     from harness.schedules import build_schedule
@@ -358,14 +381,15 @@ def build_job(experiment: Experiment, world: World, dataset: Dataset, clock: Clo
     run, config, shape = experiment.run, experiment.config, experiment.shape(world.size)
     step = build_bare_step(experiment, world.device)
     model = step.model
+    step.before_exchange = world.watch.beat
     if world.size > 1:
         devices = [world.device] if world.device.type == "cuda" else None
         step.model = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
 
-    def write_checkpoint(parts: dict[str, Any]) -> None:
+    def write_checkpoint(parts: dict[str, Any], protected: set[str]) -> None:
         path = checkpointing.save_checkpoint(run.checkpoints, checkpointing.Checkpoint(**parts))
         if config.keep_checkpoints is not None:
-            checkpointing.prune(run.checkpoints, config.keep_checkpoints, {path.name})
+            checkpointing.prune(run.checkpoints, config.keep_checkpoints, {path.name} | protected)
 
     return Job(
         world=world,
@@ -381,6 +405,7 @@ def build_job(experiment: Experiment, world: World, dataset: Dataset, clock: Clo
         clock=clock,
         identity=experiment.identity(dataset),
         write_checkpoint=write_checkpoint,
+        writer=BackgroundWriter() if config.async_checkpoint else ForegroundWriter(),
     )
 
 

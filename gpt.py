@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from harness.config import parse_config, read_json_object
 from harness.errors import UserError
 from harness.loss import linear_cross_entropy
+from harness.weights import load_weights
 
 HEAD_DIM_OF_DEPTH = 64
 INIT_STD = 0.02
@@ -225,12 +226,11 @@ class GPTModel(nn.Module):
         """The weights under the names of this model family's published checkpoints: CPU, contiguous, unshared."""
         tensors: dict[str, Tensor] = {}
         for name, tensor in self.state_dict().items():
-            tensor = tensor.detach().cpu()
             if ".att.qkv." in name:
-                for part, piece in zip(("W_query", "W_key", "W_value"), tensor.chunk(3), strict=True):
-                    tensors[name.replace("qkv", part)] = piece.clone()
+                for part, piece in zip(("W_query", "W_key", "W_value"), tensor.detach().chunk(3), strict=True):
+                    tensors[name.replace("qkv", part)] = piece.to("cpu", copy=True)
             else:
-                tensors[name] = tensor.clone()
+                tensors[name] = tensor.detach().to("cpu", copy=True)
         return tensors
 
     def load_public_tensors(self, tensors: dict[str, Tensor], source: Path) -> None:
@@ -264,3 +264,10 @@ class GPTModel(nn.Module):
                 parameter.copy_(torch.cat(parts))
             else:
                 parameter.copy_(tensors[name])
+
+
+def load_model(model_json: Path, weights: Path, device: torch.device) -> GPTModel:
+    """A model in evaluation mode with the weights of a safetensors file. Raises UserError if the two do not match."""
+    model = GPTModel(load_model_config(model_json))
+    model.load_public_tensors(load_weights(weights), weights)
+    return model.to(device).eval()

@@ -27,12 +27,13 @@ NOTEBOOK_BATCHES = 3200
 def main(datasets_dir: Path, model_json: Path, model_safetensors: Path, **options: str | int | None) -> None:
     """Print the mean loss of MODEL_SAFETENSORS (of the shape in MODEL_JSON) on a dataset in DATASETS_DIR."""
     with one_line_errors():
-        from checkpointing import dataset_of, load_model
+        from gpt import load_model
         from harness.device import only_device
         from harness.evaluate import TestSlice, bits_per_byte, slice_loss
         from harness.fetch import bring
         from harness.precision import Precision
         from harness.tokens import Dataset
+        from harness.weights import dataset_of
 
         device = only_device()
         model = load_model(model_json, model_safetensors, device)

@@ -25,9 +25,10 @@ def main(model_json: Path, model_safetensors: Path, prompt: str, num_tokens: int
     The tokenizer is the one that lies beside the weights, or else GPT-2's.
     """
     with one_line_errors():
-        from checkpointing import load_model, tokenizer_of
+        from gpt import load_model
         from harness.device import only_device
         from harness.generate import Sampling, continue_text
+        from harness.weights import tokenizer_of
 
         model = load_model(model_json, model_safetensors, only_device())
         sampling = Sampling(**options)

@@ -73,6 +73,14 @@ class TrainConfig(BaseModel):
     keep_checkpoints: int | None = Field(
         default=None, ge=1, description="Keep the newest N besides best and latest; null: all."
     )
+    async_checkpoint: bool = Field(
+        default=False, description="Write checkpoints while training goes on: it pauses only to copy the weights."
+    )
+    weights_check_interval: int | None = Field(
+        default=None,
+        ge=1,
+        description="Global steps between comparisons of all ranks' weights; null: before each checkpoint.",
+    )
     validation_ranks: Literal["rank0", "all"] = Field(default="rank0", description="Who validates.")
     report_interval: int = Field(default=10, ge=1, description="Global steps between reports.")
     max_skipped_steps: int = Field(default=10, ge=1, description="Non-finite steps in a row that end the run.")

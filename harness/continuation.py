@@ -62,7 +62,7 @@ def check_continuable(meta: dict[str, Any], path: Path, now: dict[str, Any]) -> 
         if part == "dataset" and isinstance(then, dict):  # a run may have gone without the validation split
             both = then.keys() & today.keys()
             then, today = ({key: side[key] for key in sorted(both)} for side in (then, today))
-        difference = _difference(then, today)
+        difference = first_difference(then, today)
         if difference:
             raise UserError(f"{path}: made with another {part}: {difference}; put it back, or use --restart")
     then = meta.get("train") or {}
@@ -86,11 +86,11 @@ def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [f"{key}: {then.get(key)} -> {now[key]}" for key in now if key in then and then[key] != now[key]]
 
 
-def _difference(then: Any, now: Any, prefix: str = "") -> str | None:
+def first_difference(then: Any, now: Any, prefix: str = "") -> str | None:
     """The first difference between two JSON values as "key: old -> new"."""
     if isinstance(then, dict) and isinstance(now, dict):
         for key in [*now, *(key for key in then if key not in now)]:
-            found = _difference(then.get(key), now.get(key), f"{prefix}{key}: ")
+            found = first_difference(then.get(key), now.get(key), f"{prefix}{key}: ")
             if found:
                 return found
         return None

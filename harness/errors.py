@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -52,6 +53,15 @@ def one_line_errors() -> Iterator[None]:
         _leave(error)
     except OSError as error:
         _leave(RunError(f"{error.filename or 'a file'}: {error.strerror or error}"))
+    except KeyboardInterrupt:  # before or after training, which takes note of it itself
+        print("stopped by SIGINT", file=sys.stderr, flush=True)
+        _leave(StoppedError(signal.SIGINT))
+    except Exception:
+        if "LOCAL_RANK" not in os.environ:
+            raise
+        traceback.print_exc()  # a defect of ours; with other ranks about, the process must not hang at its end
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _leave(error: UserError | RunError) -> None:

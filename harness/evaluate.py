@@ -6,6 +6,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,7 @@ def validation_loss(
     world = ranks.world
     mine = range(world.rank, count, world.size) if ranks.shared else range(count if world.is_main else 0)
     losses: list[float] | None = None
-    with contextlib.suppress(StopAsked):
+    with contextlib.suppress(StopAsked), ranks.at_work(mine):
         losses = microbatch_losses(model, map(reader.window, ranks.heeding(mine)), precision)
     gathered = world.gather(losses)
     shares = [share for share in gathered if share is not None]
@@ -67,12 +68,20 @@ class Ranks:
     world: World
     shared: bool
     stop: Callable[[], bool]
+    step: int  # the global step they are at
+
+    def at_work(self, indexes: range) -> AbstractContextManager[object]:
+        """The watch's attention, for a rank that has microbatches to evaluate and does not only wait."""
+        if not indexes:
+            return contextlib.nullcontext()
+        return self.world.watch.attended(f"the validation of global step {self.step}", 2 * self.step + 1)
 
     def heeding(self, indexes: Iterable[int]) -> Iterator[int]:
         for index in indexes:
             if self.stop():
                 raise StopAsked
             yield index
+            self.world.watch.beat()
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.config import TrainConfig, load_train_config
-from harness.continuation import Position, check_continuable, find_position
+from harness.continuation import Position, check_continuable, find_position, first_difference
 from harness.errors import UserError
 from harness.run import RunDirectory
 from harness.schedules import build_schedule
 from harness.tokens import BatchShape, Dataset, dataset_folder
+
+if TYPE_CHECKING:
+    from harness.world import World
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,19 @@ class Experiment:
             "train": self.config.model_dump(mode="json"),
             "dataset": {"name": self.config.dataset, **dataset.fingerprint()},
         }
+
+    def check_same_everywhere(self, world: World, dataset: Dataset) -> None:
+        """Raises UserError, on every rank, if a rank's machine has other files than rank 0's. Collective."""
+        machines = world.gather((socket.gethostname(), self.identity(dataset)))
+        (first_host, expected), *others = machines
+        for rank, (host, identity) in enumerate(others, start=1):
+            for part, file in (("model", self.run.model_json), ("train", self.run.train_json), ("dataset", "dataset")):
+                difference = first_difference(expected[part], identity[part])
+                if difference:
+                    raise UserError(
+                        f"{file}: not the same on {first_host} (rank 0) and {host} (rank {rank}): {difference}; "
+                        "give both the same"
+                    )
 
     def check_validation_slice(self, shape: BatchShape, dataset: Dataset) -> None:
         """Raises UserError if the validation split is too short for train.json's slice of it."""

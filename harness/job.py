@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from harness.background import ForegroundWriter
 from harness.config import TrainConfig
 from harness.continuation import Position, same_yardstick
-from harness.errors import PeerError, RunError, StoppedError
+from harness.divergence import describe_divergence, fingerprint
+from harness.errors import SPEAKER_PATIENCE_SECONDS, PeerError, RunError, StoppedError
 from harness.evaluate import Ranks, validation_loss
 from harness.generate import Sampling, continue_text
 from harness.losses import LossWindow, Report, report_values
@@ -51,9 +53,11 @@ class Job:
     speed: Speed
     clock: Clock
     identity: dict[str, Any]  # what a checkpoint belongs to: model, train, dataset
-    write_checkpoint: Callable[[dict[str, Any]], None]
+    write_checkpoint: Callable[[dict[str, Any], set[str]], None]
+    writer: ForegroundWriter
     tally: Tally = field(default_factory=Tally)
     stop: StopRequest = field(default_factory=StopRequest)
+    protected: set[str] = field(default_factory=set)  # checkpoints that keep_checkpoints never removes
 
     def __post_init__(self) -> None:
         self.reader = MicrobatchReader(self.dataset.split("train"), self.position.start_token, self.shape)
@@ -78,7 +82,8 @@ class Job:
         assert self.config.validation_batches is not None
         assert self.config.start_val_token is not None
         reader = MicrobatchReader(self.dataset.split("validation"), self.config.start_val_token, self.shape)
-        ranks = Ranks(self.world, self.config.validation_ranks == "all", lambda: bool(self.stop.signal))
+        shared, step = self.config.validation_ranks == "all", self.tally.global_step
+        ranks = Ranks(self.world, shared, lambda: bool(self.stop.signal), step)
         return validation_loss(self.model, reader, self.config.validation_batches, self.step.precision, ranks)
 
     def record_report(self, report: Report) -> None:
@@ -129,6 +134,7 @@ class Job:
         those are the ones of a run that never stopped. `validation_due`: the step's validation is still to be done."""
         state = {"is_best": is_best, "planned": planned, "validation_due": validation_due}
         with self.clock.phase("checkpointing"):
+            self.check_weights()
             ranks = capture_ranks(self.window, self.world)
             self.world.on_rank0(lambda: self._save_on_rank0(ranks, state))
         if planned and self.world.is_main:
@@ -136,7 +142,34 @@ class Job:
             if not self.config.validates:
                 self.draw_chart()
 
+    def check_weights(self) -> None:
+        """Raises RunError if the ranks' weights are no longer the same. Collective."""
+        prints = self.world.gather(fingerprint(self.model) if self.world.size > 1 else [])
+        difference = describe_divergence(prints, self.model)
+        if difference:
+            raise self.world.verdict(
+                f"{difference} after global step {self.tally.global_step}: a device or its memory is faulty; the "
+                "checkpoints there are were checked before they were written: leave that device out, and run the "
+                "command again to continue"
+            )
+
+    def finish_saving(self) -> None:
+        """Return when every checkpoint is on the disk. Collective."""
+        with self.clock.phase("checkpointing"):
+            self.world.on_rank0(self.writer.wait)
+
+    @contextmanager
+    def saving_to_the_end(self) -> Iterator[None]:
+        """If what is inside fails, give a save that is under way some time before the process ends."""
+        try:
+            yield
+        except RunError:
+            with suppress(RunError):  # the first error is the one to tell
+                self.writer.wait(SPEAKER_PATIENCE_SECONDS)
+            raise
+
     def _save_on_rank0(self, ranks: dict[str, Any], state: dict[str, bool]) -> None:
+        self.writer.wait()  # before there is a second copy of the weights
         tokenizer = self.dataset.tokenizer
         meta = {
             **{key: finite(value) for key, value in asdict(self.tally).items()},
@@ -149,16 +182,15 @@ class Job:
             **self.identity,
         }
         optimizer, scaler = capture_optimizer(self.step, self.model)
-        self.write_checkpoint(
-            {
-                "weights": self.model.public_tensors(),  # type: ignore[operator]
-                "optimizer": optimizer,
-                "scaler": scaler,
-                "train_state": ranks,
-                "meta": meta,
-                "tokenizer": tokenizer if isinstance(tokenizer, Path) else None,
-            }
-        )
+        parts = {
+            "weights": self.model.public_tensors(),  # type: ignore[operator]
+            "optimizer": optimizer,
+            "scaler": scaler,
+            "train_state": ranks,
+            "meta": meta,
+            "tokenizer": tokenizer if isinstance(tokenizer, Path) else None,
+        }
+        self.writer.submit(lambda: self.write_checkpoint(parts, self.protected))
 
     def begin(self) -> None:
         """Everything is as made: only the random state of this rank is still to be set."""
@@ -207,6 +239,7 @@ class Job:
 
     def finish(self) -> None:
         """Write and print the summary. Collective."""
+        self.finish_saving()
         self.progress.close()
         machine = Machine.measure(self.world)
         if self.world.is_main:

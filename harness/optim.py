@@ -66,7 +66,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
     what it belongs to."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     return {
-        names[parameter]: {key: value.detach().cpu().clone() for key, value in state.items()}
+        names[parameter]: {key: value.detach().to("cpu", copy=True) for key, value in state.items()}
         for parameter, state in optimizer.state.items()
     }
 

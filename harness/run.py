@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import fcntl
-import os
 import re
 import shutil
 import time
@@ -12,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.errors import UserError
+from harness.lock import RunLock
 
 SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-(\d+)")
@@ -105,10 +104,6 @@ class RunDirectory:
             if path.exists():
                 shutil.move(path, folder / path.name)
 
-    def lock(self) -> None:
+    def lock(self) -> RunLock:
         """Keep this run to this process until it ends. Raises UserError if another process has it."""
-        descriptor = os.open(self.path, os.O_RDONLY)  # not closed: the system does it when the process ends, somehow
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{self.path}: is being trained by another process; wait for it, or stop it") from None
+        return RunLock.take(self.path / ".lock")

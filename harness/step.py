@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -37,6 +37,7 @@ class TrainStep:
         self.config = config
         self.scaler = precision.scaler()
         self.device = next(model.parameters()).device
+        self.before_exchange: Callable[[], None] = lambda: None
 
     def run(self, windows: Sequence[Window], multiplier: float) -> StepResult:
         """One step over this rank's microbatches at `multiplier` times the peak learning rate."""
@@ -55,6 +56,8 @@ class TrainStep:
             with self._gradient_exchange(last=index == len(windows) - 1):
                 with self.precision.autocast():
                     loss = self.model(inputs_BxT, targets_BxT)
+                if index == len(windows) - 1:
+                    self.before_exchange()
                 self.scaler.scale(loss / len(windows)).backward()
             losses.append(loss.detach().double())
         return torch.stack(losses)

@@ -76,7 +76,8 @@ class TokenFile:
 
     def read(self, start: int, count: int) -> np.ndarray:
         """`count` tokens from position `start`, in the file's own dtype; fewer at the file's end."""
-        return self._tokens[start : min(start + count, len(self))]  # a safetensors slice does not clamp
+        end = min(start + count, len(self))  # a safetensors slice does not clamp, and refuses to be empty
+        return self._tokens[start:end] if start < end else np.empty(0, self.dtype)
 
     def largest_token(self) -> int:
         """The largest token id in the file (-1 if it is empty), reading all of it once."""

@@ -1,24 +1,28 @@
 """The processes of a run: who this one is, and everything they say to each other outside the gradient exchange.
 
-Two process groups: the default one moves gradients (nccl on CUDA, gloo on CPU) and has a short timeout, so that a
-stuck rank is noticed; the control group (gloo, on the CPU) is where ranks wait for one another's long work, such as a
-download or a validation on rank 0, and has a timeout longer than any of that.
+Two process groups: the default one moves gradients (nccl on CUDA, gloo on CPU); the control group (gloo, on the CPU)
+is where ranks wait for one another's long work, such as a download or a validation on rank 0, and has a timeout longer
+than any of that. A rank that is stuck is noticed and named by the watch; the default group's own timeout comes after.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from harness.errors import PeerError, RunError, UserError
+from harness.trees import replace_leaves
+from harness.watch import NoWatch, Store, Watch
 
 T = TypeVar("T")
 
@@ -26,6 +30,9 @@ T = TypeVar("T")
 PEER_GONE_TEXTS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 CONTROL_TIMEOUT = timedelta(days=7)
 DEFAULT_TIMEOUT_SECONDS = 600.0
+TIMEOUT_VARIABLE = "COLLECTIVE_TIMEOUT_SECONDS"
+# The watch, which can say more, comes first.
+BACKSTOP_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,15 @@ class Outcome:
 
     value: Any = None
     error: str | None = None
+
+
+@dataclass(frozen=True)
+class Hole:
+    """Stands for a tensor that travels by itself."""
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @contextmanager
@@ -72,6 +88,7 @@ class World:
     size: int
     local_size: int
     device: torch.device
+    watch: Watch = field(default_factory=NoWatch)
     control: Any = None
 
     @classmethod
@@ -85,22 +102,39 @@ class World:
         device = _choose_device(local_rank, local_size)
         if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
-        control = None
-        if size > 1:
-            # torch.accelerator reports cuda on any CUDA build, GPU or not: the backend follows the device we chose.
-            backend = "nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(
-                backend,
-                timeout=timedelta(seconds=float(os.environ.get("COLLECTIVE_TIMEOUT_SECONDS", DEFAULT_TIMEOUT_SECONDS))),
-                device_id=device if device.type == "cuda" else None,
-            )
-            control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
-        return cls(rank, local_rank, size, local_size, device, control)
+        if size == 1:
+            return cls(rank, local_rank, size, local_size, device)
+        if size == local_size:
+            # Nothing to hear from other machines, and so nothing for them to reach. The user's own choice goes first.
+            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(variable, "lo")
+        timeout = _timeout_seconds()
+        # torch.accelerator reports cuda on any CUDA build, GPU or not: the backend follows the device we chose.
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend,
+            timeout=timedelta(seconds=timeout + BACKSTOP_SECONDS),
+            device_id=device if device.type == "cuda" else None,
+        )
+        control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+        world = cls(rank, local_rank, size, local_size, device, Watch(rank, timeout), control)
+        world.watch.start(world._own_store(), size, world.barrier)
+        return world
+
+    def _own_store(self) -> Store:
+        """The store at which the ranks met, over a connection of this process's threads' own.
+
+        torchrun's store outlives the processes: a prefix keeps what these say apart from what earlier ones said.
+        """
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(address, port, is_master=False, wait_for_workers=False)
+        return PrefixStore(self.on_rank0(lambda: secrets.token_hex(8)), store)
 
     def stop(self) -> None:
         """Leave the world after every rank has got here."""
         if self.size > 1:
             self.barrier()
+            self.watch.stop()
             dist.destroy_process_group()
 
     @property
@@ -109,6 +143,10 @@ class World:
         if self.device.type == "cuda":
             return torch.cuda.get_device_name(self.device)
         return f"{platform.machine()} CPU"
+
+    @property
+    def is_one_machine(self) -> bool:
+        return self.size == self.local_size
 
     @property
     def is_main(self) -> bool:
@@ -156,6 +194,27 @@ class World:
         """
         return self._on_some(work, mine=self.is_main)[0]
 
+    def share(self, work: Callable[[], Any]) -> Any:
+        """Run `work` on rank 0; its result (dicts and lists of tensors and plain values) on every rank, on the CPU.
+
+        An error of rank 0 is raised as `on_rank0` has it.
+        """
+        tensors: list[torch.Tensor] = []
+
+        def take_out(tensor: torch.Tensor) -> Hole:
+            tensors.append(tensor.cpu())
+            return Hole(len(tensors) - 1, tuple(tensor.shape), tensor.dtype)
+
+        def put_back(hole: Hole) -> torch.Tensor:
+            tensor = tensors[hole.index] if self.is_main else torch.empty(hole.shape, dtype=hole.dtype)
+            if self.size > 1:
+                with leaving_with_peers():
+                    dist.broadcast(tensor.contiguous().reshape(-1).view(torch.uint8), src=0, group=self.control)
+            return tensor
+
+        outline = self.on_rank0(lambda: replace_leaves(work(), torch.Tensor, take_out))
+        return replace_leaves(outline, Hole, put_back)
+
     def on_each_node(self, work: Callable[[], T]) -> T:
         """Run `work` on each node's first process while the others wait; the node's own result on every rank."""
         outcomes = self._on_some(work, mine=self.is_local_main)
@@ -188,6 +247,19 @@ def world_size() -> int:
 def is_speaker() -> bool:
     """Whether this process is rank 0, before or without starting the world."""
     return _environment("RANK", 0) == 0
+
+
+def _timeout_seconds() -> float:
+    text = os.environ.get(TIMEOUT_VARIABLE, str(DEFAULT_TIMEOUT_SECONDS))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= CONTROL_TIMEOUT.total_seconds():
+        raise UserError(
+            f"{TIMEOUT_VARIABLE}: {text!r} is not a number of seconds; unset it for {DEFAULT_TIMEOUT_SECONDS:g}"
+        )
+    return seconds
 
 
 def _environment(name: str, default: int) -> int:

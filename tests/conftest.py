@@ -19,7 +19,7 @@ import torch
 from tests.reliability import Row, render, sections_of
 
 Evidence = Callable[..., None]
-ROWS: pytest.StashKey[list[Row]] = pytest.StashKey()
+ROWS = pytest.StashKey[list[Row]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,4 +61,5 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     how = "every place" if exhaustive else "a few places of each fault (without --exhaustive)"
     machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
     caption = f"{time.strftime('%Y-%m-%d', time.gmtime())}, {how}; {machine}, torch {torch.__version__}"
-    path.write_text(render(session.config.stash[ROWS], sections_of(Path(__file__).parent), caption), encoding="utf-8")
+    rows = session.config.stash[ROWS]
+    path.write_text(render(rows, sections_of(Path(__file__).parent), caption), encoding="utf-8")

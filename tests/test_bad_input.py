@@ -50,9 +50,9 @@ def trained(finished: Path, tmp_path: Path) -> Workshop:
 
 
 def tree(folder: Path) -> dict[str, str]:
-    """Every file and link below a folder, with what is in it."""
+    """Every file and link below a folder, with what is in it; but for the file that says who trains a run."""
     found = {}
-    for path in sorted(folder.rglob("*")):
+    for path in sorted(path for path in folder.rglob("*") if path.name != ".lock"):
         kind = str(path.lstat().st_mode)
         if path.is_symlink():
             found[str(path.relative_to(folder))] = f"{kind} -> {path.readlink()}"

@@ -119,15 +119,15 @@ def test_validation_is_the_mean_without_dropout_and_leaves_the_mode_and_random_s
     save_file({"tokens": tokens}, path)
     reader = MicrobatchReader(TokenFile(path), 3, BatchShape(1, 1, 2, 8))
     before = torch.get_rng_state()
-    loss = validation_loss(model, reader, 4, Precision("fp32", "cpu"), Ranks(ALONE, False, lambda: False))
+    loss = validation_loss(model, reader, 4, Precision("fp32", "cpu"), Ranks(ALONE, False, lambda: False, 0))
     assert model.training
     assert torch.equal(before, torch.get_rng_state())
     window = torch.from_numpy(tokens[3 : 3 + 4 * 16 + 1].astype(np.int64))
     logits = model.eval()(window[:-1].view(8, 8))
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), window[1:])
     assert loss == pytest.approx(expected.item(), rel=1e-6)
-    assert validation_loss(model, reader, 4, Precision("fp32", "cpu"), Ranks(ALONE, True, lambda: False)) == loss
-    assert validation_loss(model, reader, 4, Precision("fp32", "cpu"), Ranks(ALONE, True, lambda: True)) is None
+    assert validation_loss(model, reader, 4, Precision("fp32", "cpu"), Ranks(ALONE, True, lambda: False, 0)) == loss
+    assert validation_loss(model, reader, 4, Precision("fp32", "cpu"), Ranks(ALONE, True, lambda: True, 0)) is None
 
 
 def test_accumulation_in_half_precision_scales_and_unscales() -> None:

@@ -14,10 +14,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from harness.files import umask
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -41,6 +44,7 @@ def become(job):
     for stream, path in ((0, "/dev/null"), (1, job["base"] + ".out"), (2, job["base"] + ".err")):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), stream)
     os.chdir(job["cwd"])
+    os.umask(job["umask"])
     os.environ.clear()
     os.environ.update(job["environment"])
     sys.argv = [job["script"], *job["arguments"]]
@@ -110,8 +114,9 @@ class WarmProcess:
         return self.base.with_suffix(suffix).read_text(errors="replace")
 
     def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
+        with suppress(ProcessLookupError):
+            if self.poll() is None:
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
@@ -133,8 +138,11 @@ class WarmServer:
         self.count += 1
         base = self.path / str(self.count)
         job: dict[str, Any] = {"script": command[0], "arguments": command[1:], "cwd": str(cwd), "base": str(base)}
+        job |= {"environment": environment, "prelude": prelude, "umask": umask()}
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(job | {"environment": environment, "prelude": prelude}) + "\n")
+        self.process.stdin.write(
+            json.dumps(job | {"environment": environment, "prelude": prelude, "umask": umask()}) + "\n"
+        )
         self.process.stdin.flush()
         note = base.with_suffix(".pid")
         while not note.exists():

@@ -1,0 +1,84 @@
+"""One job at a time in a run directory."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.errors import UserError
+from harness.processes import ProcessName
+
+
+@dataclass
+class RunLock:
+    """A file that this process holds until it ends, and that names it to others."""
+
+    path: Path
+    descriptor: int
+    began_before: bool  # an earlier process of the same torchrun had already begun: it restarts its workers
+
+    @classmethod
+    def take(cls, path: Path) -> RunLock:
+        """Take the lock, also from an owner that is dead. Raises UserError naming an owner that lives."""
+        descriptor = os.open(
+            path, os.O_RDWR | os.O_CREAT, 0o666
+        )  # kept open: the system closes it when the process ends
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _refusal(path, _read(descriptor), "wait for it, or stop it") from None
+        except OSError:  # a file system without locks: what is written in the file has to do
+            owner = _read(descriptor)
+            if _may_live(owner):
+                raise _refusal(path, owner, f"if it is dead, delete {path}") from None
+        lock = cls(path, descriptor, began_before=_same_torchrun(_read(descriptor)))
+        lock._write(began=lock.began_before)
+        return lock
+
+    def note_begun(self) -> None:
+        """From here on a restarted worker has something to continue."""
+        self._write(began=True)
+
+    def _write(self, *, began: bool) -> None:
+        owner = asdict(ProcessName.own()) | {"since": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())}
+        text = json.dumps(owner | {"torchrun": _torchrun(), "began": began}) + "\n"
+        os.ftruncate(self.descriptor, 0)
+        os.pwrite(self.descriptor, text.encode(), 0)
+
+
+def _read(descriptor: int) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        owner = json.loads(os.pread(descriptor, 4096, 0))
+        if isinstance(owner, dict) and isinstance(owner.get("pid"), int):
+            return owner
+    return {}
+
+
+def _name(owner: dict[str, Any]) -> ProcessName:
+    return ProcessName(str(owner.get("host")), int(owner.get("pid", 0)), str(owner.get("namespace")))
+
+
+def _may_live(owner: dict[str, Any]) -> bool:
+    name = _name(owner)
+    return bool(owner) and not (name.is_neighbour_of(ProcessName.own()) and name.is_gone())
+
+
+def _refusal(path: Path, owner: dict[str, Any], remedy: str) -> UserError:
+    who = f" ({_name(owner)}, since {owner.get('since')})" if owner else ""
+    return UserError(f"{path.parent}: is being trained by another process{who}; {remedy}")
+
+
+def _torchrun() -> int:
+    """The process that started this one and that would start another in its place; 0 without torchrun."""
+    return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
+
+
+def _same_torchrun(owner: dict[str, Any]) -> bool:
+    same_machine = bool(owner) and _name(owner).is_neighbour_of(ProcessName.own())
+    return same_machine and owner.get("torchrun") == _torchrun() != 0 and bool(owner.get("began"))

@@ -1,0 +1,195 @@
+"""Noticing ranks that are stuck, silent or gone, and ending this process with a line that names them.
+
+A gradient exchange waits for a rank that does not come, and cannot say which one that is. So every rank tells the
+others, through the store at which they met, how far it is; threads of their own do that, and judge, whatever the main
+thread waits for. Long work of one rank (a download, a save, a validation that goes on) is no fault: only time without
+progress inside `attended` counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from harness.processes import ProcessName
+
+POLL_SECONDS = 2.0
+POLLS_IN_TIMEOUT = 5
+# A rank that ends because of an error tells it itself, and its peers' main threads hear of it: let them speak first.
+GONE_PATIENCE_SECONDS = 5.0
+SILENT_EXIT_SECONDS = 2.0
+
+
+class Store(Protocol):
+    """Of torch.distributed's stores, what is used here."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def multi_get(self, keys: list[str]) -> list[bytes]: ...
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What a rank says of itself from time to time."""
+
+    number: int  # counts the signs themselves
+    process: ProcessName
+    place: str
+    progress: list[int]  # of two ranks that are both attended, the one with less of it is behind
+    stalled: float | None  # seconds without progress; None outside `attended`
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: bytes) -> Sign:
+        values = json.loads(text)
+        return cls(**{**values, "process": ProcessName(**values["process"])})
+
+
+@dataclass
+class Heard:
+    """The last new sign of a rank, and when it came by this process's clock."""
+
+    sign: Sign
+    at: float
+    gone_since: float | None = None
+
+
+class Watch:
+    """This rank's eye on all of them. `beat` and `attended` are for the main thread, and cost next to nothing."""
+
+    def __init__(self, rank: int, timeout_seconds: float) -> None:
+        self.rank = rank
+        self.timeout = timeout_seconds
+        self.process = ProcessName.own()
+        self._place, self._progress = "the start", [-1, 0]
+        self._since: float | None = None
+        self._ended = threading.Event()
+        self._contact = time.monotonic()
+        self._heard: list[Heard] = []
+
+    @contextmanager
+    def attended(self, place: str, order: int) -> Iterator[None]:
+        """Inside, standing still for longer than the timeout is a fault. `order` grows from place to place, and is the
+        same on all ranks."""
+        self._place, self._progress = place, [order, 0]
+        self._since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._since = None
+
+    def beat(self) -> None:
+        """The main thread has got a part further inside the place it is at; the same parts on all ranks."""
+        self._progress = [self._progress[0], self._progress[1] + 1]
+        if self._since is not None:
+            self._since = time.monotonic()
+
+    def start(self, store: Store, size: int, meet: Any) -> None:
+        """Begin to watch `size` ranks. `meet` returns when every rank has called it."""
+        keys = [f"watch/{rank}" for rank in range(size)]
+        store.set(keys[self.rank], self._sign(0).encode())
+        meet()
+        now = time.monotonic()
+        self._heard = [Heard(Sign.decode(text), now) for text in store.multi_get(keys)]
+        # Apart, because a store behind a cut network answers a call neither with a value nor with an error.
+        threading.Thread(target=self._talk, args=(store, keys), daemon=True, name="watch-talk").start()
+        threading.Thread(target=self._look, daemon=True, name="watch-look").start()
+
+    def stop(self) -> None:
+        self._ended.set()
+
+    def _sign(self, number: int) -> Sign:
+        since = self._since
+        stalled = None if since is None else time.monotonic() - since
+        return Sign(number, self.process, self._place, self._progress, stalled)
+
+    @property
+    def _pause(self) -> float:
+        return min(POLL_SECONDS, self.timeout / POLLS_IN_TIMEOUT)
+
+    def _talk(self, store: Store, keys: list[str]) -> None:
+        number = 0
+        while not self._ended.wait(self._pause):
+            number += 1
+            try:
+                store.set(keys[self.rank], self._sign(number).encode())
+                signs = [Sign.decode(text) for text in store.multi_get(keys)]
+            except RuntimeError:  # no contact: `_look` counts the seconds
+                continue
+            self._contact = now = time.monotonic()
+            for heard, sign in zip(self._heard, signs, strict=True):
+                if sign.number != heard.sign.number:
+                    heard.sign, heard.at = sign, now
+
+    def _look(self) -> None:
+        while not self._ended.wait(self._pause):
+            now = time.monotonic()
+            fault = self._find_fault(now)
+            if fault and not self._ended.is_set():
+                self._leave(*fault)
+
+    def _find_fault(self, now: float) -> tuple[str, list[int]] | None:
+        """What is wrong, and the ranks it is about."""
+        gone = self._gone(now)
+        if gone:
+            return f"{self._names(gone)} ended suddenly", gone
+        if now - self._contact > self.timeout:
+            where = self._heard[0].sign.process.host
+            return f"no connection to rank 0's machine ({where}) for {now - self._contact:.0f} s", []
+        silent = [rank for rank, heard in enumerate(self._heard) if now - heard.at > self.timeout]
+        if silent:
+            seconds = max(now - self._heard[rank].at for rank in silent)
+            return f"{self._names(silent)} gave no sign for {seconds:.0f} s: frozen, or its machine is cut off", silent
+        return self._find_stuck([heard.sign for heard in self._heard])
+
+    def _gone(self, now: float) -> list[int]:
+        """Ranks of this machine whose process has ended some seconds ago."""
+        gone = []
+        for rank, heard in enumerate(self._heard):
+            process = heard.sign.process
+            if process.is_neighbour_of(self.process) and process.is_gone():
+                heard.gone_since = heard.gone_since or now
+                if now - heard.gone_since >= GONE_PATIENCE_SECONDS:
+                    gone.append(rank)
+        return gone
+
+    def _find_stuck(self, signs: Sequence[Sign]) -> tuple[str, list[int]] | None:
+        """Ranks that stand still, if not because they wait for one that stands at an earlier place."""
+        attended = [rank for rank, sign in enumerate(signs) if sign.stalled is not None]
+        if not any((signs[rank].stalled or 0) > self.timeout for rank in attended):
+            return None
+        seconds = max(signs[rank].stalled or 0 for rank in attended)
+        earliest = min(signs[rank].progress for rank in attended)
+        behind = [rank for rank in attended if signs[rank].progress == earliest]
+        place = signs[behind[0]].place
+        if len(behind) == len(signs) > 1:
+            return f"no rank got beyond {place} for {seconds:.0f} s: a device or the network does not answer", []
+        return f"{self._names(behind)} stuck for {seconds:.0f} s in {place}", behind
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        return " and ".join(f"rank {rank} ({self._heard[rank].sign.process})" for rank in ranks)
+
+    def _leave(self, fault: str, about: Sequence[int]) -> None:
+        """End this process; of each machine's ranks one says why."""
+        near = [rank for rank, heard in enumerate(self._heard) if heard.sign.process.is_neighbour_of(self.process)]
+        speakers = [rank for rank in near if rank not in about] or near
+        if self.rank == speakers[0]:
+            print(f"\nerror: {fault}; run the same command again to continue", file=sys.stderr, flush=True)
+        else:
+            time.sleep(SILENT_EXIT_SECONDS)  # torchrun ends all ranks once one has left: let the line be written first
+        os._exit(1)
+
+
+class NoWatch(Watch):
+    """For a world of one process, which has nobody to wait for."""
+
+    def __init__(self) -> None:
+        super().__init__(0, float("inf"))
