@@ -183,14 +183,14 @@ def _remove_leftovers(folder: Path) -> None:
     prefix = f".{folder.name}.partial-"
     for leftover in folder.parent.glob(f"{prefix}*"):
         pid = leftover.name.removeprefix(prefix)
-        if pid.isdigit() and (int(pid) == os.getpid() or not _is_alive(int(pid))):
+        if pid.isdecimal() and (int(pid) == os.getpid() or not _is_alive(int(pid))):
             shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # the latter: a number that no process has
         return False
     except PermissionError:  # another user's
         return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -14,6 +14,14 @@ from harness.errors import UserError
 Config = TypeVar("Config", bound=BaseModel)
 
 UPSTREAM_WARMUP_PERCENT = 5.0
+LARGEST_PRICE = 1e9
+SHOWN_FAULTS = 8  # of a file that is wrong all over
+SHOWN_CHARACTERS = 60
+LARGEST_DIGITS = 4000  # Python itself refuses to print much longer ones
+
+# Beyond it no number of tokens, steps or sequences means anything; and products of such numbers might leave what floats
+# can hold and what Python prints.
+Count = Annotated[int, Field(lt=2**63)]
 
 
 class TrainConfig(BaseModel):
@@ -27,21 +35,21 @@ class TrainConfig(BaseModel):
     }
 
     dataset: str = Field(min_length=1, description="owner/name on the Hugging Face Hub, or builtin/name.")
-    microbatch_size: int = Field(ge=1, description="Sequences per device and forward pass.")
-    min_train_tokens: int = Field(
+    microbatch_size: Count = Field(ge=1, description="Sequences per device and forward pass.")
+    min_train_tokens: Count = Field(
         description="Train on the smallest whole number of global batches with at least this many tokens; "
         "-1: on every whole global batch there is."
     )
-    start_train_token: int = Field(ge=0, description="Where in the train split the slice begins.")
-    validation_interval: int | None = Field(
+    start_train_token: Count = Field(ge=0, description="Where in the train split the slice begins.")
+    validation_interval: Count | None = Field(
         default=None, ge=1, description="Global steps between validations; absent: no validation."
     )
-    validation_batches: int | None = Field(default=None, ge=1, description="Microbatches per validation.")
-    start_val_token: int | None = Field(default=None, ge=0, description="Where in the validation split it begins.")
+    validation_batches: Count | None = Field(default=None, ge=1, description="Microbatches per validation.")
+    start_val_token: Count | None = Field(default=None, ge=0, description="Where in the validation split it begins.")
 
-    random_seed: int = Field(default=42, ge=0, lt=2**63, description="Weights alike on all ranks, dropout not.")
-    gradient_accumulation_steps: int = Field(default=1, ge=1, description="Microbatches per rank and optimizer step.")
-    global_batch_size: int | None = Field(
+    random_seed: Count = Field(default=42, ge=0, description="Weights alike on all ranks, dropout not.")
+    gradient_accumulation_steps: Count = Field(default=1, ge=1, description="Microbatches per rank and optimizer step.")
+    global_batch_size: Count | None = Field(
         default=None, ge=1, description="Sequences per optimizer step over all ranks, instead of accumulation steps."
     )
     learning_rate: float = Field(default=0.0004, gt=0, allow_inf_nan=False, description="Peak learning rate.")
@@ -50,7 +58,7 @@ class TrainConfig(BaseModel):
     eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False, description="AdamW's denominator term.")
     decay_all_parameters: bool = Field(default=True, description="false: weight decay on matrices only.")
     lr_schedule: Literal["constant", "cosine", "wsd"] = Field(default="constant", description="Shape after warm-up.")
-    warmup_steps: int | None = Field(default=None, ge=0, description="Global steps of linear warm-up.")
+    warmup_steps: Count | None = Field(default=None, ge=0, description="Global steps of linear warm-up.")
     warmup_period_percent: float | None = Field(
         default=None, ge=0, le=100, description="Warm-up as a percentage of all global steps."
     )
@@ -69,25 +77,25 @@ class TrainConfig(BaseModel):
     )
     compile: bool | Literal["auto"] = Field(default="auto", description="torch.compile; auto: on CUDA only.")
     activation_checkpointing: bool = Field(default=False, description="Recompute each block in the backward pass.")
-    checkpoint_interval: int | None = Field(default=None, ge=1, description="null: as validation_interval.")
-    keep_checkpoints: int | None = Field(
+    checkpoint_interval: Count | None = Field(default=None, ge=1, description="null: as validation_interval.")
+    keep_checkpoints: Count | None = Field(
         default=None, ge=1, description="Keep the newest N besides best and latest; null: all."
     )
     async_checkpoint: bool = Field(
         default=False, description="Write checkpoints while training goes on: it pauses only to copy the weights."
     )
-    weights_check_interval: int | None = Field(
+    weights_check_interval: Count | None = Field(
         default=None,
         ge=1,
         description="Global steps between comparisons of all ranks' weights; null: before each checkpoint.",
     )
     validation_ranks: Literal["rank0", "all"] = Field(default="rank0", description="Who validates.")
-    report_interval: int = Field(default=10, ge=1, description="Global steps between reports.")
-    max_skipped_steps: int = Field(default=10, ge=1, description="Non-finite steps in a row that end the run.")
+    report_interval: Count = Field(default=10, ge=1, description="Global steps between reports.")
+    max_skipped_steps: Count = Field(default=10, ge=1, description="Non-finite steps in a row that end the run.")
     price_per_hour: float | None = Field(
-        default=None, ge=0, allow_inf_nan=False, description="US dollars for the whole machine."
+        default=None, ge=0, le=LARGEST_PRICE, allow_inf_nan=False, description="US dollars for the whole machine."
     )
-    sample_interval: int | None = Field(default=None, ge=1, description="Global steps between printed samples.")
+    sample_interval: Count | None = Field(default=None, ge=1, description="Global steps between printed samples.")
     sample_prompt: str | None = Field(default=None, min_length=1, description="What a printed sample continues.")
 
     @model_validator(mode="after")
@@ -216,27 +224,32 @@ def load_train_config(path: Path) -> TrainConfig:
 
 
 def parse_config(kind: type[Config], raw: dict[str, Any], path: Path) -> Config:
-    """Check `raw` against a config class. Raises UserError with every fault on one line, the nearest key for a typo."""
+    """Check `raw` against a config class. Raises UserError with the faults on one line, the nearest key for a typo."""
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
         found = error.errors()
     # A misspelt key is missing under its right name, too: say it once.
-    meant = {_nearest(str(fault["loc"][0]), kind) for fault in found if fault["type"] == "extra_forbidden"}
+    unknown = [str(fault["loc"][0]) for fault in found if fault["type"] == "extra_forbidden"]
+    meant = {_nearest(key, kind) for key in unknown[:SHOWN_FAULTS]}
     if meant & set(getattr(kind, "other_keys", ())):
         found = [fault for fault in found if fault["type"] != "missing"]
     found = [fault for fault in found if fault["type"] != "missing" or fault["loc"][0] not in meant]
-    faults = dict.fromkeys(_describe(fault, kind) for fault in found)
+    faults = list(dict.fromkeys(_describe(fault, kind) for fault in found[:SHOWN_FAULTS]))
+    if len(found) > SHOWN_FAULTS:
+        faults.append(f"and {len(found) - SHOWN_FAULTS:,} more")
     raise UserError(f"{path}: " + "; ".join(faults))
 
 
 def _nearest(key: str, kind: type[BaseModel]) -> str | None:
     known = [*kind.model_fields, *getattr(kind, "other_keys", ())]
+    if len(key) > SHOWN_CHARACTERS:  # no slip of the finger, and slow to compare
+        return None
     return next(iter(difflib.get_close_matches(key, known, n=1, cutoff=0.5)), None)
 
 
 def _describe(fault: Any, kind: type[BaseModel]) -> str:
-    key = json.dumps(".".join(str(part) for part in fault["loc"] if not _is_union_branch(part)))
+    key = _shown(".".join(str(part) for part in fault["loc"] if not _is_union_branch(part)))
     if fault["type"] == "extra_forbidden":
         near = _nearest(str(fault["loc"][0]), kind)
         return f"key {key}: unknown" + (f'; did you mean "{near}"?' if near else "")
@@ -245,7 +258,16 @@ def _describe(fault: Any, kind: type[BaseModel]) -> str:
     if fault["type"] == "value_error":
         return str(fault["ctx"]["error"])
     message = fault["msg"][0].lower() + fault["msg"][1:]
-    return f"key {key}: {message}, not {json.dumps(fault['input'], default=str)[:60]}"
+    return f"key {key}: {message}, not {_shown(fault['input'])}"
+
+
+def _shown(value: Any) -> str:
+    """A value of a JSON file as it is written there, cut to what fits a line."""
+    try:
+        text = json.dumps(value, default=str)
+    except RecursionError:
+        text = "something deeply nested"
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
 
 def _is_union_branch(part: int | str) -> bool:
@@ -267,10 +289,14 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     try:
-        value = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant)
+        value = json.loads(
+            text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant, parse_int=_whole_number
+        )
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})") from None
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise UserError(f"{path}: nested too deeply") from None
+    except ValueError as error:
         raise UserError(f"{path}: {error}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: must hold one JSON object, not a {type(value).__name__}")
@@ -278,12 +304,29 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"key {json.dumps(repeated)}: given twice")
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"key {_shown(key)}: given twice")
+        if not _is_unicode(key):
+            raise ValueError(f"key {_shown(key)}: half of a surrogate pair is not a character")
+        result[key] = value
     return result
+
+
+def _is_unicode(text: str) -> bool:
+    """JSON can write a lone surrogate, which no file, terminal or other program can take."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > LARGEST_DIGITS:
+        raise ValueError(f"a whole number of {len(digits):,} digits is too large")
+    return int(digits)
 
 
 def _refuse_constant(name: str) -> NoReturn:

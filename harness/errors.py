@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from contextlib import contextmanager
 # How long a rank that has nothing of its own to say lets another one speak, before it leaves by itself: torchrun ends
 # every rank as soon as the first one has left, so leaving early could cut the message off.
 SPEAKER_PATIENCE_SECONDS = 10.0
+# Set once this process is on its way out, and says itself what there is to say.
+LEAVING = threading.Event()
 
 
 class UserError(Exception):
@@ -65,6 +68,8 @@ def one_line_errors() -> Iterator[None]:
 
 
 def _leave(error: UserError | RunError) -> None:
+    if not isinstance(error, PeerError):  # of whose cause the watch may know more
+        LEAVING.set()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if isinstance(error, PeerError) or (isinstance(error, UserError) and local_rank != 0):
         for number in (signal.SIGTERM, signal.SIGINT):

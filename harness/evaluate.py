@@ -72,9 +72,11 @@ class Ranks:
 
     def at_work(self, indexes: range) -> AbstractContextManager[object]:
         """The watch's attention, for a rank that has microbatches to evaluate and does not only wait."""
-        if not indexes:
-            return contextlib.nullcontext()
-        return self.world.watch.attended(f"the validation of global step {self.step}", 2 * self.step + 1)
+        order = 2 * self.step + 1
+        if indexes:
+            return self.world.watch.attended(f"the validation of global step {self.step}", order)
+        self.world.watch.passed(order)
+        return contextlib.nullcontext()
 
     def heeding(self, indexes: Iterable[int]) -> Iterator[int]:
         for index in indexes:

@@ -31,6 +31,7 @@ def replace_text(path: Path, text: str) -> None:
     """Give a file new contents in one rename: a reader sees the old ones or the new ones, never a part."""
     path = path.resolve()  # a link stays one
     draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.unlink(missing_ok=True)  # whatever it is: a link there would lead the text elsewhere
     try:
         with draft.open("w", encoding="utf-8") as file:
             file.write(text)

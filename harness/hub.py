@@ -140,7 +140,17 @@ def _ask_for_files(download: Download) -> tuple[str, list[HubFile]]:
     ]
     if info.sha is None or not files:
         raise download.failed("the repository holds no files", _put_files_there(download))
+    for file in files:
+        if not _stays_inside(file.path):
+            problem = f"the repository lists {file.path!r}, which leads out of the dataset's folder"
+            raise download.failed(problem, f"check HF_ENDPOINT; or {_put_files_there(download)}")
     return info.sha, files
+
+
+def _stays_inside(path: str) -> bool:
+    """Whether a path from elsewhere, put below a folder, stays there: a hostile endpoint might name any file of this
+    machine, to be written or, where its hash differs, deleted."""
+    return "\0" not in path and all(part not in {"", ".", ".."} for part in path.split("/"))
 
 
 def _clear_leftovers(partial: Path, files: list[HubFile]) -> None:
@@ -149,6 +159,8 @@ def _clear_leftovers(partial: Path, files: list[HubFile]) -> None:
     huggingface_hub writes every file under a name of its own until it is whole, and never comes back to it.
     """
     wanted = {partial / file.path for file in files}
+    for path in [path for path in partial.rglob("*") if path.is_symlink()]:
+        path.unlink()  # a download makes none, and what is written or deleted through one lies elsewhere
     for path in _files_in(partial):
         unfinished = path.suffix == ".incomplete"
         other_version = path not in wanted and not path.is_relative_to(partial / ".cache")
@@ -333,6 +345,8 @@ def _alone_in(partial: Path) -> Iterator[None]:
 
     The lock is on the directory itself, moves with it when it is renamed, and ends with the process.
     """
+    if partial.is_symlink():
+        raise UserError(f"{partial}: is a link, but what is left over in it would be deleted; remove the link")
     partial.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(partial, os.O_RDONLY)
     try:

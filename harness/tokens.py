@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +14,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 
-from harness.config import parse_config, read_json_object
+from harness.config import Count, parse_config, read_json_object
 from harness.errors import UserError
 from harness.run import check_name
 
 TOKEN_DTYPES = {"U16": "uint16", "U32": "uint32"}
 SCAN_CHUNK_TOKENS = 2**24
+LONGEST_NAME = 96  # on the Hub; a file system allows 255, a download's hidden folder has a longer one
 FINGERPRINT_SAMPLES = 64
 FINGERPRINT_SAMPLE_TOKENS = 4096
 
@@ -30,8 +30,8 @@ class SplitMeta(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
-    tokens: int | None = Field(default=None, ge=0)
-    bytes: int | None = Field(default=None, ge=0)
+    tokens: Count | None = Field(default=None, ge=0)
+    bytes: Count | None = Field(default=None, ge=0)
     sha256: str | None = None
 
 
@@ -44,8 +44,8 @@ class DatasetMeta(BaseModel):
     token_dtype: str | None = None
     files: dict[str, str] | list[str] = Field(default_factory=list)  # the notebook's: {"train": "train.safetensors"}
     tokenizer: str = "gpt2"
-    vocab_size: int | None = None
-    eot_token: int | None = None
+    vocab_size: Count | None = None
+    eot_token: Count | None = None
     splits: dict[str, SplitMeta] = Field(default_factory=dict)
 
 
@@ -111,7 +111,7 @@ class Dataset:
         present = meta_path.exists()
         meta = parse_config(DatasetMeta, read_json_object(meta_path), meta_path) if present else DatasetMeta()
         for file in meta.files.values() if isinstance(meta.files, dict) else meta.files:
-            if not (folder / file).is_file() and file.endswith((".safetensors", ".json")):
+            if file.endswith((".safetensors", ".json")) and not _is_file(folder, file):
                 raise UserError(f"{folder}: incomplete: meta.json lists {file}; complete the folder or move it away")
         dataset = cls(name, folder, meta)
         if isinstance(dataset.tokenizer, Path) and not dataset.tokenizer.is_file():
@@ -145,12 +145,22 @@ class Dataset:
         return {split: {"tokens": len(file), "sha256": file.fingerprint()} for split, file in files.items()}
 
 
+def _is_file(folder: Path, name: str) -> bool:
+    """Whether there is a file of that name in the folder or below it."""
+    try:
+        return ".." not in Path(name).parts and not Path(name).is_absolute() and (folder / name).is_file()
+    except OSError:  # a name too long for the file system
+        return False
+
+
 def dataset_folder(datasets_dir: Path, name: str) -> Path:
     """DATASETS_DIR/owner/name. Raises UserError for a name of another form, or for a file in the folder's place."""
     parts = name.split("/")
     if len(parts) != 2:
         raise UserError(f"dataset {json.dumps(name)}: must be owner/name, as on the Hugging Face Hub")
     owner, short = (check_name(part, f"dataset {json.dumps(name)}") for part in parts)
+    if max(len(owner), len(short)) > LONGEST_NAME:
+        raise UserError(f"dataset {json.dumps(name)}: longer than {LONGEST_NAME} characters")
     for folder in (datasets_dir, datasets_dir / owner, datasets_dir / owner / short):
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{folder}: is a file, but must be a folder for datasets; move it or name another place")
@@ -199,12 +209,13 @@ def _remembered_largest(dataset: Dataset, tokens: TokenFile) -> int:
         known = json.loads(memory.read_text())
         if known["file"] == key:
             return int(known["largest_token"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # not scanned yet
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
+        pass  # not scanned yet, or not written by us
     largest = tokens.largest_token()
     try:
         memory.parent.mkdir(exist_ok=True)
         draft = memory.with_suffix(f".{os.getpid()}.tmp")
+        draft.unlink(missing_ok=True)  # whatever it is: a link there would lead the text elsewhere
         draft.write_text(json.dumps({"file": key, "largest_token": largest}))
         draft.replace(memory)
     except OSError:
@@ -241,7 +252,7 @@ def whole_batches(wanted: int, available: int, batch_tokens: int) -> int:
         batches = max(0, available - 1) // batch_tokens
         needed = batch_tokens + 1
     else:
-        batches = math.ceil(wanted / batch_tokens)
+        batches = -(-wanted // batch_tokens)  # rounded up, in whole numbers: exact beyond 2**53, too
         needed = batches * batch_tokens + 1
     if available < needed:
         raise UserError(f"wanted {needed:,} tokens, but there are {max(0, available):,}")

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from harness.errors import LEAVING
 from harness.processes import ProcessName
 
 POLL_SECONDS = 2.0
@@ -25,6 +26,7 @@ POLLS_IN_TIMEOUT = 5
 # A rank that ends because of an error tells it itself, and its peers' main threads hear of it: let them speak first.
 GONE_PATIENCE_SECONDS = 5.0
 SILENT_EXIT_SECONDS = 2.0
+PASSED = 2**53
 
 
 class Store(Protocol):
@@ -41,7 +43,7 @@ class Sign:
     number: int  # counts the signs themselves
     process: ProcessName
     place: str
-    progress: list[int]  # of two ranks that are both attended, the one with less of it is behind
+    progress: list[int]  # the rank with less of it is behind
     stalled: float | None  # seconds without progress; None outside `attended`
 
     def encode(self) -> str:
@@ -84,7 +86,12 @@ class Watch:
         try:
             yield
         finally:
-            self._since = None
+            self.passed(order)
+
+    def passed(self, order: int) -> None:
+        """This rank has nothing left to do at a place, and may take its time, or waits for the others."""
+        self._since = None
+        self._progress = [order, PASSED]
 
     def beat(self) -> None:
         """The main thread has got a part further inside the place it is at; the same parts on all ranks."""
@@ -130,10 +137,16 @@ class Watch:
                     heard.sign, heard.at = sign, now
 
     def _look(self) -> None:
+        looked = time.monotonic()
         while not self._ended.wait(self._pause):
             now = time.monotonic()
+            if now - looked > self.timeout / 2:  # it was this process that was frozen
+                self._contact = now
+                for heard in self._heard:
+                    heard.at = now
+            looked = now
             fault = self._find_fault(now)
-            if fault and not self._ended.is_set():
+            if fault and not self._ended.is_set() and not LEAVING.is_set():
                 self._leave(*fault)
 
     def _find_fault(self, now: float) -> tuple[str, list[int]] | None:
@@ -162,15 +175,15 @@ class Watch:
         return gone
 
     def _find_stuck(self, signs: Sequence[Sign]) -> tuple[str, list[int]] | None:
-        """Ranks that stand still, if not because they wait for one that stands at an earlier place."""
-        attended = [rank for rank, sign in enumerate(signs) if sign.stalled is not None]
-        if not any((signs[rank].stalled or 0) > self.timeout for rank in attended):
+        """The ranks that are behind all others, if they stand still where they should not."""
+        earliest = min(sign.progress for sign in signs)
+        behind = [rank for rank, sign in enumerate(signs) if sign.progress == earliest]
+        stalled = [signs[rank].stalled for rank in behind]
+        seconds = max(each or 0.0 for each in stalled)
+        if None in stalled or seconds <= self.timeout:
             return None
-        seconds = max(signs[rank].stalled or 0 for rank in attended)
-        earliest = min(signs[rank].progress for rank in attended)
-        behind = [rank for rank in attended if signs[rank].progress == earliest]
         place = signs[behind[0]].place
-        if len(behind) == len(signs) > 1:
+        if len(behind) == len(signs):
             return f"no rank got beyond {place} for {seconds:.0f} s: a device or the network does not answer", []
         return f"{self._names(behind)} stuck for {seconds:.0f} s in {place}", behind
 

@@ -60,7 +60,7 @@ def leaving_with_peers() -> Iterator[None]:
     except RuntimeError as error:
         if not any(text in str(error) for text in PEER_GONE_TEXTS):
             raise
-        raise PeerError(f"another rank is gone ({str(error).splitlines()[0]})") from None
+        raise PeerError("the connection to another rank is gone") from None
 
 
 class Vote:
