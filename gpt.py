@@ -16,13 +16,20 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from harness.config import parse_config, read_json_object
+from harness.config import Count, parse_config, read_json_object
 from harness.errors import UserError
 from harness.loss import linear_cross_entropy
+from harness.memory import GIB, free_memory
 from harness.weights import load_weights
 
 HEAD_DIM_OF_DEPTH = 64
 INIT_STD = 0.02
+# Far beyond what was ever trained, and still quickly refused for want of memory or disk: without a limit a typing error
+# makes layers for hours.
+LARGEST_PARAMETERS = 10**13
+LARGEST_LAYERS = 10_000
+WEIGHT_BYTES = 4  # fp32, made on the CPU first
+LOADABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # What later keys of the table may already say without changing anything.
 AVAILABLE = {"position": "learned", "norm": "layernorm", "mlp": "gelu", "qk_norm": False}
 
@@ -35,11 +42,11 @@ class ModelConfig(BaseModel):
         "depth": {"type": "integer", "minimum": 1, "description": "In place of n_layers, n_heads and emb_dim."}
     }
 
-    vocab_size: int = Field(ge=2, description="Token ids are 0 .. vocab_size - 1.")
-    context_length: int = Field(ge=1, description="Tokens the model sees at once.")
-    emb_dim: int = Field(ge=1, description="Width of the residual stream.")
-    n_heads: int = Field(ge=1, description="Attention heads; emb_dim is a multiple.")
-    n_layers: int = Field(ge=1, description="Transformer blocks.")
+    vocab_size: Count = Field(ge=2, description="Token ids are 0 .. vocab_size - 1.")
+    context_length: Count = Field(ge=1, description="Tokens the model sees at once.")
+    emb_dim: Count = Field(ge=1, description="Width of the residual stream.")
+    n_heads: Count = Field(ge=1, description="Attention heads; emb_dim is a multiple.")
+    n_layers: int = Field(ge=1, le=LARGEST_LAYERS, description="Transformer blocks.")
     drop_rate: float = Field(ge=0, lt=1, description="Dropout on embeddings, attention weights and residuals.")
     qkv_bias: bool = Field(description="Biases on the query, key and value projections.")
     tie_weights: bool = Field(default=False, description="Output head shares the token embedding.")
@@ -47,7 +54,7 @@ class ModelConfig(BaseModel):
     norm: Literal["layernorm", "rmsnorm"] = Field(default="layernorm", description="Normalisation.")
     mlp: Literal["gelu", "relu2", "swiglu"] = Field(default="gelu", description="Feed-forward activation.")
     qk_norm: bool = Field(default=False, description="Normalise queries and keys.")
-    n_kv_heads: int | None = Field(default=None, ge=1, description="Key-value heads; null: n_heads.")
+    n_kv_heads: Count | None = Field(default=None, ge=1, description="Key-value heads; null: n_heads.")
 
     @model_validator(mode="before")
     @classmethod
@@ -56,8 +63,8 @@ class ModelConfig(BaseModel):
         if not isinstance(raw, dict) or "depth" not in raw:
             return raw
         depth = raw["depth"]
-        if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
-            raise ValueError('key "depth": must be a whole number of at least 1')
+        if not isinstance(depth, int) or isinstance(depth, bool) or not 1 <= depth <= LARGEST_LAYERS:
+            raise ValueError(f'key "depth": must be a whole number from 1 to {LARGEST_LAYERS:,}')
         shape = {"n_layers": depth, "n_heads": depth, "emb_dim": depth * HEAD_DIM_OF_DEPTH}
         for key in shape:
             if key in raw:
@@ -79,6 +86,11 @@ class ModelConfig(BaseModel):
             raise ValueError(
                 f'key "emb_dim": {self.emb_dim} is not a multiple of n_heads ({self.n_heads}); '
                 f"the nearest: {' and '.join(nearest)}"
+            )
+        if self.parameters > LARGEST_PARAMETERS:
+            raise ValueError(
+                f'keys "vocab_size", "context_length", "emb_dim" and "n_layers": a model of {self.parameters:,} '
+                f"parameters; there can be {LARGEST_PARAMETERS:,}"
             )
         return self
 
@@ -171,14 +183,26 @@ class TransformerBlock(nn.Module):
         return x_BxTxC + self.drop(self.ff(self.norm2(x_BxTxC)))
 
 
+def _check_memory(config: ModelConfig) -> None:
+    """Before the first layer is made: systems promise more memory than they have, and end the process that uses it."""
+    needed = config.parameters * WEIGHT_BYTES
+    if torch.get_default_device().type == "cpu" and needed > free_memory():
+        raise UserError(
+            f"model.json: {config.parameters:,} parameters take {needed / GIB:,.2f} GiB of memory, and "
+            f"{free_memory() / GIB:,.2f} GiB are free; make the model smaller"
+        )
+
+
 class GPTModel(nn.Module):
     """GPT-2: token and position embeddings, `n_layers` blocks, a final norm and a linear head."""
 
     def __init__(self, config: ModelConfig, *, recompute_blocks: bool = False) -> None:
         """Weights are drawn from torch's global generator, so that equal seeds give equal models on every rank.
 
-        With `recompute_blocks` the backward pass runs each block again instead of keeping its activations.
+        With `recompute_blocks` the backward pass runs each block again instead of keeping its activations. Raises
+        UserError if this machine cannot hold even the weights.
         """
+        _check_memory(config)
         super().__init__()
         self.config = config
         self.recompute_blocks = recompute_blocks
@@ -249,6 +273,9 @@ class GPTModel(nn.Module):
             if offered[name].shape != tensor.shape:
                 shapes = f"{list(offered[name].shape)} in the file, {list(tensor.shape)} in model.json"
                 raise UserError(f"{source}: not this model: tensor {name} is {shapes}")
+            if offered[name].dtype not in LOADABLE:
+                kind = str(offered[name].dtype).removeprefix("torch.")
+                raise UserError(f"{source}: not this model: tensor {name} is {kind}; weights are fp32, fp16 or bf16")
         surplus = sorted(offered.keys() - wanted.keys())
         if surplus:
             raise UserError(f"{source}: not this model: tensor {surplus[0]} is not in model.json's shape")
