@@ -157,7 +157,11 @@ class Watch:
         if now - self._contact > self.timeout:
             where = self._heard[0].sign.process.host
             return f"no connection to rank 0's machine ({where}) for {now - self._contact:.0f} s", []
-        silent = [rank for rank, heard in enumerate(self._heard) if now - heard.at > self.timeout]
+        silent = [
+            rank
+            for rank, heard in enumerate(self._heard)
+            if now - heard.at > self.timeout and heard.gone_since is None  # of that more is known in a moment
+        ]
         if silent:
             seconds = max(now - self._heard[rank].at for rank in silent)
             return f"{self._names(silent)} gave no sign for {seconds:.0f} s: frozen, or its machine is cut off", silent
