@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import secrets
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -105,9 +106,7 @@ class World:
         if size == 1:
             return cls(rank, local_rank, size, local_size, device)
         if size == local_size:
-            # Nothing to hear from other machines, and so nothing for them to reach. The user's own choice goes first.
-            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-                os.environ.setdefault(variable, "lo")
+            _listen_on_loopback()
         timeout = _timeout_seconds()
         # torch.accelerator reports cuda on any CUDA build, GPU or not: the backend follows the device we chose.
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -247,6 +246,13 @@ def world_size() -> int:
 def is_speaker() -> bool:
     """Whether this process is rank 0, before or without starting the world."""
     return _environment("RANK", 0) == 0
+
+
+def _listen_on_loopback() -> None:
+    """There is nothing to hear from other machines, and so nothing for them to reach. What the user has set stays."""
+    loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback else ():
+        os.environ.setdefault(variable, min(loopback))
 
 
 def _timeout_seconds() -> float:
