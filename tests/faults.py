@@ -1,0 +1,194 @@
+"""Faults from inside: what a prelude imports in each rank, before the script that is put to the test.
+
+    prelude = "from tests.faults import *; before(STEP, tell(15), rank=1, step=7)"
+
+Functions of the program are named by where they are, as `module:Class.function`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pkgutil
+import signal
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from signal import SIGINT as SIGINT
+from signal import SIGTERM as SIGTERM
+from typing import Any
+
+import torch
+
+import harness.charts
+from harness.step import TrainStep
+from harness.watch import Watch
+
+Action = Callable[[], Any]
+
+START = "harness.world:World.start"
+WARM_UP = "harness.job:Job.warm_up"
+LISTEN = "harness.stopping:StopRequest.listen"
+BETWEEN_STEPS = "harness.background:ForegroundWriter.check"
+STEP = "harness.step:TrainStep.run"
+FORWARD = "gpt:GPTModel.forward"
+UPDATE = "harness.step:update_weights"
+VALIDATION = "harness.job:Job.validate"  # on all ranks
+EVALUATION = "harness.evaluate:microbatch_losses"  # on ranks that evaluate
+SAVE = "harness.job:Job.save"  # on all ranks
+WRITE = "checkpointing:_write_files"  # on rank 0
+METRICS = "harness.metrics:MetricsFile.append"  # on rank 0
+
+
+class Now:
+    """Where this rank is."""
+
+    step = -1
+
+
+def _note_steps() -> None:
+    attended = Watch.attended
+
+    def noting(self: Watch, place: str, order: int) -> AbstractContextManager[None]:
+        Now.step = order // 2
+        return attended(self, place, order)
+
+    Watch.attended = noting  # type: ignore[method-assign]
+
+
+_note_steps()
+# Drawing takes longer than all else in these small runs.
+harness.charts.draw_training_chart = lambda *arguments, **options: None
+
+
+def own_rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def before(where: str, action: Action, *, rank: int | None = None, step: int | None = None, call: int = 0) -> None:
+    """Run `action` before the function `where`, on one rank or all: at its call number `call` (from 1) of this process,
+    or else at each; of those of global step `step` alone, if it is given."""
+    if rank not in (None, own_rank()):
+        return
+    calls = 0
+
+    def acting(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        if step in (None, Now.step):
+            calls += 1
+            if call in (0, calls):
+                action()
+        return original(*arguments, **options)
+
+    around(where, acting)
+
+
+def around(where: str, wrapper: Callable[..., Any]) -> None:
+    """Have `wrapper(original, *arguments)` called in place of the function `where`."""
+    module, _, path = where.partition(":")
+    *owners, name = path.split(".")
+    owner = pkgutil.resolve_name(f"{module}:{'.'.join(owners)}") if owners else pkgutil.resolve_name(module)
+    held = vars(owner)[name]
+    if isinstance(held, classmethod):
+        setattr(owner, name, classmethod(functools.partial(_call, wrapper, held.__func__)))
+        return
+
+    @functools.wraps(held)
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        return wrapper(held, *arguments, **options)
+
+    setattr(owner, name, wrapped)
+
+
+def _call(wrapper: Callable[..., Any], held: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    return wrapper(held, *arguments, **options)
+
+
+def in_gradients(change: Callable[[torch.Tensor], torch.Tensor | None], *, rank: int, steps: range) -> None:
+    """Have `change` make another gradient of one parameter's, on one rank, before ranks exchange it."""
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor | None:
+        return change(gradient) if Now.step in steps else None
+
+    def building(original: Callable[..., None], self: TrainStep, *arguments: Any) -> None:
+        original(self, *arguments)
+        if rank == own_rank():
+            list(self.model.parameters())[-1].register_hook(hook)
+
+    around("harness.step:TrainStep.__init__", building)
+
+
+# Actions
+
+
+def tell(number: int) -> Action:
+    """Send this process a signal."""
+    return lambda: os.kill(os.getpid(), number)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def freeze() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def fail() -> None:
+    raise RuntimeError("an injected failure")
+
+
+def pause(seconds: float) -> Action:
+    return lambda: time.sleep(seconds)
+
+
+def note(path: str, action: Action = lambda: None) -> Action:
+    """Write down the time, then do `action`."""
+
+    def noting() -> None:
+        with Path(path).open("a") as file:
+            file.write(f"{time.time()}\n")
+        action()
+
+    return noting
+
+
+# Records
+
+
+def record_windows(folder: str) -> None:
+    """Write down the token windows of each step this rank completes, as lines "first-token tokens", into a file."""
+    handed: list[tuple[int, int]] = []
+    path = Path(folder) / f"{os.getpid()}"
+
+    def reading(original: Callable[..., Any], self: Any, start: int, count: int) -> Any:
+        handed.append((start, count - 1))  # the last one is a target only
+        return original(self, start, count)
+
+    def handing_out(original: Callable[..., Any], *arguments: Any) -> Any:
+        handed.clear()
+        return original(*arguments)
+
+    def stepping(original: Callable[..., Any], *arguments: Any) -> Any:
+        result = original(*arguments)
+        with path.open("a") as file:
+            file.writelines(f"{start} {count}\n" for start, count in handed)
+        return result
+
+    around("harness.tokens:TokenFile.read", reading)
+    around("harness.tokens:MicrobatchReader.step_windows", handing_out)
+    around(STEP, stepping)
+
+
+def lively_scaler() -> None:
+    """A gradient scaler whose state changes within a few steps: by growth, and by an overflow at step 4."""
+
+    def scaler(original: Callable[..., Any], precision: Any) -> torch.amp.GradScaler:
+        usual = original(precision)
+        return torch.amp.GradScaler(
+            precision.device_type, init_scale=1024.0, growth_interval=3, enabled=usual.is_enabled()
+        )
+
+    around("harness.precision:Precision.scaler", scaler)
+    in_gradients(lambda gradient: gradient * torch.inf, rank=0, steps=range(4, 5))
