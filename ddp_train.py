@@ -138,6 +138,10 @@ class Trainer:
             tally.best_loss, tally.best_step = deciding, step
         tally.loss_sum, tally.loss_count = 0.0, 0
         job.save(is_best=is_best, planned=True)
+        # A stop that was asked for meanwhile needs no step and no save more: torchrun kills after 30 seconds.
+        asked = max(job.world.gather(job.stop.signal))
+        if asked and step != self.last_step:
+            self.stop(asked)
 
     def stop(self, signal_number: int, *, validation_due: bool = False) -> None:
         """Leave a checkpoint of the last step done, wherever it fell, and say how to go on."""
