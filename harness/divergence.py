@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -24,14 +23,20 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
 
 def describe_divergence(fingerprints: Sequence[list[int]], model: nn.Module) -> str | None:
     """Which ranks' weights differ from those of most, and in which tensor first; None if all are equal."""
-    counts = Counter(tuple(each) for each in fingerprints)
-    if len(counts) == 1:
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, each in enumerate(fingerprints):
+        groups.setdefault(tuple(each), []).append(rank)
+    if len(groups) == 1:
         return None
-    usual = counts.most_common(1)[0][0]
-    odd = [rank for rank, each in enumerate(fingerprints) if tuple(each) != usual]
-    first = next(index for index, value in enumerate(fingerprints[odd[0]]) if value != usual[index])
+    (usual, most), *others = sorted(groups.items(), key=lambda group: -len(group[1]))
+    first = min(next(at for at, value in enumerate(odd) if value != usual[at]) for odd, _ in others)
     tensor = [name for name, _ in model.named_parameters()][first]
-    ranks = f"rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))}"
-    if list(counts.values()).count(counts[usual]) > 1:
-        return f"the weights of {ranks} differ from those of the others, as many (first in {tensor})"
-    return f"the weights of {ranks} differ from those of the other {counts[usual]} ranks (first in {tensor})"
+    if len(most) == len(others[0][1]):
+        sides = " and ".join(_ranks(ranks) for ranks in groups.values())
+        return f"the weights of {sides} differ, first in {tensor}, and which are right cannot be told"
+    odd_ranks = sorted(rank for _, ranks in others for rank in ranks)
+    return f"the weights of {_ranks(odd_ranks)} differ from those of the other {len(most)} ranks, first in {tensor}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
