@@ -6,6 +6,7 @@ renamed, and the links `latest` and `best` are replaced in one rename each, so t
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -97,10 +98,22 @@ def _write_files(draft: Path, checkpoint: Checkpoint) -> None:
     names = sorted(path.name for path in draft.iterdir())
     with ThreadPoolExecutor() as pool:
         hashes = dict(zip(names, pool.map(lambda name: sha256(draft / name), names), strict=True))
-    (draft / META).write_text(json.dumps({**checkpoint.meta, "sha256": hashes}, indent=2) + "\n")
+    write_meta(draft, {**checkpoint.meta, "sha256": hashes})
     for path in draft.iterdir():
         sync(path)
     sync(draft)
+
+
+def write_meta(path: Path, meta: dict[str, Any]) -> None:
+    """Write a checkpoint's meta.json, with a SHA-256 of its own values among those of the other files."""
+    sealed = {**meta, "sha256": {**meta["sha256"], META: _own_sha256(meta)}}
+    (path / META).write_text(json.dumps(sealed, indent=2) + "\n")
+
+
+def _own_sha256(meta: dict[str, Any]) -> str:
+    """Of the values, however they are laid out, but for the place of this hash itself."""
+    others = {name: value for name, value in meta["sha256"].items() if name != META}
+    return hashlib.sha256(json.dumps({**meta, "sha256": others}, sort_keys=True).encode()).hexdigest()
 
 
 def _free_name(folder: Path, step: int) -> Path:
@@ -160,10 +173,12 @@ def choose_start(folder: Path, name: str | None) -> Path | None:
 
 
 def open_start(folder: Path, name: str | None) -> tuple[Path, dict[str, Any]] | None:
-    """The checkpoint to continue from, verified, with its meta.json; None where there is nothing to continue.
+    """The checkpoint to continue from, verified, with its meta.json; None where there is nothing to continue. Only for
+    the run's one process: what a killed one left half-written is removed.
 
     Raises UserError for a damaged one; it names the newest of `folder` that is whole.
     """
+    _remove_leftovers(folder)
     try:
         start = choose_start(folder, name)
         if start is None:
@@ -208,7 +223,10 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 def verify_checkpoint(path: Path) -> None:
     """Compare every file with meta.json's hashes. Raises UserError naming the first that is missing or damaged."""
-    hashes = read_meta(path).get("sha256", {})
+    meta = read_meta(path)
+    hashes = dict(meta.get("sha256", {}))
+    if META in hashes and hashes.pop(META) != _own_sha256(meta):  # earlier versions wrote none
+        raise UserError(f"{path / META}: damaged (its values do not have the SHA-256 that it holds)")
     for name in (WEIGHTS, OPTIMIZER, TRAIN_STATE, *([SCALER] if (path / SCALER).exists() else [])):
         if name not in hashes:
             raise UserError(f"{path / META}: damaged: no SHA-256 of {name}")

@@ -81,6 +81,7 @@ def test_what_is_loaded_is_what_was_saved(folder: Path, tmp_path: Path) -> None:
     for part in ("weights", "optimizer", "scaler", "train_state"):
         assert_equal(getattr(loaded, part), getattr(saved, part))
     hashes = loaded.meta.pop("sha256")
+    assert len(hashes.pop("meta.json")) == 64
     assert loaded.meta == saved.meta
     assert hashes == {name: sha256(path / name) for name in [*STATE_FILES, "letters.json"]}
 
@@ -233,16 +234,31 @@ def test_meta_json_without_hashes_vouches_for_nothing(folder: Path) -> None:
     path = save_checkpoint(folder, a_checkpoint())
     meta = checkpointing.read_meta(path)
     for hashes in ({}, {"optimizer.pt": meta["sha256"]["optimizer.pt"]}):
-        (path / "meta.json").write_text(json.dumps({**meta, "sha256": hashes}))
+        checkpointing.write_meta(path, {**meta, "sha256": hashes})
         with pytest.raises(UserError):
             checkpointing.verify_checkpoint(path)
+
+
+def test_a_changed_meta_json_is_damaged(folder: Path) -> None:
+    """Its numbers say where to go on: a digit that flips must not go unseen. How it is laid out does not matter."""
+    path = save_checkpoint(folder, a_checkpoint(7, is_best=True, tokens=1.25))
+    meta, text = checkpointing.read_meta(path), (path / "meta.json").read_text()
+    (path / "meta.json").write_text(json.dumps(dict(reversed(meta.items()))))
+    checkpointing.verify_checkpoint(path)
+    for old, new in (("1024", "1025"), ("1.25", "1.24"), ('"is_best": true', '"is_best": false'), ("tokens", "tokenr")):
+        (path / "meta.json").write_text(text.replace(old, new))
+        with pytest.raises(UserError, match=r"meta.json: damaged"):
+            checkpointing.verify_checkpoint(path)
+    del meta["sha256"]["meta.json"]  # as earlier versions wrote it
+    (path / "meta.json").write_text(json.dumps(meta))
+    checkpointing.verify_checkpoint(path)
 
 
 def test_hashes_cannot_lead_out_of_the_checkpoint(folder: Path, tmp_path: Path) -> None:
     path = save_checkpoint(folder, a_checkpoint())
     (tmp_path / "secret").write_text("x")
     meta = checkpointing.read_meta(path)
-    (path / "meta.json").write_text(json.dumps({**meta, "sha256": {"../../secret": "0", **meta["sha256"]}}))
+    checkpointing.write_meta(path, {**meta, "sha256": {"../../secret": "0", **meta["sha256"]}})
     with pytest.raises(UserError, match="plain name"):
         checkpointing.verify_checkpoint(path)
 
@@ -271,7 +287,7 @@ def test_a_checkpoint_never_executes(folder: Path, tmp_path: Path, file: str, fo
     mark.unlink()
     meta = checkpointing.read_meta(path)
     meta["sha256"][file] = sha256(path / file)
-    (path / "meta.json").write_text(json.dumps(meta))
+    checkpointing.write_meta(path, meta)
     checkpointing.verify_checkpoint(path)
     with pytest.raises(UserError, match=f"{file}: not a readable state file") as caught:
         checkpointing.load_checkpoint(path)
