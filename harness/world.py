@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import platform
-import secrets
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,11 +18,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from harness.errors import PeerError, RunError, UserError
+from harness.meeting import name_this_life
 from harness.trees import replace_leaves
-from harness.watch import NoWatch, Store, Watch
+from harness.watch import NoWatch, Watch
 
 T = TypeVar("T")
 
@@ -110,24 +110,21 @@ class World:
         timeout = _timeout_seconds()
         # torch.accelerator reports cuda on any CUDA build, GPU or not: the backend follows the device we chose.
         backend = "nccl" if device.type == "cuda" else "gloo"
+        patience = timedelta(seconds=timeout + BACKSTOP_SECONDS)
+        store, _, _ = next(rendezvous("env://", timeout=patience))
+        life = name_this_life(store, rank, size, patience.total_seconds())
         dist.init_process_group(
             backend,
-            timeout=timedelta(seconds=timeout + BACKSTOP_SECONDS),
+            store=PrefixStore(life, store),
+            rank=rank,
+            world_size=size,
+            timeout=patience,
             device_id=device if device.type == "cuda" else None,
         )
         control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
         world = cls(rank, local_rank, size, local_size, device, Watch(rank, timeout), control)
-        world.watch.start(world._own_store(), size, world.barrier)
+        world.watch.start(PrefixStore(life, _own_connection()), size, world.barrier)
         return world
-
-    def _own_store(self) -> Store:
-        """The store at which the ranks met, over a connection of this process's threads' own.
-
-        torchrun's store outlives the processes: a prefix keeps what these say apart from what earlier ones said.
-        """
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = TCPStore(address, port, is_master=False, wait_for_workers=False)
-        return PrefixStore(self.on_rank0(lambda: secrets.token_hex(8)), store)
 
     def stop(self) -> None:
         """Leave the world after every rank has got here."""
@@ -236,6 +233,11 @@ class World:
             if other.error is not None:
                 raise PeerError(other.error)
         return [each.value for each in outcomes]
+
+
+def _own_connection() -> TCPStore:
+    """The store at which the ranks met, over a connection that only the watch's threads use."""
+    return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
 
 
 def world_size() -> int:
