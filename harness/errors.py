@@ -57,7 +57,8 @@ def one_line_errors() -> Iterator[None]:
     except OSError as error:
         _leave(RunError(f"{error.filename or 'a file'}: {error.strerror or error}"))
     except KeyboardInterrupt:  # before or after training, which takes note of it itself
-        print("stopped by SIGINT", file=sys.stderr, flush=True)
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            print("stopped by SIGINT", file=sys.stderr, flush=True)
         _leave(StoppedError(signal.SIGINT))
     except Exception:
         if "LOCAL_RANK" not in os.environ:

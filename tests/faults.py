@@ -8,12 +8,14 @@ Functions of the program are named by where they are, as `module:Class.function`
 from __future__ import annotations
 
 import functools
+import json
 import os
 import pkgutil
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from signal import SIGINT as SIGINT
 from signal import SIGTERM as SIGTERM
@@ -23,11 +25,11 @@ import torch
 
 import harness.charts
 from harness.step import TrainStep
-from harness.watch import Watch
 
 Action = Callable[[], Any]
 
 START = "harness.world:World.start"
+CHECK = "harness.experiment:Experiment.check_same_everywhere"
 WARM_UP = "harness.job:Job.warm_up"
 LISTEN = "harness.stopping:StopRequest.listen"
 BETWEEN_STEPS = "harness.background:ForegroundWriter.check"
@@ -38,6 +40,7 @@ VALIDATION = "harness.job:Job.validate"  # on all ranks
 EVALUATION = "harness.evaluate:microbatch_losses"  # on ranks that evaluate
 SAVE = "harness.job:Job.save"  # on all ranks
 WRITE = "checkpointing:_write_files"  # on rank 0
+SYNC = "checkpointing:sync"  # on rank 0, of each file and folder
 METRICS = "harness.metrics:MetricsFile.append"  # on rank 0
 
 
@@ -47,17 +50,6 @@ class Now:
     step = -1
 
 
-def _note_steps() -> None:
-    attended = Watch.attended
-
-    def noting(self: Watch, place: str, order: int) -> AbstractContextManager[None]:
-        Now.step = order // 2
-        return attended(self, place, order)
-
-    Watch.attended = noting  # type: ignore[method-assign]
-
-
-_note_steps()
 # Drawing takes longer than all else in these small runs.
 harness.charts.draw_training_chart = lambda *arguments, **options: None
 
@@ -192,3 +184,59 @@ def lively_scaler() -> None:
 
     around("harness.precision:Precision.scaler", scaler)
     in_gradients(lambda gradient: gradient * torch.inf, rank=0, steps=range(4, 5))
+
+
+def _attending(original: Callable[..., Any], self: Any, place: str, order: int) -> Any:
+    Now.step = order // 2
+    return original(self, place, order)
+
+
+around("harness.watch:Watch.attended", _attending)
+
+
+def record_handler(folder: str) -> None:
+    """Write down how often this rank's signal handler ran, and which functions it called."""
+    known: dict[str, Any] = {"runs": 0, "called": []}
+
+    def noting(original: Callable[..., Any], *arguments: Any) -> None:
+        def profile(frame: Any, event: str, argument: Any) -> None:
+            is_handler = event == "call" and frame.f_code is original.__code__
+            if event in {"call", "c_call"} and not is_handler and argument is not sys.setprofile:
+                known["called"].append(f"{frame.f_code.co_name} {argument}")
+
+        known["runs"] += 1
+        sys.setprofile(profile)
+        try:
+            original(*arguments)
+        finally:
+            sys.setprofile(None)
+
+    around("harness.stopping:StopRequest._note", noting)
+    path = Path(folder) / str(os.getpid())
+    before("harness.progress:Progress.close", lambda: path.write_text(json.dumps(known)))
+
+
+def signal_storm(number: int, count: int) -> None:
+    """Begin to send this process many signals, one each millisecond."""
+
+    def send() -> None:
+        for _ in range(count):
+            os.kill(os.getpid(), number)
+            time.sleep(0.001)
+
+    threading.Thread(target=send).start()
+
+
+def in_life(life: int, path: str, action: Action) -> Action:
+    """Do `action` in one life of a job that is restarted: the first, the second, ..."""
+
+    def acting() -> None:
+        with Path(path).open("a+") as file:
+            file.seek(0)
+            lived = len(file.read().splitlines()) + 1
+            if lived == life:
+                file.write("died\n")
+                file.flush()
+                action()
+
+    return acting
