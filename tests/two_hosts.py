@@ -90,6 +90,10 @@ class Host:
         """The command that trains the run `name`."""
         return [str(ROOT / "ddp_train.py"), name, str(self.work / "datasets"), "--runs-dir", str(self.work / "runs")]
 
+    def workers(self) -> list[int]:
+        """The pids of what torchrun has started here: `python -u ddp_train.py ...`."""
+        return [pid for pid in self.processes() if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1] == b"-u"]
+
     def crash(self) -> None:
         """SIGKILL to everything that runs here."""
         pids = self.processes()
@@ -120,14 +124,20 @@ class Pair:
     def hosts(self) -> tuple[Host, Host]:
         return self.first, self.second
 
-    def torchrun(self, name: str, *options: str, processes: int = 1) -> list[WarmProcess]:
-        """Start the real torchrun on both hosts, to train the run `name` with so many processes on each."""
-        shared = [f"--rdzv-id={secrets.token_hex(4)}", f"--rdzv-endpoint={self.first.address}:{PORT}"]
-        shared += ["--rdzv-backend=c10d", "--nnodes=2", f"--nproc-per-node={processes}", *options]
+    def torchrun(self, name: str, *options: str, processes: int = 1, c10d: bool = False) -> list[WarmProcess]:
+        """Start the real torchrun on both hosts, to train the run `name` with so many processes on each.
+
+        The first host is node 0; with `c10d`, torchrun chooses, and takes the one whose name comes first.
+        """
+        meeting = [f"--rdzv-id={secrets.token_hex(4)}", f"--rdzv-endpoint={self.first.address}:{PORT}"]
         started = []
-        for host in self.hosts:
+        for rank, host in enumerate(self.hosts):
             (host.shop.path / "torchrun").write_text(TORCHRUN)
-            started.append(host.start([str(host.work / "torchrun"), *shared, *host.training(name)], {}))
+            place = ["--rdzv-backend=c10d", *meeting]
+            if not c10d:
+                place = [f"--node-rank={rank}", f"--master-addr={self.first.address}", f"--master-port={PORT}"]
+            launcher = [str(host.work / "torchrun"), *place, "--nnodes=2", f"--nproc-per-node={processes}", *options]
+            started.append(host.start([*launcher, *host.training(name)], {}))
         return started
 
     def ranks(self, name: str, *, processes: int = 1) -> list[WarmProcess]:
@@ -145,16 +155,15 @@ class Pair:
         self.second.call("ip", "link", "set", INTERFACE, "down")
 
     def drop(self) -> None:
-        """Lose every packet and tell nobody, as a broken switch does: by queues that hold none."""
-        for host in self.hosts:
-            host.call("tc", "qdisc", "replace", "dev", INTERFACE, "root", "pfifo", "limit", "0")
+        """Lose every packet and tell nobody, as a broken switch does: send them to a card that neither host has."""
+        for host, other in ((self.first, self.second), (self.second, self.first)):
+            host.call("ip", "neighbour", "replace", other.address, "lladdr", "02:00:00:00:00:99", "dev", INTERFACE)
 
     def mend(self) -> None:
         """Undo `unplug` and `drop`."""
         for host in self.hosts:
-            with suppress(subprocess.CalledProcessError):  # nothing was dropped
-                host.call("tc", "qdisc", "del", "dev", INTERFACE, "root")
             host.call("ip", "link", "set", INTERFACE, "up")
+            host.call("ip", "neighbour", "flush", "dev", INTERFACE, "nud", "all")
 
 
 @contextmanager
@@ -178,7 +187,7 @@ def two_hosts(folder: Path) -> Iterator[Pair]:
 def why_not() -> str | None:
     """What keeps this machine from being two, if anything."""
     attempts = (
-        "ip link add eth0 type veth peer name eth1 && ip link set lo up && tc qdisc show",
+        "ip link add eth0 type veth peer name eth1 && ip link set lo up",
         "hostname elsewhere && mount --bind /tmp /mnt && nsenter --version",
     )
     try:
