@@ -249,7 +249,7 @@ def _nearest(key: str, kind: type[BaseModel]) -> str | None:
 
 
 def _describe(fault: Any, kind: type[BaseModel]) -> str:
-    key = _shown(".".join(str(part) for part in fault["loc"] if not _is_union_branch(part)))
+    key = shown(".".join(str(part) for part in fault["loc"] if not _is_union_branch(part)))
     if fault["type"] == "extra_forbidden":
         near = _nearest(str(fault["loc"][0]), kind)
         return f"key {key}: unknown" + (f'; did you mean "{near}"?' if near else "")
@@ -258,10 +258,10 @@ def _describe(fault: Any, kind: type[BaseModel]) -> str:
     if fault["type"] == "value_error":
         return str(fault["ctx"]["error"])
     message = fault["msg"][0].lower() + fault["msg"][1:]
-    return f"key {key}: {message}, not {_shown(fault['input'])}"
+    return f"key {key}: {message}, not {shown(fault['input'])}"
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value of a JSON file as it is written there, cut to what fits a line."""
     try:
         text = json.dumps(value, default=str)
@@ -307,9 +307,9 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
-            raise ValueError(f"key {_shown(key)}: given twice")
+            raise ValueError(f"key {shown(key)}: given twice")
         if not _is_unicode(key):
-            raise ValueError(f"key {_shown(key)}: half of a surrogate pair is not a character")
+            raise ValueError(f"key {shown(key)}: half of a surrogate pair is not a character")
         result[key] = value
     return result
 

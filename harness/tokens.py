@@ -14,7 +14,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 
-from harness.config import Count, parse_config, read_json_object
+from harness.config import Count, parse_config, read_json_object, shown
 from harness.errors import UserError
 from harness.run import check_name
 
@@ -112,10 +112,12 @@ class Dataset:
         meta = parse_config(DatasetMeta, read_json_object(meta_path), meta_path) if present else DatasetMeta()
         for file in meta.files.values() if isinstance(meta.files, dict) else meta.files:
             if file.endswith((".safetensors", ".json")) and not _is_file(folder, file):
-                raise UserError(f"{folder}: incomplete: meta.json lists {file}; complete the folder or move it away")
+                raise UserError(
+                    f"{folder}: incomplete: meta.json lists {shown(file)}; complete the folder or move it away"
+                )
         dataset = cls(name, folder, meta)
-        if isinstance(dataset.tokenizer, Path) and not dataset.tokenizer.is_file():
-            raise UserError(f'{meta_path}: key "tokenizer": {dataset.tokenizer} is missing; put it there')
+        if isinstance(dataset.tokenizer, Path) and not _is_file(folder, dataset.tokenizer.name):
+            raise UserError(f'{meta_path}: key "tokenizer": {shown(meta.tokenizer)} is missing; put it into the folder')
         return dataset
 
     def has_split(self, split: str) -> bool:
@@ -157,10 +159,10 @@ def dataset_folder(datasets_dir: Path, name: str) -> Path:
     """DATASETS_DIR/owner/name. Raises UserError for a name of another form, or for a file in the folder's place."""
     parts = name.split("/")
     if len(parts) != 2:
-        raise UserError(f"dataset {json.dumps(name)}: must be owner/name, as on the Hugging Face Hub")
-    owner, short = (check_name(part, f"dataset {json.dumps(name)}") for part in parts)
-    if max(len(owner), len(short)) > LONGEST_NAME:
-        raise UserError(f"dataset {json.dumps(name)}: longer than {LONGEST_NAME} characters")
+        raise UserError(f"dataset {shown(name)}: must be owner/name, as on the Hugging Face Hub")
+    if max(map(len, parts)) > LONGEST_NAME:
+        raise UserError(f"dataset {shown(name)}: longer than {LONGEST_NAME} characters")
+    owner, short = (check_name(part, f"dataset {shown(name)}") for part in parts)
     for folder in (datasets_dir, datasets_dir / owner, datasets_dir / owner / short):
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{folder}: is a file, but must be a folder for datasets; move it or name another place")
@@ -207,9 +209,10 @@ def _remembered_largest(dataset: Dataset, tokens: TokenFile) -> int:
     key = [status.st_size, status.st_mtime_ns]
     try:
         known = json.loads(memory.read_text())
-        if known["file"] == key:
-            return int(known["largest_token"])
-    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
+        largest = known["largest_token"]
+        if known["file"] == key and isinstance(largest, int) and -1 <= largest <= np.iinfo(tokens.dtype).max:
+            return largest
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         pass  # not scanned yet, or not written by us
     largest = tokens.largest_token()
     try:
