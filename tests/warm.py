@@ -137,6 +137,8 @@ class WarmServer:
         """Fork a process that runs `command` (a script and its arguments), after the Python source `prelude`."""
         self.count += 1
         base = self.path / str(self.count)
+        for suffix in (".out", ".err"):  # there also if it is killed before it writes
+            base.with_suffix(suffix).touch()
         job: dict[str, Any] = {"script": command[0], "arguments": command[1:], "cwd": str(cwd), "base": str(base)}
         job |= {"environment": environment, "prelude": prelude, "umask": umask()}
         assert self.process.stdin is not None
