@@ -25,7 +25,7 @@ from torch import Tensor
 
 from harness.config import read_json_object
 from harness.errors import RunError, UserError
-from harness.files import sha256, sync, umask
+from harness.files import move, sha256, sync, umask
 from harness.run import CHECKPOINT_NAME, check_name
 from harness.weights import load_weights
 
@@ -268,11 +268,11 @@ def go_back_to(folder: Path, start: Path, make_aside: Callable[[], Path]) -> boo
     remains. Returns whether anything was moved."""
     meta = read_meta(start)
     later = [path for at, path in list_checkpoints(folder) if at > meta["global_step"]]
-    if (folder / LATEST).resolve() != start.resolve():
+    if not _leads_to(folder / LATEST, start):
         point(folder, LATEST, start)  # first, so that it never dangles
     # A kill between the two links, or a best among the later ones: what `start` knows of the best is right.
     best = [path for at, path in list_checkpoints(folder) if at == meta.get("best_step")]
-    if best and (folder / BEST).resolve() != best[-1].resolve():
+    if best and not _leads_to(folder / BEST, best[-1]):
         point(folder, BEST, best[-1])
     elif not best:
         (folder / BEST).unlink(missing_ok=True)  # a link, whose target was pruned or moves now
@@ -280,14 +280,18 @@ def go_back_to(folder: Path, start: Path, make_aside: Callable[[], Path]) -> boo
         aside = make_aside() / "checkpoints"
         aside.mkdir()
         for path in later:
-            shutil.move(path, aside / path.name)
+            move(path, aside / path.name)
     return bool(later)
+
+
+def _leads_to(link: Path, path: Path) -> bool:
+    return link.is_symlink() and os.path.realpath(link) == os.path.realpath(path)  # resolve() raises at a loop
 
 
 def prune(folder: Path, keep: int, protected: set[str]) -> None:
     """Delete all but the newest `keep` checkpoints, `best`, `latest` and the `protected` names. A failed delete leaves
     the checkpoint for next time."""
-    safe = protected | {(folder / link).resolve().name for link in (LATEST, BEST)}
+    safe = protected | {os.path.basename(os.path.realpath(folder / link)) for link in (LATEST, BEST)}
     candidates = [path for _, path in list_checkpoints(folder) if path.name not in safe]
     for path in candidates[: max(0, len(candidates) - keep)]:
         doomed = folder / f"{TEMPORARY_PREFIX}pruned-{path.name}"

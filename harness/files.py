@@ -1,10 +1,14 @@
-"""Small file operations that must not lose anything: flush, hash, replace."""
+"""Small file operations that must not lose anything: flush, hash, replace, move."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import shutil
 from pathlib import Path
+
+from harness.errors import RunError
 
 HASH_CHUNK_BYTES = 2**22
 
@@ -40,6 +44,40 @@ def replace_text(path: Path, text: str) -> None:
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def move(path: Path, target: Path) -> None:
+    """Give a file, link or folder another place, also on another disk. Raises RunError; `path` is then still whole."""
+    # What bears a name is whole, the copy and the original.
+    draft, doomed = (place.with_name(f".{place.name}.{os.getpid()}") for place in (target, path))
+    try:
+        try:
+            path.rename(target)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            _copy(path, draft)
+            draft.rename(target)
+            path.rename(doomed)
+            _remove(doomed)
+    except OSError as error:  # of a folder's copy it holds one for each file
+        _remove(draft)
+        reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
+        raise RunError(f"{path}: cannot be moved to {target}: {reason}") from None
+
+
+def _copy(path: Path, target: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.copytree(path, target, symlinks=True)
+    else:
+        shutil.copy2(path, target, follow_symlinks=False)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def umask() -> int:

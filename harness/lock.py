@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.errors import UserError
+from harness.errors import RunError, UserError
 from harness.processes import ProcessName
 
 
@@ -25,10 +25,12 @@ class RunLock:
 
     @classmethod
     def take(cls, path: Path) -> RunLock:
-        """Take the lock, also from an owner that is dead. Raises UserError naming an owner that lives."""
-        descriptor = os.open(
-            path, os.O_RDWR | os.O_CREAT, 0o666
-        )  # kept open: the system closes it when the process ends
+        """Take the lock, also from an owner that is dead. Raises UserError naming an owner that lives, and RunError if
+        the file cannot be written."""
+        try:  # kept open: the system closes it when the process ends
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise _not_written(path, error) from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -48,8 +50,12 @@ class RunLock:
     def _write(self, *, began: bool) -> None:
         owner = asdict(ProcessName.own()) | {"since": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())}
         text = json.dumps(owner | {"torchrun": _torchrun(), "began": began}) + "\n"
-        os.ftruncate(self.descriptor, 0)
-        os.pwrite(self.descriptor, text.encode(), 0)
+        try:
+            # In this order, so that on a full disk the file keeps what it says.
+            size = os.pwrite(self.descriptor, text.encode(), 0)
+            os.ftruncate(self.descriptor, size)
+        except OSError as error:
+            raise _not_written(self.path, error) from None
 
 
 def _read(descriptor: int) -> dict[str, Any]:
@@ -72,6 +78,10 @@ def _may_live(owner: dict[str, Any]) -> bool:
 def _refusal(path: Path, owner: dict[str, Any], remedy: str) -> UserError:
     who = f" ({_name(owner)}, since {owner.get('since')})" if owner else ""
     return UserError(f"{path.parent}: is being trained by another process{who}; {remedy}")
+
+
+def _not_written(path: Path, error: OSError) -> RunError:
+    return RunError(f"{path}: cannot be written, and so cannot keep others out of this run: {error.strerror}")
 
 
 def _torchrun() -> int:

@@ -119,9 +119,14 @@ class MetricsFile:
         return self.path.stat().st_size if self.path.exists() else 0
 
     def cut(self, size: int, make_aside: Callable[[], Path]) -> None:
-        """Shorten the file to its first `size` bytes, keeping the rest, if any, as a file in a folder made for it."""
+        """Shorten the file to its first `size` bytes, keeping the rest, if any, as a file in a folder made for it.
+        Raises RunError if the rest cannot be written there; the file is then as it was."""
         if self.size() > size:
-            (make_aside() / self.path.name).write_bytes(self.path.read_bytes()[size:])
+            rest = make_aside() / self.path.name
+            try:
+                rest.write_bytes(self.path.read_bytes()[size:])
+            except OSError as error:
+                raise RunError(f"{rest}: cannot set later metrics aside: {error.strerror}") from None
             os.truncate(self.path, size)
 
     def line_at(self, start: int) -> dict[str, Any] | None:

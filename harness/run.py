@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 import re
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from harness.errors import UserError
+from harness.files import move
 from harness.lock import RunLock
 
 SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
@@ -21,6 +21,12 @@ def check_name(name: str, what: str) -> str:
     if not SAFE_NAME.fullmatch(name):
         raise UserError(f"{what} {name!r}: must be a plain name: letters, digits and _ . + -, no slash, no leading dot")
     return name
+
+
+def _links_last(path: Path) -> tuple[bool, int, str]:
+    """By global step, then `best` and `latest`."""
+    match = CHECKPOINT_NAME.fullmatch(path.name)
+    return path.is_symlink(), int(match.group(1)) if match else -1, path.name
 
 
 @dataclass(frozen=True)
@@ -83,26 +89,28 @@ class RunDirectory:
         raise UserError(f"{self.aside}: cannot make a folder for the old results")
 
     def set_results_aside(self) -> Path | None:
-        """Move everything a run wrote to a new folder below `aside/`; that folder, or None if there was nothing."""
-        results = [self.metrics, self.summary, self.chart, self.checkpoints]
-        present = [path for path in results if path.is_file() or (path.is_dir() and any(path.iterdir()))]
-        if not present:
+        """Move everything a run wrote to a new folder below `aside/`; that folder, or None if there was nothing.
+
+        In an order that leaves, wherever it ends early, a run that continues or one that starts again.
+        """
+        entries = sorted(self.checkpoints.iterdir(), key=_links_last) if self.checkpoints.is_dir() else []
+        files = [path for path in (self.metrics, self.summary, self.chart) if path.is_file()]
+        if not entries and not files:
             return None
         folder = self.new_aside()
-        for path in present:
-            if path == self.checkpoints:  # its entries: the folder may be a link to a larger disk
-                (folder / path.name).mkdir()
-                for entry in path.iterdir():
-                    shutil.move(entry, folder / path.name / entry.name)
-            else:
-                shutil.move(path, folder / path.name)
+        if entries:  # one by one: the folder may be a link to a larger disk
+            (folder / self.checkpoints.name).mkdir()
+        for path in entries:
+            move(path, folder / self.checkpoints.name / path.name)
+        for path in files:
+            move(path, folder / path.name)
         return folder
 
     def set_pictures_aside(self, folder: Path) -> None:
         """Move the chart and the summary of results that are going to be others into `folder`."""
         for path in (self.summary, self.chart):
             if path.exists():
-                shutil.move(path, folder / path.name)
+                move(path, folder / path.name)
 
     def lock(self) -> RunLock:
         """Keep this run to this process until it ends. Raises UserError if another process has it."""
