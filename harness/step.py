@@ -38,6 +38,9 @@ class TrainStep:
         self.scaler = precision.scaler()
         self.device = next(model.parameters()).device
         self.before_exchange: Callable[[], None] = lambda: None
+        # The first parameter's gradient comes last: a rank that has it waits for the others, one without is behind.
+        first = next(model.parameters())
+        first.register_post_accumulate_grad_hook(lambda _: self.before_exchange())
 
     def run(self, windows: Sequence[Window], multiplier: float) -> StepResult:
         """One step over this rank's microbatches at `multiplier` times the peak learning rate."""

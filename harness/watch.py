@@ -155,17 +155,25 @@ class Watch:
         if gone:
             return f"{self._names(gone)} ended suddenly", gone
         if now - self._contact > self.timeout:
-            where = self._heard[0].sign.process.host
-            return f"no connection to rank 0's machine ({where}) for {now - self._contact:.0f} s", []
+            return self._lost_contact(now - self._contact), [0]
         silent = [
             rank
             for rank, heard in enumerate(self._heard)
-            if now - heard.at > self.timeout and heard.gone_since is None  # of that more is known in a moment
+            # Without contact nobody can be heard; and of one that is gone more is known in a moment.
+            if self._contact - heard.at > self.timeout and heard.gone_since is None
         ]
         if silent:
             seconds = max(now - self._heard[rank].at for rank in silent)
             return f"{self._names(silent)} gave no sign for {seconds:.0f} s: frozen, or its machine is cut off", silent
+        if any(now - heard.at > self.timeout / 2 for heard in self._heard):
+            return None  # what that rank said last is old: soon it has given another sign, or is known to be frozen
         return self._find_stuck([heard.sign for heard in self._heard])
+
+    def _lost_contact(self, seconds: float) -> str:
+        process = self._heard[0].sign.process  # it holds the store, or the torchrun beside it does
+        if process.is_neighbour_of(self.process):
+            return f"{self._names([0])}, or its torchrun, gave no answer for {seconds:.0f} s: frozen"
+        return f"no connection to rank 0's machine ({process.host}) for {seconds:.0f} s"
 
     def _gone(self, now: float) -> list[int]:
         """Ranks of this machine whose process has ended some seconds ago."""

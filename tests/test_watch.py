@@ -62,19 +62,43 @@ def test_all_in_one_exchange_is_nobodys_fault() -> None:
     assert found == ("no rank got beyond place 4 for 12 s: a device or the network does not answer", [])
 
 
+def hear_from_rank0(watch: Watch, now: float) -> None:
+    watch._heard[0].at = watch._contact = now
+
+
 def test_a_rank_that_gives_no_sign() -> None:
     watch = watching(at_leisure(4), at_leisure(4))
-    watch._heard[0].at = watch._contact = 11.0
+    hear_from_rank0(watch, 9.0)
     assert watch._find_fault(9.0) is None
+    hear_from_rank0(watch, 11.0)
     found = watch._find_fault(11.0)
     assert found is not None
     assert found[1] == [1]
     assert "rank 1 (another, pid 1) gave no sign for 11 s" in found[0]
 
 
+def test_a_rank_is_not_judged_by_what_it_said_long_ago() -> None:
+    """Both were in one exchange; then one froze, and is about to be found silent."""
+    watch = watching(sign(4, 1, 11), sign(4, 1, 1))
+    watch._heard[1].at = 2.0
+    hear_from_rank0(watch, 11.0)
+    assert watch._find_fault(11.0) is None
+    hear_from_rank0(watch, 12.5)
+    found = watch._find_fault(12.5)
+    assert found is not None
+    assert found[1] == [1]
+
+
 def test_no_contact_to_anybody() -> None:
     found = watching(at_leisure(4), at_leisure(4))._find_fault(11.0)
-    assert found == ("no connection to rank 0's machine (another) for 11 s", [])
+    assert found == ("no connection to rank 0's machine (another) for 11 s", [0])
+
+
+def test_without_contact_nobody_else_is_to_blame() -> None:
+    """Of ranks that were heard of a little before the contact was lost, none is called silent."""
+    watch = watching(at_leisure(4), at_leisure(4))
+    watch._contact = 0.5
+    assert watch._find_fault(10.2) is None
 
 
 def test_a_process_of_this_machine_that_ended() -> None:
