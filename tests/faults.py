@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from signal import SIGINT as SIGINT
 from signal import SIGTERM as SIGTERM
@@ -111,6 +111,30 @@ def in_gradients(change: Callable[[torch.Tensor], torch.Tensor | None], *, rank:
     around("harness.step:TrainStep.__init__", building)
 
 
+def after_first_evaluated(action: Action, *, step: int) -> None:
+    """Run `action` in the validation of a global step, after its first microbatch."""
+
+    def heeding(original: Callable[..., Any], self: Any, indexes: range) -> Iterator[int]:
+        for count, index in enumerate(original(self, indexes)):
+            if count == 1 and Now.step == step:
+                action()
+            yield index
+
+    around("harness.evaluate:Ranks.heeding", heeding)
+
+
+def drift_before(step: int, rank: int) -> None:
+    """Change one weight of one rank a little, before a step."""
+
+    def stepping(original: Callable[..., Any], self: TrainStep, *arguments: Any) -> Any:
+        if (Now.step, own_rank()) == (step, rank):
+            with torch.no_grad():
+                next(self.model.parameters())[0, 0] += 1e-3
+        return original(self, *arguments)
+
+    around(STEP, stepping)
+
+
 # Actions
 
 
@@ -129,6 +153,11 @@ def freeze() -> None:
 
 def fail() -> None:
     raise RuntimeError("an injected failure")
+
+
+def spin() -> None:
+    while True:
+        pass
 
 
 def pause(seconds: float) -> Action:
@@ -170,6 +199,19 @@ def record_windows(folder: str) -> None:
 
     around("harness.tokens:TokenFile.read", reading)
     around("harness.tokens:MicrobatchReader.step_windows", handing_out)
+    around(STEP, stepping)
+
+
+def record_skips(folder: str) -> None:
+    """Write down, for each step of this rank, whether it was skipped."""
+    skips: list[bool] = []
+
+    def stepping(original: Callable[..., Any], *arguments: Any) -> Any:
+        result = original(*arguments)
+        skips.append(bool(result.skipped))
+        (Path(folder) / str(os.getpid())).write_text(json.dumps(skips))
+        return result
+
     around(STEP, stepping)
 
 
