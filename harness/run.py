@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import time
 from dataclasses import dataclass
@@ -23,6 +24,13 @@ def check_name(name: str, what: str) -> str:
     return name
 
 
+def check_inside(path: Path, folder: Path, option: str) -> None:
+    """Raises UserError if `path`, links followed, is not inside `folder`, which is given as `option`."""
+    real = os.path.realpath(path)
+    if not real.startswith(os.path.join(os.path.realpath(folder), "")):
+        raise UserError(f"{path}: leads out of {folder}, to {real}; name its real place by {option}, or move it")
+
+
 def _links_last(path: Path) -> tuple[bool, int, str]:
     """By global step, then `best` and `latest`."""
     match = CHECKPOINT_NAME.fullmatch(path.name)
@@ -40,6 +48,7 @@ class RunDirectory:
         """Open `runs_dir/name`. Raises UserError for a name that leaves the folder, or a run that is not there."""
         path = runs_dir / check_name(name, "run")
         if path.is_dir():
+            check_inside(path, runs_dir, "--runs-dir")
             return cls(path)
         if path.exists():
             raise UserError(f"{path}: not a folder; a run is a folder with model.json and train.json")

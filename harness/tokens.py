@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from harness.config import Count, parse_config, read_json_object, shown
 from harness.errors import UserError
-from harness.run import check_name
+from harness.run import check_inside, check_name
 
 TOKEN_DTYPES = {"U16": "uint16", "U32": "uint32"}
 SCAN_CHUNK_TOKENS = 2**24
@@ -166,6 +166,7 @@ def dataset_folder(datasets_dir: Path, name: str) -> Path:
     for folder in (datasets_dir, datasets_dir / owner, datasets_dir / owner / short):
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{folder}: is a file, but must be a folder for datasets; move it or name another place")
+    check_inside(datasets_dir / owner / short, datasets_dir, "DATASETS_DIR")
     return datasets_dir / owner / short
 
 

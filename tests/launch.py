@@ -108,9 +108,11 @@ class Workshop:
 
     def torchrun(self, *arguments: str, ranks: int = 2, expect: int | None = 0, timeout: float = 120) -> Result:
         """Run ddp_train.py under the real torchrun."""
+        return finish([self.start_torchrun(*arguments, ranks=ranks)], expect=expect, timeout=timeout)
+
+    def start_torchrun(self, *arguments: str, ranks: int = 2) -> Process:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        process = self.spawn([*launcher, str(ROOT / "ddp_train.py"), *self._arguments(arguments)], {})
-        return finish([process], expect=expect, timeout=timeout)
+        return self.spawn([*launcher, str(ROOT / "ddp_train.py"), *self._arguments(arguments)], {})
 
     def script(self, name: str, *arguments: str) -> Result:
         """Run another of the root's commands, successfully."""
