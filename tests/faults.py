@@ -7,6 +7,7 @@ Functions of the program are named by where they are, as `module:Class.function`
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
@@ -160,6 +161,15 @@ def spin() -> None:
         pass
 
 
+def fill_disk() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def in_turn(*actions: Action) -> Action:
+    """Do several things, one after the other."""
+    return lambda: [action() for action in actions]
+
+
 def pause(seconds: float) -> Action:
     return lambda: time.sleep(seconds)
 
@@ -213,6 +223,20 @@ def record_skips(folder: str) -> None:
         return result
 
     around(STEP, stepping)
+
+
+def record_seconds(where: str, path: str, *, rank: int) -> None:
+    """Write down how long each call of a function took, on one rank."""
+
+    def timing(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        began = time.perf_counter()
+        result = original(*arguments, **options)
+        with Path(path).open("a") as file:
+            file.write(f"{time.perf_counter() - began}\n")
+        return result
+
+    if rank == own_rank():
+        around(where, timing)
 
 
 def lively_scaler() -> None:
