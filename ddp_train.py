@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from harness.commandline import POSITIVE, check_options
-from harness.errors import StoppedError, one_line_errors
+from harness.errors import StoppedError, UserError, one_line_errors
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from harness.job import Job
     from harness.losses import Report
     from harness.metrics import Clock
+    from harness.run import RunDirectory
     from harness.step import TrainStep
     from harness.tokens import Dataset
     from harness.world import World
@@ -272,6 +273,8 @@ def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> N
         return None if restart else checkpointing.open_start(run.checkpoints, checkpoint)
 
     start, meta = world.on_rank0(choose_start) or (None, None)
+    if world.on_rank0(lambda: lock.began_before or not restart):
+        refuse_wrong_machine(world, run)
     if meta:
         clock.add(meta.get("seconds", {}))
     # The plan's checks are the run's: short data, unknown tokens, a long warm-up or a full disk end it here.
@@ -293,6 +296,21 @@ def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> N
                 Trainer(job).train()
             job.finish()
     world.stop()
+
+
+def refuse_wrong_machine(world: World, run: RunDirectory) -> None:
+    """Raises UserError if another machine than rank 0's has later checkpoints of this run, which would start again."""
+    import checkpointing
+
+    steps = [at for at, _ in checkpointing.list_checkpoints(run.checkpoints)]
+    (newest, _), *others = world.gather((max(steps, default=-1), socket.gethostname()))
+    found, host = max(others, default=(newest, ""))
+    if found > newest:
+        raise UserError(
+            f"{run.checkpoints}: {host} has checkpoints up to step {found:,}, but rank 0 is on another machine, which "
+            f"{f'ends at step {newest:,}' if newest >= 0 else 'has none'}: start rank 0 on {host}, copy them, or use "
+            "--restart"
+        )
 
 
 def restore_summary(experiment: Experiment, world: World, meta: dict[str, Any]) -> None:

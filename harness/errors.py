@@ -16,6 +16,8 @@ from contextlib import contextmanager
 SPEAKER_PATIENCE_SECONDS = 10.0
 # Set once this process is on its way out, and says itself what there is to say.
 LEAVING = threading.Event()
+# Set while this process leaves because another is gone, and does not know which: the watch may find out.
+PEER_LOST = threading.Event()
 
 
 class UserError(Exception):
@@ -69,8 +71,7 @@ def one_line_errors() -> Iterator[None]:
 
 
 def _leave(error: UserError | RunError) -> None:
-    if not isinstance(error, PeerError):  # of whose cause the watch may know more
-        LEAVING.set()
+    (PEER_LOST if isinstance(error, PeerError) else LEAVING).set()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if isinstance(error, PeerError) or (isinstance(error, UserError) and local_rank != 0):
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from harness.errors import LEAVING
+from harness.errors import LEAVING, PEER_LOST
 from harness.processes import ProcessName
 
 POLL_SECONDS = 2.0
@@ -154,17 +154,21 @@ class Watch:
         gone = self._gone(now)
         if gone:
             return f"{self._names(gone)} ended suddenly", gone
-        if now - self._contact > self.timeout:
+        patience = min(self.timeout, GONE_PATIENCE_SECONDS) if PEER_LOST.is_set() else self.timeout
+        if now - self._contact > patience:
             return self._lost_contact(now - self._contact), [0]
         silent = [
             rank
             for rank, heard in enumerate(self._heard)
             # Without contact nobody can be heard; and of one that is gone more is known in a moment.
-            if self._contact - heard.at > self.timeout and heard.gone_since is None
+            if self._contact - heard.at > patience and heard.gone_since is None
         ]
         if silent:
             seconds = max(now - self._heard[rank].at for rank in silent)
-            return f"{self._names(silent)} gave no sign for {seconds:.0f} s: frozen, or its machine is cut off", silent
+            return (
+                f"{self._names(silent)} gave no sign for {seconds:.0f} s: frozen, gone, or its machine is cut off",
+                silent,
+            )
         if any(now - heard.at > self.timeout / 2 for heard in self._heard):
             return None  # what that rank said last is old: soon it has given another sign, or is known to be frozen
         return self._find_stuck([heard.sign for heard in self._heard])

@@ -28,7 +28,17 @@ from harness.watch import NoWatch, Watch
 T = TypeVar("T")
 
 # How gloo and nccl say that the process at the other end has closed its connection.
-PEER_GONE_TEXTS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+PEER_GONE_TEXTS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection timed out",
+    "Broken pipe",
+    "No route to host",
+    "Host is unreachable",
+    "Network is unreachable",
+    "remote process exited",
+)
+NO_FULL_MESH_TEXT = "connectFullMesh failed"  # gloo: a rank could not be reached at the address it gave
 CONTROL_TIMEOUT = timedelta(days=7)
 DEFAULT_TIMEOUT_SECONDS = 600.0
 TIMEOUT_VARIABLE = "COLLECTIVE_TIMEOUT_SECONDS"
@@ -113,15 +123,17 @@ class World:
         patience = timedelta(seconds=timeout + BACKSTOP_SECONDS)
         store, _, _ = next(rendezvous("env://", timeout=patience))
         life = name_this_life(store, rank, size, patience.total_seconds())
-        dist.init_process_group(
-            backend,
-            store=PrefixStore(life, store),
-            rank=rank,
-            world_size=size,
-            timeout=patience,
-            device_id=device if device.type == "cuda" else None,
-        )
-        control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+        with _explained_addresses():
+            dist.init_process_group(
+                backend,
+                store=PrefixStore(life, store),
+                rank=rank,
+                world_size=size,
+                timeout=patience,
+                device_id=device if device.type == "cuda" else None,
+            )
+        with _explained_addresses():
+            control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
         world = cls(rank, local_rank, size, local_size, device, Watch(rank, timeout), control)
         world.watch.start(PrefixStore(life, _own_connection()), size, world.barrier)
         return world
@@ -255,6 +267,20 @@ def _listen_on_loopback() -> None:
     loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback else ():
         os.environ.setdefault(variable, min(loopback))
+
+
+@contextmanager
+def _explained_addresses() -> Iterator[None]:
+    """A machine's name may lead to an address that only itself can use, such as Debian's 127.0.1.1."""
+    try:
+        yield
+    except RuntimeError as error:
+        if NO_FULL_MESH_TEXT not in str(error):
+            raise
+        raise RunError(
+            f"a rank cannot be reached at the address that {socket.gethostname()} or another machine gave for itself; "
+            "set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) on every machine to the interface that they share, as eth0"
+        ) from None
 
 
 def _timeout_seconds() -> float:

@@ -193,7 +193,6 @@ def refusal(pair: Pair, name: str) -> str:
 
 
 @pytest.mark.fault("rank 0 on another node than before")
-@pytest.mark.xfail(reason="it does start again from nothing", strict=True)
 def test_rank_0_without_the_checkpoints(pair: Pair, evidence: Evidence) -> None:
     """Training must not start again from nothing when only the order of the nodes has changed."""
     run = add_run(pair, "swapped", min_train_tokens=512)
