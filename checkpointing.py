@@ -138,7 +138,10 @@ def point(folder: Path, link: str, target: Path) -> None:
     """Make `folder/link` a relative symbolic link to a checkpoint beside it, in one rename."""
     draft = folder / f"{TEMPORARY_PREFIX}{link}-{os.getpid()}"
     draft.unlink(missing_ok=True)
-    draft.symlink_to(target.name)
+    try:
+        draft.symlink_to(target.name)
+    except OSError as error:  # which names the target, without its folder
+        raise OSError(error.errno, error.strerror, str(folder / link)) from None
     path = folder / link
     if path.is_dir() and not path.is_symlink():  # a copy that something made of the link
         path.rename(folder / f"{link}-copy-{time.time_ns()}")
@@ -224,6 +227,8 @@ def read_meta(path: Path) -> dict[str, Any]:
 def verify_checkpoint(path: Path) -> None:
     """Compare every file with meta.json's hashes. Raises UserError naming the first that is missing or damaged."""
     meta = read_meta(path)
+    if (path / META).resolve().parent != path.resolve():
+        raise UserError(f"{path / META}: leads out of the checkpoint")
     hashes = dict(meta.get("sha256", {}))
     if META in hashes and hashes.pop(META) != _own_sha256(meta):  # earlier versions wrote none
         raise UserError(f"{path / META}: damaged (its values do not have the SHA-256 that it holds)")
