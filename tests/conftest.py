@@ -57,9 +57,9 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         return
     if exitstatus != 0:
         raise pytest.UsageError(f"{path} was not written: not all tests passed")
-    exhaustive = session.config.getoption("--exhaustive")
-    how = "every place" if exhaustive else "a few places of each fault (without --exhaustive)"
+    places = "every place" if session.config.getoption("--exhaustive") else "some of the places"
     machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
-    caption = f"{time.strftime('%Y-%m-%d', time.gmtime())}, {how}; {machine}, torch {torch.__version__}"
+    caption = f"{time.strftime('%Y-%m-%d', time.gmtime())}, {places}; {machine}, torch {torch.__version__}."
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
     rows = session.config.stash[ROWS]
-    path.write_text(render(rows, sections_of(Path(__file__).parent), caption), encoding="utf-8")
+    path.write_text(render(rows, sections_of(Path(__file__).parent), caption, before), encoding="utf-8")

@@ -14,7 +14,8 @@ otherwise, and compares what is left with a run that nothing happened to. The ta
 
     uv run pytest -m fault --exhaustive --reliability docs/RELIABILITY.md
 
-Without `--exhaustive` the same tests take some of the places, and are a part of every test run.
+Without `--exhaustive` the same tests take some of the places, and are a part of every test run. Sections whose tests are
+not run (`uv run pytest tests/test_fault_kills.py --exhaustive …`) stay as they are.
 """
 
 
@@ -47,18 +48,33 @@ def _faults(function: ast.FunctionDef) -> list[str]:
     return [str(ast.literal_eval(mark.args[0])) for mark in marks]
 
 
-def render(rows: Sequence[Row], sections: dict[str, tuple[str, list[str]]], caption: str) -> str:
-    """The document. Raises ValueError if a fault has no row, or a row an empty cell."""
-    text = [INTRODUCTION, f"Last written: {caption}.\n"]
+def render(rows: Sequence[Row], sections: dict[str, tuple[str, list[str]]], caption: str, before: str = "") -> str:
+    """The document. Sections none of whose tests were run are taken from `before`, an earlier one.
+
+    Raises ValueError if a fault has no row, or a row an empty cell.
+    """
+    text = [INTRODUCTION]
     for module, (heading, faults) in sections.items():
-        text += [f"## {heading}\n", "| fault | injected | times | what happened |", "|---|---|---|---|"]
-        for fault in faults:
-            found = [row for row in rows if (row.module, row.fault) == (module, fault)]
-            if not found:
-                raise ValueError(f"{module}: the fault {fault!r} has left no evidence")
-            text += [_line(row) for row in found]
-        text.append("")
+        own = [row for row in rows if row.module == module]
+        text.append(_section(heading, faults, own, caption) if own else _section_of(before, heading))
     return "\n".join(text)
+
+
+def _section(heading: str, faults: Sequence[str], rows: Sequence[Row], caption: str) -> str:
+    lines = [f"## {heading}\n", f"{caption}\n", "| fault | injected | times | what happened |", "|---|---|---|---|"]
+    for fault in faults:
+        found = [row for row in rows if row.fault == fault]
+        if not found:
+            raise ValueError(f"{rows[0].module}: the fault {fault!r} has left no evidence")
+        lines += [_line(row) for row in found]
+    return "\n".join(lines) + "\n"
+
+
+def _section_of(document: str, heading: str) -> str:
+    for section in document.split("\n## ")[1:]:
+        if section.splitlines()[0] == heading:
+            return f"## {section.rstrip()}\n"
+    raise ValueError(f"no test of the section {heading!r} was run, now or before")
 
 
 def _line(row: Row) -> str:

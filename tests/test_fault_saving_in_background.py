@@ -65,7 +65,7 @@ def latest_step(run: Path) -> int | None:
 @pytest.mark.fault("a slow disk")
 def test_steps_go_on_while_a_disk_is_slow(shop: Workshop, tmp_path: Path, evidence: Evidence) -> None:
     """A look at the run from outside, while the first checkpoint's fsync takes seconds."""
-    run, mark = add_run(shop, "slow", min_train_tokens=128 * 200, validation_interval=199), tmp_path / "mark"
+    run, mark = add_run(shop, "slow", min_train_tokens=128 * 140, validation_interval=139), tmp_path / "mark"
     # Slow enough steps that not all of them fit into the time.
     slow = f"before(SYNC, note({str(mark)!r}, pause({SLOW_SECONDS})), call=1)\nbefore(STEP, pause(0.02))\n"
     processes = shop.start("slow", prelude=FAULTS + slow)
@@ -79,8 +79,8 @@ def test_steps_go_on_while_a_disk_is_slow(shop: Workshop, tmp_path: Path, eviden
         time.sleep(0.05)
     finish(processes, expect=0, timeout=60)
     assert len(steps) > 10
-    assert latest_step(run) == 199
-    assert [step for step, _ in list_checkpoints(run / "checkpoints")] == [0, 199]
+    assert latest_step(run) == 139
+    assert [step for step, _ in list_checkpoints(run / "checkpoints")] == [0, 139]
     evidence(
         injected=f"an fsync of {SLOW_SECONDS} s in the first save",
         times=1,

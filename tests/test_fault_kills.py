@@ -1,0 +1,253 @@
+"""Killed at any instant.
+
+SIGKILL of rank 0 at each file operation of a save, and of any rank at instants that nothing chose. The same command
+again must come to the end of a run that nothing happened to, bit for bit.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import file_operations
+from tests.conftest import Evidence
+from tests.jobs import VANISH_SECONDS, assert_named_are_whole, for_each, said, set_pace, start, train, wait_for
+from tests.launch import Process, Workshop
+from tests.same_end import assert_same_end
+
+EACH_OF = 9  # without --exhaustive, of so many places one
+SETTINGS: dict[str, Any] = {
+    "min_train_tokens": 128 * 7,
+    "validation_interval": 4,
+    "checkpoint_interval": 2,
+    "report_interval": 2,
+    "learning_rate": 0.01,
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """Work on files: a call of file_operations.CALLS, by its number in a run with these settings."""
+
+    name: str
+    number: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def run_name(self, suffix: object) -> str:
+        return "-".join([self.name.replace(" ", "-"), str(self.number), *self.settings, str(suffix)])
+
+
+FIRST, ONLY_LATEST, LATEST_AND_BEST, LAST = (Call("save", number) for number in (0, 1, 2, 3))
+PRUNING = Call("save", 2, {"keep_checkpoints": 1})
+BACKGROUND = Call("background save", 2, {"keep_checkpoints": 1, "async_checkpoint": True})
+END = Call("end")
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory, exhaustive: bool) -> Workshop:
+    """A dataset, and a run that nothing happens to."""
+    set_pace(exhaustive)
+    shop = Workshop(tmp_path_factory.mktemp("kills"))
+    shop.add_dataset()
+    shop.add_run("straight", **SETTINGS)
+    shop.train("straight", prelude=file_operations.WITHOUT_CHARTS)
+    return shop
+
+
+def operations_of(shop: Workshop, call: Call) -> list[str]:
+    """The file operations of a call, in a run that nothing happens to."""
+    path, name = shop.path / call.run_name("operations"), call.run_name("dry")
+    run = shop.add_run(name, **SETTINGS | call.settings)
+    shop.train(name, prelude=file_operations.prelude(call.name, call.number, "log", path))
+    assert_same_end(shop.runs / "straight", run)
+    return path.read_text().splitlines()
+
+
+def kill_at(shop: Workshop, call: Call, operation: int) -> None:
+    """Kill rank 0 there, see what is left, and continue to the end."""
+    name = call.run_name(operation)
+    run = shop.add_run(name, **SETTINGS | call.settings)
+    processes = start(shop, name, prelude=file_operations.prelude(call.name, call.number, "kill", operation))
+    killed = wait_for(processes[0], 60)
+    assert killed in (-signal.SIGKILL, -signal.SIGXFSZ), said(processes)
+    wait_for(processes[1], VANISH_SECONDS)
+    assert_named_are_whole(run)
+    train(shop, name)
+    assert_same_end(shop.runs / "straight", run)
+    assert (run / "summary.json").exists()
+    assert not list((run / "checkpoints").glob(".*")), "what the killed process left is gone"
+
+
+def kill_everywhere(shop: Workshop, calls: Sequence[Call], each_of: int) -> Counter[str]:
+    """Kill at each operation of the calls, or at one of so many; how many of which kind."""
+    places = []
+    for call in calls:
+        names = operations_of(shop, call)
+        assert len(names) > (20 if call != END else 3), names
+        places += [(call, number, name) for number, name in enumerate(names)]
+    places = places[each_of // 2 :: each_of]
+    for_each(places, lambda place: kill_at(shop, *place[:2]))
+    return Counter(name.split()[0].removeprefix("os.") for _, _, name in places)
+
+
+def describe(kinds: Counter[str]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+
+
+HOW = (
+    "A write is torn in half. Inside safetensors' own writing, which is out of sight: by RLIMIT_FSIZE when it reserves "
+    "the space, and with a file half written"
+)
+OUTCOME = (
+    f"rank 1 ends within {VANISH_SECONDS} s; latest, best and all else that bears a checkpoint's name are whole; the "
+    "same command comes to the end of a run never killed, bit for bit, and clears up what was half written"
+)
+
+
+@pytest.mark.fault("killed in a save")
+@pytest.mark.timeout(900)
+def test_killed_at_each_operation_of_a_save(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+    kinds = kill_everywhere(shop, [FIRST, ONLY_LATEST, LATEST_AND_BEST], 1 if exhaustive else EACH_OF)
+    evidence(
+        injected=f"SIGKILL of rank 0 at a file operation of a save: {describe(kinds)}; the first save of a run, one "
+        f"that moves latest, one that moves latest and best. {HOW}",
+        times=kinds.total(),
+        outcome=OUTCOME,
+    )
+
+
+@pytest.mark.fault("killed while old checkpoints are deleted")
+@pytest.mark.timeout(900)
+def test_killed_at_each_operation_of_a_save_that_prunes(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+    kinds = kill_everywhere(shop, [PRUNING], 1 if exhaustive else 2 * EACH_OF)
+    evidence(
+        injected=f"the same with keep_checkpoints 1, in a save that also deletes: {describe(kinds)}",
+        times=kinds.total(),
+        outcome=OUTCOME,
+    )
+
+
+@pytest.mark.fault("killed in a save in the background")
+@pytest.mark.timeout(900)
+def test_killed_at_each_operation_of_a_background_save(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+    kinds = kill_everywhere(shop, [BACKGROUND], 1 if exhaustive else 2 * EACH_OF)
+    evidence(
+        injected=f"the same with async_checkpoint, while training goes on: {describe(kinds)}",
+        times=kinds.total(),
+        outcome=OUTCOME,
+    )
+
+
+@pytest.mark.fault("killed at the end")
+@pytest.mark.timeout(900)
+def test_killed_at_each_operation_of_the_end(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+    kinds = kill_everywhere(shop, [LAST, END], 1 if exhaustive else 2 * EACH_OF)
+    evidence(
+        injected=f"the same in the last save and in writing the summary: {describe(kinds)}",
+        times=kinds.total(),
+        outcome=OUTCOME + "; the summary is there",
+    )
+
+
+LIFE = """
+import os, time
+from tests.faults import SAVE, START, STEP, VALIDATION, around
+place = os.open({place!r} + os.environ["RANK"], os.O_WRONLY | os.O_CREAT)
+
+def during(where, phase, after, seconds):
+    def noting(original, *values, **named):
+        os.pwrite(place, phase.ljust(20).encode(), 0)
+        time.sleep(seconds)
+        try:
+            return original(*values, **named)
+        finally:
+            os.pwrite(place, after.ljust(20).encode(), 0)
+    around(where, noting)
+
+during(START, "joining", "start-up", 0)
+during(STEP, "training", "training", 0.01)
+during(VALIDATION, "validation", "training", 0.1)
+during(SAVE, "save", "training", 0.05)
+"""
+LONG: dict[str, Any] = SETTINGS | {
+    "validation_interval": 20,
+    "checkpoint_interval": 20,
+    "report_interval": 5,
+    "keep_checkpoints": 2,
+}
+
+
+class Lives:
+    """A run that is killed again and again."""
+
+    def __init__(self, shop: Workshop, name: str) -> None:
+        self.shop, self.name = shop, name
+        self.place = shop.path / f"{name}-phase-"
+        self.dice = random.Random(0)
+        self.processes: Sequence[Process] = []
+
+    def phase(self, rank: int) -> str:
+        path = Path(f"{self.place}{rank}")
+        return (path.read_text().strip() if path.exists() else "") or "joining"
+
+    def begin(self) -> None:
+        for rank in range(2):
+            Path(f"{self.place}{rank}").unlink(missing_ok=True)
+        self.processes = start(self.shop, self.name, prelude=LIFE.format(place=str(self.place)))
+
+    def kill(self) -> tuple[int, str]:
+        """Kill a rank at an instant, from the first on, or from the first step on; which, and what it was doing."""
+        victim, from_step = self.dice.randrange(2), self.dice.random() < 0.5
+        deadline = time.monotonic() + 60
+        while from_step and self.phase(victim) in ("joining", "start-up"):
+            assert time.monotonic() < deadline, said(self.processes)
+            time.sleep(0.005)
+        time.sleep(self.dice.uniform(0, 1.2))
+        assert self.processes[0].poll() is None, said(self.processes)
+        phase = self.phase(victim)
+        self.processes[victim].kill()
+        wait_for(self.processes[victim], VANISH_SECONDS)
+        if phase == "joining":  # nobody knows yet of one another: torchrun ends the others when one has ended
+            self.processes[1 - victim].terminate()
+        return victim, phase
+
+
+@pytest.mark.fault("killed again and again")
+@pytest.mark.timeout(900)
+def test_killed_at_random_instants(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+    kills = 50 if exhaustive else 4
+    settings = LONG | {"min_train_tokens": 128 * 30 * kills}
+    shop.add_dataset("local/long", tokens=128 * 31 * kills)
+    runs = [shop.add_run(name, dataset="local/long", **settings) for name in ("unharmed", "harmed")]
+    shop.train("unharmed", prelude=file_operations.WITHOUT_CHARTS)
+    lives, phases, vanishing = Lives(shop, "harmed"), Counter[str](), []
+    with ThreadPoolExecutor() as pool:
+        for _ in range(kills):
+            lives.begin()
+            victim, phase = lives.kill()
+            phases[phase] += 1
+            vanishing.append(pool.submit(wait_for, lives.processes[1 - victim], VANISH_SECONDS))
+            if victim == 1:  # else the next one starts at once, while rank 1 is still there
+                vanishing[-1].result()
+            assert_named_are_whole(runs[1])
+        for future in vanishing:
+            future.result()
+    shop.train("harmed", prelude=file_operations.WITHOUT_CHARTS)
+    assert_same_end(*runs)
+    assert not exhaustive or phases.keys() >= {"start-up", "training", "validation", "save"}, phases
+    evidence(
+        injected="one run whose ranks are killed by SIGKILL, a random one at a random instant: "
+        + ", ".join(f"{count} in {phase}" for phase, count in phases.most_common()),
+        times=kills,
+        outcome=f"the rest of the job ends within {VANISH_SECONDS} s each time (while ranks join, by torchrun's "
+        "SIGTERM), the same command goes on, and the end is that of a run never killed, bit for bit",
+    )
