@@ -217,7 +217,7 @@ def test_impossible_models(bench: Bench, exhaustive: bool, evidence: Evidence) -
     evidence(
         injected="model.json with sizes from a trillion parameters to 10^400 layers: -f, --plan, training, sampling",
         times=times,
-        outcome="one line that names what is too large, within a second; no hang, no memory used up",
+        outcome="refused with one line, or planned by --plan where a disk might hold it; no hang",
     )
 
 
@@ -507,7 +507,6 @@ def test_meta_of_a_checkpoint_is_what_the_fuzz_starts_from(bench: Bench) -> None
 
 
 @pytest.mark.fault("a checkpoint's meta.json is anything")
-@pytest.mark.xfail(strict=True, reason="checkpointing.read_meta looks at five keys only")
 def test_checkpoint_meta(bench: Bench, exhaustive: bool, evidence: Evidence) -> None:
     latest, refused = bench.reset(), 0
 
@@ -548,10 +547,9 @@ def wrong_metas(meta: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.fault("a checkpoint's meta.json is wrong, continued")
-@pytest.mark.xfail(strict=True, reason="checkpointing.read_meta looks at five keys only")
 def test_continuing_with_wrong_meta(bench: Bench, exhaustive: bool, evidence: Evidence) -> None:
     """In place of each key of the file another value; the run is continued by the real command."""
-    cases, refused = wrong_metas(bench.meta())[:: 5 if exhaustive else 23], 0
+    cases, refused = wrong_metas(bench.meta())[:: 7 if exhaustive else 23], 0
     for meta in cases:
         latest = bench.reset()
         (latest / "meta.json").write_text(json.dumps(meta))
@@ -578,7 +576,6 @@ def nothing_lost(before: dict[str, str], shop: Workshop) -> None:
 
 
 @pytest.mark.fault("a checkpoint's states are another program's")
-@pytest.mark.xfail(strict=True, reason="Job.resume takes the states' structure for granted")
 def test_states_of_something_else(bench: Bench, exhaustive: bool, evidence: Evidence) -> None:
     """Files that are read without harm, and whose hashes are right, but that hold something else."""
     latest = bench.reset()
@@ -617,7 +614,6 @@ def test_states_of_something_else(bench: Bench, exhaustive: bool, evidence: Evid
 
 
 @pytest.mark.fault("metrics.jsonl is anything")
-@pytest.mark.xfail(strict=True, reason="Job.resume_metrics takes the line's structure for granted")
 def test_metrics(bench: Bench, exhaustive: bool, evidence: Evidence) -> None:
     """Another program's lines where the checkpoint says its own is, when a run is continued."""
     lines = ["5", "[]", "null", "{}", '"x"', '{"event": 5}', "[" * 5000, "\ufeff{}", "", "NaN", '{"event": "train"}']
@@ -702,7 +698,6 @@ def test_commands_on_names(bench: Bench, exhaustive: bool, evidence: Evidence) -
 
 
 @pytest.mark.fault("names longer than a file system's")
-@pytest.mark.xfail(strict=True, reason="harness.run.check_name lets names through that no file system takes")
 def test_long_names(bench: Bench, evidence: Evidence) -> None:
     bench.reset()
     before = tree(bench.shop.path)
@@ -721,7 +716,6 @@ def test_long_names(bench: Bench, evidence: Evidence) -> None:
 
 
 @pytest.mark.fault("control characters in what a message quotes")
-@pytest.mark.xfail(strict=True, reason="harness.errors prints what messages quote as it is")
 def test_control_characters(bench: Bench, evidence: Evidence) -> None:
     """A file's content reaches the terminal as text: no line of its own, no escape sequence."""
     latest, evil = bench.reset(), "a\nb\x1b[31m\r\u2028"
