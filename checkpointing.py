@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,9 +24,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from harness.config import read_json_object
 from harness.errors import RunError, UserError
 from harness.files import move, sha256, sync, umask
+from harness.manifest import read_manifest
 from harness.run import CHECKPOINT_NAME, check_name
 from harness.weights import load_weights
 
@@ -102,6 +103,12 @@ def _write_files(draft: Path, checkpoint: Checkpoint) -> None:
     for path in draft.iterdir():
         sync(path)
     sync(draft)
+
+
+def check_tokenizer(tokenizer: str | Path) -> None:
+    """Raises UserError for a tokenizer's file that would take the place of a checkpoint's own."""
+    if isinstance(tokenizer, Path) and tokenizer.name in (WEIGHTS, OPTIMIZER, SCALER, TRAIN_STATE, META):
+        raise UserError(f"{tokenizer}: a tokenizer's file cannot have the name of a checkpoint's; rename it")
 
 
 def write_meta(path: Path, meta: dict[str, Any]) -> None:
@@ -216,12 +223,7 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 def read_meta(path: Path) -> dict[str, Any]:
     """A checkpoint's meta.json. Raises UserError if it is not one."""
-    meta = read_json_object(path / META)
-    kinds: dict[str, type] = {"global_step": int, "tokens_seen": int, "seconds": dict, "sha256": dict, "train": dict}
-    for key, kind in kinds.items():
-        if not isinstance(meta.get(key, None if key == "global_step" else kind()), kind):
-            raise UserError(f'{path / META}: not the meta.json of a checkpoint of this program: key "{key}"')
-    return meta
+    return read_manifest(path / META)
 
 
 def verify_checkpoint(path: Path) -> None:
@@ -261,11 +263,14 @@ def load_checkpoint(path: Path) -> Checkpoint:
 def _load_state(path: Path) -> dict[str, Any]:
     try:
         # Never anything but tensors and plain containers: a checkpoint may come from somewhere else.
-        return torch.load(path, weights_only=True, map_location="cpu")
+        with warnings.catch_warnings(action="ignore"):  # it advises to trust the file
+            return torch.load(path, weights_only=True, map_location="cpu")
     except FileNotFoundError:
         raise UserError(f"{path}: missing") from None
-    except Exception as error:
-        raise UserError(f"{path}: not a readable state file: {str(error).splitlines()[0]}") from None
+    except Exception:  # so many things a file can be instead; torch's own words advise to trust it
+        raise UserError(
+            f"{path}: not a readable state file: nothing but tensors and plain values may be in it"
+        ) from None
 
 
 def go_back_to(folder: Path, start: Path, make_aside: Callable[[], Path]) -> bool:

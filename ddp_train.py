@@ -10,6 +10,7 @@ import json
 import signal
 import socket
 import sys
+import time
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ import click
 
 from harness.commandline import POSITIVE, check_options
 from harness.errors import StoppedError, UserError, one_line_errors
+from harness.watch import order
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from harness.world import World
 
 
+LONG_STEP_SECONDS = 2
+
+
 class Trainer:
     """The training loop. `job` holds everything it drives; every method is called on every rank."""
 
@@ -45,21 +50,32 @@ class Trainer:
         """Run all steps that are left; raises StoppedError if a signal asked for an early end."""
         job = self.job
         job.stop.listen()
+        job.world.watch.is_stopping = lambda: bool(job.stop.signal)
         if job.validation_due:  # a signal came in the middle of it
             self.after_step(job.position.first_step - 1)
         # Whether any rank was asked to stop is found out while the next step computes.
-        vote = job.world.vote(job.stop.signal)
+        vote, seconds = job.world.vote(job.stop.signal, 0), 0.0
         for step in range(job.position.first_step, job.position.total_steps):
-            if stop_signal := vote.result():
+            stop_signal, longest = vote.result()
+            if stop_signal:
                 self.stop(stop_signal)
             job.writer.check()
-            vote = job.world.vote(job.stop.signal)
+            vote, began = job.world.vote(job.stop.signal, int(seconds)), time.monotonic()
             with job.clock.phase("training"):
                 self.train_step(step)
                 if self.is_reporting_step(step):
                     self.report(step)
+            seconds = time.monotonic() - began
             self.after_step(step)
+            if longest >= LONG_STEP_SECONDS:  # the same on all ranks; then they wait for one another, and lose nothing
+                self.stop_if_asked(step)
         vote.result()
+
+    def stop_if_asked(self, step: int) -> None:
+        """Find out now whether a rank was asked to stop: torchrun kills after 30 seconds."""
+        asked = max(self.job.world.gather(self.job.stop.signal))
+        if asked and step != self.last_step:
+            self.stop(asked)
 
     def after_step(self, step: int) -> None:
         """What is due after a step; all of it before the checkpoint, so that the checkpoint knows of it."""
@@ -74,7 +90,7 @@ class Trainer:
 
     def train_step(self, step: int) -> None:
         job = self.job
-        with job.world.watch.attended(f"global step {step}", 2 * step):
+        with job.world.watch.attended(f"global step {step}", order(step, "step")):
             windows = job.reader.step_windows(step - job.position.first_step, job.world.rank)
             job.window.add(job.step.run(windows, job.schedule.multiplier(step)))
         self.tally.global_step = step
@@ -101,6 +117,8 @@ class Trainer:
         return any(self.is_due(step, interval) for interval in intervals)
 
     def report(self, step: int) -> None:
+        with self.job.world.watch.attended(f"the device's work of global step {step}", order(step, "report")):
+            self.job.window.settle()
         report = self.job.window.report(self.job.world)
         self.tally.train_loss = report.loss
         self.tally.loss_sum += report.loss * report.microbatches
@@ -139,10 +157,7 @@ class Trainer:
             tally.best_loss, tally.best_step = deciding, step
         tally.loss_sum, tally.loss_count = 0.0, 0
         job.save(is_best=is_best, planned=True)
-        # A stop that was asked for meanwhile needs no step and no save more: torchrun kills after 30 seconds.
-        asked = max(job.world.gather(job.stop.signal))
-        if asked and step != self.last_step:
-            self.stop(asked)
+        self.stop_if_asked(step)  # meanwhile; no further step, and no further save
 
     def stop(self, signal_number: int, *, validation_due: bool = False) -> None:
         """Leave a checkpoint of the last step done, wherever it fell, and say how to go on."""
@@ -315,7 +330,7 @@ def refuse_wrong_machine(world: World, run: RunDirectory) -> None:
 
 def restore_summary(experiment: Experiment, world: World, meta: dict[str, Any]) -> None:
     """Write the summary of a finished run whose process ended before it could, from the last checkpoint."""
-    from harness.metrics import Speed, peak_flops
+    from harness.metrics import PHASES, Speed, peak_flops
     from harness.state import Tally
     from harness.summary import Machine, summarise, write_summary
 
@@ -323,8 +338,9 @@ def restore_summary(experiment: Experiment, world: World, meta: dict[str, Any]) 
         return
     speed = Speed(experiment.model.flops_per_token, peak_flops(world.device_name), experiment.config.price_per_hour)
     machine, shape = Machine.measure(world), experiment.shape(world.size)
-    summary = summarise(Tally.from_meta(meta), meta["seconds"], speed, machine, shape)
-    identity = {key: meta[key] for key in ("model", "parameters", "train", "dataset")}
+    seconds = dict.fromkeys(PHASES, 0.0) | meta.get("seconds", {})
+    summary = summarise(Tally.from_meta(meta), seconds, speed, machine, shape)
+    identity = {key: meta.get(key) for key in ("model", "parameters", "train", "dataset")}
     world.on_rank0(lambda: write_summary(experiment.run, summary | identity))
 
 
@@ -401,6 +417,7 @@ def build_job(experiment: Experiment, world: World, dataset: Dataset, clock: Clo
     from harness.schedules import build_schedule
 
     run, config, shape = experiment.run, experiment.config, experiment.shape(world.size)
+    checkpointing.check_tokenizer(dataset.tokenizer)
     step = build_bare_step(experiment, world.device)
     model = step.model
     step.before_exchange = world.watch.beat

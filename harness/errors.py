@@ -70,6 +70,11 @@ def one_line_errors() -> Iterator[None]:
         os._exit(1)
 
 
+def printable(text: str) -> str:
+    """The text on one line, without what a terminal would obey: it may quote a file."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
 def _leave(error: UserError | RunError) -> None:
     (PEER_LOST if isinstance(error, PeerError) else LEAVING).set()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -78,7 +83,7 @@ def _leave(error: UserError | RunError) -> None:
             signal.signal(number, signal.SIG_DFL)
         time.sleep(SPEAKER_PATIENCE_SECONDS)
     if not isinstance(error, StoppedError):
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
     # Not sys.exit: interpreter shutdown would wait for communication threads whose peers may already be gone.
     sys.stdout.flush()
     os._exit(error.exit_status)

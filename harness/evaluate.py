@@ -17,6 +17,7 @@ from tqdm import tqdm
 from harness.errors import UserError
 from harness.precision import Precision
 from harness.tokens import BatchShape, Dataset, MicrobatchReader, Window, check_vocabulary
+from harness.watch import order
 
 if TYPE_CHECKING:
     from harness.world import World
@@ -72,10 +73,10 @@ class Ranks:
 
     def at_work(self, indexes: range) -> AbstractContextManager[object]:
         """The watch's attention, for a rank that has microbatches to evaluate and does not only wait."""
-        order = 2 * self.step + 1
+        place = order(self.step, "validation")
         if indexes:
-            return self.world.watch.attended(f"the validation of global step {self.step}", order)
-        self.world.watch.passed(order)
+            return self.world.watch.attended(f"the validation of global step {self.step}", place)
+        self.world.watch.passed(place)
         return contextlib.nullcontext()
 
     def heeding(self, indexes: Iterable[int]) -> Iterator[int]:

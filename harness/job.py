@@ -16,7 +16,7 @@ from harness.background import ForegroundWriter
 from harness.config import TrainConfig
 from harness.continuation import Position, same_yardstick
 from harness.divergence import describe_divergence, fingerprint
-from harness.errors import SPEAKER_PATIENCE_SECONDS, PeerError, RunError, StoppedError
+from harness.errors import SPEAKER_PATIENCE_SECONDS, PeerError, RunError, StoppedError, UserError
 from harness.evaluate import Ranks, validation_loss
 from harness.generate import Sampling, continue_text
 from harness.losses import LossWindow, Report, report_values
@@ -32,6 +32,7 @@ from harness.stopping import StopRequest
 from harness.summary import Machine, summarise, write_summary
 from harness.tokenizer import load_tokenizer
 from harness.tokens import BatchShape, Dataset, MicrobatchReader
+from harness.watch import order
 from harness.world import World, leaving_with_peers
 
 SAMPLE_TOKENS = 50
@@ -83,7 +84,7 @@ class Job:
         assert self.config.start_val_token is not None
         reader = MicrobatchReader(self.dataset.split("validation"), self.config.start_val_token, self.shape)
         shared, step = self.config.validation_ranks == "all", self.tally.global_step
-        ranks = Ranks(self.world, shared, lambda: bool(self.stop.signal), step)
+        ranks = Ranks(self.world, shared, lambda: bool(self.stop.signal) or self.world.watch.is_anyone_stopping(), step)
         return validation_loss(self.model, reader, self.config.validation_batches, self.step.precision, ranks)
 
     def record_report(self, report: Report) -> None:
@@ -144,7 +145,11 @@ class Job:
 
     def check_weights(self) -> None:
         """Raises RunError if the ranks' weights are no longer the same. Collective."""
-        prints = self.world.gather(fingerprint(self.model) if self.world.size > 1 else [])
+        step, own = self.tally.global_step, list[int]()
+        if self.world.size > 1:
+            with self.world.watch.attended(f"the check of weights after global step {step}", order(step, "check")):
+                own = fingerprint(self.model)
+        prints = self.world.gather(own)
         difference = describe_divergence(prints, self.model)
         if difference:
             raise self.world.verdict(
@@ -163,8 +168,8 @@ class Job:
         """If what is inside fails, give a save that is under way some time before the process ends."""
         try:
             yield
-        except RunError:
-            with suppress(RunError):  # the first error is the one to tell
+        except Exception:
+            with suppress(Exception):  # the first error is the one to tell
                 self.writer.wait(SPEAKER_PATIENCE_SECONDS)
             raise
 
@@ -204,9 +209,12 @@ class Job:
         """
         self.model.load_public_tensors(saved.weights, source)  # type: ignore[operator]
         self.warm_up()
-        restore_optimizer(self.step, self.model, (saved.optimizer, saved.scaler))
         seed, first_step = self.config.random_seed, self.position.first_step
-        restore_ranks(saved.train_state, self.window, self.world, seed=seed, step=first_step)
+        try:
+            restore_optimizer(self.step, self.model, (saved.optimizer, saved.scaler))
+            restore_ranks(saved.train_state, self.window, self.world, seed=seed, step=first_step)
+        except UserError as error:
+            raise UserError(f"{source}/{error}; use another checkpoint by its name, or --restart") from None
         self.tally = Tally.from_meta(saved.meta)
         self.validation_due = bool(saved.meta.get("validation_due"))
         if not same_yardstick(saved.meta.get("train", {}), self.identity["train"]):
@@ -217,11 +225,11 @@ class Job:
         size = meta.get("metrics_bytes", 0)
         if meta.get("planned"):
             own = self.metrics.line_at(size)
-            if own and own["event"] == "checkpoint" and own["global_step"] == meta["global_step"]:
+            if own and (own.get("event"), own.get("global_step")) == ("checkpoint", meta["global_step"]):
                 size = self.metrics.end_of_line(size)
             else:  # the process ended between the checkpoint and its line
                 self.metrics.cut(size, make_aside)
-                self._append("checkpoint", is_best=meta["is_best"])
+                self._append("checkpoint", is_best=meta.get("is_best", False))
                 return
         self.metrics.cut(size, make_aside)
 

@@ -28,7 +28,7 @@ class RunLock:
         """Take the lock, also from an owner that is dead. Raises UserError naming an owner that lives, and RunError if
         the file cannot be written."""
         try:  # kept open: the system closes it when the process ends
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
             raise _not_written(path, error) from None
         try:
@@ -84,11 +84,17 @@ def _not_written(path: Path, error: OSError) -> RunError:
     return RunError(f"{path}: cannot be written, and so cannot keep others out of this run: {error.strerror}")
 
 
-def _torchrun() -> int:
-    """The process that started this one and that would start another in its place; 0 without torchrun."""
-    return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
+def _torchrun() -> str:
+    """The process that started this one and that would start another in its place: its pid, and its time of start
+    (proc(5), stat, field 22), since each container may have a torchrun with pid 1. Empty without torchrun."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ""
+    pid = os.getppid()
+    with suppress(OSError):
+        return f"{pid} {Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
+    return str(pid)
 
 
 def _same_torchrun(owner: dict[str, Any]) -> bool:
     same_machine = bool(owner) and _name(owner).is_neighbour_of(ProcessName.own())
-    return same_machine and owner.get("torchrun") == _torchrun() != 0 and bool(owner.get("began"))
+    return same_machine and owner.get("torchrun") == _torchrun() != "" and bool(owner.get("began"))

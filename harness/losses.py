@@ -57,6 +57,10 @@ class LossWindow:
             ]
         )
 
+    def settle(self) -> None:
+        """Wait until the device has done the steps that were added."""
+        self._values = self._values.cpu().to(self._values.device)
+
     def report(self, world: World) -> Report:
         """Wait for the device, combine all ranks' windows and begin a new one; the same report on every rank."""
         ranks = world.gather(self._values.tolist())
@@ -80,6 +84,9 @@ class LossWindow:
         return self._values.tolist()
 
     def load_state(self, values: list[float]) -> None:
+        """Raises ValueError for anything else than what `state` has given."""
+        if len(values) != len(self._empty()):
+            raise ValueError(f"{len(values)} numbers where there should be {len(self._empty())}")
         self._values = torch.tensor(values, dtype=torch.float64, device=self._values.device)
 
     def load_merged(self, ranks: list[list[float]]) -> None:

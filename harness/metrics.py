@@ -134,9 +134,10 @@ class MetricsFile:
         rest = self.path.read_bytes()[start:] if self.path.exists() else b""
         line, end, _ = rest.partition(b"\n")
         try:
-            return json.loads(line) if end else None
-        except json.JSONDecodeError:
+            event = json.loads(line) if end else None
+        except (ValueError, RecursionError):
             return None
+        return event if isinstance(event, dict) else None
 
     def end_of_line(self, start: int) -> int:
         """The byte after the line that begins at `start`."""

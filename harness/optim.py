@@ -71,20 +71,31 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
     }
 
 
+def _check_state(name: str, parameter: Tensor, state: dict[str, Tensor]) -> None:
+    shapes = {"step": torch.Size(), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
+    if state.keys() != shapes.keys():
+        raise ValueError(f"{name} has {sorted(state)}")
+    for key, shape in shapes.items():
+        if state[key].shape != shape or state[key].dtype != torch.float32:
+            raise ValueError(f"{key} of {name} is {state[key].dtype} {list(state[key].shape)}")
+
+
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, model: nn.Module, saved: dict[str, dict[str, Tensor]]
 ) -> None:
     """Put a saved state back; learning rate, decay and the like stay as train.json has them now.
 
-    Raises KeyError if a parameter of the model has no state in `saved`.
+    Raises ValueError if `saved` is not the state of just the model's parameters: fused kernels would read beyond it.
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    if saved.keys() != set(names.values()):
+        raise ValueError("the parameters are others than the model's")
     current = optimizer.state_dict()
     state: dict[int, Any] = {}
     index = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if saved:
-                state[index] = saved[names[parameter]]
+            state[index] = saved[names[parameter]]
+            _check_state(names[parameter], parameter, state[index])
             index += 1
     optimizer.load_state_dict({"state": state, "param_groups": current["param_groups"]})

@@ -13,12 +13,15 @@ from harness.errors import UserError
 from harness.files import move
 from harness.lock import RunLock
 
+LONGEST_NAME = 200  # file systems take 255 bytes, and drafts add to a name
 SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-(\d+)")
 
 
 def check_name(name: str, what: str) -> str:
     """Return `name` if it is one plain path component. Raises UserError for `..`, a slash or a hidden name."""
+    if len(name) > LONGEST_NAME:
+        raise UserError(f"{what} {name[:20]!r}…: longer than {LONGEST_NAME} characters")
     if not SAFE_NAME.fullmatch(name):
         raise UserError(f"{what} {name!r}: must be a plain name: letters, digits and _ . + -, no slash, no leading dot")
     return name

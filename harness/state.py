@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
 
+from harness.errors import UserError
 from harness.losses import LossWindow
 from harness.optim import load_optimizer_state, optimizer_state
 from harness.randomness import random_state, seed_for_rank, set_random_state
@@ -47,15 +50,22 @@ def capture_ranks(window: LossWindow, world: World) -> dict[str, Any]:
 
 
 def restore_ranks(saved: dict[str, Any], window: LossWindow, world: World, *, seed: int, step: int) -> None:
-    """Put this rank's own state back; with another number of ranks than before, give it a new one of its own."""
-    ranks = saved["ranks"]
-    if len(ranks) == world.size:
-        window.load_state(ranks[world.rank]["window"])
-        set_random_state(ranks[world.rank]["random"], world.device)
-        return
-    seed_for_rank(seed, world.rank, step)
-    if world.is_main:
-        window.load_merged([rank["window"] for rank in ranks])
+    """Put this rank's own state back; with another number of ranks than before, give it a new one of its own.
+
+    Raises UserError for a state of something else.
+    """
+    with explaining("train_state.pt"):
+        ranks = [(rank["window"], rank["random"]) for rank in saved["ranks"]]
+        if not ranks:
+            raise ValueError("no ranks")
+        if len(ranks) == world.size:
+            own_window, own_random = ranks[world.rank]
+            window.load_state(own_window)
+            set_random_state(own_random, world.device)
+            return
+        seed_for_rank(seed, world.rank, step)
+        if world.is_main:
+            window.load_merged([values for values, _ in ranks])
 
 
 def capture_optimizer(step: TrainStep, model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -64,7 +74,27 @@ def capture_optimizer(step: TrainStep, model: nn.Module) -> tuple[dict[str, Any]
 
 
 def restore_optimizer(step: TrainStep, model: nn.Module, saved: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    """Raises UserError, naming the file, for states of something else."""
     optimizer, scaler = saved
-    load_optimizer_state(step.optimizer, model, optimizer)
+    with explaining("optimizer.pt"):
+        load_optimizer_state(step.optimizer, model, optimizer)
     if scaler and step.scaler.is_enabled():
-        step.scaler.load_state_dict(scaler)
+        with explaining("scaler.pt"):
+            step.scaler.load_state_dict({key: _number(scaler[key]) for key in step.scaler.state_dict()})
+
+
+def _number(value: Any) -> float | int:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{value!r} is not a number")
+    return value
+
+
+@contextmanager
+def explaining(file: str) -> Iterator[None]:
+    """Turn what a state of unknown structure raises into UserError. Its file was read without harm, and its hash is
+    right, but it holds something else."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+        reason = str(error).splitlines()[0][:100] if str(error) else type(error).__name__
+        raise UserError(f"{file}: holds something else than this run's state: {reason}") from None

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -27,6 +27,14 @@ POLLS_IN_TIMEOUT = 5
 GONE_PATIENCE_SECONDS = 5.0
 SILENT_EXIT_SECONDS = 2.0
 PASSED = 2**53
+
+
+PLACES = ("step", "report", "validation", "check")
+
+
+def order(step: int, place: str) -> int:
+    """The places of a global step in the order in which ranks come to them."""
+    return len(PLACES) * step + PLACES.index(place)
 
 
 class Store(Protocol):
@@ -45,6 +53,7 @@ class Sign:
     place: str
     progress: list[int]  # the rank with less of it is behind
     stalled: float | None  # seconds without progress; None outside `attended`
+    stopping: bool  # a signal has asked it to stop
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -73,7 +82,9 @@ class Watch:
         self.process = ProcessName.own()
         self._place, self._progress = "the start", [-1, 0]
         self._since: float | None = None
+        self.is_stopping: Callable[[], bool] = lambda: False
         self._ended = threading.Event()
+        self._frozen_until = 0.0
         self._contact = time.monotonic()
         self._heard: list[Heard] = []
 
@@ -110,13 +121,17 @@ class Watch:
         threading.Thread(target=self._talk, args=(store, keys), daemon=True, name="watch-talk").start()
         threading.Thread(target=self._look, daemon=True, name="watch-look").start()
 
+    def is_anyone_stopping(self) -> bool:
+        """Whether a signal has asked any rank to stop, as far as is known by now."""
+        return any(heard.sign.stopping for heard in self._heard)
+
     def stop(self) -> None:
         self._ended.set()
 
     def _sign(self, number: int) -> Sign:
         since = self._since
         stalled = None if since is None else time.monotonic() - since
-        return Sign(number, self.process, self._place, self._progress, stalled)
+        return Sign(number, self.process, self._place, self._progress, stalled, self.is_stopping())
 
     @property
     def _pause(self) -> float:
@@ -142,6 +157,9 @@ class Watch:
             now = time.monotonic()
             if now - looked > self.timeout / 2:  # it was this process that was frozen
                 self._contact = now
+                self._frozen_until = now + self.timeout / 2  # signs from before the freeze may still come
+                if self._since is not None:
+                    self._since = now
                 for heard in self._heard:
                     heard.at = now
             looked = now
@@ -169,7 +187,7 @@ class Watch:
                 f"{self._names(silent)} gave no sign for {seconds:.0f} s: frozen, gone, or its machine is cut off",
                 silent,
             )
-        if any(now - heard.at > self.timeout / 2 for heard in self._heard):
+        if now < self._frozen_until or any(now - heard.at > self.timeout / 2 for heard in self._heard):
             return None  # what that rank said last is old: soon it has given another sign, or is known to be frozen
         return self._find_stuck([heard.sign for heard in self._heard])
 
@@ -195,8 +213,11 @@ class Watch:
         earliest = min(sign.progress for sign in signs)
         behind = [rank for rank, sign in enumerate(signs) if sign.progress == earliest]
         stalled = [signs[rank].stalled for rank in behind]
-        seconds = max(each or 0.0 for each in stalled)
-        if None in stalled or seconds <= self.timeout:
+        if None in stalled:
+            return None
+        # The last to come there: before it came, the others rightly waited for it.
+        seconds = min(each or 0.0 for each in stalled)
+        if seconds <= self.timeout:
             return None
         place = signs[behind[0]].place
         if len(behind) == len(signs):

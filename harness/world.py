@@ -38,12 +38,13 @@ PEER_GONE_TEXTS = (
     "Network is unreachable",
     "remote process exited",
 )
+TIMED_OUT_TEXT = "Timed out waiting"
 NO_FULL_MESH_TEXT = "connectFullMesh failed"  # gloo: a rank could not be reached at the address it gave
 CONTROL_TIMEOUT = timedelta(days=7)
 DEFAULT_TIMEOUT_SECONDS = 600.0
 TIMEOUT_VARIABLE = "COLLECTIVE_TIMEOUT_SECONDS"
-# The watch, which can say more, comes first.
-BACKSTOP_SECONDS = 60.0
+# The watch, which can say more and knows what may take long, comes first: these are for what it does not look at.
+BACKSTOP_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -69,25 +70,27 @@ def leaving_with_peers() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if TIMED_OUT_TEXT in str(error):
+            raise RunError("another rank did not come to an exchange in time, and none is known to be stuck") from None
         if not any(text in str(error) for text in PEER_GONE_TEXTS):
             raise
         raise PeerError("the connection to another rank is gone") from None
 
 
 class Vote:
-    """A question to all ranks that is answered while they compute."""
+    """Questions to all ranks that are answered while they compute."""
 
     def __init__(self, ballot: torch.Tensor, pending: Any) -> None:
         self._ballot = ballot
         self._pending = pending
 
-    def result(self) -> int:
-        """The largest number any rank voted; waits for the ranks that have not voted yet."""
+    def result(self) -> list[int]:
+        """Of each number the largest that any rank voted; waits for the ranks that have not voted yet."""
         if self._pending is not None:
             with leaving_with_peers():
                 self._pending.wait()
             self._pending = None
-        return int(self._ballot.item())
+        return self._ballot.tolist()
 
 
 @dataclass(frozen=True)
@@ -183,9 +186,9 @@ class World:
         """True if it is true on every rank."""
         return all(self.gather(verdict))
 
-    def vote(self, number: int) -> Vote:
-        """Start finding the largest `number` of any rank without waiting for it."""
-        ballot = torch.tensor(number)
+    def vote(self, *numbers: int) -> Vote:
+        """Start finding the largest of each of `numbers` on any rank without waiting for it."""
+        ballot = torch.tensor(numbers)
         pending = None
         if self.size > 1:
             pending = dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=self.control, async_op=True)

@@ -14,8 +14,8 @@ otherwise, and compares what is left with a run that nothing happened to. The ta
 
     uv run pytest -m fault --exhaustive --reliability docs/RELIABILITY.md
 
-Without `--exhaustive` the same tests take some of the places, and are a part of every test run. Sections whose tests are
-not run (`uv run pytest tests/test_fault_kills.py --exhaustive …`) stay as they are.
+Without `--exhaustive` the same tests take some of the places, and are a part of every test run. Sections whose tests
+are not run (`uv run pytest tests/test_fault_kills.py --exhaustive …`) stay as they are.
 """
 
 

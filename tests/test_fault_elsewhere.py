@@ -71,9 +71,6 @@ def payloads(mark: Path) -> list[Payload]:
 
 
 @pytest.mark.fault("code in every form of pickle")
-@pytest.mark.xfail(
-    strict=True, reason="checkpointing._load_state lets torch's warning and its advice to trust the file through"
-)
 def test_code_in_checkpoints(bench: Bench, tmp_path: Path, exhaustive: bool, evidence: Evidence) -> None:
     """Made with hashes that are right, as by whoever offers such a checkpoint."""
     mark = tmp_path / "executed"
@@ -196,7 +193,6 @@ def test_links_of_the_users_own(tmp_path: Path, exhaustive: bool, evidence: Evid
 
 
 @pytest.mark.fault("a link in the lock's place")
-@pytest.mark.xfail(strict=True, reason="harness/lock.py opens the lock through a link, and overwrites what it leads to")
 def test_lock_that_is_a_link(bench: Bench, outside: Path, evidence: Evidence) -> None:
     bench.reset()
     lock = bench.shop.runs / "r" / ".lock"

@@ -19,7 +19,7 @@ ELSEWHERE = ProcessName("another", 1, "another boot")
 
 
 def sign(order: int, part: int, stalled: float | None) -> Sign:
-    return Sign(1, ELSEWHERE, f"place {order}", [order, part], stalled)
+    return Sign(1, ELSEWHERE, f"place {order}", [order, part], stalled, stopping=False)
 
 
 def watching(*signs: Sign, at: float = 0.0) -> Watch:
@@ -58,8 +58,9 @@ def test_who_is_stuck(signs: list[Sign], guilty: list[int] | None) -> None:
 
 
 def test_all_in_one_exchange_is_nobodys_fault() -> None:
+    assert watching(sign(4, 1, 9), sign(4, 1, 12))._find_fault(0.0) is None  # the second has waited for the first
     found = watching(sign(4, 1, 11), sign(4, 1, 12))._find_fault(0.0)
-    assert found == ("no rank got beyond place 4 for 12 s: a device or the network does not answer", [])
+    assert found == ("no rank got beyond place 4 for 11 s: a device or the network does not answer", [])
 
 
 def hear_from_rank0(watch: Watch, now: float) -> None:
