@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -178,9 +180,13 @@ def finish(processes: Sequence[Process], *, expect: int | None, timeout: float) 
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody has, below those that the system hands out: else one of another job's sockets could get it
+    before this job's first process does."""
+    for port in random.SystemRandom().sample(range(15_000, 32_000), 100):
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
