@@ -26,6 +26,7 @@ import torch
 
 import harness.charts
 from harness.step import TrainStep
+from harness.watch import PLACES
 
 Action = Callable[[], Any]
 
@@ -253,7 +254,7 @@ def lively_scaler() -> None:
 
 
 def _attending(original: Callable[..., Any], self: Any, place: str, order: int) -> Any:
-    Now.step = order // 2
+    Now.step = order // len(PLACES)
     return original(self, place, order)
 
 

@@ -116,6 +116,22 @@ def test_told_anywhere(shop: Workshop, straight: Path, exhaustive: bool, evidenc
     )
 
 
+@pytest.mark.fault("told to stop in steps that take long")
+def test_long_steps(shop: Workshop, straight: Path, evidence: Evidence) -> None:
+    """A step more could take longer than torchrun waits."""
+    run = shop.add_run("long", **SETTINGS)
+    slow = "before(FORWARD, lambda: pause(1.2)() if 2 <= Now.step <= 4 else None)\n"  # two microbatches a step
+    result = shop.train("long", prelude=FAULTS + slow + "before(UPDATE, tell(SIGTERM), rank=1, step=4)", expect=143)
+    assert assert_stopped(run, result, signal.SIGTERM) == 4
+    shop.train("long", prelude=FAULTS)
+    assert_same_end(straight, run)
+    evidence(
+        injected="SIGTERM to one of two ranks in a step that takes 2.4 s, after others that did",
+        times=1,
+        outcome="stopped after that step and no other; the end is that of a run that never stopped",
+    )
+
+
 @pytest.mark.fault("hundreds of signals")
 def test_many_signals(shop: Workshop, straight: Path, evidence: Evidence) -> None:
     """A collective in the handler would run inside another one: both ranks would hang, or exchange nonsense. So the
