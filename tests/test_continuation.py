@@ -47,23 +47,6 @@ def stop_after(shop: Workshop, name: str, step: int, number: signal.Signals = si
     return processes
 
 
-def test_stopped_by_signals_and_continued(shop: Workshop) -> None:
-    """One rank is told to stop, twice; all stop at the same step, wherever it falls, and the next start goes on."""
-    settings = COMMON | {"min_train_tokens": 128 * 300, "validation_interval": 250, "report_interval": 7}
-    run = shop.add_run("stopped", **settings)
-    for number, step in ((signal.SIGTERM, 21), (signal.SIGINT, 91)):
-        result = finish(stop_after(shop, "stopped", step, number), expect=128 + number, timeout=60)
-        assert result.error_lines == [line for line in result.error_lines if f"stopped by {number.name} after" in line]
-        assert len(result.error_lines) == 1
-        assert "run the same command again" in result.stderr
-        last, checkpoint = list_checkpoints(run / "checkpoints")[-1]
-        assert step <= last < 299
-    assert f"continuing from {checkpoint.name}" in shop.train("stopped").stdout
-    straight = shop.add_run("straight", **settings)
-    shop.train("straight")
-    assert_same_end(straight, run)
-
-
 def test_continued_from_a_named_checkpoint(shop: Workshop) -> None:
     """What came after the named checkpoint is moved aside, not deleted, and the new end is the old one."""
     run = shop.add_run("named", **COMMON)

@@ -57,7 +57,7 @@ class Infection:
     precision: str
 
     def prelude(self, steps: range) -> str:
-        change = f"lambda gradient: gradient * torch.{self.value}"
+        change = f"lambda gradient: gradient + torch.{self.value}"
         return FAULTS + f"in_gradients({change}, rank={self.rank}, steps={steps!r})\n"
 
 
@@ -67,7 +67,7 @@ EVERY_INFECTION = [
         ("nan", "inf"), ((0, 2), (1, 2), (2, 3)), ("fp32", "fp16", "bf16")
     )
 ]
-FEW_INFECTIONS = [Infection("nan", 1, 2, "fp32"), Infection("inf", 0, 2, "fp16"), Infection("nan", 2, 3, "bf16")]
+FEW_INFECTIONS = [Infection("inf", 1, 2, "fp32"), Infection("nan", 0, 2, "fp16"), Infection("nan", 2, 3, "bf16")]
 
 
 @pytest.mark.fault("a gradient that is not finite")
