@@ -6,8 +6,6 @@ import json
 import os
 import pickle
 import re
-import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -23,7 +21,7 @@ from checkpointing import Checkpoint, save_checkpoint
 from gpt import GPTModel, ModelConfig
 from harness.errors import RunError, UserError
 from harness.files import sha256
-from tests.launch import MODEL, ROOT, Workshop
+from tests.launch import MODEL, Workshop
 
 STATE_FILES = ["model.safetensors", "optimizer.pt", "scaler.pt", "train_state.pt"]
 
@@ -430,39 +428,6 @@ def test_a_failed_write_leaves_the_folder_as_it_was(folder: Path, tmp_path: Path
         save_checkpoint(folder, broken)
     assert {entry.name for entry in folder.iterdir()} == {kept.name, "latest", "best"}
     assert (folder / "latest").readlink() == Path(kept.name)
-
-
-SAVE_AND_KILL = """
-import os, signal, sys, time
-from pathlib import Path
-from tests.test_checkpoints import a_checkpoint
-from checkpointing import save_checkpoint, prune
-folder = Path(sys.argv[1])
-save_checkpoint(folder, a_checkpoint(0, is_best=True))
-for turn in range(12):
-    child = os.fork()
-    if not child:
-        for step in range(1000):
-            save_checkpoint(folder, a_checkpoint(1000 * turn + step, is_best=True))
-            prune(folder, 1, set())
-    time.sleep(0.05 + turn * 0.007)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    from checkpointing import list_checkpoints, load_checkpoint, verify_checkpoint
-    for path in [path for _, path in list_checkpoints(folder)] + [folder / "latest", folder / "best"]:
-        verify_checkpoint(path)
-        load_checkpoint(path)
-print("whole")
-"""
-
-
-def test_whatever_has_a_name_is_whole_after_a_kill(folder: Path) -> None:
-    """SIGKILL at twelve instants of a process that does nothing but save and prune."""
-    done = subprocess.run(
-        [sys.executable, "-c", SAVE_AND_KILL, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=100
-    )
-    assert done.stdout == "whole\n", done.stderr
-    assert len(checkpointing.list_checkpoints(folder)) >= 1
 
 
 @pytest.fixture(scope="module")
