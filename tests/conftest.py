@@ -55,8 +55,6 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     path = session.config.getoption("--reliability")
     if path is None:
         return
-    if exitstatus != 0:
-        raise pytest.UsageError(f"{path} was not written: not all tests passed")
     places = "every place" if session.config.getoption("--exhaustive") else "some of the places"
     machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
     caption = f"{time.strftime('%Y-%m-%d', time.gmtime())}, {places}; {machine}, torch {torch.__version__}."

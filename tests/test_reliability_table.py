@@ -37,16 +37,15 @@ def test_faults_have_names_of_their_own() -> None:
         assert len(faults) == len(set(faults))
 
 
-def test_a_fault_without_evidence_or_with_an_empty_cell_is_no_table() -> None:
-    sections = {"test_a": ("Heading", ["one", "two"])}
+def test_a_table_holds_what_was_seen_to_pass() -> None:
+    sections = {"test_a": ("Heading", ["one", "two"]), "test_b": ("Other", ["three"])}
     one, two = Row("test_a", "one", "x | y", 1, "fine"), Row("test_a", "two", "z", 1234, "fine")
     text = render([two, one], sections, "today")
     assert table_of(text) == {"Heading": [["one", "x \\| y", "1", "fine"], ["two", "z", "1,234", "fine"]]}
-    assert render([], sections, "tomorrow", text) == text
-    with pytest.raises(ValueError, match="no test of the section 'Heading' was run"):
-        render([], sections, "tomorrow", text.replace("Heading", "Other"))
-    with pytest.raises(ValueError, match="'two' has left no evidence"):
-        render([one], sections, "today")
+    both = render([Row("test_b", "three", "z", 2, "fine")], sections, "tomorrow", text)
+    assert list(table_of(both)) == ["Heading", "Other"]
+    assert both.startswith(text.rstrip())
+    assert render([one], sections, "the day after", both) == both, "a section is renewed as a whole"
     for empty in (Row("test_a", "two", "", 1, "fine"), Row("test_a", "two", "z", 0, "fine")):
         with pytest.raises(ValueError, match="empty cell"):
             render([one, empty], sections, "today")
