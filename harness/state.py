@@ -55,6 +55,8 @@ def restore_ranks(saved: dict[str, Any], window: LossWindow, world: World, *, se
     Raises UserError for a state of something else.
     """
     with explaining("train_state.pt"):
+        if not isinstance(saved, dict):  # a tensor would only warn of being asked for a name
+            raise ValueError("not a table of states")
         ranks = [(rank["window"], rank["random"]) for rank in saved["ranks"]]
         if not ranks:
             raise ValueError("no ranks")
