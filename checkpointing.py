@@ -284,7 +284,7 @@ def go_back_to(folder: Path, start: Path, make_aside: Callable[[], Path]) -> boo
     best = [path for at, path in list_checkpoints(folder) if at == meta.get("best_step")]
     if best and not _leads_to(folder / BEST, best[-1]):
         point(folder, BEST, best[-1])
-    elif not best:
+    elif not best and (folder / BEST).is_symlink():
         (folder / BEST).unlink(missing_ok=True)  # a link, whose target was pruned or moves now
     if later:
         aside = make_aside() / "checkpoints"

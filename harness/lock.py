@@ -59,7 +59,7 @@ class RunLock:
 
 
 def _read(descriptor: int) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         owner = json.loads(os.pread(descriptor, 4096, 0))
         if isinstance(owner, dict) and isinstance(owner.get("pid"), int):
             return owner

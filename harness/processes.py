@@ -34,7 +34,7 @@ class ProcessName:
         """Whether the process, a neighbour of this one, has ended (also if its parent has not noticed yet)."""
         try:
             os.kill(self.pid, 0)
-        except ProcessLookupError:
+        except (ProcessLookupError, OverflowError):
             return True
         except PermissionError:
             return False

@@ -53,6 +53,8 @@ DEFAULTS: dict[str, Any] = {
     "activation_checkpointing": False,
     "checkpoint_interval": None,
     "keep_checkpoints": None,
+    "async_checkpoint": False,
+    "weights_check_interval": None,
     "validation_ranks": "rank0",
     "report_interval": 10,
     "max_skipped_steps": 10,
