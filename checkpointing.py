@@ -75,14 +75,22 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         if checkpoint.meta["is_best"]:
             point(folder, BEST, final)
     except (OSError, RuntimeError, SafetensorError) as error:
-        # torch and safetensors wrap a full disk in exceptions of their own, so that what is free is told, too.
+        # safetensors wraps a full disk in an exception of its own, so that what is free is told, too.
         free = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 2**30
         raise RunError(
             f"{folder}: cannot write the checkpoint of step {checkpoint.meta['global_step']}: "
-            f"{str(error).splitlines()[0]} ({free:.2f} GiB free); older checkpoints are whole: mend that and run the "
+            f"{_reason(error)} ({free:.2f} GiB free); older checkpoints are whole: mend that and run the "
             "command again, without --restart, to continue"
         ) from None
     return final
+
+
+def _reason(error: BaseException) -> str:
+    """What the system said, if torch has hidden it behind a complaint of its own; else the error itself."""
+    link: BaseException | None = error
+    while link is not None and not isinstance(link, OSError):
+        link = link.__context__
+    return str(link or error).splitlines()[0]
 
 
 def _write_files(draft: Path, checkpoint: Checkpoint) -> None:

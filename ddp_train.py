@@ -299,6 +299,8 @@ def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> N
     assert position is not None, "the dataset is here"
     if meta and position.is_finished and not meta.get("validation_due"):
         say(world, f"{run.path.name} is finished: {position.first_step:,} global steps; --restart trains it again")
+        if start and checkpoint is None:
+            world.on_rank0(partial(put_in_order, run, start, meta))  # a kill in the last save may not have left it so
         restore_summary(experiment, world, meta)
     else:
         stop = StopRequest()
@@ -367,14 +369,19 @@ def begin(job: Job, start: Path | None) -> None:
     say_where(job)
     for change in changed_settings(saved.meta.get("train", {}), job.identity["train"]):
         say(world, f"  train.json has changed since: {change}")
+    world.on_rank0(lambda: put_in_order(run, start, saved.meta))
 
-    def set_aside() -> None:
-        make_aside = cache(run.new_aside)  # one folder for all of it, if there is anything
-        if checkpointing.go_back_to(run.checkpoints, start, make_aside):
-            run.set_pictures_aside(make_aside())
-        job.resume_metrics(saved.meta, make_aside)
 
-    world.on_rank0(set_aside)
+def put_in_order(run: RunDirectory, start: Path, meta: dict[str, Any]) -> None:
+    """Make links and metrics those of the checkpoint `start`, wherever the process that saved it ended; what came after
+    it is kept aside. Rank 0 only."""
+    import checkpointing
+    from harness.metrics import MetricsFile
+
+    make_aside = cache(run.new_aside)  # one folder for all of it, if there is anything
+    if checkpointing.go_back_to(run.checkpoints, start, make_aside):
+        run.set_pictures_aside(make_aside())
+    MetricsFile(run.metrics).go_back_to(meta, make_aside)
 
 
 def say_where(job: Job) -> None:

@@ -220,19 +220,6 @@ class Job:
         if not same_yardstick(saved.meta.get("train", {}), self.identity["train"]):
             self.tally.forget_best()
 
-    def resume_metrics(self, meta: dict[str, Any], make_aside: Callable[[], Path]) -> None:
-        """Cut the metrics back to where a checkpoint was made; what came after is kept aside."""
-        size = meta.get("metrics_bytes", 0)
-        if meta.get("planned"):
-            own = self.metrics.line_at(size)
-            if own and (own.get("event"), own.get("global_step")) == ("checkpoint", meta["global_step"]):
-                size = self.metrics.end_of_line(size)
-            else:  # the process ended between the checkpoint and its line
-                self.metrics.cut(size, make_aside)
-                self._append("checkpoint", is_best=meta.get("is_best", False))
-                return
-        self.metrics.cut(size, make_aside)
-
     def _append(self, event: str, **values: Any) -> None:
         place = {"global_step": self.tally.global_step, "tokens_seen": self.tally.tokens_seen}
         self.metrics.append(event, **place, seconds=round(self.clock.total, 3), **values)

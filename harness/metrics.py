@@ -129,6 +129,21 @@ class MetricsFile:
                 raise RunError(f"{rest}: cannot set later metrics aside: {error.strerror}") from None
             os.truncate(self.path, size)
 
+    def go_back_to(self, meta: dict[str, Any], make_aside: Callable[[], Path]) -> None:
+        """Cut the file back to where the checkpoint with this meta.json was made; what came after is kept aside."""
+        size = meta.get("metrics_bytes", 0)
+        own = self.line_at(size) if meta.get("planned") else None
+        has_line = own is not None and (own.get("event"), own.get("global_step")) == ("checkpoint", meta["global_step"])
+        self.cut(self.end_of_line(size) if has_line else size, make_aside)
+        if meta.get("planned") and not has_line:  # the process ended between the checkpoint and its line
+            place = {"global_step": meta["global_step"], "tokens_seen": meta.get("tokens_seen", 0)}
+            self.append(
+                "checkpoint",
+                **place,
+                seconds=round(sum(meta.get("seconds", {}).values()), 3),
+                is_best=meta.get("is_best", False),
+            )
+
     def line_at(self, start: int) -> dict[str, Any] | None:
         """The event whose line begins at byte `start`, if there is a whole one."""
         rest = self.path.read_bytes()[start:] if self.path.exists() else b""

@@ -172,14 +172,15 @@ class Watch:
         gone = self._gone(now)
         if gone:
             return f"{self._names(gone)} ended suddenly", gone
+        if any(heard.gone_since is not None for heard in self._heard):
+            return None  # whatever else seems wrong, that explains it: in a moment it may be told
         patience = min(self.timeout, GONE_PATIENCE_SECONDS) if PEER_LOST.is_set() else self.timeout
         if now - self._contact > patience:
             return self._lost_contact(now - self._contact), [0]
         silent = [
             rank
             for rank, heard in enumerate(self._heard)
-            # Without contact nobody can be heard; and of one that is gone more is known in a moment.
-            if self._contact - heard.at > patience and heard.gone_since is None
+            if self._contact - heard.at > patience  # without contact nobody can be heard
         ]
         if silent:
             seconds = max(now - self._heard[rank].at for rank in silent)

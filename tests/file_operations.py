@@ -30,7 +30,7 @@ CALLS = {  # what a number counts operations of, by a short name
     "chart": "harness.charts:draw_training_chart",
     "end": "harness.job:Job.finish",
     "going back": "checkpointing:go_back_to",
-    "cutting the metrics": "harness.job:Job.resume_metrics",
+    "cutting the metrics": "harness.metrics:MetricsFile.go_back_to",
     "moving aside": "harness.run:RunDirectory.set_results_aside",
     "summary": "harness.summary:replace_text",
     "lock": "harness.run:RunDirectory.lock",

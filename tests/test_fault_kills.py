@@ -150,7 +150,7 @@ def test_killed_at_each_operation_of_a_background_save(shop: Workshop, exhaustiv
 @pytest.mark.fault("killed at the end")
 @pytest.mark.timeout(900)
 def test_killed_at_each_operation_of_the_end(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
-    kinds = kill_everywhere(shop, [LAST, END], 1 if exhaustive else 2 * EACH_OF)
+    kinds = kill_everywhere(shop, [LAST, END], 1 if exhaustive else EACH_OF)
     evidence(
         injected=f"the same in the last save and in writing the summary: {describe(kinds)}",
         times=kinds.total(),
