@@ -163,6 +163,7 @@ class Operations:
         setattr(owner, name, watched)
 
     def watch_files(self) -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # here, because a save in the background may not
         sys.addaudithook(self._audit)
         fsync, opening = os.fsync, io.open
 
@@ -195,7 +196,6 @@ class Operations:
     def _watched_save_file(self, original: Callable[..., None]) -> Callable[..., None]:
         def watched(tensors: Any, path: Path, **named: Any) -> None:
             def reserve() -> None:  # the kernel ends the process when Rust asks for the file's space
-                signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
                 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
                 original(tensors, path, **named)

@@ -20,7 +20,7 @@ Case = TypeVar("Case")
 Found = TypeVar("Found")
 
 # Most of a case is waiting for a rank to notice that another is gone, which takes seconds without torchrun.
-JOBS_AT_ONCE = 8
+JOBS_AT_ONCE = 12
 VANISH_SECONDS = 15
 STARTING = threading.Lock()
 # For a rank that does not end: where it is.
@@ -34,9 +34,9 @@ def set_pace(exhaustive: bool) -> None:
     BEFORE_ALL[:] = [SAY_WHERE] if exhaustive else [SAY_WHERE, HASTE]
 
 
-def for_each(cases: Iterable[Case], test: Callable[[Case], Found]) -> list[Found]:
+def for_each(cases: Iterable[Case], test: Callable[[Case], Found], at_once: int = JOBS_AT_ONCE) -> list[Found]:
     """Call `test` with each of the cases, several at a time; fails as the first of them that failed."""
-    with ThreadPoolExecutor(JOBS_AT_ONCE) as pool:
+    with ThreadPoolExecutor(at_once) as pool:
         futures = [pool.submit(test, case) for case in cases]
         try:
             return [future.result() for future in futures]

@@ -12,7 +12,7 @@ INTRODUCTION = """# Faults survived
 Every row is a test that injects the fault into the real `ddp_train.py`, with two or more processes unless the row says
 otherwise, and compares what is left with a run that nothing happened to. The table is written by those tests:
 
-    uv run pytest -m fault --exhaustive --reliability docs/RELIABILITY.md
+    uv run pytest -m fault --exhaustive --reliability=docs/RELIABILITY.md
 
 Without `--exhaustive` the same tests take some of the places, and are a part of every test run. Sections whose tests
 are not run (`uv run pytest tests/test_fault_kills.py --exhaustive …`) stay as they are.

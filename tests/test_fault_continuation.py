@@ -18,6 +18,7 @@ import torch
 
 from checkpointing import list_checkpoints
 from tests.conftest import Evidence
+from tests.jobs import for_each
 from tests.launch import Workshop
 from tests.same_end import assert_same_end
 
@@ -118,7 +119,9 @@ def test_stopped_once(
     shop: Workshop, setups: list[Setup], straight: dict[Setup, Path], exhaustive: bool, evidence: Evidence
 ) -> None:
     steps = range(STEPS) if exhaustive else (3, 8)
-    for setup, step in itertools.product(setups, steps):
+
+    def stop_once(case: tuple[Setup, int]) -> None:
+        setup, step = case
         run = setup.add_run(shop, f"once-{step}-{setup.name}")
         if setup.ranks > 1 and step >= STEPS - 2:  # nothing is left to stop, once the others hear of it
             shop.train(run.name, ranks=setup.ranks, prelude=told_to_stop(setup, step))
@@ -126,6 +129,8 @@ def test_stopped_once(
             assert stop(shop, run, setup, told_to_stop(setup, step)) in (step, step + 1)
         shop.train(run.name, ranks=setup.ranks, prelude=PRELUDE)
         assert_same_run(straight[setup], run)
+
+    for_each(itertools.product(setups, steps), stop_once, at_once=4)
     evidence(
         injected=f"SIGTERM to one rank in a step, then the same command again; {describe(setups)}",
         times=len(setups) * len(steps),

@@ -23,6 +23,7 @@ import pytest
 from checkpointing import list_checkpoints
 from tests.conftest import Evidence
 from tests.fake_hub import FakeHub
+from tests.jobs import for_each
 from tests.launch import Result, Workshop, finish
 from tests.same_end import assert_same_end
 from tests.test_fetching import NAME, corpus
@@ -197,8 +198,9 @@ LONG_WORK = {
 def test_torchrun_told(shop: Workshop, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
     signals = [signal.SIGTERM, signal.SIGINT]
     cases = [*itertools.product(LONG_WORK, signals)] if exhaustive else [("save", signal.SIGTERM)]
-    slowest = 0.0
-    for place, told in cases:
+
+    def tell(case: tuple[str, signal.Signals]) -> float:
+        place, told = case
         run = shop.add_run(f"torchrun-{place}-{told.name}", **SETTINGS)
         mark = shop.path / f"{run.name}.mark"
         work = LONG_WORK[place].format(noted=f"note({str(mark)!r}, pause(5))")
@@ -207,10 +209,13 @@ def test_torchrun_told(shop: Workshop, straight: Path, exhaustive: bool, evidenc
         began = time.monotonic()
         os.kill(process.pid, told)  # Ctrl-C in a terminal reaches torchrun alone, too: its ranks have own sessions
         result = finish([process], expect=1, timeout=60)
-        slowest = max(slowest, time.monotonic() - began)
+        seconds = time.monotonic() - began
         assert_stopped(run, result, told)
         shop.train(run.name, prelude=FAULTS)
         assert_same_end(straight, run)
+        return seconds
+
+    slowest = max(for_each(cases, tell, at_once=3))
     assert slowest < TORCHRUN_PATIENCE_SECONDS
     evidence(
         injected="SIGTERM or SIGINT to torchrun in a step, a validation or a save that takes 5 s more"
@@ -350,11 +355,13 @@ def test_a_rank_dies(shop: Workshop, straight: Path, exhaustive: bool, evidence:
     with ThreadPoolExecutor(6) as pool:  # they wait more than they compute
         seconds = list(pool.map(lambda case: die(shop, *case), enumerate(deaths)))
     assert max(seconds) < GONE_SECONDS
-    for number in range(len(deaths)):
-        if exhaustive or number % 4 == 0:
-            shop.train(f"death-{number}", ranks=2, prelude=FAULTS)
-            if deaths[number].ranks == 2:
-                assert_same_end(straight, shop.runs / f"death-{number}")
+
+    def go_on(number: int) -> None:
+        shop.train(f"death-{number}", ranks=2, prelude=FAULTS)
+        if deaths[number].ranks == 2:
+            assert_same_end(straight, shop.runs / f"death-{number}")
+
+    for_each(range(0, len(deaths), 1 if exhaustive else 4), go_on, at_once=4)
     told = max(second for second, death in zip(seconds, deaths, strict=True) if death.as_torchrun)
     evidence(
         injected="SIGKILL of, or an exception in, one of 2 or 3 ranks: at the start, in a forward or backward pass, an "
@@ -372,7 +379,9 @@ def test_torchrun_restarts(shop: Workshop, straight: Path, exhaustive: bool, evi
     """Restarted ranks go on from `latest`: they start from nothing, or go back to CHECKPOINT, only once."""
     cases = [["--restart"], [], ["CHECKPOINT"]] if exhaustive else [["--restart"]]
     deaths = [(1, 5), (0, 8)] if exhaustive else [(1, 5)]
-    for number, asked in enumerate(cases):
+
+    def restart(case: tuple[int, list[str]]) -> None:
+        number, asked = case
         run = shop.add_run(f"restarts-{number}", **SETTINGS)
         if asked:
             shop.train(run.name, prelude=FAULTS)
@@ -382,6 +391,8 @@ def test_torchrun_restarts(shop: Workshop, straight: Path, exhaustive: bool, evi
         die_in_lives(shop, run, deaths, arguments)
         assert_same_end(straight, run)
         assert len(list(run.glob("aside/*/checkpoints"))) == len(asked)  # what was asked for was done once
+
+    for_each(enumerate(cases), restart, at_once=3)
     evidence(
         injected=f"SIGKILL of rank 1 in the first life of the job{' and of rank 0 in the second' * exhaustive}, with "
         f"{'--restart, CHECKPOINT or neither' if exhaustive else '--restart'} on the command line",
