@@ -359,8 +359,8 @@ def test_disk_full_in_a_save(shop: Workshop, exhaustive: bool, evidence: Evidenc
 
     operations = operations_of(shop, "save", 2)
     places = [Full("save", 2, at, room) for at in range(len(operations)) for room in (0, -1) if not (room and at % 3)]
-    rooms = [Full("save", 2, 0, kib * 1024) for kib in range(4, 200, 8)]
-    cases = places + rooms if exhaustive else places[4::16] + rooms[2::7]
+    rooms = [Full("save", 2, 0, kib * 1024) for kib in range(4, 200, 16)]
+    cases = places + rooms if exhaustive else places[4::16] + rooms[1::4]
     for_each(enumerate(cases), try_one)
     rest = sum(case in rooms for case in cases)
     evidence(
