@@ -54,6 +54,7 @@ class Sign:
     progress: list[int]  # the rank with less of it is behind
     stalled: float | None  # seconds without progress; None outside `attended`
     stopping: bool  # a signal has asked it to stop
+    leaving: bool = False  # it has noticed a fault, and has told the user, or left that to a neighbour
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -84,9 +85,11 @@ class Watch:
         self._since: float | None = None
         self.is_stopping: Callable[[], bool] = lambda: False
         self._ended = threading.Event()
+        self._leaving = False
         self._frozen_until = 0.0
         self._contact = time.monotonic()
         self._heard: list[Heard] = []
+        self._say: Callable[[Sign], None] = lambda sign: None
 
     @contextmanager
     def attended(self, place: str, order: int) -> Iterator[None]:
@@ -113,7 +116,8 @@ class Watch:
     def start(self, store: Store, size: int, meet: Any) -> None:
         """Begin to watch `size` ranks. `meet` returns when every rank has called it."""
         keys = [f"watch/{rank}" for rank in range(size)]
-        store.set(keys[self.rank], self._sign(0).encode())
+        self._say = lambda sign: store.set(keys[self.rank], sign.encode())
+        self._say(self._sign(0))
         meet()
         now = time.monotonic()
         self._heard = [Heard(Sign.decode(text), now) for text in store.multi_get(keys)]
@@ -131,7 +135,7 @@ class Watch:
     def _sign(self, number: int) -> Sign:
         since = self._since
         stalled = None if since is None else time.monotonic() - since
-        return Sign(number, self.process, self._place, self._progress, stalled, self.is_stopping())
+        return Sign(number, self.process, self._place, self._progress, stalled, self.is_stopping(), self._leaving)
 
     @property
     def _pause(self) -> float:
@@ -142,7 +146,7 @@ class Watch:
         while not self._ended.wait(self._pause):
             number += 1
             try:
-                store.set(keys[self.rank], self._sign(number).encode())
+                self._say(self._sign(number))
                 signs = [Sign.decode(text) for text in store.multi_get(keys)]
             except RuntimeError:  # no contact: `_look` counts the seconds
                 continue
@@ -163,6 +167,8 @@ class Watch:
                 for heard in self._heard:
                     heard.at = now
             looked = now
+            if any(heard.sign.leaving for heard in self._heard) and not LEAVING.is_set():
+                os._exit(1)  # the user has been told why
             fault = self._find_fault(now)
             if fault and not self._ended.is_set() and not LEAVING.is_set():
                 self._leave(*fault)
@@ -172,15 +178,14 @@ class Watch:
         gone = self._gone(now)
         if gone:
             return f"{self._names(gone)} ended suddenly", gone
-        if any(heard.gone_since is not None for heard in self._heard):
-            return None  # whatever else seems wrong, that explains it: in a moment it may be told
         patience = min(self.timeout, GONE_PATIENCE_SECONDS) if PEER_LOST.is_set() else self.timeout
-        if now - self._contact > patience:
+        if now - self._contact > patience and self._heard[0].gone_since is None:
             return self._lost_contact(now - self._contact), [0]
         silent = [
             rank
             for rank, heard in enumerate(self._heard)
-            if self._contact - heard.at > patience  # without contact nobody can be heard
+            # Without contact nobody can be heard; and of one that is gone more is known in a moment.
+            if self._contact - heard.at > patience and heard.gone_since is None
         ]
         if silent:
             seconds = max(now - self._heard[rank].at for rank in silent)
@@ -236,6 +241,10 @@ class Watch:
             print(f"\nerror: {fault}; run the same command again to continue", file=sys.stderr, flush=True)
         else:
             time.sleep(SILENT_EXIT_SECONDS)  # torchrun ends all ranks once one has left: let the line be written first
+        # Apart, because a store behind a cut network does not answer. Those who hear of it end without a word.
+        self._leaving = True
+        threading.Thread(target=self._say, args=(self._sign(PASSED),), daemon=True).start()
+        time.sleep(self._pause + 0.2)
         os._exit(1)
 
 

