@@ -18,6 +18,8 @@ SPEAKER_PATIENCE_SECONDS = 10.0
 LEAVING = threading.Event()
 # Set while this process leaves because another is gone, and does not know which: the watch may find out.
 PEER_LOST = threading.Event()
+# Set once the user has been told why the processes of this machine end.
+TOLD = threading.Event()
 
 
 class UserError(Exception):
@@ -82,7 +84,7 @@ def _leave(error: UserError | RunError) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         time.sleep(SPEAKER_PATIENCE_SECONDS)
-    if not isinstance(error, StoppedError):
+    if not isinstance(error, StoppedError) and not TOLD.is_set():
         print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
     # Not sys.exit: interpreter shutdown would wait for communication threads whose peers may already be gone.
     sys.stdout.flush()

@@ -14,11 +14,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from harness.errors import LEAVING, PEER_LOST
+from harness.errors import LEAVING, PEER_LOST, TOLD
 from harness.processes import ProcessName
 
 POLL_SECONDS = 2.0
@@ -233,9 +233,14 @@ class Watch:
     def _names(self, ranks: Sequence[int]) -> str:
         return " and ".join(f"rank {rank} ({self._heard[rank].sign.process})" for rank in ranks)
 
+    def _announce(self) -> None:
+        with suppress(RuntimeError):  # the store may be what is gone
+            self._say(self._sign(PASSED))
+
     def _leave(self, fault: str, about: Sequence[int]) -> None:
         """End this process; of each machine's ranks one says why."""
         near = [rank for rank, heard in enumerate(self._heard) if heard.sign.process.is_neighbour_of(self.process)]
+        TOLD.set()
         speakers = [rank for rank in near if rank not in about] or near
         if self.rank == speakers[0]:
             print(f"\nerror: {fault}; run the same command again to continue", file=sys.stderr, flush=True)
@@ -243,7 +248,7 @@ class Watch:
             time.sleep(SILENT_EXIT_SECONDS)  # torchrun ends all ranks once one has left: let the line be written first
         # Apart, because a store behind a cut network does not answer. Those who hear of it end without a word.
         self._leaving = True
-        threading.Thread(target=self._say, args=(self._sign(PASSED),), daemon=True).start()
+        threading.Thread(target=self._announce, daemon=True).start()
         time.sleep(self._pause + 0.2)
         os._exit(1)
 
