@@ -56,6 +56,12 @@ def one_line_errors() -> Iterator[None]:
     """
     try:
         yield
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            # At the interpreter's shutdown, threads of torch's that are still in C++ can abort the process ("terminate
+            # called without an active exception"), and torchrun would take a finished rank for one that has failed.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
     except (UserError, RunError) as error:
         _leave(error)
     except OSError as error:

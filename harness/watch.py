@@ -130,6 +130,7 @@ class Watch:
         return any(heard.sign.stopping for heard in self._heard)
 
     def stop(self) -> None:
+        """No more signs, and no more judging; what is under way may still end."""
         self._ended.set()
 
     def _sign(self, number: int) -> Sign:
