@@ -168,8 +168,8 @@ class Watch:
                 for heard in self._heard:
                     heard.at = now
             looked = now
-            if any(heard.sign.leaving for heard in self._heard) and not LEAVING.is_set():
-                os._exit(1)  # the user has been told why
+            if self._is_told() and not LEAVING.is_set():
+                os._exit(1)
             fault = self._find_fault(now)
             if fault and not self._ended.is_set() and not LEAVING.is_set():
                 self._leave(*fault)
@@ -197,6 +197,10 @@ class Watch:
         if now < self._frozen_until or any(now - heard.at > self.timeout / 2 for heard in self._heard):
             return None  # what that rank said last is old: soon it has given another sign, or is known to be frozen
         return self._find_stuck([heard.sign for heard in self._heard])
+
+    def _is_told(self) -> bool:
+        """Whether a rank of this machine leaves, and the user has read why; another machine's terminal is another's."""
+        return any(heard.sign.leaving and heard.sign.process.is_neighbour_of(self.process) for heard in self._heard)
 
     def _lost_contact(self, seconds: float) -> str:
         process = self._heard[0].sign.process  # it holds the store, or the torchrun beside it does

@@ -23,7 +23,7 @@ ROWS = pytest.StashKey[list[Row]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--exhaustive", action="store_true", help="Inject faults at every place, not at a few.")
+    parser.addoption("--exhaustive", action="store_true", help="Inject faults at all places, not at a few.")
     parser.addoption("--reliability", type=Path, metavar="FILE", help="Write the table of faults survived.")
 
 
@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def exhaustive(request: pytest.FixtureRequest) -> bool:
-    """Whether to inject faults at every place; CI takes a few of them."""
+    """Whether to inject faults at all places; CI takes a few of them."""
     return bool(request.config.getoption("--exhaustive"))
 
 
@@ -55,7 +55,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     path = session.config.getoption("--reliability")
     if path is None:
         return
-    places = "every place" if session.config.getoption("--exhaustive") else "some of the places"
+    places = "exhaustive" if session.config.getoption("--exhaustive") else "some of the places"
     machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
     caption = f"{time.strftime('%Y-%m-%d', time.gmtime())}, {places}; {machine}, torch {torch.__version__}."
     before = path.read_text(encoding="utf-8") if path.exists() else ""

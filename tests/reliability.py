@@ -14,8 +14,10 @@ otherwise, and compares what is left with a run that nothing happened to. The ta
 
     uv run pytest -m fault --exhaustive --reliability=docs/RELIABILITY.md
 
-Without `--exhaustive` the same tests take some of the places, and are a part of every test run. Sections whose tests
-are not run (`uv run pytest tests/test_fault_kills.py --exhaustive …`) stay as they are.
+Exhaustive means: a kill and an I/O error at every file operation of a save. Where two things multiply (the step of a
+stop and the number of ranks, an operation and what a full disk has no room for) not each pair is taken. Without
+`--exhaustive` the same tests take some of the places, and are a part of every test run. Sections whose
+tests are not run (`uv run pytest tests/test_fault_kills.py --exhaustive …`) stay as they are.
 """
 
 

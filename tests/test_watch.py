@@ -57,6 +57,13 @@ def test_who_is_stuck(signs: list[Sign], guilty: list[int] | None) -> None:
         assert "stuck for 11 s in place" in found[0]
 
 
+def test_only_what_a_neighbour_has_told_need_not_be_told_again() -> None:
+    leaving = replace(sign(4, 0, 3), leaving=True)
+    assert not watching(sign(4, 0, 3), sign(4, 0, 3))._is_told()
+    assert not watching(sign(4, 0, 3), leaving)._is_told()
+    assert watching(sign(4, 0, 3), replace(leaving, process=ProcessName.own()))._is_told()
+
+
 def test_all_in_one_exchange_is_nobodys_fault() -> None:
     assert watching(sign(4, 1, 9), sign(4, 1, 12))._find_fault(0.0) is None  # the second has waited for the first
     found = watching(sign(4, 1, 11), sign(4, 1, 12))._find_fault(0.0)
