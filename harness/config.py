@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
@@ -10,13 +9,13 @@ from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from harness.errors import UserError
+from harness.wording import is_unicode, nearest, shown
 
 Config = TypeVar("Config", bound=BaseModel)
 
 UPSTREAM_WARMUP_PERCENT = 5.0
 LARGEST_PRICE = 1e9
 SHOWN_FAULTS = 8  # of a file that is wrong all over
-SHOWN_CHARACTERS = 60
 LARGEST_DIGITS = 4000  # Python itself refuses to print much longer ones
 
 # Beyond it no number of tokens, steps or sequences means anything; and products of such numbers might leave what floats
@@ -242,10 +241,7 @@ def parse_config(kind: type[Config], raw: dict[str, Any], path: Path) -> Config:
 
 
 def _nearest(key: str, kind: type[BaseModel]) -> str | None:
-    known = [*kind.model_fields, *getattr(kind, "other_keys", ())]
-    if len(key) > SHOWN_CHARACTERS:  # no slip of the finger, and slow to compare
-        return None
-    return next(iter(difflib.get_close_matches(key, known, n=1, cutoff=0.5)), None)
+    return nearest(key, [*kind.model_fields, *getattr(kind, "other_keys", ())])
 
 
 def _describe(fault: Any, kind: type[BaseModel]) -> str:
@@ -259,15 +255,6 @@ def _describe(fault: Any, kind: type[BaseModel]) -> str:
         return str(fault["ctx"]["error"])
     message = fault["msg"][0].lower() + fault["msg"][1:]
     return f"key {key}: {message}, not {shown(fault['input'])}"
-
-
-def shown(value: Any) -> str:
-    """A value of a JSON file as it is written there, cut to what fits a line."""
-    try:
-        text = json.dumps(value, default=str)
-    except RecursionError:
-        text = "something deeply nested"
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
 
 def _is_union_branch(part: int | str) -> bool:
@@ -308,19 +295,10 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for key, value in pairs:
         if key in result:
             raise ValueError(f"key {shown(key)}: given twice")
-        if not _is_unicode(key):
+        if not is_unicode(key):
             raise ValueError(f"key {shown(key)}: half of a surrogate pair is not a character")
         result[key] = value
     return result
-
-
-def _is_unicode(text: str) -> bool:
-    """JSON can write a lone surrogate, which no file, terminal or other program can take."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _whole_number(digits: str) -> int:

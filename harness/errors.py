@@ -64,6 +64,8 @@ def one_line_errors() -> Iterator[None]:
             os._exit(0)
     except (UserError, RunError) as error:
         _leave(error)
+    except BrokenPipeError:  # the reader of a pipe, `head` say, has enough
+        os._exit(128 + signal.SIGPIPE)
     except OSError as error:
         _leave(RunError(f"{error.filename or 'a file'}: {error.strerror or error}"))
     except KeyboardInterrupt:  # before or after training, which takes note of it itself

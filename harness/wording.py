@@ -1,0 +1,48 @@
+"""Words for messages about what a user has written."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+SHOWN_CHARACTERS = 60
+
+
+def shown(value: Any) -> str:
+    """A value of a JSON file as it is written there, cut to what fits a line."""
+    try:
+        text = json.dumps(value, default=str)
+    except RecursionError:
+        text = "something deeply nested"
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+
+
+def nearest(name: str, known: Sequence[str]) -> str | None:
+    """Which of the known names was probably meant."""
+    if len(name) > SHOWN_CHARACTERS:  # no slip of the finger, and slow to compare
+        return None
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.5)), None)
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """The first names, and how many there are beyond."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def counted(documents: int) -> str:
+    """How many documents end in a split."""
+    if documents < 2:
+        return "1 document" if documents else "a part of a document"
+    return f"{documents:,} documents"
+
+
+def is_unicode(text: str) -> bool:
+    """JSON can write a lone surrogate, which no file, terminal or other program can take."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
