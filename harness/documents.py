@@ -1,0 +1,250 @@
+"""The documents in text files, read in bounded memory.
+
+A document may be longer than memory is large: it comes in pieces.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from harness.errors import RunError, UserError
+from harness.text_files import TextFile
+from harness.wording import listed, nearest, shown
+
+READ_BYTES = 2**20
+MOST_ROWS = 64  # of a parquet file at a time
+
+
+class Piece(NamedTuple):
+    """A document, or a part of one, and whether the document ends with it."""
+
+    text: str
+    ends: bool
+    file: int  # its number
+    position: int  # bytes of the file that have been read by then
+
+
+@dataclass(frozen=True)
+class TextFormat:
+    """How documents lie in the files."""
+
+    text_column: str = "text"  # the column of a parquet file, the key of a JSON line
+    separator: str | None = None  # what stands between the documents of a text file; None: each file is one document
+    replace_invalid: bool = False  # U+FFFD for what is not UTF-8, instead of an error
+
+
+def read_documents(file: TextFile, form: TextFormat) -> Iterator[Piece]:
+    """The documents of a file, in order. Raises UserError for a column that is not there, RunError for a file that is
+    damaged, with how far it could be read."""
+    read: dict[str, Callable[[TextFile, TextFormat], Iterator[Piece]]] = {
+        "parquet": _read_parquet,
+        "JSON lines": _read_json_lines,
+        "text": _read_text,
+    }
+    documents = 0
+    try:
+        for piece in read[file.kind](file, form):
+            yield piece
+            documents += piece.ends
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) and error.errno and not isinstance(error, gzip.BadGzipFile):
+            raise RunError(f"{file.path}: {error.strerror}") from None
+        reason = " ".join(str(error).split())[:160]
+        remedy = (
+            "--replace-invalid reads it as U+FFFD" if isinstance(error, UnicodeDecodeError) else "mend or remove it"
+        )
+        raise RunError(
+            f"{file.path}: {_what_failed(file, error)} after {documents:,} documents ({reason}); {remedy}, and "
+            "the same command goes on from there"
+        ) from None
+
+
+def _what_failed(file: TextFile, error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return "not valid UTF-8"
+    return f"damaged {file.path.suffix.lstrip('.')} file"
+
+
+# Parquet -----------------------------------------------------------------------------------------------------------
+
+
+def _read_parquet(file: TextFile, form: TextFormat) -> Iterator[Piece]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        # Without pre_buffer and with a buffer of its own, a row group is read page by page, not as a whole.
+        with pyarrow.parquet.ParquetFile(file.path, pre_buffer=False, buffer_size=READ_BYTES) as table:
+            _check_column(file, form, table.schema_arrow)
+            rows, total = 0, max(1, table.metadata.num_rows)
+            # Parquet numbers leaves: a column of structures before the text's counts as several.
+            paths = [table.schema.column(at).path for at in range(len(table.schema))]
+            for group, at_once in _row_groups(table, paths.index(form.text_column)):
+                options = {"row_groups": [group], "columns": [form.text_column], "use_threads": False}
+                for batch in table.iter_batches(at_once, **options):
+                    for text in _texts(file, form, batch.column(0)):
+                        rows += 1
+                        yield Piece(text, True, file.number, file.size * rows // total)
+    except pyarrow.ArrowException as error:
+        raise EOFError(str(error)) from None  # damaged, in one of many ways
+
+
+def _row_groups(table: Any, column: int) -> Iterator[tuple[int, int]]:
+    """Row groups, and as many rows to read at a time as are about READ_BYTES: of books fewer than of comments. Long
+    documents among many short ones, or a dictionary of few long ones, do not show in a group's size: hence a limit."""
+    for at in range(table.metadata.num_row_groups):
+        group = table.metadata.row_group(at)
+        if group.num_rows:
+            mean = group.column(column).total_uncompressed_size // group.num_rows
+            yield at, max(1, min(MOST_ROWS, READ_BYTES // max(1, mean)))
+
+
+def _texts(file: TextFile, form: TextFormat, column: Any) -> list[str]:
+    """The texts of a column; a null is an empty text."""
+    try:
+        return [text or "" for text in column.to_pylist()]
+    except UnicodeDecodeError:
+        if not form.replace_invalid:
+            raise
+        raw = column.cast("large_binary").to_pylist()
+        return [(text or b"").decode(errors="replace") for text in raw]
+
+
+def _check_column(file: TextFile, form: TextFormat, schema: Any) -> None:
+    import pyarrow.types as types
+
+    if schema.names.count(form.text_column) > 1:
+        raise UserError(f"{file.path}: two columns {shown(form.text_column)}; name another one, or rename one of them")
+    if form.text_column not in schema.names:
+        raise missing_column(f"{file.path}", form.text_column, schema.names)
+    kind = schema.field(form.text_column).type
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
+        raise UserError(f"{file.path}: column {shown(form.text_column)} holds {kind}, not text; name another one")
+
+
+def missing_column(where: str, column: str, names: list[str]) -> UserError:
+    """The error for a text column that is not there, with those that are."""
+    likely = nearest(column, names)
+    hint = f"--text-column {likely or 'NAME'}"
+    return UserError(f"{where}: no column {shown(column)}; there is {listed(names, 20) or 'none'}: give {hint}")
+
+
+# JSON lines --------------------------------------------------------------------------------------------------------
+
+
+def _read_json_lines(file: TextFile, form: TextFormat) -> Iterator[Piece]:
+    with _opened(file.path) as (stream, raw):
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                yield Piece(_text_of_line(file, form, line, number), True, file.number, raw.tell())
+
+
+def _text_of_line(file: TextFile, form: TextFormat, line: bytes, number: int) -> str:
+    where = f"{file.path}: line {number:,}"
+    try:
+        return _plain_text_of(line, form)
+    except (ValueError, LookupError, TypeError):
+        pass  # something is unusual, and the way below tells what
+    try:
+        value = json.loads(line.decode("utf-8-sig", errors="replace" if form.replace_invalid else "strict"))
+    except UnicodeDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:
+        is_array = number == 1 and line.lstrip().startswith(b"[")
+        hint = "this is a JSON array; write one object a line" if is_array else "mend or remove it"
+        raise RunError(f"{where}: not JSON ({str(error)[:80]}); {hint}") from None
+    if not isinstance(value, dict):
+        raise RunError(f"{where}: not an object but {shown(value)[:60]}; write one object a line")
+    if form.text_column not in value:
+        raise missing_column(where, form.text_column, list(value))
+    text = value[form.text_column]
+    if text is not None and not isinstance(text, str):
+        raise RunError(f"{where}: key {shown(form.text_column)} holds {shown(text)[:60]}, not text; mend or remove it")
+    return _well_formed(text or "", where, form)
+
+
+def _plain_text_of(line: bytes, form: TextFormat) -> str:
+    """The text of a line without any fault; else one of the errors that wrong values make. Faster than json, and in a
+    third of the memory: a line of 100 MB with one emoji in it would twice become a string of four bytes a character."""
+    import pydantic_core
+
+    text = pydantic_core.from_json(line, cache_strings="none")[form.text_column]
+    if not isinstance(text, str):
+        raise TypeError
+    return text
+
+
+def _well_formed(text: str, where: str, form: TextFormat) -> str:
+    """JSON can name half of a surrogate pair, which has no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        if not form.replace_invalid:
+            raise RunError(
+                f"{where}: holds half of a surrogate pair, which is no text; --replace-invalid reads it as U+FFFD"
+            ) from None
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+# Plain text --------------------------------------------------------------------------------------------------------
+
+
+def _read_text(file: TextFile, form: TextFormat) -> Iterator[Piece]:
+    """Blocks of the file; a document ends at each separator and at the file's end."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace" if form.replace_invalid else "strict")
+    separator, rest, is_open, at_start = form.separator, "", False, True
+    with _opened(file.path) as (stream, raw):
+        while block := stream.read(READ_BYTES):
+            rest += decoder.decode(block)
+            if at_start and rest:
+                rest, at_start = rest.removeprefix("\ufeff"), False  # a byte order mark is not text
+            if separator:
+                *documents, rest = rest.split(separator)
+                for text in documents:
+                    yield Piece(text, True, file.number, raw.tell())
+                    is_open = False
+            kept = len(separator) - 1 if separator else 0  # it may be the beginning of a separator
+            if len(rest) > kept:
+                yield Piece(rest[: len(rest) - kept], False, file.number, raw.tell())
+                rest, is_open = rest[len(rest) - kept :], True
+        rest += decoder.decode(b"", final=True)
+        if rest or is_open or not separator:
+            yield Piece(rest, True, file.number, file.size)
+
+
+# Bytes -------------------------------------------------------------------------------------------------------------
+
+
+class _opened:  # noqa: N801, used like a function
+    """The uncompressed bytes of a file, and the file itself, whose position tells how much has been read."""
+
+    def __init__(self, path: Path) -> None:
+        self._raw = path.open("rb")
+        self._stream = _decompressed(self._raw, path.suffix.lower())
+
+    def __enter__(self) -> tuple[BinaryIO, BinaryIO]:
+        return self._stream, self._raw
+
+    def __exit__(self, *_: object) -> None:
+        self._raw.close()
+
+
+def _decompressed(raw: BinaryIO, suffix: str) -> BinaryIO:
+    if suffix == ".gz":
+        return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
+    if suffix == ".zst":
+        import pyarrow
+
+        return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd"))
+    return raw
