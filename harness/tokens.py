@@ -7,16 +7,19 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 
-from harness.config import Count, parse_config, read_json_object, shown
+from harness.config import Count, parse_config, read_json_object
 from harness.errors import UserError
 from harness.run import check_inside, check_name
+from harness.wording import shown
+
+if TYPE_CHECKING:
+    import torch
 
 TOKEN_DTYPES = {"U16": "uint16", "U32": "uint32"}
 SCAN_CHUNK_TOKENS = 2**24
@@ -32,6 +35,7 @@ class SplitMeta(BaseModel):
 
     tokens: Count | None = Field(default=None, ge=0)
     bytes: Count | None = Field(default=None, ge=0)
+    documents: Count | None = Field(default=None, ge=0)
     sha256: str | None = None
 
 
@@ -106,7 +110,13 @@ class Dataset:
     @classmethod
     def open(cls, datasets_dir: Path, name: str) -> Dataset:
         """Raises UserError if the folder or its meta.json is not what DATASETS_DIR/<name> must be."""
-        folder = dataset_folder(datasets_dir, name)
+        return cls.at(dataset_folder(datasets_dir, name), name)
+
+    @classmethod
+    def at(cls, folder: Path, name: str | None = None) -> Dataset:
+        """The dataset in a folder, wherever that is. Raises UserError if it is none."""
+        if not folder.is_dir():
+            raise UserError(f"{folder}: {'is a file, not a folder' if folder.exists() else 'no such folder'}")
         meta_path = folder / "meta.json"
         present = meta_path.exists()
         meta = parse_config(DatasetMeta, read_json_object(meta_path), meta_path) if present else DatasetMeta()
@@ -115,7 +125,7 @@ class Dataset:
                 raise UserError(
                     f"{folder}: incomplete: meta.json lists {shown(file)}; complete the folder or move it away"
                 )
-        dataset = cls(name, folder, meta)
+        dataset = cls(name or "/".join(folder.resolve().parts[-2:]), folder, meta)
         if isinstance(dataset.tokenizer, Path) and not _is_file(folder, dataset.tokenizer.name):
             raise UserError(f'{meta_path}: key "tokenizer": {shown(meta.tokenizer)} is missing; put it into the folder')
         return dataset
@@ -272,6 +282,8 @@ class Window:
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets, (B, T) each, as int64 on `device`."""
+        import torch  # here, since looking into a dataset does without it
+
         tokens = torch.from_numpy(self.tokens.astype(np.int64))
         if device.type == "cuda":
             tokens = tokens.pin_memory().to(device, non_blocking=True)
