@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from tqdm import tqdm
 
 from harness.errors import UserError
 from harness.precision import Precision
+from harness.tokenizer import load_tokenizer
 from harness.tokens import BatchShape, Dataset, MicrobatchReader, Window, check_vocabulary
 from harness.watch import order
 
@@ -103,10 +105,12 @@ class TestSlice:
         """What `options` (split, start_token, batches, batch_size) ask for.
 
         By default all of the test split, where there is one; else the slice of validation that starts at the first of
-        `validation_default` and has as many batches as its second.
+        `validation_default` and has as many batches as its second, or all of a validation split that ends before that.
         """
         split = options["split"] or ("test" if dataset.has_split("test") else "validation")
         start, batches = validation_default if split == "validation" else (0, None)
+        if options["start_token"] is None and start >= len(dataset.split(split)):
+            start, batches = 0, None
         if options["start_token"] is not None:
             start = options["start_token"]
         return cls(split, start, options["batches"] or batches, options["batch_size"])
@@ -116,8 +120,29 @@ def slice_loss(model: nn.Module, dataset: Dataset, slice_: TestSlice, precision:
     """Mean loss of `model` over a slice, with a progress bar. Raises UserError if the split is too short for it."""
     config: Any = model.config
     check_vocabulary(dataset, slice_.split, config.vocab_size)
+    reader, count = _reader(dataset, slice_, config.context_length)
+    indexes = tqdm(range(count), unit="batch", disable=not sys.stderr.isatty())
+    return mean(microbatch_losses(model, map(reader.window, indexes), precision))
+
+
+def slice_bytes_per_token(dataset: Dataset, slice_: TestSlice, context_length: int) -> float | None:
+    """Mean UTF-8 bytes of text that a predicted token of the slice stands for; None where nothing tells it.
+
+    Counted if the tokenizer is in the dataset's folder; for GPT-2's, which might have to be downloaded, the mean over
+    the whole split, from meta.json.
+    """
+    if not isinstance(dataset.tokenizer, Path):
+        return dataset.bytes_per_token(slice_.split)
+    reader, count = _reader(dataset, slice_, context_length)
+    lengths = load_tokenizer(dataset.tokenizer).token_byte_lengths()
+    windows = (reader.window(index).tokens[1:] for index in range(count))
+    return math.fsum(float(lengths[targets].sum()) for targets in windows) / (count * reader.shape.microbatch_tokens)
+
+
+def _reader(dataset: Dataset, slice_: TestSlice, context_length: int) -> tuple[MicrobatchReader, int]:
+    """The slice's microbatches, and how many they are. Raises UserError if the split is too short for it."""
     tokens = dataset.split(slice_.split)
-    shape = BatchShape(1, 1, slice_.batch_size, config.context_length)
+    shape = BatchShape(1, 1, slice_.batch_size, context_length)
     there = (len(tokens) - slice_.start_token - 1) // shape.microbatch_tokens
     count = there if slice_.batches is None else slice_.batches
     if not 0 < count <= there:
@@ -126,9 +151,7 @@ def slice_loss(model: nn.Module, dataset: Dataset, slice_: TestSlice, precision:
             f"{tokens.path}: too short: wanted {wanted:,} tokens ({max(count, 1):,} batches of {slice_.batch_size} "
             f"from {slice_.start_token:,}), but there are {len(tokens):,}; see --start-token, --batches, --batch-size"
         )
-    reader = MicrobatchReader(tokens, slice_.start_token, shape)
-    indexes = tqdm(range(count), unit="batch", disable=not sys.stderr.isatty())
-    return mean(microbatch_losses(model, map(reader.window, indexes), precision))
+    return MicrobatchReader(tokens, slice_.start_token, shape), count
 
 
 def mean(losses: Sequence[float]) -> float:

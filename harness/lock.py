@@ -77,7 +77,11 @@ def _may_live(owner: dict[str, Any]) -> bool:
 
 def _refusal(path: Path, owner: dict[str, Any], remedy: str) -> UserError:
     who = f" ({_name(owner)}, since {owner.get('since')})" if owner else ""
-    return UserError(f"{path.parent}: is being trained by another process{who}; {remedy}")
+    return UserError(f"{path.parent}: is being {_use(path)} by another process{who}; {remedy}")
+
+
+def _use(path: Path) -> str:
+    return "made" if path.parent.name.endswith(".partial") else "trained"
 
 
 def _not_written(path: Path, error: OSError) -> RunError:

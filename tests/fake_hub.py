@@ -12,6 +12,7 @@ HTTP is used.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
@@ -79,6 +80,7 @@ class FakeDataset:
     status: int | None = None
     named_errors: bool = True
     gated: bool = False
+    private: bool = False
 
     @property
     def commit(self) -> str:
@@ -102,6 +104,8 @@ class FakeHub:
 
     datasets: dict[str, FakeDataset] = field(default_factory=dict)
     requests: list[Seen] = field(default_factory=list)
+    stored: dict[str, bytes] = field(default_factory=dict)  # LFS objects that were uploaded, by their SHA-256
+    upload_status: int | None = None  # the answer to every commit
 
     def __post_init__(self) -> None:
         self._released = threading.Event()
@@ -177,6 +181,12 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self._route()
 
+    def do_POST(self) -> None:
+        self._receive()
+
+    def do_PUT(self) -> None:
+        self._receive()
+
     def log_message(self, format: str, *args: Any) -> None:
         """Tests look at `requests` instead."""
 
@@ -204,6 +214,82 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             return dataset
         return None
+
+    def _receive(self) -> None:
+        """Uploads: a request with a body."""
+        path = unquote(urlsplit(self.path).path)
+        hub = self.server.hub
+        hub.requests.append(Seen(self.command, path, self.headers.get("Authorization"), None))
+        body = self._read_body()
+        if hub.upload_status is not None and "/commit/" in path:
+            self._refuse(hub.upload_status, None)
+            return
+        for pattern, receive in UPLOAD_ROUTES:
+            if match := pattern.fullmatch(path):
+                receive(self, hub, match, body)
+                return
+        self._refuse(404, None)
+
+    def _read_body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = b""
+        while size := int(self.rfile.readline(), 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return body
+
+    # Uploads
+
+    def _create(self, hub: FakeHub, match: re.Match[str], body: bytes) -> None:
+        asked = json.loads(body)
+        name = f"{asked.get('organization') or 'me'}/{asked['name']}"
+        if name in hub.datasets:
+            self._send_json({"url": f"{hub.url}/datasets/{name}", "error": "exists"}, status=409)
+            return
+        hub.datasets[name] = FakeDataset({}, private=asked.get("private", asked.get("visibility") == "private"))
+        self._send_json({"url": f"{hub.url}/datasets/{name}", "name": name})
+
+    def _validate(self, hub: FakeHub, match: re.Match[str], body: bytes) -> None:
+        self._send_json({"errors": [], "warnings": []})
+
+    def _preupload(self, hub: FakeHub, match: re.Match[str], body: bytes) -> None:
+        files = [
+            {
+                "path": file["path"],
+                "uploadMode": "lfs" if PurePosixPath(file["path"]).suffix in LFS_SUFFIXES else "regular",
+                "shouldIgnore": False,
+            }
+            for file in json.loads(body)["files"]
+        ]
+        self._send_json({"files": files})
+
+    def _batch(self, hub: FakeHub, match: re.Match[str], body: bytes) -> None:
+        objects: list[dict[str, Any]] = [
+            {"oid": each["oid"], "size": each["size"], "authenticated": True} for each in json.loads(body)["objects"]
+        ]
+        for each in objects:
+            if each["oid"] not in hub.stored:
+                each["actions"] = {"upload": {"href": f"{hub.storage_url}/uploads/{each['oid']}"}}
+        self._send_json({"transfer": "basic", "objects": objects})
+
+    def _store(self, hub: FakeHub, match: re.Match[str], body: bytes) -> None:
+        hub.stored[match["oid"]] = body
+        self._send_headers(200, {}, 0)
+
+    def _commit(self, hub: FakeHub, match: re.Match[str], body: bytes) -> None:
+        dataset = hub.datasets[match["name"]]
+        for line in map(json.loads, body.splitlines()):
+            value = line["value"]
+            if line["key"] == "file":
+                dataset.files[value["path"]] = FakeFile(base64.b64decode(value["content"]))
+            elif line["key"] == "lfsFile":
+                dataset.files[value["path"]] = FakeFile(hub.stored[value["oid"]], lfs=True)
+            elif line["key"] == "deletedFile":
+                del dataset.files[value["path"]]
+        url = f"{hub.url}/datasets/{match['name']}/commit/{dataset.commit}"
+        self._send_json({"success": True, "commitOid": dataset.commit, "commitUrl": url})
 
     # Answers
 
@@ -272,9 +358,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             os.close(self.connection.detach())
 
-    def _send_json(self, value: Any) -> None:
+    def _send_json(self, value: Any, status: int = 200) -> None:
         body = json.dumps(value).encode()
-        self._send_headers(200, {"Content-Type": "application/json"}, len(body))
+        self._send_headers(status, {"Content-Type": "application/json"}, len(body))
         if self.command != "HEAD":
             self.wfile.write(body)
 
@@ -304,4 +390,13 @@ ROUTES: list[tuple[re.Pattern[str], Answer]] = [
     (re.compile(rf"/api/datasets/{NAME}/tree/(?P<revision>[^/]+)"), _Handler._tree),
     (re.compile(rf"/datasets/{NAME}/resolve/(?P<revision>[^/]+)/(?P<path>.+)"), _Handler._resolve),
     (re.compile(rf"/{NAME}/(?P<revision>[^/]+)/(?P<path>.+)"), _Handler._stored),
+]
+Receive = Callable[[_Handler, FakeHub, "re.Match[str]", bytes], None]
+UPLOAD_ROUTES: list[tuple[re.Pattern[str], Receive]] = [
+    (re.compile(r"/api/repos/create"), _Handler._create),
+    (re.compile(r"/api/validate-yaml"), _Handler._validate),
+    (re.compile(rf"/api/datasets/{NAME}/preupload/main"), _Handler._preupload),
+    (re.compile(rf"/datasets/{NAME}\.git/info/lfs/objects/batch"), _Handler._batch),
+    (re.compile(r"/uploads/(?P<oid>[0-9a-f]{64})"), _Handler._store),
+    (re.compile(rf"/api/datasets/{NAME}/commit/main"), _Handler._commit),
 ]

@@ -410,7 +410,8 @@ def test_loss_on_datasets_that_do_not_fit(trained: Workshop) -> None:
     refused(ask("--batches", "100"), "test.safetensors", "wanted 9,601 tokens", "there are 500", "--batches")
     refused(ask("--start-token", "499"), "test.safetensors", "there are 500", "--start-token")
     refused(ask("--dataset", "local/large"), "test.safetensors", "token id 99", "vocabulary of 64")
-    refused(ask("--dataset", "local/untested"), "validation.safetensors", "wanted 50,307,201 tokens", "--start-token")
+    beyond = ask("--dataset", "local/untested", "--start-token", "600")
+    refused(beyond, "validation.safetensors", "wanted 307,801 tokens", "there are 500", "--start-token")
     refused(ask("--dataset", "local/untested", "--split", "test"), "incomplete", "test.safetensors")
     for name in ("../x", "letters", "a/b/c", "local/..", "local/a\nb"):
         refused(ask("--dataset", name), "dataset")

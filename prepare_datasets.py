@@ -1,0 +1,151 @@
+"""Make a token dataset of any text.
+
+    uv run prepare_datasets.py my-texts datasets/me/my-texts
+    uv run prepare_datasets.py HuggingFaceFW/fineweb datasets/me/fineweb --include "sample/10BT/*" --delete-after
+
+INPUT is a folder, a file or a glob (in quotes) of parquet, JSON lines or text files, or the name of a dataset on the
+Hugging Face Hub; OUTPUT_DIR is DATASETS_DIR/owner/name. An interrupted preparation is continued by the same command.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from harness.commandline import FiniteNumber
+from harness.errors import UserError, one_line_errors, printable
+from harness.wording import counted, is_unicode, listed
+
+GO_WITH = {  # the other options that mean something with these
+    "verify": {"push_to_hub", "public"},
+    "describe": set(),
+    "from_bin": {"description", "overwrite", "restart", "push_to_hub", "public"},
+}
+FRACTION = FiniteNumber(min=0, max=1, max_open=True)
+
+
+@click.command(context_settings={"max_content_width": 120})
+@click.argument("input_", metavar="[INPUT]", required=False)
+@click.argument("output_dir", metavar="[OUTPUT_DIR]", required=False, type=click.Path(path_type=Path))
+@click.option("--text-column", default="text", show_default=True, help="Column of parquet, key of JSON lines.")
+@click.option("--document-separator", help=r"Cut text files into documents here, e.g. '\n\n\n'; else each is one.")
+@click.option("--replace-invalid", is_flag=True, help="Read what is not UTF-8 as U+FFFD; else it is an error.")
+@click.option("--include", multiple=True, metavar="GLOB", help="Files of a Hub dataset; can be given several times.")
+@click.option("--revision", help="Branch, tag or commit of a Hub dataset.  [default: its newest]")
+@click.option("--delete-after", is_flag=True, help="Download to the dataset's disk, and delete each file once read.")
+@click.option("--tokenizer", help="gpt2, another encoding of tiktoken, or a tokenizer.json.  [default: gpt2]")
+@click.option("--train-tokenizer", type=click.IntRange(257, 2**20), metavar="SIZE", help="Train a byte-level BPE.")
+@click.option("--validation-fraction", type=FRACTION, default=0.01, show_default=True, help="The last documents.")
+@click.option("--test-fraction", type=FRACTION, default=0.0, show_default=True, help="Those before them.")
+@click.option(
+    "--shuffle-seed", type=click.IntRange(0, 2**63 - 1), help="Shuffle documents; else they keep their order."
+)
+@click.option("--description", default="", help="What the dataset is, for meta.json and its card.")
+@click.option(
+    "--workers", type=click.IntRange(1, 1024), help="Processes; the result is the same.  [default: all cores]"
+)
+@click.option("--overwrite", is_flag=True, help="Replace OUTPUT_DIR when the new dataset is whole.")
+@click.option("--restart", is_flag=True, help="Begin again instead of continuing interrupted work.")
+@click.option("--from-bin", is_flag=True, help="INPUT holds .bin token shards of llm.c or modded-nanogpt.")
+@click.option("--verify", metavar="DIR", type=click.Path(path_type=Path), help="Check a dataset folder, make nothing.")
+@click.option("--describe", metavar="DIR", type=click.Path(path_type=Path), help="Print what is in a dataset folder.")
+@click.option("--push-to-hub", metavar="OWNER/NAME", help="Upload the dataset, or with --verify that in DIR; private.")
+@click.option("--public", is_flag=True, help="Let everyone see what is uploaded.")
+def main(input_: str | None, output_dir: Path | None, **options: Any) -> None:
+    """Make a token dataset of INPUT in OUTPUT_DIR (DATASETS_DIR/owner/name).
+
+    INPUT is a folder, a file or a glob (in quotes) of parquet, JSON lines (.jsonl) or text (.txt) files, also with
+    .gz or .zst, or the name of a dataset on the Hugging Face Hub. An interrupted preparation is continued by the same
+    command.
+    """
+    with one_line_errors():
+        options["include"] = list(options["include"])
+        check_options(input_, output_dir, options)
+        folder = output_dir or options["verify"] or options["describe"]
+        if input_ and output_dir:
+            make(input_, output_dir, options)
+        if options["verify"]:
+            verify(folder)
+        if options["describe"]:
+            describe(folder)
+        if options["push_to_hub"]:
+            push(folder, options["push_to_hub"], public=options["public"])
+
+
+def check_options(input_: str | None, output_dir: Path | None, options: dict[str, Any]) -> None:
+    """Raises UserError for what does not go together."""
+    for value in (input_, str(output_dir), *filter(None, map(str, options.values()))):
+        if value and not is_unicode(value):
+            raise UserError(f"{printable(value)}: not valid UTF-8")
+    if options["push_to_hub"] and not re.fullmatch(r"[\w.-]+/[\w.-]+", options["push_to_hub"]):
+        raise UserError(f"--push-to-hub {options['push_to_hub']}: give owner/name")
+    makes = bool(input_ or output_dir)
+    looking = [key for key in ("verify", "describe") if options[key]]
+    if len(looking) + makes != 1 or (makes and not (input_ and output_dir)):
+        raise UserError("give INPUT and OUTPUT_DIR, or --verify DIR, or --describe DIR; --help tells more")
+    if options["public"] and not options["push_to_hub"]:
+        raise UserError("--public belongs with --push-to-hub")
+    mode = looking[0] if looking else "from_bin" if options["from_bin"] else None
+    if mode:
+        source = click.get_current_context().get_parameter_source
+        given = [key for key in options if source(key) is ParameterSource.COMMANDLINE]
+        strange = [option_of(key) for key in given if key not in {mode, *GO_WITH[mode]}]
+        if strange:
+            raise UserError(f"{listed(strange)}: not with {option_of(mode)}")
+    if options["tokenizer"] and options["train_tokenizer"]:
+        raise UserError("--tokenizer and --train-tokenizer: give one of them")
+    if options["validation_fraction"] + options["test_fraction"] >= 1:
+        raise UserError(
+            "--validation-fraction and --test-fraction leave nothing for training; their sum must be below 1"
+        )
+
+
+def option_of(key: str) -> str:
+    """As it is typed."""
+    return f"--{key.replace('_', '-')}"
+
+
+def make(input_: str, output_dir: Path, options: dict[str, Any]) -> None:
+    """Make the dataset, or finish one that was interrupted, and say what is in it."""
+    from harness.dataset_making import make_dataset
+
+    for split in make_dataset(input_, output_dir, options):
+        click.echo(f"{split.name}: {split.tokens:,} tokens, {counted(split.documents)}, {split.bytes:,} bytes of text")
+    name = json.dumps("/".join(output_dir.absolute().parts[-2:]))
+    click.echo(f'{output_dir} is whole; train.json: "dataset": {name} (DATASETS_DIR is {output_dir.parent.parent})')
+
+
+def verify(folder: Path) -> None:
+    """Say that the folder holds what its meta.json says."""
+    from harness.dataset_report import verify
+    from harness.tokens import Dataset
+
+    for line in verify(Dataset.at(folder)):
+        click.echo(line)
+    click.echo(f"{folder} is whole")
+
+
+def describe(folder: Path) -> None:
+    """Print the dataset's card."""
+    from harness.dataset_report import describe
+    from harness.tokens import Dataset
+
+    for line in describe(Dataset.at(folder)):
+        click.echo(line)
+
+
+def push(folder: Path, name: str, *, public: bool) -> None:
+    """Upload a dataset folder with its card."""
+    from harness.hub_upload import upload_dataset
+    from harness.tokens import Dataset
+
+    click.echo(f"Uploaded to {upload_dataset(Dataset.at(folder), name, public=public)}")
+
+
+if __name__ == "__main__":
+    main()
