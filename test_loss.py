@@ -20,8 +20,8 @@ NOTEBOOK_BATCHES = 3200
 @click.argument("model_safetensors", type=click.Path(path_type=Path))
 @click.option("--dataset", help="owner/name or builtin/name; default: what the checkpoint was trained on.")
 @click.option("--split", type=click.Choice(["test", "validation"]), help="Default: test where there is one.")
-@click.option("--start-token", type=click.IntRange(min=0), help="Default: 0 of test, 50,000,000 of validation.")
-@click.option("--batches", type=click.IntRange(min=1), help="Default: 3,200, or all that a test split has.")
+@click.option("--start-token", type=click.IntRange(min=0), help="Default: 0; of a long validation split 50,000,000.")
+@click.option("--batches", type=click.IntRange(min=1), help="Default: all; of a long validation split 3,200.")
 @click.option("--batch-size", type=click.IntRange(min=1), default=6, show_default=True, help="Sequences per batch.")
 @click.option("--precision", type=click.Choice(["auto", "bf16", "fp16", "fp32"]), default="auto", show_default=True)
 def main(datasets_dir: Path, model_json: Path, model_safetensors: Path, **options: str | int | None) -> None:
@@ -29,7 +29,7 @@ def main(datasets_dir: Path, model_json: Path, model_safetensors: Path, **option
     with one_line_errors():
         from gpt import load_model
         from harness.device import only_device
-        from harness.evaluate import TestSlice, bits_per_byte, slice_loss
+        from harness.evaluate import TestSlice, bits_per_byte, slice_bytes_per_token, slice_loss
         from harness.fetch import bring
         from harness.precision import Precision
         from harness.tokens import Dataset
@@ -43,7 +43,8 @@ def main(datasets_dir: Path, model_json: Path, model_safetensors: Path, **option
         slice_ = TestSlice.choose(dataset, options, (NOTEBOOK_START_TOKEN, NOTEBOOK_BATCHES))
         loss = slice_loss(model, dataset, slice_, Precision.resolve(str(options["precision"]), device))
         click.echo(f"Loss against our test dataset: {loss:.3f}")
-        if (bytes_per_token := dataset.bytes_per_token(slice_.split)) is not None:
+        bytes_per_token = slice_bytes_per_token(dataset, slice_, model.config.context_length)
+        if bytes_per_token:
             click.echo(f"Bits per byte: {bits_per_byte(loss, bytes_per_token):.3f}")
 
 
