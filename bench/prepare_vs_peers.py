@@ -1,0 +1,189 @@
+"""Time prepare_datasets.py against the lab notebook's method, Hugging Face datasets and the bare tokenizer.
+
+    uv run --with datasets bench/prepare_vs_peers.py            # text of the standard library, generated
+    uv run --with datasets bench/prepare_vs_peers.py --text-dir my-parquet --rounds 5
+
+All tokenise the same parquet files with GPT-2's vocabulary into a safetensors file, each in a process of its own, in
+turns, so that what else the machine does slows all alike; the ratios of the medians are the result. Starting counts.
+The bare tokenizer is one thread's `encode_ordinary` over texts that are in memory already, times the cores.
+Without `datasets` its column is left out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import click
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+MIB = 2**20
+
+# The notebook's method: batches of 1,000 records, tokens as lists, one tensor a batch, then one of all.
+NOTEBOOK = """
+import sys, glob, tiktoken, torch, pyarrow.parquet as pq
+from safetensors.torch import save_file
+folder, target = sys.argv[1:]
+encoding = tiktoken.get_encoding("gpt2")
+results = []
+for path in sorted(glob.glob(folder + "/*.parquet")):
+    for batch in pq.ParquetFile(path).iter_batches(1000, columns=["text"]):
+        tokens = []
+        for each in encoding.encode_batch(batch.column(0).to_pylist(), disallowed_special=()):
+            tokens.extend(each)
+            tokens.append(encoding.eot_token)
+        results.append(torch.tensor(tokens, dtype=torch.uint16))
+save_file({"tokens": torch.cat(results)}, target)
+"""
+
+# As many programs do it: datasets.map with a batch of texts, on all cores, then one file.
+DATASETS_MAP = """
+import sys, os, glob, datasets, tiktoken, numpy as np
+from safetensors.numpy import save_file
+folder, target = sys.argv[1:]
+datasets.disable_progress_bars()
+def encode(batch):
+    encoding = tiktoken.get_encoding("gpt2")
+    ids = [[*tokens, encoding.eot_token] for tokens in encoding.encode_ordinary_batch(batch["text"], num_threads=1)]
+    return {"ids": ids, "length": [len(each) for each in ids]}
+files = sorted(glob.glob(folder + "/*.parquet"))
+data = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=target + ".cache")
+data = data.map(encode, batched=True, remove_columns=data.column_names, num_proc=len(os.sched_getaffinity(0)))
+tokens = np.empty(sum(data["length"]), np.uint16)
+at = 0
+for batch in data.select_columns("ids").with_format("numpy").iter(1000):
+    for ids in batch["ids"]:
+        tokens[at : at + len(ids)] = ids
+        at += len(ids)
+save_file({"tokens": tokens}, target)
+"""
+
+# One thread, texts in memory; prints seconds and tokens of the encoding alone.
+BARE = """
+import sys, glob, time, tiktoken, pyarrow.parquet as pq
+encoding = tiktoken.get_encoding("gpt2")
+texts = [t for p in sorted(glob.glob(sys.argv[1] + "/*.parquet")) for t in pq.read_table(p)["text"].to_pylist()]
+texts = texts[:: int(sys.argv[2])]
+encoding.encode_ordinary("warm up")
+began = time.perf_counter()
+tokens = sum(len(encoding.encode_ordinary(text)) for text in texts)
+print(tokens / (time.perf_counter() - began))
+"""
+
+
+@dataclass
+class Contestant:
+    """A way to do it: its command, and what each round measured."""
+
+    name: str
+    seconds: list[float] = field(default_factory=list)
+    peaks: list[float] = field(default_factory=list)
+
+    def run(self, command: list[str], tokens_file: Path) -> int:
+        """Run it once; the number of tokens it wrote."""
+        began = time.perf_counter()
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        peak = watch_memory(process)
+        self.seconds.append(time.perf_counter() - began)
+        self.peaks.append(peak)
+        if process.returncode:
+            raise SystemExit(f"{self.name} failed")
+        with tokens_file.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        return header["tokens"]["shape"][0]
+
+
+def watch_memory(process: subprocess.Popen[bytes]) -> float:
+    """The largest sum of resident memory of a process and its children, in MiB, shared pages counted once for each."""
+    peak = 0.0
+    while process.poll() is None:
+        pids, total = [process.pid], 0.0
+        while pids:
+            pid = pids.pop()
+            try:
+                status = Path(f"/proc/{pid}/smaps_rollup").read_text()
+                total += int(status.partition("\nPss:")[2].split()[0]) / 1024
+                pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+            except (OSError, IndexError, ValueError):
+                continue
+        peak = max(peak, total)
+        time.sleep(0.25)  # looking costs time on a busy core
+    return peak
+
+
+def write_text(folder: Path, mebibytes: int) -> None:
+    """Parquet files of documents made of the standard library's lines, a few kilobytes each."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    library = Path(sysconfig.get_path("stdlib"))
+    lines = [line for path in sorted(library.glob("*.py")) for line in path.read_text(errors="replace").splitlines()]
+    random = np.random.default_rng(0)
+    written = number = 0
+    while written < mebibytes * MIB:
+        texts: list[str] = []
+        while sum(map(len, texts)) < 32 * MIB:
+            start, count = random.integers(len(lines)), random.integers(20, 200)
+            texts.append("\n".join(lines[start : start + count]))
+        pq.write_table(pa.table({"text": texts}), folder / f"{number:03}.parquet", row_group_size=1000)
+        written += sum(len(text.encode()) for text in texts)
+        number += 1
+
+
+@click.command()
+@click.option("--text-dir", type=click.Path(path_type=Path, exists=True), help="Parquet files with a column `text`.")
+@click.option("--mebibytes", type=int, default=512, show_default=True, help="Of text to generate without --text-dir.")
+@click.option("--rounds", type=int, default=3, show_default=True)
+def main(text_dir: Path | None, mebibytes: int, rounds: int) -> None:
+    """Print tokens/s, ratios and peak memory."""
+    with tempfile.TemporaryDirectory() as name:
+        work = Path(name)
+        text = text_dir or work / "text"
+        if text_dir is None:
+            text.mkdir()
+            write_text(text, mebibytes)
+        names = ["ours", "notebook", *(["datasets.map"] if importlib.util.find_spec("datasets") else [])]
+        contestants = [Contestant(each) for each in names]
+        bare = []
+        for _ in range(rounds):
+            for contestant in contestants:
+                tokens = contestant.run(*command_of(contestant.name, text, work))
+            output = subprocess.run([sys.executable, "-c", BARE, str(text), "8"], check=True, capture_output=True)
+            bare.append(float(output.stdout))
+        report(contestants, bare, tokens)
+
+
+def command_of(name: str, text: Path, work: Path) -> tuple[list[str], Path]:
+    """What to run, and where its tokens are then."""
+    subprocess.run(["rm", "-rf", str(work / "out"), str(work / "tokens"), str(work / "tokens.cache")], check=True)
+    if name == "ours":
+        arguments = [str(text), str(work / "out"), "--validation-fraction", "0"]
+        return [sys.executable, str(ROOT / "prepare_datasets.py"), *arguments], work / "out" / "train.safetensors"
+    code = {"notebook": NOTEBOOK, "datasets.map": DATASETS_MAP}[name]
+    return [sys.executable, "-c", code, str(text), str(work / "tokens")], work / "tokens"
+
+
+def report(contestants: list[Contestant], bare: list[float], tokens: int) -> None:
+    cores = len(os.sched_getaffinity(0))
+    ours = statistics.median(contestants[0].seconds)
+    print(f"{tokens:,} tokens, {cores} cores, medians of {len(bare)} rounds\n")
+    print(f"{'':14} {'tokens/s':>12} {'their time / ours':>18} {'peak MiB':>9}")
+    for each in contestants:
+        seconds, peak = statistics.median(each.seconds), statistics.median(each.peaks)
+        print(f"{each.name:14} {tokens / seconds:>12,.0f} {seconds / ours:>18.2f} {peak:>9,.0f}")
+    limit = statistics.median(bare) * cores
+    print(f"{'bare limit':14} {limit:>12,.0f}   ours reaches {tokens / ours / limit:.0%} of it")
+
+
+if __name__ == "__main__":
+    main()
