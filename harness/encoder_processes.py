@@ -74,13 +74,19 @@ class EncoderProcesses:
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
     """Processes started meanwhile leave Ctrl-C, which reaches all of a terminal's, to the one that started them: they
-    inherit that it is blocked. Here it waits until the end."""
+    inherit that it is blocked. Here it is noted, by whichever thread it comes, and waits until the end: a process that
+    is half started would complain."""
+    noted: list[int] = []
     resource_tracker.ensure_running()  # it would be started with the first process, and unblock signals then
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    handler = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+    if noted:
+        raise KeyboardInterrupt
 
 
 def _work(connection: Connection, name_or_file: str | Path) -> None:

@@ -245,10 +245,10 @@ def search_on_two_ranks(shop: Workshop, limit: float) -> int:
 
 def test_two_ranks_agree_on_the_smaller_answer(workshop: Workshop, base_gib: float, tmp_path: Path) -> None:
     """Where rank 1 runs out of memory first, its verdict counts, and rank 0 does not wait for it forever."""
-    alike = search_on_two_ranks(workshop, base_gib + 1.0)
-    (tmp_path / "sitecustomize.py").write_text(BALLAST.format(bytes=int(0.4 * GIB)))
+    alike = search_on_two_ranks(workshop, base_gib + 0.6)
+    (tmp_path / "sitecustomize.py").write_text(BALLAST.format(bytes=int(0.3 * GIB)))
     uneven = Workshop(workshop.path, {**workshop.environment, "PYTHONPATH": str(tmp_path)})
-    assert 1 <= search_on_two_ranks(uneven, base_gib + 1.0) < alike
+    assert 1 <= search_on_two_ranks(uneven, base_gib + 0.6) < alike
 
 
 def test_a_probe_leaves_the_process_usable(base_gib: float, workshop: Workshop) -> None:

@@ -220,21 +220,30 @@ def test_killed_at_any_time_and_run_again_the_bytes_are_the_same(preparer: Prepa
     target = tmp_path / "datasets" / "me" / "x"
     straight = content_of(target)
     shutil.rmtree(target)
-    random, kills, phases = np.random.default_rng(0), 0, set()
+    partial = target.parent / ".x.partial"
+    process = small.start(*arguments)
+    while not _tokens_kept(partial / "journal.json"):
+        assert process.poll() is None
+    process.kill()
+    process.communicate()
+    random, kills = np.random.default_rng(0), 1
     while not target.exists():
         process = small.start(*arguments)
         time.sleep(whole_seconds * random.uniform(0.3, 1.0))
         process.kill()
         process.communicate()
         kills += process.returncode == -signal.SIGKILL
-        journal = tmp_path / "datasets" / "me" / ".x.partial" / "journal.json"
-        if journal.exists():
-            phases.add(json.loads(journal.read_text())["phase"])
         assert kills < 100
-    assert kills > 1
     assert content_of(target) == straight
-    assert not (target.parent / ".x.partial").exists()
-    assert "reading" in phases
+    if partial.exists():  # killed when all was done
+        small.run(*arguments, status=2)
+    assert not partial.exists()
+
+
+def _tokens_kept(journal: Path) -> int:
+    with suppress(OSError):
+        return int(json.loads(journal.read_text())["here"]["size"]["tokens"])
+    return 0
 
 
 def workers_of(process: subprocess.Popen[str]) -> list[int]:
@@ -274,8 +283,7 @@ def test_no_worker_stays_behind(preparer: Preparer, tmp_path: Path, signal_numbe
     _, error = process.communicate(timeout=30)  # until nobody holds standard error any more
     assert process.returncode in {-signal_number, 130}
     if signal_number == signal.SIGINT:
-        assert "stopped by SIGINT; the same command goes on from there\n" in error
-        assert "Traceback" not in error
+        assert error == "stopped by SIGINT; the same command goes on from there\n"
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists() and not is_zombie(pid)]
 
 
