@@ -18,8 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.config import Count, parse_config, read_json_object
 from harness.errors import UserError
+from harness.kv_cache import KeyValueCache, LayerCache
 from harness.loss import linear_cross_entropy
 from harness.memory import GIB, free_memory
+from harness.public_tensors import accept, copy_into, public_views
 from harness.weights import load_weights
 
 HEAD_DIM_OF_DEPTH = 64
@@ -29,7 +31,6 @@ INIT_STD = 0.02
 LARGEST_PARAMETERS = 10**13
 LARGEST_LAYERS = 10_000
 WEIGHT_BYTES = 4  # fp32, made on the CPU first
-LOADABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # What later keys of the table may already say without changing anything.
 AVAILABLE = {"position": "learned", "norm": "layernorm", "mlp": "gelu", "qk_norm": False}
 
@@ -142,13 +143,17 @@ class CausalSelfAttention(nn.Module):
         self.qkv = nn.Linear(config.emb_dim, 3 * config.emb_dim, bias=config.qkv_bias)
         self.out_proj = nn.Linear(config.emb_dim, config.emb_dim)
 
-    def forward(self, x_BxTxC: Tensor) -> Tensor:
+    def forward(self, x_BxTxC: Tensor, cache: LayerCache | None = None) -> Tensor:
         q, k, v = (
             part.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)  # BxHxTxD
             for part in self.qkv(x_BxTxC).chunk(3, dim=-1)
         )
-        drop_rate = self.drop_rate if self.training else 0.0
-        mixed_BxHxTxD = F.scaled_dot_product_attention(q, k, v, dropout_p=drop_rate, is_causal=True)
+        if cache is None:
+            drop_rate = self.drop_rate if self.training else 0.0
+            mixed_BxHxTxD = F.scaled_dot_product_attention(q, k, v, dropout_p=drop_rate, is_causal=True)
+        else:
+            k, v, visible_Bx1xTxS = cache.extend(k, v)
+            mixed_BxHxTxD = F.scaled_dot_product_attention(q, k, v, attn_mask=visible_Bx1xTxS)
         return self.out_proj(mixed_BxHxTxD.transpose(1, 2).flatten(-2))
 
 
@@ -178,8 +183,8 @@ class TransformerBlock(nn.Module):
         self.ff = FeedForward(config)
         self.drop = nn.Dropout(config.drop_rate)
 
-    def forward(self, x_BxTxC: Tensor) -> Tensor:
-        x_BxTxC = x_BxTxC + self.drop(self.att(self.norm1(x_BxTxC)))
+    def forward(self, x_BxTxC: Tensor, cache: LayerCache | None = None) -> Tensor:
+        x_BxTxC = x_BxTxC + self.drop(self.att(self.norm1(x_BxTxC), cache))
         return x_BxTxC + self.drop(self.ff(self.norm2(x_BxTxC)))
 
 
@@ -246,51 +251,28 @@ class GPTModel(nn.Module):
                 x_BxTxC = block(x_BxTxC)
         return self.final_norm(x_BxTxC)
 
+    def further_features(self, tokens_BxT: Tensor, lengths: list[int], cache: KeyValueCache) -> Tensor:
+        """`features` of tokens that follow those in the cache, which holds them, too, afterwards. No dropout: for
+        evaluation mode. Row b has `lengths[b]` tokens, padded on the right; what is returned for padding is of no use.
+        """
+        positions_BxT = cache.take(tokens_BxT, lengths)
+        x_BxTxC = self.tok_emb(tokens_BxT) + self.pos_emb(positions_BxT.clamp(max=self.config.context_length - 1))
+        for block, layer in zip(self.trf_blocks, cache.layers, strict=True):
+            x_BxTxC = block(x_BxTxC, layer)
+        return self.final_norm(x_BxTxC)
+
     def public_tensors(self) -> dict[str, Tensor]:
         """The weights under the names of this model family's published checkpoints: CPU, contiguous, unshared."""
-        tensors: dict[str, Tensor] = {}
-        for name, tensor in self.state_dict().items():
-            if ".att.qkv." in name:
-                for part, piece in zip(("W_query", "W_key", "W_value"), tensor.detach().chunk(3), strict=True):
-                    tensors[name.replace("qkv", part)] = piece.to("cpu", copy=True)
-            else:
-                tensors[name] = tensor.detach().to("cpu", copy=True)
-        return tensors
+        return {name: tensor.to("cpu", copy=True) for name, tensor in public_views(self.state_dict()).items()}
 
     def load_public_tensors(self, tensors: dict[str, Tensor], source: Path) -> None:
-        """Set the weights from tensors under their public names; `att.mask` buffers of older files are ignored.
+        """Set the weights from tensors under their public names.
 
-        Raises UserError, naming `source`, the tensor and both shapes, when they are another model's; the weights are
+        Raises UserError, naming `source`, the tensors and both shapes, when they are another model's; the weights are
         then untouched.
         """
-        offered = {name: tensor for name, tensor in tensors.items() if not name.endswith(".att.mask")}
-        if self.config.tie_weights:
-            offered.setdefault("out_head.weight", offered.get("tok_emb.weight", torch.empty(0)))
-        wanted = self.public_tensors()
-        for name, tensor in wanted.items():
-            if name not in offered:
-                raise UserError(f"{source}: not this model: tensor {name} {list(tensor.shape)} is missing")
-            if offered[name].shape != tensor.shape:
-                shapes = f"{list(offered[name].shape)} in the file, {list(tensor.shape)} in model.json"
-                raise UserError(f"{source}: not this model: tensor {name} is {shapes}")
-            if offered[name].dtype not in LOADABLE:
-                kind = str(offered[name].dtype).removeprefix("torch.")
-                raise UserError(f"{source}: not this model: tensor {name} is {kind}; weights are fp32, fp16 or bf16")
-        surplus = sorted(offered.keys() - wanted.keys())
-        if surplus:
-            raise UserError(f"{source}: not this model: tensor {surplus[0]} is not in model.json's shape")
-        if self.config.tie_weights and not torch.equal(offered["out_head.weight"], offered["tok_emb.weight"]):
-            raise UserError(f'{source}: not this model: "tie_weights" is true but out_head and tok_emb differ')
-        self._set(offered)
-
-    @torch.no_grad()
-    def _set(self, tensors: dict[str, Tensor]) -> None:
-        for name, parameter in self.named_parameters():
-            if ".att.qkv." in name:
-                parts = [tensors[name.replace("qkv", part)] for part in ("W_query", "W_key", "W_value")]
-                parameter.copy_(torch.cat(parts))
-            else:
-                parameter.copy_(tensors[name])
+        state = self.state_dict()
+        copy_into(state, accept(tensors, state, tied=self.config.tie_weights, source=source))
 
 
 def load_model(model_json: Path, weights: Path, device: torch.device) -> GPTModel:

@@ -16,6 +16,7 @@ from torch import nn
 from tqdm import tqdm
 
 from harness.errors import UserError
+from harness.language_model import evaluating
 from harness.precision import Precision
 from harness.tokenizer import load_tokenizer
 from harness.tokens import BatchShape, Dataset, MicrobatchReader, Window, check_vocabulary
@@ -25,17 +26,11 @@ if TYPE_CHECKING:
     from harness.world import World
 
 
-@torch.no_grad()
 def microbatch_losses(model: nn.Module, windows: Iterable[Window], precision: Precision) -> list[float]:
     """The loss of each window, in order, with dropout off; the model's mode is put back afterwards."""
     device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
-    try:
-        with precision.autocast():
-            losses = [model(*window.on(device)).double() for window in windows]
-    finally:
-        model.train(was_training)
+    with evaluating(model), precision.autocast():
+        losses = [model(*window.on(device)).double() for window in windows]
     return torch.stack(losses).tolist() if losses else []
 
 

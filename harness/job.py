@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from harness.background import ForegroundWriter
 from harness.config import TrainConfig
@@ -49,7 +48,7 @@ class Job:
     shape: BatchShape
     position: Position
     schedule: Schedule
-    model: nn.Module  # bare: what is saved, evaluated and sampled from
+    model: Any  # a GPTModel, bare: what is saved, evaluated and sampled from
     step: TrainStep  # holds the model as it is trained: wrapped, if there are several ranks
     speed: Speed
     clock: Clock
@@ -188,7 +187,7 @@ class Job:
         }
         optimizer, scaler = capture_optimizer(self.step, self.model)
         parts = {
-            "weights": self.model.public_tensors(),  # type: ignore[operator]
+            "weights": self.model.public_tensors(),
             "optimizer": optimizer,
             "scaler": scaler,
             "train_state": ranks,
@@ -207,7 +206,7 @@ class Job:
 
         Raises UserError if it is another model's.
         """
-        self.model.load_public_tensors(saved.weights, source)  # type: ignore[operator]
+        self.model.load_public_tensors(saved.weights, source)
         self.warm_up()
         seed, first_step = self.config.random_seed, self.position.first_step
         try:

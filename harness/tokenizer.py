@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import codecs
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,13 @@ class Tokenizer:
             return b"".join([self._token_bytes[_not_negative(token)] for token in tokens]).decode(errors="replace")
         except IndexError:
             raise UserError(f"token ids must be between 0 and {self.vocab_size - 1} to be decoded") from None
+
+    def decode_stream(self, tokens: Iterable[int]) -> Iterator[str]:
+        """`decode`, piece by piece: a character is yielded with the token that completes it."""
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for token in tokens:
+            yield decoder.decode(self._token_bytes[_not_negative(token)])
+        yield decoder.decode(b"", final=True)
 
     def token_byte_lengths(self) -> np.ndarray:
         """(vocab_size,) int64: the bytes of text each token stands for; end-of-text and other special tokens: 0."""

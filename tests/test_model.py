@@ -281,10 +281,12 @@ def test_files_with_attention_masks_load() -> None:
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in other.public_tensors().items())
 
 
-def test_a_tied_model_loads_files_with_and_without_the_head() -> None:
+@pytest.mark.parametrize("left_out", ["out_head.weight", "tok_emb.weight"])
+def test_a_tied_model_loads_files_with_either_half_of_the_pair(left_out: str) -> None:
+    """safetensors' save_model keeps one name of a shared tensor: the first in the alphabet."""
     model = random_model(shape(tie_weights=True))
     tensors = model.public_tensors()
-    del tensors["out_head.weight"]
+    del tensors[left_out]
     other = GPTModel(model.config)
     other.load_public_tensors(tensors, SOURCE)
     assert torch.equal(other.out_head.weight, model.out_head.weight)
@@ -306,7 +308,6 @@ Damage = Callable[[dict[str, Tensor]], object]
     ("name", "damage"),
     [
         ("trf_blocks.1.att.W_key.weight", lambda tensors: tensors.pop("trf_blocks.1.att.W_key.weight")),
-        ("tok_emb.weight", lambda tensors: tensors.pop("tok_emb.weight")),
         ("trf_blocks.3.norm1.scale", lambda tensors: tensors.update({"trf_blocks.3.norm1.scale": torch.ones(48)})),
         (
             "trf_blocks.0.att.W_query.bias",
@@ -329,11 +330,39 @@ def test_an_untied_file_is_refused_by_a_tied_model() -> None:
     assert_refused(model, random_model(shape()).public_tensors(), "out_head")
 
 
-def test_an_untied_model_needs_the_head() -> None:
+@pytest.mark.parametrize("name", ["out_head.weight", "tok_emb.weight"])
+def test_an_untied_model_needs_head_and_embedding(name: str) -> None:
     model = random_model(shape())
     tensors = model.public_tensors()
-    del tensors["out_head.weight"]
-    assert_refused(model, tensors, "out_head.weight")
+    del tensors[name]
+    assert_refused(model, tensors, name)
+
+
+def test_a_tied_model_needs_one_of_head_and_embedding() -> None:
+    model = random_model(shape(tie_weights=True))
+    tensors = model.public_tensors()
+    del tensors["out_head.weight"], tensors["tok_emb.weight"]
+    assert_refused(model, tensors, "tok_emb.weight")
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_files_of_wrapped_models_load(prefix: str) -> None:
+    model = random_model(shape())
+    tensors = model.public_tensors()
+    masks = {f"trf_blocks.{layer}.att.mask": torch.ones(24, 24) for layer in range(model.config.n_layers)}
+    other = GPTModel(model.config)
+    other.load_public_tensors({prefix + name: tensor for name, tensor in {**tensors, **masks}.items()}, SOURCE)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in other.public_tensors().items())
+
+
+def test_a_refusal_names_what_differs_and_counts_the_rest() -> None:
+    model = random_model(shape())
+    tensors = random_model(shape(emb_dim=64)).public_tensors()
+    with pytest.raises(UserError) as caught:
+        model.load_public_tensors(tensors, SOURCE)
+    message = str(caught.value)
+    assert "tensor tok_emb.weight is [97, 64] in the file, [97, 48] in model.json; tensor pos_emb.weight is" in message
+    assert f"and {len(tensors) - 3} more" in message
 
 
 def assert_refused(model: GPTModel, tensors: dict[str, Tensor], name: str) -> None:
