@@ -8,11 +8,6 @@ import click
 
 from harness.errors import one_line_errors
 
-# The lab notebook's test slice: FineWeb's validation split beyond what any of its runs validated on.
-NOTEBOOK_DATASET = "gpjt/fineweb-gpt2-tokens"
-NOTEBOOK_START_TOKEN = 50_000_000
-NOTEBOOK_BATCHES = 3200
-
 
 @click.command()
 @click.argument("datasets_dir", type=click.Path(path_type=Path))
@@ -29,23 +24,13 @@ def main(datasets_dir: Path, model_json: Path, model_safetensors: Path, **option
     with one_line_errors():
         from gpt import load_model
         from harness.device import only_device
-        from harness.evaluate import TestSlice, bits_per_byte, slice_bytes_per_token, slice_loss
-        from harness.fetch import bring
-        from harness.precision import Precision
-        from harness.tokens import Dataset
-        from harness.weights import dataset_of
+        from harness.held_out import measure_test_loss
 
-        device = only_device()
-        model = load_model(model_json, model_safetensors, device)
-        name = str(options["dataset"] or dataset_of(model_safetensors) or NOTEBOOK_DATASET)
-        bring(datasets_dir, name, [str(options["split"])] if options["split"] else [])
-        dataset = Dataset.open(datasets_dir, name)
-        slice_ = TestSlice.choose(dataset, options, (NOTEBOOK_START_TOKEN, NOTEBOOK_BATCHES))
-        loss = slice_loss(model, dataset, slice_, Precision.resolve(str(options["precision"]), device))
-        click.echo(f"Loss against our test dataset: {loss:.3f}")
-        bytes_per_token = slice_bytes_per_token(dataset, slice_, model.config.context_length)
-        if bytes_per_token:
-            click.echo(f"Bits per byte: {bits_per_byte(loss, bytes_per_token):.3f}")
+        model = load_model(model_json, model_safetensors, only_device())
+        result = measure_test_loss(model, model_safetensors, datasets_dir, options)
+        click.echo(f"Loss against our test dataset: {result.loss:.3f}")
+        if result.bits_per_byte is not None:
+            click.echo(f"Bits per byte: {result.bits_per_byte:.3f}")
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def _read_backend(path: Path) -> Any:
 def _bytes_of_tokens(backend: Any, path: Path) -> list[bytes]:
     added = backend.get_added_tokens_decoder()
     vocabulary = backend.get_vocab(with_added_tokens=True)
-    byte_of = _byte_of_character()
+    byte_of = {character: byte for byte, character in character_of_byte().items()}
     token_bytes = [b""] * (max(vocabulary.values()) + 1)
     for text, token in vocabulary.items():
         try:
@@ -61,12 +61,12 @@ def _bytes_of_tokens(backend: Any, path: Path) -> list[bytes]:
     return token_bytes
 
 
-def _byte_of_character() -> dict[str, int]:
-    """The inverse of GPT-2's way to write bytes: a printable Latin-1 character stands for itself, and the others, in
-    order, are the characters from U+0100 on."""
+def character_of_byte() -> dict[int, str]:
+    """GPT-2's way to write bytes in a tokenizer.json: a printable Latin-1 character stands for itself, and the others,
+    in order, are the characters from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + at) for at, byte in enumerate(others)}
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int, path: Path) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from harness.errors import UserError
 from harness.tokens import Dataset, dataset_folder, is_present
-from harness.world import World
+
+if TYPE_CHECKING:
+    from harness.world import World
 
 
 def fetch_dataset(world: World, datasets_dir: Path, name: str, splits: list[str]) -> Dataset:

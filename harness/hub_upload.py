@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
-from huggingface_hub.utils.tqdm import disable_progress_bars
-
 from harness.dataset_report import SPLITS
+from harness.hub_commit import CARD, upload
 from harness.hub_errors import HubWork
 from harness.tokens import Dataset
 from harness.work_folder import is_dataset_file
-
-CARD = "README.md"
-Operation = huggingface_hub.CommitOperationAdd | huggingface_hub.CommitOperationDelete
 
 
 def upload_dataset(dataset: Dataset, name: str, *, public: bool) -> str:
@@ -30,24 +23,11 @@ def upload_dataset(dataset: Dataset, name: str, *, public: bool) -> str:
     work = HubWork(
         name, "dataset", dataset.folder, "--push-to-hub", "upload the folder by hand", again, verb="write to"
     )
-    if not sys.stderr.isatty():
-        disable_progress_bars()
-    api = huggingface_hub.HfApi()
-    work.call(lambda: api.create_repo(name, repo_type="dataset", private=not public, exist_ok=True))
-    operations: list[Operation] = [huggingface_hub.CommitOperationAdd(path.name, path) for path in _files(dataset)]
-    operations.append(huggingface_hub.CommitOperationAdd(CARD, card(dataset, name).encode()))
-    there = work.call(lambda: api.list_repo_files(name, repo_type="dataset"))
-    operations += [huggingface_hub.CommitOperationDelete(path) for path in _stale(there, operations)]
+    files: dict[str, Path | bytes] = {path.name: path for path in _files(dataset)}
+    files[CARD] = card(dataset, name).encode()
     message = f"{dataset.name}: {', '.join(split for split in SPLITS if dataset.has_split(split))}"
-    work.call(lambda: api.create_commit(name, operations, commit_message=message, repo_type="dataset"))
-    return f"{api.endpoint}/datasets/{name}"
-
-
-def _stale(there: Sequence[str], operations: Sequence[Operation]) -> list[str]:
-    """Files of an earlier dataset in the repository that the new one does not have: a test split that is now trained
-    on, or another tokenizer. They stay in the repository's history."""
-    new = {operation.path_in_repo for operation in operations}
-    return [path for path in there if path not in new and is_dataset_file(path)]
+    # Of an earlier dataset in the repository: a test split that is now trained on, or another tokenizer.
+    return upload(work, files, message, public=public, is_replaced=is_dataset_file)
 
 
 def _files(dataset: Dataset) -> list[Path]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import base64
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +53,30 @@ def encoding_file(name: str) -> str:
 
 def load_file(path: Path) -> Tokenizer:
     """An encoding from a file. Raises UserError if it is missing or damaged."""
+    with _explained(path):
+        return _tokenizer(read_encoding(path), str(path))
+
+
+def read_encoding(name_or_file: str | Path) -> Any:
+    """tiktoken's own object for a name or a file. Raises UserError as `load_encoding` and `load_file` do."""
     import tiktoken
 
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(name_or_file, str):
+        return _get(name_or_file)
+    with _explained(name_or_file):
+        content = json.loads(name_or_file.read_text(encoding="utf-8"))
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in content["ranks"].items()}
         special = {str(token): int(rank) for token, rank in content["special_tokens"].items()}
-        encoding = tiktoken.Encoding(
+        return tiktoken.Encoding(
             str(content["name"]), pat_str=str(content["pattern"]), mergeable_ranks=ranks, special_tokens=special
         )
-        return _tokenizer(encoding, str(path))
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn what the contents of a file can be guilty of into UserError."""
+    try:
+        yield
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

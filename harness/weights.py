@@ -29,10 +29,13 @@ def load_weights(path: Path) -> dict[str, Tensor]:
 
 def tokenizer_of(weights: Path) -> Tokenizer:
     """The tokenizer of the model whose weights are in this file: the one beside it, or else GPT-2's."""
+    return load_tokenizer(tokenizer_file_of(weights))
+
+
+def tokenizer_file_of(weights: Path) -> str | Path:
+    """What `load_tokenizer` takes for that tokenizer: "gpt2", or the file beside the weights."""
     name = _beside(weights).get("tokenizer", "gpt2")
-    if name == "gpt2":
-        return load_tokenizer("gpt2")
-    return load_tokenizer(weights.parent / check_name(str(name), f"{weights.parent / META}: tokenizer"))
+    return "gpt2" if name == "gpt2" else weights.parent / check_name(str(name), f"{weights.parent / META}: tokenizer")
 
 
 def dataset_of(weights: Path) -> str | None:

@@ -1,4 +1,4 @@
-"""A Hugging Face Hub on this machine that misbehaves on request: what huggingface_hub needs to read datasets.
+"""A Hugging Face Hub on this machine that misbehaves on request: what huggingface_hub needs for datasets and models.
 
     with FakeHub() as hub:
         dataset = hub.add_dataset("owner/name", {"meta.json": b"{}", "train.safetensors": data})
@@ -103,6 +103,7 @@ class FakeHub:
     """Two servers with one state: the Hub itself, and the storage that LFS files are redirected to."""
 
     datasets: dict[str, FakeDataset] = field(default_factory=dict)
+    models: dict[str, FakeDataset] = field(default_factory=dict)
     requests: list[Seen] = field(default_factory=list)
     stored: dict[str, bytes] = field(default_factory=dict)  # LFS objects that were uploaded, by their SHA-256
     upload_status: int | None = None  # the answer to every commit
@@ -132,7 +133,12 @@ class FakeHub:
 
     def environment(self, home: Path) -> dict[str, str]:
         """Variables that lead a subprocess here and keep it away from the user's own Hugging Face settings."""
-        return {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+        kept_off = {"NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1"}
+        return {"HF_ENDPOINT": self.url, "HF_HOME": str(home), **kept_off}
+
+    def repositories(self, kind: str | None) -> dict[str, FakeDataset]:
+        """As addresses have it: those of models need no `models/`."""
+        return self.datasets if kind in ("datasets", "dataset") else self.models
 
     def add_dataset(self, name: str, contents: dict[str, bytes]) -> FakeDataset:
         """Add a repository; which files are LFS follows from their suffix."""
@@ -196,15 +202,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.hub.requests.append(seen)
         for pattern, answer in ROUTES:
             if match := pattern.fullmatch(path):
-                dataset = self._open(match["name"], match["revision"])
+                dataset = self._open(match)
                 if dataset is not None:
                     answer(self, dataset, match)
                 return
         self._refuse(404, None)
 
-    def _open(self, name: str, revision: str | None) -> FakeDataset | None:
-        """Return the dataset, or answer with what keeps it closed and return None."""
-        dataset = self.server.hub.datasets.get(name)
+    def _open(self, match: re.Match[str]) -> FakeDataset | None:
+        """Return the repository, or answer with what keeps it closed and return None."""
+        revision = match["revision"]
+        dataset = self.server.hub.repositories(match["kind"]).get(match["name"])
         if dataset is None:
             self._refuse(404, "RepoNotFound")
         elif dataset.status is not None:
@@ -245,10 +252,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _create(self, hub: FakeHub, match: re.Match[str], body: bytes) -> None:
         asked = json.loads(body)
         name = f"{asked.get('organization') or 'me'}/{asked['name']}"
-        if name in hub.datasets:
+        repositories = hub.repositories(asked.get("type"))
+        if name in repositories:
             self._send_json({"url": f"{hub.url}/datasets/{name}", "error": "exists"}, status=409)
             return
-        hub.datasets[name] = FakeDataset({}, private=asked.get("private", asked.get("visibility") == "private"))
+        repositories[name] = FakeDataset({}, private=asked.get("private", asked.get("visibility") == "private"))
         self._send_json({"url": f"{hub.url}/datasets/{name}", "name": name})
 
     def _validate(self, hub: FakeHub, match: re.Match[str], body: bytes) -> None:
@@ -279,7 +287,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send_headers(200, {}, 0)
 
     def _commit(self, hub: FakeHub, match: re.Match[str], body: bytes) -> None:
-        dataset = hub.datasets[match["name"]]
+        dataset = hub.repositories(match["kind"])[match["name"]]
         for line in map(json.loads, body.splitlines()):
             value = line["value"]
             if line["key"] == "file":
@@ -321,7 +329,8 @@ class _Handler(BaseHTTPRequestHandler):
             file.downloads += 1
             self._refuse(file.resolve_status, None)
         elif file.lfs:
-            location = f"{self.server.hub.storage_url}/{match['name']}/{dataset.commit}/{match['path']}"
+            place = f"{match['kind'] or 'models'}/{match['name']}/{dataset.commit}/{match['path']}"
+            location = f"{self.server.hub.storage_url}/{place}"
             linked = {"X-Linked-Etag": f'"{file.etag}"', "X-Linked-Size": str(len(file.content))}
             self._send_headers(302, {"Location": location, "X-Repo-Commit": dataset.commit, **linked}, 0)
         else:
@@ -383,20 +392,21 @@ def _lfs(file: FakeFile, hash_key: str) -> dict[str, Any]:
     return {"lfs": {hash_key: file.sha256, "size": len(file.content), "pointerSize": 134}}
 
 
+KIND = r"(?P<kind>datasets|models)"
 NAME = r"(?P<name>[^/]+/[^/]+)"
 Answer = Callable[[_Handler, FakeDataset, "re.Match[str]"], None]
 ROUTES: list[tuple[re.Pattern[str], Answer]] = [
-    (re.compile(rf"/api/datasets/{NAME}(/revision/(?P<revision>[^/]+))?"), _Handler._info),
-    (re.compile(rf"/api/datasets/{NAME}/tree/(?P<revision>[^/]+)"), _Handler._tree),
-    (re.compile(rf"/datasets/{NAME}/resolve/(?P<revision>[^/]+)/(?P<path>.+)"), _Handler._resolve),
-    (re.compile(rf"/{NAME}/(?P<revision>[^/]+)/(?P<path>.+)"), _Handler._stored),
+    (re.compile(rf"/api/{KIND}/{NAME}(/revision/(?P<revision>[^/]+))?"), _Handler._info),
+    (re.compile(rf"/api/{KIND}/{NAME}/tree/(?P<revision>[^/]+)"), _Handler._tree),
+    (re.compile(rf"(/(?P<kind>datasets))?/{NAME}/resolve/(?P<revision>[^/]+)/(?P<path>.+)"), _Handler._resolve),
+    (re.compile(rf"/{KIND}/{NAME}/(?P<revision>[^/]+)/(?P<path>.+)"), _Handler._stored),
 ]
 Receive = Callable[[_Handler, FakeHub, "re.Match[str]", bytes], None]
 UPLOAD_ROUTES: list[tuple[re.Pattern[str], Receive]] = [
     (re.compile(r"/api/repos/create"), _Handler._create),
     (re.compile(r"/api/validate-yaml"), _Handler._validate),
-    (re.compile(rf"/api/datasets/{NAME}/preupload/main"), _Handler._preupload),
-    (re.compile(rf"/datasets/{NAME}\.git/info/lfs/objects/batch"), _Handler._batch),
+    (re.compile(rf"/api/{KIND}/{NAME}/preupload/main"), _Handler._preupload),
+    (re.compile(rf"(/(?P<kind>datasets))?/{NAME}\.git/info/lfs/objects/batch"), _Handler._batch),
     (re.compile(r"/uploads/(?P<oid>[0-9a-f]{64})"), _Handler._store),
-    (re.compile(rf"/api/datasets/{NAME}/commit/main"), _Handler._commit),
+    (re.compile(rf"/api/{KIND}/{NAME}/commit/main"), _Handler._commit),
 ]

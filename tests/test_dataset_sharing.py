@@ -31,7 +31,7 @@ def hub() -> Iterator[FakeHub]:
 
 @pytest.fixture
 def preparer(hub: FakeHub, tmp_path: Path) -> Preparer:
-    environment = {**hub.environment(tmp_path / "hf"), "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
+    environment = {**hub.environment(tmp_path / "hf"), "HF_TOKEN": TOKEN}
     return Preparer(tmp_path, environment)
 
 

@@ -22,7 +22,7 @@ BENCHMARKS = sorted((ROOT / "bench").glob("*.py"))
 COMMANDS = [name for name in ROOT_MODULES if "@click.command" in ROOT_MODULES[name].read_text()]
 
 # Modules whose input is a finished run's files: they work where there is no process group, and no wish for one.
-READERS = ["harness.charts", "harness.plan"]
+READERS = ["harness.charts", "harness.plan", "harness.held_out", "harness.hf_export", "harness.model_card"]
 HELP_SECONDS = 1.0
 
 

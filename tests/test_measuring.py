@@ -15,8 +15,9 @@ from safetensors.numpy import save_file
 from gpt import GPTModel, ModelConfig
 from harness.charts import draw_training_chart
 from harness.config import TrainConfig
-from harness.evaluate import Ranks, bits_per_byte, validation_loss
+from harness.evaluate import Ranks, validation_loss
 from harness.generate import Sampling, choose, sample_tokens
+from harness.held_out import bits_per_byte
 from harness.losses import LossWindow
 from harness.metrics import Clock, MetricsFile, Speed, peak_flops, read_metrics
 from harness.optim import build_optimizer, update_weights

@@ -1,0 +1,139 @@
+"""Models to and from the Hugging Face formats: export, import, publish."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from harness.errors import UserError, one_line_errors
+
+if TYPE_CHECKING:
+    from gpt import GPTModel
+    from harness.model_files import ModelFiles
+
+MODEL_JSON = click.option(
+    "--model-json", type=click.Path(path_type=Path), help="Default: beside the weights, or in the run they lie in."
+)
+
+
+@click.group()
+def main() -> None:
+    """Exchange models with everyone's tools: as transformers' native GPT-2, without code of ours."""
+
+
+@main.command("export")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@MODEL_JSON
+@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True)
+def export(checkpoint: Path, out: Path, model_json: Path | None, dtype: str) -> None:
+    """Write CHECKPOINT, a folder with model.safetensors, to the new folder OUT.
+
+    transformers.AutoModelForCausalLM and AutoTokenizer load OUT, and so does whatever builds on them.
+    """
+    with one_line_errors():
+        from harness.hf_export import export_model
+
+        files, model = open_model(checkpoint, model_json)
+        export_model(model, files, out, dtype)
+        click.echo(f"{out}: {model.config.parameters:,} parameters, {dtype}, for transformers")
+
+
+@main.command("import")
+@click.argument("source")
+@click.argument("run")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+def import_(source: str, run: str, runs_dir: Path) -> None:
+    """Bring a GPT-2 (OpenAI's small to XL, or one of its shape) into the new folder runs/RUN.
+
+    SOURCE is a folder in transformers' format, or the name of a model on the Hugging Face Hub: openai-community/gpt2.
+    """
+    with one_line_errors():
+        from harness.hf_import import fetch_model, import_model
+        from harness.run import check_name
+
+        folder = runs_dir / check_name(run, "run")
+        if folder.exists():
+            raise UserError(f"{folder}: exists; choose another name for the run, or move it away")
+        where = Path(source) if Path(source).is_dir() else fetch_model(source)
+        said = import_model(where, source, folder, check_shape)
+        click.echo(f"{folder}: model.json and model.safetensors; {said}")
+
+
+@main.command("publish")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("name", metavar="OWNER/NAME")
+@MODEL_JSON
+@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True)
+@click.option("--public", is_flag=True, help="Everyone may see it; default: you alone.")
+@click.option("--license", "license_", help="What the card says, as the Hub spells it: apache-2.0, mit, ...")
+@click.option("--datasets-dir", type=click.Path(path_type=Path), help="Measure the test loss on what lies there.")
+@click.option("--card", is_flag=True, help="Print the card, and upload nothing.")
+def publish(checkpoint: Path, name: str, **options: Any) -> None:
+    """Export CHECKPOINT, write its model card from the run that made it, and upload both to the Hugging Face Hub."""
+    with one_line_errors():
+        if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+            raise UserError(f"{name}: give owner/name")
+        from tempfile import TemporaryDirectory
+
+        from harness.hf_export import export_model
+        from harness.model_card import model_card
+        from harness.model_upload import upload_model
+
+        files, model = open_model(checkpoint, options["model_json"])
+        run, facts = gather_facts(files, model, name, options)
+        if options["card"]:
+            click.echo(model_card(facts), nl=False)
+            return
+        with TemporaryDirectory() as folder:
+            exported = Path(folder) / "model"
+            export_model(model, files, exported, options["dtype"])
+            click.echo(f"Uploaded to {upload_model(exported, facts, run, public=options['public'])}")
+        if facts.test is None:
+            click.echo("The card has no test loss; --datasets-dir DIR measures it")
+
+
+def open_model(checkpoint: Path, model_json: Path | None) -> tuple[ModelFiles, GPTModel]:
+    """The model in CHECKPOINT, on the CPU, in evaluation mode."""
+    from gpt import GPTModel, ModelConfig
+    from harness.config import parse_config
+    from harness.model_files import ModelFiles
+    from harness.weights import load_weights
+
+    files = ModelFiles.find(checkpoint, model_json)
+    model = GPTModel(parse_config(ModelConfig, files.shape, files.shape_source))
+    model.load_public_tensors(load_weights(files.weights), files.weights)
+    return files, model.eval()
+
+
+def check_shape(shape: dict[str, Any], tensors: dict[str, Any]) -> None:
+    """Raises UserError unless the tensors are those of a model of this shape."""
+    from gpt import GPTModel, ModelConfig
+    from harness.config import parse_config
+
+    GPTModel(parse_config(ModelConfig, shape, Path("config.json"))).load_public_tensors(tensors, Path("its weights"))
+
+
+def gather_facts(files: ModelFiles, model: GPTModel, name: str, options: dict[str, Any]) -> tuple[Any, Any]:
+    """The run that made the model, if it is known, and what its card is made of."""
+    from harness.config import read_json_object
+    from harness.device import only_device
+    from harness.held_out import measure_test_loss
+    from harness.model_card import ModelFacts
+    from harness.run import RunDirectory
+
+    run = RunDirectory(files.run) if files.run else None
+    test = None
+    if options["datasets_dir"]:
+        test = measure_test_loss(model.to(only_device()), files.weights, options["datasets_dir"])
+    summary = read_json_object(run.summary) if run and run.summary.is_file() else {}
+    has_chart = run is not None and run.chart.is_file()
+    facts = ModelFacts(name, model.config, files.meta, summary, test, options["license_"], has_chart)
+    return run, facts
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""GPT-2 weights from a Hugging Face folder or repository into a run directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from harness.config import read_json_object
+from harness.errors import UserError
+from harness.files import replace_text, umask
+from harness.gpt2_format import from_config, from_tensors, without_zero_biases
+from harness.hf_export import new_folder
+from harness.tokenizer import load_tokenizer
+from harness.weights import META, load_weights
+
+CONFIG, WEIGHTS, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
+WANTED = [CONFIG, WEIGHTS, INDEX, "model-*.safetensors", TOKENIZER, "vocab.json", "merges.txt"]
+
+
+def import_model(source: Path, name: str, run: Path, check: Callable[[dict[str, Any], dict[str, Tensor]], None]) -> str:
+    """Write model.json, model.safetensors and what belongs to them to the new run directory `run`.
+
+    `source` is a folder with a GPT-2 in transformers' format, `name` what to call it; `check(shape, tensors)` raises
+    UserError unless they make a model of ours. Returns a line about the tokenizer. Raises UserError for anything else
+    in the folder, RunError if the run cannot be written; nothing is then left of it.
+    """
+    config_file = source / CONFIG
+    shape = from_config(read_json_object(config_file), config_file)
+    weights = _weights_of(source)
+    shape, tensors = without_zero_biases(shape, from_tensors(weights, shape["n_layers"], source))
+    check(shape, tensors)
+    with new_folder(run) as draft:
+        replace_text(draft / "model.json", json.dumps(shape, indent=4) + "\n")
+        unshared = {key: tensor.clone() for key, tensor in tensors.items()}  # the head may be the embedding
+        save_file(unshared, draft / "model.safetensors", metadata={"format": "pt"})
+        os.chmod(draft / "model.safetensors", 0o666 & ~umask())
+        said, tokenizer = _bring_tokenizer(source, draft, shape["vocab_size"])
+        meta = {"imported_from": name, "model": shape, "tokenizer": tokenizer}
+        replace_text(draft / META, json.dumps(meta, indent=2) + "\n")
+    return said
+
+
+def _weights_of(source: Path) -> dict[str, Tensor]:
+    if (source / WEIGHTS).exists():
+        return load_weights(source / WEIGHTS)
+    if (source / INDEX).exists():
+        index = read_json_object(source / INDEX).get("weight_map")
+        if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
+            raise UserError(f'{source / INDEX}: key "weight_map": must tell the file of each tensor')
+        tensors: dict[str, Tensor] = {}
+        for file in sorted(set(index.values())):
+            if Path(file).name != file:
+                raise UserError(f"{source / INDEX}: {file!r} leads out of the folder")
+            tensors |= load_weights(source / file)
+        return tensors
+    raise UserError(
+        f"{source}: no {WEIGHTS}; weights in other formats can run code when they are read: convert them with "
+        "transformers' save_pretrained"
+    )
+
+
+def _bring_tokenizer(source: Path, draft: Path, vocab_size: int) -> tuple[str, str]:
+    """Put the tokenizer beside the weights. A line about it, and its name in meta.json."""
+    if (source / TOKENIZER).exists():
+        shutil.copyfile(source / TOKENIZER, draft / TOKENIZER)
+    elif (source / "vocab.json").exists() and (source / "merges.txt").exists():
+        _from_vocabulary(source, draft / TOKENIZER)
+    else:
+        return "no tokenizer in the folder: GPT-2's will be used", "gpt2"
+    try:
+        tokenizer = load_tokenizer(draft / TOKENIZER)
+    except UserError as error:
+        (draft / TOKENIZER).unlink()
+        return f"the tokenizer was left out, and GPT-2's will be used: {error}", "gpt2"
+    return f"tokenizer of {tokenizer.vocab_size:,} tokens, for a model of {vocab_size:,}", TOKENIZER
+
+
+def _from_vocabulary(source: Path, path: Path) -> None:
+    """GPT-2's own two files as one tokenizer.json."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    from harness.tokenizer import END_OF_TEXT
+
+    try:
+        bpe = models.BPE.from_file(str(source / "vocab.json"), str(source / "merges.txt"))
+    except Exception as error:  # the library raises nothing more precise
+        raise UserError(f"{source}: vocab.json and merges.txt are not a tokenizer: {str(error)[:100]}") from None
+    backend: Any = Tokenizer(bpe)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    replace_text(path, backend.to_str(pretty=False) + "\n")
+
+
+def fetch_model(name: str) -> Path:
+    """A model repository's files on this machine, from huggingface_hub's cache or the Hub. Raises UserError."""
+    import huggingface_hub
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    from harness.hub_errors import HubWork
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    by_hand = "give the path of a folder with the model's files"
+    work = HubWork(name, "model", Path.cwd() / "cache", "its name", by_hand, "running the same command again resumes")
+    return Path(work.call(lambda: huggingface_hub.snapshot_download(name, allow_patterns=WANTED)))

@@ -1,0 +1,149 @@
+"""What a person who finds a model on the Hub wants to know of it, from the files of the run that made it.
+
+Format of the front matter: https://huggingface.co/docs/hub/model-cards
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.held_out import TestLoss
+
+CHART = "training-run-chart.png"
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """All that is known; a notebook's checkpoint or an imported model has little of it."""
+
+    name: str  # owner/name
+    shape: Any  # gpt.ModelConfig
+    meta: dict[str, Any]  # of the checkpoint
+    summary: dict[str, Any] = field(default_factory=dict)  # of the run
+    test: TestLoss | None = None
+    license: str | None = None
+    has_chart: bool = False
+
+    @property
+    def train(self) -> dict[str, Any]:
+        return self.meta.get("train") or {}
+
+    def number(self, key: str) -> Any:
+        """A number of meta.json, which another program may have written; None if it is none."""
+        value = self.meta.get(key)
+        return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+    @property
+    def dataset(self) -> str | None:
+        dataset = self.meta.get("dataset")
+        return dataset.get("name") if isinstance(dataset, dict) else None
+
+
+def model_card(facts: ModelFacts) -> str:
+    """The repository's README.md."""
+    return "\n".join([*_front_matter(facts), *_summary(facts), *_use(facts), *_results(facts), *_training(facts), ""])
+
+
+def _front_matter(facts: ModelFacts) -> Iterator[str]:
+    yield from ("---", "library_name: transformers", "pipeline_tag: text-generation")
+    if facts.license:
+        yield f"license: {json.dumps(facts.license)}"
+    if facts.dataset and not facts.dataset.startswith("builtin/"):
+        yield from ("datasets:", f"- {json.dumps(facts.dataset)}")
+    yield from ("tags:", "- gpt2", "- ddp-pretrain")
+    if facts.test:
+        result = {
+            "task": {"type": "text-generation"},
+            "dataset": {"name": f"{facts.test.dataset}, {facts.test.split}", "type": facts.test.dataset},
+            "metrics": [{"name": "loss (nats per token)", "type": "loss", "value": round(facts.test.loss, 4)}],
+        }
+        yield from ("model-index:", f"- name: {json.dumps(facts.name)}", f"  results: {json.dumps([result])}")
+    yield from ("---", "")
+
+
+def _summary(facts: ModelFacts) -> Iterator[str]:
+    shape, tokens = facts.shape, facts.number("tokens_seen")
+    yield from (f"# {facts.name.split('/')[-1]}", "")
+    seen = f" on {tokens:,} tokens of {_code(facts.dataset)}" if tokens and facts.dataset else ""
+    yield f"A GPT-2-class base model of {shape.parameters:,} parameters, pre-trained{seen}: it continues text,"
+    yield "and has not been taught to follow instructions or to refuse anything."
+    if facts.meta.get("imported_from"):
+        yield f"Its weights were imported from {_code(facts.meta['imported_from'])}."
+    yield ""
+
+
+def _use(facts: ModelFacts) -> Iterator[str]:
+    yield from ("## How to use it", "", "```python")
+    yield "from transformers import AutoModelForCausalLM, AutoTokenizer"
+    yield ""
+    yield f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(facts.name)})"
+    yield f"model = AutoModelForCausalLM.from_pretrained({json.dumps(facts.name)})"
+    yield 'inputs = tokenizer("Every effort moves you", return_tensors="pt")'
+    yield "output = model.generate(**inputs, max_new_tokens=40, do_sample=True, top_k=25)"
+    yield "print(tokenizer.decode(output[0]))"
+    yield from ("```", "", f"It sees at most {facts.shape.context_length:,} tokens at once.", "")
+
+
+def _results(facts: ModelFacts) -> Iterator[str]:
+    losses = [(what, facts.number(key), "") for what, key in (("training", "train_loss"), ("validation", "val_loss"))]
+    if facts.test:
+        on = f"{_code(facts.test.dataset)}, {facts.test.split} split"
+        losses.append(("test", facts.test.loss, on))
+        if facts.test.bits_per_byte is not None:
+            losses.append(("test, bits per byte of text", facts.test.bits_per_byte, on))
+    known = [(what, value, on) for what, value, on in losses if value is not None]
+    if not known:
+        return
+    yield from ("## Results", "", "| loss | nats per token, if not said otherwise | on |", "|---|---|---|")
+    yield from (f"| {what} | {value:.3f} | {on} |" for what, value, on in known)
+    yield ""
+    if facts.has_chart:
+        yield from (f"![Losses over the training]({CHART})", "")
+
+
+def _training(facts: ModelFacts) -> Iterator[str]:
+    yield from ("## Training", "", "| | |", "|---|---|")
+    yield from (f"| {what} | {value} |" for what, value in _training_rows(facts))
+    yield from ("", "The shape of the model (model.json):", "")
+    yield from _indented(facts.shape.model_dump(mode="json"))
+    if facts.train:
+        yield from ("", "How it was trained (train.json, with defaults filled in):", "")
+        yield from _indented(facts.train)
+
+
+def _training_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
+    meta, summary = facts.meta, facts.summary
+    if facts.dataset:
+        yield "data", _code(facts.dataset)
+    if facts.number("tokens_seen"):
+        yield "tokens", f"{meta['tokens_seen']:,}"
+    if facts.number("global_step") is not None:
+        yield "global steps", f"{meta['global_step'] + 1:,}"
+    if summary:
+        yield "machine", f"{summary['world_size']} × {_plain(summary['device'])}"
+        yield "speed", f"{summary['tokens_per_second']:,.0f} tokens per second"
+        yield "time of the whole run", _phases(summary["seconds"], "{:,.0f} s")
+        if summary.get("dollars"):
+            yield "cost of the whole run", _phases(summary["dollars"], "${:,.2f}")
+    yield "made with", "ddp-pretrain" + (f", torch {_plain(meta['torch'])}" if meta.get("torch") else "")
+
+
+def _phases(amounts: dict[str, float], form: str) -> str:
+    parts = ", ".join(f"{phase} {form.format(amount)}" for phase, amount in amounts.items() if phase != "total")
+    return f"{form.format(amounts['total'])} ({parts})"
+
+
+def _indented(value: Any) -> Iterator[str]:
+    return (f"    {line}" for line in json.dumps(value, indent=2).splitlines())
+
+
+def _code(text: Any) -> str:
+    """Text that no reader of the card takes for markup."""
+    return f"`{_plain(text)}`"
+
+
+def _plain(text: Any) -> str:
+    return " ".join(str(text).replace("`", "'").replace("|", "/").split())

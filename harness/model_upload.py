@@ -1,0 +1,43 @@
+"""A model on the Hugging Face Hub: the exported folder, its card, and the files of the run that made it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.hub_commit import CARD, upload
+from harness.hub_errors import HubWork
+from harness.model_card import CHART, ModelFacts, model_card
+from harness.run import RunDirectory
+
+TRAINING = "training"  # the run's own files in the repository
+
+
+def upload_model(exported: Path, facts: ModelFacts, run: RunDirectory | None, *, public: bool) -> str:
+    """Upload an exported folder with its card as one commit to the model repository that `facts` names; its address.
+
+    Raises UserError.
+    """
+    work = HubWork(
+        facts.name,
+        "model",
+        exported,
+        "the repository's name",
+        "export the model and upload the folder by hand",
+        "the same command sends what is missing",
+        verb="write to",
+    )
+    files: dict[str, Path | bytes] = {path.name: path for path in sorted(exported.iterdir())}
+    if run is not None:
+        known = [run.model_json, run.train_json, run.metrics, run.summary]
+        files |= {f"{TRAINING}/{path.name}": path for path in known if path.is_file()}
+        if run.chart.is_file():
+            files[CHART] = run.chart
+    files[CARD] = model_card(facts).encode()
+    step = facts.meta.get("global_step")
+    message = f"{facts.name}: " + ("weights" if step is None else f"weights after global step {step}")
+    return upload(work, files, message, public=public, is_replaced=_is_weights)
+
+
+def _is_weights(path: str) -> bool:
+    """Weights that transformers would take in place of ours: sharded ones, or of an older format."""
+    return "/" not in path and path.endswith((".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"))
