@@ -13,7 +13,7 @@ from harness.judging import Judgement, JudgeSettings, Tokens
 from harness.wording import listed
 
 COLUMNS = 80
-LABEL_INDENT = 31
+LABEL_INDENT = 32
 MOST_FOR_ALL_PAIRS = 8  # models; of more, only neighbours in the ranking are printed
 
 
@@ -51,8 +51,8 @@ class JudgeReport:
                 yield ""
                 yield from _pairs(self.comparison)
             yield ""
-        yield from textwrap.wrap(self._cost("in this run", self.judgement.spent_now), COLUMNS, subsequent_indent="  ")
-        yield from textwrap.wrap(self._cost("for all answers", self.judgement.spent), COLUMNS, subsequent_indent="  ")
+        for cost in self._costs():
+            yield from textwrap.wrap(cost, COLUMNS, subsequent_indent="  ")
 
     def as_json(self) -> dict[str, Any]:
         """The same and the scores, by model and question; null where the judge gave no valid answer."""
@@ -86,7 +86,7 @@ class JudgeReport:
         asked = len(self.judgement.scores) * self.settings.repeats
         where = listed([str(number) for number in dict.fromkeys(each.question for each in missing)])
         return (
-            f"{self.settings.endpoint.name}: no valid answer {len(missing):,} times out of {asked:,}, after "
+            f"{self.settings.endpoint.name}: no valid answer to {len(missing):,} of {asked:,} prompts, after "
             f"{self.settings.attempts} attempts each (question {where}; the last one: {missing[-1].reason}); the same "
             "command asks again for these alone"
         )
@@ -101,17 +101,22 @@ class JudgeReport:
         return f"{judge}; {comparison.questions:,}{some} questions{times}. Scores from 0 to 100:"
 
     def _means(self, comparison: Comparison) -> Iterator[str]:
-        yield f"{'#':>4}  {'mean':>6}  {'95 % interval':<15}  model".rstrip()
+        yield f"{'#':>4}  {'mean':>6}  {'95 % interval':<16}  model"
         for place, model in enumerate(comparison.ranking, start=1):
             mean = comparison.means[model]
-            start = f"{place:>4}  {mean.value:>6.2f}  {_interval(mean, '{:.2f}'):<15}  "
             label = printable(self.judgement.labels[model])
-            yield from textwrap.wrap(
-                start + label, COLUMNS, subsequent_indent=" " * LABEL_INDENT, drop_whitespace=False
-            )
+            first, *others = textwrap.wrap(label, COLUMNS - LABEL_INDENT, break_on_hyphens=False) or [""]
+            yield f"{place:>4}  {mean.value:>6.2f}  {_interval(mean, '{:.2f}'):<16}  {first}".rstrip()
+            yield from (" " * LABEL_INDENT + other for other in others)
 
-    def _cost(self, when: str, tokens: Tokens) -> str:
-        text = f"Tokens {when}: {tokens.prompt:,} of prompts, {tokens.completion:,} of answers"
+    def _costs(self) -> Iterator[str]:
+        now, ever = self.judgement.spent_now, self.judgement.spent
+        yield self._cost("Tokens" if now == ever else "Tokens in this run", now)
+        if now != ever:
+            yield self._cost("Tokens for all answers", ever)
+
+    def _cost(self, what: str, tokens: Tokens) -> str:
+        text = f"{what}: {tokens.prompt:,} of prompts, {tokens.completion:,} of answers"
         if self.prices is not None:
             text += f", ${self.prices.dollars(tokens):,.4f}"
         if tokens.uncounted:
@@ -140,7 +145,7 @@ def _pairs(comparison: Comparison) -> Iterator[str]:
             f"{places[pair.first]:>4} :{places[pair.second]:>3}  {100 * pair.win_rate:>5.1f} %  "
             f"{pair.difference.value:>+10.2f}  {_interval(pair.difference, '{:+.2f}')}"
         )
-    yield f"Wins of the first over the second on {comparison.questions:,} questions; a tie is half a win for each."
+    yield f"wins: of {comparison.questions:,} questions, where the first scores higher; a tie is half a win"
 
 
 def _interval(estimate: Estimate, form: str) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from harness.errors import RunError, StoppedError
+from harness.errors import RunError, StoppedError, UserError
 from harness.judge_cache import JudgeCache, Record
 from harness.judge_client import Endpoint, JudgeClient, Reply, UnavailableError
 from harness.judge_prompt import InvalidAnswerError, Place, Prompt, build_prompt, parse_scores
@@ -170,6 +170,8 @@ class _Judging:
         self._known = len(cache.records)
         self._kept_before = kept
         self._stop = threading.Event()
+        self._failure: Exception | None = None  # why the others stop
+        self._jitter = random.SystemRandom()  # the global generator may be a training's
 
     @property
     def _replies(self) -> int:
@@ -184,7 +186,7 @@ class _Judging:
         """Ask all; why there is no valid answer to some, by key."""
         reasons: dict[str, str] = {}
         pool = ThreadPoolExecutor(self._settings.parallel)
-        futures = {pool.submit(self._ask_until_valid, ask): ask for ask in asks}
+        futures = {pool.submit(self._ask, ask): ask for ask in asks}
         try:
             with tqdm(total=len(asks), unit="question", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
                 for future in as_completed(futures):
@@ -193,10 +195,10 @@ class _Judging:
                         reasons[futures[future].key] = reason
                     self._check_hope(reasons)
                     bar.update()
-        except Exception:
+        except Exception as error:
             self._stop_asking(pool)
             _wait_for(futures)
-            raise
+            raise self._failure or error from None
         finally:
             self._stop_asking(pool)
         return reasons
@@ -212,6 +214,14 @@ class _Judging:
                 f"{self._settings.endpoint.name}: no valid answer to any of the first {len(reasons)} questions (the "
                 f"last one: {last}); try another --model"
             )
+
+    def _ask(self, ask: Ask) -> str | None:
+        try:
+            return self._ask_until_valid(ask)
+        except (UserError, RunError) as error:
+            self._failure = error
+            self._stop.set()  # here, so that this thread does not begin another request before the first one hears
+            raise
 
     def _ask_until_valid(self, ask: Ask) -> str | None:
         """None when a valid answer is in the cache, else what was wrong with the last one."""
@@ -243,8 +253,11 @@ class _Judging:
                     failures, replies = 0, self._replies
                 failures += 1
                 self._check_patience(error, failures)
-                pause = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** (failures - 1)) * random.uniform(0.5, 1.5)
-                self._stop.wait(max(pause, error.wait_seconds or 0.0))
+                self._stop.wait(max(self._pause_seconds(failures), error.wait_seconds or 0.0))
+
+    def _pause_seconds(self, failures: int) -> float:
+        """Longer after each failure, and different in each thread, so that they do not all come back together."""
+        return min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** (failures - 1)) * self._jitter.uniform(0.5, 1.5)
 
     def _check_patience(self, error: UnavailableError, failures: int) -> None:
         name, wait_seconds = self._settings.endpoint.name, error.wait_seconds or 0.0

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -69,6 +70,7 @@ class Seen:
     prompt: str
     model: str
     authorization: str | None
+    at: float = field(default_factory=time.monotonic)
     answered: bool = False
     prompt_tokens: int = 0
     completion_tokens: int = 0
