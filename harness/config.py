@@ -276,9 +276,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     try:
-        value = json.loads(
-            text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant, parse_int=_whole_number
-        )
+        value = strict_json(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})") from None
     except RecursionError:
@@ -288,6 +286,14 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path}: must hold one JSON object, not a {type(value).__name__}")
     return value
+
+
+def strict_json(text: str) -> Any:
+    """A JSON text without repeated keys, NaN or Infinity. Raises ValueError (json.JSONDecodeError where it does not
+    parse) and RecursionError."""
+    return json.loads(
+        text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant, parse_int=_whole_number
+    )
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

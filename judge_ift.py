@@ -1,0 +1,65 @@
+"""Which model follows instructions better, and how sure is that? A judge scores all of them in one prompt a question.
+
+    OPENAI_API_KEY=... uv run --extra judge judge_ift.py small.json medium.json large.json
+
+RESPONSES are files that test_ift.py writes. Every answer of the judge is kept: a judging that was stopped goes on, and
+pays for nothing twice.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from harness.commandline import FiniteNumber
+from harness.errors import RunError, UserError, one_line_errors
+
+NOTEBOOK_JUDGE = "gpt-5.1"
+SECONDS = FiniteNumber(min=0, min_open=True, max=86_400)
+PRICE = FiniteNumber(min=0, max=1e9)
+
+
+@click.command()
+@click.argument("responses", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--model", default=NOTEBOOK_JUDGE, show_default=True, help="The judge.")
+@click.option("--base-url", help="Another OpenAI-compatible endpoint.  [default: OpenAI]")
+@click.option("--repeats", type=click.IntRange(1, 1000), default=1, show_default=True, help="Judge each so often.")
+@click.option("--attempts", type=click.IntRange(1, 100), default=5, show_default=True, help="For a valid answer.")
+@click.option("--timeout", type=SECONDS, default=120.0, show_default=True, help="Seconds for a request.")
+@click.option("--parallel", type=click.IntRange(1, 256), default=8, show_default=True, help="Requests at once.")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of orders, resamples.")
+@click.option("--cache", type=click.Path(path_type=Path), help="[default: judgements.jsonl beside the first file]")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with every score.")
+@click.option("--price-in", type=PRICE, help="Dollars for a million tokens of prompts.")
+@click.option("--price-out", type=PRICE, help="Dollars for a million tokens of answers.")
+def main(responses: tuple[Path, ...], **options: Any) -> None:
+    """Compare the models whose answers are in RESPONSES (one file for each model).
+
+    The judge sees the answers of all models to a question together, without their names and in shuffled order. The key
+    is taken from OPENAI_API_KEY.
+    """
+    with one_line_errors():
+        from harness.judge_client import Endpoint
+        from harness.judge_report import JudgeReport, Prices
+        from harness.judging import JudgeSettings, judge
+        from harness.responses import read_comparable
+
+        if (options["price_in"] is None) != (options["price_out"] is None):
+            raise UserError("--price-in and --price-out: give both, or none")
+        prices = None if options["price_in"] is None else Prices(options["price_in"], options["price_out"])
+        endpoint = Endpoint.choose(options["model"], options["base_url"], options["timeout"])
+        shared = {key: options[key] for key in ("repeats", "attempts", "parallel", "seed")}
+        settings = JudgeSettings(endpoint, **shared)
+        models = read_comparable(responses)
+        cache = options["cache"] or responses[0].parent / "judgements.jsonl"
+        report = JudgeReport.of(judge(models, settings, cache), settings, prices)
+        click.echo(json.dumps(report.as_json(), indent=1) if options["as_json"] else "\n".join(report.lines()))
+        if (shortfall := report.shortfall()) is not None:
+            raise RunError(shortfall)
+
+
+if __name__ == "__main__":
+    main()
