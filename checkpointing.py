@@ -21,14 +21,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from harness.errors import RunError, UserError
-from harness.files import move, sha256, sync, umask
+from harness.files import move, sha256, sync
 from harness.manifest import read_manifest
 from harness.run import CHECKPOINT_NAME, check_name
-from harness.weights import load_weights
+from harness.weights import load_weights, save_weights
 
 LATEST, BEST = "latest", "best"
 TEMPORARY_PREFIX = ".saving-"
@@ -94,8 +93,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _write_files(draft: Path, checkpoint: Checkpoint) -> None:
-    save_file(checkpoint.weights, draft / WEIGHTS, metadata={"format": "pt"})
-    os.chmod(draft / WEIGHTS, 0o666 & ~umask())  # safetensors makes it 0600 whatever the umask
+    save_weights(checkpoint.weights, draft / WEIGHTS)
     parts = {OPTIMIZER: checkpoint.optimizer, TRAIN_STATE: checkpoint.train_state}
     if checkpoint.scaler:
         parts[SCALER] = checkpoint.scaler

@@ -14,10 +14,9 @@ from typing import Any
 
 import click
 
-from harness.commandline import FiniteNumber
+from harness.commandline import NOTEBOOK_JUDGE, FiniteNumber
 from harness.errors import RunError, UserError, one_line_errors
 
-NOTEBOOK_JUDGE = "gpt-5.1"
 SECONDS = FiniteNumber(min=0, min_open=True, max=86_400)
 PRICE = FiniteNumber(min=0, max=1e9)
 

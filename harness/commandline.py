@@ -20,6 +20,7 @@ class FiniteNumber(click.FloatRange):
         return number
 
 
+NOTEBOOK_JUDGE = "gpt-5.1"
 POSITIVE = FiniteNumber(min=0, min_open=True, max=1e12)
 
 

@@ -263,7 +263,15 @@ def _is_union_branch(part: int | str) -> bool:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Read one JSON object strictly: no repeated keys, no NaN or Infinity.
+    """`read_json` of a file that must hold an object."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: must hold one JSON object, not a {type(value).__name__}")
+    return value
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file strictly: no repeated keys, no NaN or Infinity.
 
     Raises UserError with the file and, where the text does not parse, the line.
     """
@@ -276,16 +284,13 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     try:
-        value = strict_json(text)
+        return strict_json(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})") from None
     except RecursionError:
         raise UserError(f"{path}: nested too deeply") from None
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: must hold one JSON object, not a {type(value).__name__}")
-    return value
 
 
 def strict_json(text: str) -> Any:

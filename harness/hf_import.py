@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from harness.config import read_json_object
 from harness.errors import UserError
-from harness.files import replace_text, umask
+from harness.files import replace_text
 from harness.gpt2_format import from_config, from_tensors, without_zero_biases
-from harness.hf_export import new_folder
+from harness.model_folder import fill, new_folder, write_meta
 from harness.tokenizer import load_tokenizer
-from harness.weights import META, load_weights
+from harness.weights import load_weights
 
 CONFIG, WEIGHTS, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
 WANTED = [CONFIG, WEIGHTS, INDEX, "model-*.safetensors", TOKENIZER, "vocab.json", "merges.txt"]
@@ -38,13 +35,9 @@ def import_model(source: Path, name: str, run: Path, check: Callable[[dict[str, 
     shape, tensors = without_zero_biases(shape, from_tensors(weights, shape["n_layers"], source))
     check(shape, tensors)
     with new_folder(run) as draft:
-        replace_text(draft / "model.json", json.dumps(shape, indent=4) + "\n")
-        unshared = {key: tensor.clone() for key, tensor in tensors.items()}  # the head may be the embedding
-        save_file(unshared, draft / "model.safetensors", metadata={"format": "pt"})
-        os.chmod(draft / "model.safetensors", 0o666 & ~umask())
+        fill(draft, shape, tensors)
         said, tokenizer = _bring_tokenizer(source, draft, shape["vocab_size"])
-        meta = {"imported_from": name, "model": shape, "tokenizer": tokenizer}
-        replace_text(draft / META, json.dumps(meta, indent=2) + "\n")
+        write_meta(draft, shape, tokenizer=tokenizer, imported_from=name)
     return said
 
 

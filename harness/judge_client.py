@@ -47,7 +47,7 @@ class Endpoint:
     timeout_seconds: float = 120.0
 
     @classmethod
-    def choose(cls, model: str, base_url: str | None, timeout_seconds: float) -> Endpoint:
+    def choose(cls, model: str, base_url: str | None, timeout_seconds: float = 120.0) -> Endpoint:
         """Without `base_url` the one in OPENAI_BASE_URL, else OpenAI's. Raises UserError if it is no address."""
         url = base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL
         fault = _url_fault(url)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from harness.config import read_json_object
 from harness.errors import UserError
+from harness.files import umask
 from harness.run import check_name
 from harness.tokenizer import Tokenizer, load_tokenizer
 
@@ -25,6 +27,21 @@ def load_weights(path: Path) -> dict[str, Tensor]:
         raise UserError(f"{path}: no such file") from None
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: not a readable safetensors file: {error}") from None
+
+
+def save_weights(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file. Raises SafetensorError or OSError."""
+    save_file(tensors, path, metadata={"format": "pt"})
+    os.chmod(path, 0o666 & ~umask())  # safetensors makes it 0600 whatever the umask
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, weights: Path) -> None:
+    """Raises UserError for a tokenizer with tokens that a model of `vocab_size` does not have; it may have more."""
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            f"{weights.parent}: its tokenizer has {tokenizer.vocab_size:,} tokens, the model {vocab_size:,}: it is "
+            f"another model's; put the right one beside the weights, and its name into {META}"
+        )
 
 
 def tokenizer_of(weights: Path) -> Tokenizer:

@@ -1,0 +1,174 @@
+"""Is the model any good? Fine-tune it to follow instructions, and have a judge score what it answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from harness.commandline import NOTEBOOK_JUDGE, POSITIVE
+from harness.errors import RunError, UserError, one_line_errors
+from harness.instructions import BOOK_DATA
+
+if TYPE_CHECKING:
+    from gpt import GPTModel
+    from harness.finetune import FineTuning
+    from harness.instructions import InstructionSplits
+    from harness.responses import Responses
+    from harness.tokenizer import Tokenizer
+
+RESPONSES = "ift-responses.json"
+
+
+@click.command()
+@click.argument("model_json", type=click.Path(path_type=Path))
+@click.argument("model_safetensors", type=click.Path(path_type=Path))
+@click.option("--data", default=BOOK_DATA, help="A file or address.  [default: the book's, downloaded once]")
+@click.option("--responses", type=click.Path(path_type=Path), help=f"[default: {RESPONSES} beside MODEL_JSON]")
+@click.option("--overwrite", is_flag=True, help="Replace a responses file that is there.")
+@click.option("--responses-only", is_flag=True, help="No judge.")
+@click.option("--name", help="What tables call the model.  [default: its run's and checkpoint's names]")
+@click.option("--save", type=click.Path(path_type=Path), help="Keep the fine-tuned model in this new folder.")
+@click.option("--answers-only", is_flag=True, help="Learn the answers alone, not the instructions.")
+@click.option("--learning-rate", type=POSITIVE, default=5e-5, show_default=True)
+@click.option("--max-epochs", type=click.IntRange(min=1), default=100, show_default=True, help="If nothing rises.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Of an answer.")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=123, show_default=True)
+@click.option("--judge-model", default=NOTEBOOK_JUDGE, show_default=True)
+@click.option("--base-url", help="The judge's endpoint.  [default: OpenAI's]")
+def main(model_json: Path, model_safetensors: Path, **options: Any) -> None:
+    """Fine-tune MODEL_SAFETENSORS (of the shape in MODEL_JSON) on instructions until its validation loss rises, answer
+    the test instructions with the weights from before the rise, and let a judge score the answers.
+
+    One model's score varies by points from one judging to the next: to compare models, use --responses-only for each,
+    and then judge_ift.py on all of the files at once.
+    """
+    with one_line_errors():
+        path = options["responses"] or model_json.parent / RESPONSES
+        judge = None if options["responses_only"] else choose_judge(options)
+        check_places(path, options)
+        from harness.instructions import InstructionSplits
+        from harness.responses import write_responses
+        from harness.web_file import local_copy
+
+        data = local_copy(options["data"])
+        splits = InstructionSplits.load(data)
+        model, tokenizer = open_model(model_json, model_safetensors)
+        tuning = fine_tune(model, tokenizer, splits, options)
+        name = options["name"] or name_of(model_json, model_safetensors)
+        responses = answer_test(model, tokenizer, splits, name=name, facts=facts_of(data, splits, tuning, options))
+        write_responses(path, responses)
+        click.echo(f"{path}: {len(responses.responses):,} answers")
+        if options["save"]:
+            save(model, model_safetensors, options["save"])
+        if judge is not None:
+            score(responses, judge, path)
+
+
+def choose_judge(options: dict[str, Any]) -> Any:
+    """The judge's settings. Raises UserError, before anything is trained, if it cannot be asked."""
+    from harness.judge_client import Endpoint, JudgeClient
+    from harness.judging import JudgeSettings
+
+    endpoint = Endpoint.choose(options["judge_model"], options["base_url"])
+    try:
+        JudgeClient(endpoint)
+    except UserError as error:
+        raise UserError(f"{error}; or use --responses-only") from None
+    return JudgeSettings(endpoint)
+
+
+def check_places(path: Path, options: dict[str, Any]) -> None:
+    """Raises UserError, before anything is trained, if the results would take the place of others."""
+    if path.is_dir() or (path.exists() and not options["overwrite"]):
+        raise UserError(f"{path}: exists; --overwrite replaces it, --responses FILE writes to another place")
+    if not path.parent.is_dir():
+        raise UserError(f"{path}: no such folder as {path.parent}")
+    if options["save"] and options["save"].exists():
+        raise UserError(f"{options['save']}: exists; give --save another place")
+
+
+def open_model(model_json: Path, model_safetensors: Path) -> tuple[GPTModel, Tokenizer]:
+    """Raises UserError if the files do not belong together."""
+    from gpt import load_model
+    from harness.device import only_device
+    from harness.weights import check_vocabulary, tokenizer_of
+
+    model, tokenizer = load_model(model_json, model_safetensors, only_device()), tokenizer_of(model_safetensors)
+    check_vocabulary(tokenizer, model.config.vocab_size, model_safetensors)
+    return model, tokenizer
+
+
+def name_of(model_json: Path, model_safetensors: Path) -> str:
+    """`run/checkpoint`, as far as the places of the files tell."""
+    run, checkpoint = model_json.absolute().parent, model_safetensors.absolute().parent
+    return run.name if checkpoint == run else f"{run.name}/{checkpoint.resolve().name}"
+
+
+def fine_tune(model: GPTModel, tokenizer: Tokenizer, splits: InstructionSplits, options: dict[str, Any]) -> FineTuning:
+    """Train on the instructions, saying how it goes."""
+    from harness.finetune import FineTuneSettings, fine_tune
+    from harness.instruction_batches import encode
+
+    shared = {key: options[key] for key in ("learning_rate", "max_epochs", "seed", "answers_only")}
+    context_length = model.config.context_length
+    parts = [[encode(entry, tokenizer, context_length) for entry in part] for part in (splits.train, splits.validation)]
+    cut = sum(not example.has_answer for part in parts for example in part)
+    if cut:
+        click.echo(f"{cut:,} instructions fill the context of {context_length:,} tokens alone, and are not learnt from")
+    tuning = fine_tune(model, (parts[0], parts[1]), tokenizer.eot_token, FineTuneSettings(**shared), click.echo)
+    why = "the validation loss rose" if tuning.rose else f"--max-epochs {options['max_epochs']}"
+    click.echo(f"stopped: {why}; kept: epoch {tuning.kept_epoch}")
+    return tuning
+
+
+def facts_of(data: Path, splits: InstructionSplits, tuning: FineTuning, options: dict[str, Any]) -> dict[str, Any]:
+    """What a responses file says of its making."""
+    from dataclasses import asdict
+
+    from harness.files import sha256
+
+    used = {key: options[key] for key in ("learning_rate", "max_epochs", "max_new_tokens", "seed", "answers_only")}
+    about = {
+        "file": data.name,
+        "sha256": sha256(data),
+        "entries": splits.entries,
+        "test_entries": len(splits.test),
+    }
+    return {"data": about, "fine_tuning": {**used, **asdict(tuning)}}
+
+
+def answer_test(
+    model: GPTModel, tokenizer: Tokenizer, splits: InstructionSplits, *, name: str, facts: dict[str, Any]
+) -> Responses:
+    """The model's answers to the test part."""
+    from harness.answers import answer
+    from harness.responses import Responses
+
+    answers = answer(model, tokenizer, splits.test, facts["fine_tuning"]["max_new_tokens"])
+    return Responses.model_validate({"model": name, **facts, "responses": [each.model_dump() for each in answers]})
+
+
+def save(model: GPTModel, source: Path, folder: Path) -> None:
+    """Keep the fine-tuned model, with its tokenizer."""
+    from harness.model_folder import write_model
+    from harness.weights import tokenizer_file_of
+
+    write_model(folder, model.config.model_dump(mode="json"), model.public_tensors(), tokenizer_file_of(source))
+    click.echo(f"{folder}: the fine-tuned model")
+
+
+def score(responses: Responses, settings: Any, path: Path) -> None:
+    """Print what the judge thinks. Raises RunError if it did not score every answer."""
+    from harness.judge_report import JudgeReport
+    from harness.judging import judge
+
+    report = JudgeReport.of(judge([responses], settings, path.parent / "judgements.jsonl"), settings)
+    click.echo("\n".join(report.lines()))
+    if (shortfall := report.shortfall()) is not None:
+        raise RunError(shortfall)
+
+
+if __name__ == "__main__":
+    main()
