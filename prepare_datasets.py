@@ -24,7 +24,7 @@ from harness.wording import counted, is_unicode, listed
 GO_WITH = {  # the other options that mean something with these
     "verify": {"push_to_hub", "public"},
     "describe": set(),
-    "from_bin": {"description", "overwrite", "restart", "push_to_hub", "public"},
+    "from_bin": {"tokenizer", "description", "overwrite", "restart", "push_to_hub", "public"},
 }
 FRACTION = FiniteNumber(min=0, max=1, max_open=True)
 

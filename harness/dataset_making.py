@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from harness.errors import RunError, StoppedError, UserError, printable
 from harness.preparation import Preparation, Recipe
 from harness.reading_progress import ReadingProgress
 from harness.splits import Shares, Split
+from harness.text_sample import sample_texts
 from harness.text_sources import find_source
 from harness.token_shards import find_shards, import_shards
 from harness.tokenizer import load_tokenizer
@@ -94,7 +96,7 @@ def _from_text(input_: str, work: WorkFolder, options: dict[str, Any]) -> Made:
         work.clear()
     begun_with = {"input": input_, **fixed, "tokenizer_file_sha256": fingerprint}
     preparation = Preparation.begin(work, source, recipe, begun_with)
-    name = choice.bring(source, recipe, work.dataset)
+    name = choice.bring(partial(sample_texts, source, recipe), work.dataset)
     workers = options["workers"] or default_workers()
     with EncoderProcesses(_place(name, work), workers) as encoders, ReadingProgress(source.files) as progress:
         splits = preparation.run(load_tokenizer(_place(name, work)), encoders, progress.show)
@@ -103,12 +105,15 @@ def _from_text(input_: str, work: WorkFolder, options: dict[str, Any]) -> Made:
 
 
 def _from_shards(input_: str, work: WorkFolder, options: dict[str, Any]) -> Made:
-    shards, tokenizer = find_shards(input_), load_tokenizer("gpt2")
+    shards, choice = find_shards(input_), TokenizerChoice(options["tokenizer"], None)
+    begun_with = {"input": input_, "from_bin": True, "tokenizer": choice.name, "tokenizer_file_sha256": choice.check()}
     if options["restart"]:
         work.clear()
-    work.take_up({"input": input_, "from_bin": True}, [])
+    work.take_up(begun_with, [])
+    name = choice.bring(list, work.dataset)  # no texts: a known one is not trained
+    tokenizer = load_tokenizer(_place(name, work))
     splits = [import_shards(split, paths, tokenizer, work.dataset) for split, paths in sorted(shards.items())]
-    return Made(splits, "gpt2", {"shards": [path.name for paths in shards.values() for path in paths]})
+    return Made(splits, name, {"shards": [path.name for paths in shards.values() for path in paths]})
 
 
 def _unescaped(text: str) -> str:

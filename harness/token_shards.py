@@ -1,4 +1,4 @@
-"""Token shards of llm.c and modded-nanogpt, which hold GPT-2 tokens in .bin files, as a dataset's splits.
+"""Token shards of llm.c and modded-nanogpt, .bin files of tokens (GPT-2's, as a rule), as a dataset's splits.
 
 A shard is a header of 256 int32 (magic 20240520, version 1, number of tokens) and that many uint16. Source of the
 format: https://github.com/karpathy/llm.c, dev/data/data_common.py (MIT).
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from harness.encode import token_dtype
 from harness.errors import UserError
 from harness.splits import Split
 from harness.token_stream import HEADER_BYTES, copy_range, write_header
@@ -19,6 +20,7 @@ from harness.tokenizer import Tokenizer
 
 MAGIC, VERSION = 20240520, 1
 SHARD_HEADER_BYTES = 1024
+SHARD_DTYPE = np.dtype(np.uint16)
 COUNTED_TOKENS = 2**22
 SPLIT_WORDS = {"train": "train", "val": "validation", "validation": "validation", "test": "test"}
 
@@ -60,7 +62,15 @@ def tokens_in(path: Path) -> int:
 
 
 def import_shards(split: str, paths: Sequence[Path], tokenizer: Tokenizer, folder: Path) -> Split:
-    """Write the shards' tokens, one after another and unchanged, as the folder's `split`."""
+    """Write the shards' tokens, one after another and unchanged, as the folder's `split`.
+
+    Raises UserError for a shard that is damaged, for tokens that are not the tokenizer's, and if there are none.
+    """
+    if token_dtype(tokenizer.vocab_size) != SHARD_DTYPE:
+        raise UserError(
+            f"{paths[0]}: holds {SHARD_DTYPE} tokens, but the tokenizer has {tokenizer.vocab_size:,}, which need more; "
+            "give the --tokenizer that the shards were made with"
+        )
     lengths = {path: tokens_in(path) for path in paths}
     if not sum(lengths.values()):
         raise UserError(f"{paths[0]}: {split} would have no tokens")
@@ -72,7 +82,7 @@ def import_shards(split: str, paths: Sequence[Path], tokenizer: Tokenizer, folde
         _add_counts(counts, path, tokens, tokenizer)
         copy_range(path, draft, SHARD_HEADER_BYTES, 2 * tokens)
     total = sum(lengths.values())
-    write_header(draft, np.dtype(np.uint16), total)
+    write_header(draft, SHARD_DTYPE, total)
     draft.rename(target)
     return Split(split, 0, total, *counts)
 
@@ -82,6 +92,6 @@ def _add_counts(counts: list[int], path: Path, count: int, tokenizer: Tokenizer)
     for at in range(0, count, COUNTED_TOKENS):
         tokens = np.fromfile(path, "<u2", min(COUNTED_TOKENS, count - at), offset=SHARD_HEADER_BYTES + 2 * at)
         if tokens.max() >= len(byte_lengths):
-            raise UserError(f"{path}: token id {tokens.max()} is beyond GPT-2's {len(byte_lengths):,}")
+            raise UserError(f"{path}: token id {tokens.max()} is beyond the tokenizer's {len(byte_lengths):,}")
         counts[0] += int((tokens == tokenizer.eot_token).sum())
         counts[1] += int(byte_lengths[tokens].sum())

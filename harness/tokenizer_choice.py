@@ -1,24 +1,17 @@
-"""The tokenizer of a new dataset: a known one, a file, or one trained on a sample of the text."""
+"""The tokenizer of a new dataset: a known one, a file, or one that is trained for it."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.batches import batches
 from harness.bpe import train_bpe
 from harness.errors import UserError
 from harness.files import sha256
-from harness.preparation import Recipe
-from harness.splits import Shares
-from harness.text_sources import TextSource, read_file
 from harness.tiktoken_encodings import SUFFIX, encoding_file, known_encodings
 from harness.tokenizer import load_tokenizer
-
-SAMPLE_CHARACTERS = 2**26
-SAMPLED_FILES = 16
 
 
 @dataclass(frozen=True)
@@ -40,8 +33,10 @@ class TokenizerChoice:
             )
         return None
 
-    def bring(self, source: TextSource, recipe: Recipe, folder: Path) -> str:
+    def bring(self, sample: Callable[[], list[str]], folder: Path) -> str:
         """Put the tokenizer's file into the dataset's folder, if it has one: what meta.json calls it.
+
+        `sample` gives the texts to train one on, and is called for that alone.
 
         An interrupted call leaves no part of a file, and a file that is there is taken: the same options made it.
         Raises UserError for a text with too few different words.
@@ -51,7 +46,7 @@ class TokenizerChoice:
         path = folder / self._file_name()
         if not path.exists():
             draft = path.with_name(f".{path.name}")
-            self._write(draft, source, recipe)
+            self._write(draft, sample)
             load_tokenizer(draft)
             draft.rename(path)
         return path.name
@@ -63,41 +58,10 @@ class TokenizerChoice:
             return f"{self.name}{SUFFIX}"
         return Path(str(self.name)).name if str(self.name).endswith(SUFFIX) else "tokenizer.json"
 
-    def _write(self, draft: Path, source: TextSource, recipe: Recipe) -> None:
+    def _write(self, draft: Path, sample: Callable[[], list[str]]) -> None:
         if self.trained_size is not None:
-            texts = sample_texts(source, recipe)
-            if recipe.shuffle_seed is None:
-                texts = _without_held_out(texts, recipe.shares)
-            train_bpe(iter(texts), self.trained_size, draft)
+            train_bpe(iter(sample()), self.trained_size, draft)
         elif Path(str(self.name)).is_file():
             shutil.copyfile(str(self.name), draft)
         else:
             draft.write_text(encoding_file(str(self.name)), encoding="utf-8")
-
-
-def sample_texts(source: TextSource, recipe: Recipe) -> list[str]:
-    """Texts from the beginnings of a few files spread over the source: all of a small one, 64 Mi characters of a large
-    one."""
-    files = source.sampled(SAMPLED_FILES)
-    return [
-        text for file in files for text in _first(_texts(source, recipe, file.number), SAMPLE_CHARACTERS // len(files))
-    ]
-
-
-def _texts(source: TextSource, recipe: Recipe, number: int) -> Iterator[str]:
-    for batch in batches(read_file(source, recipe.form, source.files[number])):
-        for piece in batch.pieces:
-            yield piece.text
-
-
-def _without_held_out(texts: list[str], shares: Shares) -> list[str]:
-    """Without the last part: if the sample is all there is, the splits hold that out."""
-    return list(_first(texts, round(sum(map(len, texts)) * (1 - shares.validation - shares.test))))
-
-
-def _first(texts: Iterable[str], characters: int) -> Iterator[str]:
-    for text in texts:
-        yield text[:characters]
-        characters -= len(text)
-        if characters <= 0:
-            return

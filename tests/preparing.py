@@ -112,3 +112,26 @@ def documents_of(folder: Path, split: str) -> list[str]:
 
 def content_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+PLUGIN = """
+import tiktoken
+RANKS = {{bytes([value]): value for value in range(256)}}
+for text in {words!r}:
+    for end in range(2, len(text) + 1):
+        RANKS.setdefault(text[:end], len(RANKS))
+def small():
+    return {{
+        "name": "small", "pat_str": r" ?\\w+|\\W", "mergeable_ranks": RANKS,
+        "special_tokens": {{"<|endoftext|>": {eot}}},
+    }}
+ENCODING_CONSTRUCTORS = {{"small": small}}
+"""
+
+
+def plugin(folder: Path, words: list[str], eot: int = 400) -> dict[str, str]:
+    """The environment in which tiktoken has one encoding more, "small", that knows these words."""
+    path = folder / "plugins" / "tiktoken_ext" / "small.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(PLUGIN.format(words=[word.encode() for word in words], eot=eot))
+    return {"PYTHONPATH": str(folder / "plugins")}

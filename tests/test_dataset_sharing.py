@@ -15,9 +15,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from harness.bpe import train_bpe
+from harness.tokenizer import load_tokenizer
 from tests.fake_hub import FakeFile, FakeHub
 from tests.launch import ROOT, Workshop
-from tests.preparing import SMALL, Preparer, content_of, documents_of, splits_of, texts, tokenizer_of, write_json_lines
+from tests.preparing import (
+    SMALL,
+    Preparer,
+    content_of,
+    documents_of,
+    plugin,
+    splits_of,
+    texts,
+    tokenizer_of,
+    write_json_lines,
+)
 
 DOCUMENTS = texts(300)
 TOKEN = "hf_averysecrettokenindeed"
@@ -266,23 +278,49 @@ def write_shard(
     path.write_bytes(header.tobytes() + np.array(tokens, "<u2").tobytes())
 
 
-@pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="needs GPT-2's vocabulary")
-def test_token_shards_are_taken_as_they_are(preparer: Preparer) -> None:
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of 300 tokens; end-of-text is 0."""
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    train_bpe(iter(DOCUMENTS), 300, path)
+    return path
+
+
+def test_token_shards_are_taken_as_they_are(preparer: Preparer, tokenizer: Path) -> None:
     shards = preparer.path / "fineweb10B"
     shards.mkdir()
-    write_shard(shards / "fineweb_val_000000.bin", [50256, 1, 2, 3])
-    write_shard(shards / "fineweb_train_000001.bin", [50256, 5, 6, 50256])
+    known = load_tokenizer(tokenizer)
+    held_out = [0, *known.encode(DOCUMENTS[0])]
+    write_shard(shards / "fineweb_val_000000.bin", held_out)
+    write_shard(shards / "fineweb_train_000001.bin", [0, 5, 299, 0])
     write_shard(shards / "fineweb_train_000002.bin", [7, 8])
     folder = preparer.path / "datasets" / "me" / "bins"
-    preparer.run(shards, folder, "--from-bin")
+    shown = preparer.run(shards, folder, "--from-bin", "--tokenizer", tokenizer)
     assert {name: tokens.tolist() for name, tokens in splits_of(folder).items()} == {
-        "train": [50256, 5, 6, 50256, 7, 8],
-        "validation": [50256, 1, 2, 3],
+        "train": [0, 5, 299, 0, 7, 8],
+        "validation": held_out,
     }
+    length = len(DOCUMENTS[0].encode())
+    assert f"validation: {len(held_out):,} tokens, 1 document, {length:,} bytes of text" in shown
+    assert (folder / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
     preparer.run("--verify", folder)
 
 
-@pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="needs GPT-2's vocabulary")
+def test_token_shards_are_gpt2s_if_nothing_else_is_said(preparer: Preparer) -> None:
+    write_shard(preparer.path / "a_train_000001.bin", [1])
+    nowhere = {"TIKTOKEN_CACHE_DIR": str(preparer.path / "none"), "HTTPS_PROXY": "http://127.0.0.1:9"}
+    line = Preparer(preparer.path, nowhere).run("a_train_000001.bin", "out", "--from-bin", status=2)
+    assert "GPT-2's vocabulary is not in" in line
+    assert not list(preparer.path.glob(".out*"))
+
+
+def test_token_shards_of_a_vocabulary_that_does_not_fit_them(tmp_path: Path) -> None:
+    preparer = Preparer(tmp_path, plugin(tmp_path, [], eot=70_000))
+    write_shard(tmp_path / "a_train_000001.bin", [1])
+    line = preparer.run("a_train_000001.bin", "out", "--from-bin", "--tokenizer", "small", status=2)
+    assert "a_train_000001.bin: holds uint16 tokens, but the tokenizer has 70,001" in line
+
+
 @pytest.mark.parametrize(
     ("shard", "message"),
     [
@@ -290,18 +328,18 @@ def test_token_shards_are_taken_as_they_are(preparer: Preparer) -> None:
         ({"tokens": [1], "version": 7}, "version 7 of the format"),
         ({"tokens": [1, 2, 3], "said": 4}, "damaged: the header tells of 4 tokens, but there are 3.0"),
         ({"tokens": []}, "train would have no tokens"),
-        ({"tokens": [60_000]}, "token id 60000 is beyond GPT-2's 50,257"),
+        ({"tokens": [300]}, "token id 300 is beyond the tokenizer's 300"),
     ],
 )
-def test_a_wrong_shard_is_named(preparer: Preparer, shard: dict, message: str) -> None:
+def test_a_wrong_shard_is_named(preparer: Preparer, tokenizer: Path, shard: dict, message: str) -> None:
     write_shard(preparer.path / "a_train_000001.bin", **shard)
-    line = preparer.run("a_train_000001.bin", "out", "--from-bin", status=2)
+    line = preparer.run("a_train_000001.bin", "out", "--from-bin", "--tokenizer", tokenizer, status=2)
     assert "a_train_000001.bin" in line
     assert message in line
 
 
-@pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="needs GPT-2's vocabulary")
 @pytest.mark.parametrize("length", [0, 3, 1021])
-def test_a_shard_without_a_whole_header(preparer: Preparer, length: int) -> None:
+def test_a_shard_without_a_whole_header(preparer: Preparer, tokenizer: Path, length: int) -> None:
     (preparer.path / "a_train_000001.bin").write_bytes(bytes(length))
-    assert "not a token shard of llm.c" in preparer.run("a_train_000001.bin", "out", "--from-bin", status=2)
+    line = preparer.run("a_train_000001.bin", "out", "--from-bin", "--tokenizer", tokenizer, status=2)
+    assert "not a token shard of llm.c" in line

@@ -21,6 +21,7 @@ from tests.preparing import (
     Preparer,
     content_of,
     documents_of,
+    plugin,
     splits_of,
     texts,
     tokenizer_of,
@@ -131,29 +132,6 @@ def test_a_tokenizer_is_trained_on_what_is_not_held_out(preparer: Preparer) -> N
     folder = preparer.prepare("odd.jsonl", "odd", "--validation-fraction", "0.5")
     vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     assert not any("zyz" in word for word in vocabulary)
-
-
-PLUGIN = """
-import tiktoken
-RANKS = {{bytes([value]): value for value in range(256)}}
-for text in {words!r}:
-    for end in range(2, len(text) + 1):
-        RANKS.setdefault(text[:end], len(RANKS))
-def small():
-    return {{
-        "name": "small", "pat_str": r" ?\\w+|\\W", "mergeable_ranks": RANKS,
-        "special_tokens": {{"<|endoftext|>": {eot}}},
-    }}
-ENCODING_CONSTRUCTORS = {{"small": small}}
-"""
-
-
-def plugin(folder: Path, words: list[str], eot: int = 400) -> dict[str, str]:
-    """The environment in which tiktoken has one encoding more, "small", that knows these words."""
-    path = folder / "plugins" / "tiktoken_ext" / "small.py"
-    path.parent.mkdir(parents=True)
-    path.write_text(PLUGIN.format(words=[word.encode() for word in words], eot=eot))
-    return {"PYTHONPATH": str(folder / "plugins")}
 
 
 @pytest.mark.parametrize(("eot", "dtype"), [(400, np.uint16), (70_000, np.uint32)])
