@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from harness.documents import TextFormat
 from harness.encode import default_workers
 from harness.encoder_processes import EncoderProcesses
 from harness.errors import RunError, StoppedError, UserError, printable
+from harness.files import version_of
 from harness.preparation import Preparation, Recipe
 from harness.reading_progress import ReadingProgress
 from harness.splits import Shares, Split
@@ -109,11 +111,12 @@ def _from_shards(input_: str, work: WorkFolder, options: dict[str, Any]) -> Made
     begun_with = {"input": input_, "from_bin": True, "tokenizer": choice.name, "tokenizer_file_sha256": choice.check()}
     if options["restart"]:
         work.clear()
-    work.take_up(begun_with, [])
+    paths = list(itertools.chain.from_iterable(shards.values()))
+    work.take_up(begun_with, [[str(path), version_of(path.stat())] for path in paths])
     name = choice.bring(list, work.dataset)  # no texts: a known one is not trained
     tokenizer = load_tokenizer(_place(name, work))
-    splits = [import_shards(split, paths, tokenizer, work.dataset) for split, paths in sorted(shards.items())]
-    return Made(splits, name, {"shards": [path.name for paths in shards.values() for path in paths]})
+    splits = [import_shards(split, own, tokenizer, work.dataset) for split, own in sorted(shards.items())]
+    return Made(splits, name, {"shards": [path.name for path in paths]})
 
 
 def _unescaped(text: str) -> str:

@@ -22,6 +22,11 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+def version_of(status: os.stat_result) -> str:
+    """What another content of a file shows in, without reading it."""
+    return f"{status.st_size} bytes, {status.st_mtime_ns}"
+
+
 def sync(path: Path) -> None:
     """Have the system write a file, or a folder's entries, to the disk itself."""
     descriptor = os.open(path, os.O_RDONLY)

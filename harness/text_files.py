@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.errors import UserError
+from harness.files import version_of
 from harness.wording import listed, shown
 
 COMPRESSIONS = (".gz", ".zst")
@@ -76,7 +77,7 @@ def find_text_files(pattern: str) -> tuple[list[TextFile], list[str]]:
 
 def _text_file(number: int, name: str, path: Path) -> TextFile:
     status = path.stat()
-    return TextFile(number, name, path, status.st_size, f"{status.st_size} bytes, {status.st_mtime_ns}")
+    return TextFile(number, name, path, status.st_size, version_of(status))
 
 
 def _is_hidden(relative: Path) -> bool:

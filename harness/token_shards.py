@@ -17,6 +17,7 @@ from harness.errors import UserError
 from harness.splits import Split
 from harness.token_stream import HEADER_BYTES, copy_range, write_header
 from harness.tokenizer import Tokenizer
+from harness.wording import is_unicode
 
 MAGIC, VERSION = 20240520, 1
 SHARD_HEADER_BYTES = 1024
@@ -28,7 +29,7 @@ SPLIT_WORDS = {"train": "train", "val": "validation", "validation": "validation"
 def find_shards(pattern: str) -> dict[str, list[Path]]:
     """The .bin files that a folder, a file or a glob stands for, in order, by the split that their names tell.
 
-    Raises UserError if there are none, or if a name tells of no split.
+    Raises UserError if there are none, or if a name tells of no split or cannot be written into meta.json.
     """
     place = Path(pattern)
     paths = sorted(place.glob("*.bin") if place.is_dir() else map(Path, glob.glob(pattern, recursive=True)))
@@ -36,6 +37,8 @@ def find_shards(pattern: str) -> dict[str, list[Path]]:
         raise UserError(f"{pattern}: no .bin files here (a folder, or a glob in quotes)")
     shards: dict[str, list[Path]] = {}
     for path in paths:
+        if not is_unicode(path.name):
+            raise UserError(f"{path}: the name is not valid UTF-8; rename it")
         words = path.stem.replace("-", "_").split("_")
         split = next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), None)
         if split is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -275,6 +276,7 @@ def write_shard(
 ) -> None:
     header = np.zeros(256, "<i4")
     header[:3] = magic, version, len(tokens) if said is None else said
+    path.parent.mkdir(exist_ok=True)
     path.write_bytes(header.tobytes() + np.array(tokens, "<u2").tobytes())
 
 
@@ -288,7 +290,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_token_shards_are_taken_as_they_are(preparer: Preparer, tokenizer: Path) -> None:
     shards = preparer.path / "fineweb10B"
-    shards.mkdir()
     known = load_tokenizer(tokenizer)
     held_out = [0, *known.encode(DOCUMENTS[0])]
     write_shard(shards / "fineweb_val_000000.bin", held_out)
@@ -343,3 +344,40 @@ def test_a_shard_without_a_whole_header(preparer: Preparer, tokenizer: Path, len
     (preparer.path / "a_train_000001.bin").write_bytes(bytes(length))
     line = preparer.run("a_train_000001.bin", "out", "--from-bin", "--tokenizer", tokenizer, status=2)
     assert "not a token shard of llm.c" in line
+
+
+# Kills the command before it gives a split of shards its name.
+KILL_BEFORE = """
+import os, sys
+if any("prepare_datasets" in each for each in sys.orig_argv):
+    def watch(event, arguments):
+        if event == "os.rename" and str(arguments[0]).endswith("{draft}"):
+            os.kill(os.getpid(), 9)
+    sys.addaudithook(watch)
+"""
+
+
+def test_shards_that_change_after_an_interruption_are_taken_anew(tmp_path: Path, tokenizer: Path) -> None:
+    """One is replaced, and the test split, which was whole by then, is no more."""
+    for name in ("a_test_1", "a_train_1", "a_train_2"):
+        write_shard(tmp_path / "shards" / f"{name}.bin", [1, 2, 0])
+    (tmp_path / "sitecustomize.py").write_text(KILL_BEFORE.format(draft="train.draft"))
+    arguments = ["--from-bin", "--tokenizer", tokenizer]
+    process = Preparer(tmp_path, {"PYTHONPATH": str(tmp_path)}).start("shards", "x", *arguments)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    assert (tmp_path / ".x.partial" / "dataset" / "test.safetensors").exists()
+    (tmp_path / "shards" / "a_test_1.bin").unlink()
+    write_shard(tmp_path / "shards" / "a_train_2.bin", [3, 4, 5, 0])
+    for target in ("x", "y"):
+        Preparer(tmp_path).run("shards", target, *arguments)
+    assert splits_of(tmp_path / "x")["train"].tolist() == [1, 2, 0, 3, 4, 5, 0]
+    assert content_of(tmp_path / "x") == content_of(tmp_path / "y")
+
+
+def test_a_shard_whose_name_is_no_text(preparer: Preparer, tokenizer: Path) -> None:
+    """meta.json could not name it."""
+    write_shard(preparer.path / "shards" / "a_train_\udce9.bin", [1])
+    line = preparer.run("shards", "out", "--from-bin", "--tokenizer", tokenizer, status=2)
+    assert "a_train_\\udce9.bin: the name is not valid UTF-8; rename it" in line
+    assert not list(preparer.path.glob(".out*"))
