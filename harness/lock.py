@@ -1,4 +1,4 @@
-"""One job at a time in a run directory."""
+"""One process at a time in a folder: a job in a run directory, a preparation where a dataset grows."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ from harness.processes import ProcessName
 
 @dataclass
 class RunLock:
-    """A file that this process holds until it ends, and that names it to others."""
+    """A file in the folder that this process holds until it ends, and that names it to others."""
 
     path: Path
     descriptor: int
     began_before: bool  # an earlier process of the same torchrun had already begun: it restarts its workers
 
     @classmethod
-    def take(cls, path: Path) -> RunLock:
-        """Take the lock, also from an owner that is dead. Raises UserError naming an owner that lives, and RunError if
-        the file cannot be written."""
+    def take(cls, path: Path, use: str) -> RunLock:
+        """Take the lock, also from an owner that is dead. `use` is what becomes of the folder meanwhile, for another
+        process to be told: "trained" of a run, "made" of a dataset.
+
+        Raises UserError naming an owner that lives, and RunError if the file cannot be written.
+        """
         try:  # kept open: the system closes it when the process ends
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
@@ -34,11 +37,11 @@ class RunLock:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise _refusal(path, _read(descriptor), "wait for it, or stop it") from None
+            raise _refusal(path, use, _read(descriptor), "wait for it, or stop it") from None
         except OSError:  # a file system without locks: what is written in the file has to do
             owner = _read(descriptor)
             if _may_live(owner):
-                raise _refusal(path, owner, f"if it is dead, delete {path}") from None
+                raise _refusal(path, use, owner, f"if it is dead, delete {path}") from None
         lock = cls(path, descriptor, began_before=_same_torchrun(_read(descriptor)))
         lock._write(began=lock.began_before)
         return lock
@@ -75,17 +78,13 @@ def _may_live(owner: dict[str, Any]) -> bool:
     return bool(owner) and not (name.is_neighbour_of(ProcessName.own()) and name.is_gone())
 
 
-def _refusal(path: Path, owner: dict[str, Any], remedy: str) -> UserError:
+def _refusal(path: Path, use: str, owner: dict[str, Any], remedy: str) -> UserError:
     who = f" ({_name(owner)}, since {owner.get('since')})" if owner else ""
-    return UserError(f"{path.parent}: is being {_use(path)} by another process{who}; {remedy}")
-
-
-def _use(path: Path) -> str:
-    return "made" if path.parent.name.endswith(".partial") else "trained"
+    return UserError(f"{path.parent}: is being {use} by another process{who}; {remedy}")
 
 
 def _not_written(path: Path, error: OSError) -> RunError:
-    return RunError(f"{path}: cannot be written, and so cannot keep others out of this run: {error.strerror}")
+    return RunError(f"{path}: cannot be written, and so cannot keep others out of its folder: {error.strerror}")
 
 
 def _torchrun() -> str:

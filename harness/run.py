@@ -126,4 +126,4 @@ class RunDirectory:
 
     def lock(self) -> RunLock:
         """Keep this run to this process until it ends. Raises UserError if another process has it."""
-        return RunLock.take(self.path / ".lock")
+        return RunLock.take(self.path / ".lock", "trained")

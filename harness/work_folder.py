@@ -87,7 +87,7 @@ class WorkFolder:
             raise UserError(f"{self.path}: cannot make this folder: {error.strerror}") from None
         if not self.lock.exists() and any(self.path.iterdir()):
             raise UserError(f"{self.path}: is needed for unfinished work, but holds something else; move it away")
-        RunLock.take(self.lock)
+        RunLock.take(self.lock, "made")
         self._settle()
 
     def _settle(self) -> None:

@@ -1,4 +1,4 @@
-"""Whose a run is: what the lock's file says, and which earlier owner a restarted worker takes over from."""
+"""Whose a folder is: what the lock's file says, and which earlier owner a restarted worker takes over from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORKER = """
 import sys
 from pathlib import Path
 from harness.lock import RunLock
-lock = RunLock.take(Path(sys.argv[1]))
+lock = RunLock.take(Path(sys.argv[1]), "trained")
 print(lock.began_before)
 lock.note_begun()
 """

@@ -309,6 +309,7 @@ def test_two_at_once_on_one_target(preparer: Preparer, tmp_path: Path) -> None:
     line = mine.run(preparer.path / "texts", "out", "--train-tokenizer", "300", status=2)
     first.send_signal(signal.SIGCONT)
     first.communicate()
+    assert "is being made by another process (" in line
     assert f"pid {first.pid}" in line
     assert first.returncode == 0
 
