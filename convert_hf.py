@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from harness.errors import UserError, one_line_errors
+from harness.wording import is_hub_name
 
 if TYPE_CHECKING:
     from gpt import GPTModel
@@ -75,7 +75,7 @@ def import_(source: str, run: str, runs_dir: Path) -> None:
 def publish(checkpoint: Path, name: str, **options: Any) -> None:
     """Export CHECKPOINT, write its model card from the run that made it, and upload both to the Hugging Face Hub."""
     with one_line_errors():
-        if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        if not is_hub_name(name):
             raise UserError(f"{name}: give owner/name")
         from tempfile import TemporaryDirectory
 

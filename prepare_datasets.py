@@ -10,7 +10,6 @@ Hugging Face Hub; OUTPUT_DIR is DATASETS_DIR/owner/name. An interrupted preparat
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from click.core import ParameterSource
 
 from harness.commandline import FiniteNumber
 from harness.errors import UserError, one_line_errors, printable
-from harness.wording import counted, is_unicode, listed
+from harness.wording import counted, is_hub_name, is_unicode, listed
 
 GO_WITH = {  # the other options that mean something with these
     "verify": {"push_to_hub", "public"},
@@ -82,7 +81,7 @@ def check_options(input_: str | None, output_dir: Path | None, options: dict[str
     for value in (input_, str(output_dir), *filter(None, map(str, options.values()))):
         if value and not is_unicode(value):
             raise UserError(f"{printable(value)}: not valid UTF-8")
-    if options["push_to_hub"] and not re.fullmatch(r"[\w.-]+/[\w.-]+", options["push_to_hub"]):
+    if options["push_to_hub"] and not is_hub_name(options["push_to_hub"]):
         raise UserError(f"--push-to-hub {options['push_to_hub']}: give owner/name")
     makes = bool(input_ or output_dir)
     looking = [key for key in ("verify", "describe") if options[key]]

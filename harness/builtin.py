@@ -23,7 +23,7 @@ from harness.documents import Piece
 from harness.encode import default_workers, encode, encode_batches, token_dtype
 from harness.errors import UserError
 from harness.files import sync
-from harness.splits import by_documents, write_splits
+from harness.splits import SPLITS, by_documents, write_splits
 from harness.token_stream import StreamSize, TokenStream
 from harness.tokenizer import load_tokenizer
 
@@ -38,7 +38,6 @@ SKIPPED_FOLDERS = {
     *("encodings", "pydoc_data"),
 }
 HELD_OUT_SHARES = {"test": 0.05, "validation": 0.05}
-SPLITS = ("train", "test", "validation")
 
 
 def build_python_stdlib(folder: Path, vocab_size: int = DEFAULT_VOCAB_SIZE) -> None:

@@ -14,11 +14,11 @@ import numpy as np
 
 from harness.errors import RunError, printable
 from harness.files import sha256
+from harness.splits import SPLITS
 from harness.tokenizer import Tokenizer, load_tokenizer
 from harness.tokens import SCAN_CHUNK_TOKENS, Dataset, TokenFile
 from harness.wording import counted, shown
 
-SPLITS = ("train", "test", "validation")
 SHOWN_LINES = 3
 SHOWN_TOKENS = 400
 BAR_WIDTH = 30

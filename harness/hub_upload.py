@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from harness.dataset_report import SPLITS
 from harness.hub_commit import CARD, upload
 from harness.hub_errors import HubWork
+from harness.splits import SPLITS
 from harness.tokens import Dataset
 from harness.work_folder import is_dataset_file
 

@@ -12,6 +12,7 @@ from harness.files import sync
 from harness.token_stream import HEADER_BYTES, TokenStream, copy_range, write_header
 from harness.tokenizer import Tokenizer
 
+SPLITS = ("train", "test", "validation")  # in the order of a text's documents
 LINE_END_SEARCH = 4096  # tokens
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 from harness.documents import Piece, TextFormat, read_documents
 from harness.errors import UserError
 from harness.text_files import TextFile, find_text_files
+from harness.wording import is_hub_name
 
 
 class TextSource(Protocol):
@@ -74,8 +74,7 @@ class LocalText:
 def find_source(input_: str, options: dict[str, Any], work: Path) -> TextSource:
     """What INPUT means: what is on this machine, or else a dataset on the Hub. Raises UserError if it is neither."""
     hub_only = [key for key in ("include", "revision", "delete_after") if options[key]]
-    is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", input_) is not None
-    if Path(input_).exists() or not is_name:
+    if Path(input_).exists() or not is_hub_name(input_):
         if hub_only:
             raise UserError(
                 f"--{hub_only[0].replace('_', '-')} belongs with a dataset on the Hub, but {input_} is local"

@@ -1,9 +1,10 @@
-"""Words for messages about what a user has written."""
+"""What a user has written: words for messages about it, and what form it has."""
 
 from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +38,11 @@ def counted(documents: int) -> str:
     if documents < 2:
         return "1 document" if documents else "a part of a document"
     return f"{documents:,} documents"
+
+
+def is_hub_name(text: str) -> bool:
+    """Whether a text has the form owner/name, by which the Hugging Face Hub knows models and datasets."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", text) is not None
 
 
 def is_unicode(text: str) -> bool:

@@ -14,9 +14,10 @@ from harness.files import replace_text, sync
 from harness.journal import Journal
 from harness.lock import RunLock
 from harness.run import check_name
+from harness.splits import SPLITS
 from harness.wording import listed
 
-DATASET_FILES = {"meta.json", "README.md", *(f"{split}.safetensors" for split in ("train", "validation", "test"))}
+DATASET_FILES = {"meta.json", "README.md", *(f"{split}.safetensors" for split in SPLITS)}
 TOKENIZER_SUFFIXES = ("tokenizer.json", ".tiktoken.json")
 
 
