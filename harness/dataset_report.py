@@ -134,16 +134,19 @@ def _describe_split(split: str, tokens: TokenFile, tokenizer: Tokenizer) -> Iter
     yield ""
     yield f"{split}: {facts.tokens:,} tokens ({tokens.dtype}), {facts.bytes:,} bytes of text{per_token}"
     yield f"  {counted(facts.documents)}; tokens per document (the longest has {facts.longest:,}):"
-    shown_lengths = np.flatnonzero(facts.lengths)
-    for power in range(*(shown_lengths[[0, -1]] + (0, 1))) if len(shown_lengths) else []:
-        count = int(facts.lengths[power])
-        bar = "#" * round(BAR_WIDTH * count / int(facts.lengths.max()))
-        yield f"    {2**power:>11,} to {2 ** (power + 1) - 1:>11,} {count:>11,} {bar}".rstrip()
-    start = tokenizer.decode(tokens.read(0, SHOWN_TOKENS).tolist()).splitlines()
+    yield from _histogram(facts.lengths.tolist())
+    start = tokenizer.decode(tokens.read(0, SHOWN_TOKENS).tolist())
+    lines = [line for line in start.splitlines() if line.strip()]
     yield "  it begins:"
-    yield from (
-        f"    {_cut(printable(line), COLUMNS - 8)}" for line in [line for line in start if line.strip()][:SHOWN_LINES]
-    )
+    yield from (f"    {_cut(printable(line), COLUMNS - 8)}" for line in lines[:SHOWN_LINES])
+
+
+def _histogram(counts: list[int]) -> Iterator[str]:
+    """A line for each power of two from the first that occurs to the last."""
+    occurring = [power for power, count in enumerate(counts) if count]
+    for power in range(occurring[0], occurring[-1] + 1) if occurring else ():
+        bar = "#" * round(BAR_WIDTH * counts[power] / max(counts))
+        yield f"    {2**power:>11,} to {2 ** (power + 1) - 1:>11,} {counts[power]:>11,} {bar}".rstrip()
 
 
 def _cut(line: str, columns: int) -> str:

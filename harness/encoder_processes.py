@@ -10,15 +10,16 @@ import multiprocessing
 import os
 import queue
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from harness.batches import Batch
 from harness.encode import Encoded, encode_texts
-from harness.errors import RunError
+from harness.errors import RunError, UserError
 from harness.tokenizer import load_tokenizer
 
 ENDING_SECONDS = 5.0
@@ -42,7 +43,8 @@ class EncoderProcesses:
                 self._idle.put((ours, process))
 
     def encode(self, batch: Batch) -> Encoded:
-        """Have an idle process encode the batch; any thread can ask. Raises RunError if the process is gone."""
+        """Have an idle process encode the batch; any thread can ask. Raises RunError if the process is gone, and
+        with the reason if encoding failed there; UserError for what is wrong with tokenizer or text."""
         connection, process = self._idle.get()
         try:
             connection.send([(piece.text, piece.ends) for piece in batch.pieces])
@@ -92,13 +94,22 @@ def _without_interrupts() -> Iterator[None]:
 def _work(connection: Connection, name_or_file: str | Path) -> None:
     """Encode what comes until the other side is gone, however it went."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are what works in parallel
+    tokenizer = _attempt(load_tokenizer, name_or_file)
     with suppress(EOFError, OSError):
-        try:
-            tokenizer = load_tokenizer(name_or_file)
-        except Exception as error:
-            connection.recv()
-            connection.send(error)
-            return
         while True:
             texts = connection.recv()
-            connection.send(encode_texts(texts, tokenizer))
+            failed = isinstance(tokenizer, Exception)
+            connection.send(tokenizer if failed else _attempt(encode_texts, texts, tokenizer))
+
+
+def _attempt(work: Callable[..., Any], *arguments: Any) -> Any:
+    """What comes of it, or the exception to be raised on the other side."""
+    try:
+        return work(*arguments)
+    except UserError as error:
+        return error
+    except BaseException as error:  # a library's panic is not an Exception
+        return RunError(
+            f"tokenizing failed: {type(error).__name__}: {error}; mend the text or the tokenizer, and the same command "
+            "goes on from there"
+        )

@@ -122,16 +122,17 @@ for text in {words!r}:
         RANKS.setdefault(text[:end], len(RANKS))
 def small():
     return {{
-        "name": "small", "pat_str": r" ?\\w+|\\W", "mergeable_ranks": RANKS,
+        "name": "small", "pat_str": {pattern!r}, "mergeable_ranks": RANKS,
         "special_tokens": {{"<|endoftext|>": {eot}}},
     }}
 ENCODING_CONSTRUCTORS = {{"small": small}}
 """
 
 
-def plugin(folder: Path, words: list[str], eot: int = 400) -> dict[str, str]:
-    """The environment in which tiktoken has one encoding more, "small", that knows these words."""
+def plugin(folder: Path, words: list[str], eot: int = 400, pattern: str = r" ?\w+|\W") -> dict[str, str]:
+    """The environment in which tiktoken has one encoding more, "small", that knows these words; `pattern` is how it
+    splits text into words."""
     path = folder / "plugins" / "tiktoken_ext" / "small.py"
     path.parent.mkdir(parents=True)
-    path.write_text(PLUGIN.format(words=[word.encode() for word in words], eot=eot))
+    path.write_text(PLUGIN.format(words=[word.encode() for word in words], eot=eot, pattern=pattern))
     return {"PYTHONPATH": str(folder / "plugins")}

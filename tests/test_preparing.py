@@ -248,6 +248,21 @@ def test_a_worker_that_dies_is_one_line_and_the_work_goes_on(preparer: Preparer,
     assert content_of(tmp_path / "datasets" / "me" / "x") == content_of(plain)
 
 
+def test_what_a_worker_stumbles_over_is_one_line_and_the_work_goes_on(tmp_path: Path) -> None:
+    """The encoding's pattern tries all ways of reading a long word of a's; the library gives up after a million."""
+    mine = Preparer(tmp_path, plugin(tmp_path, [], pattern=r"(?:a(?=a|$)|aa)+b|\W|\w+"))
+    write_json_lines(tmp_path / "texts" / "0.jsonl", DOCUMENTS[:100])
+    write_json_lines(tmp_path / "texts" / "1.jsonl", ["a" * 60])
+    arguments = ["texts", "datasets/me/x", "--tokenizer", "small"]
+    line = mine.run(*arguments, status=1)
+    assert "tokenizing failed: ValueError: Regex error while tokenizing" in line
+    assert "goes on from there" in line
+    write_json_lines(tmp_path / "texts" / "1.jsonl", ["a" * 6])
+    mine.run(*arguments)
+    folder = tmp_path / "datasets" / "me" / "x"
+    assert documents_of(folder, "train") + documents_of(folder, "validation") == [*DOCUMENTS[:100], "a" * 6]
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the workers in /proc")
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_no_worker_stays_behind(preparer: Preparer, tmp_path: Path, signal_number: signal.Signals) -> None:
