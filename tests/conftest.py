@@ -16,7 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.jobs import set_pace
+from tests.launch import Workshop
 from tests.reliability import Row, render, sections_of
+from tests.stopped_run import build_stopped_run
 
 Evidence = Callable[..., None]
 ROWS = pytest.StashKey[list[Row]]()
@@ -36,6 +39,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def exhaustive(request: pytest.FixtureRequest) -> bool:
     """Whether to inject faults at all places; CI takes a few of them."""
     return bool(request.config.getoption("--exhaustive"))
+
+
+@pytest.fixture(scope="session")
+def stopped_shop(tmp_path_factory: pytest.TempPathFactory, exhaustive: bool) -> Workshop:
+    """A run that nothing happens to, and one that was killed, once for all modules that begin with them."""
+    set_pace(exhaustive)
+    return build_stopped_run(tmp_path_factory.mktemp("stopped"))
 
 
 @pytest.fixture
