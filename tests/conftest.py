@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "fault(name): injects a fault, and is a row of docs/RELIABILITY.md")
     config.stash[ROWS] = []
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # each of the tests' processes would compile all of torch anew
+        folder = tempfile.TemporaryDirectory(prefix="bytecode-")
+        config.add_cleanup(folder.cleanup)
+        os.environ["PYTHONPYCACHEPREFIX"] = folder.name
 
 
 @pytest.fixture(scope="session")
