@@ -9,8 +9,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +25,7 @@ from tests.jobs import for_each
 from tests.launch import Result, Workshop, finish
 from tests.same_end import assert_same_end
 from tests.test_fetching import NAME, corpus
+from tests.two_hosts import TORCHRUN
 from tests.warm import ROOT, WarmProcess
 
 STEPS = 12
@@ -160,27 +159,30 @@ def test_many_signals(shop: Workshop, straight: Path, evidence: Evidence) -> Non
 
 @dataclass(frozen=True)
 class Torchrun:
-    """A wrapper script: faults first, then ddp_train.py, as rank processes of a torchrun that is started cold."""
+    """A wrapper script: faults first, then ddp_train.py, as rank processes, started cold, of a torchrun."""
 
     shop: Workshop
     run: Path
 
-    def start(self, prelude: str, *options: str, arguments: Sequence[str] = ()) -> subprocess.Popen[str]:
+    def start(self, prelude: str, *options: str, arguments: Sequence[str] = ()) -> WarmProcess:
         script = self.shop.path / f"{self.run.name}.py"
         target = ROOT / "ddp_train.py"
         script.write_text(
             f"import runpy, sys\nsys.path.insert(0, {str(ROOT)!r})\n{FAULTS}{prelude}\n"
             f"runpy.run_path({str(target)!r}, run_name='__main__')\n"
         )
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *options]
+        launcher = self.shop.path / "torchrun"
+        launcher.write_text(TORCHRUN)
         command = [self.run.name, str(self.shop.datasets), *arguments, "--runs-dir", str(self.shop.runs)]
-        return self.shop.spawn([*launcher, str(script), *command], {})
+        return self.shop.fork(
+            [str(launcher), "--standalone", "--nproc_per_node=2", *options, str(script), *command], {}
+        )
 
 
-def await_file(path: Path, process: subprocess.Popen[str]) -> None:
+def await_file(path: Path, process: WarmProcess) -> None:
     deadline = time.monotonic() + 100
     while not path.exists():
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None, process.communicate(timeout=1)
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -240,7 +242,7 @@ def test_torchrun_told_in_a_download(tmp_path: Path, exhaustive: bool, evidence:
             run = shop.add_run(dataset=NAME, min_train_tokens=256)
             process = Torchrun(shop, run).start("")
             while not any(file.downloads for file in dataset.files.values() if file.delay_seconds):
-                assert process.poll() is None, process.communicate()
+                assert process.poll() is None, process.communicate(timeout=1)
                 time.sleep(0.02)
             began = time.monotonic()
             os.kill(process.pid, told)

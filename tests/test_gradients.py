@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
 import torch
 
-from tests.launch import ROOT, Workshop, finish, free_port
+from tests.launch import Workshop, finish, free_port
 
 # Builds the model and the step as training does, in fp64, and saves for each run the gradient of the first global batch
 # and the buckets that were exchanged for it.
@@ -74,10 +73,11 @@ def _first_steps(shop: Workshop, ranks: int) -> dict[int, Any]:
         model = {"drop_rate": 0.0, "vocab_size": 2048, "emb_dim": 64}
         shop.add_run(name, model=model, microbatch_size=16 // ranks // steps, gradient_accumulation_steps=steps)
     out = shop.path / f"{ranks}.pt"
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    command = [sys.executable, "-c", WORKER, str(shop.runs), str(shop.datasets), str(out), *names]
-    processes = [shop.spawn(command, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
+    (shop.path / "worker.py").write_text(WORKER)
+    command = [str(shop.path / "worker.py"), str(shop.runs), str(shop.datasets), str(out), *names]
+    processes = [shop.fork(command, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
     finish(processes, expect=0, timeout=120)
     return {names[name]: result for name, result in torch.load(out, weights_only=True).items()}
 
