@@ -389,12 +389,15 @@ if any("prepare_datasets" in each for each in sys.orig_argv):
 """
 
 
-def test_killed_while_it_takes_its_place(preparer: Preparer, plain: Path, tmp_path: Path) -> None:
+def test_killed_while_it_takes_its_place(tmp_path: Path) -> None:
     """At each step of replacing an older dataset: one of the two is there or comes back, and nothing else stays."""
     write_json_lines(tmp_path / "old.jsonl", DOCUMENTS[:100])
-    old = content_of(Preparer(tmp_path).prepare("old.jsonl", "x"))
+    write_json_lines(tmp_path / "new.jsonl", DOCUMENTS[100:200])
+    old = content_of(Preparer(tmp_path).prepare("old.jsonl", "x", "--workers", 1))
+    new = content_of(Preparer(tmp_path).prepare("new.jsonl", "y", "--workers", 1))
+    shutil.rmtree(tmp_path / "datasets" / "me" / "y")
     target = tmp_path / "datasets" / "me" / "x"
-    arguments = [preparer.path / "texts", target, *SMALL, "--overwrite"]
+    arguments = [tmp_path / "new.jsonl", target, *SMALL, "--workers", 1, "--overwrite"]
     ends = []
     for stop in range(10):
         (tmp_path / "sitecustomize.py").write_text(STOP_AT.format(stop=stop, folder=str(target.parent)))
@@ -404,9 +407,9 @@ def test_killed_while_it_takes_its_place(preparer: Preparer, plain: Path, tmp_pa
         if process.returncode == 0:
             break
         Preparer(tmp_path).run("nowhere", target, "--restart", status=2)  # loses nothing
-        assert content_of(target) in (old, content_of(plain))
+        assert content_of(target) in (old, new)
         Preparer(tmp_path).run(*arguments)
-        assert content_of(target) == content_of(plain)
+        assert content_of(target) == new
         assert [path.name for path in target.parent.iterdir()] == ["x"]
     assert ends[-1] == 0
     assert len(ends) > 3
