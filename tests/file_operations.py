@@ -179,9 +179,9 @@ class Operations:
 
         os.fsync = watched_fsync  # type: ignore[assignment]
         io.open = builtins.open = watched_open
-        import checkpointing
+        import harness.weights
 
-        checkpointing.save_file = self._watched_save_file(checkpointing.save_file)  # type: ignore[attr-defined]
+        harness.weights.save_file = self._watched_save_file(harness.weights.save_file)  # type: ignore[attr-defined]
 
     def _audit(self, event: str, values: tuple[Any, ...]) -> None:
         if not self.counts:
