@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import email.utils
 import os
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
@@ -15,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from harness.errors import RunError, UserError, printable
 from harness.judge_prompt import InvalidAnswerError
 from harness.responses import Count
-from harness.wording import shown
+from harness.wording import is_unicode, shown
 
 if TYPE_CHECKING:
     import openai
@@ -48,7 +50,10 @@ class Endpoint:
 
     @classmethod
     def choose(cls, model: str, base_url: str | None, timeout_seconds: float = 120.0) -> Endpoint:
-        """Without `base_url` the one in OPENAI_BASE_URL, else OpenAI's. Raises UserError if it is no address."""
+        """Without `base_url` the one in OPENAI_BASE_URL, else OpenAI's. Raises UserError if it is no address, or if
+        `model` is no name."""
+        if not model or not is_unicode(model):
+            raise UserError(f"the judge: {shown(model)} is not the name of a model")
         url = base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL
         fault = _url_fault(url)
         if fault:
@@ -113,7 +118,8 @@ class JudgeClient:
         try:
             import openai
         except ImportError:
-            raise UserError("the openai package is missing: uv run --extra judge judge_ift.py ...") from None
+            command = Path(sys.argv[0]).name
+            raise UserError(f"the openai package is missing: uv run --extra judge {command} ...") from None
         self._openai = openai
         # How often to ask again is decided by whoever asks: it also sees what others were answered.
         self._client = openai.OpenAI(
@@ -159,7 +165,7 @@ class JudgeClient:
         return body
 
     def _late(self) -> UnavailableError:
-        return UnavailableError(f"no answer within {self.endpoint.timeout_seconds:g} seconds (--timeout)")
+        return UnavailableError(f"no answer within {self.endpoint.timeout_seconds:g} seconds")
 
     def _read(self, body: bytes) -> Reply:
         try:
@@ -186,8 +192,8 @@ class JudgeClient:
         if status in {401, 403}:
             return UserError(f"{name}: does not accept the key in {KEY_VARIABLE} ({said}); check the key")
         if status == 404:
-            return UserError(f"{name}: not found ({said}); check --model and --base-url")
-        return UserError(f"{name}: does not take the request ({said}); check --model and --base-url")
+            return UserError(f"{name}: not found ({said}); check the judge's name and --base-url")
+        return UserError(f"{name}: does not take the request ({said}); check the judge's name and --base-url")
 
 
 def _key() -> str:

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from harness.errors import printable
+from harness.judge_requests import JudgeSettings
 from harness.judge_statistics import Comparison, Estimate, Pair, compare
-from harness.judging import Judgement, JudgeSettings, Tokens
+from harness.judging import Judgement, Tokens
 from harness.wording import listed
 
 COLUMNS = 80
@@ -120,7 +121,7 @@ class JudgeReport:
         if self.prices is not None:
             text += f", ${self.prices.dollars(tokens):,.4f}"
         if tokens.uncounted:
-            text += f" (without {tokens.uncounted:,} answers that came without a count)"
+            text += f" ({tokens.uncounted:,} of the answers came without a count)"
         return text
 
     def _tokens(self, tokens: Tokens) -> dict[str, Any]:
