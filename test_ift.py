@@ -31,7 +31,7 @@ RESPONSES = "ift-responses.json"
 @click.option("--name", help="What tables call the model.  [default: its run's and checkpoint's names]")
 @click.option("--save", type=click.Path(path_type=Path), help="Keep the fine-tuned model in this new folder.")
 @click.option("--answers-only", is_flag=True, help="Learn the answers alone, not the instructions.")
-@click.option("--learning-rate", type=POSITIVE, default=5e-5, show_default=True)
+@click.option("--learning-rate", type=POSITIVE, help="[default: 5e-5 x 768 / emb_dim]")
 @click.option("--max-epochs", type=click.IntRange(min=1), default=100, show_default=True, help="If nothing rises.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Of an answer.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=123, show_default=True)
@@ -108,9 +108,11 @@ def name_of(model_json: Path, model_safetensors: Path) -> str:
 
 def fine_tune(model: GPTModel, tokenizer: Tokenizer, splits: InstructionSplits, options: dict[str, Any]) -> FineTuning:
     """Train on the instructions, saying how it goes."""
-    from harness.finetune import FineTuneSettings, fine_tune
+    from harness.finetune import FineTuneSettings, fine_tune, usual_learning_rate
     from harness.instruction_batches import encode
 
+    if options["learning_rate"] is None:
+        options["learning_rate"] = usual_learning_rate(model.config.emb_dim)
     shared = {key: options[key] for key in ("learning_rate", "max_epochs", "seed", "answers_only")}
     context_length = model.config.context_length
     parts = [[encode(entry, tokenizer, context_length) for entry in part] for part in (splits.train, splits.validation)]
@@ -164,10 +166,13 @@ def score(responses: Responses, settings: Any, path: Path) -> None:
     from harness.judge_report import JudgeReport
     from harness.judging import judge
 
-    report = JudgeReport.of(judge([responses], settings, path.parent / "judgements.jsonl"), settings)
-    click.echo("\n".join(report.lines()))
-    if (shortfall := report.shortfall()) is not None:
-        raise RunError(shortfall)
+    try:
+        report = JudgeReport.of(judge([responses], settings, path.parent / "judgements.jsonl"), settings)
+        click.echo("\n".join(report.lines()))
+        if (shortfall := report.shortfall()) is not None:
+            raise RunError(shortfall)
+    except (UserError, RunError) as error:  # nothing has to be trained again
+        raise RunError(f"{error}; the answers are kept: judge_ift.py {path} scores them") from None
 
 
 if __name__ == "__main__":

@@ -238,12 +238,12 @@ def test_what_cannot_be_fine_tuned(data: Path, tokenizer: Tokenizer) -> None:
     train, validation = parts_of(data, tokenizer)
     cut = [Example(example.tokens, 999) for example in validation]
     with pytest.raises(UserError, match="context length"):
-        fine_tune(tiny(), (train, cut), 0, FineTuneSettings(), lambda line: None)
+        fine_tune(tiny(), (train, cut), 0, FineTuneSettings(0.01), lambda line: None)
     broken = tiny()
     with torch.no_grad():
         broken.final_norm.scale.fill_(math.nan)
     with pytest.raises(RunError, match="not finite"):
-        fine_tune(broken, (train, validation), 0, FineTuneSettings(), lambda line: None)
+        fine_tune(broken, (train, validation), 0, FineTuneSettings(0.01), lambda line: None)
 
 
 def test_answers_are_the_same_one_by_one_and_in_batches(tokenizer: Tokenizer) -> None:
