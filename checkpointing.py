@@ -26,6 +26,7 @@ from torch import Tensor
 from harness.errors import RunError, UserError
 from harness.files import move, sha256, sync
 from harness.manifest import read_manifest
+from harness.notebook_checkpoint import is_notebooks
 from harness.run import CHECKPOINT_NAME, check_name
 from harness.weights import load_weights, save_weights
 
@@ -192,14 +193,16 @@ def open_start(folder: Path, name: str | None) -> tuple[Path, dict[str, Any]] | 
     """The checkpoint to continue from, verified, with its meta.json; None where there is nothing to continue. Only for
     the run's one process: what a killed one left half-written is removed.
 
-    Raises UserError for a damaged one; it names the newest of `folder` that is whole.
+    Raises UserError for a damaged one; it names the newest of `folder` that is whole. The notebook's have no hashes to
+    verify, and are only taken by their names.
     """
     _remove_leftovers(folder)
     try:
         start = choose_start(folder, name)
         if start is None:
             return None
-        verify_checkpoint(start)
+        if not (name and is_notebooks(read_meta(start))):
+            verify_checkpoint(start)
         return start, read_meta(start)
     except UserError as error:
         whole = newest_whole(folder)
@@ -235,6 +238,8 @@ def read_meta(path: Path) -> dict[str, Any]:
 def verify_checkpoint(path: Path) -> None:
     """Compare every file with meta.json's hashes. Raises UserError naming the first that is missing or damaged."""
     meta = read_meta(path)
+    if is_notebooks(meta):
+        raise UserError(f"{path}: not written by this program; to train on from it, give its name as CHECKPOINT")
     if (path / META).resolve().parent != path.resolve():
         raise UserError(f"{path / META}: leads out of the checkpoint")
     hashes = dict(meta.get("sha256", {}))
@@ -254,14 +259,15 @@ def verify_checkpoint(path: Path) -> None:
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint that `verify_checkpoint` has passed. Raises UserError naming a file that cannot be read."""
+    """Read a checkpoint that `open_start` has found. Raises UserError naming a file that cannot be read."""
     meta = read_meta(path)
     has_scaler = (path / SCALER).exists()
+    foreign = is_notebooks(meta)
     return Checkpoint(
         weights=load_weights(path / WEIGHTS),
-        optimizer=_load_state(path / OPTIMIZER),
+        optimizer={} if foreign and not (path / OPTIMIZER).exists() else _load_state(path / OPTIMIZER),
         scaler=_load_state(path / SCALER) if has_scaler else {},
-        train_state=_load_state(path / TRAIN_STATE),
+        train_state={} if foreign else _load_state(path / TRAIN_STATE),
         meta=meta,
     )
 

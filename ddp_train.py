@@ -273,6 +273,7 @@ def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> N
     from harness.fetch import fetch_dataset
     from harness.job import explained_failures
     from harness.metrics import Clock
+    from harness.notebook_checkpoint import completed
     from harness.plan import make_plan
     from harness.stopping import StopRequest
     from harness.world import World
@@ -291,6 +292,7 @@ def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> N
     if world.on_rank0(lambda: lock.began_before or not restart):
         refuse_wrong_machine(world, run)
     if meta:
+        meta = completed(meta, experiment.identity(dataset), experiment.shape(world.size).global_tokens)
         clock.add(meta.get("seconds", {}))
     # The plan's checks are the run's: short data, unknown tokens, a long warm-up or a full disk end it here.
     plan = world.on_each_node(lambda: make_plan(experiment, world.size, meta))
@@ -350,16 +352,20 @@ def begin(job: Job, start: Path | None) -> None:
     """Put the job where the checkpoint at `start` left it, or make way for a run from the beginning."""
     import checkpointing
     from harness.continuation import changed_settings
+    from harness.notebook_checkpoint import is_notebooks
 
     world, run, position = job.world, job.run, job.position
     left = f"{position.total_steps - position.first_step:,} global steps of {job.shape.global_tokens:,} tokens"
     if start is None:
+        initial = load_initial_weights(job)
         aside = world.on_rank0(run.set_results_aside)
         if aside:
             say(world, f"Earlier results are now in {aside}")
         size = f"{job.identity['parameters']:,} parameters, {world.size} x {world.device.type}"
         say(world, f"{run.path.name}: {size}, {left}")
         say_where(job)
+        if initial:
+            say(world, f"  starting from {job.config.initial_weights}")
         job.begin()
         return
     saved = checkpointing.Checkpoint(**world.share(lambda: vars(checkpointing.load_checkpoint(start))))
@@ -367,9 +373,24 @@ def begin(job: Job, start: Path | None) -> None:
     job.protected.add(start.name)
     say(world, f"{run.path.name}: continuing from {start.name}, {left} to go")
     say_where(job)
+    if is_notebooks(saved.meta):
+        taken = "weights and optimizer" if saved.optimizer else "weights"
+        say(world, f"  not written by this program: its {taken} are taken, and {position.tokens_seen:,} tokens are")
+        say(world, "  counted as seen: its global steps, with this run's batch")
     for change in changed_settings(saved.meta.get("train", {}), job.identity["train"]):
         say(world, f"  train.json has changed since: {change}")
     world.on_rank0(lambda: put_in_order(run, start, saved.meta))
+
+
+def load_initial_weights(job: Job) -> bool:
+    """Give the model the weights that train.json names, if it does; rank 0 reads them for all."""
+    from harness.weights import load_weights
+
+    if job.config.initial_weights is None:
+        return False
+    path = job.run.path / job.config.initial_weights
+    job.model.load_public_tensors(job.world.share(lambda: load_weights(path)), path)
+    return True
 
 
 def put_in_order(run: RunDirectory, start: Path, meta: dict[str, Any]) -> None:

@@ -46,6 +46,11 @@ class TrainConfig(BaseModel):
     validation_batches: Count | None = Field(default=None, ge=1, description="Microbatches per validation.")
     start_val_token: Count | None = Field(default=None, ge=0, description="Where in the validation split it begins.")
 
+    initial_weights: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Start from this safetensors file (in the run's folder, or a path).",
+    )
     random_seed: Count = Field(default=42, ge=0, description="Weights alike on all ranks, dropout not.")
     gradient_accumulation_steps: Count = Field(default=1, ge=1, description="Microbatches per rank and optimizer step.")
     global_batch_size: Count | None = Field(

@@ -21,11 +21,19 @@ from harness.generate import Sampling, continue_text
 from harness.losses import LossWindow, Report, report_values
 from harness.memory import is_out_of_memory
 from harness.metrics import Clock, MetricsFile, Speed, finite
+from harness.notebook_checkpoint import completed
 from harness.progress import Progress
 from harness.randomness import seed_for_rank
 from harness.run import RunDirectory
 from harness.schedules import Schedule
-from harness.state import Tally, capture_optimizer, capture_ranks, restore_optimizer, restore_ranks
+from harness.state import (
+    Tally,
+    capture_optimizer,
+    capture_ranks,
+    restore_notebooks,
+    restore_optimizer,
+    restore_ranks,
+)
 from harness.step import TrainStep
 from harness.stopping import StopRequest
 from harness.summary import Machine, summarise, write_summary
@@ -209,14 +217,19 @@ class Job:
         self.model.load_public_tensors(saved.weights, source)
         self.warm_up()
         seed, first_step = self.config.random_seed, self.position.first_step
+        meta = completed(saved.meta, self.identity, self.shape.global_tokens)
         try:
-            restore_optimizer(self.step, self.model, (saved.optimizer, saved.scaler))
-            restore_ranks(saved.train_state, self.window, self.world, seed=seed, step=first_step)
+            if meta is saved.meta:
+                restore_optimizer(self.step, self.model, (saved.optimizer, saved.scaler))
+                restore_ranks(saved.train_state, self.window, self.world, seed=seed, step=first_step)
+            else:
+                restore_notebooks(self.step, self.model, (saved.optimizer, saved.scaler))
+                seed_for_rank(seed, self.world.rank, first_step)
         except UserError as error:
             raise UserError(f"{source}/{error}; use another checkpoint by its name, or --restart") from None
-        self.tally = Tally.from_meta(saved.meta)
-        self.validation_due = bool(saved.meta.get("validation_due"))
-        if not same_yardstick(saved.meta.get("train", {}), self.identity["train"]):
+        self.tally = Tally.from_meta(meta)
+        self.validation_due = bool(meta.get("validation_due"))
+        if meta is not saved.meta or not same_yardstick(meta.get("train", {}), self.identity["train"]):
             self.tally.forget_best()
 
     def _append(self, event: str, **values: Any) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from harness.errors import UserError
 from harness.losses import LossWindow
+from harness.notebook_checkpoint import optimizer_by_name
 from harness.optim import load_optimizer_state, optimizer_state
 from harness.randomness import random_state, seed_for_rank, set_random_state
 from harness.step import TrainStep
@@ -83,6 +84,14 @@ def restore_optimizer(step: TrainStep, model: nn.Module, saved: tuple[dict[str, 
     if scaler and step.scaler.is_enabled():
         with explaining("scaler.pt"):
             step.scaler.load_state_dict({key: _number(scaler[key]) for key in step.scaler.state_dict()})
+
+
+def restore_notebooks(step: TrainStep, model: nn.Module, saved: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    """`restore_optimizer` of a notebook's states; without an optimizer's, it starts afresh."""
+    optimizer, scaler = saved
+    if optimizer:
+        with explaining("optimizer.pt"):
+            restore_optimizer(step, model, (optimizer_by_name(optimizer, model.state_dict()), scaler))
 
 
 def _number(value: Any) -> float | int:

@@ -36,6 +36,7 @@ SEED_MODEL: dict[str, Any] = {
 }
 # DESIGN section 3, row by row.
 DEFAULTS: dict[str, Any] = {
+    "initial_weights": None,
     "random_seed": 42,
     "gradient_accumulation_steps": 1,
     "learning_rate": 0.0004,

@@ -1,0 +1,166 @@
+"""Checkpoints of the lab notebook's program in every command, and as a starting point of training."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from gpt import ModelConfig, load_model
+from harness.config import read_json_object
+from tests.launch import MODEL, Workshop, metrics
+from tests.notebook_model import NotebookRun
+
+STEPS = 4
+NAME = f"20251206Z014912-iteration-{STEPS - 1}"
+# As the notebook trained: a microbatch a step and process.
+SETTINGS: dict[str, Any] = {
+    "gradient_accumulation_steps": None,
+    "min_train_tokens": 12 * 32,
+    "precision": "fp32",
+    "validation_interval": 100,
+}
+
+
+def workshop(path: Path, **shape: Any) -> tuple[Workshop, NotebookRun, Path]:
+    """A run with a notebook's checkpoint of four steps of twelve."""
+    shop = Workshop(path)
+    shop.add_dataset()
+    run = shop.add_run("r", model={"drop_rate": 0.0, **shape}, **SETTINGS)
+    config = ModelConfig(**MODEL | {"drop_rate": 0.0, **shape})
+    tokens = load_file(shop.datasets / "local" / "letters" / "train.safetensors")["tokens"]
+    notebook = NotebookRun(config, tokens, 2)
+    notebook.train(STEPS)
+    return shop, notebook, notebook.save(run / "checkpoints" / NAME)
+
+
+def weights_of(run: Path, which: str = "latest") -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / which / "model.safetensors")
+
+
+@pytest.mark.parametrize("shape", [{}, {"qkv_bias": False}, {"tie_weights": True}], ids=str)
+def test_training_goes_on_as_the_notebook_would(tmp_path: Path, shape: dict[str, Any]) -> None:
+    """The rest of the steps, with the optimizer's moments and at the next tokens, in both programs."""
+    shop, notebook, _ = workshop(tmp_path, **shape)
+    result = shop.attempt(NAME)
+    assert result.status == 0, result.stderr
+    assert "its weights and optimizer are taken, and 128 tokens are" in result.stdout
+    notebook.train(12 - STEPS)
+    state = notebook.model.state_dict()
+    ours = weights_of(shop.runs / "r")
+    assert ours.keys() == {name for name in state if not name.endswith("mask")}
+    for name, tensor in ours.items():
+        if not name.endswith("W_key.bias"):  # its gradient is nothing but rounding, which AdamW takes for a direction
+            torch.testing.assert_close(tensor, state[name], rtol=1e-4, atol=2e-6, msg=name)
+    start = weights_of(shop.runs / "r", NAME)
+    moved = {name: (tensor - start[name]).abs().max() for name, tensor in ours.items() if name in start}
+    assert min(moved[name] for name in moved if not name.endswith("W_key.bias")) > 1e-4, "the steps changed all of them"
+    meta = read_json_object(shop.runs / "r" / "checkpoints" / "latest" / "meta.json")
+    assert (meta["global_step"], meta["tokens_seen"]) == (11, 12 * 32)
+    assert [event["global_step"] for event in metrics(shop.runs / "r") if event["event"] == "train"][-1] == 11
+    # The same command again: done; and without the name it is ours that counts.
+    assert "is finished" in shop.attempt().stdout
+
+
+def test_without_its_optimizer_training_starts_one_afresh(tmp_path: Path) -> None:
+    shop, _, folder = workshop(tmp_path)
+    (folder / "optimizer.pt").unlink()
+    result = shop.attempt(NAME)
+    assert result.status == 0, result.stderr
+    assert "its weights are taken" in result.stdout
+
+
+def test_two_ranks_take_a_notebooks_checkpoint(tmp_path: Path) -> None:
+    """Twice the batch: its steps are taken to have seen twice as many tokens."""
+    shop, _, _ = workshop(tmp_path)
+    result = shop.train("r", NAME, ranks=2)
+    assert "256 tokens are" in result.stdout
+    meta = read_json_object(shop.runs / "r" / "checkpoints" / "latest" / "meta.json")
+    assert meta["tokens_seen"] == 12 * 32
+
+
+def test_a_notebooks_checkpoint_is_taken_by_name_alone(tmp_path: Path) -> None:
+    shop, _, folder = workshop(tmp_path)
+    (folder.parent / "latest").symlink_to(NAME)
+    result = shop.attempt()
+    assert result.status == 2
+    assert "not written by this program; to train on from it, give its name as CHECKPOINT" in result.error_lines[0]
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "words"),
+    [
+        ("optimizer.pt", lambda path: path.write_bytes(b"x"), "not a readable state file"),
+        ("optimizer.pt", lambda path: torch.save({"state": {0: {}}}, path), "one of 1 parameters"),
+        ("model.safetensors", lambda path: save_file({"tok_emb.weight": torch.ones(1)}, path), "not this model"),
+        ("meta.json", lambda path: path.write_text('{"train_loss": 1.0}'), '"global_step"'),
+        ("meta.json", lambda path: path.write_text('{"global_step": 8}'), "iteration-3"),
+    ],
+)
+def test_damaged_notebooks_checkpoints(tmp_path: Path, file: str, damage: Any, words: str) -> None:
+    shop, _, folder = workshop(tmp_path)
+    damage(folder / file)
+    before = sorted(folder.parent.rglob("*"))
+    result = shop.attempt(NAME)
+    assert result.status == 2, result.stderr
+    assert words in result.error_lines[0]
+    assert sorted(folder.parent.rglob("*")) == before
+
+
+@pytest.mark.parametrize("shape", [{}, {"tie_weights": True}], ids=str)
+def test_the_other_commands_take_it(tmp_path: Path, shape: dict[str, Any]) -> None:
+    """test_loss.py and the export are compared with the notebook's own model."""
+    shop, notebook, folder = workshop(tmp_path, **shape)
+    files = [str(shop.runs / "r" / "model.json"), str(folder / "model.safetensors")]
+    model = load_model(Path(files[0]), Path(files[1]), torch.device("cpu"))
+    tokens = torch.arange(16)[None]
+    with torch.no_grad():
+        assert (model(tokens) - notebook.model(tokens)).abs().max() < 1e-5
+    printed = shop.script("test_loss.py", str(shop.datasets), *files, "--dataset", "local/letters").stdout
+    assert printed.startswith("Loss against our test dataset: ")
+
+
+@pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="needs GPT-2's vocabulary")
+def test_the_commands_with_text_take_it(tmp_path: Path) -> None:
+    """Its meta.json names no tokenizer: GPT-2's."""
+    shop, notebook, folder = workshop(tmp_path, vocab_size=50257, context_length=64)
+    files = [str(shop.runs / "r" / "model.json"), str(folder / "model.safetensors")]
+    assert shop.script("test_smoke.py", *files).stdout.startswith("Every effort moves you")
+    entries = [{"instruction": f"Say {number}.", "input": "", "output": "It is."} for number in range(20)]
+    (tmp_path / "d.json").write_text(json.dumps(entries))
+    options = ["--data", str(tmp_path / "d.json"), "--max-epochs", "1", "--max-new-tokens", "5", "--responses-only"]
+    assert "2 answers" in shop.script("test_ift.py", *files, *options).stdout
+    shop.script("convert_hf.py", "export", str(folder), str(tmp_path / "hf"))
+    theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    inputs = tokenizer("Every effort moves you", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        assert (theirs(inputs).logits - notebook.model(inputs)).abs().max() < 1e-5
+
+
+def test_weights_alone_are_a_starting_point(tmp_path: Path) -> None:
+    """`initial_weights`: step 0 of training begins with them, on all ranks; a fresh optimizer, another schedule."""
+    shop, _, folder = workshop(tmp_path)
+    shop.add_run(
+        "s",
+        model={"drop_rate": 0.0},
+        **SETTINGS | {"learning_rate": 1e-12},
+        initial_weights=f"../r/checkpoints/{NAME}/model.safetensors",
+    )
+    result = shop.train("s", ranks=2)
+    assert "starting from ../r/checkpoints" in result.stdout
+    start = load_file(folder / "model.safetensors")
+    for name, tensor in weights_of(shop.runs / "s").items():
+        torch.testing.assert_close(tensor, start[name], rtol=0, atol=1e-8, msg=name)
+    shop.add_run("t", model={"drop_rate": 0.0, "emb_dim": 32}, **SETTINGS, initial_weights="no.safetensors")
+    assert "no.safetensors: no such file" in shop.attempt(run="t").error_lines[0]
+    shop.add_run(
+        "t", model={"drop_rate": 0.0, "emb_dim": 32}, **SETTINGS, initial_weights=str(folder / "model.safetensors")
+    )
+    assert "not this model" in shop.attempt(run="t").error_lines[0]
