@@ -1,0 +1,93 @@
+"""Is the model any good? Its scores in the benchmarks that the field compares models by.
+
+uv run --extra benchmarks evaluate_benchmarks.py MODEL_JSON MODEL_SAFETENSORS --tasks hellaswag,arc_easy,piqa
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from harness.errors import UserError, one_line_errors
+
+
+def print_names(context: click.Context, _: click.Parameter, pattern: str | None) -> None:
+    """Print lm-eval's names and end."""
+    if pattern is None:
+        return
+    with one_line_errors():
+        from harness.benchmark_tasks import check_installed, known_names
+
+        check_installed()
+        for name in known_names([pattern]):
+            click.echo(name)
+    context.exit()
+
+
+@click.command()
+@click.argument("model_json", type=click.Path(path_type=Path))
+@click.argument("model_safetensors", type=click.Path(path_type=Path))
+@click.option("--tasks", multiple=True, required=True, metavar="NAME,...", help="lm-eval's names, or task files.")
+@click.option("--limit", type=click.IntRange(min=1), help="The first N examples of each task.  [default: all]")
+@click.option("--num-fewshot", type=click.IntRange(min=0), help="Solved examples shown.  [default: each task's]")
+@click.option("--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="Texts per batch.")
+@click.option("--precision", type=click.Choice(["auto", "bf16", "fp16", "fp32"]), default="auto", show_default=True)
+@click.option("--output", type=click.Path(path_type=Path), help="Write everything to this JSON file, too.")
+@click.option(
+    "--list",
+    metavar="GLOB",
+    is_eager=True,
+    expose_value=False,
+    callback=print_names,
+    help="Print the names that match, such as 'arc*'.",
+)
+def main(model_json: Path, model_safetensors: Path, tasks: tuple[str, ...], **options: Any) -> None:
+    """Print how well MODEL_SAFETENSORS (of the shape in MODEL_JSON) does in benchmarks.
+
+    --tasks takes names of lm-eval's tasks, groups and tags (hellaswag, mmlu, 'arc*'), and paths of task files (.yaml),
+    and can be given several times. Data comes from the Hugging Face Hub. The tokenizer is the one that lies beside the
+    weights, or else GPT-2's.
+    """
+    with one_line_errors():
+        specs = [name for each in tasks for name in each.split(",") if name]
+        if not specs:
+            raise UserError("--tasks: give at least one name; --list '*' shows all")
+        evaluate(model_json, model_safetensors, specs, options)
+
+
+def evaluate(model_json: Path, weights: Path, specs: list[str], options: dict[str, Any]) -> None:
+    """Load the model and the tasks, run them, print the table, and write the file that was asked for."""
+    from gpt import load_model
+    from harness.benchmark_report import check_output, table, write_results
+    from harness.benchmark_tasks import check_installed
+    from harness.benchmarks import explained_memory, load, one_by_one, run
+    from harness.device import only_device
+    from harness.files import sha256
+    from harness.likelihood import Scorer
+    from harness.precision import Precision
+    from harness.weights import tokenizer_of
+
+    check_installed()
+    if options["output"]:
+        check_output(options["output"])
+    device = only_device()
+    model, tokenizer = load_model(model_json, weights, device), tokenizer_of(weights)
+    benchmarks = load(specs, options["num_fewshot"])
+    precision = Precision.resolve(options["precision"], device)
+    scorer = Scorer(model, precision, tokenizer.vocab_size, options["batch_size"], one_by_one)
+    with explained_memory(options["batch_size"]):
+        results = run(benchmarks, scorer, tokenizer, limit=options["limit"])
+    for line in table(results, benchmarks):
+        click.echo(line)
+    if options["output"]:
+        config = model.config.model_dump(mode="json")
+        identity = {"weights": str(weights), "sha256": sha256(weights), "config": config}
+        settings = {key: options[key] for key in ("limit", "num_fewshot", "batch_size")}
+        about = {"model": identity, "settings": {"tasks": specs, **settings, "precision": precision.name}}
+        write_results(options["output"], results, about)
+
+
+if __name__ == "__main__":
+    main()
