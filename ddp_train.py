@@ -51,8 +51,8 @@ class Trainer:
         job = self.job
         job.stop.listen()
         job.world.watch.is_stopping = lambda: bool(job.stop.signal)
-        if job.validation_due:  # a signal came in the middle of it
-            self.after_step(job.position.first_step - 1)
+        if job.due:  # a signal came in the middle of it
+            self.after_step(job.position.first_step - 1, first=job.due)
         # Whether any rank was asked to stop is found out while the next step computes.
         vote, seconds = job.world.vote(job.stop.signal, 0), 0.0
         for step in range(job.position.first_step, job.position.total_steps):
@@ -77,10 +77,12 @@ class Trainer:
         if asked and step != self.last_step:
             self.stop(asked)
 
-    def after_step(self, step: int) -> None:
-        """What is due after a step; all of it before the checkpoint, so that the checkpoint knows of it."""
-        if self.is_validation_step(step):
+    def after_step(self, step: int, *, first: str = "validation") -> None:
+        """What is due after a step, from `first` on; all of it before the checkpoint, so that that knows of it."""
+        if first == "validation" and self.is_validation_step(step):
             self.validate()
+        if self.is_due(step, self.job.config.benchmark_interval):
+            self.benchmark()
         if self.is_due(step, self.job.config.sample_interval):
             self.job.world.on_rank0(self.job.print_sample)
         if self.is_checkpoint_step(step):
@@ -140,10 +142,18 @@ class Trainer:
         with self.job.clock.phase("validation"):
             loss = self.job.validate()
         if loss is None:  # torchrun kills after 30 seconds: no time to wait for the end
-            self.stop(max(self.job.world.gather(self.job.stop.signal)), validation_due=True)
+            self.stop(max(self.job.world.gather(self.job.stop.signal)), due="validation")
         else:
             self.tally.val_loss = loss
             self.job.record_validation(loss)
+
+    def benchmark(self) -> None:
+        with self.job.clock.phase("benchmarks"):
+            scores = self.job.benchmark()
+        if scores is None:
+            self.stop(max(self.job.world.gather(self.job.stop.signal)), due="benchmarks")
+        else:
+            self.job.record_benchmarks(scores)
 
     def checkpoint(self, step: int) -> None:
         """Save, and point `best` here if the loss that decides is the lowest yet."""
@@ -159,11 +169,11 @@ class Trainer:
         job.save(is_best=is_best, planned=True)
         self.stop_if_asked(step)  # meanwhile; no further step, and no further save
 
-    def stop(self, signal_number: int, *, validation_due: bool = False) -> None:
+    def stop(self, signal_number: int, *, due: str | None = None) -> None:
         """Leave a checkpoint of the last step done, wherever it fell, and say how to go on."""
         job, step = self.job, self.tally.global_step
-        if validation_due or (step >= job.position.first_step and not self.is_checkpoint_step(step)):
-            job.save(validation_due=validation_due)
+        if due or (step >= job.position.first_step and not self.is_checkpoint_step(step)):
+            job.save(due=due)
         job.finish_saving()
         name = signal.Signals(signal_number).name
         done = f"after global step {step}" if step >= 0 else "before the first step"
@@ -299,7 +309,7 @@ def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> N
     world.on_rank0(lambda: plan.check_disk(run.path))
     position = plan.position
     assert position is not None, "the dataset is here"
-    if meta and position.is_finished and not meta.get("validation_due"):
+    if meta and position.is_finished and not (meta.get("validation_due") or meta.get("benchmarks_due")):
         say(world, f"{run.path.name} is finished: {position.first_step:,} global steps; --restart trains it again")
         if start and checkpoint is None:
             world.on_rank0(partial(put_in_order, run, start, meta))  # a kill in the last save may not have left it so
@@ -309,6 +319,7 @@ def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> N
         with explained_failures(experiment.config.microbatch_size, stop):
             job = build_job(experiment, world, dataset, clock, position)
             job.stop = stop
+            job.load_benchmarks()
             begin(job, start)
             world.on_rank0(lock.note_begun)
             with job.saving_to_the_end():

@@ -6,8 +6,7 @@ lm_eval is an extra, and takes seconds to import: only functions do.
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from harness.benchmark_tasks import Benchmarks, load_benchmarks
 from harness.errors import RunError
@@ -59,8 +57,8 @@ def load(specs: Sequence[str], num_fewshot: int | None = None) -> Benchmarks:
 def run(benchmarks: Benchmarks, scorer: Scorer, tokenizer: Tokenizer, *, limit: int | None = None) -> dict[str, Any]:
     """lm-eval's table of results for the first `limit` documents of each task (None: for all).
 
-    The process's random states are afterwards what they were. Raises UserError if the tokenizer is another model's, or
-    a task needs what this program does not do.
+    The process's random states are afterwards what they were. Raises UserError if a task needs what this program does
+    not do.
     """
     from lm_eval.evaluator import evaluate
 
@@ -77,11 +75,6 @@ def run(benchmarks: Benchmarks, scorer: Scorer, tokenizer: Tokenizer, *, limit: 
             log_samples=False,
         )
     return results
-
-
-def one_by_one(work: Callable[[Any], Any], batches: Sequence[Any]) -> list[Any]:
-    """Scorer's `each_batch` for a process on its own, with a progress bar on a terminal."""
-    return [work(batch) for batch in tqdm(batches, unit="batch", leave=False, disable=not sys.stderr.isatty())]
 
 
 @contextmanager

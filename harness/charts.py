@@ -13,7 +13,8 @@ matplotlib.use("Agg")  # machines without a display
 import matplotlib.pyplot as plt
 from matplotlib import font_manager
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from harness.metrics import read_metrics
 
@@ -21,24 +22,70 @@ TRAIN_COLOUR, VALIDATION_COLOUR = "#3b75af", "#d1602f"
 # Losses of the first steps, near ln(vocabulary), would squeeze the rest of the curve into the lower edge.
 WARM_PART = 0.02
 HEADROOM = 1.08
+LABELS_IN_A_ROW = 4
+# Of a benchmark's metrics the one to draw: the first of these that it has.
+ACCURACIES = ("acc_norm", "acc", "exact_match")
 
 
 def draw_training_chart(metrics: Path, picture: Path, title: str) -> None:
-    """Draw training loss (mean, and the range of its microbatches) and validation loss over global steps."""
+    """Draw training loss (mean, and the range of its microbatches) and validation loss over global steps, and
+    below them, if there are any, the accuracies in benchmarks."""
     events = read_metrics(metrics)
     train = [event for event in events if event["event"] == "train" and event.get("loss") is not None]
     validation = [event for event in events if event["event"] == "validation" and event.get("loss") is not None]
+    accuracies = benchmark_lines(events)
     with plt.xkcd() if (font := xkcd_font()) else plt.style.context("default"):
         if font:
             plt.rcParams["font.family"] = font
-        figure, axes = plt.subplots(figsize=(9, 5), dpi=150, layout="constrained")
+        figure, panels = _panels(with_benchmarks=bool(accuracies))
         try:
-            _draw_train(axes, train)
-            _draw_validation(axes, validation)
-            _dress(axes, title, train + validation)
+            _draw_train(panels[0], train)
+            _draw_validation(panels[0], validation)
+            _dress(panels[0], title, train + validation)
+            if accuracies:
+                _draw_benchmarks(panels[1], accuracies)
+                panels[0].set_xlabel("")
             figure.savefig(picture, metadata={"Software": None})
         finally:
             plt.close(figure)
+
+
+def benchmark_lines(events: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """What to draw of the benchmarks: a label, and its points (global step, value), for each task with an accuracy."""
+    found: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for event in events:
+        if event["event"] == "benchmark" and event.get("value") is not None:
+            found.setdefault((event["task"], event["metric"]), []).append((event["global_step"], event["value"]))
+    lines = {}
+    for task in dict.fromkeys(task for task, _ in found):
+        metrics = {metric.partition(",")[0]: metric for name, metric in reversed(found) if name == task}
+        shown = next((metrics[metric] for metric in ACCURACIES if metric in metrics), None)
+        if shown is not None:
+            lines[f"{task}, {shown}"] = found[task, shown]
+    return lines
+
+
+def _panels(*, with_benchmarks: bool) -> tuple[Figure, list[Axes]]:
+    """One for the loss, and below it one for benchmarks, over the same steps."""
+    if not with_benchmarks:
+        figure, axes = plt.subplots(figsize=(9, 5), dpi=150, layout="constrained")
+        return figure, [axes]
+    ratios = {"height_ratios": [3, 2]}
+    figure, both = plt.subplots(2, 1, figsize=(9, 8), dpi=150, sharex=True, layout="constrained", gridspec_kw=ratios)
+    return figure, list(both)
+
+
+def _draw_benchmarks(axes: Axes, lines: dict[str, list[tuple[int, float]]]) -> None:
+    for label, points in lines.items():
+        steps, values = zip(*points, strict=True)
+        axes.plot(steps, values, linewidth=1.6, marker="o", markersize=3.5, label=label)
+    axes.set_xlabel("global step")
+    axes.set_ylabel("accuracy in benchmarks")
+    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.25, linewidth=0.6)
+    place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}
+    axes.legend(frameon=False, fontsize="small", ncols=min(len(lines), LABELS_IN_A_ROW), **place)
 
 
 def xkcd_font() -> str | None:

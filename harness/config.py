@@ -99,6 +99,11 @@ class TrainConfig(BaseModel):
     price_per_hour: float | None = Field(
         default=None, ge=0, le=LARGEST_PRICE, allow_inf_nan=False, description="US dollars for the whole machine."
     )
+    benchmark_interval: Count | None = Field(default=None, ge=1, description="Global steps between benchmarks.")
+    benchmark_tasks: list[Annotated[str, Field(min_length=1)]] | None = Field(
+        default=None, min_length=1, description="lm-eval's names of tasks and groups, or paths of task files (.yaml)."
+    )
+    benchmark_examples: Count = Field(default=200, ge=1, description="Of each benchmark task, the first so many.")
     sample_interval: Count | None = Field(default=None, ge=1, description="Global steps between printed samples.")
     sample_prompt: str | None = Field(default=None, min_length=1, description="What a printed sample continues.")
 
@@ -161,6 +166,8 @@ def _check_train_combinations(config: TrainConfig) -> None:
         raise ValueError('keys "warmup_period_percent" and "decay_period_percent": together above 100')
     if (config.sample_interval is None) != (config.sample_prompt is None):
         raise ValueError('keys "sample_interval" and "sample_prompt": give both or neither')
+    if (config.benchmark_interval is None) != (config.benchmark_tasks is None):
+        raise ValueError('keys "benchmark_interval" and "benchmark_tasks": give both or neither')
     _check_validation_keys(config)
 
 

@@ -62,12 +62,13 @@ class Ranks:
     shared: bool
     stop: Callable[[], bool]
     step: int  # the global step they are at
+    place: str = "validation"  # what of it, as the watch knows it
 
     def at_work(self, indexes: range) -> AbstractContextManager[object]:
         """The watch's attention, for a rank that has microbatches to evaluate and does not only wait."""
-        place = order(self.step, "validation")
+        place = order(self.step, self.place)
         if indexes:
-            return self.world.watch.attended(f"the validation of global step {self.step}", place)
+            return self.world.watch.attended(f"the {self.place} of global step {self.step}", place)
         self.world.watch.passed(place)
         return contextlib.nullcontext()
 

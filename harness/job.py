@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -42,7 +42,13 @@ from harness.tokens import BatchShape, Dataset, MicrobatchReader
 from harness.watch import order
 from harness.world import World, leaving_with_peers
 
+if TYPE_CHECKING:
+    from harness.benchmarks import Score
+    from harness.benchmarks_in_training import RunBenchmarks
+
 SAMPLE_TOKENS = 50
+# What is done after a step and can be left off for a signal, in its order.
+INTERRUPTIBLE = ("validation", "benchmarks")
 
 
 @dataclass
@@ -65,6 +71,7 @@ class Job:
     writer: ForegroundWriter
     tally: Tally = field(default_factory=Tally)
     stop: StopRequest = field(default_factory=StopRequest)
+    benchmarks: RunBenchmarks | None = None
     protected: set[str] = field(default_factory=set)  # checkpoints that keep_checkpoints never removes
 
     def __post_init__(self) -> None:
@@ -72,7 +79,7 @@ class Job:
         self.window = LossWindow(self.world.device)
         self.metrics = MetricsFile(self.run.metrics)
         self.progress = Progress(self.position.total_steps, self.position.first_step, visible=self.world.is_main)
-        self.validation_due = False
+        self.due: str | None = None  # what a signal interrupted after the last step: "validation" or "benchmarks"
         self._seconds_at_start = dict(self.clock.seconds)
         self._last_report = (self.position.tokens_seen, self.clock.seconds["training"])
 
@@ -91,8 +98,47 @@ class Job:
         assert self.config.start_val_token is not None
         reader = MicrobatchReader(self.dataset.split("validation"), self.config.start_val_token, self.shape)
         shared, step = self.config.validation_ranks == "all", self.tally.global_step
-        ranks = Ranks(self.world, shared, lambda: bool(self.stop.signal) or self.world.watch.is_anyone_stopping(), step)
+        ranks = Ranks(self.world, shared, self.is_stopping, step)
         return validation_loss(self.model, reader, self.config.validation_batches, self.step.precision, ranks)
+
+    def is_stopping(self) -> bool:
+        """Whether a signal has asked this rank to stop, or another one, as far as is known."""
+        return bool(self.stop.signal) or self.world.watch.is_anyone_stopping()
+
+    def load_benchmarks(self) -> None:
+        """Get ready for train.json's benchmarks, if there are any. Collective. UserError if they cannot be had."""
+        if self.config.benchmark_tasks is None:
+            return
+        from harness.benchmarks_in_training import RunBenchmarks
+
+        tokenizer = load_tokenizer(self.dataset.tokenizer)
+        self.benchmarks = RunBenchmarks.load(
+            self.world, self.config, self.model, tokenizer=tokenizer, precision=self.step.precision
+        )
+
+    def benchmark(self) -> list[Score] | None:
+        """The scores of train.json's benchmarks, or None if a rank was asked to stop; the same on every rank. If they
+        cannot be had, that is a warning, and there are none."""
+        from harness.benchmarks_in_training import EvaluationFailed
+
+        assert self.benchmarks is not None, "loaded before the first step"
+        step = self.tally.global_step
+        try:
+            return self.benchmarks.scores(Ranks(self.world, True, self.is_stopping, step, "benchmarks"))
+        except EvaluationFailed as error:
+            if self.world.is_main:
+                warnings.warn(f"global step {step}: no benchmarks: {error}", stacklevel=2)
+            return []
+
+    def record_benchmarks(self, scores: list[Score]) -> None:
+        """A line of metrics for each score."""
+        if not self.world.is_main or not scores:
+            return
+        for score in scores:
+            self._append("benchmark", **asdict(score))
+        said = ", ".join(f"{score.task} {score.metric} {score.value:.4g}" for score in scores)
+        self.progress.say(f"global step {self.tally.global_step}: {said}")
+        self.draw_chart()
 
     def record_report(self, report: Report) -> None:
         """A line of metrics, and the newest numbers for whoever watches."""
@@ -137,10 +183,11 @@ class Job:
         except Exception as error:
             warnings.warn(f"{self.run.chart}: no chart: {error}", stacklevel=2)
 
-    def save(self, *, is_best: bool = False, planned: bool = False, validation_due: bool = False) -> None:
+    def save(self, *, is_best: bool = False, planned: bool = False, due: str | None = None) -> None:
         """Write a checkpoint of the last step done. Collective; unplanned ones leave no trace in the metrics, so that
-        those are the ones of a run that never stopped. `validation_due`: the step's validation is still to be done."""
-        state = {"is_best": is_best, "planned": planned, "validation_due": validation_due}
+        those are the ones of a run that never stopped. `due`: the step's "validation" or "benchmarks" are still to be
+        done, and what comes after them."""
+        state = {"is_best": is_best, "planned": planned, **{f"{place}_due": due == place for place in INTERRUPTIBLE}}
         with self.clock.phase("checkpointing"):
             self.check_weights()
             ranks = capture_ranks(self.window, self.world)
@@ -228,7 +275,7 @@ class Job:
         except UserError as error:
             raise UserError(f"{source}/{error}; use another checkpoint by its name, or --restart") from None
         self.tally = Tally.from_meta(meta)
-        self.validation_due = bool(meta.get("validation_due"))
+        self.due = next((place for place in INTERRUPTIBLE if meta.get(f"{place}_due")), None)
         if meta is not saved.meta or not same_yardstick(meta.get("train", {}), self.identity["train"]):
             self.tally.forget_best()
 

@@ -6,13 +6,16 @@ Shapes: B rows of T tokens, C = emb_dim, V vocabulary, N places whose next token
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
+from harness.errors import UserError
 from harness.language_model import LanguageModel, evaluating
 from harness.precision import Precision
 
@@ -53,6 +56,11 @@ def windows(context: Sequence[int], continuation: Sequence[int], context_length:
         yield Window(tokens[max(0, end - 1 - context_length) : end - 1], tokens[start:end])
 
 
+def one_by_one(work: Callable[[Any], Any], batches: Sequence[Any]) -> list[Any]:
+    """In this process, with a progress bar on a terminal."""
+    return [work(batch) for batch in tqdm(batches, unit="batch", leave=False, disable=not sys.stderr.isatty())]
+
+
 @dataclass(frozen=True)
 class Scorer:
     """Log-likelihoods by one model. Ids from `vocab_size` on (a padded head's) count as possible, but never as the
@@ -62,7 +70,20 @@ class Scorer:
     precision: Precision
     vocab_size: int
     batch_size: int
-    each_batch: EachBatch
+    each_batch: EachBatch = one_by_one
+
+    def __post_init__(self) -> None:
+        """Raises UserError if the tokenizer is another model's."""
+        vocab_size = self.model.config.vocab_size
+        if self.vocab_size > vocab_size:
+            raise UserError(
+                f"the tokenizer has {self.vocab_size:,} tokens, the model {vocab_size:,}: it is another model's "
+                "(a checkpoint has its own beside its weights)"
+            )
+
+    def sharing(self, each_batch: EachBatch) -> Scorer:
+        """This scorer with another way to go through its batches."""
+        return replace(self, each_batch=each_batch)
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Likelihood]:
         """The likelihood of each (context, continuation); of an empty continuation it is certain.

@@ -31,14 +31,7 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     """
 
     def __init__(self, scorer: Scorer, tokenizer: Tokenizer) -> None:
-        """Raises UserError if the tokenizer is another model's."""
         super().__init__()
-        vocab_size = scorer.model.config.vocab_size
-        if tokenizer.vocab_size > vocab_size:
-            raise UserError(
-                f"the tokenizer has {tokenizer.vocab_size:,} tokens, the model {vocab_size:,}: it is another model's "
-                "(a checkpoint has its own beside its weights)"
-            )
         self.scorer = scorer
         self.text = tokenizer
 

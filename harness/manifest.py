@@ -37,6 +37,7 @@ class Manifest(BaseModel):
     is_best: bool = False
     planned: bool = False
     validation_due: bool = False
+    benchmarks_due: bool = False
     metrics_bytes: Count = 0
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from harness.errors import RunError
 
-PHASES = ("setup", "training", "validation", "checkpointing")
+PHASES = ("setup", "training", "validation", "benchmarks", "checkpointing")
 
 # Dense peak in 16-bit matrix products with fp32 accumulation, FLOP/s, from NVIDIA's data sheets; the first name found
 # in the device's name counts.

@@ -36,6 +36,8 @@ def summarise(
     tally: Tally, seconds: dict[str, float], speed: Speed, machine: Machine, shape: BatchShape
 ) -> dict[str, Any]:
     """summary.json without the run's configuration. Rates are per second of training, not of validation or saving."""
+    # What a run never does has no place in its summary.
+    seconds = {phase: spent for phase, spent in seconds.items() if spent or phase != "benchmarks"}
     tokens_per_second = tally.tokens_seen / max(seconds["training"], 1e-9)
     mfu = speed.mfu(tokens_per_second / machine.world_size)
     total = sum(seconds.values())

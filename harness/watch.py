@@ -29,7 +29,7 @@ SILENT_EXIT_SECONDS = 2.0
 PASSED = 2**53
 
 
-PLACES = ("step", "report", "validation", "check")
+PLACES = ("step", "report", "validation", "benchmarks", "check")
 
 
 def order(step: int, place: str) -> int:

@@ -25,7 +25,7 @@ from harness.benchmarks import Score
 from harness.bpe import train_bpe
 from harness.errors import UserError
 from harness.files import sha256
-from harness.likelihood import Scorer, windows
+from harness.likelihood import Scorer, one_by_one, windows
 from harness.precision import Precision
 from harness.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
 from tests.benchmark_files import KINDS, sentence, write_task
@@ -45,7 +45,7 @@ class Subject:
     tokenizer: Tokenizer
 
     def scorer(self, batch_size: int = 8) -> Scorer:
-        return Scorer(self.model, FP32, self.tokenizer.vocab_size, batch_size, benchmarks.one_by_one)
+        return Scorer(self.model, FP32, self.tokenizer.vocab_size, batch_size)
 
     def under_test(self, batch_size: int = 8) -> Any:
         from harness.lm_eval_adapter import ModelUnderTest
@@ -234,10 +234,7 @@ def test_batches_and_their_sharing_change_no_bit(subject: Subject, tmp_path: Pat
     def backwards(work: Any, batches: Any) -> list[Any]:
         return [work(batch) for batch in reversed(batches)][::-1]
 
-    scorers = [
-        Scorer(subject.model, FP32, subject.tokenizer.vocab_size, 5, each)
-        for each in (benchmarks.one_by_one, backwards)
-    ]
+    scorers = [Scorer(subject.model, FP32, subject.tokenizer.vocab_size, 5, each) for each in (one_by_one, backwards)]
     one, other = (benchmarks.run(loaded, scorer, subject.tokenizer)["results"] for scorer in scorers)
     assert one == other
 

@@ -498,7 +498,7 @@ PLAUSIBLE_CHECKPOINT: dict[str, list[Any]] = {
     "seconds": [{}, {"training": 1}, {"training": "1"}, {"training": None}, {"training": 1e308, "setup": 1e308}, []],
     "sha256": [{}, {"optimizer.pt": 5}, {"../x": ""}, {"x" * 500: ""}, []],
     "train": [{}, {"validation_interval": []}, []],
-    **{key: [True, False, 0, "yes", None] for key in ("is_best", "planned", "validation_due")},
+    **{key: [True, False, 0, "yes", None] for key in ("is_best", "planned", "validation_due", "benchmarks_due")},
 }  # fmt: skip
 
 

@@ -1,0 +1,125 @@
+"""Benchmarks while a model trains: a limited number of examples, shared out among the ranks.
+
+Every rank makes all requests of all tasks, since examples to learn from are drawn one document after another, and
+evaluates its share of the batches; the answers go to all ranks, and lm-eval's own arithmetic makes scores of them. So
+the numbers are the same to the last bit however many ranks there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from harness.benchmark_tasks import Benchmarks
+from harness.benchmarks import Score, load, run, scores
+from harness.config import TrainConfig
+from harness.errors import RunError
+from harness.evaluate import Ranks, StopAsked
+from harness.language_model import LanguageModel
+from harness.likelihood import Scorer
+from harness.precision import Precision
+from harness.tokenizer import Tokenizer
+from harness.world import World
+
+REASON_CHARACTERS = 200
+
+
+class EvaluationFailed(Exception):  # noqa: N818 - the run goes on
+    """Benchmarks could not be evaluated, on any rank; raised on all of them."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank tells the others instead of its results."""
+
+    reason: str
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        return cls(text[:REASON_CHARACTERS])
+
+
+class Sharing:
+    """Scorer's `each_batch` for all ranks: each takes every world-size-th batch, and gets the results of all."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def __call__(self, work: Callable[[Any], Any], batches: Sequence[Any]) -> list[Any]:
+        """Raises StopAsked or EvaluationFailed, on every rank, if a rank was asked to stop, or failed."""
+        rank, size = self.ranks.world.rank, self.ranks.world.size
+        mine = range(rank, len(batches), size)
+        found: list[Any] | Failure | None = None
+        try:
+            with self.ranks.at_work(mine):
+                found = [work(batches[index]) for index in self.ranks.heeding(mine)]
+        except StopAsked:
+            pass
+        except Exception as error:  # the others wait for what this rank has to say
+            found = Failure.of(error)
+        shares = self.exchange(found)
+        return [shares[index % size][index // size] for index in range(len(batches))]
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's value. A Failure among them ends the evaluation on all ranks, so that none waits for another
+        in an exchange that does not come; None is of one that was asked to stop."""
+        values = self.ranks.world.gather(value)
+        failures = [each for each in values if isinstance(each, Failure)]
+        if failures:
+            raise EvaluationFailed(failures[0].reason)
+        if any(each is None for each in values):
+            raise StopAsked
+        return values
+
+
+@dataclass(frozen=True)
+class RunBenchmarks:
+    """The benchmarks of a run, loaded on this rank."""
+
+    benchmarks: Benchmarks
+    scorer: Scorer
+    tokenizer: Tokenizer
+    examples: int  # of each task
+
+    @classmethod
+    def load(
+        cls, world: World, config: TrainConfig, model: LanguageModel, *, tokenizer: Tokenizer, precision: Precision
+    ) -> RunBenchmarks:
+        """Load train.json's `benchmark_tasks`; each node's first process brings the data. Collective.
+
+        Raises UserError as `harness.benchmarks.load` does, and if the tokenizer is another model's.
+        """
+        assert config.benchmark_tasks is not None
+        scorer = Scorer(model, precision, tokenizer.vocab_size, config.microbatch_size)
+        found: list[Benchmarks] = []
+        tasks = config.benchmark_tasks
+        world.on_each_node(lambda: found.append(load(tasks)))
+        return cls(found[0] if found else load(tasks), scorer, tokenizer, config.benchmark_examples)
+
+    def scores(self, ranks: Ranks) -> list[Score] | None:
+        """The scores of what train.json names, the same on every rank; None if a rank was asked to stop meanwhile.
+
+        Collective. Raises EvaluationFailed, on every rank, if they cannot be had.
+        """
+        sharing = Sharing(ranks)
+        try:
+            try:
+                results = run(self.benchmarks, self.scorer.sharing(sharing), self.tokenizer, limit=self.examples)
+            except (StopAsked, EvaluationFailed, RunError):  # known to all ranks, or another rank is gone
+                raise
+            except Exception as error:
+                sharing.exchange(Failure.of(error))
+                raise
+            sharing.exchange("done")
+        except StopAsked:
+            return None
+        return list(_main_scores(results, self.benchmarks.asked))
+
+
+def _main_scores(results: dict[str, Any], names: list[str]) -> Iterator[Score]:
+    """Of a group with a score of its own that alone, else those of its tasks."""
+    for name in names:
+        own = scores(results, name)
+        yield from own or _main_scores(results, results["group_subtasks"].get(name, []))
