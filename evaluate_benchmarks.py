@@ -67,13 +67,14 @@ def evaluate(model_json: Path, weights: Path, specs: list[str], options: dict[st
     from harness.files import sha256
     from harness.likelihood import Scorer
     from harness.precision import Precision
-    from harness.weights import tokenizer_of
+    from harness.weights import check_vocabulary, tokenizer_of
 
     check_installed()
     if options["output"]:
         check_output(options["output"])
     device = only_device()
     model, tokenizer = load_model(model_json, weights, device), tokenizer_of(weights)
+    check_vocabulary(tokenizer, model.config.vocab_size, weights)
     precision = Precision.resolve(options["precision"], device)
     scorer = Scorer(model, precision, tokenizer.vocab_size, options["batch_size"])
     benchmarks = load(specs, options["num_fewshot"])

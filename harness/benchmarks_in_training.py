@@ -14,7 +14,7 @@ from typing import Any
 from harness.benchmark_tasks import Benchmarks
 from harness.benchmarks import Score, load, run, scores
 from harness.config import TrainConfig
-from harness.errors import RunError
+from harness.errors import RunError, UserError
 from harness.evaluate import Ranks, StopAsked
 from harness.language_model import LanguageModel
 from harness.likelihood import Scorer
@@ -89,9 +89,14 @@ class RunBenchmarks:
     ) -> RunBenchmarks:
         """Load train.json's `benchmark_tasks`; each node's first process brings the data. Collective.
 
-        Raises UserError as `harness.benchmarks.load` does, and if the tokenizer is another model's.
+        Raises UserError as `harness.benchmarks.load` does, and for a tokenizer with tokens that the model has not.
         """
         assert config.benchmark_tasks is not None
+        if tokenizer.vocab_size > model.config.vocab_size:
+            raise UserError(
+                f'train.json: key "benchmark_tasks": the tokenizer of {config.dataset} has {tokenizer.vocab_size:,} '
+                f"tokens, and model.json {model.config.vocab_size:,}: their texts could not be read; remove the key"
+            )
         scorer = Scorer(model, precision, tokenizer.vocab_size, config.microbatch_size)
         found: list[Benchmarks] = []
         tasks = config.benchmark_tasks

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from harness.errors import UserError
 from harness.language_model import LanguageModel, evaluating
 from harness.precision import Precision
 
@@ -63,23 +62,14 @@ def one_by_one(work: Callable[[Any], Any], batches: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Scorer:
-    """Log-likelihoods by one model. Ids from `vocab_size` on (a padded head's) count as possible, but never as the
-    likeliest."""
+    """Log-likelihoods by one model. Ids from `vocab_size` on, the tokenizer's, belong to a padded head: they count as
+    possible, but never as the likeliest."""
 
     model: LanguageModel
     precision: Precision
     vocab_size: int
     batch_size: int
     each_batch: EachBatch = one_by_one
-
-    def __post_init__(self) -> None:
-        """Raises UserError if the tokenizer is another model's."""
-        vocab_size = self.model.config.vocab_size
-        if self.vocab_size > vocab_size:
-            raise UserError(
-                f"the tokenizer has {self.vocab_size:,} tokens, the model {vocab_size:,}: it is another model's "
-                "(a checkpoint has its own beside its weights)"
-            )
 
     def sharing(self, each_batch: EachBatch) -> Scorer:
         """This scorer with another way to go through its batches."""
