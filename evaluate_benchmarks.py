@@ -62,7 +62,7 @@ def evaluate(model_json: Path, weights: Path, specs: list[str], options: dict[st
     from gpt import load_model
     from harness.benchmark_report import check_output, table, write_results
     from harness.benchmark_tasks import check_installed
-    from harness.benchmarks import explained_memory, load, run
+    from harness.benchmarks import explained_failures, load, run
     from harness.device import only_device
     from harness.files import sha256
     from harness.likelihood import Scorer
@@ -78,7 +78,7 @@ def evaluate(model_json: Path, weights: Path, specs: list[str], options: dict[st
     precision = Precision.resolve(options["precision"], device)
     scorer = Scorer(model, precision, tokenizer.vocab_size, options["batch_size"])
     benchmarks = load(specs, options["num_fewshot"])
-    with explained_memory(options["batch_size"]):
+    with explained_failures(options["batch_size"]):
         results = run(benchmarks, scorer, tokenizer, limit=options["limit"])
     for line in table(results, benchmarks):
         click.echo(line)

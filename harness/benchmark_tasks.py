@@ -8,6 +8,7 @@ from __future__ import annotations
 import fnmatch
 import importlib.util
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +18,7 @@ from typing import Any
 from harness.errors import UserError
 from harness.wording import nearest
 
-RUNS_CODE = "runs code that a model or a website wrote, which this program does not"
+RUNS_CODE = "runs programs that a model wrote or the Hub offers, which this command does not"
 TASK_FILE_SUFFIXES = {".yaml", ".yml"}
 REASON_CHARACTERS = 160
 # What the libraries' errors are called where data is not to be had; some are each library's own class.
@@ -70,6 +71,17 @@ def known_names(patterns: Sequence[str]) -> list[str]:
     return found
 
 
+def prepare(specs: Sequence[str]) -> None:
+    """What takes seconds before the first task is loaded, and needs no data: ranks can do it at the same time.
+
+    Raises UserError as `load_benchmarks` does for names that are not known.
+    """
+    check_installed()
+    for spec in specs:
+        _names_of(spec)
+    import lm_eval.evaluator  # noqa: F401
+
+
 def load_benchmarks(specs: Sequence[str]) -> Benchmarks:
     """Find, check and load tasks by names, wildcards or paths of task files, with the data they need.
 
@@ -83,13 +95,20 @@ def load_benchmarks(specs: Sequence[str]) -> Benchmarks:
             loaded = _load(name)
             roots = [*loaded.get("groups", {})] or [*loaded["tasks"]]
             inner = {child for children in loaded.get("group_map", {}).values() for child in children}
-            found.tasks.update({key: task for key, task in loaded["tasks"].items() if key not in found.tasks})
+            for key, task in loaded["tasks"].items():
+                _check_same(key, found.tasks.setdefault(key, task), task)
             found.groups.update(loaded.get("groups", {}))
             found.asked.extend(root for root in roots if root not in inner and root not in found.asked)
     for name, task in found.tasks.items():
         if getattr(task, "MULTIMODAL", False):
             raise UserError(f'task "{name}": asks about pictures or sound; these models read text')
     return found
+
+
+def _check_same(name: str, one: Any, other: Any) -> None:
+    """Raises UserError for two tasks of one name, of which only one would be seen."""
+    if one is not other and one.dump_config().get("metadata") != other.dump_config().get("metadata"):
+        raise UserError(f'two different tasks are called "{name}"; give one of them another name')
 
 
 def _names_of(spec: str) -> list[str]:
@@ -116,13 +135,15 @@ def _is_task_file(spec: str) -> bool:
 
 def _unknown(name: str, names: Sequence[str]) -> str:
     near = nearest(name, names)
-    hint = f"did you mean {near}?" if near else "--list shows all"
-    return f'"{name}": no task, group or tag of lm-eval has this name; {hint} A task file ends in .yaml'
+    hint = f"did you mean {near}?" if near else "evaluate_benchmarks.py --list '*' shows all."
+    return f'"{name}": no task, group or tag of lm-eval has this name; {hint} (A task file ends in .yaml.)'
 
 
 @cache
 def _manager(*, with_index: bool) -> Any:
     """lm-eval's TaskManager. Its index of all tasks is made from thousands of files in some seconds."""
+    # Read when the library is imported: it would download metrics, which are programs, and run them.
+    os.environ.setdefault("HF_EVALUATE_OFFLINE", "1")
     quieten()
     from lm_eval.tasks import TaskManager
 
@@ -196,9 +217,19 @@ def _configs(name: str, index: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def _refuse_foreign_code(name: str, configs: Iterator[dict[str, Any]]) -> None:
     for config in configs:
         metrics = [metric for metric in config.get("metric_list") or () if isinstance(metric, dict)]
-        if config.get("unsafe_code") or any(metric.get("hf_evaluate") for metric in metrics):
+        foreign = not config.get("process_results") and any(map(_is_from_the_hub, metrics))
+        if config.get("unsafe_code") or foreign:
             which = config.get("task") if isinstance(config.get("task"), str) else name
             raise UserError(f'task "{which}": {RUNS_CODE}; leave it out')
+
+
+def _is_from_the_hub(metric: dict[str, Any]) -> bool:
+    """Whether it is a program of the Hub's: neither lm-eval's own, nor a function, which is a path here."""
+    import lm_eval.api.metrics  # noqa: F401 - it fills the registry
+    from lm_eval.api.registry import metric_registry
+
+    name = str(metric.get("metric"))
+    return bool(metric.get("hf_evaluate")) or ("/" not in name and name not in metric_registry)
 
 
 def _diagnosis(error: Exception) -> str:

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from harness.benchmark_tasks import Benchmarks, load_benchmarks
-from harness.errors import RunError
+from harness.benchmark_tasks import REASON_CHARACTERS, Benchmarks, load_benchmarks
+from harness.errors import RunError, UserError
 from harness.likelihood import Scorer
 from harness.memory import is_out_of_memory
 from harness.tokenizer import Tokenizer
@@ -78,14 +78,17 @@ def run(benchmarks: Benchmarks, scorer: Scorer, tokenizer: Tokenizer, *, limit: 
 
 
 @contextmanager
-def explained_memory(batch_size: int) -> Iterator[None]:
-    """Turn running out of memory into a RunError that says what to do."""
+def explained_failures(batch_size: int) -> Iterator[None]:
+    """Turn whatever tasks and lm-eval raise while they run into one line: a RunError."""
     try:
         yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise RunError(f"out of memory with {batch_size} texts per batch; lower --batch-size") from None
+    except (UserError, RunError):
+        raise
+    except Exception as error:  # a task's functions can raise anything, and lm-eval asserts
+        if is_out_of_memory(error):
+            raise RunError(f"out of memory with {batch_size} texts per batch; lower --batch-size") from None
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise RunError(f"lm-eval could not go on: {reason[:REASON_CHARACTERS]}") from None
 
 
 def scores(results: dict[str, Any], name: str) -> list[Score]:

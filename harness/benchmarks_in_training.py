@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.benchmark_tasks import Benchmarks
+from harness.benchmark_tasks import Benchmarks, prepare
 from harness.benchmarks import Score, load, run, scores
 from harness.config import TrainConfig
 from harness.errors import RunError, UserError
@@ -100,6 +100,7 @@ class RunBenchmarks:
         scorer = Scorer(model, precision, tokenizer.vocab_size, config.microbatch_size)
         found: list[Benchmarks] = []
         tasks = config.benchmark_tasks
+        prepare(tasks)
         world.on_each_node(lambda: found.append(load(tasks)))
         return cls(found[0] if found else load(tasks), scorer, tokenizer, config.benchmark_examples)
 

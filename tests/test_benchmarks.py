@@ -22,7 +22,7 @@ from harness import benchmark_tasks, benchmarks
 from harness.benchmark_report import table
 from harness.benchmarks import Score
 from harness.bpe import train_bpe
-from harness.errors import UserError
+from harness.errors import RunError, UserError
 from harness.files import sha256
 from harness.hf_export import export_model
 from harness.likelihood import Scorer, one_by_one, windows
@@ -302,6 +302,27 @@ def test_the_command_prints_a_table_and_writes_a_file(subject: Subject, tmp_path
     assert written["configs"]["one"]["output_type"] == "multiple_choice"
 
 
+def test_what_fails_inside_is_one_line(subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are not as many solved examples as are asked for; and there is no memory."""
+    loaded = benchmarks.load([str(write_task(tmp_path, "choice"))], 99)
+    with (
+        pytest.raises(RunError, match="lm-eval could not go on: ValueError") as caught,
+        benchmarks.explained_failures(16),
+    ):
+        benchmarks.run(loaded, subject.scorer(), subject.tokenizer, limit=2)
+    assert len(str(caught.value).splitlines()) == 1
+    with pytest.raises(RunError, match="lower --batch-size"), benchmarks.explained_failures(16):
+        torch.empty(2**60)
+
+
+def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    one, other = write_task(tmp_path, "choice"), write_task(tmp_path / "more", "rolling", name="choice")
+    with pytest.raises(UserError, match='two different tasks are called "choice"'):
+        benchmarks.load([str(one), str(other)])
+    assert benchmarks.load([str(one), str(one)]).asked == ["choice"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -354,8 +375,9 @@ def test_a_group_is_shown_above_its_tasks(subject: Subject, tmp_path: Path) -> N
 
 
 REFUSED = [
-    ("unsafe", {"unsafe_code": True}, ["runs code"]),
-    ("hub metric", {"metric_list": [{"metric": "code_eval", "hf_evaluate": True}]}, ["runs code"]),
+    ("unsafe", {"unsafe_code": True}, ["runs programs"]),
+    ("hub metric", {"metric_list": [{"metric": "code_eval", "hf_evaluate": True}]}, ["runs programs"]),
+    ("unknown metric", {"metric_list": [{"metric": "wer"}]}, ["runs programs"]),
     ("no data", {"dataset_kwargs": {"data_files": "gone.jsonl"}}, ["cannot be loaded", "gone.jsonl"]),
     ("data elsewhere", {"dataset_path": "nobody/nothing", "dataset_kwargs": {}}, ["HF_HUB_OFFLINE", "unset it"]),
     ("a key that is none", {"doc_to_txt": "x"}, ["cannot be loaded", "doc_to_txt"]),
@@ -389,7 +411,7 @@ def test_code_of_others_is_refused_before_any_of_it_runs(tmp_path: Path) -> None
         "from pathlib import Path\nPath(__file__).with_name('ran').touch()\ndef f(doc): ..."
     )
     path.write_text(path.read_text()[:-2] + ', "process_docs": !function helper.f\n}')
-    with pytest.raises(UserError, match="runs code"):
+    with pytest.raises(UserError, match="runs programs"):
         benchmarks.load([str(path)])
     assert not (tmp_path / "ran").exists()
 
@@ -400,7 +422,7 @@ def test_names_that_are_none(tmp_path: Path) -> None:
         benchmark_tasks.load_benchmarks(["helaswag"])
     with pytest.raises(UserError, match="no such task file"):
         benchmark_tasks.load_benchmarks([str(tmp_path / "gone.yaml")])
-    with pytest.raises(UserError, match=r"humaneval.*runs code"):
+    with pytest.raises(UserError, match=r"humaneval.*runs programs"):
         benchmark_tasks.load_benchmarks(["humaneval"])
     names = benchmark_tasks.known_names(["arc_*", "hellaswag", "mmlu", "piqa", "winogrande", "openbookqa", "lambada*"])
     assert {"arc_easy", "arc_challenge", "hellaswag", "mmlu", "piqa", "winogrande", "openbookqa"} <= set(names)

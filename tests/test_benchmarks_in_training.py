@@ -130,30 +130,54 @@ def test_a_run_with_benchmarks_ends_as_one_without(shop: Workshop, straight: Pat
         (straight / "all-metrics.jsonl").replace(straight / "metrics.jsonl")
 
 
-# A signal in the middle of the second benchmarks, to rank 1 alone.
+# A signal in the middle of a step's benchmarks, between kinds of requests, to rank 1 alone.
 SIGNAL = """
-import os, signal
-import harness.likelihood as likelihood
-score, calls = likelihood.Scorer._score_batch, []
-def counted(self, batch):
-    calls.append(batch)
-    if len(calls) == 9 and os.environ["RANK"] == "1":
+import os, signal, time
+from harness.benchmarks_in_training import Sharing
+share, calls = Sharing.__call__, []
+def interrupted(self, work, batches):
+    calls.append(self.ranks.step)
+    if calls.count(STEP) == 2 and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGTERM)
-        import time; time.sleep(0.1)
-    return score(self, batch)
-likelihood.Scorer._score_batch = counted
+        time.sleep(0.1)
+    return share(self, work, batches)
+Sharing.__call__ = interrupted
 """
 
 
-def test_a_run_stopped_in_the_middle_of_benchmarks_ends_as_one_that_was_not(shop: Workshop, straight: Path) -> None:
+def test_a_run_stopped_in_the_middle_of_benchmarks_ends_as_one_that_was_not(
+    shop: Workshop, straight: Path, exhaustive: bool
+) -> None:
+    """After the last step, and before on the way."""
     run = add_run(shop, "stopped", **with_benchmarks(shop))
-    stopped = finish(shop.start("stopped", prelude=SIGNAL), expect=128 + signal.SIGTERM, timeout=120)
-    assert "stopped by SIGTERM after global step 4; to continue" in stopped.stderr
-    assert [event["global_step"] for event in metrics(run) if event["event"] == "benchmark"] == [0] * 5
-    meta = json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())
-    assert (meta["benchmarks_due"], meta["validation_due"], meta["planned"]) == (True, False, False)
+    for step, before in [(4, 1), (9, 3)] if exhaustive else [(9, 3)]:
+        prelude = SIGNAL.replace("STEP", str(step))
+        stopped = finish(shop.start("stopped", prelude=prelude), expect=128 + signal.SIGTERM, timeout=120)
+        assert f"stopped by SIGTERM after global step {step}; to continue" in stopped.stderr
+        assert len([event for event in metrics(run) if event["event"] == "benchmark"]) == 5 * before
+        meta = json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())
+        assert (meta["benchmarks_due"], meta["validation_due"], meta["planned"]) == (True, False, False)
     shop.train("stopped")
     assert_same_end(straight, run)
+
+
+def test_a_failure_while_training_is_a_warning(shop: Workshop) -> None:
+    run = add_run(shop, "failing", **with_benchmarks(shop) | {"benchmark_tasks": [str(shop.path / "choice.yaml")]})
+    prelude = """
+from harness.likelihood import Scorer
+score, calls = Scorer._score_batch, []
+def failing(self, batch):
+    calls.append(batch)
+    if len(calls) == 2:
+        raise OSError("no space")
+    return score(self, batch)
+Scorer._score_batch = failing
+"""
+    done = shop.train("failing", ranks=1, prelude=prelude)
+    assert done.stderr.count("global step 0: no benchmarks: OSError: no space") == 1
+    found = [event["global_step"] for event in metrics(run) if event["event"] == "benchmark"]
+    assert found[0] == 4
+    assert found[-1] == metrics(run)[-1]["global_step"]
 
 
 def test_what_is_wrong_is_told_before_the_first_step(shop: Workshop) -> None:
