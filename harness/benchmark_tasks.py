@@ -64,7 +64,7 @@ def known_names(patterns: Sequence[str]) -> list[str]:
 
     Raises UserError if none does.
     """
-    names = list(_index())
+    names = sorted(_index())
     found = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
     if not found:
         raise UserError(_unknown(patterns[0], names))
@@ -155,9 +155,11 @@ def _index() -> dict[str, Any]:
 
 
 def quieten() -> None:
-    """Keep what is of no use to a user here from the terminal: lm-eval's log, and bars for data of some kilobytes."""
+    """Keep what is of no use to a user here from the terminal: the libraries' logs, and bars for data of some
+    kilobytes."""
     logging.getLogger("lm_eval").setLevel(logging.CRITICAL)
-    logging.getLogger("datasets").setLevel(logging.ERROR)
+    for library in ("datasets", "huggingface_hub"):
+        logging.getLogger(library).setLevel(logging.ERROR)
     import datasets
 
     datasets.disable_progress_bars()
