@@ -54,8 +54,8 @@ def check_installed() -> None:
     missing = [name for name in ("lm_eval", "datasets") if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(
-            f"benchmarks need {' and '.join(missing)}: put --extra benchmarks behind uv run "
-            "(uv run --extra benchmarks evaluate_benchmarks.py ...)"
+            f"benchmarks need {' and '.join(missing)}, which an extra brings: put it behind uv run, "
+            "as in uv run --extra benchmarks evaluate_benchmarks.py ..."
         )
 
 

@@ -120,6 +120,8 @@ def test_a_run_with_benchmarks_ends_as_one_without(shop: Workshop, straight: Pat
     run = add_run(shop, "without")
     shop.train("without")
     assert "benchmarks" not in json.loads((run / "summary.json").read_text())["seconds"]
+    heights = [picture_height(folder / "training-run-chart.png") for folder in (straight, run)]
+    assert heights[0] > heights[1], "a panel more"
     others = [event for event in metrics(straight) if event["event"] != "benchmark"]
     assert without_times(others) == without_times(metrics(run))
     (straight / "all-metrics.jsonl").write_text((straight / "metrics.jsonl").read_text())
@@ -128,6 +130,11 @@ def test_a_run_with_benchmarks_ends_as_one_without(shop: Workshop, straight: Pat
         assert_same_end(straight, run)
     finally:
         (straight / "all-metrics.jsonl").replace(straight / "metrics.jsonl")
+
+
+def picture_height(path: Path) -> int:
+    """Of a PNG file: the second number of its header."""
+    return int.from_bytes(path.read_bytes()[20:24], "big")
 
 
 # A signal in the middle of a step's benchmarks, between kinds of requests, to rank 1 alone.
