@@ -24,7 +24,7 @@ def main() -> None:
     """Exchange models with everyone's tools: as transformers' native GPT-2, without code of ours."""
 
 
-@main.command("export")
+@main.command("export", short_help="A checkpoint as transformers' GPT-2.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 @MODEL_JSON
@@ -42,7 +42,7 @@ def export(checkpoint: Path, out: Path, model_json: Path | None, dtype: str) -> 
         click.echo(f"{out}: {model.config.parameters:,} parameters, {dtype}, for transformers")
 
 
-@main.command("import")
+@main.command("import", short_help="A GPT-2 of transformers as a run.")
 @click.argument("source")
 @click.argument("run")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
@@ -63,7 +63,7 @@ def import_(source: str, run: str, runs_dir: Path) -> None:
         click.echo(f"{folder}: model.json and model.safetensors; {said}")
 
 
-@main.command("publish")
+@main.command("publish", short_help="To the Hugging Face Hub, with a model card.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("name", metavar="OWNER/NAME")
 @MODEL_JSON

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import re
 import subprocess
 import sys
 import time
@@ -19,7 +20,9 @@ HARNESS_MODULES = {f"harness.{path.stem}": path for path in sorted((ROOT / "harn
 SOURCES = {**ROOT_MODULES, **HARNESS_MODULES}
 TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in SOURCES.items()}
 BENCHMARKS = sorted((ROOT / "bench").glob("*.py"))
-COMMANDS = [name for name in ROOT_MODULES if "@click.command" in ROOT_MODULES[name].read_text()]
+COMMANDS = [
+    name for name in ROOT_MODULES if re.search(r"^@click\.(command|group)", ROOT_MODULES[name].read_text(), re.M)
+]
 
 # Modules whose input is a finished run's files: they work where there is no process group, and no wish for one.
 READERS = ["harness.charts", "harness.plan", "harness.held_out", "harness.hf_export", "harness.model_card"]
@@ -181,7 +184,7 @@ def test_help_is_useful_quick_and_without_torch(command: str) -> None:
         "try:\n"
         f"    runpy.run_path({str(ROOT_MODULES[command])!r}, run_name='__main__')\n"
         "finally:\n"
-        "    print('loaded:', *sorted({'torch', 'matplotlib', 'transformers'} & sys.modules.keys()), file=sys.stderr)\n"
+        "    print('loaded:', *sorted({'torch', 'matplotlib', 'transformers', 'openai', 'lm_eval'} & sys.modules.keys()), file=sys.stderr)\n"
     )
     seconds = []
     for _ in range(3):  # the machine may be busy; the code is as fast as its fastest run
