@@ -455,7 +455,7 @@ def other_weights(good: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Te
         "bools": {**good, query: good[query].bool()},
         "complex": {**good, query: good[query].to(torch.complex64)},
         "fp8": {**good, query: good[query].to(torch.float8_e4m3fn)},
-        "prefixed": {f"module.{key}": value for key, value in good.items()},
+        "prefixed, some of them": {f"module.{key}" if "att" in key else key: value for key, value in good.items()},
         "nothing": {},
     }
 

@@ -27,6 +27,7 @@ COMMANDS = [
 # Modules whose input is a finished run's files: they work where there is no process group, and no wish for one.
 READERS = ["harness.charts", "harness.plan", "harness.held_out", "harness.hf_export", "harness.model_card"]
 HELP_SECONDS = 1.0
+SLOW = {"torch", "matplotlib", "transformers", "openai", "lm_eval"}
 
 
 def imported(node: ast.AST) -> list[str]:
@@ -184,7 +185,7 @@ def test_help_is_useful_quick_and_without_torch(command: str) -> None:
         "try:\n"
         f"    runpy.run_path({str(ROOT_MODULES[command])!r}, run_name='__main__')\n"
         "finally:\n"
-        "    print('loaded:', *sorted({'torch', 'matplotlib', 'transformers', 'openai', 'lm_eval'} & sys.modules.keys()), file=sys.stderr)\n"
+        f"    print('loaded:', *sorted({SLOW} & sys.modules.keys()), file=sys.stderr)\n"
     )
     seconds = []
     for _ in range(3):  # the machine may be busy; the code is as fast as its fastest run
