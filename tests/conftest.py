@@ -7,6 +7,7 @@ docs/RELIABILITY.md.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import tempfile
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from tests.jobs import set_pace
-from tests.launch import Workshop
+from tests.launch import ROOT, Workshop
 from tests.reliability import Row, render, sections_of
 from tests.stopped_run import build_stopped_run
 
@@ -76,3 +77,17 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     rows = session.config.stash[ROWS]
     path.write_text(render(rows, sections_of(Path(__file__).parent), caption, before), encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    """The quickstart run under the real torchrun, trained for twenty of its steps on the dataset it made."""
+    shop = Workshop(tmp_path_factory.mktemp("quickstart"))
+    run = shop.runs / "quickstart"
+    run.mkdir(parents=True)
+    (run / "model.json").write_bytes((ROOT / "runs" / "quickstart" / "model.json").read_bytes())
+    settings = json.loads((ROOT / "runs" / "quickstart" / "train.json").read_text())
+    short = {"min_train_tokens": 20 * 2048, "validation_interval": 10, "validation_batches": 2, "warmup_steps": 5}
+    (run / "train.json").write_text(json.dumps(settings | short))
+    shop.torchrun("quickstart")
+    return shop

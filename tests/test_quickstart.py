@@ -11,18 +11,9 @@ import pytest
 from tests.launch import ROOT, Workshop, metrics
 
 
-@pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    """The quickstart run, trained for twenty of its thousand steps on the dataset it made."""
-    shop = Workshop(tmp_path_factory.mktemp("quickstart"))
-    run = shop.runs / "quickstart"
-    run.mkdir(parents=True)
-    (run / "model.json").write_bytes((ROOT / "runs" / "quickstart" / "model.json").read_bytes())
-    settings = json.loads((ROOT / "runs" / "quickstart" / "train.json").read_text())
-    short = {"min_train_tokens": 20 * 2048, "validation_interval": 10, "validation_batches": 2, "warmup_steps": 5}
-    (run / "train.json").write_text(json.dumps(settings | short))
-    shop.torchrun("quickstart")
-    return shop
+@pytest.fixture(name="shop")
+def _shop(quickstart: Workshop) -> Workshop:
+    return quickstart
 
 
 def weights(shop: Workshop) -> list[str]:
