@@ -32,6 +32,7 @@ from harness.weights import load_weights, save_weights
 
 LATEST, BEST = "latest", "best"
 TEMPORARY_PREFIX = ".saving-"
+FOREIGN = "not written by this program; to train on from it, give its name as CHECKPOINT"
 WEIGHTS, OPTIMIZER, SCALER, TRAIN_STATE, META = (
     "model.safetensors",
     "optimizer.pt",
@@ -201,15 +202,18 @@ def open_start(folder: Path, name: str | None) -> tuple[Path, dict[str, Any]] | 
         start = choose_start(folder, name)
         if start is None:
             return None
-        if not (name and is_notebooks(read_meta(start))):
+        meta = read_meta(start)
+        if not is_notebooks(meta):
             verify_checkpoint(start)
-        return start, read_meta(start)
     except UserError as error:
         whole = newest_whole(folder)
         offer = (
             f"the newest whole checkpoint is {whole.name}: give that name as CHECKPOINT" if whole else "none is whole"
         )
         raise UserError(f"{error}; {offer}, or use --restart") from None
+    if name is None and is_notebooks(meta):
+        raise UserError(f"{start}: {FOREIGN}, or use --restart")
+    return start, meta
 
 
 def newest_whole(folder: Path) -> Path | None:
@@ -239,7 +243,7 @@ def verify_checkpoint(path: Path) -> None:
     """Compare every file with meta.json's hashes. Raises UserError naming the first that is missing or damaged."""
     meta = read_meta(path)
     if is_notebooks(meta):
-        raise UserError(f"{path}: not written by this program; to train on from it, give its name as CHECKPOINT")
+        raise UserError(f"{path}: {FOREIGN}")
     if (path / META).resolve().parent != path.resolve():
         raise UserError(f"{path / META}: leads out of the checkpoint")
     hashes = dict(meta.get("sha256", {}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,8 +59,10 @@ def import_(source: str, run: str, runs_dir: Path) -> None:
         folder = runs_dir / check_name(run, "run")
         if folder.exists():
             raise UserError(f"{folder}: exists; choose another name for the run, or move it away")
-        where = Path(source) if Path(source).is_dir() else fetch_model(source)
-        said = import_model(where, source, folder, check_shape)
+        is_folder = Path(source).is_dir()
+        where = Path(source) if is_folder else fetch_model(source)
+        # A card made from it may be read by everyone: they need not know this machine's folders.
+        said = import_model(where, None if is_folder else source, folder, partial(check_shape, where))
         click.echo(f"{folder}: model.json and model.safetensors; {said}")
 
 
@@ -109,27 +112,30 @@ def open_model(checkpoint: Path, model_json: Path | None) -> tuple[ModelFiles, G
     return files, model.eval()
 
 
-def check_shape(shape: dict[str, Any], tensors: dict[str, Any]) -> None:
-    """Raises UserError unless the tensors are those of a model of this shape."""
+def check_shape(source: Path, shape: dict[str, Any], tensors: dict[str, Any]) -> None:
+    """Raises UserError unless the tensors, from the folder `source`, are those of a model of this shape."""
     from gpt import GPTModel, ModelConfig
     from harness.config import parse_config
 
-    GPTModel(parse_config(ModelConfig, shape, Path("config.json"))).load_public_tensors(tensors, Path("its weights"))
+    model = GPTModel(parse_config(ModelConfig, shape, source / "config.json"))
+    model.load_public_tensors(tensors, source)
 
 
 def gather_facts(files: ModelFiles, model: GPTModel, name: str, options: dict[str, Any]) -> tuple[Any, Any]:
     """The run that made the model, if it is known, and what its card is made of."""
-    from harness.config import read_json_object
+    from harness.config import parse_config, read_json_object
     from harness.device import only_device
     from harness.held_out import measure_test_loss
-    from harness.model_card import ModelFacts
+    from harness.model_card import ModelFacts, RunSummary
     from harness.run import RunDirectory
 
     run = RunDirectory(files.run) if files.run else None
     test = None
     if options["datasets_dir"]:
         test = measure_test_loss(model.to(only_device()), files.weights, options["datasets_dir"])
-    summary = read_json_object(run.summary) if run and run.summary.is_file() else {}
+    summary = (
+        parse_config(RunSummary, read_json_object(run.summary), run.summary) if run and run.summary.is_file() else None
+    )
     has_chart = run is not None and run.chart.is_file()
     facts = ModelFacts(name, model.config, files.meta, summary, test, options["license_"], has_chart)
     return run, facts

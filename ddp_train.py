@@ -349,7 +349,7 @@ def restore_summary(experiment: Experiment, world: World, meta: dict[str, Any]) 
     from harness.state import Tally
     from harness.summary import Machine, summarise, write_summary
 
-    if experiment.run.summary.exists():
+    if experiment.run.summary.exists() or not meta.get("seconds"):  # nothing of it was trained here
         return
     speed = Speed(experiment.model.flops_per_token, peak_flops(world.device_name), experiment.config.price_per_hour)
     machine, shape = Machine.measure(world), experiment.shape(world.size)

@@ -30,7 +30,7 @@ PRICE = FiniteNumber(min=0, max=1e9)
 @click.option("--timeout", type=SECONDS, default=120.0, show_default=True, help="Seconds for a request.")
 @click.option("--parallel", type=click.IntRange(1, 256), default=8, show_default=True, help="Requests at once.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of orders, resamples.")
-@click.option("--cache", type=click.Path(path_type=Path), help="[default: judgements.jsonl beside the first file]")
+@click.option("--cache", type=click.Path(path_type=Path), help="[default: judgements.jsonl beside a file]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every score.")
 @click.option("--price-in", type=PRICE, help="Dollars for a million tokens of prompts.")
 @click.option("--price-out", type=PRICE, help="Dollars for a million tokens of answers.")
@@ -53,7 +53,7 @@ def main(responses: tuple[Path, ...], **options: Any) -> None:
         shared = {key: options[key] for key in ("repeats", "attempts", "parallel", "seed")}
         settings = JudgeSettings(endpoint, **shared)
         models = read_comparable(responses)
-        cache = options["cache"] or responses[0].parent / "judgements.jsonl"
+        cache = options["cache"] or min(path.absolute() for path in responses).parent / "judgements.jsonl"
         report = JudgeReport.of(judge(models, settings, cache), settings, prices)
         click.echo(json.dumps(report.as_json(), indent=1) if options["as_json"] else "\n".join(report.lines()))
         if (shortfall := report.shortfall()) is not None:

@@ -9,7 +9,9 @@ import click
 
 from harness.commandline import NOTEBOOK_JUDGE, POSITIVE
 from harness.errors import RunError, UserError, one_line_errors
+from harness.files import check_writable
 from harness.instructions import BOOK_DATA
+from harness.wording import as_unicode, is_unicode
 
 if TYPE_CHECKING:
     from gpt import GPTModel
@@ -52,7 +54,7 @@ def main(model_json: Path, model_safetensors: Path, **options: Any) -> None:
         from harness.responses import write_responses
         from harness.web_file import local_copy
 
-        data = local_copy(options["data"])
+        data = local_copy(options["data"], InstructionSplits.load)
         splits = InstructionSplits.load(data)
         model, tokenizer = open_model(model_json, model_safetensors)
         tuning = fine_tune(model, tokenizer, splits, options)
@@ -85,8 +87,13 @@ def check_places(path: Path, options: dict[str, Any]) -> None:
         raise UserError(f"{path}: exists; --overwrite replaces it, --responses FILE writes to another place")
     if not path.parent.is_dir():
         raise UserError(f"{path}: no such folder as {path.parent}")
+    check_writable(path.parent)
     if options["save"] and options["save"].exists():
         raise UserError(f"{options['save']}: exists; give --save another place")
+    if options["save"]:
+        check_writable(next(folder for folder in options["save"].absolute().parents if folder.exists()))
+    if options["name"] is not None and not (options["name"].strip() and is_unicode(options["name"])):
+        raise UserError(f"--name {options['name']!r}: not a name")
 
 
 def open_model(model_json: Path, model_safetensors: Path) -> tuple[GPTModel, Tokenizer]:
@@ -103,7 +110,7 @@ def open_model(model_json: Path, model_safetensors: Path) -> tuple[GPTModel, Tok
 def name_of(model_json: Path, model_safetensors: Path) -> str:
     """`run/checkpoint`, as far as the places of the files tell."""
     run, checkpoint = model_json.absolute().parent, model_safetensors.absolute().parent
-    return run.name if checkpoint == run else f"{run.name}/{checkpoint.resolve().name}"
+    return as_unicode(run.name if checkpoint == run else f"{run.name}/{checkpoint.resolve().name}")
 
 
 def fine_tune(model: GPTModel, tokenizer: Tokenizer, splits: InstructionSplits, options: dict[str, Any]) -> FineTuning:
@@ -133,7 +140,7 @@ def facts_of(data: Path, splits: InstructionSplits, tuning: FineTuning, options:
 
     used = {key: options[key] for key in ("learning_rate", "max_epochs", "max_new_tokens", "seed", "answers_only")}
     about = {
-        "file": data.name,
+        "file": as_unicode(data.name),
         "sha256": sha256(data),
         "entries": splits.entries,
         "test_entries": len(splits.test),

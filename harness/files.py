@@ -6,9 +6,10 @@ import errno
 import hashlib
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
-from harness.errors import RunError
+from harness.errors import RunError, UserError
 
 HASH_CHUNK_BYTES = 2**22
 
@@ -34,6 +35,15 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_writable(folder: Path) -> None:
+    """Raises UserError if no file can be made in this folder: before long work whose result would go there."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(f"{folder}: no file can be written there: {error.strerror}") from None
 
 
 def replace_text(path: Path, text: str) -> None:

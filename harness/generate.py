@@ -9,7 +9,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from harness.errors import UserError
+from harness.errors import RunError, UserError
 from harness.kv_cache import KeyValueCache
 from harness.language_model import LanguageModel, evaluating
 from harness.tokenizer import Tokenizer
@@ -169,7 +169,9 @@ class GrowingRows:
 
 
 def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """One token id drawn from a row of logits."""
+    """One token id drawn from a row of logits. Raises RunError if they are not numbers."""
+    if not torch.isfinite(logits_V).all():
+        raise RunError("what the model predicts is not finite: its weights are broken, or its training diverged")
     if sampling.temperature < COLDEST:
         return int(logits_V.argmax())
     if sampling.top_k is not None and sampling.top_k < len(logits_V):

@@ -121,18 +121,30 @@ def from_config(config: dict[str, Any], source: Path) -> dict[str, Any]:
         "n_head": "n_heads",
         "n_layer": "n_layers",
     }
-    missing = [key for key in sizes if key not in config]
-    if missing:
-        raise UserError(f'{source}: key "{missing[0]}": missing')
+    for key in sizes:
+        size = config.get(key)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            fault = f"{shown(size)} is not a whole number from 1 on" if key in config else "missing"
+            raise UserError(f'{source}: key "{key}": {fault}')
+    if config["n_embd"] % config["n_head"]:
+        raise UserError(f'{source}: key "n_embd": {config["n_embd"]} is not a multiple of n_head, {config["n_head"]}')
     inner = config.get("n_inner")
     if inner is not None and inner != 4 * config["n_embd"]:
         raise UserError(f'{source}: key "n_inner": {shown(inner)} is not four times n_embd, as ours is')
-    return {
-        **{own: config[key] for key, own in sizes.items()},
-        "drop_rate": config.get("resid_pdrop", 0.1),
-        "qkv_bias": True,
-        "tie_weights": config.get("tie_word_embeddings", True),
-    }
+    tied = config.get("tie_word_embeddings", True)
+    if not isinstance(tied, bool):
+        raise UserError(f'{source}: key "tie_word_embeddings": {shown(tied)} is not true or false')
+    shape = {own: config[key] for key, own in sizes.items()}
+    return {**shape, "drop_rate": _drop_rate(config, source), "qkv_bias": True, "tie_weights": tied}
+
+
+def _drop_rate(config: dict[str, Any], source: Path) -> float:
+    """The one rate of all dropouts; where they differ, that of the residuals. It means nothing but for training on."""
+    rates = [config.get(key, 0.1) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
+    for key, rate in zip(("resid_pdrop", "embd_pdrop", "attn_pdrop"), rates, strict=True):
+        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < 1:
+            raise UserError(f'{source}: key "{key}": {shown(rate)} is not a rate of dropout')
+    return float(rates[0])
 
 
 def from_tensors(theirs: dict[str, Tensor], layers: int, source: Path) -> dict[str, Tensor]:

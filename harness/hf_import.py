@@ -22,18 +22,22 @@ CONFIG, WEIGHTS, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.s
 WANTED = [CONFIG, WEIGHTS, INDEX, "model-*.safetensors", TOKENIZER, "vocab.json", "merges.txt"]
 
 
-def import_model(source: Path, name: str, run: Path, check: Callable[[dict[str, Any], dict[str, Tensor]], None]) -> str:
+Check = Callable[[dict[str, Any], dict[str, Tensor]], None]
+
+
+def import_model(source: Path, name: str | None, run: Path, check: Check) -> str:
     """Write model.json, model.safetensors and what belongs to them to the new run directory `run`.
 
-    `source` is a folder with a GPT-2 in transformers' format, `name` what to call it; `check(shape, tensors)` raises
-    UserError unless they make a model of ours. Returns a line about the tokenizer. Raises UserError for anything else
-    in the folder, RunError if the run cannot be written; nothing is then left of it.
+    `source` is a folder with a GPT-2 in transformers' format, `name` what it is called on the Hub, if it is from there;
+    `check(shape, tensors)` raises UserError unless they make a model of ours. Returns a line about the tokenizer.
+    Raises UserError for anything else in the folder, RunError if the run cannot be written; nothing is then left of it.
     """
     config_file = source / CONFIG
     shape = from_config(read_json_object(config_file), config_file)
     weights = _weights_of(source)
     shape, tensors = without_zero_biases(shape, from_tensors(weights, shape["n_layers"], source))
     check(shape, tensors)
+    _check_tokenizer(source)
     with new_folder(run) as draft:
         fill(draft, shape, tensors)
         said, tokenizer = _bring_tokenizer(source, draft, shape["vocab_size"])
@@ -60,6 +64,13 @@ def _weights_of(source: Path) -> dict[str, Tensor]:
     )
 
 
+def _check_tokenizer(source: Path) -> None:
+    """Raises UserError for a tokenizer.json that is there but cannot be ours: with GPT-2's in its place every number
+    would be wrong."""
+    if (source / TOKENIZER).exists():
+        load_tokenizer(source / TOKENIZER)
+
+
 def _bring_tokenizer(source: Path, draft: Path, vocab_size: int) -> tuple[str, str]:
     """Put the tokenizer beside the weights. A line about it, and its name in meta.json."""
     if (source / TOKENIZER).exists():
@@ -68,11 +79,7 @@ def _bring_tokenizer(source: Path, draft: Path, vocab_size: int) -> tuple[str, s
         _from_vocabulary(source, draft / TOKENIZER)
     else:
         return "no tokenizer in the folder: GPT-2's will be used", "gpt2"
-    try:
-        tokenizer = load_tokenizer(draft / TOKENIZER)
-    except UserError as error:
-        (draft / TOKENIZER).unlink()
-        return f"the tokenizer was left out, and GPT-2's will be used: {error}", "gpt2"
+    tokenizer = load_tokenizer(draft / TOKENIZER)
     return f"tokenizer of {tokenizer.vocab_size:,} tokens, for a model of {vocab_size:,}", TOKENIZER
 
 

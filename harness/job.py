@@ -287,7 +287,11 @@ class Job:
         """Continue train.json's `sample_prompt` with the model as it is. Rank 0 only."""
         assert self.config.sample_prompt is not None
         tokenizer, sampling = load_tokenizer(self.dataset.tokenizer), Sampling(seed=self.config.random_seed)
-        text = continue_text(self.model, tokenizer, self.config.sample_prompt, SAMPLE_TOKENS, sampling)
+        try:
+            text = continue_text(self.model, tokenizer, self.config.sample_prompt, SAMPLE_TOKENS, sampling)
+        except RunError as error:  # whether the run goes on is for others to decide
+            self.progress.say(f"global step {self.tally.global_step}: no sample: {error}")
+            return
         self._append("sample", text=text)
         self.progress.say(f"global step {self.tally.global_step}: {text}")
 

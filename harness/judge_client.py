@@ -28,7 +28,7 @@ LARGEST_REPLY_BYTES = 2**22
 SHORTEST_SECRET = 8  # a local server's "none" is no secret, and part of other words
 PASSING_STATUSES = {408, 409, 425, 429}  # and 5xx: asking again can help
 # A question that this judge does not take; another one it may.
-REFUSED_QUESTION_CODES = {"content_filter", "content_policy_violation", "context_length_exceeded"}
+REFUSED_QUESTION_CODES = {"content_filter", "content_policy_violation", "context_length_exceeded", "invalid_prompt"}
 
 
 class UnavailableError(Exception):
@@ -122,9 +122,14 @@ class JudgeClient:
             raise UserError(f"the openai package is missing: uv run --extra judge {command} ...") from None
         self._openai = openai
         # How often to ask again is decided by whoever asks: it also sees what others were answered.
-        self._client = openai.OpenAI(
-            api_key=self._key, base_url=endpoint.base_url, timeout=endpoint.timeout_seconds, max_retries=0
-        )
+        try:
+            self._client = openai.OpenAI(
+                api_key=self._key, base_url=endpoint.base_url, timeout=endpoint.timeout_seconds, max_retries=0
+            )
+        except Exception as error:  # what proxies and certificates can be guilty of has no common class
+            reason = f"{type(error).__name__}: {self.without_key(str(error))}"
+            remedy = "check the variables of proxies and certificates (ALL_PROXY, HTTPS_PROXY, SSL_CERT_FILE, ...)"
+            raise UserError(f"no connection can be set up ({reason}); {remedy}") from None
 
     def ask(self, prompt: str) -> Reply:
         """One request. Raises UnavailableError, InvalidAnswerError if the reply is not one of a chat, and UserError or

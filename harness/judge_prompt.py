@@ -64,7 +64,7 @@ class Prompt:
 def build_prompt(answers: Mapping[str, Response], place: Place) -> Prompt:
     """Ask about the answers of all models, by label, to the question at `place`."""
     labels = list(answers)
-    order = shuffled(labels, place)
+    order = shuffled([answers[label].response for label in labels], labels, place)
     names = tuple(neutral_name(number) for number in range(len(labels)))
     in_order = [answers[labels[index]] for index in order]
     question = {
@@ -80,17 +80,18 @@ def build_prompt(answers: Mapping[str, Response], place: Place) -> Prompt:
     )
 
 
-def shuffled(labels: Sequence[str], place: Place) -> tuple[int, ...]:
-    """Indices of the labels in an order that every order is as likely to be as any other.
+def shuffled(texts: Sequence[str], labels: Sequence[str], place: Place) -> tuple[int, ...]:
+    """Indices of the answers in an order that every order is as likely to be as any other.
 
-    Sorted by hashes, so that it does not depend on the order in which the labels are given.
+    Sorted by hashes of the answers' texts, so that it depends neither on the order in which they are given nor on what
+    the models are called: the same answers make the same prompt, and are paid for once. Labels part equal texts.
     """
 
-    def rank(index: int) -> bytes:
-        parts = [place.seed, place.question, place.repeat, labels[index]]
-        return hashlib.sha256(json.dumps(parts).encode()).digest()
+    def rank(index: int) -> tuple[bytes, str]:
+        parts = [place.seed, place.question, place.repeat, texts[index]]
+        return hashlib.sha256(json.dumps(parts).encode()).digest(), labels[index]
 
-    return tuple(sorted(range(len(labels)), key=rank))
+    return tuple(sorted(range(len(texts)), key=rank))
 
 
 def neutral_name(number: int) -> str:

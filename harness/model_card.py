@@ -7,12 +7,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+from pydantic import BaseModel, ConfigDict
 
 from harness.held_out import TestLoss
 
 CHART = "training-run-chart.png"
+
+
+class RunSummary(BaseModel):
+    """What a card tells of a run's summary.json."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    world_size: int
+    device: str
+    tokens_per_second: float
+    seconds: dict[str, float]
+    dollars: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -22,7 +36,7 @@ class ModelFacts:
     name: str  # owner/name
     shape: Any  # gpt.ModelConfig
     meta: dict[str, Any]  # of the checkpoint
-    summary: dict[str, Any] = field(default_factory=dict)  # of the run
+    summary: RunSummary | None = None
     test: TestLoss | None = None
     license: str | None = None
     has_chart: bool = False
@@ -123,17 +137,17 @@ def _training_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
     if facts.number("global_step") is not None:
         yield "global steps", f"{meta['global_step'] + 1:,}"
     if summary:
-        yield "machine", f"{summary['world_size']} × {_plain(summary['device'])}"
-        yield "speed", f"{summary['tokens_per_second']:,.0f} tokens per second"
-        yield "time of the whole run", _phases(summary["seconds"], "{:,.0f} s")
-        if summary.get("dollars"):
-            yield "cost of the whole run", _phases(summary["dollars"], "${:,.2f}")
+        yield "machine", f"{summary.world_size} × {_plain(summary.device)}"
+        yield "speed", f"{summary.tokens_per_second:,.0f} tokens per second"
+        yield "time of the whole run", _phases(summary.seconds, "{:,.0f} s")
+        if summary.dollars:
+            yield "cost of the whole run", _phases(summary.dollars, "${:,.2f}")
     yield "made with", "ddp-pretrain" + (f", torch {_plain(meta['torch'])}" if meta.get("torch") else "")
 
 
 def _phases(amounts: dict[str, float], form: str) -> str:
     parts = ", ".join(f"{phase} {form.format(amount)}" for phase, amount in amounts.items() if phase != "total")
-    return f"{form.format(amounts['total'])} ({parts})"
+    return f"{form.format(amounts.get('total', sum(amounts.values())))} ({parts})"
 
 
 def _indented(value: Any) -> Iterator[str]:

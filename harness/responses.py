@@ -89,10 +89,15 @@ def read_comparable(paths: Sequence[Path]) -> list[Responses]:
                 "models on one data set"
             )
     names = Counter(model.model for model in models)
-    return [
+    told_apart = [
         model if names[model.model] == 1 else model.model_copy(update={"model": f"{model.model} ({path})"})
         for path, model in zip(paths, models, strict=True)
     ]
+    names = Counter(model.model for model in told_apart)
+    for path, model in zip(paths, told_apart, strict=True):
+        if names[model.model] > 1:
+            raise UserError(f'{path}: key "model": another file\'s model is called {model.model}, too; rename one')
+    return told_apart
 
 
 def _first_difference(one: Responses, other: Responses) -> str:

@@ -29,7 +29,7 @@ def prompts_of(file: Path | None, prompt: str | None, default: str) -> list[str]
     if prompt is not None:
         raise UserError("--prompt and --prompts: give one of them")
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").split("\n")  # other separators are part of a prompt
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: not UTF-8 text (byte {error.start})") from None
     except OSError as error:
@@ -38,7 +38,7 @@ def prompts_of(file: Path | None, prompt: str | None, default: str) -> list[str]
     if not numbered:
         raise UserError(f"{file}: no prompts; each line is one")
     if file.suffix != ".jsonl":
-        return [line for _, line in numbered]
+        return [line.removesuffix("\r") for _, line in numbered]
     return [_json_string(line, f"{file}: line {number}") for number, line in numbered]
 
 

@@ -91,7 +91,8 @@ def describe_summary(summary: dict[str, Any]) -> str:
     lines.append(f"Final train loss: {_loss(summary['final_train_loss'])}")
     if summary["final_validation_loss"] is not None:
         lines.append(f"Final validation loss: {_loss(summary['final_validation_loss'])}")
-    lines.append(f"Best loss: {_loss(summary['best_loss'])} at global step {summary['best_step']}")
+    if summary["best_step"] is not None:
+        lines.append(f"Best loss: {_loss(summary['best_loss'])} at global step {summary['best_step']}")
     if dollars is not None:
         phases = ", ".join(f"{phase} ${cost:,.2f}" for phase, cost in dollars.items() if phase != "total")
         lines.append(f"Cost: ${dollars['total']:,.2f} ({phases})")

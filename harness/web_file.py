@@ -6,6 +6,7 @@ import hashlib
 import http.client
 import os
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
@@ -17,11 +18,12 @@ LARGEST_BYTES = 2**30
 CHUNK_BYTES = 2**20
 
 
-def local_copy(file_or_url: str, folder: Path | None = None) -> Path:
+def local_copy(file_or_url: str, check: Callable[[Path], object], folder: Path | None = None) -> Path:
     """The path itself, or for an http(s) address the file in `folder` (by default this user's cache) that holds its
     contents, downloaded if it is not there yet.
 
-    Raises UserError if it cannot be had; no part of a file is ever left under the name.
+    Raises UserError if it cannot be had, or if `check(path)` does so for what has been downloaded (a page that asks to
+    log in, say); no such file and no part of one is left under the name.
     """
     if urlsplit(file_or_url).scheme not in {"http", "https"}:
         return Path(file_or_url)
@@ -29,7 +31,7 @@ def local_copy(file_or_url: str, folder: Path | None = None) -> Path:
     name = PurePosixPath(urlsplit(file_or_url).path).name or "file"
     path = folder / f"{hashlib.sha256(file_or_url.encode()).hexdigest()[:16]}-{name}"
     if not path.is_file():
-        _download(file_or_url, path)
+        _download(file_or_url, path, check)
     return path
 
 
@@ -38,7 +40,7 @@ def _cache() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "ddp-pretrain"
 
 
-def _download(url: str, path: Path) -> None:
+def _download(url: str, path: Path, check: Callable[[Path], object]) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,9 +54,12 @@ def _download(url: str, path: Path) -> None:
             if expected is not None and taken != int(expected):  # urllib takes a connection cut short for an end
                 raise OSError(f"ended after {taken:,} of {int(expected):,} bytes")
         sync(draft)
+        check(draft)
         draft.replace(path)
+    except UserError as error:
+        raise UserError(str(error).replace(str(draft), url)) from None
     except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", None) or error.args[-1] if error.args else error
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
         raise UserError(f"{url}: cannot be downloaded to {path.parent}: {reason}; give a file by --data") from None
     finally:
         draft.unlink(missing_ok=True)

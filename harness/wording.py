@@ -45,6 +45,11 @@ def is_hub_name(text: str) -> bool:
     return re.fullmatch(r"[\w.-]+/[\w.-]+", text) is not None
 
 
+def as_unicode(name: str) -> str:
+    """A file's name, which can be any bytes, as text that every file can take."""
+    return name.encode(errors="replace").decode()
+
+
 def is_unicode(text: str) -> bool:
     """JSON can write a lone surrogate, which no file, terminal or other program can take."""
     try:

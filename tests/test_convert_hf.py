@@ -272,6 +272,14 @@ def test_test_loss_of_an_imported_model_is_that_of_transformers(tmp_path: Path) 
         ("scale_attn_by_inverse_layer_idx", True),
         ("scale_attn_weights", False),
         ("n_inner", 100),
+        ("n_layer", "two"),
+        ("n_layer", 2.0),
+        ("n_layer", -1),
+        ("n_layer", True),
+        ("n_embd", 50),
+        ("resid_pdrop", "x"),
+        ("attn_pdrop", 1.5),
+        ("tie_word_embeddings", "yes"),
         ("n_embd", None),
     ],
 )
@@ -300,6 +308,9 @@ def test_folders_that_are_no_gpt2_leave_nothing(tmp_path: Path) -> None:
     (tmp_path / "hf" / "model.safetensors").unlink()
     (tmp_path / "hf" / "pytorch_model.bin").write_bytes(b"x")
     refused(tmp_path, "import", str(tmp_path / "hf"), *into, says="no model.safetensors")
+    save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    refused(tmp_path, "import", str(tmp_path / "hf"), *into, says="hf/tokenizer.json: not a readable tokenizer")
     (tmp_path / "hf" / "config.json").unlink()
     refused(tmp_path, "import", str(tmp_path / "hf"), *into, says="config.json: no such file")
     refused(tmp_path, "import", "../x", "../r", says="must be a plain name")
@@ -402,6 +413,16 @@ def test_a_card_of_little_is_a_card(tmp_path: Path) -> None:
     assert "| training | 3.500 |" in card
     assert "validation" not in card
     assert "| global steps | 8 |" in card
+
+
+def test_a_card_tells_nothing_of_this_machine(tmp_path: Path) -> None:
+    hugging_face_model(tmp_path / "hf")
+    convert(tmp_path, "import", str(tmp_path / "hf"), "r", "--runs-dir", str(tmp_path / "runs"))
+    card = convert(tmp_path, "publish", str(tmp_path / "runs" / "r"), "me/x", "--card").stdout
+    assert "imported" not in card
+    assert str(tmp_path) not in card
+    (tmp_path / "runs" / "r" / "summary.json").write_text('{"device": "x"}')
+    refused(tmp_path, "publish", str(tmp_path / "runs" / "r"), "me/x", "--card", says='summary.json: key "world_size"')
 
 
 def test_what_a_publishing_may_not_do(tmp_path: Path, hub: FakeHub) -> None:

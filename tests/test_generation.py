@@ -201,6 +201,37 @@ def test_files_of_prompts_that_are_none(tmp_path: Path, name: str, content: str 
     assert fault in str(caught.value)
 
 
+def test_a_line_ends_at_a_newline_alone(tmp_path: Path) -> None:
+    text = "\ufeffone\u2028still one\r\ntwo\x0cstill two\n"
+    (tmp_path / "p.txt").write_bytes(text.encode())
+    assert prompts_of(tmp_path / "p.txt", None, "x") == ["one\u2028still one", "two\x0cstill two"]
+    (tmp_path / "p.jsonl").write_bytes('\ufeff"a\u2028b"\r\n'.encode())
+    assert prompts_of(tmp_path / "p.jsonl", None, "x") == ["a\u2028b"]
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_broken_weights_are_one_line(model_files: tuple[Path, Path], tmp_path: Path, temperature: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(model_files[1])
+    tensors["final_norm.scale"].fill_(float("nan"))
+    for name in ("tokenizer.json", "meta.json"):
+        (tmp_path / name).write_bytes((model_files[0].parent / name).read_bytes())
+    save_file(tensors, tmp_path / "model.safetensors")
+    arguments = [
+        str(model_files[0]),
+        str(tmp_path / "model.safetensors"),
+        "--prompt",
+        "the",
+        "--temperature",
+        temperature,
+    ]
+    result = Workshop(tmp_path).command("test_smoke.py", *arguments)
+    assert result.status == 1
+    assert result.error_lines == [result.stderr.splitlines()[-1]]
+    assert "its weights are broken" in result.stderr
+
+
 def test_prompt_and_prompts_exclude_each_other() -> None:
     with pytest.raises(UserError, match="give one of them"):
         prompts_of(ROOT / "README.md", "text", "x")

@@ -319,6 +319,12 @@ def test_bad_input_is_one_line_before_anything_is_trained(shop: Workshop, data: 
         (ift(shop, "--data", str(data), "--responses", str(tmp_path), "--responses-only"), ["exists"]),
         (ift(shop, "--data", str(data), "--responses", "no/such/x.json", "--responses-only"), ["no such folder"]),
         (ift(shop, "--data", str(data), "--save", str(tmp_path), "--responses-only"), ["--save"]),
+        (
+            ift(shop, "--data", str(data), "--save", f"{bad}/x", "--responses-only"),
+            ["bad.json: no file can be written"],
+        ),
+        (ift(shop, "--data", str(data), "--responses", "/proc/o.json", "--responses-only"), ["/proc: no file"]),
+        (ift(shop, "--data", str(data), "--name", "\udcff", "--responses-only"), ["--name"]),
         (ift(shop, "--data", "http://127.0.0.1:1/x.json", "--responses-only"), ["127.0.0.1:1", "--data"]),
     ):
         assert result.status == 2, result.stderr
@@ -336,13 +342,13 @@ def test_bad_input_is_one_line_before_anything_is_trained(shop: Workshop, data: 
 
 
 class _Web(http.server.BaseHTTPRequestHandler):
-    """/good.json has ENTRIES, /short.json less than it promises."""
+    """/good.json has ENTRIES, /short.json less than it promises, /login.json a page."""
 
     asked: list[str]
 
     def do_GET(self) -> None:
         type(self).asked.append(self.path)
-        body = json.dumps(ENTRIES).encode()
+        body = b"<html>" if "login" in self.path else json.dumps(ENTRIES).encode()
         self.send_response(200 if "json" in self.path else 404)
         self.send_header("Content-Length", str(len(body) + (7 if "short" in self.path else 0)))
         self.end_headers()
@@ -363,13 +369,13 @@ def web() -> Iterator[tuple[str, list[str]]]:
 
 def test_a_file_is_downloaded_once_and_whole(web: tuple[str, list[str]], tmp_path: Path) -> None:
     address, asked = web
-    path = local_copy(f"{address}/good.json", tmp_path)
+    path = local_copy(f"{address}/good.json", load_instructions, tmp_path)
     assert len(load_instructions(path)) == len(ENTRIES)
-    assert local_copy(f"{address}/good.json", tmp_path) == path
+    assert local_copy(f"{address}/good.json", load_instructions, tmp_path) == path
     assert asked == ["/good.json"]
-    for name in ("short.json", "missing"):
-        with pytest.raises(UserError, match=f"{address}/{name}: cannot be downloaded"):
-            local_copy(f"{address}/{name}", tmp_path)
+    for name in ("short.json", "missing", "login.json"):
+        with pytest.raises(UserError, match=f"{address}/{name}:"):
+            local_copy(f"{address}/{name}", load_instructions, tmp_path)
     assert list(tmp_path.iterdir()) == [path], "nothing half-written"
 
 

@@ -391,7 +391,11 @@ def test_what_does_not_pass_is_said_at_once(bench: Bench, fault: Fault, kind: ty
     assert not bench.cache.exists()
 
 
-@pytest.mark.parametrize("fault", [text("no"), status(400, code="context_length_exceeded")], ids=["text", "too long"])
+@pytest.mark.parametrize(
+    "fault",
+    [text("no"), status(400, code="context_length_exceeded"), status(400, code="invalid_prompt")],
+    ids=["text", "too long", "flagged"],
+)
 def test_a_question_without_a_valid_answer_is_left_out_and_asked_again_next_time(bench: Bench, fault: Fault) -> None:
     bench.judge.always = {"Question 2": fault}
     judgement = bench.run()
@@ -642,3 +646,35 @@ def test_tables_fit_a_terminal(count: int) -> None:
     assert len(rows) == (count * (count - 1) // 2 if count <= 8 else count - 1)
     assert "$1,350.0000" in "".join(lines)
     assert len(report.as_json()["pairs"]) == count * (count - 1) // 2
+
+
+def test_a_proxy_that_cannot_be_used_is_one_line(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, value in (("ALL_PROXY", "gopher://127.0.0.1:1"), ("SSL_CERT_FILE", "/nowhere")):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, value)
+            line = one_line(bench.command(expect=2)[1])
+        assert "no connection can be set up" in line
+        assert variable in line
+    assert not bench.judge.requests
+
+
+def test_the_same_files_by_other_paths_cost_nothing(bench: Bench) -> None:
+    """Models of one name are told apart by their paths; the judge sees neither."""
+    bench.models = [model.model_copy(update={"model": "same"}) for model in bench.models[:2]]
+    bench.folder.joinpath("b").mkdir()
+    for folder, model in zip((bench.folder, bench.folder / "b"), bench.models, strict=True):
+        write_responses(folder / "r.json", model)
+
+    def judge_paths(*paths: str) -> str:
+        environment = {**os.environ, "OPENAI_API_KEY": KEY, "NO_PROXY": "127.0.0.1"}
+        command = [sys.executable, str(ROOT / "judge_ift.py"), *paths, "--base-url", bench.judge.url]
+        process = subprocess.Popen(
+            command, cwd=bench.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        return finish(process, 0)[0]
+
+    judge_paths("r.json", "b/r.json")
+    assert len(bench.judge.paid) == QUESTIONS
+    judge_paths("b/r.json", "r.json")
+    judge_paths(str(bench.folder / "r.json"), str(bench.folder / "b" / "r.json"))
+    assert len(bench.judge.paid) == QUESTIONS

@@ -48,15 +48,19 @@ def test_shuffling_never_mixes_up_models(answers: dict[str, str], seed: int, ran
     scores = prompt.in_model_order({name: number_of[text] for name, text in given_to.items()})
     assert scores == [number_of[answers[label]] for label in labels]
     assert build_prompt({label: answer(answers[label]) for label in reversed(labels)}, place).text == prompt.text
+    renamed = {f"{number} {label}": answer(answers[label]) for number, label in enumerate(labels)}
+    assert build_prompt(renamed, place).text == prompt.text, "what the models are called is nobody's business"
 
 
 def test_every_order_is_as_likely() -> None:
-    labels = ["small", "medium", "large"]
-    orders = Counter(shuffled(labels, Place(question, repeat, 0)) for question in range(600) for repeat in range(2))
+    texts, labels = ["one", "two", "three"], ["small", "medium", "large"]
+    places = [Place(question, repeat, 0) for question in range(600) for repeat in range(2)]
+    orders = Counter(shuffled(texts, labels, place) for place in places)
     assert len(orders) == 6
     # Chi-squared with 5 degrees of freedom exceeds 20.5 once in a thousand times; these hashes never change.
     assert sum((count - 200) ** 2 / 200 for count in orders.values()) < 20.5
-    assert shuffled(labels, Place(0, 0, 0)) != shuffled(labels, Place(0, 0, 1))
+    assert shuffled(texts, labels, Place(0, 0, 0)) != shuffled(texts, labels, Place(0, 0, 1))
+    assert shuffled(["same"] * 3, labels, Place(0, 0, 0)) == shuffled(["same"] * 3, labels, Place(1, 0, 0)) == (2, 1, 0)
 
 
 def test_no_answer_can_leave_its_place() -> None:
@@ -141,6 +145,9 @@ def test_models_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> Non
         write_responses(path, model(label, "yes", path.name))
     labels = [each.model for each in read_comparable(paths)]
     assert labels == [f"same ({paths[0]})", "other", f"same ({paths[2]})"]
+    write_responses(paths[1], model(f"same ({paths[2]})", "yes", "x"))
+    with pytest.raises(UserError, match="another file's model is called"):
+        read_comparable(paths)
 
 
 def test_other_questions_are_refused(tmp_path: Path) -> None:

@@ -85,12 +85,21 @@ def test_two_ranks_take_a_notebooks_checkpoint(tmp_path: Path) -> None:
     assert meta["tokens_seen"] == 12 * 32
 
 
+def test_a_notebooks_checkpoint_of_a_run_that_is_done(tmp_path: Path) -> None:
+    """Its four steps of 32 tokens are all there is to do: nothing was trained here, so there is no summary of it."""
+    shop, _, _ = workshop(tmp_path)
+    shop.add_run("r", model={"drop_rate": 0.0}, **SETTINGS | {"min_train_tokens": STEPS * 32})
+    assert "is finished" in shop.attempt(NAME).stdout
+    assert not (shop.runs / "r" / "summary.json").exists()
+
+
 def test_a_notebooks_checkpoint_is_taken_by_name_alone(tmp_path: Path) -> None:
     shop, _, folder = workshop(tmp_path)
     (folder.parent / "latest").symlink_to(NAME)
     result = shop.attempt()
     assert result.status == 2
-    assert "not written by this program; to train on from it, give its name as CHECKPOINT" in result.error_lines[0]
+    words = "not written by this program; to train on from it, give its name as CHECKPOINT, or use --restart"
+    assert result.error_lines[0].endswith(words)
 
 
 @pytest.mark.parametrize(
