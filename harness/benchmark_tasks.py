@@ -157,11 +157,13 @@ def _index() -> dict[str, Any]:
 def quieten() -> None:
     """Keep what is of no use to a user here from the terminal: the libraries' logs, and bars for data of some
     kilobytes."""
-    logging.getLogger("lm_eval").setLevel(logging.CRITICAL)
-    for library in ("datasets", "huggingface_hub"):
-        logging.getLogger(library).setLevel(logging.ERROR)
+    # Imported first: they set their own levels then.
     import datasets
+    import huggingface_hub.utils.logging
 
+    logging.getLogger("lm_eval").setLevel(logging.CRITICAL)
+    datasets.logging.set_verbosity_error()
+    huggingface_hub.utils.logging.set_verbosity_error()
     datasets.disable_progress_bars()
 
 

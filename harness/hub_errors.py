@@ -15,6 +15,7 @@ from huggingface_hub import errors as hub_errors
 from harness.errors import UserError
 
 RETRY_PAUSE_SECONDS = 1.0
+SHORTEST_TOKEN = 6  # what is shorter is no secret, and part of other words
 
 Result = TypeVar("Result")
 
@@ -42,8 +43,8 @@ class HubWork:
     def failed(self, problem: str, remedy: str) -> UserError:
         """The one line a user sees, without the token even where a library's text quotes it."""
         line = " ".join(f'{self.kind} "{self.name}": {problem}; {remedy}'.split())
-        token = huggingface_hub.get_token()
-        for secret in (token, repr(token)[1:-1]) if token else ():
+        token = huggingface_hub.get_token() or ""
+        for secret in (token, repr(token)[1:-1]) if len(token) >= SHORTEST_TOKEN else ():
             line = line.replace(secret, "***")
         return UserError(line)
 

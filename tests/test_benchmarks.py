@@ -441,3 +441,17 @@ def test_without_the_extra_the_remedy_is_named(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.splitlines() == [done.stderr.strip()]
     assert "uv run --extra benchmarks" in done.stderr
+
+
+def test_the_libraries_keep_their_retries_to_themselves() -> None:
+    """In a process of its own: libraries set their levels when they are imported first."""
+    program = (
+        "import logging\n"
+        "from harness.benchmark_tasks import quieten\n"
+        "quieten()\n"
+        "import datasets, huggingface_hub.utils._http\n"
+        "for name in ('huggingface_hub.utils._http', 'datasets.load', 'lm_eval.tasks'):\n"
+        "    print(logging.getLogger(name).isEnabledFor(logging.WARNING))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["False"] * 3, done.stderr
