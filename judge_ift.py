@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from harness.commandline import NOTEBOOK_JUDGE, FiniteNumber
-from harness.errors import RunError, UserError, one_line_errors
+from harness.errors import RunError, StoppedError, UserError, one_line_errors
 
 SECONDS = FiniteNumber(min=0, min_open=True, max=86_400)
 PRICE = FiniteNumber(min=0, max=1e9)
@@ -54,7 +54,12 @@ def main(responses: tuple[Path, ...], **options: Any) -> None:
         settings = JudgeSettings(endpoint, **shared)
         models = read_comparable(responses)
         cache = options["cache"] or min(path.absolute() for path in responses).parent / "judgements.jsonl"
-        report = JudgeReport.of(judge(models, settings, cache), settings, prices)
+        try:
+            judgement = judge(models, settings, cache)
+        except StoppedError:
+            click.echo("stopped by SIGINT; the same command goes on from there", err=True)
+            raise
+        report = JudgeReport.of(judgement, settings, prices)
         click.echo(json.dumps(report.as_json(), indent=1) if options["as_json"] else "\n".join(report.lines()))
         if (shortfall := report.shortfall()) is not None:
             raise RunError(shortfall)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from harness.commandline import NOTEBOOK_JUDGE, POSITIVE
-from harness.errors import RunError, UserError, one_line_errors
+from harness.errors import RunError, StoppedError, UserError, one_line_errors
 from harness.files import check_writable
 from harness.instructions import BOOK_DATA
 from harness.wording import as_unicode, is_unicode
@@ -59,11 +59,12 @@ def main(model_json: Path, model_safetensors: Path, **options: Any) -> None:
         model, tokenizer = open_model(model_json, model_safetensors)
         tuning = fine_tune(model, tokenizer, splits, options)
         name = options["name"] or name_of(model_json, model_safetensors)
-        responses = answer_test(model, tokenizer, splits, name=name, facts=facts_of(data, splits, tuning, options))
+        facts = facts_of(data, splits, tuning, options)
+        if options["save"]:
+            save(model, model_safetensors, options["save"], {"fine_tuned_from": name, **facts})
+        responses = answer_test(model, tokenizer, splits, name=name, facts=facts)
         write_responses(path, responses)
         click.echo(f"{path}: {len(responses.responses):,} answers")
-        if options["save"]:
-            save(model, model_safetensors, options["save"])
         if judge is not None:
             score(responses, judge, path)
 
@@ -88,8 +89,8 @@ def check_places(path: Path, options: dict[str, Any]) -> None:
     if not path.parent.is_dir():
         raise UserError(f"{path}: no such folder as {path.parent}")
     check_writable(path.parent)
-    if options["save"] and options["save"].exists():
-        raise UserError(f"{options['save']}: exists; give --save another place")
+    if options["save"] and (options["save"].exists() or options["save"].absolute() == path.absolute()):
+        raise UserError(f"{options['save']}: exists, or is where the answers go; give --save another place")
     if options["save"]:
         check_writable(next(folder for folder in options["save"].absolute().parents if folder.exists()))
     if options["name"] is not None and not (options["name"].strip() and is_unicode(options["name"])):
@@ -127,8 +128,9 @@ def fine_tune(model: GPTModel, tokenizer: Tokenizer, splits: InstructionSplits, 
     if cut:
         click.echo(f"{cut:,} instructions fill the context of {context_length:,} tokens alone, and are not learnt from")
     tuning = fine_tune(model, (parts[0], parts[1]), tokenizer.eot_token, FineTuneSettings(**shared), click.echo)
-    why = "the validation loss rose" if tuning.rose else f"--max-epochs {options['max_epochs']}"
-    click.echo(f"stopped: {why}; kept: epoch {tuning.kept_epoch}")
+    click.echo(f"stopped: {tuning.reason}; kept: epoch {tuning.kept_epoch}")
+    if tuning.kept_epoch == 0:
+        click.echo("nothing was learnt, the model is as it came: try a lower --learning-rate", err=True)
     return tuning
 
 
@@ -137,6 +139,7 @@ def facts_of(data: Path, splits: InstructionSplits, tuning: FineTuning, options:
     from dataclasses import asdict
 
     from harness.files import sha256
+    from harness.metrics import finite
 
     used = {key: options[key] for key in ("learning_rate", "max_epochs", "max_new_tokens", "seed", "answers_only")}
     about = {
@@ -145,7 +148,8 @@ def facts_of(data: Path, splits: InstructionSplits, tuning: FineTuning, options:
         "entries": splits.entries,
         "test_entries": len(splits.test),
     }
-    return {"data": about, "fine_tuning": {**used, **asdict(tuning)}}
+    losses = {key: [finite(loss) for loss in getattr(tuning, key)] for key in ("validation_losses", "train_losses")}
+    return {"data": about, "fine_tuning": {**used, **asdict(tuning), **losses}}
 
 
 def answer_test(
@@ -159,12 +163,13 @@ def answer_test(
     return Responses.model_validate({"model": name, **facts, "responses": [each.model_dump() for each in answers]})
 
 
-def save(model: GPTModel, source: Path, folder: Path) -> None:
-    """Keep the fine-tuned model, with its tokenizer."""
+def save(model: GPTModel, source: Path, folder: Path, facts: dict[str, Any]) -> None:
+    """Keep the fine-tuned model, with its tokenizer and how it was made."""
     from harness.model_folder import write_model
     from harness.weights import tokenizer_file_of
 
-    write_model(folder, model.config.model_dump(mode="json"), model.public_tensors(), tokenizer_file_of(source))
+    shape, tokenizer = model.config.model_dump(mode="json"), tokenizer_file_of(source)
+    write_model(folder, shape, model.public_tensors(), tokenizer=tokenizer, facts=facts)
     click.echo(f"{folder}: the fine-tuned model")
 
 
@@ -178,6 +183,9 @@ def score(responses: Responses, settings: Any, path: Path) -> None:
         click.echo("\n".join(report.lines()))
         if (shortfall := report.shortfall()) is not None:
             raise RunError(shortfall)
+    except StoppedError:
+        click.echo(f"stopped by SIGINT; the answers are kept: judge_ift.py {path} goes on from there", err=True)
+        raise
     except (UserError, RunError) as error:  # nothing has to be trained again
         raise RunError(f"{error}; the answers are kept: judge_ift.py {path} scores them") from None
 

@@ -13,13 +13,10 @@ from harness.language_model import LanguageModel
 from harness.responses import Response
 from harness.tokenizer import Tokenizer
 
-LONGEST_ANSWER_TOKENS = 256
 ROWS = 16
 
 
-def answer(
-    model: LanguageModel, tokenizer: Tokenizer, entries: Sequence[Instruction], longest: int = LONGEST_ANSWER_TOKENS
-) -> list[Response]:
+def answer(model: LanguageModel, tokenizer: Tokenizer, entries: Sequence[Instruction], longest: int) -> list[Response]:
     """The likeliest answer to each entry, in their order, of at most `longest` tokens: the same every time.
 
     Of a prompt beyond the context length the model sees the end.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.benchmark_tasks import Benchmarks, prepare
+from harness.benchmark_tasks import REASON_CHARACTERS, Benchmarks, prepare
 from harness.benchmarks import Score, load, run, scores
 from harness.config import TrainConfig
 from harness.errors import RunError, UserError
@@ -21,8 +21,6 @@ from harness.likelihood import Scorer
 from harness.precision import Precision
 from harness.tokenizer import Tokenizer
 from harness.world import World
-
-REASON_CHARACTERS = 200
 
 
 class EvaluationFailed(Exception):  # noqa: N818 - the run goes on

@@ -45,6 +45,13 @@ class FineTuning:
     kept_epoch: int = 0
     rose: bool = False  # false: max_epochs came first
 
+    @property
+    def reason(self) -> str:
+        """Why it stopped."""
+        if not self.rose:
+            return f"--max-epochs {self.kept_epoch} reached"
+        return "the validation loss rose" if math.isfinite(self.validation_losses[-1]) else "the loss is not a number"
+
 
 def fine_tune(
     model: LanguageModel,

@@ -10,7 +10,7 @@ import torch
 
 from harness.files import replace_text
 from harness.gpt2_format import check_exact, to_config, to_tensors
-from harness.model_files import ModelFiles
+from harness.model_files import WEIGHTS, ModelFiles
 from harness.model_folder import new_folder
 from harness.tokenizer import load_tokenizer
 from harness.tokenizer_export import export_tokenizer
@@ -32,7 +32,7 @@ def export_model(model: Any, files: ModelFiles, folder: Path, dtype: str) -> Non
     with new_folder(folder) as draft:
         tensors = to_tensors(model.public_tensors(), model.config)
         converted = {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}
-        save_weights(converted, draft / "model.safetensors")
+        save_weights(converted, draft / WEIGHTS)
         config = to_config(model.config, loaded.eot_token, str(DTYPES[dtype]).removeprefix("torch."))
         replace_text(draft / "config.json", json.dumps(config, indent=2) + "\n")
         ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), loaded.eot_token)

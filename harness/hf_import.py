@@ -14,11 +14,12 @@ from harness.config import read_json_object
 from harness.errors import UserError
 from harness.files import replace_text
 from harness.gpt2_format import from_config, from_tensors, without_zero_biases
+from harness.model_files import WEIGHTS
 from harness.model_folder import fill, new_folder, write_meta
 from harness.tokenizer import load_tokenizer
 from harness.weights import load_weights
 
-CONFIG, WEIGHTS, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
+CONFIG, INDEX, TOKENIZER = "config.json", "model.safetensors.index.json", "tokenizer.json"
 WANTED = [CONFIG, WEIGHTS, INDEX, "model-*.safetensors", TOKENIZER, "vocab.json", "merges.txt"]
 
 
@@ -103,12 +104,17 @@ def _from_vocabulary(source: Path, path: Path) -> None:
 def fetch_model(name: str) -> Path:
     """A model repository's files on this machine, from huggingface_hub's cache or the Hub. Raises UserError."""
     import huggingface_hub
+    from huggingface_hub.constants import HF_HUB_CACHE
+    from huggingface_hub.utils import logging
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     from harness.hub_errors import HubWork
 
+    logging.set_verbosity_error()
     if not sys.stderr.isatty():
         disable_progress_bars()
     by_hand = "give the path of a folder with the model's files"
-    work = HubWork(name, "model", Path.cwd() / "cache", "its name", by_hand, "running the same command again resumes")
+    work = HubWork(
+        name, "model", Path(HF_HUB_CACHE) / "model", "its name", by_hand, "running the same command again resumes"
+    )
     return Path(work.call(lambda: huggingface_hub.snapshot_download(name, allow_patterns=WANTED)))

@@ -76,7 +76,8 @@ class HubWork:
                 return self._diagnose_answer(cause)
             if isinstance(cause, hub_errors.OfflineModeIsEnabled):
                 remedy = f"unset HF_HUB_OFFLINE, or {self.by_hand}"
-                return Diagnosis("not on this machine, and HF_HUB_OFFLINE is set", remedy)
+                problem = "not on this machine, and" if self.verb == "read" else "is on the network, but"
+                return Diagnosis(f"{problem} HF_HUB_OFFLINE is set", remedy)
             if isinstance(cause, hub_errors.HFValidationError):
                 return Diagnosis("not a name the Hugging Face Hub can have", f"check {self.named_by}")
             if isinstance(cause, OSError) and (cause.filename or _is_full(cause)):

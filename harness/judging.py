@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +83,6 @@ def _ask_missing(asks: Sequence[Ask], settings: JudgeSettings, cache: JudgeCache
     try:
         return requests.run(list(missing.values()))
     except KeyboardInterrupt:
-        print("stopped by SIGINT; the same command goes on from there", file=sys.stderr, flush=True)
         raise StoppedError(signal.SIGINT) from None
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from harness.held_out import TestLoss
+from harness.instructions import Instruction
 
 CHART = "training-run-chart.png"
 
@@ -82,6 +83,13 @@ def _summary(facts: ModelFacts) -> Iterator[str]:
     shape, tokens = facts.shape, facts.number("tokens_seen")
     yield from (f"# {facts.name.split('/')[-1]}", "")
     seen = f" on {tokens:,} tokens of {_code(facts.dataset)}" if tokens and facts.dataset else ""
+    if facts.meta.get("fine_tuned_from"):
+        data = facts.meta.get("data")
+        on = f" of {_code(data.get('file'))}" if isinstance(data, dict) else ""
+        yield f"A GPT-2-class model of {shape.parameters:,} parameters, fine-tuned on the instructions{on}"
+        yield f"from {_code(facts.meta['fine_tuned_from'])}. It expects them in Alpaca's form:"
+        yield from ("", *_indented_text(Instruction("…", "", "").prompt), "")
+        return
     yield f"A GPT-2-class base model of {shape.parameters:,} parameters, pre-trained{seen}: it continues text,"
     yield "and has not been taught to follow instructions or to refuse anything."
     if facts.meta.get("imported_from"):
@@ -151,7 +159,11 @@ def _phases(amounts: dict[str, float], form: str) -> str:
 
 
 def _indented(value: Any) -> Iterator[str]:
-    return (f"    {line}" for line in json.dumps(value, indent=2).splitlines())
+    return _indented_text(json.dumps(value, indent=2))
+
+
+def _indented_text(text: str) -> Iterator[str]:
+    return (f"    {line}".rstrip() for line in text.splitlines())
 
 
 def _code(text: Any) -> str:

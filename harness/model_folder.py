@@ -44,8 +44,11 @@ def new_folder(folder: Path) -> Iterator[Path]:
         raise RunError(f"{folder}: cannot be written: {reason}") from None
 
 
-def write_model(folder: Path, shape: dict[str, Any], tensors: dict[str, Tensor], tokenizer: str | Path) -> None:
-    """Write a new folder with model.json, the weights under their public names, and the tokenizer ("gpt2" or a file).
+def write_model(
+    folder: Path, shape: dict[str, Any], tensors: dict[str, Tensor], *, tokenizer: str | Path, facts: dict[str, Any]
+) -> None:
+    """Write a new folder with model.json, the weights under their public names, the tokenizer ("gpt2" or a file), and
+    a meta.json that holds `facts`, too.
 
     Raises as `new_folder` does.
     """
@@ -54,7 +57,7 @@ def write_model(folder: Path, shape: dict[str, Any], tensors: dict[str, Tensor],
         if isinstance(tokenizer, Path):
             shutil.copyfile(tokenizer, draft / tokenizer.name)
         name = tokenizer.name if isinstance(tokenizer, Path) else tokenizer
-        write_meta(draft, shape, tokenizer=name)
+        write_meta(draft, shape, tokenizer=name, **facts)
 
 
 def fill(draft: Path, shape: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -65,4 +68,4 @@ def fill(draft: Path, shape: dict[str, Any], tensors: dict[str, Tensor]) -> None
 
 def write_meta(draft: Path, shape: dict[str, Any], **values: Any) -> None:
     """What whoever opens the weights looks up beside them."""
-    replace_text(draft / META, json.dumps({"model": shape, **values}, indent=2) + "\n")
+    replace_text(draft / META, json.dumps({"model": shape, **values}, indent=2, allow_nan=False) + "\n")

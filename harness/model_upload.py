@@ -10,6 +10,17 @@ from harness.model_card import CHART, ModelFacts, model_card
 from harness.run import RunDirectory
 
 TRAINING = "training"  # the run's own files in the repository
+# Files that transformers looks for beside weights.
+COMPANIONS = {
+    "adapter_config.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "vocab.json",
+}
 
 
 def upload_model(exported: Path, facts: ModelFacts, run: RunDirectory | None, *, public: bool) -> str:
@@ -35,9 +46,12 @@ def upload_model(exported: Path, facts: ModelFacts, run: RunDirectory | None, *,
     files[CARD] = model_card(facts).encode()
     step = facts.meta.get("global_step")
     message = f"{facts.name}: " + ("weights" if step is None else f"weights after global step {step}")
-    return upload(work, files, message, public=public, is_replaced=_is_weights)
+    return upload(work, files, message, public=public, is_replaced=_is_models)
 
 
-def _is_weights(path: str) -> bool:
-    """Weights that transformers would take in place of ours: sharded ones, or of an older format."""
-    return "/" not in path and path.endswith((".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"))
+def _is_models(path: str) -> bool:
+    """What an earlier model in the repository may have, and whoever loads this one would take for its own."""
+    if path.startswith(f"{TRAINING}/") or path == CHART:
+        return True
+    weights = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
+    return "/" not in path and (path.endswith(weights) or path in COMPANIONS)

@@ -76,6 +76,14 @@ def test_fine_tuned_and_judged(journey: Journey) -> None:
     assert f"{mean:.2f}" in again
 
 
+def test_a_card_of_the_fine_tuned_model_says_so(journey: Journey) -> None:
+    card = journey.do("convert_hf.py", "publish", str(journey.tuned), "me/tuned", "--card").stdout
+    assert "fine-tuned on the instructions of `instructions.json`" in card
+    assert "from `quickstart/" in card
+    assert "    ### Response:" in card
+    assert "has not been taught" not in card
+
+
 def test_exported_and_sampled_by_transformers(journey: Journey) -> None:
     journey.do("convert_hf.py", "export", str(journey.tuned), str(journey.exported))
     model: Any = AutoModelForCausalLM.from_pretrained(journey.exported)

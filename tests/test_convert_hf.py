@@ -20,7 +20,7 @@ from harness.bpe import train_bpe
 from harness.errors import UserError
 from harness.gpt2_format import check_exact, from_config
 from harness.tokenizer import load_tokenizer
-from tests.fake_hub import FakeHub
+from tests.fake_hub import FakeFile, FakeHub
 from tests.launch import ROOT, Result, Workshop, finish
 from tests.test_model import random_model, random_tokens, shape
 
@@ -386,6 +386,27 @@ def test_a_run_goes_to_the_hub_and_comes_back(tmp_path: Path, hub: FakeHub) -> N
     assert all(torch.equal(tensor, back[name]) for name, tensor in model.public_tensors().items())
 
 
+def test_another_model_in_its_place_leaves_nothing_of_the_first(tmp_path: Path, hub: FakeHub) -> None:
+    environment = hub.environment(tmp_path / "home") | {"HF_TOKEN": "hf_secret", "HF_HUB_OFFLINE": "0"}
+    write_checkpoint(tmp_path / "c", small())
+    convert(tmp_path, "publish", str(tmp_path / "c"), "me/x", environment=environment)
+    repository = hub.models["me/x"]
+    own = set(repository.files)
+    stale = {
+        "training/metrics.jsonl",
+        "training-run-chart.png",
+        "pytorch_model.bin",
+        "model-00001-of-00002.safetensors",
+    }
+    stale |= {"adapter_config.json", "vocab.json", "merges.txt", "chat_template.jinja"}
+    kept = {"examples/one.safetensors", "notes.md"}
+    for name in stale | kept:
+        repository.files[name] = FakeFile(b"old")
+    write_checkpoint(tmp_path / "c", small(tie_weights=True, n_layers=2))
+    convert(tmp_path, "publish", str(tmp_path / "c"), "me/x", environment=environment)
+    assert set(repository.files) == own | kept
+
+
 def check_card(card: str, run: Path) -> None:
     summary = json.loads((run / "summary.json").read_text())
     _, front, body = card.split("---\n", 2)
@@ -433,6 +454,12 @@ def test_what_a_publishing_may_not_do(tmp_path: Path, hub: FakeHub) -> None:
     result = convert(tmp_path, "publish", str(tmp_path / "c"), "me/x", expect=2, environment=environment)
     assert 'model "me/x": access refused' in result.stderr
     assert "hf_secret" not in result.stderr
+    offline = environment | {"HF_HUB_OFFLINE": "1"}
+    result = convert(tmp_path, "publish", str(tmp_path / "c"), "me/x", expect=2, environment=offline)
+    assert 'model "me/x": is on the network, but HF_HUB_OFFLINE is set' in result.stderr
+    nowhere = environment | {"HF_HUB_CACHE": "/proc/nothing"}
+    result = convert(tmp_path, "import", "me/x", "r", expect=2, environment=nowhere)
+    assert len(result.stderr.splitlines()) == 1, result.stderr
     result = convert(tmp_path, "import", "me/nothing", "r", expect=2, environment=environment)
     assert 'model "me/nothing": not found' in result.stderr
     assert not (tmp_path / "runs").exists()

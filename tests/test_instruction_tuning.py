@@ -6,7 +6,9 @@ import http.server
 import itertools
 import json
 import math
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
 from gpt import GPTModel, load_model
 from harness.answers import answer
@@ -28,7 +31,8 @@ from harness.responses import read_responses
 from harness.tokenizer import Tokenizer, load_tokenizer
 from harness.web_file import local_copy
 from harness.weights import save_weights
-from tests.launch import Result, Workshop
+from tests.fake_judge import FakeJudge
+from tests.launch import ROOT, Result, Workshop, finish
 from tests.test_model import random_model, shape
 
 CPU = torch.device("cpu")
@@ -306,6 +310,35 @@ def test_from_a_checkpoint_to_responses(shop: Workshop, data: Path, tmp_path: Pa
     path.unlink()
 
 
+def test_a_model_that_learns_nothing_is_told_so(shop: Workshop, data: Path, tmp_path: Path) -> None:
+    options = ["--data", str(data), "--max-new-tokens", "3", "--responses-only", "--learning-rate", "1e12"]
+    result = ift(shop, *options, "--responses", str(tmp_path / "r.json"), "--save", str(tmp_path / "tuned"))
+    assert result.status == 0, result.stderr
+    assert "stopped: the loss is not a number; kept: epoch 0" in result.stdout
+    assert "try a lower --learning-rate" in result.stderr
+    assert read_responses(tmp_path / "r.json").fine_tuning["validation_losses"][-1] is None
+    start = load_file(shop.runs / "r" / "checkpoints" / "best" / "model.safetensors")
+    kept = load_file(tmp_path / "tuned" / "model.safetensors")
+    assert all(torch.equal(tensor, start[name]) for name, tensor in kept.items())
+
+
+def test_ctrl_c_while_it_is_judged_keeps_the_answers(shop: Workshop, data: Path, tmp_path: Path) -> None:
+    run, path = shop.runs / "r", tmp_path / "r.json"
+    files = [str(run / "model.json"), str(run / "checkpoints" / "best" / "model.safetensors")]
+    options = ["--data", str(data), "--max-epochs", "1", "--max-new-tokens", "3", "--responses", str(path)]
+    with FakeJudge(honest_requests=1) as judge:
+        command = [str(ROOT / "test_ift.py"), *files, *options, "--base-url", judge.url]
+        process = shop.fork(command, {"OPENAI_API_KEY": "sk-loopback", "NO_PROXY": "127.0.0.1"})
+        deadline = time.monotonic() + 60
+        while len(judge.requests) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        result = finish([process], expect=130, timeout=60)
+    assert result.error_lines == [f"stopped by SIGINT; the answers are kept: judge_ift.py {path} goes on from there"]
+    assert len(read_responses(path).responses) == 4
+
+
 def test_bad_input_is_one_line_before_anything_is_trained(shop: Workshop, data: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad.json"
     bad.write_text(json.dumps([*ENTRIES, {"instruction": "x", "input": ""}]))
@@ -324,6 +357,7 @@ def test_bad_input_is_one_line_before_anything_is_trained(shop: Workshop, data: 
             ["bad.json: no file can be written"],
         ),
         (ift(shop, "--data", str(data), "--responses", "/proc/o.json", "--responses-only"), ["/proc: no file"]),
+        (ift(shop, "--data", str(data), "--responses", "both", "--save", "both", "--responses-only"), ["--save"]),
         (ift(shop, "--data", str(data), "--name", "\udcff", "--responses-only"), ["--name"]),
         (ift(shop, "--data", "http://127.0.0.1:1/x.json", "--responses-only"), ["127.0.0.1:1", "--data"]),
     ):
@@ -386,5 +420,5 @@ def test_the_command_downloads_into_the_users_cache(web: tuple[str, list[str]], 
         target = tmp_path / f"{number}.json"
         result = ift(shop, *options, "--responses", str(target), environment={"XDG_CACHE_HOME": str(tmp_path / "c")})
         assert result.status == 0, result.stderr
-        assert "stopped: --max-epochs 1; kept: epoch 1" in result.stdout
+        assert "stopped: --max-epochs 1 reached; kept: epoch 1" in result.stdout
     assert asked == ["/good.json"]
