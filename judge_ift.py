@@ -43,7 +43,8 @@ def main(responses: tuple[Path, ...], **options: Any) -> None:
     with one_line_errors():
         from harness.judge_client import Endpoint
         from harness.judge_report import JudgeReport, Prices
-        from harness.judging import JudgeSettings, judge
+        from harness.judge_requests import JudgeSettings
+        from harness.judging import judge
         from harness.responses import read_comparable
 
         if (options["price_in"] is None) != (options["price_out"] is None):

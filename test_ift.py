@@ -72,7 +72,7 @@ def main(model_json: Path, model_safetensors: Path, **options: Any) -> None:
 def choose_judge(options: dict[str, Any]) -> Any:
     """The judge's settings. Raises UserError, before anything is trained, if it cannot be asked."""
     from harness.judge_client import Endpoint, JudgeClient
-    from harness.judging import JudgeSettings
+    from harness.judge_requests import JudgeSettings
 
     endpoint = Endpoint.choose(options["judge_model"], options["base_url"])
     try:

@@ -182,7 +182,7 @@ def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
     return int(ids[torch.multinomial(chances, 1, generator=generator)])
 
 
-def first(tokens: Iterator[int], count: int, tokenizer: Tokenizer) -> Iterator[int]:
+def up_to_the_end(tokens: Iterator[int], count: int, tokenizer: Tokenizer) -> Iterator[int]:
     """Up to `count` of the tokens: those before end-of-text."""
     for token in islice(tokens, count):
         if token == tokenizer.eot_token:

@@ -67,7 +67,7 @@ def _weights_of(source: Path) -> dict[str, Tensor]:
 
 def _check_tokenizer(source: Path) -> None:
     """Raises UserError for a tokenizer.json that is there but cannot be ours: with GPT-2's in its place every number
-    would be wrong."""
+    would be wrong. Apart from bringing it, so that no folder has been made by then."""
     if (source / TOKENIZER).exists():
         load_tokenizer(source / TOKENIZER)
 

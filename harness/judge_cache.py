@@ -66,7 +66,7 @@ class JudgeCache:
                 _write(self._descriptor, line if self._on_fresh_line else b"\n" + line)
             except OSError as error:
                 self._on_fresh_line = False
-                raise RunError(f"{self.path}: {error.strerror}; the same command goes on with what is there") from None
+                raise RunError(f"{self.path}: {error.strerror}; judging again goes on with what is there") from None
             self._on_fresh_line = True
             self.records.append(record)
 

@@ -88,8 +88,8 @@ class JudgeReport:
         where = listed([str(number) for number in dict.fromkeys(each.question for each in missing)])
         return (
             f"{self.settings.endpoint.name}: no valid answer to {len(missing):,} of {asked:,} prompts, after "
-            f"{self.settings.attempts} attempts each (question {where}; the last one: {missing[-1].reason}); the same "
-            "command asks again for these alone"
+            f"{self.settings.attempts} attempts each (question {where}; the last one: {missing[-1].reason}); "
+            "judging again asks for these alone"
         )
 
     def _heading(self, comparison: Comparison) -> str:

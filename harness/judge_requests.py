@@ -154,10 +154,10 @@ class JudgeRequests:
 
     def _check_patience(self, error: UnavailableError, failures: int) -> None:
         name, wait_seconds = self._settings.endpoint.name, error.wait_seconds or 0.0
-        kept = "the same command tries again"
+        kept = "judging again asks again"
         if self._kept:
             answers = "answer is" if self._kept == 1 else "answers are"
-            kept = f"{self._kept:,} {answers} kept in {self._cache.path}, and the same command goes on from there"
+            kept = f"{self._kept:,} {answers} kept in {self._cache.path}, and judging again goes on from there"
         if wait_seconds > LONGEST_WAIT_SECONDS:
             raise RunError(f"{name}: asks to be left alone for {wait_seconds:,.0f} seconds ({error}); {kept}")
         if failures >= self._settings.attempts:

@@ -15,8 +15,7 @@ from harness.errors import StoppedError
 from harness.judge_cache import JudgeCache, Record
 from harness.judge_client import Endpoint, JudgeClient
 from harness.judge_prompt import Place, Prompt, build_prompt
-from harness.judge_requests import Ask, JudgeRequests
-from harness.judge_requests import JudgeSettings as JudgeSettings
+from harness.judge_requests import Ask, JudgeRequests, JudgeSettings
 from harness.responses import Responses
 
 

@@ -12,9 +12,9 @@ from harness.generate import (
     Sampling,
     continue_batch,
     encode_prompt,
-    first,
     sample_tokens,
     until,
+    up_to_the_end,
     without_end,
 )
 from harness.language_model import LanguageModel
@@ -80,7 +80,7 @@ def stream_sample(model: LanguageModel, tokenizer: Tokenizer, prompt: str, sampl
     """Print the prompt and its continuation, each token as soon as it is there."""
     tokens = encode_prompt(model, tokenizer, prompt)
     click.echo(prompt, nl=False)
-    more = first(sample_tokens(model, tokens, sampling, tokenizer.vocab_size), count, tokenizer)
+    more = up_to_the_end(sample_tokens(model, tokens, sampling, tokenizer.vocab_size), count, tokenizer)
     for piece in tokenizer.decode_stream(more):
         click.echo(piece, nl=False)
     click.echo()

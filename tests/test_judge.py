@@ -356,7 +356,7 @@ def test_a_judge_that_never_answers(bench: Bench, fault: Fault, problem: str) ->
     with pytest.raises(RunError) as caught:
         bench.run(parallel=1, endpoint=Endpoint("referee", bench.judge.url, 0.3))
     assert problem in str(caught.value)
-    assert "(3 times in a row); the same command tries again" in str(caught.value)
+    assert "(3 times in a row); judging again asks again" in str(caught.value)
     assert len(bench.judge.requests) == 3
     assert list(bench.folder.iterdir()) == []
 
@@ -365,7 +365,7 @@ def test_a_judge_that_goes_away_leaves_what_it_answered(bench: Bench) -> None:
     bench.judge.always = {"Question 3": Fault(hang_up=True)}
     with pytest.raises(RunError) as caught:
         bench.run(parallel=1)
-    assert f"3 answers are kept in {bench.cache}, and the same command goes on from there" in str(caught.value)
+    assert f"3 answers are kept in {bench.cache}, and judging again goes on from there" in str(caught.value)
     bench.judge.always = {}
     bench.assert_true(bench.run())
     assert len(bench.judge.paid) == len(set(bench.judge.paid)) == QUESTIONS
