@@ -7,7 +7,6 @@ are used, so that --help answers at once.
 from __future__ import annotations
 
 import json
-import signal
 import socket
 import sys
 import time
@@ -19,6 +18,10 @@ import click
 
 from harness.commandline import POSITIVE, check_options
 from harness.errors import StoppedError, UserError, one_line_errors
+from harness.lasting_output import outlive_readers
+from harness.launcher import end_with_torchrun
+from harness.libraries import configure_libraries
+from harness.stopping import described
 from harness.watch import order
 
 if TYPE_CHECKING:
@@ -50,6 +53,7 @@ class Trainer:
         """Run all steps that are left; raises StoppedError if a signal asked for an early end."""
         job = self.job
         job.stop.listen()
+        outlive_readers(job.stop.hang_up)
         job.world.watch.is_stopping = lambda: bool(job.stop.signal)
         if job.due:  # a signal came in the middle of it
             self.after_step(job.position.first_step - 1, first=job.due)
@@ -175,12 +179,11 @@ class Trainer:
         if due or (step >= job.position.first_step and not self.is_checkpoint_step(step)):
             job.save(due=due)
         job.finish_saving()
-        name = signal.Signals(signal_number).name
         done = f"after global step {step}" if step >= 0 else "before the first step"
         job.progress.close()
         if job.world.is_main:
             remedy = "to continue, run the same command again (without --restart or a CHECKPOINT)"
-            print(f"stopped by {name} {done}; {remedy}", file=sys.stderr, flush=True)
+            print(f"stopped by {described(signal_number)} {done}; {remedy}", file=sys.stderr, flush=True)
         job.world.barrier()
         raise StoppedError(signal_number)
 
@@ -218,6 +221,8 @@ def main(run: str, datasets_dir: Path, checkpoint: str | None, **options: Any) -
     On all GPUs of a machine:
         uv run torchrun --nproc_per_node=8 ddp_train.py 8xa100m40 datasets
     """
+    end_with_torchrun()
+    configure_libraries()
     with one_line_errors():
         check_options(checkpoint, options)
         from gpt import load_model_config

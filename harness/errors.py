@@ -89,7 +89,7 @@ def _leave(error: UserError | RunError) -> None:
     (PEER_LOST if isinstance(error, PeerError) else LEAVING).set()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if isinstance(error, PeerError) or (isinstance(error, UserError) and local_rank != 0):
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         time.sleep(SPEAKER_PATIENCE_SECONDS)
     if not isinstance(error, StoppedError) and not TOLD.is_set():

@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import RunError, UserError
+from harness.launcher import ENDING_SECONDS, has_ended, launcher_name
 from harness.processes import ProcessName
+
+LEAVING_SECONDS = ENDING_SECONDS + 3.0
 
 
 @dataclass
@@ -35,7 +38,7 @@ class RunLock:
         except OSError as error:
             raise _not_written(path, error) from None
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _flock(descriptor)
         except BlockingIOError:
             raise _refusal(path, use, _read(descriptor), "wait for it, or stop it") from None
         except OSError:  # a file system without locks: what is written in the file has to do
@@ -52,13 +55,31 @@ class RunLock:
 
     def _write(self, *, began: bool) -> None:
         owner = asdict(ProcessName.own()) | {"since": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())}
-        text = json.dumps(owner | {"torchrun": _torchrun(), "began": began}) + "\n"
+        text = json.dumps(owner | {"torchrun": launcher_name(), "began": began}) + "\n"
         try:
             # In this order, so that on a full disk the file keeps what it says.
             size = os.pwrite(self.descriptor, text.encode(), 0)
             os.ftruncate(self.descriptor, size)
         except OSError as error:
             raise _not_written(self.path, error) from None
+
+
+def _flock(descriptor: int) -> None:
+    """Raises BlockingIOError if another process keeps the lock; one whose torchrun has been killed soon gives it up."""
+    deadline = time.monotonic() + LEAVING_SECONDS
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not _is_leaving(_read(descriptor)) or time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
+
+
+def _is_leaving(owner: dict[str, Any]) -> bool:
+    """Whether the owner ends because its torchrun has."""
+    same_machine = bool(owner) and _name(owner).is_neighbour_of(ProcessName.own())
+    return same_machine and has_ended(str(owner.get("torchrun")))
 
 
 def _read(descriptor: int) -> dict[str, Any]:
@@ -87,17 +108,6 @@ def _not_written(path: Path, error: OSError) -> RunError:
     return RunError(f"{path}: cannot be written, and so cannot keep others out of its folder: {error.strerror}")
 
 
-def _torchrun() -> str:
-    """The process that started this one and that would start another in its place: its pid, and its time of start
-    (proc(5), stat, field 22), since each container may have a torchrun with pid 1. Empty without torchrun."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return ""
-    pid = os.getppid()
-    with suppress(OSError):
-        return f"{pid} {Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
-    return str(pid)
-
-
 def _same_torchrun(owner: dict[str, Any]) -> bool:
     same_machine = bool(owner) and _name(owner).is_neighbour_of(ProcessName.own())
-    return same_machine and owner.get("torchrun") == _torchrun() != "" and bool(owner.get("began"))
+    return same_machine and owner.get("torchrun") == launcher_name() != "" and bool(owner.get("began"))

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from harness import launcher
 from harness.errors import LEAVING, PEER_LOST, TOLD
 from harness.processes import ProcessName
 
@@ -144,7 +145,8 @@ class Watch:
 
     def _talk(self, store: Store, keys: list[str]) -> None:
         number = 0
-        while not self._ended.wait(self._pause):
+        # The store is in a torchrun's process: if that has been killed, the ranks end soon, and tell why themselves.
+        while not self._ended.wait(self._pause) and not launcher.is_gone():
             number += 1
             try:
                 self._say(self._sign(number))
@@ -158,7 +160,7 @@ class Watch:
 
     def _look(self) -> None:
         looked = time.monotonic()
-        while not self._ended.wait(self._pause):
+        while not self._ended.wait(self._pause) and not launcher.is_gone():
             now = time.monotonic()
             if now - looked > self.timeout / 2:  # it was this process that was frozen
                 self._contact = now

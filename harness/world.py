@@ -124,8 +124,9 @@ class World:
         # torch.accelerator reports cuda on any CUDA build, GPU or not: the backend follows the device we chose.
         backend = "nccl" if device.type == "cuda" else "gloo"
         patience = timedelta(seconds=timeout + BACKSTOP_SECONDS)
-        store, _, _ = next(rendezvous("env://", timeout=patience))
-        life = name_this_life(store, rank, size, patience.total_seconds())
+        with leaving_with_peers():  # the store is in torchrun's process, which may be killed meanwhile
+            store, _, _ = next(rendezvous("env://", timeout=patience))
+            life = name_this_life(store, rank, size, patience.total_seconds())
         with _explained_addresses():
             dist.init_process_group(
                 backend,

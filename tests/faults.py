@@ -31,6 +31,7 @@ from harness.watch import PLACES
 Action = Callable[[], Any]
 
 START = "harness.world:World.start"
+END = "harness.job:Job.finish"
 CHECK = "harness.experiment:Experiment.check_same_everywhere"
 WARM_UP = "harness.job:Job.warm_up"
 LISTEN = "harness.stopping:StopRequest.listen"

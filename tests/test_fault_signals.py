@@ -25,8 +25,8 @@ from tests.jobs import for_each
 from tests.launch import Result, Workshop, finish
 from tests.same_end import assert_same_end
 from tests.test_fetching import NAME, corpus
-from tests.two_hosts import TORCHRUN
-from tests.warm import ROOT, WarmProcess
+from tests.torchrun import FAULTS, Torchrun, await_file
+from tests.warm import WarmProcess
 
 STEPS = 12
 SETTINGS: dict[str, Any] = {
@@ -36,7 +36,6 @@ SETTINGS: dict[str, Any] = {
     "learning_rate": 0.01,
     "clipping_max_norm": 0.5,
 }
-FAULTS = "from tests.faults import *\n"
 TORCHRUN_PATIENCE_SECONDS = 30
 GONE_SECONDS = 15  # in which all ranks must be gone once one has died
 
@@ -155,36 +154,6 @@ def test_many_signals(shop: Workshop, straight: Path, evidence: Evidence) -> Non
 
 
 # The real torchrun
-
-
-@dataclass(frozen=True)
-class Torchrun:
-    """A wrapper script: faults first, then ddp_train.py, as rank processes, started cold, of a torchrun."""
-
-    shop: Workshop
-    run: Path
-
-    def start(self, prelude: str, *options: str, arguments: Sequence[str] = ()) -> WarmProcess:
-        script = self.shop.path / f"{self.run.name}.py"
-        target = ROOT / "ddp_train.py"
-        script.write_text(
-            f"import runpy, sys\nsys.path.insert(0, {str(ROOT)!r})\n{FAULTS}{prelude}\n"
-            f"runpy.run_path({str(target)!r}, run_name='__main__')\n"
-        )
-        launcher = self.shop.path / "torchrun"
-        launcher.write_text(TORCHRUN)
-        command = [self.run.name, str(self.shop.datasets), *arguments, "--runs-dir", str(self.shop.runs)]
-        return self.shop.fork(
-            [str(launcher), "--standalone", "--nproc_per_node=2", *options, str(script), *command], {}
-        )
-
-
-def await_file(path: Path, process: WarmProcess) -> None:
-    deadline = time.monotonic() + 100
-    while not path.exists():
-        assert process.poll() is None, process.communicate(timeout=1)
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 # Long enough for a signal to fall into it: where, and what the prelude does there.

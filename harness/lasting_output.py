@@ -1,0 +1,48 @@
+"""Standard output and error that may go away while a run trains: a terminal is closed, a reader of a pipe ends.
+
+What can no longer be read by anybody must not end hours of training without a checkpoint.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+GONE = (errno.EIO, errno.EPIPE)  # what writing to a closed terminal, and to a pipe without a reader, comes to
+
+
+class LastingFile(io.FileIO):
+    """A file descriptor for writing. Once nobody is at its other end, what is written to it goes nowhere."""
+
+    def __init__(self, descriptor: int, when_gone: Callable[[], None]) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._when_gone = when_gone
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.fileno())  # also for what libraries in C++ say
+        os.close(nowhere)
+        self._when_gone()
+        return memoryview(data).nbytes
+
+
+def outlive_readers(when_gone: Callable[[], None]) -> None:
+    """From here on lost output is no error: `when_gone` is called, once for each of the two streams, and the rest is
+    dropped."""
+    sys.stdout = _lasting(sys.stdout, when_gone)
+    sys.stderr = _lasting(sys.stderr, when_gone)
+
+
+def _lasting(stream: Any, when_gone: Callable[[], None]) -> io.TextIOWrapper:
+    stream.flush()
+    buffer = io.BufferedWriter(LastingFile(stream.fileno(), when_gone))
+    return io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=stream.line_buffering)

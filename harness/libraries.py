@@ -1,0 +1,16 @@
+"""Settings that libraries read from the environment when they are loaded, and so before anything imports them."""
+
+from __future__ import annotations
+
+import os
+
+SETTINGS = {
+    # Else a store that is gone, which the ranks notice and tell of themselves, is told of in pages of C++ frames.
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+
+
+def configure_libraries() -> None:
+    """Set what the user has not set."""
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
