@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -9,7 +10,8 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 # How long a rank that has nothing of its own to say lets another one speak, before it leaves by itself: torchrun ends
 # every rank as soon as the first one has left, so leaving early could cut the message off.
@@ -77,12 +79,32 @@ def one_line_errors() -> Iterator[None]:
             raise
         traceback.print_exc()  # a defect of ours; with other ranks about, the process must not hang at its end
         sys.stderr.flush()
+        _leave_to_torchrun(traceback.format_exc())
         os._exit(1)
 
 
 def printable(text: str) -> str:
     """The text on one line, without what a terminal would obey: it may quote a file."""
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
+def tell(reason: str) -> None:
+    """Say on standard error, in one line, why this process ends."""
+    line = f"error: {printable(reason)}"
+    print(line, file=sys.stderr, flush=True)
+    _leave_to_torchrun(line)
+
+
+def _leave_to_torchrun(text: str) -> None:
+    """torchrun prints a page of its own once a rank has failed. Let it end with this text, too: it comes from a file
+    that torchrun names for that (torch.distributed.elastic.multiprocessing.errors has its form)."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return
+    # Of all ranks the one with the earliest time is shown, and those that torchrun ends itself get the same second's.
+    extra = {"py_callstack": f"\n\n{text}", "timestamp": str(int(time.time()) - 1)}
+    content = json.dumps({"message": {"message": text, "extraInfo": extra}})
+    with suppress(OSError):
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(content, encoding="utf-8")
 
 
 def _leave(error: UserError | RunError) -> None:
@@ -93,7 +115,7 @@ def _leave(error: UserError | RunError) -> None:
             signal.signal(number, signal.SIG_DFL)
         time.sleep(SPEAKER_PATIENCE_SECONDS)
     if not isinstance(error, StoppedError) and not TOLD.is_set():
-        print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
+        tell(str(error))
     # Not sys.exit: interpreter shutdown would wait for communication threads whose peers may already be gone.
     sys.stdout.flush()
     os._exit(error.exit_status)
