@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from harness.config import Count, parse_config, read_json_object
+from harness.config import Count, RunFile, parse_config, read_json_object
 
 HEAD_DIM_OF_DEPTH = 64
 DEPTH = "In place of n_layers, n_heads and emb_dim: so many layers, and as many heads of 64."
@@ -20,10 +20,10 @@ LARGEST_LAYERS = 10_000
 AVAILABLE = {"position": "learned", "norm": "layernorm", "mlp": "gelu", "qk_norm": False}
 
 
-class ModelConfig(BaseModel):
+class ModelConfig(RunFile):
     """The shape of a model: the contents of `runs/<name>/model.json`."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", title="model.json")
+    model_config = ConfigDict(title="model.json")
     other_keys: ClassVar[dict[str, dict[str, Any]]] = {"depth": {"type": "integer", "minimum": 1, "description": DEPTH}}
 
     vocab_size: Count = Field(ge=2, description="Token ids are 0 .. vocab_size - 1.")
