@@ -1,4 +1,4 @@
-"""Checkpoints: what one holds, and saving, finding, verifying, loading and pruning them.
+"""Checkpoints: what one holds; saving, verifying, loading and pruning them. harness/checkpoint_folder.py finds them.
 
 A checkpoint is a folder `<YYYYMMDDZHHMMSS>-iteration-<step>`. It is written under a hidden name, flushed to disk and
 renamed, and the links `latest` and `best` are replaced in one rename each, so that whatever has a name is whole.
@@ -23,23 +23,20 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from harness.checkpoint_folder import BEST, LATEST, META
+from harness.checkpoint_folder import choose_start as choose_start
+from harness.checkpoint_folder import find_checkpoint as find_checkpoint
+from harness.checkpoint_folder import list_checkpoints as list_checkpoints
+from harness.checkpoint_folder import read_meta as read_meta
 from harness.errors import RunError, UserError
 from harness.files import move, sha256, sync
-from harness.manifest import read_manifest
 from harness.notebook_checkpoint import is_notebooks
-from harness.run import CHECKPOINT_NAME, check_name
+from harness.run import check_name
 from harness.weights import load_weights, save_weights
 
-LATEST, BEST = "latest", "best"
 TEMPORARY_PREFIX = ".saving-"
 FOREIGN = "not written by this program; to train on from it, give its name as CHECKPOINT"
-WEIGHTS, OPTIMIZER, SCALER, TRAIN_STATE, META = (
-    "model.safetensors",
-    "optimizer.pt",
-    "scaler.pt",
-    "train_state.pt",
-    "meta.json",
-)
+WEIGHTS, OPTIMIZER, SCALER, TRAIN_STATE = "model.safetensors", "optimizer.pt", "scaler.pt", "train_state.pt"
 
 
 @dataclass(frozen=True)
@@ -164,32 +161,6 @@ def point(folder: Path, link: str, target: Path) -> None:
     sync(folder)
 
 
-def find_checkpoint(folder: Path, name: str) -> Path:
-    """The checkpoint `name` (a folder's name, `latest` or `best`) in `folder`.
-
-    Raises UserError if there is none, or if the name leads out of the folder.
-    """
-    path = folder / check_name(name, "checkpoint")
-    if not path.is_dir():
-        known = [BEST, LATEST, *(known.name for _, known in list_checkpoints(folder))]
-        there = ", ".join(known[-4:]) if len(known) > 2 else "none"
-        raise UserError(f"{path}: no such checkpoint; there are: {there}")
-    target = path.resolve()
-    if target.parent != folder.resolve():
-        raise UserError(f"{path}: leads out of {folder}; a checkpoint must lie inside it")
-    return folder / target.name
-
-
-def choose_start(folder: Path, name: str | None) -> Path | None:
-    """The checkpoint to continue from: the one asked for, else `latest`, else None. Raises UserError like
-    `find_checkpoint`."""
-    if (name is None or name == LATEST) and not (folder / LATEST).is_symlink():
-        # Something that follows links has copied the folder, or the link is lost: the newest is what it pointed to.
-        known = list_checkpoints(folder)
-        return known[-1][1] if known else None if name is None else find_checkpoint(folder, name)
-    return find_checkpoint(folder, LATEST if name is None else name)
-
-
 def open_start(folder: Path, name: str | None) -> tuple[Path, dict[str, Any]] | None:
     """The checkpoint to continue from, verified, with its meta.json; None where there is nothing to continue. Only for
     the run's one process: what a killed one left half-written is removed.
@@ -223,20 +194,6 @@ def newest_whole(folder: Path) -> Path | None:
             verify_checkpoint(path)
             return path
     return None
-
-
-def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """(global step, path) of every checkpoint, by step, then by age."""
-    if not folder.is_dir():
-        return []
-    paths = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
-    found = [(CHECKPOINT_NAME.fullmatch(path.name), path) for path in paths]
-    return sorted((int(match.group(1)), path) for match, path in found if match)
-
-
-def read_meta(path: Path) -> dict[str, Any]:
-    """A checkpoint's meta.json. Raises UserError if it is not one."""
-    return read_manifest(path / META)
 
 
 def verify_checkpoint(path: Path) -> None:

@@ -225,12 +225,13 @@ def main(run: str, datasets_dir: Path, checkpoint: str | None, **options: Any) -
     configure_libraries()
     with one_line_errors():
         check_options(checkpoint, options)
-        from gpt import load_model_config
+        from harness.environment import place
         from harness.experiment import Experiment
         from harness.run import RunDirectory
 
+        place()  # first: a launcher's leftovers would make this another run than was meant
         found = RunDirectory.find(options["runs_dir"], run)
-        experiment = Experiment.load(found, datasets_dir, load_model_config)
+        experiment = Experiment.load(found, datasets_dir)
         if options["plan"]:
             print_plan(experiment, options["assume_world_size"], options["assume_tps"])
         elif options["find"]:
@@ -242,26 +243,27 @@ def main(run: str, datasets_dir: Path, checkpoint: str | None, **options: Any) -
 def print_schema(context: click.Context, kind: str | None) -> None:
     if kind is None:
         return
-    from gpt import ModelConfig
     from harness.config import TrainConfig, json_schema
+    from harness.model_config import ModelConfig
 
     click.echo(json.dumps(json_schema(TrainConfig if kind == "train" else ModelConfig), indent=2))
     context.exit()
 
 
 def print_plan(experiment: Experiment, assumed_world_size: int | None, assumed_tps: float | None) -> None:
-    import checkpointing
+    from harness.checkpoint_folder import choose_start, read_meta
+    from harness.environment import is_speaker, world_size
     from harness.plan import describe_plan, make_plan, plan_speed
-    from harness.world import is_speaker, world_size
 
-    start = checkpointing.choose_start(experiment.run.checkpoints, None)
-    meta = checkpointing.read_meta(start) if start else None
+    if not is_speaker():
+        return
+    start = choose_start(experiment.run.checkpoints, None)
+    meta = read_meta(start) if start else None
     plan = make_plan(experiment, assumed_world_size or world_size(), meta)
     if assumed_world_size is None:  # else it is another machine's disk that counts
         plan.check_disk(experiment.run.path)
-    if is_speaker():
-        speed = plan_speed(experiment, plan.shape, assumed_tps)
-        click.echo(describe_plan(plan, experiment.model, speed))
+    speed = plan_speed(experiment, plan.shape, assumed_tps)
+    click.echo(describe_plan(plan, experiment.model, speed))
 
 
 def find_max_microbatch(experiment: Experiment, memory_limit_gib: float | None, *, write: bool) -> None:

@@ -9,11 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from harness.errors import UserError
+from harness.other_names import advice
 from harness.wording import is_unicode, nearest, shown
 
 Config = TypeVar("Config", bound=BaseModel)
 
-UPSTREAM_WARMUP_PERCENT = 5.0
 LARGEST_PRICE = 1e9
 SHOWN_FAULTS = 8  # of a file that is wrong all over
 LARGEST_DIGITS = 4000  # Python itself refuses to print much longer ones
@@ -22,11 +22,30 @@ LARGEST_DIGITS = 4000  # Python itself refuses to print much longer ones
 # can hold and what Python prints.
 Count = Annotated[int, Field(lt=2**63)]
 
+SCHEMA_KEY = "$schema"
 
-class TrainConfig(BaseModel):
+
+class RunFile(BaseModel):
+    """What a run's two files have in common. `other_keys` are further keys that loading one accepts, as JSON Schema."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    other_keys: ClassVar[dict[str, dict[str, Any]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_schema(cls, raw: Any) -> Any:
+        """Editors find a file's schema by a key in it, which is no part of the configuration."""
+        if not isinstance(raw, dict) or SCHEMA_KEY not in raw:
+            return raw
+        if not isinstance(raw[SCHEMA_KEY], str):
+            raise ValueError(f'key "{SCHEMA_KEY}": must be the place of a JSON Schema, not {shown(raw[SCHEMA_KEY])}')
+        return {key: value for key, value in raw.items() if key != SCHEMA_KEY}
+
+
+class TrainConfig(RunFile):
     """How one experiment is trained: the contents of `runs/<name>/train.json`."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", title="train.json")
+    model_config = ConfigDict(title="train.json")
     other_keys: ClassVar[dict[str, dict[str, Any]]] = {
         "minibatch_size": {"type": "integer", "deprecated": True, "description": "The notebook's microbatch_size."},
         "schedule_learning_rate": {"type": "boolean", "deprecated": True, "description": "The notebook's lr_schedule."},
@@ -64,7 +83,7 @@ class TrainConfig(BaseModel):
     lr_schedule: Literal["constant", "cosine", "wsd"] = Field(default="constant", description="Shape after warm-up.")
     warmup_steps: Count | None = Field(default=None, ge=0, description="Global steps of linear warm-up.")
     warmup_period_percent: float | None = Field(
-        default=None, ge=0, le=100, description="Warm-up as a percentage of all global steps."
+        default=None, ge=0, le=100, description="Warm-up as a percentage of all global steps, rounded down."
     )
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1, description="Final over peak learning rate.")
     decay_period_percent: float | None = Field(
@@ -205,8 +224,6 @@ def translate_upstream(raw: dict[str, Any]) -> dict[str, Any]:
     if "schedule_learning_rate" in raw:
         scheduled = _flag(raw, "schedule_learning_rate")
         set_once("schedule_learning_rate", "lr_schedule", "cosine" if scheduled else "constant")
-        if scheduled and not {"warmup_steps", "warmup_period_percent"} & raw.keys():
-            result["warmup_period_percent"] = UPSTREAM_WARMUP_PERCENT
         if not scheduled:
             result.pop("warmup_period_percent", None)  # upstream: without effect then
     return result
@@ -242,8 +259,8 @@ def parse_config(kind: type[Config], raw: dict[str, Any], path: Path) -> Config:
         found = error.errors()
     # A misspelt key is missing under its right name, too: say it once.
     unknown = [str(fault["loc"][0]) for fault in found if fault["type"] == "extra_forbidden"]
-    meant = {_nearest(key, kind) for key in unknown[:SHOWN_FAULTS]}
-    if meant & set(getattr(kind, "other_keys", ())):
+    meant = {_unknown_key(key, kind)[0] for key in unknown[:SHOWN_FAULTS]}
+    if meant & set(_suggested(kind)[1]):
         found = [fault for fault in found if fault["type"] != "missing"]
     found = [fault for fault in found if fault["type"] != "missing" or fault["loc"][0] not in meant]
     faults = list(dict.fromkeys(_describe(fault, kind) for fault in found[:SHOWN_FAULTS]))
@@ -252,15 +269,28 @@ def parse_config(kind: type[Config], raw: dict[str, Any], path: Path) -> Config:
     raise UserError(f"{path}: " + "; ".join(faults))
 
 
-def _nearest(key: str, kind: type[BaseModel]) -> str | None:
-    return nearest(key, [*kind.model_fields, *getattr(kind, "other_keys", ())])
+def _suggested(kind: type[BaseModel]) -> tuple[list[str], list[str]]:
+    """The keys to lead users to: the fields, and others that stand for several of them; no deprecated spellings."""
+    others: dict[str, dict[str, Any]] = getattr(kind, "other_keys", {})
+    return list(kind.model_fields), [key for key, schema in others.items() if not schema.get("deprecated")]
+
+
+def _unknown_key(key: str, kind: type[BaseModel]) -> tuple[str | None, str]:
+    """The key of this file that was meant by an unknown one, if any, and what to say of it."""
+    for other in RunFile.__subclasses__():
+        if other is not kind and (key in other.model_fields or key in other.other_keys):
+            return None, f"belongs in {other.model_config.get('title')}"
+    known = advice(key, kind.model_config.get("title") or "")
+    if known:
+        return known
+    near = nearest(key, [*_suggested(kind)[0], *_suggested(kind)[1]])
+    return near, "unknown" + (f'; did you mean "{near}"?' if near else "")
 
 
 def _describe(fault: Any, kind: type[BaseModel]) -> str:
     key = shown(".".join(str(part) for part in fault["loc"] if not _is_union_branch(part)))
     if fault["type"] == "extra_forbidden":
-        near = _nearest(str(fault["loc"][0]), kind)
-        return f"key {key}: unknown" + (f'; did you mean "{near}"?' if near else "")
+        return f"key {key}: {_unknown_key(str(fault['loc'][0]), kind)[1]}"
     if fault["type"] == "missing":
         return f"key {key}: missing"
     if fault["type"] == "value_error":
@@ -334,16 +364,15 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def json_schema(kind: type[BaseModel]) -> dict[str, Any]:
+def json_schema(kind: type[RunFile]) -> dict[str, Any]:
     """The JSON Schema of a config class for editors, with the other spellings its loader accepts."""
     schema = kind.model_json_schema()
-    others: dict[str, dict[str, Any]] = getattr(kind, "other_keys", {})
-    schema["properties"] |= others
+    place = {"type": "string", "description": "Where an editor finds this schema; without effect."}
+    schema["properties"] |= {**kind.other_keys, SCHEMA_KEY: place}
     # Which keys may then be left out is more than an editor needs to know.
-    if others:
-        schema["required"] = (
-            ["vocab_size", "context_length"]
-            if "depth" in others
-            else [key for key in schema["required"] if key != "microbatch_size"]
-        )
+    schema["required"] = (
+        ["vocab_size", "context_length"]
+        if "depth" in kind.other_keys
+        else [key for key in schema["required"] if key != "microbatch_size"]
+    )
     return schema

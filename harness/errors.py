@@ -58,7 +58,7 @@ def one_line_errors() -> Iterator[None]:
     """
     try:
         yield
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if _launched("WORLD_SIZE", 1) > 1:
             # At the interpreter's shutdown, threads of torch's that are still in C++ can abort the process ("terminate
             # called without an active exception"), and torchrun would take a finished rank for one that has failed.
             sys.stdout.flush()
@@ -71,7 +71,7 @@ def one_line_errors() -> Iterator[None]:
     except OSError as error:
         _leave(RunError(f"{error.filename or 'a file'}: {error.strerror or error}"))
     except KeyboardInterrupt:  # before or after training, which takes note of it itself
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        if _local_rank() == 0:
             print("stopped by SIGINT", file=sys.stderr, flush=True)
         _leave(StoppedError(signal.SIGINT))
     except Exception:
@@ -81,6 +81,17 @@ def one_line_errors() -> Iterator[None]:
         sys.stderr.flush()
         _leave_to_torchrun(traceback.format_exc())
         os._exit(1)
+
+
+def _launched(name: str, default: int) -> int:
+    """A launcher's variable, or `default` if it is no number: harness/environment.py says so, and ends here, too."""
+    text = os.environ.get(name, "")
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else default
+
+
+def _local_rank() -> int:
+    """This process's number on its machine; 0 where a leftover LOCAL_RANK stands alone, and nobody else would speak."""
+    return _launched("LOCAL_RANK", 0) if _launched("LOCAL_WORLD_SIZE", 1) > 1 else 0
 
 
 def printable(text: str) -> str:
@@ -109,8 +120,7 @@ def _leave_to_torchrun(text: str) -> None:
 
 def _leave(error: UserError | RunError) -> None:
     (PEER_LOST if isinstance(error, PeerError) else LEAVING).set()
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if isinstance(error, PeerError) or (isinstance(error, UserError) and local_rank != 0):
+    if isinstance(error, PeerError) or (isinstance(error, UserError) and _local_rank() != 0):
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         time.sleep(SPEAKER_PATIENCE_SECONDS)

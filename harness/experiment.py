@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from harness.config import TrainConfig, load_train_config
 from harness.continuation import Position, check_continuable, find_position, first_difference
 from harness.errors import UserError
+from harness.model_config import ModelConfig, load_model_config
 from harness.run import RunDirectory
 from harness.schedules import build_schedule
 from harness.tokens import BatchShape, Dataset, dataset_folder
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Experiment:
-    """`model` is the model's configuration: any pydantic object with a context_length and a vocab_size."""
+    """`config` is what train.json says, `model` what model.json says."""
 
     run: RunDirectory
     config: TrainConfig
-    model: Any
+    model: ModelConfig
     datasets_dir: Path
 
     @classmethod
-    def load(cls, run: RunDirectory, datasets_dir: Path, load_model_config: Callable[[Path], Any]) -> Experiment:
+    def load(cls, run: RunDirectory, datasets_dir: Path) -> Experiment:
         """Read both files of the run. Raises UserError for anything wrong in them."""
         config = load_train_config(run.train_json)
         dataset_folder(datasets_dir, config.dataset)  # a name that cannot be one is noticed here

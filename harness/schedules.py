@@ -49,18 +49,19 @@ def linear_decay(step: int, steps: int, min_ratio: float) -> float:
 
 
 def build_schedule(config: TrainConfig, total_steps: int) -> Schedule:
-    """Resolve train.json's schedule for a run of `total_steps`. Raises UserError if the warm-up outlasts the run."""
+    """Resolve train.json's schedule for a run of `total_steps`. Raises UserError if the warm-up outlasts the run.
+
+    A warm-up in percent is rounded down to whole steps, as the lab notebook's program has it; a decay to the nearest.
+    """
     warmup_steps = config.warmup_steps or 0
     if config.warmup_period_percent is not None:
-        warmup_steps = round(total_steps * config.warmup_period_percent / 100)
+        warmup_steps = int(total_steps * config.warmup_period_percent // 100)
     if warmup_steps > total_steps:
         raise UserError(
             f'train.json: key "warmup_steps": {warmup_steps} steps of warm-up are longer than the run of '
             f"{total_steps} global steps; shorten the warm-up or raise min_train_tokens"
         )
     decay_steps = round(total_steps * (config.decay_period_percent or 0) / 100)
-    if config.warmup_period_percent is not None:
-        decay_steps = min(decay_steps, total_steps - warmup_steps)  # both may have been rounded up
     if warmup_steps + decay_steps > total_steps:
         raise UserError(
             f'train.json: keys "warmup_steps" and "decay_period_percent": {warmup_steps} + {decay_steps} steps are '

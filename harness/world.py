@@ -256,16 +256,6 @@ def _own_connection() -> TCPStore:
     return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
 
 
-def world_size() -> int:
-    """The number of ranks, before or without starting the world."""
-    return _environment("WORLD_SIZE", 1)
-
-
-def is_speaker() -> bool:
-    """Whether this process is rank 0, before or without starting the world."""
-    return _environment("RANK", 0) == 0
-
-
 def _listen_on_loopback() -> None:
     """There is nothing to hear from other machines, and so nothing for them to reach. What the user has set stays."""
     loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}

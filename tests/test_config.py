@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from gpt import ModelConfig, load_model_config
-from harness.config import TrainConfig, load_train_config
+from harness.config import RunFile, TrainConfig, json_schema, load_train_config
 from harness.errors import UserError
+from harness.model_config import ModelConfig, load_model_config
+from harness.other_names import COUNTERPARTS, WITHOUT_KEY
+from harness.schedules import build_schedule
 
 # The keys that are enough to run, with the lab notebook's numbers.
 SEED_TRAIN: dict[str, Any] = {
@@ -278,6 +280,166 @@ def test_a_key_like_no_other_has_no_suggestion(train: WriteTrain) -> None:
     message = refusal(train, zzzzzz=1)
     assert 'key "zzzzzz": unknown' in message
     assert "did you mean" not in message
+
+
+# Keys of nanoGPT, llm.c, nanochat and transformers, and what each is here: by those programs' own documentation.
+FOREIGN_TRAIN = {
+    "batch_size": "microbatch_size",
+    "per_device_train_batch_size": "microbatch_size",
+    "device_batch_size": "microbatch_size",
+    "total_batch_size": "global_batch_size",
+    "max_iters": "min_train_tokens",
+    "num_iterations": "min_train_tokens",
+    "num_train_epochs": "min_train_tokens",
+    "max_steps": "min_train_tokens",
+    "warmup_iters": "warmup_steps",
+    "warmup_ratio": "warmup_period_percent",
+    "min_lr": "min_lr_ratio",
+    "learning_rate_decay_frac": "min_lr_ratio",
+    "decay_lr": "lr_schedule",
+    "lr_scheduler_type": "lr_schedule",
+    "grad_clip": "clipping_max_norm",
+    "max_grad_norm": "clipping_max_norm",
+    "beta1": "betas",
+    "beta2": "betas",
+    "adam_beta1": "betas",
+    "adam_epsilon": "eps",
+    "dtype": "precision",
+    "fp16": "precision",
+    "bf16": "precision",
+    "gradient_checkpointing": "activation_checkpointing",
+    "seed": "random_seed",
+    "eval_interval": "validation_interval",
+    "eval_steps": "validation_interval",
+    "val_loss_every": "validation_interval",
+    "eval_iters": "validation_batches",
+    "log_interval": "report_interval",
+    "logging_steps": "report_interval",
+    "save_steps": "checkpoint_interval",
+    "save_total_limit": "keep_checkpoints",
+    "sample_every": "sample_interval",
+}
+FOREIGN_MODEL = {
+    "block_size": "context_length",
+    "n_positions": "context_length",
+    "n_ctx": "context_length",
+    "max_position_embeddings": "context_length",
+    "sequence_length": "context_length",
+    "n_embd": "emb_dim",
+    "hidden_size": "emb_dim",
+    "n_head": "n_heads",
+    "num_attention_heads": "n_heads",
+    "n_layer": "n_layers",
+    "num_hidden_layers": "n_layers",
+    "dropout": "drop_rate",
+    "resid_pdrop": "drop_rate",
+    "bias": "qkv_bias",
+    "tie_word_embeddings": "tie_weights",
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN_TRAIN)
+def test_other_programs_training_keys_lead_to_ours(train: WriteTrain, model: WriteModel, name: str) -> None:
+    ours = FOREIGN_TRAIN[name]
+    assert re.search(rf'key "{name}": unknown; did you mean "{ours}"( \(.+\))?\?$', refusal(train, **{name: 1}))
+    assert f'key "{name}": unknown; did you mean "{ours}" in train.json' in refusal(model, **{name: 1})
+
+
+@pytest.mark.parametrize("name", FOREIGN_MODEL)
+def test_other_programs_model_keys_lead_to_ours(train: WriteTrain, model: WriteModel, name: str) -> None:
+    ours = FOREIGN_MODEL[name]
+    assert re.search(rf'key "{name}": unknown; did you mean "{ours}"( \(.+\))?\?$', refusal(model, **{name: 1}))
+    assert f'key "{name}": unknown; did you mean "{ours}" in model.json' in refusal(train, **{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("lr_decay_iters", "ends with the run"),
+        ("always_save_checkpoint", "keep_checkpoints"),
+        ("wandb_log", "metrics.jsonl"),
+        ("backend", "nccl on GPUs"),
+        ("resume_from_checkpoint", "the same command continues"),
+        ("n_inner", "4 x emb_dim"),
+        ("Output-Dir", "the run's own folder"),
+    ],
+)
+def test_what_other_programs_have_and_we_have_not(train: WriteTrain, model: WriteModel, name: str, words: str) -> None:
+    for write in (train, model):
+        message = refusal(write, **{name: 1})
+        assert f'key "{name}": ' in message
+        assert words in message
+        assert "did you mean" not in message
+
+
+def test_units_are_told_where_they_differ(train: WriteTrain) -> None:
+    assert "sequences per device" in refusal(train, batch_size=12)
+    assert "counted in tokens: steps x ranks x microbatch_size" in refusal(train, max_iters=600_000)
+    assert "over learning_rate" in refusal(train, min_lr=6e-5)
+    assert "times 100" in refusal(train, warmup_ratio=0.05)
+
+
+def test_a_key_under_another_programs_name_is_not_missing_besides(train: WriteTrain, model: WriteModel) -> None:
+    assert "missing" not in refusal(train, microbatch_size=..., batch_size=12)
+    assert "missing" not in refusal(model, emb_dim=..., n_embd=768)
+
+
+@pytest.mark.parametrize(("key", "value"), [("emb_dim", 768), ("depth", 12), ("tie_weights", True)])
+def test_a_model_key_in_train_json(train: WriteTrain, key: str, value: Any) -> None:
+    assert f'key "{key}": belongs in model.json' in refusal(train, **{key: value})
+
+
+@pytest.mark.parametrize("key", ["learning_rate", "precision", "minibatch_size", "compile"])
+def test_a_training_key_in_model_json(model: WriteModel, key: str) -> None:
+    assert f'key "{key}": belongs in train.json' in refusal(model, **{key: 1})
+
+
+def test_advice_leads_to_keys_that_there_are() -> None:
+    kinds = {"train.json": TrainConfig, "model.json": ModelConfig}
+    for name, ours in COUNTERPARTS.items():
+        assert ours.key in kinds[ours.file].model_fields, name
+        assert name not in {**TrainConfig.model_fields, **ModelConfig.model_fields}, f"{name} is a key of ours"
+    assert not COUNTERPARTS.keys() & WITHOUT_KEY.keys()
+    assert not {*TrainConfig.model_fields, *ModelConfig.model_fields} & WITHOUT_KEY.keys()
+
+
+@pytest.mark.parametrize("typo", ["minibatch_sizes", "mini_batch_size", "use_ampp", "schedule_learning_rates"])
+def test_a_deprecated_spelling_is_never_suggested(train: WriteTrain, typo: str) -> None:
+    message = refusal(train, **{typo: 1})
+    assert f'key "{typo}": unknown' in message
+    assert not re.search(r'did you mean "(minibatch_size|use_amp|schedule_learning_rate)"', message)
+
+
+def test_a_mixture_of_experts_is_named(train: WriteTrain, model: WriteModel) -> None:
+    """The notebook's newest runs: `moe` in model.json, the weight of the router's loss in train.json."""
+    message = refusal(model, moe={"num_experts": 6, "num_active_experts": 2})
+    assert 'key "moe": belongs to a mixture of experts, which is not available here' in message
+    assert "unknown" not in message
+    assert "mixture of experts" in refusal(train, moe_router_loss_scale=0.01)
+
+
+# An editor's schema
+
+
+@pytest.mark.parametrize("place", ["train.schema.json", "https://example.org/schema", ""])
+def test_the_place_of_a_schema_is_no_part_of_the_configuration(
+    train: WriteTrain, model: WriteModel, place: str
+) -> None:
+    assert train(**{"$schema": place}).model_dump() == train().model_dump()
+    assert model(**{"$schema": place}).model_dump() == model().model_dump()
+
+
+@pytest.mark.parametrize("place", [1, None, {"a": 1}])
+def test_a_schema_that_is_no_place(train: WriteTrain, model: WriteModel, place: Any) -> None:
+    for write in (train, model):
+        assert 'key "$schema": must be the place of a JSON Schema' in refusal(write, **{"$schema": place})
+
+
+@pytest.mark.parametrize("kind", [TrainConfig, ModelConfig])
+def test_an_editor_accepts_the_key_that_names_its_schema(kind: type[RunFile]) -> None:
+    schema = json_schema(kind)
+    assert schema["properties"]["$schema"]["type"] == "string"
+    assert "$schema" not in schema["required"]
 
 
 @pytest.mark.parametrize("key", ["two\nlines", "carriage\rreturn", "line\u2028separator", ""])
@@ -618,10 +780,12 @@ def test_minibatch_size(train: WriteTrain) -> None:
 
 
 def test_schedule_learning_rate(train: WriteTrain) -> None:
+    """The notebook's program warms up only if it is told for how long."""
     config = train(schedule_learning_rate=True)
     assert (config.lr_schedule, config.min_lr_ratio) == ("cosine", 0.1)
-    assert config.warmup_period_percent
-    assert 0 < config.warmup_period_percent <= 10
+    assert (config.warmup_period_percent, config.warmup_steps) == (None, None)
+    schedule = build_schedule(config, 30_614)
+    assert (schedule.warmup_steps, schedule.multiplier(0)) == (0, 1.0)
 
 
 def test_schedule_learning_rate_with_a_warmup_of_its_own(train: WriteTrain) -> None:

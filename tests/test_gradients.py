@@ -21,7 +21,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_train import build_bare_step
-from gpt import load_model_config
 from harness.experiment import Experiment
 from harness.run import RunDirectory
 from harness.tokens import Dataset, MicrobatchReader
@@ -31,7 +30,7 @@ runs, datasets, out, *names = sys.argv[1:]
 world = World.start()
 results = {}
 for name in names:
-    experiment = Experiment.load(RunDirectory.find(Path(runs), name), Path(datasets), load_model_config)
+    experiment = Experiment.load(RunDirectory.find(Path(runs), name), Path(datasets))
     step = build_bare_step(experiment, world.device)
     model = step.model.double()
     exchanged = []

@@ -17,7 +17,7 @@ from harness.errors import UserError
 from harness.experiment import Experiment
 from harness.plan import make_plan, plan_speed
 from harness.run import RunDirectory
-from tests.launch import ROOT, Result, Workshop
+from tests.launch import ROOT, Result, Workshop, free_port
 from tests.test_shipped_runs import MACHINES
 
 COLUMNS = 80
@@ -171,7 +171,7 @@ def test_the_disk_of_real_checkpoints(tmp_path: Path) -> None:
     shop.add_dataset()
     wide = {"emb_dim": 512, "n_layers": 4, "n_heads": 8}
     run = shop.add_run(model=wide, min_train_tokens=256, validation_interval=2, price_per_hour=36.0)
-    experiment = Experiment.load(RunDirectory.find(shop.runs, "r"), shop.datasets, load_model_config)
+    experiment = Experiment.load(RunDirectory.find(shop.runs, "r"), shop.datasets)
     plan = make_plan(experiment, 1, None)
     assert "give --assume-tps" in rows(shop.attempt("--plan"))["time and cost"]
     assert shop.attempt().status == 0
@@ -253,7 +253,7 @@ def test_what_cannot_work_is_refused(
 
 def test_a_disk_too_small_is_refused(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     run = shop.add_run(model={"emb_dim": 512}, checkpoint_interval=1)
-    experiment = Experiment.load(RunDirectory(run), shop.datasets, load_model_config)
+    experiment = Experiment.load(RunDirectory(run), shop.datasets)
     plan = make_plan(experiment, 2, None)
     free = plan.disk_bytes()
     assert plan.checkpoints() == 10
@@ -265,7 +265,7 @@ def test_a_disk_too_small_is_refused(shop: Workshop, monkeypatch: pytest.MonkeyP
     assert str(run) in str(caught.value)
     assert "\n" not in str(caught.value)
     kept = shop.add_run("kept", model={"emb_dim": 512}, checkpoint_interval=1, keep_checkpoints=2)
-    smaller = Experiment.load(RunDirectory(kept), shop.datasets, load_model_config)
+    smaller = Experiment.load(RunDirectory(kept), shop.datasets)
     assert (
         make_plan(smaller, 2, None).disk_bytes() == 5 * plan.checkpoint_bytes()
     )  # best, latest, and one in the making
@@ -274,9 +274,9 @@ def test_a_disk_too_small_is_refused(shop: Workshop, monkeypatch: pytest.MonkeyP
 def test_under_torchrun_one_rank_speaks(shop: Workshop) -> None:
     """Each rank as torchrun starts it; a plan needs no word from the others, so one after another does as well."""
     shop.add_run()
+    job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     results = [
-        shop.attempt("--plan", environment={"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"})
-        for rank in range(2)
+        shop.attempt("--plan", environment=job | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)
     ]
     assert [result.status for result in results] == [0, 0]
     assert "2 ranks x 2 sequences x 2 accumulation" in rows(results[0])["global batch"]
@@ -298,7 +298,7 @@ def test_plans_fit_a_terminal(tmp_path: Path) -> None:
     run = shop.add_run(min_train_tokens=-1)
     narrow(shop.attempt("--plan"))
     shop.add_dataset()
-    experiment = Experiment.load(RunDirectory(run), shop.datasets, load_model_config)
+    experiment = Experiment.load(RunDirectory(run), shop.datasets)
     summary = {"model": experiment.model.model_dump(mode="json"), "world_size": 1, "microbatch_size": 2}
     summary |= {"accumulation_steps": 2, "tokens_per_second": 778_107.5, "device": "NVIDIA A100-SXM4-40GB"}
     (run / "summary.json").write_text(json.dumps(summary))

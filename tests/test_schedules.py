@@ -83,6 +83,21 @@ def test_warmup_as_a_percentage(percent: float, steps: int) -> None:
     assert schedule(200, warmup_period_percent=percent).warmup_steps == steps
 
 
+@pytest.mark.parametrize(
+    ("total_steps", "percent", "steps"),
+    [(30_614, 5, 1530), (14_740, 5, 737), (14_214, 5, 710), (6_219, 5, 310), (99, 1, 0), (199, 0.5, 0), (41, 2.5, 1)],
+)
+def test_a_percentage_is_rounded_down_to_whole_steps(total_steps: int, percent: float, steps: int) -> None:
+    """As the lab notebook's program has it, for the steps of its four runs: whole steps times percent, over 100."""
+    built = schedule(total_steps, lr_schedule="cosine", warmup_period_percent=percent)
+    assert built.warmup_steps == steps
+    assert built.multiplier(steps) == 1.0
+    if steps:
+        assert built.multiplier(steps - 1) == 1.0
+        assert built.multiplier(0) == 1 / steps
+    assert built.multiplier(total_steps - 1) == pytest.approx(0.1, rel=1e-12)
+
+
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("total_steps", [1, 2, 3, 50, 997])
 @pytest.mark.parametrize("keys", [{"lr_schedule": "cosine"}, {"lr_schedule": "wsd", "decay_period_percent": 30}])
@@ -132,7 +147,7 @@ def test_warmup_and_decay_longer_than_the_run_are_refused() -> None:
 @pytest.mark.parametrize("total_steps", range(1, 12))
 @pytest.mark.parametrize("warmup_percent", [10, 25, 50, 75, 90])
 def test_percentages_that_fit_together_fit_every_run(warmup_percent: int, total_steps: int) -> None:
-    """Both lengths are rounded, and two roundings up must not outlast a run of an odd number of steps."""
+    """Both lengths are rounded, and must not outlast a run of an odd number of steps."""
     built = schedule(
         total_steps,
         lr_schedule="wsd",

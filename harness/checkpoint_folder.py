@@ -1,0 +1,53 @@
+"""Which checkpoints a run has, which one it continues from, and what that one says of itself. Without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from harness.errors import UserError
+from harness.manifest import read_manifest
+from harness.run import CHECKPOINT_NAME, check_name
+
+LATEST, BEST = "latest", "best"
+META = "meta.json"
+
+
+def find_checkpoint(folder: Path, name: str) -> Path:
+    """The checkpoint `name` (a folder's name, `latest` or `best`) in `folder`.
+
+    Raises UserError if there is none, or if the name leads out of the folder.
+    """
+    path = folder / check_name(name, "checkpoint")
+    if not path.is_dir():
+        known = [BEST, LATEST, *(known.name for _, known in list_checkpoints(folder))]
+        there = ", ".join(known[-4:]) if len(known) > 2 else "none"
+        raise UserError(f"{path}: no such checkpoint; there are: {there}")
+    target = path.resolve()
+    if target.parent != folder.resolve():
+        raise UserError(f"{path}: leads out of {folder}; a checkpoint must lie inside it")
+    return folder / target.name
+
+
+def choose_start(folder: Path, name: str | None) -> Path | None:
+    """The checkpoint to continue from: the one asked for, else `latest`, else None. Raises UserError like
+    `find_checkpoint`."""
+    if (name is None or name == LATEST) and not (folder / LATEST).is_symlink():
+        # Something that follows links has copied the folder, or the link is lost: the newest is what it pointed to.
+        known = list_checkpoints(folder)
+        return known[-1][1] if known else None if name is None else find_checkpoint(folder, name)
+    return find_checkpoint(folder, LATEST if name is None else name)
+
+
+def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """(global step, path) of every checkpoint, by step, then by age."""
+    if not folder.is_dir():
+        return []
+    paths = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    found = [(CHECKPOINT_NAME.fullmatch(path.name), path) for path in paths]
+    return sorted((int(match.group(1)), path) for match, path in found if match)
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """A checkpoint's meta.json. Raises UserError if it is not one."""
+    return read_manifest(path / META)
