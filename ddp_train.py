@@ -54,6 +54,7 @@ class Trainer:
         job = self.job
         job.stop.listen()
         outlive_readers(job.stop.hang_up)
+        job.progress.start()
         job.world.watch.is_stopping = lambda: bool(job.stop.signal)
         if job.due:  # a signal came in the middle of it
             self.after_step(job.position.first_step - 1, first=job.due)
@@ -234,10 +235,21 @@ def main(run: str, datasets_dir: Path, checkpoint: str | None, **options: Any) -
         experiment = Experiment.load(found, datasets_dir)
         if options["plan"]:
             print_plan(experiment, options["assume_world_size"], options["assume_tps"])
-        elif options["find"]:
+            return
+        say_start(experiment)
+        if options["find"]:
             find_max_microbatch(experiment, options["memory_limit_gib"], write=options["write"])
         else:
             train(experiment, checkpoint, restart=options["restart"])
+
+
+def say_start(experiment: Experiment) -> None:
+    """The next line takes seconds: torch is loaded, and the processes meet."""
+    from harness.environment import is_speaker, world_size
+
+    if is_speaker():
+        count = world_size()
+        click.echo(f"{experiment.run.path.name}: starting {count} {'process' if count == 1 else 'processes'}")
 
 
 def print_schema(context: click.Context, kind: str | None) -> None:
@@ -273,6 +285,7 @@ def find_max_microbatch(experiment: Experiment, memory_limit_gib: float | None, 
     from harness.world import World
 
     world = World.start()
+    remark_on_machine(experiment, world)
     dataset = fetch_dataset(world, experiment.datasets_dir, experiment.config.dataset, ["train"])
     build_step = partial(build_bare_step, experiment, world.device)
     world.on_each_node(lambda: check_vocabulary(dataset, "train", experiment.model.vocab_size))
@@ -296,6 +309,7 @@ def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> N
     from harness.world import World
 
     clock, world, run = Clock(), World.start(), experiment.run
+    remark_on_machine(experiment, world)
     lock = world.on_rank0(run.lock)
     dataset = fetch_dataset(world, experiment.datasets_dir, experiment.config.dataset, experiment.splits)
     experiment.check_same_everywhere(world, dataset)
@@ -332,7 +346,26 @@ def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> N
             with job.saving_to_the_end():
                 Trainer(job).train()
             job.finish()
+        say(world, next_commands(experiment))
     world.stop()
+
+
+def remark_on_machine(experiment: Experiment, world: World) -> None:
+    """Say what a user would want to know of the machine before paying for hours of it."""
+    from harness.device import idle_gpus
+    from harness.kernels import not_compiled
+
+    for remark in (idle_gpus(world.device, world.local_size), not_compiled(experiment.config.compile, world.device)):
+        if remark is not None:
+            say(world, f"note: {remark}")
+
+
+def next_commands(experiment: Experiment) -> str:
+    """The commands that tell whether a trained model is any good, to be typed as they stand."""
+    run = experiment.run
+    name = "best" if (run.checkpoints / "best").exists() else "latest"
+    model = f"{run.model_json} {run.checkpoints / name / 'model.safetensors'}"
+    return f"Next:\n  uv run test_smoke.py {model}\n  uv run test_loss.py {experiment.datasets_dir} {model}"
 
 
 def refuse_wrong_machine(world: World, run: RunDirectory) -> None:
@@ -439,6 +472,7 @@ def say(world: World, text: str) -> None:
 def build_bare_step(experiment: Experiment, device: torch.device) -> TrainStep:
     """Model, optimizer and step on one device. The same weights on every rank."""
     from gpt import GPTModel
+    from harness.kernels import attend_with_exact_dropout, should_compile
     from harness.optim import build_optimizer
     from harness.precision import Precision
     from harness.randomness import seed_alike
@@ -447,7 +481,8 @@ def build_bare_step(experiment: Experiment, device: torch.device) -> TrainStep:
     config = experiment.config
     seed_alike(config.random_seed)
     model = GPTModel(experiment.model, recompute_blocks=config.activation_checkpointing).to(device)
-    if config.compile is True or (config.compile == "auto" and device.type == "cuda"):
+    attend_with_exact_dropout(experiment.model.drop_rate, device)
+    if should_compile(config.compile, device):
         model.compile()  # in place: the module and its parameters keep their names
     return TrainStep(model, build_optimizer(model, config), Precision.resolve(config.precision, device), config)
 

@@ -14,9 +14,20 @@ class Progress:
     def __init__(self, total: int, done: int, *, visible: bool) -> None:
         self.total = total
         self.visible = visible
+        self._done = done
         self._bar: Any = None
-        if visible and sys.stderr.isatty():
-            self._bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True, smoothing=0.05)
+
+    def start(self) -> None:
+        """From here on there is a bar, if there is a terminal. What is said earlier stands on lines of its own."""
+        if self.visible and sys.stderr.isatty():
+            self._bar = tqdm(
+                desc="steps done",
+                total=self.total,
+                initial=self._done,
+                unit="step",
+                dynamic_ncols=True,
+                smoothing=0.05,
+            )
 
     def advance(self) -> None:
         if self._bar is not None:
@@ -28,7 +39,7 @@ class Progress:
             self._bar.set_postfix(values)
         elif self.visible:
             numbers = "  ".join(f"{name} {value}" for name, value in values.items())
-            print(f"step {step + 1}/{self.total}  {numbers}", flush=True)
+            print(f"global step {step}/{self.total - 1}  {numbers}", flush=True)
 
     def say(self, text: str) -> None:
         """Print a line without breaking the bar."""

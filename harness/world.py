@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore, rendezvous  # type: ignore[attr-defined]
 
+from harness.device import choose_device
+from harness.environment import place
 from harness.errors import PeerError, RunError, UserError
 from harness.meeting import name_this_life
 from harness.trees import replace_leaves
@@ -109,11 +111,11 @@ class World:
     def start(cls) -> World:
         """Join the world that torchrun's environment variables describe and choose this process's device.
 
-        Raises UserError when the node has fewer CUDA devices than processes.
+        Raises UserError if there is none for it, or the variables are impossible.
         """
-        rank, local_rank = _environment("RANK", 0), _environment("LOCAL_RANK", 0)
-        size, local_size = _environment("WORLD_SIZE", 1), _environment("LOCAL_WORLD_SIZE", 1)
-        device = _choose_device(local_rank, local_size)
+        here = place()
+        rank, local_rank, size, local_size = here.rank, here.local_rank, here.world_size, here.local_world_size
+        device = choose_device(local_rank, local_size)
         if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
         if size == 1:
@@ -288,19 +290,3 @@ def _timeout_seconds() -> float:
             f"{TIMEOUT_VARIABLE}: {text!r} is not a number of seconds; unset it for {DEFAULT_TIMEOUT_SECONDS:g}"
         )
     return seconds
-
-
-def _environment(name: str, default: int) -> int:
-    return int(os.environ.get(name, default))
-
-
-def _choose_device(local_rank: int, local_size: int) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    if local_size > torch.cuda.device_count():
-        raise UserError(
-            f"torchrun started {local_size} processes on a machine with {torch.cuda.device_count()} CUDA devices; "
-            f"use --nproc_per_node={torch.cuda.device_count()}"
-        )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)

@@ -71,7 +71,7 @@ def test_summary_and_what_is_printed(trained: tuple[Workshop, Path, Result]) -> 
     assert summary["dollars"]["training"] == pytest.approx(seconds["training"] * 0.002, abs=1e-4)
     assert f"Final validation loss: {summary['final_validation_loss']:.3f}" in result.stdout
     assert result.stdout.count("Training complete") == 1  # rank 0 alone speaks
-    assert "step 10/10  loss" in result.stdout
+    assert "global step 9/9  loss" in result.stdout
 
 
 def test_a_finished_run_says_so_and_changes_nothing(trained: tuple[Workshop, Path, Result]) -> None:
