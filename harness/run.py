@@ -40,6 +40,25 @@ def _links_last(path: Path) -> tuple[bool, int, str]:
     return path.is_symlink(), int(match.group(1)) if match else -1, path.name
 
 
+def _known_runs(runs_dir: Path) -> list[str]:
+    return sorted(entry.name for entry in runs_dir.iterdir() if entry.is_dir()) if runs_dir.is_dir() else []
+
+
+def _plain_name(runs_dir: Path, text: str) -> str:
+    """The run's name, of a name or of a path to something in `runs_dir`. Raises UserError for any other path."""
+    plain = text.rstrip(os.sep)
+    if os.sep not in plain or "\0" in plain:
+        return check_name(plain, "run")
+    folder, name = os.path.split(os.path.abspath(plain))
+    if os.path.realpath(folder) == os.path.realpath(runs_dir):
+        return check_name(name, "run")
+    try:
+        return check_name(text, "run")
+    except UserError as error:
+        meant = f"; did you mean {name}?" if name in _known_runs(runs_dir) else ""
+        raise UserError(f"{error}, and it is no path into {os.path.abspath(runs_dir)} (--runs-dir){meant}") from None
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """One experiment: `model.json` and `train.json` in, everything else out."""
@@ -48,17 +67,25 @@ class RunDirectory:
 
     @classmethod
     def find(cls, runs_dir: Path, name: str) -> RunDirectory:
-        """Open `runs_dir/name`. Raises UserError for a name that leaves the folder, or a run that is not there."""
-        path = runs_dir / check_name(name, "run")
+        """Open `runs_dir/name`; `name` may also be that folder's path, as a shell completes it.
+
+        Raises UserError for a name that leaves `runs_dir`, or a run that is not there.
+        """
+        path = runs_dir / _plain_name(runs_dir, name)
         if path.is_dir():
             check_inside(path, runs_dir, "--runs-dir")
             return cls(path)
         if path.exists():
             raise UserError(f"{path}: not a folder; a run is a folder with model.json and train.json")
-        known = sorted(entry.name for entry in runs_dir.iterdir() if entry.is_dir()) if runs_dir.is_dir() else []
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else f"; there are: {', '.join(known) or 'none'}"
-        raise UserError(f"{path}: no such run{hint}")
+        known = _known_runs(runs_dir)
+        near = difflib.get_close_matches(path.name, known, n=1)
+        if known:
+            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
+        else:
+            place = Path(os.path.abspath(runs_dir))
+            there = "there are none in" if place.is_dir() else "there is no folder"
+            hint = f"{there} {place}; --runs-dir names the folder of your runs"
+        raise UserError(f"{path}: no such run; {hint}")
 
     @property
     def model_json(self) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from harness.wording import shown
 if TYPE_CHECKING:
     import torch
 
+SPLITS = ("train", "validation", "test")
 TOKEN_DTYPES = {"U16": "uint16", "U32": "uint32"}
 SCAN_CHUNK_TOKENS = 2**24
 LONGEST_NAME = 96  # on the Hub; a file system allows 255, a download's hidden folder has a longer one
@@ -201,7 +203,7 @@ def check_vocabulary(dataset: Dataset, split: str, vocab_size: int) -> None:
     """Find a token id the model has no embedding for, before training does.
 
     The scan's result is remembered beside the dataset folders (never inside a user's own). Raises UserError naming the
-    file and the id.
+    file, the id, and the vocabulary that the whole dataset needs.
     """
     tokens = dataset.split(split)
     if vocab_size > np.iinfo(tokens.dtype).max:
@@ -210,8 +212,18 @@ def check_vocabulary(dataset: Dataset, split: str, vocab_size: int) -> None:
     if largest >= vocab_size:
         raise UserError(
             f"{tokens.path}: token id {largest} is beyond the model's vocabulary of {vocab_size}; "
-            f'set "vocab_size" in model.json to at least {largest + 1}, or use the matching dataset'
+            f'set "vocab_size" in model.json to at least {needed_vocabulary(dataset)}, or use the matching dataset'
         )
+
+
+def needed_vocabulary(dataset: Dataset) -> int:
+    """The smallest vocab_size for every token of the dataset: what meta.json says, and what the splits hold."""
+    found = [dataset.meta.vocab_size or 0, (dataset.meta.eot_token or 0) + 1]
+    for split in SPLITS:
+        if dataset.has_split(split):
+            with suppress(UserError):  # a file that cannot be read is told where it is used
+                found.append(_remembered_largest(dataset, dataset.split(split)) + 1)
+    return max(found)
 
 
 def _remembered_largest(dataset: Dataset, tokens: TokenFile) -> int:

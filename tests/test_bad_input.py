@@ -85,7 +85,7 @@ def edit(shop: Workshop, file: str = "train.json", **values: Any) -> None:
 STRANGE_NAMES = ["../r", "/etc", "", ".", "..", "r/", "./r", "a\nb", "r\n", ".hidden", "a b", "r\0", "r\x1b[31m", "é"]
 
 
-@pytest.mark.parametrize("name", [name for name in STRANGE_NAMES if "\0" not in name], ids=repr)
+@pytest.mark.parametrize("name", [name for name in STRANGE_NAMES if "\0" not in name and name != "r/"], ids=repr)
 def test_run_names_that_are_none(shop: Workshop, name: str) -> None:
     before = tree(shop.path)
     refused(shop.attempt(run=name), "run ", "plain name")
@@ -127,6 +127,48 @@ def test_a_run_that_is_not_there(shop: Workshop) -> None:
     refused(shop.attempt(run="zzz"), "no such run", "there are: 8xa100m40, r")
     refused(shop.attempt(run="file"), "runs/file", "not a folder")
     refused(shop.command("ddp_train.py", "r", "datasets", "--runs-dir", "nowhere"), "nowhere/r", "no such run")
+    unharmed(shop, before)
+
+
+def test_where_runs_were_looked_for(shop: Workshop) -> None:
+    """From another folder than the one that runs/ is in."""
+    (shop.path / "empty" / "runs").mkdir(parents=True)
+    for folder, words in (("empty", "there are none in"), ("datasets", "there is no folder")):
+        elsewhere = Workshop(shop.path / folder)
+        asked = elsewhere.command("ddp_train.py", "r", "datasets")
+        refused(asked, "runs/r: no such run", f"{words} {elsewhere.runs}", "--runs-dir")
+
+
+def test_a_run_may_be_given_by_its_path(shop: Workshop) -> None:
+    """As a shell completes it: from the folder that runs/ is in, from runs/ itself, or whole."""
+    (shop.path / "sub").mkdir()
+    for cwd, runs_dir, name in (
+        (".", "runs", "r/"),
+        (".", "runs", "runs/r"),
+        (".", "runs", "./runs/r//"),
+        (".", "runs", f"{shop.runs}/r/"),
+        ("runs", ".", "./r/"),
+        ("sub", "../runs", "../runs/r"),
+    ):
+        inside = Workshop(shop.path / cwd)
+        result = inside.command("ddp_train.py", name, str(shop.datasets), "--runs-dir", runs_dir, "--plan")
+        assert result.status == 0, result.stderr
+        assert result.stdout.startswith("Plan for r:"), name
+
+
+def test_a_path_of_a_run_that_is_elsewhere(shop: Workshop) -> None:
+    shop.add_run("quickstart")
+    other = Workshop(shop.path / "other")
+    other.add_run("quickstart")
+    before = tree(shop.path)
+    refused(shop.attempt(run="runs/quikstart"), "runs/quikstart: no such run", "did you mean quickstart?")
+    refused(shop.attempt(run="other/runs/quickstart"), "plain name", "did you mean quickstart?", "--runs-dir")
+    refused(shop.attempt(run="runs/../other/runs/quickstart"), "plain name", "--runs-dir")
+    refused(shop.attempt(run="runs/.."), "plain name")
+    refused(shop.attempt(run=str(shop.runs)), "plain name")
+    (shop.runs / "out").symlink_to(other.runs / "quickstart")
+    refused(shop.attempt(run="runs/out"), "leads out of", "--runs-dir")
+    (shop.runs / "out").unlink()
     unharmed(shop, before)
 
 
@@ -199,6 +241,26 @@ def test_tokens_beyond_the_vocabulary(shop: Workshop) -> None:
         words = ["train.safetensors", "token id 63", "vocabulary of 63", '"vocab_size"', "at least 64"]
         refused(shop.attempt(*arguments), *words)
     unharmed(shop, before)
+
+
+@pytest.mark.parametrize(
+    ("about", "size"),
+    [
+        ({}, 64),  # the largest id of all splits, though the train split alone would do with 62
+        ({"vocab_size": 100, "eot_token": 99}, 100),
+        ({"eot_token": 70}, 71),
+        ({"vocab_size": 8}, 64),  # what meta.json says cannot make the files' ids smaller
+    ],
+)
+def test_the_vocabulary_that_is_named_is_enough(shop: Workshop, about: dict[str, int], size: int) -> None:
+    folder = shop.datasets / DATASET
+    save_file({"tokens": np.arange(4000, dtype=np.uint16) % 62}, folder / "train.safetensors")
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps(meta | about))
+    edit(shop, "model.json", vocab_size=10)
+    refused(shop.attempt(), "token id 61", "vocabulary of 10", f"to at least {size},")
+    edit(shop, "model.json", vocab_size=size)
+    assert shop.attempt("--plan").status == 0
 
 
 Harm = Callable[[Path], object]

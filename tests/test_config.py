@@ -395,7 +395,7 @@ def test_a_training_key_in_model_json(model: WriteModel, key: str) -> None:
 
 
 def test_advice_leads_to_keys_that_there_are() -> None:
-    kinds = {"train.json": TrainConfig, "model.json": ModelConfig}
+    kinds: dict[str, type[RunFile]] = {"train.json": TrainConfig, "model.json": ModelConfig}
     for name, ours in COUNTERPARTS.items():
         assert ours.key in kinds[ours.file].model_fields, name
         assert name not in {**TrainConfig.model_fields, **ModelConfig.model_fields}, f"{name} is a key of ours"

@@ -685,8 +685,10 @@ def test_commands_on_names(bench: Bench, exhaustive: bool, evidence: Evidence) -
         assert is_one_line(bench.shop.attempt(*arguments, run=run), place if place != "checkpoint" else "")
         shutil.copy(bench.origin / "runs" / "r" / "train.json", bench.shop.runs / "r" / "train.json")
 
-    # An argument has no NUL and, behind a dash, is an option; "r" is the run.
-    names = NAMES.filter(lambda name: "\0" not in name and not name.startswith("-") and name not in {"r", "R"})
+    # An argument has no NUL and, behind a dash, is an option; "r" is the run, with or without a slash after it.
+    names = NAMES.filter(
+        lambda name: "\0" not in name and not name.startswith("-") and name.rstrip("/") not in {"r", "R"}
+    )
     places = st.sampled_from(["run", "dataset", "checkpoint"])
     tried = explore(check, st.tuples(names, places), 60 if exhaustive else 15)
     same_as(before, bench.shop.path)
