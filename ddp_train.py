@@ -365,7 +365,7 @@ def next_commands(experiment: Experiment) -> str:
     run = experiment.run
     name = "best" if (run.checkpoints / "best").exists() else "latest"
     model = f"{run.model_json} {run.checkpoints / name / 'model.safetensors'}"
-    return f"Next:\n  uv run test_smoke.py {model}\n  uv run test_loss.py {experiment.datasets_dir} {model}"
+    return f"\nNext:\n  uv run test_smoke.py {model}\n  uv run test_loss.py {experiment.datasets_dir} {model}"
 
 
 def refuse_wrong_machine(world: World, run: RunDirectory) -> None:

@@ -7,8 +7,8 @@ import os
 SETTINGS = {
     # Else a store that is gone, which the ranks notice and tell of themselves, is told of in pages of C++ frames.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
-    # Threads of OpenMP that wait for the next piece of work burn a core by default; beside any other process on that core
-    # a step then takes twice as long (docs/LOG.md).
+    # OpenMP's threads burn a core by default while they wait for the next piece of work; beside any other process on
+    # that core a step then takes twice as long (docs/LOG.md).
     "OMP_WAIT_POLICY": "passive",
 }
 

@@ -19,9 +19,9 @@ stop and the number of ranks, an operation and what a full disk has no room for)
 `--exhaustive` the same tests take some of the places, and are a part of every test run. Sections whose
 tests are not run (`uv run pytest tests/test_fault_kills.py --exhaustive …`) stay as they are.
 
-All of this was seen on CPUs. "Bit for bit" holds there; on GPUs some kernels add in an order that changes from run to run
-(attention's backward pass and the embedding's use atomic additions), so that no two runs are equal to the last bit,
-whether or not one of them was stopped.
+All of this was seen on CPUs. "Bit for bit" holds there; on GPUs some kernels add in an order that changes from run to
+run (the backward passes of attention and of the embedding use atomic additions), so that no two runs are equal to the
+last bit, whether or not one of them was stopped.
 """
 
 
