@@ -63,7 +63,7 @@ def place() -> Place:
         return Place()
     for name in COUNTS:
         if name not in os.environ:
-            raise _stray(f"{given[0]} is set, but {name} is not")
+            raise _stray(f"{given[0]} is set, but {name} is not, and a rank needs {', '.join(COUNTS)}")
     found = Place(*(_number(name) for name in COUNTS))
     for fits, name, bound in (
         (found.rank < found.world_size, "RANK", "WORLD_SIZE"),

@@ -103,7 +103,7 @@ _SHAPE = {
     "attention_dropout": ("drop_rate", ONE_DROPOUT),
     "attention_probs_dropout_prob": ("drop_rate", ONE_DROPOUT),
     "attn_pdrop": ("drop_rate", ONE_DROPOUT),
-    "bias": ("qkv_bias", "of queries, keys and values; the other layers have biases"),
+    "bias": ("qkv_bias", "of queries, keys and values; a block's other layers always have theirs"),
     "block_size": ("context_length", ""),
     "d_model": ("emb_dim", ""),
     "dropout": ("drop_rate", ONE_DROPOUT),
@@ -147,7 +147,7 @@ _FOLDER = "not a setting here: results go to the run's own folder; remove it"
 _FIXED = "not a setting here: it is GPT-2's; remove it"
 _CONTINUING = "not a setting here: the same command continues a run, and CHECKPOINT names another one; remove it"
 _LINKS = "not a setting here: every checkpoint is kept unless keep_checkpoints is set, and `best` is a link; remove it"
-_COUPLED = "not a setting here: set the interval alone"
+_COUPLED = "not a setting here: validation_interval, checkpoint_interval and report_interval decide; remove it"
 
 # What has no key here, and why.
 WITHOUT_KEY = {

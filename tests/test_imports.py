@@ -26,6 +26,14 @@ COMMANDS = [
 
 # Modules whose input is a finished run's files: they work where there is no process group, and no wish for one.
 READERS = ["harness.charts", "harness.plan", "harness.held_out", "harness.hf_export", "harness.model_card"]
+# Whatever --plan, --schema and a refusal of the command need.
+BEFORE_TORCH = [
+    "harness.environment",
+    "harness.experiment",
+    "harness.model_config",
+    "harness.checkpoint_folder",
+    "harness.plan",
+]
 HELP_SECONDS = 1.0
 SLOW = {"torch", "matplotlib", "transformers", "openai", "lm_eval"}
 
@@ -130,6 +138,16 @@ def test_matplotlib_is_imported_in_charts_only() -> None:
 def test_microbatch_knows_nothing_of_torch() -> None:
     assert not any(is_or_below(name, "torch") for name in all_imports(TREES["harness.microbatch"]))
     assert loaded_with("harness.microbatch") == {"harness.microbatch"}
+
+
+@pytest.mark.parametrize("module", BEFORE_TORCH)
+def test_what_is_told_before_torch_is_loaded_loads_no_torch(module: str) -> None:
+    loaders = {
+        name
+        for name in loaded_with(module)
+        if any(is_or_below(each, library) for each in imports_at_load(TREES[name]) for library in SLOW)
+    }
+    assert not loaders, f"{module} loads {sorted(loaders)} when it is imported"
 
 
 def test_harness_has_no_import_cycle() -> None:
