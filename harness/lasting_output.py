@@ -45,4 +45,4 @@ def outlive_readers(when_gone: Callable[[], None]) -> None:
 def _lasting(stream: Any, when_gone: Callable[[], None]) -> io.TextIOWrapper:
     stream.flush()
     buffer = io.BufferedWriter(LastingFile(stream.fileno(), when_gone))
-    return io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=stream.line_buffering)
+    return io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=True)
