@@ -67,14 +67,14 @@ def import_(source: str, run: str, runs_dir: Path) -> None:
     openai-community/gpt2. Weights and configuration are read; code that comes with a model is neither fetched nor run.
     """
     with one_line_errors():
-        from harness.hf_import import fetch_model, import_model
+        from harness.hf_import import import_model
         from harness.run import check_name
 
         folder = runs_dir / check_name(run, "run")
         if folder.exists():
             raise UserError(f"{folder}: exists; choose another name for the run, or move it away")
         is_folder = Path(source).is_dir()
-        where = Path(source) if is_folder else fetch_model(source)
+        where = Path(source) if is_folder else fetch_named(source)
         # A card made from it may be read by everyone: they need not know this machine's folders.
         said = import_model(where, None if is_folder else source, folder, partial(check_shape, where))
         click.echo(f"{folder}: model.json and model.safetensors; {said}")
@@ -124,6 +124,23 @@ def open_model(checkpoint: Path, model_json: Path | None) -> tuple[ModelFiles, G
     model = GPTModel(parse_config(ModelConfig, files.shape, files.shape_source))
     model.load_public_tensors(load_weights(files.weights), files.weights)
     return files, model.eval()
+
+
+def fetch_named(source: str) -> Path:
+    """The files of a model on the Hub. Raises UserError, which tells a path that leads nowhere from a name."""
+    from harness.hf_import import fetch_model
+
+    path = Path(source)
+    if path.exists():
+        raise UserError(f"{source}: not a folder; give the folder that holds config.json and model.safetensors")
+    if path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1:
+        raise UserError(f"{source}: no such folder, and not the name of a model on the Hugging Face Hub (owner/name)")
+    try:
+        return fetch_model(source)
+    except UserError as error:
+        if "/" in source and not path.parent.is_dir():
+            raise
+        raise UserError(f"{source}: no such folder here; as the name of a model: {error}") from None
 
 
 def check_shape(source: Path, shape: dict[str, Any], tensors: dict[str, Any]) -> None:

@@ -2,8 +2,8 @@
 
     OPENAI_API_KEY=... uv run --extra judge judge_ift.py small.json medium.json large.json
 
-RESPONSES are files that test_ift.py writes. Every answer of the judge is kept: a judging that was stopped goes on, and
-pays for nothing twice.
+RESPONSES are files that test_ift.py writes, or the book's or the lab notebook's programs. Every answer of the judge is
+kept: a judging that was stopped goes on, and pays for nothing twice.
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ def main(model_json: Path, model_safetensors: Path, **options: Any) -> None:
     with one_line_errors():
         path = options["responses"] or model_json.parent / RESPONSES
         judge = None if options["responses_only"] else choose_judge(options)
+        check_files(model_json, model_safetensors)
         check_places(path, options)
         from harness.instructions import InstructionSplits
         from harness.responses import write_responses
@@ -83,8 +84,15 @@ def choose_judge(options: dict[str, Any]) -> Any:
     return JudgeSettings(endpoint, prompt=options["judge_prompt"])
 
 
+def check_files(*paths: Path) -> None:
+    """Raises UserError, before anything is downloaded, for what is not there."""
+    for path in paths:
+        if not path.is_file():
+            raise UserError(f"{path}: {'a folder; give the file in it' if path.is_dir() else 'no such file'}")
+
+
 def check_places(path: Path, options: dict[str, Any]) -> None:
-    """Raises UserError, before anything is trained, if the results would take the place of others."""
+    """Raises UserError, before anything is downloaded or trained, if the results would take the place of others."""
     if path.is_dir() or (path.exists() and not options["overwrite"]):
         raise UserError(f"{path}: exists; --overwrite replaces it, --responses FILE writes to another place")
     if not path.parent.is_dir():

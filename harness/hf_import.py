@@ -14,13 +14,14 @@ from harness import gpt2_format, notebook_format
 from harness.config import read_json_object
 from harness.errors import UserError
 from harness.files import replace_text
-from harness.model_files import WEIGHTS
+from harness.model_files import MODEL_JSON, WEIGHTS
 from harness.model_folder import fill, new_folder, write_meta
 from harness.tokenizer import load_tokenizer
 from harness.weights import load_weights
 
 CONFIG, INDEX, TOKENIZER = "config.json", "model.safetensors.index.json", "tokenizer.json"
 WANTED = [CONFIG, WEIGHTS, INDEX, "model-*.safetensors", TOKENIZER, "vocab.json", "merges.txt"]
+OTHER_WEIGHTS = {".bin", ".ckpt", ".h5", ".msgpack", ".pt", ".pth"}
 
 
 Check = Callable[[dict[str, Any], dict[str, Tensor]], None]
@@ -47,6 +48,8 @@ def import_model(source: Path, name: str | None, run: Path, check: Check) -> str
 def _read(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """model.json's keys, and the tensors under their public names."""
     file = source / CONFIG
+    if not file.exists() and (source / MODEL_JSON).exists():
+        raise UserError(f"{source}: no {CONFIG}; by its {MODEL_JSON} it is a model that all commands take as it is")
     config = read_json_object(file)
     if config.get("model_type") == notebook_format.MODEL_TYPE:
         shape = notebook_format.from_config(config, file)
@@ -57,9 +60,9 @@ def _read(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _weights_of(source: Path) -> dict[str, Tensor]:
-    if (source / WEIGHTS).exists():
+    if (source / WEIGHTS).is_file():
         return load_weights(source / WEIGHTS)
-    if (source / INDEX).exists():
+    if (source / INDEX).is_file():
         index = read_json_object(source / INDEX).get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
             raise UserError(f'{source / INDEX}: key "weight_map": must tell the file of each tensor')
@@ -69,9 +72,12 @@ def _weights_of(source: Path) -> dict[str, Tensor]:
                 raise UserError(f"{source / INDEX}: {file!r} leads out of the folder")
             tensors |= load_weights(source / file)
         return tensors
+    others = sorted(path.name for path in source.iterdir() if path.suffix in OTHER_WEIGHTS)
+    if not others:
+        raise UserError(f"{source}: no {WEIGHTS}: a part of a model; download the rest")
     raise UserError(
-        f"{source}: no {WEIGHTS}; weights in other formats can run code when they are read: convert them with "
-        "transformers' save_pretrained"
+        f"{source}: no {WEIGHTS}; weights in other formats ({others[0]}) can run code when they are read: convert them "
+        "with transformers' save_pretrained"
     )
 
 

@@ -6,6 +6,7 @@ Format of the front matter: https://huggingface.co/docs/hub/model-cards
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -45,17 +46,20 @@ class ModelFacts:
 
     @property
     def train(self) -> dict[str, Any]:
-        return self.meta.get("train") or {}
+        train = self.meta.get("train")
+        return train if isinstance(train, dict) else {}
 
     def number(self, key: str) -> Any:
         """A number of meta.json, which another program may have written; None if it is none."""
         value = self.meta.get(key)
-        return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        return value if is_number else None
 
     @property
     def dataset(self) -> str | None:
         dataset = self.meta.get("dataset")
-        return dataset.get("name") if isinstance(dataset, dict) else None
+        name = dataset.get("name") if isinstance(dataset, dict) else None
+        return name if isinstance(name, str) else None
 
 
 def model_card(facts: ModelFacts) -> str:

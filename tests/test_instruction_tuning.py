@@ -372,6 +372,12 @@ def test_bad_input_is_one_line_before_anything_is_trained(shop: Workshop, data: 
         "test_ift.py", str(shop.runs / "r" / "model.json"), str(weights), "--data", str(data), "--responses-only"
     )
     assert "not this model" in other.error_lines[0]
+    for files, line in (
+        (["none.json", str(weights)], "error: none.json: no such file"),
+        ([str(shop.runs / "r" / "model.json"), str(tmp_path)], f"error: {tmp_path}: a folder; give the file in it"),
+    ):
+        missing = shop.command("test_ift.py", *files, "--data", "http://127.0.0.1:1/x.json", "--responses-only")
+        assert missing.stderr == f"{line}\n", "before anything is downloaded"
     assert not (shop.runs / "r" / "ift-responses.json").exists()
 
 

@@ -184,6 +184,25 @@ def test_responses_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
 
 
+def test_the_books_and_the_notebooks_files_are_read_too(tmp_path: Path) -> None:
+    """The test entries with the model's answer in each, as a list: instruction-data-with-response.json of the book."""
+    entries = [{"instruction": "Add.", "input": "1", "output": "2", "model_response": text} for text in ("2", "")]
+    for name, label in (("small-ift-test-results", "small"), ("instruction-data-with-response",) * 2):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(entries))
+        read = read_responses(path)
+        assert (read.model, [each.response for each in read.responses]) == (label, ["2", ""])
+    path.write_text(json.dumps([*entries, {"instruction": "Add.", "input": "1", "output": "2"}]))
+    with pytest.raises(UserError, match=r'key "responses.2.response": missing'):
+        read_responses(path)
+    path.write_text("[]")
+    with pytest.raises(UserError, match='key "responses"'):
+        read_responses(path)
+    path.write_text("3")
+    with pytest.raises(UserError, match="or a list of answers"):
+        read_responses(path)
+
+
 def test_models_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
     paths = [tmp_path / f"{name}.json" for name in ("a", "b", "c")]
     for path, label in zip(paths, ("same", "other", "same"), strict=True):
