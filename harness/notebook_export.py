@@ -22,7 +22,8 @@ def export_for_notebook(model: Any, files: ModelFiles, folder: Path, dtype: str)
     """
     check_exact(model.config)
     tokenizer = tokenizer_file_of(files.weights)
-    check_vocabulary(load_tokenizer(tokenizer), model.config.vocab_size, files.weights)
+    if isinstance(tokenizer, Path):  # GPT-2's own is not written, nor needed
+        check_vocabulary(load_tokenizer(tokenizer), model.config.vocab_size, files.weights)
     weights = {name: tensor.to(DTYPES[dtype]) for name, tensor in model.public_tensors().items()}
     shape = to_model_json(model.config)
     write_model(folder, shape, to_tensors(weights, model.config), tokenizer=tokenizer, facts={})

@@ -215,6 +215,16 @@ def test_the_notebooks_scripts_load_what_is_exported(tmp_path: Path, changes: di
     NotebookModel(config).load_state_dict(load_file(file), strict=True)  # a tied model.json of the user's own
 
 
+def test_a_model_of_gpt2s_vocabulary_is_exported_without_it(tmp_path: Path) -> None:
+    """Which may be on the network, and which the notebook's scripts bring themselves."""
+    write_checkpoint(tmp_path / "c", shape(vocab_size=300), tokenizer="gpt2")
+    nowhere = {"TIKTOKEN_CACHE_DIR": str(tmp_path / "empty")}
+    options = ("--format", "notebook")
+    result = convert(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "out"), *options, environment=nowhere)
+    assert result.stderr == ""
+    assert json.loads((tmp_path / "out" / "meta.json").read_text())["tokenizer"] == "gpt2"
+
+
 def check_buffers(written: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert written.keys() == expected.keys()
     for name, tensor in expected.items():
