@@ -32,7 +32,7 @@ def main() -> None:
 @click.argument("out", type=click.Path(path_type=Path))
 @MODEL_JSON
 @click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True)
-@click.option("--format", "format_", type=click.Choice(["transformers", "notebook"]), default="transformers")
+@click.option("--format", "format_", type=click.Choice(list(READERS)), default="transformers", show_default=True)
 def export(checkpoint: Path, out: Path, model_json: Path | None, dtype: str, format_: str) -> None:
     """Write CHECKPOINT, a folder with model.safetensors, to the new folder OUT.
 

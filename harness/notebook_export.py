@@ -33,7 +33,7 @@ def export_for_notebook(model: Any, files: ModelFiles, folder: Path, dtype: str)
 def _notes(is_tied: bool, tokenizer: str | Path) -> list[str]:
     notes = []
     if is_tied:
-        notes.append("the head, tied in CHECKPOINT, is written out, and model.json says no more that it is tied")
+        notes.append("the tied head is written out as a tensor of its own, and model.json no longer calls it tied")
     if tokenizer != "gpt2":
         notes.append("the notebook's scripts read and write text by GPT-2's tokenizer; this model has another one")
     return notes
