@@ -18,29 +18,41 @@ if TYPE_CHECKING:
 MODEL_JSON = click.option(
     "--model-json", type=click.Path(path_type=Path), help="Default: beside the weights, or in the run they lie in."
 )
+READERS = {"transformers": "transformers", "notebook": "the lab notebook's scripts"}
 
 
 @click.group()
 def main() -> None:
-    """Exchange models with everyone's tools: as transformers' native GPT-2, without code of ours."""
+    """Exchange models with everyone's tools, as transformers' native GPT-2 without code of ours, and with the lab
+    notebook's."""
 
 
-@main.command("export", short_help="A checkpoint as transformers' GPT-2.")
+@main.command("export", short_help="A checkpoint for transformers, or the notebook.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 @MODEL_JSON
 @click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True)
-def export(checkpoint: Path, out: Path, model_json: Path | None, dtype: str) -> None:
+@click.option("--format", "format_", type=click.Choice(list(READERS)), default="transformers", show_default=True)
+def export(checkpoint: Path, out: Path, model_json: Path | None, dtype: str, format_: str) -> None:
     """Write CHECKPOINT, a folder with model.safetensors, to the new folder OUT.
 
-    transformers.AutoModelForCausalLM and AutoTokenizer load OUT, and so does whatever builds on them.
+    transformers.AutoModelForCausalLM and AutoTokenizer load OUT, and so does whatever builds on them. With --format
+    notebook it holds a model.json and a model.safetensors that the scripts of the lab notebook load, whose
+    load_state_dict insists on the attention masks and on an output head of its own.
     """
     with one_line_errors():
         from harness.hf_export import export_model
+        from harness.notebook_export import export_for_notebook
 
         files, model = open_model(checkpoint, model_json)
-        export_model(model, files, out, dtype)
-        click.echo(f"{out}: {model.config.parameters:,} parameters, {dtype}, for transformers")
+        if format_ == "notebook":
+            notes = export_for_notebook(model, files, out, dtype)
+        else:
+            notes = []
+            export_model(model, files, out, dtype)
+        click.echo(f"{out}: {model.config.parameters:,} parameters, {dtype}, for {READERS[format_]}")
+        for note in notes:
+            click.echo(note, err=True)
 
 
 @main.command("import", short_help="A GPT-2 of transformers as a run.")
@@ -48,19 +60,21 @@ def export(checkpoint: Path, out: Path, model_json: Path | None, dtype: str) -> 
 @click.argument("run")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def import_(source: str, run: str, runs_dir: Path) -> None:
-    """Bring a GPT-2 (OpenAI's small to XL, or one of its shape) into the new folder runs/RUN.
+    """Bring a GPT-2 (OpenAI's small to XL, or one of its shape), or a model that the lab notebook's author published
+    ("model_type": "gpjtgpt2"), into the new folder runs/RUN.
 
-    SOURCE is a folder in transformers' format, or the name of a model on the Hugging Face Hub: openai-community/gpt2.
+    SOURCE is a folder as transformers saves them, or the name of a model on the Hugging Face Hub:
+    openai-community/gpt2. Weights and configuration are read; code that comes with a model is neither fetched nor run.
     """
     with one_line_errors():
-        from harness.hf_import import fetch_model, import_model
+        from harness.hf_import import import_model
         from harness.run import check_name
 
         folder = runs_dir / check_name(run, "run")
         if folder.exists():
             raise UserError(f"{folder}: exists; choose another name for the run, or move it away")
         is_folder = Path(source).is_dir()
-        where = Path(source) if is_folder else fetch_model(source)
+        where = Path(source) if is_folder else fetch_named(source)
         # A card made from it may be read by everyone: they need not know this machine's folders.
         said = import_model(where, None if is_folder else source, folder, partial(check_shape, where))
         click.echo(f"{folder}: model.json and model.safetensors; {said}")
@@ -110,6 +124,23 @@ def open_model(checkpoint: Path, model_json: Path | None) -> tuple[ModelFiles, G
     model = GPTModel(parse_config(ModelConfig, files.shape, files.shape_source))
     model.load_public_tensors(load_weights(files.weights), files.weights)
     return files, model.eval()
+
+
+def fetch_named(source: str) -> Path:
+    """The files of a model on the Hub. Raises UserError, which tells a path that leads nowhere from a name."""
+    from harness.hf_import import fetch_model
+
+    path = Path(source)
+    if path.exists():
+        raise UserError(f"{source}: not a folder; give the folder that holds config.json and model.safetensors")
+    if path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1:
+        raise UserError(f"{source}: no such folder, and not the name of a model on the Hugging Face Hub (owner/name)")
+    try:
+        return fetch_model(source)
+    except UserError as error:
+        if "/" in source and not path.parent.is_dir():
+            raise
+        raise UserError(f"{source}: no such folder here; as the name of a model: {error}") from None
 
 
 def check_shape(source: Path, shape: dict[str, Any], tensors: dict[str, Any]) -> None:

@@ -2,8 +2,8 @@
 
     OPENAI_API_KEY=... uv run --extra judge judge_ift.py small.json medium.json large.json
 
-RESPONSES are files that test_ift.py writes. Every answer of the judge is kept: a judging that was stopped goes on, and
-pays for nothing twice.
+RESPONSES are files that test_ift.py writes, or the book's or the lab notebook's programs. Every answer of the judge is
+kept: a judging that was stopped goes on, and pays for nothing twice.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from harness.commandline import NOTEBOOK_JUDGE, FiniteNumber
+from harness.commandline import JUDGE_PROMPT, JUDGE_PROMPT_HELP, NOTEBOOK_JUDGE, FiniteNumber
 from harness.errors import RunError, StoppedError, UserError, one_line_errors
 
 SECONDS = FiniteNumber(min=0, min_open=True, max=86_400)
@@ -25,6 +25,7 @@ PRICE = FiniteNumber(min=0, max=1e9)
 @click.argument("responses", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--model", default=NOTEBOOK_JUDGE, show_default=True, help="The judge.")
 @click.option("--base-url", help="Another OpenAI-compatible endpoint.  [default: OpenAI]")
+@click.option("--prompt", type=JUDGE_PROMPT, default="together", show_default=True, help=JUDGE_PROMPT_HELP)
 @click.option("--repeats", type=click.IntRange(1, 1000), default=1, show_default=True, help="Judge each so often.")
 @click.option("--attempts", type=click.IntRange(1, 100), default=5, show_default=True, help="For a valid answer.")
 @click.option("--timeout", type=SECONDS, default=120.0, show_default=True, help="Seconds for a request.")
@@ -39,6 +40,9 @@ def main(responses: tuple[Path, ...], **options: Any) -> None:
 
     The judge sees the answers of all models to a question together, without their names and in shuffled order. The key
     is taken from OPENAI_API_KEY.
+
+    --prompt book or notebook asks about each answer alone, word for word as Raschka's book does or the lab notebook:
+    means of integers that compare with theirs by the same judge, and never with scores of models judged together.
     """
     with one_line_errors():
         from harness.judge_client import Endpoint
@@ -51,7 +55,7 @@ def main(responses: tuple[Path, ...], **options: Any) -> None:
             raise UserError("--price-in and --price-out: give both, or none")
         prices = None if options["price_in"] is None else Prices(options["price_in"], options["price_out"])
         endpoint = Endpoint.choose(options["model"], options["base_url"], options["timeout"])
-        shared = {key: options[key] for key in ("repeats", "attempts", "parallel", "seed")}
+        shared = {key: options[key] for key in ("repeats", "attempts", "parallel", "seed", "prompt")}
         settings = JudgeSettings(endpoint, **shared)
         models = read_comparable(responses)
         cache = options["cache"] or min(path.absolute() for path in responses).parent / "judgements.jsonl"

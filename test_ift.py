@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.commandline import NOTEBOOK_JUDGE, POSITIVE
+from harness.commandline import JUDGE_PROMPT, JUDGE_PROMPT_HELP, NOTEBOOK_JUDGE, POSITIVE
 from harness.errors import RunError, StoppedError, UserError, one_line_errors
 from harness.files import check_writable
 from harness.instructions import BOOK_DATA
@@ -38,6 +38,7 @@ RESPONSES = "ift-responses.json"
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Of an answer.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=123, show_default=True)
 @click.option("--judge-model", default=NOTEBOOK_JUDGE, show_default=True)
+@click.option("--judge-prompt", type=JUDGE_PROMPT, default="together", show_default=True, help=JUDGE_PROMPT_HELP)
 @click.option("--base-url", help="The judge's endpoint.  [default: OpenAI's]")
 def main(model_json: Path, model_safetensors: Path, **options: Any) -> None:
     """Fine-tune MODEL_SAFETENSORS (of the shape in MODEL_JSON) on instructions until its validation loss rises, answer
@@ -49,6 +50,7 @@ def main(model_json: Path, model_safetensors: Path, **options: Any) -> None:
     with one_line_errors():
         path = options["responses"] or model_json.parent / RESPONSES
         judge = None if options["responses_only"] else choose_judge(options)
+        check_files(model_json, model_safetensors)
         check_places(path, options)
         from harness.instructions import InstructionSplits
         from harness.responses import write_responses
@@ -79,11 +81,18 @@ def choose_judge(options: dict[str, Any]) -> Any:
         JudgeClient(endpoint)
     except UserError as error:
         raise UserError(f"{error}; or use --responses-only") from None
-    return JudgeSettings(endpoint)
+    return JudgeSettings(endpoint, prompt=options["judge_prompt"])
+
+
+def check_files(*paths: Path) -> None:
+    """Raises UserError, before anything is downloaded, for what is not there."""
+    for path in paths:
+        if not path.is_file():
+            raise UserError(f"{path}: {'a folder; give the file in it' if path.is_dir() else 'no such file'}")
 
 
 def check_places(path: Path, options: dict[str, Any]) -> None:
-    """Raises UserError, before anything is trained, if the results would take the place of others."""
+    """Raises UserError, before anything is downloaded or trained, if the results would take the place of others."""
     if path.is_dir() or (path.exists() and not options["overwrite"]):
         raise UserError(f"{path}: exists; --overwrite replaces it, --responses FILE writes to another place")
     if not path.parent.is_dir():
@@ -178,16 +187,17 @@ def score(responses: Responses, settings: Any, path: Path) -> None:
     from harness.judge_report import JudgeReport
     from harness.judging import judge
 
+    again = f"judge_ift.py {path}" + ("" if settings.judges_together else f" --prompt {settings.prompt}")
     try:
         report = JudgeReport.of(judge([responses], settings, path.parent / "judgements.jsonl"), settings)
         click.echo("\n".join(report.lines()))
         if (shortfall := report.shortfall()) is not None:
             raise RunError(shortfall)
     except StoppedError:
-        click.echo(f"stopped by SIGINT; the answers are kept: judge_ift.py {path} goes on from there", err=True)
+        click.echo(f"stopped by SIGINT; the answers are kept: {again} goes on from there", err=True)
         raise
     except (UserError, RunError) as error:  # nothing has to be trained again
-        raise RunError(f"{error}; the answers are kept: judge_ift.py {path} scores them") from None
+        raise RunError(f"{error}; the answers are kept: {again} scores them") from None
 
 
 if __name__ == "__main__":

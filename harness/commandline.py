@@ -21,6 +21,8 @@ class FiniteNumber(click.FloatRange):
 
 
 NOTEBOOK_JUDGE = "gpt-5.1"
+JUDGE_PROMPT = click.Choice(["together", "book", "notebook"])
+JUDGE_PROMPT_HELP = "Ours, of all answers together; or the book's or the notebook's own words, of each alone."
 POSITIVE = FiniteNumber(min=0, min_open=True, max=1e12)
 
 

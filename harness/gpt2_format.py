@@ -108,7 +108,9 @@ def from_config(config: dict[str, Any], source: Path) -> dict[str, Any]:
     Raises UserError, naming the key, if the model computes something that ours do not.
     """
     if config.get("model_type") != "gpt2":
-        raise UserError(f'{source}: key "model_type": {shown(config.get("model_type"))}; only "gpt2" can be imported')
+        raise UserError(
+            f'{source}: key "model_type": {shown(config.get("model_type"))}; "gpt2" and "gpjtgpt2" can be imported'
+        )
     for key, computed in FIXED.items():
         if config.get(key, computed[0]) not in computed:
             raise UserError(

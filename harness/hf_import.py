@@ -1,4 +1,4 @@
-"""GPT-2 weights from a Hugging Face folder or repository into a run directory."""
+"""Weights from a Hugging Face folder or repository, a GPT-2 or the notebook's, into a run directory."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from typing import Any
 
 from torch import Tensor
 
+from harness import gpt2_format, notebook_format
 from harness.config import read_json_object
 from harness.errors import UserError
 from harness.files import replace_text
-from harness.gpt2_format import from_config, from_tensors, without_zero_biases
-from harness.model_files import WEIGHTS
+from harness.model_files import MODEL_JSON, WEIGHTS
 from harness.model_folder import fill, new_folder, write_meta
 from harness.tokenizer import load_tokenizer
 from harness.weights import load_weights
 
 CONFIG, INDEX, TOKENIZER = "config.json", "model.safetensors.index.json", "tokenizer.json"
 WANTED = [CONFIG, WEIGHTS, INDEX, "model-*.safetensors", TOKENIZER, "vocab.json", "merges.txt"]
+OTHER_WEIGHTS = {".bin", ".ckpt", ".h5", ".msgpack", ".pt", ".pth"}
 
 
 Check = Callable[[dict[str, Any], dict[str, Tensor]], None]
@@ -29,14 +30,12 @@ Check = Callable[[dict[str, Any], dict[str, Tensor]], None]
 def import_model(source: Path, name: str | None, run: Path, check: Check) -> str:
     """Write model.json, model.safetensors and what belongs to them to the new run directory `run`.
 
-    `source` is a folder with a GPT-2 in transformers' format, `name` what it is called on the Hub, if it is from there;
+    `source` is a folder with a GPT-2 in transformers' format, or with one of the notebook author's published models;
+    `name` is what it is called on the Hub, if it is from there;
     `check(shape, tensors)` raises UserError unless they make a model of ours. Returns a line about the tokenizer.
     Raises UserError for anything else in the folder, RunError if the run cannot be written; nothing is then left of it.
     """
-    config_file = source / CONFIG
-    shape = from_config(read_json_object(config_file), config_file)
-    weights = _weights_of(source)
-    shape, tensors = without_zero_biases(shape, from_tensors(weights, shape["n_layers"], source))
+    shape, tensors = _read(source)
     check(shape, tensors)
     _check_tokenizer(source)
     with new_folder(run) as draft:
@@ -46,10 +45,24 @@ def import_model(source: Path, name: str | None, run: Path, check: Check) -> str
     return said
 
 
+def _read(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """model.json's keys, and the tensors under their public names."""
+    file = source / CONFIG
+    if not file.exists() and (source / MODEL_JSON).exists():
+        raise UserError(f"{source}: no {CONFIG}; by its {MODEL_JSON} it is a model that all commands take as it is")
+    config = read_json_object(file)
+    if config.get("model_type") == notebook_format.MODEL_TYPE:
+        shape = notebook_format.from_config(config, file)
+        return shape, notebook_format.from_tensors(_weights_of(source), shape)
+    shape = gpt2_format.from_config(config, file)
+    tensors = gpt2_format.from_tensors(_weights_of(source), shape["n_layers"], source)
+    return gpt2_format.without_zero_biases(shape, tensors)
+
+
 def _weights_of(source: Path) -> dict[str, Tensor]:
-    if (source / WEIGHTS).exists():
+    if (source / WEIGHTS).is_file():
         return load_weights(source / WEIGHTS)
-    if (source / INDEX).exists():
+    if (source / INDEX).is_file():
         index = read_json_object(source / INDEX).get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
             raise UserError(f'{source / INDEX}: key "weight_map": must tell the file of each tensor')
@@ -59,9 +72,12 @@ def _weights_of(source: Path) -> dict[str, Tensor]:
                 raise UserError(f"{source / INDEX}: {file!r} leads out of the folder")
             tensors |= load_weights(source / file)
         return tensors
+    others = sorted(path.name for path in source.iterdir() if path.suffix in OTHER_WEIGHTS)
+    if not others:
+        raise UserError(f"{source}: no {WEIGHTS}: a part of a model; download the rest")
     raise UserError(
-        f"{source}: no {WEIGHTS}; weights in other formats can run code when they are read: convert them with "
-        "transformers' save_pretrained"
+        f"{source}: no {WEIGHTS}; weights in other formats ({others[0]}) can run code when they are read: convert them "
+        "with transformers' save_pretrained"
     )
 
 

@@ -21,6 +21,7 @@ CHUNK_BYTES = 2**22
 
 class Record(BaseModel):
     """One answer. `scores` are by the names in the prompt; an answer that was not valid has a `reason` instead.
+    `prompt` is in whose words the judge was asked, if not ours.
 
     Tokens are None where the endpoint does not count them. Question and repeat, from 1, and the time, in seconds since
     1970, are for a reader of the file.
@@ -32,6 +33,7 @@ class Record(BaseModel):
     question: Count
     repeat: Count
     scores: dict[str, Score] | None = None
+    prompt: str | None = None
     reason: str | None = None
     prompt_tokens: Count | None = None
     completion_tokens: Count | None = None

@@ -49,16 +49,23 @@ class Place:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The text, and which model bears which name in it: names[i] is `order[i]`'s, an index into the models."""
+    """The text, and which model bears which name in it: names[i] is `order[i]`'s, an index into the models.
+
+    `wording` is whose the prompt is, if it is not ours.
+    """
 
     text: str
     names: tuple[str, ...]
     order: tuple[int, ...]
+    wording: str | None = None
 
-    def in_model_order(self, scores: Mapping[str, float]) -> list[float]:
-        """A score for each model, from scores by name."""
-        by_model = dict(zip(self.order, self.names, strict=True))
-        return [scores[by_model[model]] for model in range(len(self.order))]
+    def by_model(self, scores: Mapping[str, float]) -> dict[int, float]:
+        """Scores by the models' indices, from scores by name."""
+        return {model: scores[name] for model, name in zip(self.order, self.names, strict=True)}
+
+    def parse(self, text: str) -> dict[str, float]:
+        """The scores by name in a judge's answer. Raises InvalidAnswerError for anything but one for each name."""
+        return parse_scores(text, self.names)
 
 
 def build_prompt(answers: Mapping[str, Response], place: Place) -> Prompt:

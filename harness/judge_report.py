@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from harness.errors import printable
+from harness.judge_alone import WORDINGS
 from harness.judge_requests import JudgeSettings
 from harness.judge_statistics import Comparison, Estimate, Pair, compare
 from harness.judging import Judgement, Tokens
@@ -52,6 +53,7 @@ class JudgeReport:
                 yield ""
                 yield from _pairs(self.comparison)
             yield ""
+            yield from self._scope()
         for cost in self._costs():
             yield from textwrap.wrap(cost, COLUMNS, subsequent_indent="  ")
 
@@ -64,6 +66,7 @@ class JudgeReport:
         tokens = {"this_run": self._tokens(judgement.spent_now), "all_answers": self._tokens(judgement.spent)}
         result: dict[str, Any] = {
             "judge": {"model": self.settings.endpoint.model, "base_url": self.settings.endpoint.base_url},
+            "prompt": self.settings.prompt,
             "questions": len(judgement.scores),
             "repeats": self.settings.repeats,
             "seed": self.settings.seed,
@@ -84,7 +87,8 @@ class JudgeReport:
         missing = self.judgement.unanswered
         if not missing:
             return None
-        asked = len(self.judgement.scores) * self.settings.repeats
+        prompts = 1 if self.settings.judges_together else len(self.judgement.labels)
+        asked = len(self.judgement.scores) * self.settings.repeats * prompts
         where = listed([str(number) for number in dict.fromkeys(each.question for each in missing)])
         return (
             f"{self.settings.endpoint.name}: no valid answer to {len(missing):,} of {asked:,} prompts, after "
@@ -96,10 +100,19 @@ class JudgeReport:
         repeats = self.settings.repeats
         times = f", {repeats} times each" if repeats > 1 else ""
         together = " all models in one prompt" if len(comparison.means) > 1 else " the model"
+        if not self.settings.judges_together:
+            together = f" each answer alone, by {WORDINGS[self.settings.prompt].owner}'s prompt"
         asked = len(self.judgement.scores)
         some = f" of {asked:,}" if comparison.questions < asked else ""
         judge = f"{printable(self.settings.endpoint.model)} judged{together}"
         return f"{judge}; {comparison.questions:,}{some} questions{times}. Scores from 0 to 100:"
+
+    def _scope(self) -> Iterator[str]:
+        """What else the means may be held against."""
+        if not self.settings.judges_together:
+            owner = WORDINGS[self.settings.prompt].owner
+            text = f"These means compare with {owner}'s by the same judge, not with those of models judged together."
+            yield from [*textwrap.wrap(text, COLUMNS), ""]
 
     def _means(self, comparison: Comparison) -> Iterator[str]:
         yield f"{'#':>4}  {'mean':>6}  {'95 % interval':<16}  model"

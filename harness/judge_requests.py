@@ -15,8 +15,9 @@ from tqdm import tqdm
 from harness.errors import RunError, UserError
 from harness.judge_cache import JudgeCache, Record
 from harness.judge_client import Endpoint, JudgeClient, Reply, UnavailableError
-from harness.judge_prompt import InvalidAnswerError, Place, Prompt, parse_scores
+from harness.judge_prompt import InvalidAnswerError, Place, Prompt
 
+TOGETHER = "together"
 FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 60.0
 LONGEST_WAIT_SECONDS = 120.0  # for a judge that asks to be left alone; beyond it the user decides
@@ -27,13 +28,19 @@ HOPELESS_QUESTIONS = 8  # so many without any valid answer: this judge cannot do
 @dataclass(frozen=True)
 class JudgeSettings:
     """How to judge. `attempts` is how often to ask again for a valid answer, and how often in a row the judge may fail
-    to answer at all; `seed` decides the order in which it sees the models."""
+    to answer at all; `seed` decides the order in which it sees the models. `prompt` is TOGETHER, or a key of
+    judge_alone.WORDINGS."""
 
     endpoint: Endpoint
     repeats: int = 1
     attempts: int = 5
     parallel: int = 8
     seed: int = 0
+    prompt: str = TOGETHER
+
+    @property
+    def judges_together(self) -> bool:
+        return self.prompt == TOGETHER
 
 
 @dataclass(frozen=True)
@@ -172,7 +179,7 @@ def _wait_for(futures: dict[Future[str | None], Ask]) -> None:
 def _scores(reply: Reply, prompt: Prompt) -> dict[str, float]:
     if reply.refusal:
         raise InvalidAnswerError(f"refused: {reply.refusal}")
-    return parse_scores(reply.text, prompt.names)
+    return prompt.parse(reply.text)
 
 
 def _record(ask: Ask, reply: Reply | None, scores: dict[str, float] | None, reason: str | None) -> Record:
@@ -181,6 +188,7 @@ def _record(ask: Ask, reply: Reply | None, scores: dict[str, float] | None, reas
         question=ask.place.question + 1,
         repeat=ask.place.repeat + 1,
         scores=scores,
+        prompt=ask.prompt.wording,
         reason=reason,
         time=time.time(),
     )

@@ -1,4 +1,4 @@
-"""Judging: all models' answers to a question in one prompt, question by question, and no answer paid for twice."""
+"""Judging: all models' answers to a question in one prompt or each alone, and no answer paid for twice."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from harness.errors import StoppedError
+from harness.judge_alone import alone_prompt
 from harness.judge_cache import JudgeCache, Record
 from harness.judge_client import Endpoint, JudgeClient
 from harness.judge_prompt import Place, Prompt, build_prompt
@@ -86,14 +87,21 @@ def _ask_missing(asks: Sequence[Ask], settings: JudgeSettings, cache: JudgeCache
 
 
 def _all_asks(models: Sequence[Responses], settings: JudgeSettings) -> list[Ask]:
-    asks = []
-    for question in range(len(models[0].responses)):
-        answers = {model.model: model.responses[question] for model in models}
-        for repeat in range(settings.repeats):
-            place = Place(question, repeat, settings.seed)
-            prompt = build_prompt(answers, place)
-            asks.append(Ask(place, prompt, _key(settings.endpoint, prompt, repeat)))
-    return asks
+    questions, repeats = range(len(models[0].responses)), range(settings.repeats)
+    places = [Place(question, repeat, settings.seed) for question in questions for repeat in repeats]
+    return [
+        Ask(place, prompt, _key(settings.endpoint, prompt, place.repeat))
+        for place in places
+        for prompt in _prompts(models, place, settings)
+    ]
+
+
+def _prompts(models: Sequence[Responses], place: Place, settings: JudgeSettings) -> list[Prompt]:
+    """One about all models' answers to a question, or one about each."""
+    answers = [model.responses[place.question] for model in models]
+    if settings.judges_together:
+        return [build_prompt({model.model: answer for model, answer in zip(models, answers, strict=True)}, place)]
+    return [alone_prompt(settings.prompt, answer, number) for number, answer in enumerate(answers)]
 
 
 def _key(endpoint: Endpoint, prompt: Prompt, repeat: int) -> str:
@@ -121,7 +129,8 @@ def _gather(
     for ask in asks:
         question, repeat = ask.place.question, ask.place.repeat
         if ask.key in answers:
-            scores_QxRxM[question, repeat] = ask.prompt.in_model_order(answers[ask.key])
+            for model, score in ask.prompt.by_model(answers[ask.key]).items():
+                scores_QxRxM[question, repeat, model] = score
         else:
             unanswered.append(Unanswered(question + 1, repeat + 1, reasons[ask.key]))
     return scores_QxRxM, tuple(unanswered)

@@ -6,6 +6,7 @@ Format of the front matter: https://huggingface.co/docs/hub/model-cards
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from harness.held_out import TestLoss
 from harness.instructions import Instruction
 
 CHART = "training-run-chart.png"
+NOT_RECORDED = "not recorded"
 
 
 class RunSummary(BaseModel):
@@ -44,17 +46,20 @@ class ModelFacts:
 
     @property
     def train(self) -> dict[str, Any]:
-        return self.meta.get("train") or {}
+        train = self.meta.get("train")
+        return train if isinstance(train, dict) else {}
 
     def number(self, key: str) -> Any:
         """A number of meta.json, which another program may have written; None if it is none."""
         value = self.meta.get(key)
-        return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        return value if is_number else None
 
     @property
     def dataset(self) -> str | None:
         dataset = self.meta.get("dataset")
-        return dataset.get("name") if isinstance(dataset, dict) else None
+        name = dataset.get("name") if isinstance(dataset, dict) else None
+        return name if isinstance(name, str) else None
 
 
 def model_card(facts: ModelFacts) -> str:
@@ -110,7 +115,10 @@ def _use(facts: ModelFacts) -> Iterator[str]:
 
 
 def _results(facts: ModelFacts) -> Iterator[str]:
-    losses = [(what, facts.number(key), "") for what, key in (("training", "train_loss"), ("validation", "val_loss"))]
+    losses = [
+        ("training", facts.number("train_loss"), _trained_on(facts)),
+        ("validation", facts.number("val_loss"), _validated_on(facts)),
+    ]
     if facts.test:
         on = f"{_code(facts.test.dataset)}, {facts.test.split} split"
         losses.append(("test", facts.test.loss, on))
@@ -124,6 +132,31 @@ def _results(facts: ModelFacts) -> Iterator[str]:
     yield ""
     if facts.has_chart:
         yield from (f"![Losses over the training]({CHART})", "")
+
+
+def _trained_on(facts: ModelFacts) -> str:
+    """The training loss of a checkpoint is a mean over the steps before it, on what they learnt from."""
+    if not facts.dataset:
+        return NOT_RECORDED
+    start, seen = _count(facts.train.get("start_train_token")), _count(facts.meta.get("tokens_seen"))
+    where = f" of tokens {start:,} to {start + seen:,}" if start is not None and seen else ""
+    return f"{_code(facts.dataset)}, train split, the last steps{where}"
+
+
+def _validated_on(facts: ModelFacts) -> str:
+    if not facts.dataset:
+        return NOT_RECORDED
+    keys = ("start_val_token", "validation_batches", "microbatch_size")
+    start, batches, rows = (_count(facts.train.get(key)) for key in keys)
+    where = ""
+    if start is not None and batches and rows:
+        where = f", tokens {start:,} to {start + batches * rows * facts.shape.context_length:,}"
+    return f"{_code(facts.dataset)}, validation split{where}, at the last validation"
+
+
+def _count(value: Any) -> int | None:
+    """A number of tokens or batches in a file that another program may have written."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
 def _training(facts: ModelFacts) -> Iterator[str]:

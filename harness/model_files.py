@@ -43,6 +43,10 @@ class ModelFiles:
             if candidate.is_file() or model_json:
                 shape = meta["model"] if candidate.name == META else read_json_object(candidate)
                 return cls(weights, shape, candidate, meta)
+        if (folder / "config.json").is_file():
+            raise UserError(
+                f"{folder}: as transformers saves models; convert_hf.py import {folder} RUN makes a run of it"
+            )
         raise UserError(f"{folder}: no model.json tells the shape of these weights; give it by --model-json")
 
     @property

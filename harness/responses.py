@@ -11,10 +11,13 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from harness.config import parse_config, read_json_object
+from harness.config import parse_config, read_json
 from harness.errors import UserError, printable
 from harness.files import replace_text
+from harness.wording import as_unicode
 
+NOTEBOOK_SUFFIX = "-ift-test-results"
+REQUIRED = ("model", "responses")
 # With a length to check, pydantic also notices half of a surrogate pair, which no file can take.
 Text = Annotated[str, Field(min_length=0)]
 Count = Annotated[int, Field(ge=0, lt=2**62)]
@@ -64,8 +67,24 @@ class Responses(BaseModel):
 
 
 def read_responses(path: Path) -> Responses:
-    """Raises UserError naming the key that cannot be a responses file's."""
-    return parse_config(Responses, read_json_object(path), path)
+    """A file of ours, or a list as the book's chapter 7 and the lab notebook write it: the model is then called what
+    the file is.
+
+    Raises UserError naming the key that cannot be a responses file's.
+    """
+    value = read_json(path)
+    if isinstance(value, list):
+        name = as_unicode(path.stem).removesuffix(NOTEBOOK_SUFFIX)
+        value = {"model": name, "responses": [_from_list(each) for each in value]}
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: must hold one JSON object with {', '.join(REQUIRED)}, or a list of answers")
+    return parse_config(Responses, value, path)
+
+
+def _from_list(entry: Any) -> Any:
+    if isinstance(entry, dict) and "model_response" in entry:
+        return {**entry, "response": entry["model_response"]}
+    return entry
 
 
 def write_responses(path: Path, responses: Responses) -> None:

@@ -5,16 +5,23 @@
         subprocess.run([..., "--base-url", judge.url])
 
 It reads the question out of the prompt, and scores each answer by the words that it shares with the reference.
+By hand, to try judge_ift.py without an account:
+
+    python tests/fake_judge.py
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -27,9 +34,25 @@ def score(answer: str, reference: str) -> int:
     return round(100 * len(words & wanted) / max(1, len(words | wanted)))
 
 
+ALONE = re.compile(
+    r"Given the input `(.*)` and correct output `(.*)`, score the model response `(.*)` on a scale (?:from|of) 0 to "
+    r"100, where 100 is the best score\. Respond with the integer number only\.",
+    re.DOTALL,
+)
+
+
 def question_of(prompt: str) -> dict[str, Any]:
-    """The JSON object at the prompt's end."""
+    """The JSON object at the prompt's end; of a prompt of the book's kind the same, with an answer named ""."""
+    if alone := ALONE.fullmatch(prompt):
+        asked, reference, answer = alone.groups()
+        instruction = asked.split("### Instruction:\n")[1].split("\n\n### Input")[0]
+        return {"instruction": instruction, "reference": reference, "answers": {"": answer}}
     return json.loads(prompt[prompt.index("\n{\n") :])
+
+
+def honest_reply(scores: Scores) -> str:
+    """An object of scores, or of one for an answer without a name the number alone."""
+    return str(scores[""]) if "" in scores else json.dumps(scores)
 
 
 @dataclass(frozen=True)
@@ -84,6 +107,7 @@ class FakeJudge:
     faults: list[Fault] = field(default_factory=list)
     always: dict[str | None, Fault] = field(default_factory=dict)
     honest_requests: int | None = None
+    port: int = 0  # 0: any that is free
     requests: list[Seen] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -120,7 +144,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, judge: FakeJudge) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(("127.0.0.1", judge.port), _Handler)
         self.judge = judge
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -159,8 +183,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         scores: Scores = {name: score(answer, question["reference"]) for name, answer in question["answers"].items()}
-        content = fault.write(scores) if fault.write else json.dumps(scores)
-        seen.prompt_tokens, seen.completion_tokens = len(seen.prompt) // 4, len(content) // 4
+        content = fault.write(scores) if fault.write else honest_reply(scores)
+        seen.prompt_tokens, seen.completion_tokens = len(seen.prompt) // 4, max(1, len(content) // 4)
         message = {"role": "assistant", "content": None if fault.refusal else content, "refusal": fault.refusal}
         completion: dict[str, Any] = {
             "id": "1",
@@ -187,3 +211,64 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(b" ")
             self.server.judge.released.wait(fault.delay_seconds)
         self.wfile.write(body)
+
+
+# By hand -------------------------------------------------------------------------------------------------------------
+
+# Three ways to answer without understanding, as files that judge_ift.py takes.
+WAYS: dict[str, tuple[str, Callable[[dict[str, str]], str]]] = {
+    "small.json": ("the-input-again", lambda question: question["input"]),
+    "medium.json": ("the-instruction-again", lambda question: question["instruction"]),
+    "large.json": ("half-of-the-reference", lambda question: first_half(question["output"])),
+}
+INSTRUCTIONS = """\
+A judge that counts words listens at {url}; Ctrl-C ends it. In another terminal:
+
+    export OPENAI_API_KEY=none
+    uv run --extra judge judge_ift.py {files} --model word-counter --base-url {url}
+"""
+
+
+def first_half(text: str) -> str:
+    words = text.split()
+    return " ".join(words[: (len(words) + 1) // 2])
+
+
+def write_ways(responses: Path, folder: Path) -> list[Path]:
+    """Files in `folder` that answer the questions of a responses file in each of WAYS. Raises SystemExit."""
+    keys = ("instruction", "input", "output")
+    try:
+        questions = [{key: each[key] for key in keys} for each in json.loads(responses.read_text())["responses"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        sys.exit(f"error: {responses}: not a file of answers, as test_ift.py writes them: {error}")
+    paths = [folder / name for name in WAYS]
+    if there := [path for path in paths if path.exists()]:
+        sys.exit(f"error: {there[0]}: exists; start this in another folder")
+    for path, (model, answer) in zip(paths, WAYS.values(), strict=True):
+        answers = [{**question, "response": answer(question)} for question in questions]
+        path.write_text(json.dumps({"model": model, "responses": answers}, indent=1))
+    return paths
+
+
+def main() -> None:
+    """Serve until Ctrl-C, having said how to be asked."""
+    parser = argparse.ArgumentParser(description="A judge for judge_ift.py that needs no account: it counts words.")
+    parser.add_argument("--port", type=int, default=8000, help="0: any that is free  [default: 8000]")
+    told = "write small.json, medium.json and large.json with answers to the questions of this file"
+    parser.add_argument("--questions", type=Path, metavar="RESPONSES", help=told)
+    options = parser.parse_args()
+    try:
+        judge = FakeJudge(port=options.port)
+    except (OSError, OverflowError) as error:
+        sys.exit(f"error: port {options.port}: {error}; give another one by --port")
+    files = write_ways(options.questions, Path()) if options.questions else [Path("RESPONSES.json ...")]
+    with judge:
+        print(INSTRUCTIONS.format(url=judge.url, files=" ".join(map(str, files))), end="", flush=True)
+        try:
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            print()
+
+
+if __name__ == "__main__":
+    main()

@@ -316,6 +316,27 @@ def test_folders_that_are_no_gpt2_leave_nothing(tmp_path: Path) -> None:
     refused(tmp_path, "import", "../x", "../r", says="must be a plain name")
 
 
+def test_a_source_that_is_no_folder_says_whether_it_could_be_a_name(tmp_path: Path) -> None:
+    """A mistyped path is not blamed on the Hub alone, nor is a model of ours, or a part of one, another format."""
+    folder = tmp_path / "c"
+    write_checkpoint(folder, small())
+    (folder / "model.json").write_text(small().model_dump_json())
+    for source, says in (
+        ("./nothing", "./nothing: no such folder, and not the name of a model"),
+        ("c/d/e", "c/d/e: no such folder, and not the name of a model"),
+        ("c/nothing", 'c/nothing: no such folder here; as the name of a model: model "c/nothing": '),
+        ("me/nothing", 'error: model "me/nothing": '),
+        ("c/model.safetensors", "c/model.safetensors: not a folder"),
+        ("c", "c: no config.json; by its model.json it is a model that all commands take"),
+    ):
+        refused(tmp_path, "import", source, "r", says=says)
+    hugging_face_model(tmp_path / "hf")
+    refused(tmp_path, "export", "hf", "out", says="convert_hf.py import hf RUN")
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    (tmp_path / "hf" / "model.safetensors").symlink_to("blobs/nowhere")
+    refused(tmp_path, "import", "hf", "r", says="hf: no model.safetensors: a part of a model")
+
+
 # The Hub ------------------------------------------------------------------------------------------------------------
 
 
@@ -418,6 +439,10 @@ def check_card(card: str, run: Path) -> None:
     loss = result["metrics"][0]["value"]
     assert f"| test | {loss:.3f} | `local/letters`, test split |" in body
     assert f"${summary['dollars']['total']:,.2f}" in body
+    rows = {row[1].strip(): row[3].strip() for line in body.splitlines() if len(row := line.split("|")) == 5}
+    # Of 4,000 tokens all 1,280 that training wanted were seen; three batches of 2 x 16 tokens are validated on.
+    assert rows["training"] == "`local/letters`, train split, the last steps of tokens 0 to 1,280"
+    assert rows["validation"] == "`local/letters`, validation split, tokens 0 to 96, at the last validation"
     assert f"{summary['tokens_per_second']:,.0f} tokens per second" in body
     assert 'from_pretrained("me/tiny")' in body
     assert "![Losses over the training](training-run-chart.png)" in body
@@ -431,9 +456,32 @@ def test_a_card_of_little_is_a_card(tmp_path: Path) -> None:
     front = yaml.safe_load(card.split("---\n", 2)[1])
     assert "license" not in front
     assert "model-index" not in front
-    assert "| training | 3.500 |" in card
+    assert "| training | 3.500 | not recorded |" in card
     assert "validation" not in card
     assert "| global steps | 8 |" in card
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {"dataset": {"name": 5}, "train": 3, "tokens_seen": "a", "global_step": "x"},
+        {
+            "dataset": {"name": "a/b"},
+            "train": {"start_val_token": 1.5, "validation_batches": True},
+            "train_loss": 1e999,
+        },
+        {"dataset": 3, "train": [], "tokens_seen": -1, "val_loss": 2},
+    ],
+    ids=["types", "numbers", "others"],
+)
+def test_a_card_survives_what_other_programs_write(tmp_path: Path, meta: dict[str, Any]) -> None:
+    write_checkpoint(tmp_path / "c", small(), **meta)
+    text = (tmp_path / "c" / "meta.json").read_text().replace("Infinity", "1e999")
+    (tmp_path / "c" / "meta.json").write_text(text)
+    card = convert(tmp_path, "publish", str(tmp_path / "c"), "me/x", "--card").stdout
+    assert card.startswith("---\n")
+    assert "| training |" not in card
+    assert "| inf" not in card
 
 
 def test_a_card_tells_nothing_of_this_machine(tmp_path: Path) -> None:

@@ -327,7 +327,8 @@ def test_ctrl_c_while_it_is_judged_keeps_the_answers(shop: Workshop, data: Path,
     files = [str(run / "model.json"), str(run / "checkpoints" / "best" / "model.safetensors")]
     options = ["--data", str(data), "--max-epochs", "1", "--max-new-tokens", "3", "--responses", str(path)]
     with FakeJudge(honest_requests=1) as judge:
-        command = [str(ROOT / "test_ift.py"), *files, *options, "--base-url", judge.url]
+        judged = ["--base-url", judge.url, "--judge-prompt", "book"]
+        command = [str(ROOT / "test_ift.py"), *files, *options, *judged]
         process = shop.fork(command, {"OPENAI_API_KEY": "sk-loopback", "NO_PROXY": "127.0.0.1"})
         deadline = time.monotonic() + 60
         while len(judge.requests) < 2:
@@ -335,7 +336,9 @@ def test_ctrl_c_while_it_is_judged_keeps_the_answers(shop: Workshop, data: Path,
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         result = finish([process], expect=130, timeout=60)
-    assert result.error_lines == [f"stopped by SIGINT; the answers are kept: judge_ift.py {path} goes on from there"]
+    again = f"judge_ift.py {path} --prompt book"
+    assert result.error_lines == [f"stopped by SIGINT; the answers are kept: {again} goes on from there"]
+    assert "Respond with the integer number only." in judge.requests[0].prompt
     assert len(read_responses(path).responses) == 4
 
 
@@ -369,6 +372,12 @@ def test_bad_input_is_one_line_before_anything_is_trained(shop: Workshop, data: 
         "test_ift.py", str(shop.runs / "r" / "model.json"), str(weights), "--data", str(data), "--responses-only"
     )
     assert "not this model" in other.error_lines[0]
+    for files, line in (
+        (["none.json", str(weights)], "error: none.json: no such file"),
+        ([str(shop.runs / "r" / "model.json"), str(tmp_path)], f"error: {tmp_path}: a folder; give the file in it"),
+    ):
+        missing = shop.command("test_ift.py", *files, "--data", "http://127.0.0.1:1/x.json", "--responses-only")
+        assert missing.stderr == f"{line}\n", "before anything is downloaded"
     assert not (shop.runs / "r" / "ift-responses.json").exists()
 
 

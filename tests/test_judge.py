@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from harness.responses import Response, Responses, write_responses
 from tests.fake_judge import FakeJudge, Fault, rewritten, score, status, text
 
 ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
 KEY = "sk-averysecretkeyindeed"
 LABELS = ("small", "medium", "large")
 QUESTIONS = 5
@@ -216,6 +218,51 @@ def test_one_model_alone(bench: Bench) -> None:
     assert report.comparison is not None
     assert report.comparison.pairs == ()
     assert "pair" not in "\n".join(report.lines())
+
+
+def test_each_answer_alone_is_kept_apart_from_those_together(bench: Bench) -> None:
+    """The same answers, by three prompts: nothing of one counts for another, and each is asked once."""
+    together = bench.run()
+    for number, prompt in enumerate(("book", "notebook"), start=1):
+        alone = bench.run(prompt=prompt, repeats=2)
+        bench.assert_true(alone)
+        assert alone.spent.answers == len(LABELS) * QUESTIONS * 2
+        assert len(bench.judge.requests) == QUESTIONS + number * alone.spent.answers
+        assert bench.run(prompt=prompt, repeats=2).spent_now.answers == 0
+    assert bench.run().spent == together.spent
+    assert [line.get("prompt") for line in bench.lines()] == [None] * 5 + ["book"] * 30 + ["notebook"] * 30
+
+
+def test_a_report_of_answers_judged_alone_says_so(bench: Bench) -> None:
+    settings = replace(bench.settings, prompt="book")
+    report = JudgeReport.of(bench.run(prompt="book"), settings)
+    printed = " ".join("\n".join(report.lines()).split())
+    assert "referee judged each answer alone, by the book's prompt; 5 questions." in printed
+    assert "not with those of models judged together" in printed
+    assert report.as_json()["prompt"] == "book"
+    together = JudgeReport.of(bench.run(), bench.settings)
+    assert "alone" not in "\n".join(together.lines())
+    assert together.as_json()["prompt"] == "together"
+
+
+def test_a_model_without_a_valid_answer_alone_leaves_the_question_out(bench: Bench) -> None:
+    bench.judge.faults = [text("about 80")] * 3
+    judgement = bench.run(prompt="notebook", parallel=1)
+    missing = np.isnan(judgement.scores[:, 0])
+    assert missing.sum() == 1, "one of fifteen"
+    assert (judgement.scores[:, 0][~missing] == true_scores(bench.models)[~missing]).all()
+    report = JudgeReport.of(judgement, replace(bench.settings, prompt="notebook"))
+    assert report.comparison is not None
+    assert report.comparison.questions == QUESTIONS - 1, "for every model, so that differences stay paired"
+    shortfall = str(report.shortfall())
+    assert "no valid answer to 1 of 15 prompts, after 3 attempts each (question 1; " in shortfall
+    assert '"about 80" is not an integer from 0 to 100' in shortfall
+
+
+def test_equal_answers_judged_alone_are_paid_for_once(bench: Bench) -> None:
+    bench.models = [model.model_copy(update={"responses": bench.models[0].responses}) for model in bench.models]
+    bench.assert_true(bench.run(prompt="book"))
+    assert len(bench.judge.requests) == QUESTIONS
 
 
 # Faults --------------------------------------------------------------------------------------------------------------
@@ -623,6 +670,44 @@ def test_wrong_commands_end_with_one_line_and_leave_nothing(bench: Bench) -> Non
         assert one_line(stderr).startswith(message)
     assert sorted(bench.folder.iterdir()) == before
     assert not bench.judge.requests
+
+
+def test_the_readmes_example_needs_no_account(bench: Bench) -> None:
+    """The server as it is started by hand, the files that it writes, and the command that it prints."""
+    write_responses(bench.folder / "ift-responses.json", bench.models[0])
+    (shown,) = re.findall(r"`uv run (tests/fake_judge\.py [^`]*)`", README)
+    script, *options = shown.replace("runs/quickstart/ift-responses.json", "ift-responses.json").split()
+    command = [sys.executable, str(ROOT / script), *options, "--port", "0"]
+    server = subprocess.Popen(command, cwd=bench.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        lines = [server.stdout.readline() for _ in range(4)]
+        bench_command = lines[3].split()
+        assert bench_command[:5] == ["uv", "run", "--extra", "judge", "judge_ift.py"]
+        assert "--model word-counter --base-url http://127.0.0.1:" in lines[3]
+        assert "--model word-counter --base-url http://127.0.0.1:8000/v1" in " ".join(README.split())
+        environment = {**os.environ, "OPENAI_API_KEY": "none", "NO_PROXY": "127.0.0.1"}
+        judging = subprocess.Popen(
+            [sys.executable, str(ROOT / "judge_ift.py"), *bench_command[5:]],
+            cwd=bench.folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        stdout, stderr = finish(judging, 0)
+        assert stderr == ""
+        ranking = re.findall(r"^ +\d +(\S+) .*  (\S+)$", stdout, re.M)
+        assert ranking[0] == ("50.00", "half-of-the-reference"), "five of ten words"
+        server.send_signal(signal.SIGINT)
+        assert server.wait(10) == 0
+    finally:
+        server.kill()
+        server.communicate()
+    again = subprocess.run(command, cwd=bench.folder, capture_output=True, text=True)
+    assert (again.returncode, one_line(again.stderr)) == (1, "error: small.json: exists; start this in another folder")
+    missing = subprocess.run([*command[:3], "no.json", "--port", "0"], cwd=bench.folder, capture_output=True, text=True)
+    assert one_line(missing.stderr).startswith("error: no.json: not a file of answers")
 
 
 # Tables --------------------------------------------------------------------------------------------------------------

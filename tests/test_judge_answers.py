@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.errors import UserError
+from harness.judge_alone import alone_prompt
 from harness.judge_prompt import InvalidAnswerError, Place, build_prompt, neutral_name, parse_scores, shuffled
 from harness.responses import InstructionData, Response, Responses, read_comparable, read_responses, write_responses
 from tests.fake_judge import question_of
@@ -45,8 +46,8 @@ def test_shuffling_never_mixes_up_models(answers: dict[str, str], seed: int, ran
     given_to = question_of(prompt.text)["answers"]
     assert list(given_to) == list(prompt.names) == [neutral_name(number) for number in range(len(labels))]
     number_of = {text: float(number) for number, text in enumerate(dict.fromkeys(answers.values()))}
-    scores = prompt.in_model_order({name: number_of[text] for name, text in given_to.items()})
-    assert scores == [number_of[answers[label]] for label in labels]
+    scores = prompt.by_model({name: number_of[text] for name, text in given_to.items()})
+    assert scores == {number: number_of[answers[label]] for number, label in enumerate(labels)}
     assert build_prompt({label: answer(answers[label]) for label in reversed(labels)}, place).text == prompt.text
     renamed = {f"{number} {label}": answer(answers[label]) for number, label in enumerate(labels)}
     assert build_prompt(renamed, place).text == prompt.text, "what the models are called is nobody's business"
@@ -129,6 +130,50 @@ def test_invalid_answers(text: str, reason: str) -> None:
     str(caught.value).encode()
 
 
+# Each alone, by other people's words ----------------------------------------------------------------------------------
+
+
+def asked_by_the_book(entry: dict[str, str], colon: str) -> str:
+    """`format_input` of the book's chapter 7; the notebook's has no colon after Input."""
+    given = f"\n\n### Input{colon}\n{entry['input']}" if entry["input"] else ""
+    return (
+        f"Below is an instruction that describes a task. "
+        f"Write a response that appropriately completes the request."
+        f"\n\n### Instruction:\n{entry['instruction']}" + given
+    )
+
+
+@pytest.mark.parametrize("given", ["", "1 + 1"])
+@pytest.mark.parametrize(("wording", "colon", "scale"), [("book", ":", "from"), ("notebook", "", "of")])
+def test_a_borrowed_prompt_is_word_for_word(wording: str, colon: str, scale: str, given: str) -> None:
+    """Put together as the two programs do it, of an answer that looks like a place to be filled."""
+    entry = {"instruction": "Add {asked}.", "input": given, "output": "2", "response": HOSTILE + "{output}"}
+    expected = (
+        f"Given the input `{asked_by_the_book(entry, colon)}` "
+        f"and correct output `{entry['output']}`, "
+        f"score the model response `{entry['response']}`"
+        f" on a scale {scale} 0 to 100, where 100 is the best score. "
+        f"Respond with the integer number only."
+    )
+    prompt = alone_prompt(wording, Response(**entry), 3)
+    assert prompt.text == expected
+    assert prompt.by_model({"answer": 7.0}) == {3: 7.0}
+    assert question_of(prompt.text)["answers"] == {"": entry["response"]}
+
+
+@pytest.mark.parametrize(("text", "score"), [("0", 0), ("100", 100), (" 85\n", 85), ("007", 7)])
+def test_an_integer_is_an_answer(text: str, score: int) -> None:
+    assert alone_prompt("book", answer("2"), 0).parse(text) == {"answer": score}
+
+
+@pytest.mark.parametrize(
+    "text", ["", " ", "101", "1000", "-1", "85.", "85.0", "85/100", "1e2", "٣", "Score: 85", "[85]"]
+)
+def test_anything_else_is_none(text: str) -> None:
+    with pytest.raises(InvalidAnswerError, match=r"an empty answer|is not an integer from 0 to 100"):
+        alone_prompt("notebook", answer("2"), 0).parse(text)
+
+
 # Files ---------------------------------------------------------------------------------------------------------------
 
 
@@ -137,6 +182,25 @@ def test_responses_are_read_as_they_were_written(tmp_path: Path) -> None:
     write_responses(tmp_path / "r.json", responses)
     assert read_responses(tmp_path / "r.json") == responses
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
+
+
+def test_the_books_and_the_notebooks_files_are_read_too(tmp_path: Path) -> None:
+    """The test entries with the model's answer in each, as a list: instruction-data-with-response.json of the book."""
+    entries = [{"instruction": "Add.", "input": "1", "output": "2", "model_response": text} for text in ("2", "")]
+    for name, label in (("small-ift-test-results", "small"), ("instruction-data-with-response",) * 2):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(entries))
+        read = read_responses(path)
+        assert (read.model, [each.response for each in read.responses]) == (label, ["2", ""])
+    path.write_text(json.dumps([*entries, {"instruction": "Add.", "input": "1", "output": "2"}]))
+    with pytest.raises(UserError, match=r'key "responses.2.response": missing'):
+        read_responses(path)
+    path.write_text("[]")
+    with pytest.raises(UserError, match='key "responses"'):
+        read_responses(path)
+    path.write_text("3")
+    with pytest.raises(UserError, match="or a list of answers"):
+        read_responses(path)
 
 
 def test_models_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
