@@ -67,7 +67,7 @@ def one_line_errors() -> Iterator[None]:
     except BrokenPipeError:  # the reader of a pipe, `head` say, has enough
         os._exit(128 + signal.SIGPIPE)
     except OSError as error:
-        _leave(RunError(f"{error.filename or 'a file'}: {error.strerror or error}"))
+        _leave(RunError(f"{place_of(error) or 'a file'}: {error.strerror or error}"))
     except KeyboardInterrupt:  # before or after training, which takes note of it itself
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
             print("stopped by SIGINT", file=sys.stderr, flush=True)
@@ -78,6 +78,17 @@ def one_line_errors() -> Iterator[None]:
         traceback.print_exc()  # a defect of ours; with other ranks about, the process must not hang at its end
         sys.stderr.flush()
         os._exit(1)
+
+
+def place_of(error: OSError) -> str | None:
+    """What could not be read or written, if it is known: a failed write names no file, but standard output fails again
+    with what it still holds."""
+    if error.filename is None:
+        try:
+            sys.stdout.flush()
+        except OSError:
+            return "standard output"
+    return error.filename
 
 
 def printable(text: str) -> str:
