@@ -10,7 +10,6 @@ Hugging Face Hub; OUTPUT_DIR is DATASETS_DIR/owner/name. An interrupted preparat
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -146,8 +145,7 @@ def next_steps(folder: Path, vocab_size: int) -> list[str]:
     lines = []
     if len(folder.parts) == 1:
         place = Path("datasets", "me", folder)
-        names = shlex.join([str(folder), str(place)])
-        lines.append(f"to train on it: mkdir -p {place.parent} && mv {names}")
+        lines.append(f"to train on it: mkdir -p {place.parent} && mv {folder} {place}")
         folder = place
     name = json.dumps("/".join(folder.absolute().parts[-2:]))
     lines.append(f'train.json: "dataset": {name} (DATASETS_DIR is {folder.parent.parent})')

@@ -81,11 +81,11 @@ def one_line_errors() -> Iterator[None]:
 
 
 def place_of(error: OSError) -> str | None:
-    """What could not be read or written, if it is known: a failed write names no file, but standard output fails again
-    with what it still holds."""
-    if error.filename is None:
+    """What could not be read or written, if it is known. A failed write names no file; if it was to standard output,
+    one more line fails, too."""
+    if error.filename is None and sys.stdout is not None:  # None: it was closed from the beginning
         try:
-            sys.stdout.flush()
+            print(flush=True)
         except OSError:
             return "standard output"
     return error.filename

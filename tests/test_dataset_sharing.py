@@ -108,6 +108,8 @@ def test_a_file_that_arrives_damaged_is_fetched_again(preparer: Preparer, hub: F
 def test_what_the_hub_does_not_have(preparer: Preparer, arguments: list[str], message: str) -> None:
     line = preparer.run(arguments[0], "out", *arguments[1:], *SMALL, status=2)
     assert message in line
+    if "not found" in message:  # perhaps a path was mistyped
+        assert line.startswith(f"error: {arguments[0]}: no such file or folder here; and as a dataset of the Hub: ")
     assert TOKEN not in line
 
 
