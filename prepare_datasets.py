@@ -76,7 +76,7 @@ def main(input_: str | None, output_dir: Path | None, **options: Any) -> None:
     .gz or .zst, or the name of a dataset on the Hugging Face Hub. An interrupted preparation is continued by the same
     command.
 
-    Each document ends with the token <|endoftext|>; where that name stands inside a document, it is ordinary text.
+    Each document ends with the token <|endoftext|>. Inside a document that name is ordinary text.
     """
     with one_line_errors():
         options["include"] = list(options["include"])
