@@ -23,7 +23,7 @@ from harness.wording import counted, is_hub_name, is_unicode, listed
 GO_WITH = {  # the other options that mean something with these
     "verify": {"push_to_hub", "public"},
     "describe": set(),
-    "from_bin": {"tokenizer", "description", "overwrite", "restart", "push_to_hub", "public"},
+    "from_bin": {"token_dtype", "tokenizer", "description", "overwrite", "restart", "push_to_hub", "public"},
 }
 FRACTION = FiniteNumber(min=0, max=1, max_open=True)
 
@@ -33,7 +33,12 @@ FRACTION = FiniteNumber(min=0, max=1, max_open=True)
 @click.argument("output_dir", metavar="[OUTPUT_DIR]", required=False, type=click.Path(path_type=Path))
 @click.option("--text-column", default="text", show_default=True, help="Column of parquet, key of JSON lines.")
 @click.option("--document-separator", help=r"Cut text files into documents here, e.g. '\n\n\n'; else each is one.")
-@click.option("--replace-invalid", is_flag=True, help="Read what is not UTF-8 as U+FFFD; else it is an error.")
+@click.option(
+    "--replace-invalid",
+    count=True,
+    metavar="",
+    help="Read what is not UTF-8 as U+FFFD, up to 1% of a file; given twice, any amount. Else it is an error.",
+)
 @click.option("--include", multiple=True, metavar="GLOB", help="Files of a Hub dataset; can be given several times.")
 @click.option("--revision", help="Branch, tag or commit of a Hub dataset.  [default: its newest]")
 @click.option("--delete-after", is_flag=True, help="Download to the dataset's disk, and delete each file once read.")
@@ -50,7 +55,16 @@ FRACTION = FiniteNumber(min=0, max=1, max_open=True)
 )
 @click.option("--overwrite", is_flag=True, help="Replace OUTPUT_DIR when the new dataset is whole.")
 @click.option("--restart", is_flag=True, help="Begin again instead of continuing interrupted work.")
-@click.option("--from-bin", is_flag=True, help="INPUT holds .bin token shards of llm.c or modded-nanogpt.")
+@click.option(
+    "--from-bin",
+    is_flag=True,
+    help="INPUT holds token shards, .bin or .npy, of nanoGPT, build-nanogpt, llm.c or modded-nanogpt.",
+)
+@click.option(
+    "--token-dtype",
+    type=click.Choice(["uint16", "uint32"]),
+    help="With --from-bin: tokens in files without a header.  [default: uint16]",
+)
 @click.option("--verify", metavar="DIR", type=click.Path(path_type=Path), help="Check a dataset folder, make nothing.")
 @click.option("--describe", metavar="DIR", type=click.Path(path_type=Path), help="Print what is in a dataset folder.")
 @click.option("--push-to-hub", metavar="OWNER/NAME", help="Upload the dataset, or with --verify that in DIR; private.")
@@ -61,6 +75,8 @@ def main(input_: str | None, output_dir: Path | None, **options: Any) -> None:
     INPUT is a folder, a file or a glob (in quotes) of parquet, JSON lines (.jsonl) or text (.txt) files, also with
     .gz or .zst, or the name of a dataset on the Hugging Face Hub. An interrupted preparation is continued by the same
     command.
+
+    Each document ends with the token <|endoftext|>. Inside a document that name is ordinary text.
     """
     with one_line_errors():
         options["include"] = list(options["include"])
@@ -96,6 +112,8 @@ def check_options(input_: str | None, output_dir: Path | None, options: dict[str
         strange = [option_of(key) for key in given if key not in {mode, *GO_WITH[mode]}]
         if strange:
             raise UserError(f"{listed(strange)}: not with {option_of(mode)}")
+    if options["token_dtype"] and not options["from_bin"]:
+        raise UserError("--token-dtype belongs with --from-bin")
     if options["tokenizer"] and options["train_tokenizer"]:
         raise UserError("--tokenizer and --train-tokenizer: give one of them")
     if options["validation_fraction"] + options["test_fraction"] >= 1:
@@ -113,10 +131,26 @@ def make(input_: str, output_dir: Path, options: dict[str, Any]) -> None:
     """Make the dataset, or finish one that was interrupted, and say what is in it."""
     from harness.dataset_making import make_dataset
 
-    for split in make_dataset(input_, output_dir, options):
+    made = make_dataset(input_, output_dir, options)
+    for split in made.splits:
         click.echo(f"{split.name}: {split.tokens:,} tokens, {counted(split.documents)}, {split.bytes:,} bytes of text")
-    name = json.dumps("/".join(output_dir.absolute().parts[-2:]))
-    click.echo(f'{output_dir} is whole; train.json: "dataset": {name} (DATASETS_DIR is {output_dir.parent.parent})')
+    click.echo(f"{output_dir} is whole")
+    for line in next_steps(output_dir, made.vocab_size):
+        click.echo(f"  {line}")
+
+
+def next_steps(folder: Path, vocab_size: int) -> list[str]:
+    """What to do and write to train on a dataset folder. A name has two parts, owner/name: one that has not yet needs a
+    place where it has."""
+    lines = []
+    if len(folder.parts) == 1:
+        place = Path("datasets", "me", folder)
+        lines.append(f"to train on it: mkdir -p {place.parent} && mv {folder} {place}")
+        folder = place
+    name = json.dumps("/".join(folder.absolute().parts[-2:]))
+    lines.append(f'train.json: "dataset": {name} (DATASETS_DIR is {folder.parent.parent})')
+    lines.append(f'model.json: "vocab_size": {vocab_size}')
+    return lines
 
 
 def verify(folder: Path) -> None:

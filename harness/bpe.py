@@ -14,6 +14,7 @@ import numpy as np
 from harness.errors import UserError
 from harness.tokenizer import END_OF_TEXT, Tokenizer
 
+ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>")  # the second one is Llama 3's
 SMALLEST_VOCABULARY = 257  # every byte, and end-of-text
 
 
@@ -23,7 +24,7 @@ def load_file(path: Path) -> Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True  # that is: as text
-    eot = backend.token_to_id(END_OF_TEXT)
+    eot = next((token for name in ENDS_OF_TEXT if (token := backend.token_to_id(name)) is not None), None)
     if eot is None:
         raise UserError(f"{path}: has no {END_OF_TEXT} token; use a tokenizer trained by this tool")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,14 +16,15 @@ from harness.dataset_meta import write_dataset_meta
 from harness.documents import TextFormat
 from harness.encode import default_workers
 from harness.encoder_processes import EncoderProcesses
-from harness.errors import RunError, StoppedError, UserError, printable
+from harness.errors import RunError, StoppedError, UserError, place_of, printable
 from harness.files import version_of
+from harness.invalid_text import MOST_REPLACED
 from harness.preparation import Preparation, Recipe
 from harness.reading_progress import ReadingProgress
 from harness.splits import Shares, Split
 from harness.text_sample import sample_texts
 from harness.text_sources import find_source
-from harness.token_shards import find_shards, import_shards
+from harness.token_shards import check_vocabulary, find_shards, import_shards
 from harness.tokenizer import load_tokenizer
 from harness.tokenizer_choice import TokenizerChoice
 from harness.wording import listed
@@ -33,6 +34,8 @@ DECIDING_OPTIONS = (  # of the bytes of a dataset made of text
     *("text_column", "document_separator", "replace_invalid", "include", "tokenizer", "train_tokenizer"),
     *("validation_fraction", "test_fraction", "shuffle_seed"),
 )
+REPLACED: Sequence[bool | str] = (False, True, "any")  # by how often --replace-invalid is given; as meta.json has it
+TOLERATED = {False: 0.0, True: MOST_REPLACED, "any": 1.0}
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,11 @@ class Made:
 
     splits: list[Split]
     tokenizer: str  # "gpt2", or a file in the folder
+    vocab_size: int
     source: dict[str, Any]
 
 
-def make_dataset(input_: str, target: Path, options: dict[str, Any]) -> list[Split]:
+def make_dataset(input_: str, target: Path, options: dict[str, Any]) -> Made:
     """Make the dataset folder `target`, or finish one that was interrupted. `options` are those of the command.
 
     Raises UserError if nothing could be done, RunError and StoppedError if the same command can go on from there.
@@ -59,7 +63,7 @@ def make_dataset(input_: str, target: Path, options: dict[str, Any]) -> list[Spl
         tokenizer = load_tokenizer(_place(made.tokenizer, work))
         write_dataset_meta(work.dataset, made.splits, tokenizer, made.tokenizer, about)
         work.put_in_place()
-    return made.splits
+    return made
 
 
 @contextmanager
@@ -74,7 +78,7 @@ def _left_in_order(work: WorkFolder) -> Iterator[None]:
         print("stopped by SIGINT; the same command goes on from there", file=sys.stderr, flush=True)
         raise StoppedError(signal.SIGINT) from None
     except OSError as error:
-        where = error.filename or work.path
+        where = place_of(error) or work.path
         raise RunError(f"{where}: {error.strerror or error}; mend that, and the same command goes on") from None
 
 
@@ -84,10 +88,11 @@ def _place(tokenizer: str, work: WorkFolder) -> str | Path:
 
 def _from_text(input_: str, work: WorkFolder, options: dict[str, Any]) -> Made:
     separator = options["document_separator"]
-    form = TextFormat(options["text_column"], separator and _unescaped(separator), options["replace_invalid"])
+    replaced = REPLACED[min(options["replace_invalid"], 2)]
+    form = TextFormat(options["text_column"], separator and _unescaped(separator), TOLERATED[replaced])
     shares = Shares(options["validation_fraction"], options["test_fraction"])
     recipe = Recipe(form, shares, options["shuffle_seed"])
-    fixed = {key: options[key] for key in DECIDING_OPTIONS}
+    fixed = {key: options[key] for key in DECIDING_OPTIONS} | {"replace_invalid": replaced}
     source = find_source(input_, options, work.path)
     if source.ignored:
         names = printable(listed(source.ignored))
@@ -101,22 +106,27 @@ def _from_text(input_: str, work: WorkFolder, options: dict[str, Any]) -> Made:
     name = choice.bring(partial(sample_texts, source, recipe), work.dataset)
     workers = options["workers"] or default_workers()
     with EncoderProcesses(_place(name, work), workers) as encoders, ReadingProgress(source.files) as progress:
-        splits = preparation.run(load_tokenizer(_place(name, work)), encoders, progress.show)
+        tokenizer = load_tokenizer(_place(name, work))
+        splits = preparation.run(tokenizer, encoders, progress.show)
     empty = preparation.journal.here.empty
-    return Made(splits, name, {**source.origin, **fixed, "tokenizer": name, "empty_documents": empty})
+    about = {**source.origin, **fixed, "tokenizer": name, "empty_documents": empty}
+    return Made(splits, name, tokenizer.vocab_size, about)
 
 
 def _from_shards(input_: str, work: WorkFolder, options: dict[str, Any]) -> Made:
-    shards, choice = find_shards(input_), TokenizerChoice(options["tokenizer"], None)
-    begun_with = {"input": input_, "from_bin": True, "tokenizer": choice.name, "tokenizer_file_sha256": choice.check()}
+    choice = TokenizerChoice(options["tokenizer"], None)
+    begun_with = {"input": input_, "from_bin": True, "token_dtype": options["token_dtype"]}
+    begun_with |= {"tokenizer": choice.name, "tokenizer_file_sha256": choice.check()}
+    by_split = find_shards(input_, options["token_dtype"])
+    shards = list(itertools.chain.from_iterable(by_split.values()))
+    check_vocabulary(shards, choice.name)
     if options["restart"]:
         work.clear()
-    paths = list(itertools.chain.from_iterable(shards.values()))
-    work.take_up(begun_with, [[str(path), version_of(path.stat())] for path in paths])
+    work.take_up(begun_with, [[str(shard.path), version_of(shard.path.stat())] for shard in shards])
     name = choice.bring(list, work.dataset)  # no texts: a known one is not trained
     tokenizer = load_tokenizer(_place(name, work))
-    splits = [import_shards(split, own, tokenizer, work.dataset) for split, own in sorted(shards.items())]
-    return Made(splits, name, {"shards": [path.name for path in paths]})
+    splits = [import_shards(split, own, tokenizer, work.dataset) for split, own in sorted(by_split.items())]
+    return Made(splits, name, tokenizer.vocab_size, {"shards": [shard.path.name for shard in shards]})
 
 
 def _unescaped(text: str) -> str:

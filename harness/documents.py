@@ -5,7 +5,6 @@ A document may be longer than memory is large: it comes in pieces.
 
 from __future__ import annotations
 
-import codecs
 import gzip
 import io
 import json
@@ -15,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from harness.binary_content import HEAD_BYTES, identify
 from harness.errors import RunError, UserError
-from harness.text_files import TextFile
+from harness.invalid_text import CONVERT, REPLACEMENT, InvalidText, Utf8Decoder, is_mostly_valid, replacements
+from harness.text_files import COMPRESSIONS, TextFile
 from harness.wording import listed, nearest, shown
 
 READ_BYTES = 2**20
@@ -38,33 +39,50 @@ class TextFormat:
 
     text_column: str = "text"  # the column of a parquet file, the key of a JSON line
     separator: str | None = None  # what stands between the documents of a text file; None: each file is one document
-    replace_invalid: bool = False  # U+FFFD for what is not UTF-8, instead of an error
+    tolerated: float = 0.0  # share of a file's bytes that U+FFFD may replace; 0: what is not UTF-8 is an error
 
 
 def read_documents(file: TextFile, form: TextFormat) -> Iterator[Piece]:
-    """The documents of a file, in order. Raises UserError for a column that is not there, RunError for a file that is
-    damaged, with how far it could be read."""
-    read: dict[str, Callable[[TextFile, TextFormat], Iterator[Piece]]] = {
+    """The documents of a file, in order. Raises UserError for what is no text, for too much that is not UTF-8 and for a
+    column that is not there, RunError for a file that is damaged, with how far it could be read."""
+    read: dict[str, Callable[[TextFile, TextFormat, InvalidText], Iterator[Piece]]] = {
         "parquet": _read_parquet,
         "JSON lines": _read_json_lines,
         "text": _read_text,
     }
     documents = 0
     try:
-        for piece in read[file.kind](file, form):
+        _check_content(file)
+        is_plain = file.kind != "parquet" and file.path.suffix.lower() not in COMPRESSIONS
+        invalid = InvalidText(file.path, form.tolerated, file.size if is_plain else None)
+        for piece in read[file.kind](file, form, invalid):
             yield piece
             documents += piece.ends
+        invalid.finish()
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.errno and not isinstance(error, gzip.BadGzipFile):
             raise RunError(f"{file.path}: {error.strerror}") from None
         reason = " ".join(str(error).split())[:160]
-        remedy = (
-            "--replace-invalid reads it as U+FFFD" if isinstance(error, UnicodeDecodeError) else "mend or remove it"
-        )
         raise RunError(
-            f"{file.path}: {_what_failed(file, error)} after {documents:,} documents ({reason}); {remedy}, and "
-            "the same command goes on from there"
+            f"{file.path}: {_what_failed(file, error)} after {documents:,} documents ({reason}); "
+            f"{_remedy(file, error)}, and the same command goes on from there"
         ) from None
+
+
+def _check_content(file: TextFile) -> None:
+    """Raises UserError for what is no text by its first bytes, whatever its name is."""
+    with file.path.open("rb") as raw:
+        head = raw.read(HEAD_BYTES)
+    expected = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd", ".parquet": b"PAR1"}.get(file.path.suffix.lower())
+    if expected and not head.startswith(expected):
+        found = identify(head, file.size)
+    elif file.kind == "parquet":
+        found = None
+    else:
+        with _opened(file.path) as (stream, _):
+            found = identify(stream.read(HEAD_BYTES), file.size)
+    if found:
+        raise UserError(f"{file.path}: holds {found.what}, not text; {found.remedy}")
 
 
 def _what_failed(file: TextFile, error: Exception) -> str:
@@ -73,10 +91,18 @@ def _what_failed(file: TextFile, error: Exception) -> str:
     return f"damaged {file.path.suffix.lstrip('.')} file"
 
 
+def _remedy(file: TextFile, error: Exception) -> str:
+    if not isinstance(error, UnicodeDecodeError):
+        return "mend or remove it"
+    if file.kind == "text" and not is_mostly_valid(error.object):
+        return CONVERT
+    return "--replace-invalid reads it as U+FFFD"
+
+
 # Parquet -----------------------------------------------------------------------------------------------------------
 
 
-def _read_parquet(file: TextFile, form: TextFormat) -> Iterator[Piece]:
+def _read_parquet(file: TextFile, form: TextFormat, invalid: InvalidText) -> Iterator[Piece]:
     import pyarrow
     import pyarrow.parquet
 
@@ -90,7 +116,7 @@ def _read_parquet(file: TextFile, form: TextFormat) -> Iterator[Piece]:
             for group, at_once in _row_groups(table, paths.index(form.text_column)):
                 options = {"row_groups": [group], "columns": [form.text_column], "use_threads": False}
                 for batch in table.iter_batches(at_once, **options):
-                    for text in _texts(file, form, batch.column(0)):
+                    for text in _texts(batch.column(0), invalid):
                         rows += 1
                         yield Piece(text, True, file.number, file.size * rows // total)
     except pyarrow.ArrowException as error:
@@ -107,15 +133,19 @@ def _row_groups(table: Any, column: int) -> Iterator[tuple[int, int]]:
             yield at, max(1, min(MOST_ROWS, READ_BYTES // max(1, mean)))
 
 
-def _texts(file: TextFile, form: TextFormat, column: Any) -> list[str]:
+def _texts(column: Any, invalid: InvalidText) -> list[str]:
     """The texts of a column; a null is an empty text."""
     try:
-        return [text or "" for text in column.to_pylist()]
+        texts = [text or "" for text in column.to_pylist()]
+        if invalid.tolerated:
+            invalid.count(0, sum(len(text if text.isascii() else text.encode()) for text in texts))
     except UnicodeDecodeError:
-        if not form.replace_invalid:
+        if not invalid.tolerated:
             raise
-        raw = column.cast("large_binary").to_pylist()
-        return [(text or b"").decode(errors="replace") for text in raw]
+        raw = [text or b"" for text in column.cast("large_binary").to_pylist()]
+        texts = [text.decode(errors="replace") for text in raw]
+        invalid.count(sum(map(replacements, raw)), sum(map(len, raw)))
+    return texts
 
 
 def _check_column(file: TextFile, form: TextFormat, schema: Any) -> None:
@@ -142,25 +172,27 @@ def missing_column(where: str, column: str, names: list[str]) -> UserError:
 # JSON lines --------------------------------------------------------------------------------------------------------
 
 
-def _read_json_lines(file: TextFile, form: TextFormat) -> Iterator[Piece]:
+def _read_json_lines(file: TextFile, form: TextFormat, invalid: InvalidText) -> Iterator[Piece]:
     with _opened(file.path) as (stream, raw):
         for number, line in enumerate(stream, 1):
             if line.strip():
-                yield Piece(_text_of_line(file, form, line, number), True, file.number, raw.tell())
+                where = f"{file.path}: line {number:,}"
+                yield Piece(_text_of_line(where, form, line, invalid), True, file.number, raw.tell())
 
 
-def _text_of_line(file: TextFile, form: TextFormat, line: bytes, number: int) -> str:
-    where = f"{file.path}: line {number:,}"
+def _text_of_line(where: str, form: TextFormat, line: bytes, invalid: InvalidText) -> str:
     try:
-        return _plain_text_of(line, form)
+        text = _plain_text_of(line, form)
+        invalid.count(0, len(line))
+        return text
     except (ValueError, LookupError, TypeError):
         pass  # something is unusual, and the way below tells what
     try:
-        value = json.loads(line.decode("utf-8-sig", errors="replace" if form.replace_invalid else "strict"))
+        value = json.loads(line.decode("utf-8-sig", errors=invalid.errors))
     except UnicodeDecodeError:
         raise
     except (ValueError, RecursionError) as error:
-        is_array = number == 1 and line.lstrip().startswith(b"[")
+        is_array = where.endswith(" line 1") and line.lstrip().startswith(b"[")
         hint = "this is a JSON array; write one object a line" if is_array else "mend or remove it"
         raise RunError(f"{where}: not JSON ({str(error)[:80]}); {hint}") from None
     if not isinstance(value, dict):
@@ -170,7 +202,8 @@ def _text_of_line(file: TextFile, form: TextFormat, line: bytes, number: int) ->
     text = value[form.text_column]
     if text is not None and not isinstance(text, str):
         raise RunError(f"{where}: key {shown(form.text_column)} holds {shown(text)[:60]}, not text; mend or remove it")
-    return _well_formed(text or "", where, form)
+    invalid.count(replacements(line) if invalid.tolerated else 0, len(line))
+    return _well_formed(text or "", where, invalid)
 
 
 def _plain_text_of(line: bytes, form: TextFormat) -> str:
@@ -184,25 +217,27 @@ def _plain_text_of(line: bytes, form: TextFormat) -> str:
     return text
 
 
-def _well_formed(text: str, where: str, form: TextFormat) -> str:
+def _well_formed(text: str, where: str, invalid: InvalidText) -> str:
     """JSON can name half of a surrogate pair, which has no UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        if not form.replace_invalid:
+        if not invalid.tolerated:
             raise RunError(
                 f"{where}: holds half of a surrogate pair, which is no text; --replace-invalid reads it as U+FFFD"
             ) from None
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        mended = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        invalid.count(mended.count(REPLACEMENT) - text.count(REPLACEMENT), 0)
+        return mended
     return text
 
 
 # Plain text --------------------------------------------------------------------------------------------------------
 
 
-def _read_text(file: TextFile, form: TextFormat) -> Iterator[Piece]:
+def _read_text(file: TextFile, form: TextFormat, invalid: InvalidText) -> Iterator[Piece]:
     """Blocks of the file; a document ends at each separator and at the file's end."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace" if form.replace_invalid else "strict")
+    decoder = Utf8Decoder(invalid)
     separator, rest, is_open, at_start = form.separator, "", False, True
     with _opened(file.path) as (stream, raw):
         while block := stream.read(READ_BYTES):

@@ -69,7 +69,7 @@ def one_line_errors() -> Iterator[None]:
     except BrokenPipeError:  # the reader of a pipe, `head` say, has enough
         os._exit(128 + signal.SIGPIPE)
     except OSError as error:
-        _leave(RunError(f"{error.filename or 'a file'}: {error.strerror or error}"))
+        _leave(RunError(f"{place_of(error) or 'a file'}: {error.strerror or error}"))
     except KeyboardInterrupt:  # before or after training, which takes note of it itself
         if _local_rank() == 0:
             print("stopped by SIGINT", file=sys.stderr, flush=True)
@@ -92,6 +92,17 @@ def _launched(name: str, default: int) -> int:
 def _local_rank() -> int:
     """This process's number on its machine; 0 where a leftover LOCAL_RANK stands alone, and nobody else would speak."""
     return _launched("LOCAL_RANK", 0) if _launched("LOCAL_WORLD_SIZE", 1) > 1 else 0
+
+
+def place_of(error: OSError) -> str | None:
+    """What could not be read or written, if it is known. A failed write names no file; if it was to standard output,
+    one more line fails, too."""
+    if error.filename is None and sys.stdout is not None:  # None: it was closed from the beginning
+        try:
+            print(flush=True)
+        except OSError:
+            return "standard output"
+    return error.filename
 
 
 def printable(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,11 @@ def bring(datasets_dir: Path, name: str, splits: list[str]) -> None:
             folder.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{folder.parent}: cannot make this folder: {error.strerror}") from None
-        _make(folder, name)
+        try:
+            _make(folder, name)
+        finally:
+            with suppress(OSError):
+                folder.parent.rmdir()  # only if it is empty: nothing has come
     if not is_present(datasets_dir, name, splits):
         raise UserError(f"{folder}: the dataset came without {' and '.join(splits)}")
     Dataset.open(datasets_dir, name)

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -191,9 +191,11 @@ def _alone_in(partial: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError:
             pass  # some network file systems lock no directories; there the caller has to see to it
-        partial.mkdir(exist_ok=True)
+        partial.mkdir(parents=True, exist_ok=True)
         yield
     finally:
+        with suppress(OSError):
+            partial.rmdir()  # only if it is empty: what has arrived is gone on with
         os.close(descriptor)
 
 

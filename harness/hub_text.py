@@ -36,9 +36,11 @@ class HubText:
     def find(cls, name: str, include: Sequence[str], revision: str | None, downloads: Path | None) -> HubText:
         """Raises UserError if the dataset cannot be reached, or has no such files."""
         folder = downloads or Path(constants.HF_HUB_CACHE)
-        named_by = "INPUT (there is no such folder or file on this machine, either)"
-        work = HubWork(name, "dataset", folder, named_by, "download its files, and give their folder as INPUT", AGAIN)
-        commit, there = list_files(work, revision)
+        work = HubWork(name, "dataset", folder, "INPUT", "download its files, and give their folder as INPUT", AGAIN)
+        try:
+            commit, there = list_files(work, revision)
+        except UserError as error:
+            raise UserError(f"{name}: no such file or folder here; and as a dataset of the Hub: {error}") from None
         wanted = [file for file in there if _is_wanted(file.path, include)]
         wanted.sort(key=lambda file: file.path)
         if not wanted:

@@ -11,6 +11,7 @@ from harness.files import version_of
 from harness.wording import listed, shown
 
 COMPRESSIONS = (".gz", ".zst")
+TOKEN_SUFFIXES = (".bin", ".npy")
 KINDS = {".parquet": "parquet", ".jsonl": "JSON lines", ".ndjson": "JSON lines", ".txt": "text", ".text": "text"}
 
 
@@ -70,6 +71,8 @@ def find_text_files(pattern: str) -> tuple[list[TextFile], list[str]]:
     if not wanted:
         kinds = "*.parquet, *.jsonl, *.txt, also with .gz or .zst"
         seen = f"; what there is: {listed(others)}" if others else ""
+        if any(Path(name).suffix in TOKEN_SUFFIXES for name in others):
+            seen += "; files of tokens go in with --from-bin"
         raise UserError(f"{shown(pattern)}: no input files here (a folder with {kinds}, or a glob in quotes){seen}")
     ordered = sorted(wanted, key=lambda path: names[path])
     return [_text_file(number, names[path], path) for number, path in enumerate(ordered)], others

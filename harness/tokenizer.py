@@ -17,7 +17,11 @@ ROUND_TRIP_PROBE = f"x  a  b\r\n\tE\u0301 \ufb01 日本 \U0001f40d\x00 {END_OF_T
 
 
 class Tokenizer:
-    """Text to token ids and back without loss. Special tokens named inside a text are ordinary text."""
+    """Text to token ids and back without loss.
+
+    Special tokens named inside a text are ordinary text: else a page about GPT-2 would end where it says <|endoftext|>,
+    and anybody's text could end a document. The lab notebook's program takes them for the special ones.
+    """
 
     def __init__(
         self,

@@ -23,7 +23,8 @@ TOKENIZER_SUFFIXES = ("tokenizer.json", ".tiktoken.json")
 
 def check_target(target: Path, *, overwrite: bool) -> None:
     """Raises UserError if something is in the way of a new dataset folder, or if train.json could not name it."""
-    for part in target.absolute().parts[-2:]:
+    # One part alone will get its owner when it is put where training looks for it.
+    for part in target.parts if len(target.parts) == 1 else target.absolute().parts[-2:]:
         check_name(part, f"{target}: the dataset's owner/name, its last two folders:")
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise UserError(f"{target}: is a file or a link; name a folder that does not exist")

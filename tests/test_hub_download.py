@@ -289,6 +289,27 @@ def test_unknown_dataset(downloader: Downloader) -> None:
     assert "not found on the Hugging Face Hub, or private (status 404)" in line
     assert 'check the "dataset" key in train.json' in line
     assert str(downloader.folder) in line
+    assert not list(downloader.folder.parent.iterdir())
+
+
+def test_a_mistyped_dataset_leaves_nothing(hub: FakeHub, tmp_path: Path) -> None:
+    """Not its owner's folder either; another dataset of that owner stays."""
+    datasets = tmp_path / "datasets"
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom harness.errors import one_line_errors\n"
+        "from harness.fetch import bring\nwith one_line_errors():\n"
+        "    bring(Path(sys.argv[1]), 'someone/corpse', ['train'])\n"
+    )
+    environment = {**os.environ, **hub.environment(tmp_path / "hf")}
+    for kept in ([], ["someone", "someone/other"]):
+        for name in kept:
+            (datasets / name).mkdir(parents=True)
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(datasets)], cwd=ROOT, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 2
+        assert "not found on the Hugging Face Hub" in done.stderr
+        assert [str(path.relative_to(datasets)) for path in sorted(datasets.rglob("*"))] == kept
 
 
 @pytest.mark.parametrize("token", [None, TOKEN], ids=["without token", "with token"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -72,6 +73,8 @@ def test_the_name_of_the_special_token_is_ordinary_text(preparer: Preparer) -> N
     write_json_lines(preparer.path / "special.jsonl", documents)
     folder = preparer.prepare("special.jsonl", "special", "--validation-fraction", "0.1")
     assert documents_of(folder, "train")[:2] == documents[:2]
+    known = tokenizer_of(folder)
+    assert known.eot_token not in known.encode(documents[0])
 
 
 @pytest.mark.parametrize("workers", [1, 5])
@@ -114,6 +117,46 @@ def test_one_book_is_cut_at_a_line(preparer: Preparer) -> None:
         [0.02, 0.01], rel=0.1
     )
     preparer.run("--verify", folder)
+
+
+@pytest.mark.parametrize(
+    ("target", "steps"),
+    [
+        (
+            "datasets/me/x",
+            ['train.json: "dataset": "me/x" (DATASETS_DIR is datasets)', 'model.json: "vocab_size": 300'],
+        ),
+        ("me/x", ['train.json: "dataset": "me/x" (DATASETS_DIR is .)', 'model.json: "vocab_size": 300']),
+        (
+            "me-py",
+            [
+                "to train on it: mkdir -p datasets/me && mv me-py datasets/me/me-py",
+                'train.json: "dataset": "me/me-py" (DATASETS_DIR is datasets)',
+                'model.json: "vocab_size": 300',
+            ],
+        ),
+    ],
+)
+def test_what_it_says_at_the_end_is_what_trains(tmp_path: Path, target: str, steps: list[str]) -> None:
+    """The commands and names that it prints lead from the folder to the data set, with one name or with two."""
+    here = tmp_path / "a folder that no dataset could be named by"
+    write_json_lines(here / "a.jsonl", DOCUMENTS[:200])
+    lines = Preparer(here).run("a.jsonl", target, *SMALL).splitlines()
+    assert lines[-len(steps) - 1 :] == [f"{target} is whole", *(f"  {step}" for step in steps)]
+    for step in steps:
+        if step.startswith("to train on it: "):
+            subprocess.run(step.partition(": ")[2], shell=True, cwd=here, check=True)
+    [(name, datasets_dir)] = re.findall(r'^train.json: "dataset": "(.*)" \(DATASETS_DIR is (.*)\)$', steps[-2])
+    assert Dataset.open(here / datasets_dir, name).meta.vocab_size == 300
+
+
+def test_a_full_standard_output_is_called_that(plain: Path, preparer: Preparer) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            preparer.command("--describe", plain), stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.stderr == "error: standard output: No space left on device\n"
+    assert done.returncode == 1
 
 
 # Tokenizers ------------------------------------------------------------------------------------------------------
@@ -469,6 +512,7 @@ def _tokenizer_file(folder: Path) -> bytes:
         (["texts", "out", "--verify", "a"], "give INPUT and OUTPUT_DIR, or --verify DIR"),
         (["--describe", "texts", "--workers", "2"], "--workers: not with --describe"),
         (["texts", "out", "--from-bin", "--shuffle-seed", "1"], "--shuffle-seed: not with --from-bin"),
+        (["texts", "out", "--token-dtype", "uint32"], "--token-dtype belongs with --from-bin"),
         (["texts", "texts/0.jsonl"], "is a file or a link"),
         (["texts", "texts/0.jsonl/out"], "cannot make this folder: Not a directory"),
     ],

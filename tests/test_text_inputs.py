@@ -222,7 +222,7 @@ def test_invalid_utf8_is_an_error_or_replaced(tmp_path: Path) -> None:
     for name in ("a.txt", "a.jsonl", "a.parquet"):
         with pytest.raises(RunError, match=f"{name}: not valid UTF-8 after 0 documents"):
             read(tmp_path / name)
-        form = TextFormat(replace_invalid=True)
+        form = TextFormat(tolerated=1.0)
         assert read(tmp_path / name, form) == [raw.decode(errors="replace")]
 
 
@@ -231,7 +231,7 @@ def test_half_a_surrogate_pair_in_json(tmp_path: Path) -> None:
     path.write_text('{"text": "a \\ud83d b"}\n')
     with pytest.raises(RunError, match=r"line 1: holds half of a surrogate pair"):
         read(path)
-    assert read(path, TextFormat(replace_invalid=True)) == ["a \ufffd b"]
+    assert read(path, TextFormat(tolerated=1.0)) == ["a \ufffd b"]
 
 
 @pytest.mark.parametrize("line", ["[1]", "5", "{", '"text"', "{}" * 2, "[" * 100_000])
