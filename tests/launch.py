@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from tests.isolation import SHIPPED_RUNS
 from tests.warm import ROOT as ROOT
 from tests.warm import WarmProcess, warm_server
 
@@ -69,6 +71,13 @@ class Workshop:
         for file, values in (("model", MODEL | (model or {})), ("train", TRAIN | train)):
             kept = {key: value for key, value in values.items() if value is not None}
             (folder / f"{file}.json").write_text(json.dumps(kept, indent=4))
+        return folder
+
+    def add_shipped_run(self, name: str, **train: Any) -> Path:
+        """A copy of one of the repository's runs, with keys of train.json changed."""
+        folder = Path(shutil.copytree(SHIPPED_RUNS / name, self.runs / name, dirs_exist_ok=True))
+        given = json.loads((folder / "train.json").read_text())
+        (folder / "train.json").write_text(json.dumps(given | train))
         return folder
 
     def add_dataset(self, name: str = DATASET, *, tokens: int = 4000, seed: int = 0, largest: int = 63) -> Path:

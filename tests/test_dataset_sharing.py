@@ -19,7 +19,8 @@ import pytest
 from harness.bpe import train_bpe
 from harness.tokenizer import load_tokenizer
 from tests.fake_hub import FakeFile, FakeHub
-from tests.launch import ROOT, Workshop
+from tests.isolation import ROOT, on_path
+from tests.launch import Workshop
 from tests.preparing import (
     SMALL,
     Preparer,
@@ -158,7 +159,7 @@ def test_what_the_new_dataset_does_not_have_leaves_the_hub(preparer: Preparer, h
 
 
 def run_code(preparer: Preparer, code: str, *arguments: object) -> None:
-    environment = {**os.environ, **preparer.environment, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **preparer.environment, **on_path(ROOT)}
     (preparer.path / "elsewhere" / "me").mkdir(parents=True)
     subprocess.run([sys.executable, "-c", code, *map(str, arguments)], env=environment, check=True, timeout=60)
 
@@ -363,7 +364,7 @@ def test_shards_that_change_after_an_interruption_are_taken_anew(tmp_path: Path,
         write_shard(tmp_path / "shards" / f"{name}.bin", [1, 2, 0])
     (tmp_path / "sitecustomize.py").write_text(KILL_BEFORE.format(draft="train.draft"))
     arguments = ["--from-bin", "--tokenizer", tokenizer]
-    process = Preparer(tmp_path, {"PYTHONPATH": str(tmp_path)}).start("shards", "x", *arguments)
+    process = Preparer(tmp_path, on_path(tmp_path)).start("shards", "x", *arguments)
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL
     assert (tmp_path / ".x.partial" / "dataset" / "test.safetensors").exists()

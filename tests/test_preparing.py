@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from harness.tokens import Dataset
+from tests.isolation import on_path
 from tests.preparing import (
     SMALL,
     WORDS,
@@ -178,7 +179,7 @@ def test_gpt2_is_what_tiktoken_says(preparer: Preparer) -> None:
 
 def test_killed_at_any_time_and_run_again_the_bytes_are_the_same(preparer: Preparer, tmp_path: Path) -> None:
     """With a commit after each batch of a few documents, and a shuffle, so that every phase is met."""
-    small = Preparer(tmp_path, {"PYTHONPATH": str(tmp_path)})
+    small = Preparer(tmp_path, on_path(tmp_path))
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
         "def hurry():\n"
@@ -401,7 +402,7 @@ def test_killed_while_it_takes_its_place(tmp_path: Path) -> None:
     ends = []
     for stop in range(10):
         (tmp_path / "sitecustomize.py").write_text(STOP_AT.format(stop=stop, folder=str(target.parent)))
-        process = Preparer(tmp_path, {"PYTHONPATH": str(tmp_path)}).start(*arguments)
+        process = Preparer(tmp_path, on_path(tmp_path)).start(*arguments)
         process.communicate()
         ends.append(process.returncode)
         if process.returncode == 0:

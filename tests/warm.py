@@ -142,9 +142,7 @@ class WarmServer:
         job: dict[str, Any] = {"script": command[0], "arguments": command[1:], "cwd": str(cwd), "base": str(base)}
         job |= {"environment": environment, "prelude": prelude, "umask": umask()}
         assert self.process.stdin is not None
-        self.process.stdin.write(
-            json.dumps(job | {"environment": environment, "prelude": prelude, "umask": umask()}) + "\n"
-        )
+        self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
         note = base.with_suffix(".pid")
         while not note.exists():
@@ -157,7 +155,7 @@ class WarmServer:
 def warm_server() -> WarmServer:
     """The server of this test run."""
     folder = tempfile.TemporaryDirectory(prefix="warm-")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SERVER, str(ROOT)]
     process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, text=True, start_new_session=True)
 
