@@ -24,7 +24,7 @@ _GUARD, _REPORT = FOLDER / "guard", FOLDER / "trespasses"
 
 # The user's tokens, addresses and folders, and what a launcher left; TIKTOKEN_CACHE_DIR is given to tests on purpose.
 FOREIGN = ("HF_", "HUGGING_FACE_", "OPENAI_", "COLLECTIVE_TIMEOUT", "TORCHELASTIC_", "MASTER_", "XDG_", "MPLCONFIGDIR")
-LAUNCHERS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "OMP_NUM_THREADS"}
+LAUNCHERS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"}
 # What every process of the tests must have been given. A test that needs PYTHONPATH itself: see `on_path`.
 REQUIRED = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(_GUARD)}
 
@@ -43,6 +43,7 @@ def _isolate() -> None:
         "CUDA_VISIBLE_DEVICES": "",
         "HOME": str(FOLDER / "home"),
         "NO_PROXY": "127.0.0.1,localhost",
+        "OMP_NUM_THREADS": "1",  # small models: a second thread spins for longer than it computes
         "PYTHONUSERBASE": user_site,
         "TORCHINDUCTOR_CACHE_DIR": str(FOLDER / "inductor"),
         **on_path(*(Path(folder) for folder in inherited if folder)),
