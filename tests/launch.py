@@ -25,6 +25,7 @@ from tests.warm import WarmProcess, warm_server
 
 Process = subprocess.Popen[str] | WarmProcess
 DATASET = "local/letters"
+PATIENCE_SECONDS = 240  # for what takes two on an idle machine; below pytest's own timeout
 
 # A model that trains at thousands of tokens per second on one core, with everything a large one has.
 MODEL: dict[str, Any] = {
@@ -94,7 +95,7 @@ class Workshop:
 
     def train(self, *arguments: str, ranks: int = 2, expect: int | None = 0, prelude: str = "") -> Result:
         """Run ddp_train.py on `ranks` processes to its end."""
-        return finish(self.start(*arguments, ranks=ranks, prelude=prelude), expect=expect, timeout=120)
+        return finish(self.start(*arguments, ranks=ranks, prelude=prelude), expect=expect, timeout=PATIENCE_SECONDS)
 
     def attempt(self, *arguments: str, run: str = "r", environment: dict[str, str] | None = None) -> Result:
         """Run ddp_train.py on one process, whatever comes of it."""
@@ -117,7 +118,7 @@ class Workshop:
         """Start one of the root's scripts in a process that has imported torch already."""
         return warm_server().spawn(command, self.path, self._environment(variables), prelude)
 
-    def torchrun(self, *arguments: str, ranks: int = 2, expect: int | None = 0, timeout: float = 120) -> Result:
+    def torchrun(self, *arguments: str, ranks: int = 2, expect: int | None = 0, timeout: float = PATIENCE_SECONDS) -> Result:
         """Run ddp_train.py under the real torchrun."""
         return finish([self.start_torchrun(*arguments, ranks=ranks)], expect=expect, timeout=timeout)
 
@@ -127,11 +128,11 @@ class Workshop:
 
     def script(self, name: str, *arguments: str) -> Result:
         """Run another of the root's commands, successfully."""
-        return finish([self.fork([str(ROOT / name), *arguments], {})], expect=0, timeout=120)
+        return finish([self.fork([str(ROOT / name), *arguments], {})], expect=0, timeout=PATIENCE_SECONDS)
 
     def command(self, name: str, *arguments: str, environment: dict[str, str] | None = None) -> Result:
         """Run one of the root's commands, whatever comes of it."""
-        return finish([self.fork([str(ROOT / name), *arguments], environment or {})], expect=None, timeout=120)
+        return finish([self.fork([str(ROOT / name), *arguments], environment or {})], expect=None, timeout=PATIENCE_SECONDS)
 
     def _arguments(self, arguments: tuple[str, ...]) -> list[str]:
         name = arguments[0] if arguments else "r"

@@ -13,9 +13,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -132,9 +133,17 @@ class WarmServer:
     path: Path
     process: subprocess.Popen[str]
     count: int = 0
+    writing: threading.Lock = field(default_factory=threading.Lock)
 
     def spawn(self, command: list[str], cwd: Path, environment: dict[str, str], prelude: str = "") -> WarmProcess:
-        """Fork a process that runs `command` (a script and its arguments), after the Python source `prelude`."""
+        """Fork a process that runs `command` (a script and its arguments), after the Python source `prelude`.
+
+        Threads may call this at the same time.
+        """
+        with self.writing:
+            return self._spawn(command, cwd, environment, prelude)
+
+    def _spawn(self, command: list[str], cwd: Path, environment: dict[str, str], prelude: str) -> WarmProcess:
         self.count += 1
         base = self.path / str(self.count)
         for suffix in (".out", ".err"):  # there also if it is killed before it writes
