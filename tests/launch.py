@@ -118,7 +118,9 @@ class Workshop:
         """Start one of the root's scripts in a process that has imported torch already."""
         return warm_server().spawn(command, self.path, self._environment(variables), prelude)
 
-    def torchrun(self, *arguments: str, ranks: int = 2, expect: int | None = 0, timeout: float = PATIENCE_SECONDS) -> Result:
+    def torchrun(
+        self, *arguments: str, ranks: int = 2, expect: int | None = 0, timeout: float = PATIENCE_SECONDS
+    ) -> Result:
         """Run ddp_train.py under the real torchrun."""
         return finish([self.start_torchrun(*arguments, ranks=ranks)], expect=expect, timeout=timeout)
 
@@ -132,7 +134,9 @@ class Workshop:
 
     def command(self, name: str, *arguments: str, environment: dict[str, str] | None = None) -> Result:
         """Run one of the root's commands, whatever comes of it."""
-        return finish([self.fork([str(ROOT / name), *arguments], environment or {})], expect=None, timeout=PATIENCE_SECONDS)
+        return finish(
+            [self.fork([str(ROOT / name), *arguments], environment or {})], expect=None, timeout=PATIENCE_SECONDS
+        )
 
     def _arguments(self, arguments: tuple[str, ...]) -> list[str]:
         name = arguments[0] if arguments else "r"
