@@ -1,25 +1,24 @@
-"""Options and fixtures of the fault tests: how thorough they are, and the table that they write.
+"""Options and fixtures of all tests; how thorough fault tests are, and the table that they write.
 
-A test that injects a fault bears `@pytest.mark.fault("its name")` and, once all has been seen to hold, says through the
-fixture `evidence` what was injected, how often, and what happened. With `--reliability` that becomes
-docs/RELIABILITY.md.
+Tests touch nothing that is not theirs: see `isolation`. A test that injects a fault bears
+`@pytest.mark.fault("its name")` and, once all has been seen to hold, says through the fixture `evidence` what was
+injected, how often, and what happened. With `--reliability` that becomes docs/RELIABILITY.md.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import torch
 
+from tests import isolation  # before all that imports torch
 from tests.jobs import set_pace
-from tests.launch import ROOT, Workshop
+from tests.launch import Workshop
 from tests.reliability import Row, render, sections_of
 from tests.stopped_run import build_stopped_run
 
@@ -35,10 +34,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "fault(name): injects a fault, and is a row of docs/RELIABILITY.md")
     config.stash[ROWS] = []
-    if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # each of the tests' processes would compile all of torch anew
-        folder = tempfile.TemporaryDirectory(prefix="bytecode-")
-        config.add_cleanup(folder.cleanup)
-        os.environ["PYTHONPYCACHEPREFIX"] = folder.name
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None]:
+    """Fails the test that did, or whose fixtures or processes did, what no test may do."""
+    yield
+    if found := isolation.trespasses():
+        pytest.fail("\n".join(["what tests may not touch (tests/isolation.py):", *found]), pytrace=False)
 
 
 @pytest.fixture(scope="session")
@@ -73,7 +76,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         return
     places = "exhaustive" if session.config.getoption("--exhaustive") else "some of the places"
     machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
-    caption = f"{time.strftime('%Y-%m-%d', time.gmtime())}, {places}; {machine}, torch {torch.__version__}."
+    caption = f"{time.strftime('%Y-%m-%d', time.gmtime())}, {places}; {machine}, torch {version('torch')}."
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     rows = session.config.stash[ROWS]
     path.write_text(render(rows, sections_of(Path(__file__).parent), caption, before), encoding="utf-8")
@@ -83,11 +86,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     """The quickstart run under the real torchrun, trained for twenty of its steps on the dataset it made."""
     shop = Workshop(tmp_path_factory.mktemp("quickstart"))
-    run = shop.runs / "quickstart"
-    run.mkdir(parents=True)
-    (run / "model.json").write_bytes((ROOT / "runs" / "quickstart" / "model.json").read_bytes())
-    settings = json.loads((ROOT / "runs" / "quickstart" / "train.json").read_text())
     short = {"min_train_tokens": 20 * 2048, "validation_interval": 10, "validation_batches": 2, "warmup_steps": 5}
-    (run / "train.json").write_text(json.dumps(settings | short))
+    shop.add_shipped_run("quickstart", **short)
     shop.torchrun("quickstart")
     return shop

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,11 +19,13 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from tests.isolation import SHIPPED_RUNS
 from tests.warm import ROOT as ROOT
 from tests.warm import WarmProcess, warm_server
 
 Process = subprocess.Popen[str] | WarmProcess
 DATASET = "local/letters"
+PATIENCE_SECONDS = 240  # for what takes two on an idle machine; below pytest's own timeout
 
 # A model that trains at thousands of tokens per second on one core, with everything a large one has.
 MODEL: dict[str, Any] = {
@@ -71,6 +74,13 @@ class Workshop:
             (folder / f"{file}.json").write_text(json.dumps(kept, indent=4))
         return folder
 
+    def add_shipped_run(self, name: str, **train: Any) -> Path:
+        """A copy of one of the repository's runs, with keys of train.json changed."""
+        folder = Path(shutil.copytree(SHIPPED_RUNS / name, self.runs / name, dirs_exist_ok=True))
+        given = json.loads((folder / "train.json").read_text())
+        (folder / "train.json").write_text(json.dumps(given | train))
+        return folder
+
     def add_dataset(self, name: str = DATASET, *, tokens: int = 4000, seed: int = 0, largest: int = 63) -> Path:
         """A dataset with structure to learn: each token is the one before plus a small step."""
         folder = self.datasets / name
@@ -85,7 +95,7 @@ class Workshop:
 
     def train(self, *arguments: str, ranks: int = 2, expect: int | None = 0, prelude: str = "") -> Result:
         """Run ddp_train.py on `ranks` processes to its end."""
-        return finish(self.start(*arguments, ranks=ranks, prelude=prelude), expect=expect, timeout=120)
+        return finish(self.start(*arguments, ranks=ranks, prelude=prelude), expect=expect, timeout=PATIENCE_SECONDS)
 
     def attempt(self, *arguments: str, run: str = "r", environment: dict[str, str] | None = None) -> Result:
         """Run ddp_train.py on one process, whatever comes of it."""
@@ -108,7 +118,9 @@ class Workshop:
         """Start one of the root's scripts in a process that has imported torch already."""
         return warm_server().spawn(command, self.path, self._environment(variables), prelude)
 
-    def torchrun(self, *arguments: str, ranks: int = 2, expect: int | None = 0, timeout: float = 120) -> Result:
+    def torchrun(
+        self, *arguments: str, ranks: int = 2, expect: int | None = 0, timeout: float = PATIENCE_SECONDS
+    ) -> Result:
         """Run ddp_train.py under the real torchrun."""
         return finish([self.start_torchrun(*arguments, ranks=ranks)], expect=expect, timeout=timeout)
 
@@ -118,11 +130,13 @@ class Workshop:
 
     def script(self, name: str, *arguments: str) -> Result:
         """Run another of the root's commands, successfully."""
-        return finish([self.fork([str(ROOT / name), *arguments], {})], expect=0, timeout=120)
+        return finish([self.fork([str(ROOT / name), *arguments], {})], expect=0, timeout=PATIENCE_SECONDS)
 
     def command(self, name: str, *arguments: str, environment: dict[str, str] | None = None) -> Result:
         """Run one of the root's commands, whatever comes of it."""
-        return finish([self.fork([str(ROOT / name), *arguments], environment or {})], expect=None, timeout=120)
+        return finish(
+            [self.fork([str(ROOT / name), *arguments], environment or {})], expect=None, timeout=PATIENCE_SECONDS
+        )
 
     def _arguments(self, arguments: tuple[str, ...]) -> list[str]:
         name = arguments[0] if arguments else "r"

@@ -15,7 +15,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from harness.tokenizer import Tokenizer, load_tokenizer
-from tests.launch import ROOT
+from tests.isolation import ROOT, on_path
 
 SMALL = ["--train-tokenizer", "300"]  # a vocabulary that needs no network
 
@@ -135,4 +135,4 @@ def plugin(folder: Path, words: list[str], eot: int = 400, pattern: str = r" ?\w
     path = folder / "plugins" / "tiktoken_ext" / "small.py"
     path.parent.mkdir(parents=True)
     path.write_text(PLUGIN.format(words=[word.encode() for word in words], eot=eot, pattern=pattern))
-    return {"PYTHONPATH": str(folder / "plugins")}
+    return on_path(folder / "plugins")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from harness.files import sha256
-from tests.warm import ROOT
+from tests.isolation import ROOT
 
 GUIDE = ROOT / "docs" / "CLUSTER.md"
 

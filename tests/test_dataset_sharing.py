@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.fake_hub import FakeFile, FakeHub
-from tests.launch import ROOT, Workshop
+from tests.isolation import ROOT, on_path
+from tests.launch import Workshop
 from tests.preparing import (
     SMALL,
     Preparer,
@@ -156,7 +157,7 @@ def test_what_the_new_dataset_does_not_have_leaves_the_hub(preparer: Preparer, h
 
 
 def run_code(preparer: Preparer, code: str, *arguments: object) -> None:
-    environment = {**os.environ, **preparer.environment, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **preparer.environment, **on_path(ROOT)}
     (preparer.path / "elsewhere" / "me").mkdir(parents=True)
     subprocess.run([sys.executable, "-c", code, *map(str, arguments)], env=environment, check=True, timeout=60)
 

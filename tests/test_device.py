@@ -11,7 +11,7 @@ import torch
 
 from harness import device, kernels
 from harness.errors import UserError
-from tests.launch import ROOT
+from tests.isolation import ROOT
 
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")

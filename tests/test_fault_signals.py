@@ -99,17 +99,22 @@ def test_told_anywhere(shop: Workshop, straight: Path, exhaustive: bool, evidenc
     """One rank alone gets the signal; the others learn of it at the same step."""
     signals = [signal.SIGTERM, signal.SIGINT]
     cases = [(place, rank, number) for place, ranks in PLACES.items() for rank in ranks for number in signals]
-    for number, (place, rank, told) in enumerate(cases if exhaustive else cases[::3]):
-        run = shop.add_run(f"told-{number}", **SETTINGS)
+    cases = cases if exhaustive else cases[::3]
+
+    def stop(case: tuple[str, int, signal.Signals]) -> None:
+        place, rank, told = case
+        run = shop.add_run(f"told-{cases.index(case)}", **SETTINGS)
         prelude = acting_at(place, rank, f"tell({int(told)})")
         result = shop.train(run.name, prelude=prelude, expect=128 + told)
         assert assert_stopped(run, result, told) == 6, place  # where a validation and a save look for signals
         shop.train(run.name, prelude=FAULTS)
         assert_same_end(straight, run)
+
+    for_each(cases, stop, at_once=3)  # they wait for each other more than they compute
     evidence(
         injected="SIGTERM or SIGINT to one of two ranks in a forward or backward pass, an update, a validation, a save "
         "or while it writes a line of metrics",
-        times=number + 1,
+        times=len(cases),
         outcome="all ranks stop after the same step with one checkpoint, exit 128 + the signal and one line that says "
         "how to continue; the end is that of a run that never stopped, bit for bit",
     )

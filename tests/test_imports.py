@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT
+from tests.isolation import ROOT
 
 ROOT_MODULES = {path.stem: path for path in sorted(ROOT.glob("*.py"))}
 HARNESS_MODULES = {f"harness.{path.stem}": path for path in sorted((ROOT / "harness").glob("*.py"))}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch import ROOT
+from tests.isolation import ROOT
 
 # Takes the lock, says whether an earlier process of the same torchrun had begun, and notes that it has.
 WORKER = """

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from harness.config import load_train_config
 from harness.microbatch import fit_line, largest_that_fits
+from tests.isolation import on_path
 from tests.launch import ROOT, Result, Workshop, finish, free_port
 
 # Little arithmetic, much memory: with dropout the CPU keeps the T x T attention weights of every head.
@@ -247,7 +248,7 @@ def test_two_ranks_agree_on_the_smaller_answer(workshop: Workshop, base_gib: flo
     """Where rank 1 runs out of memory first, its verdict counts, and rank 0 does not wait for it forever."""
     alike = search_on_two_ranks(workshop, base_gib + 0.6)
     (tmp_path / "sitecustomize.py").write_text(BALLAST.format(bytes=int(0.3 * GIB)))
-    uneven = Workshop(workshop.path, {**workshop.environment, "PYTHONPATH": str(tmp_path)})
+    uneven = Workshop(workshop.path, workshop.environment | on_path(tmp_path))
     assert 1 <= search_on_two_ranks(uneven, base_gib + 0.6) < alike
 
 

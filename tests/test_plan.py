@@ -17,7 +17,8 @@ from harness.errors import UserError
 from harness.experiment import Experiment
 from harness.plan import make_plan, plan_speed
 from harness.run import RunDirectory
-from tests.launch import ROOT, Result, Workshop, free_port
+from tests.isolation import SHIPPED_RUNS
+from tests.launch import Result, Workshop, free_port
 from tests.test_shipped_runs import MACHINES
 
 COLUMNS = 80
@@ -68,9 +69,7 @@ def state(folder: Path) -> dict[str, tuple[int, str]]:
 def plan_shipped(tmp_path: Path, name: str, *arguments: str) -> Result:
     """The plan of a copy of a shipped run that keeps few checkpoints: this machine's disk may be a small one."""
     where = Workshop(tmp_path)
-    copy = Path(shutil.copytree(ROOT / "runs" / name, where.runs / name, dirs_exist_ok=True))
-    train = json.loads((copy / "train.json").read_text())
-    (copy / "train.json").write_text(json.dumps(train | {"keep_checkpoints": 1}))
+    where.add_shipped_run(name, keep_checkpoints=1)
     before = state(where.path)
     result = where.attempt("--plan", *arguments, run=name)
     assert state(where.path) == before
@@ -89,7 +88,7 @@ def test_the_notebooks_figures(tmp_path: Path, name: str) -> None:
     validations = sum(step % 617 == 0 or step == steps - 1 for step in range(steps))
     assert number(found["validations"]) == number(found["checkpoints"]) == validations
     assert "300 microbatches" in found["validations"]
-    parameters = load_model_config(ROOT / "runs" / name / "model.json").parameters
+    parameters = load_model_config(SHIPPED_RUNS / name / "model.json").parameters
     assert number(found["parameters"]) == parameters
     dollars = re.search(r"\$([\d,.]+) training", found["cost"])
     hours = re.search(r"([\d,.]+) h training", found["time"])

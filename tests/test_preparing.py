@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 from harness.tokens import Dataset
+from tests.isolation import on_path
 from tests.preparing import (
     SMALL,
     WORDS,
@@ -219,52 +221,67 @@ def test_gpt2_is_what_tiktoken_says(preparer: Preparer) -> None:
 # Interruption ----------------------------------------------------------------------------------------------------
 
 
+KILLS = 6
+# Commits after each batch of a few documents, and a shuffle in several buckets, so that every phase is met; and the
+# command ends by itself at a file operation: when it is about to do the n-th of them, counted in `count`.
+HURRIED_TO_ITS_END = """
+import os, sys
+def hurry():
+    import harness.batches, harness.preparation, harness.shuffle
+    harness.batches.BATCH_CHARACTERS, harness.preparation.COMMIT_TOKENS = 2000, 500
+    harness.shuffle.BUCKET_BYTES = 4000
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "harness.tokenizer_choice":
+            sys.meta_path.remove(self); hurry()
+sys.meta_path.insert(0, Finder())
+done = 0
+def watch(event, arguments):
+    global done
+    writes = event == "open" and isinstance(arguments[0], str) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+    if writes or event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir"):
+        done += 1
+        if done == {last}:
+            os.kill(os.getpid(), 9)
+if any("prepare_datasets" in each for each in sys.orig_argv):
+    sys.addaudithook(watch)
+    if {last} == 0:
+        import atexit
+        atexit.register(lambda: print("operations:", done, file=sys.stderr))
+"""
+
+
 def test_killed_at_any_time_and_run_again_the_bytes_are_the_same(preparer: Preparer, tmp_path: Path) -> None:
-    """With a commit after each batch of a few documents, and a shuffle, so that every phase is met."""
-    small = Preparer(tmp_path, {"PYTHONPATH": str(tmp_path)})
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys\n"
-        "def hurry():\n"
-        "    import harness.batches, harness.preparation, harness.shuffle\n"
-        "    harness.batches.BATCH_CHARACTERS, harness.preparation.COMMIT_TOKENS = 2000, 500\n"
-        "    harness.shuffle.BUCKET_BYTES = 4000\n"
-        "class Finder:\n"
-        "    def find_spec(self, name, path, target=None):\n"
-        "        if name == 'harness.tokenizer_choice':\n"
-        "            sys.meta_path.remove(self); hurry()\n"
-        "sys.meta_path.insert(0, Finder())\n"
-    )
+    small = Preparer(tmp_path, on_path(tmp_path))
     arguments = [preparer.path / "texts", "datasets/me/x", "--train-tokenizer", "300", "--shuffle-seed", "5"]
-    began = time.monotonic()
-    small.run(*arguments)
-    whole_seconds = time.monotonic() - began
+
+    def run_until(last: int) -> tuple[int, str]:
+        """Its exit status and standard error; 0: to its end."""
+        (tmp_path / "sitecustomize.py").write_text(HURRIED_TO_ITS_END.format(last=last))
+        process = small.start(*arguments)
+        _, error = process.communicate(timeout=120)
+        return process.returncode, error
+
+    status, error = run_until(0)
+    assert status == 0, error
+    operations = int(error.rpartition("operations: ")[2])
+    assert operations > 100, "every phase has some"
     target = tmp_path / "datasets" / "me" / "x"
     straight = content_of(target)
     shutil.rmtree(target)
-    partial = target.parent / ".x.partial"
-    process = small.start(*arguments)
-    while not _tokens_kept(partial / "journal.json"):
-        assert process.poll() is None
-    process.kill()
-    process.communicate()
-    random, kills = np.random.default_rng(0), 1
-    while not target.exists():
-        process = small.start(*arguments)
-        time.sleep(whole_seconds * random.uniform(0.3, 1.0))
-        process.kill()
-        process.communicate()
-        kills += process.returncode == -signal.SIGKILL
-        assert kills < 100
+    partial, dice = target.parent / ".x.partial", random.Random(0)
+    for kill in range(KILLS):
+        status, error = run_until(dice.randrange(1, 2 * operations // KILLS))
+        assert status in (0, -signal.SIGKILL), error
+        assert kill > 0 or status == -signal.SIGKILL
+        if target.exists():
+            break
+    else:
+        assert run_until(0)[0] == 0
     assert content_of(target) == straight
     if partial.exists():  # killed when all was done
         small.run(*arguments, status=2)
     assert not partial.exists()
-
-
-def _tokens_kept(journal: Path) -> int:
-    with suppress(OSError):
-        return int(json.loads(journal.read_text())["here"]["size"]["tokens"])
-    return 0
 
 
 def workers_of(process: subprocess.Popen[str]) -> list[int]:
@@ -444,7 +461,7 @@ def test_killed_while_it_takes_its_place(tmp_path: Path) -> None:
     ends = []
     for stop in range(10):
         (tmp_path / "sitecustomize.py").write_text(STOP_AT.format(stop=stop, folder=str(target.parent)))
-        process = Preparer(tmp_path, {"PYTHONPATH": str(tmp_path)}).start(*arguments)
+        process = Preparer(tmp_path, on_path(tmp_path)).start(*arguments)
         process.communicate()
         ends.append(process.returncode)
         if process.returncode == 0:

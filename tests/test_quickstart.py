@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT, Workshop, metrics
+from tests.launch import Workshop, metrics
 
 
 @pytest.fixture(name="shop")
@@ -47,9 +47,9 @@ def test_loss_and_bits_per_byte_on_the_test_split(shop: Workshop) -> None:
     assert float(found[2]) == pytest.approx(expected, rel=0.01)  # the last, incomplete batch is in meta's mean only
 
 
-def test_the_full_quickstart_fits_the_dataset(shop: Workshop) -> None:
+def test_the_full_quickstart_fits_the_dataset(shop: Workshop, tmp_path: Path) -> None:
     """What ships trains on fewer tokens than this Python's library gives: its plan says so without training."""
-    plan = shop.script(
-        "ddp_train.py", "quickstart", str(shop.datasets), "--plan", "--runs-dir", str(ROOT / "runs")
-    ).stdout
+    full = Workshop(tmp_path)
+    full.add_shipped_run("quickstart")
+    plan = shop.script("ddp_train.py", "quickstart", str(shop.datasets), "--plan", "--runs-dir", str(full.runs)).stdout
     assert re.search(r"global steps +1,5\d\d\n", plan), plan

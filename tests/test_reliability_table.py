@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT
+from tests.isolation import ROOT
 from tests.reliability import Row, render, sections_of
 
 SECTIONS = sections_of(Path(__file__).parent)

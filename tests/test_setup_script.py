@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.isolation import REQUIRED
+
 SCRIPT = Path(__file__).resolve().parents[1] / "setup_lambda.sh"
 FONT = ".local/share/fonts/xkcd-script.ttf"
 # All that the script may use of the real machine; curl, wget, python3, fc-cache and uv are not among it.
@@ -64,8 +66,8 @@ class Machine:
         )
 
     def run(self, **environment: str) -> subprocess.CompletedProcess[str]:
-        variables = {"PATH": str(self.bin), "HOME": str(self.home), "TMPDIR": str(self.temporary), **environment}
-        return subprocess.run([SCRIPT], env=variables, capture_output=True, text=True, timeout=60)
+        variables = {"PATH": str(self.bin), "HOME": str(self.home), "TMPDIR": str(self.temporary)} | environment
+        return subprocess.run([SCRIPT], env=variables | REQUIRED, capture_output=True, text=True, timeout=60)
 
     def calls(self, name: str) -> list[str]:
         return [line for line in self.log.read_text().splitlines() if line.split()[0] == name]

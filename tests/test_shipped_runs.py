@@ -11,9 +11,8 @@ from harness.config import load_train_config, read_json_object
 from harness.run import RunDirectory
 from harness.schedules import build_schedule
 from harness.tokens import whole_batches
-from tests.launch import ROOT
+from tests.isolation import SHIPPED_RUNS
 
-RUNS = ROOT / "runs"
 SHIPPED = ["quickstart", "test", "original", "8xa100m40", "8xa100m80", "8xh100m80", "8xb200m160"]
 
 # microbatch, dollars per hour, global steps, tokens: exact figures of the notebook's table.
@@ -36,21 +35,13 @@ CHINCHILLA_TOKENS = 3_260_190_720
 FINEWEB = "gpjt/fineweb-gpt2-tokens"
 
 
-def folders() -> list[str]:
-    return sorted(path.name for path in RUNS.iterdir() if path.is_dir())
-
-
 def train_json(name: str) -> dict[str, Any]:
-    return read_json_object(RUNS / name / "train.json")
+    return read_json_object(SHIPPED_RUNS / name / "train.json")
 
 
-def test_the_runs_of_the_design_are_there() -> None:
-    assert set(SHIPPED) <= set(folders())
-
-
-@pytest.mark.parametrize("name", folders())
+@pytest.mark.parametrize("name", SHIPPED)
 def test_every_run_loads(name: str) -> None:
-    run = RunDirectory.find(RUNS, name)
+    run = RunDirectory.find(SHIPPED_RUNS, name)
     config, model = load_train_config(run.train_json), load_model_config(run.model_json)
     assert config.min_train_tokens == -1 or config.min_train_tokens >= model.context_length
     if config.min_train_tokens != -1:
@@ -62,7 +53,7 @@ def test_every_run_loads(name: str) -> None:
 @pytest.mark.parametrize("name", MACHINES)
 def test_the_rented_machines_have_the_notebooks_numbers(name: str) -> None:
     microbatch, price, steps, tokens = MACHINES[name]
-    config = load_train_config(RUNS / name / "train.json")
+    config = load_train_config(SHIPPED_RUNS / name / "train.json")
     assert (config.microbatch_size, config.price_per_hour) == (microbatch, price)
     assert (config.validation_interval, config.validation_batches) == (617, 300)
     assert (config.min_train_tokens, config.start_train_token, config.start_val_token) == (CHINCHILLA_TOKENS, 0, 0)
@@ -77,26 +68,26 @@ def test_the_rented_machines_have_the_notebooks_numbers(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*MACHINES, "original"])
 def test_the_model_is_gpt2_small(name: str) -> None:
-    assert read_json_object(RUNS / name / "model.json") == GPT2_SMALL
-    assert load_model_config(RUNS / name / "model.json").parameters == pytest.approx(163e6, rel=0.01)
+    assert read_json_object(SHIPPED_RUNS / name / "model.json") == GPT2_SMALL
+    assert load_model_config(SHIPPED_RUNS / name / "model.json").parameters == pytest.approx(163e6, rel=0.01)
 
 
 def test_original_is_the_run_on_one_gpu() -> None:
-    config = load_train_config(RUNS / "original" / "train.json")
+    config = load_train_config(SHIPPED_RUNS / "original" / "train.json")
     assert (config.microbatch_size, config.min_train_tokens) == (6, CHINCHILLA_TOKENS)
     assert (config.validation_interval, config.validation_batches) == (5922, 3200)
     assert config.dataset == FINEWEB
 
 
 def test_test_is_small_and_on_the_real_dataset() -> None:
-    config = load_train_config(RUNS / "test" / "train.json")
+    config = load_train_config(SHIPPED_RUNS / "test" / "train.json")
     assert config.dataset == FINEWEB
     assert config.min_train_tokens <= 10**6
 
 
 def test_quickstart_needs_no_network_and_no_gpu() -> None:
-    config = load_train_config(RUNS / "quickstart" / "train.json")
-    model = load_model_config(RUNS / "quickstart" / "model.json")
+    config = load_train_config(SHIPPED_RUNS / "quickstart" / "train.json")
+    model = load_model_config(SHIPPED_RUNS / "quickstart" / "model.json")
     assert config.dataset == "builtin/python-stdlib"
     assert config.price_per_hour is None
     assert model.parameters < 20e6
@@ -106,5 +97,5 @@ def test_quickstart_needs_no_network_and_no_gpu() -> None:
 def test_quickstart_fits_the_dataset_it_trains_on() -> None:
     from harness.builtin import DEFAULT_VOCAB_SIZE
 
-    model = load_model_config(RUNS / "quickstart" / "model.json")
+    model = load_model_config(SHIPPED_RUNS / "quickstart" / "model.json")
     assert model.vocab_size == DEFAULT_VOCAB_SIZE, "smaller: refused; larger: embeddings that nothing trains"

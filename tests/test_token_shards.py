@@ -15,6 +15,7 @@ from harness.errors import UserError
 from harness.token_files import open_shard
 from harness.token_shards import check_vocabulary, find_shards
 from harness.tokenizer import load_tokenizer
+from tests.isolation import on_path
 from tests.preparing import Preparer, content_of, plugin, splits_of, texts
 
 DOCUMENTS = texts(300)
@@ -298,7 +299,7 @@ def test_shards_that_change_after_an_interruption_are_taken_anew(tmp_path: Path,
         write_shard(tmp_path / "shards" / f"{name}.bin", [1, 2, 0])
     (tmp_path / "sitecustomize.py").write_text(KILL_BEFORE.format(draft="train.draft"))
     arguments = ["--from-bin", "--tokenizer", tokenizer]
-    process = Preparer(tmp_path, {"PYTHONPATH": str(tmp_path)}).start("shards", "x", *arguments)
+    process = Preparer(tmp_path, on_path(tmp_path)).start("shards", "x", *arguments)
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL
     assert (tmp_path / ".x.partial" / "dataset" / "test.safetensors").exists()

@@ -18,7 +18,8 @@ from harness.config import load_train_config
 from harness.continuation import find_position
 from harness.errors import UserError
 from harness.tokens import BatchShape, Dataset, MicrobatchReader, TokenFile, check_vocabulary, whole_batches
-from tests.launch import ROOT, Workshop
+from tests.isolation import SHIPPED_RUNS
+from tests.launch import Workshop
 
 FINEWEB_TOKENS = 10_248_871_837  # the notebook's train split
 
@@ -33,7 +34,7 @@ NOTEBOOK = {
 
 @pytest.mark.parametrize("name", NOTEBOOK)
 def test_the_notebooks_token_counts(name: str) -> None:
-    config = load_train_config(ROOT / "runs" / name / "train.json")
+    config = load_train_config(SHIPPED_RUNS / name / "train.json")
     shape = BatchShape(8, config.accumulation_steps(8), config.microbatch_size, 1024)
     position = find_position(config, shape, FINEWEB_TOKENS)
     assert (position.total_steps * shape.global_tokens, position.total_steps) == NOTEBOOK[name]

@@ -10,9 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.isolation import ROOT
 from tests.launch import Workshop
 from tests.two_hosts import TORCHRUN
-from tests.warm import ROOT, WarmProcess
+from tests.warm import WarmProcess
 
 FAULTS = "from tests.faults import *\n"
 # What ddp_train.py does first, before a prelude imports torch.

@@ -13,9 +13,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -132,9 +133,17 @@ class WarmServer:
     path: Path
     process: subprocess.Popen[str]
     count: int = 0
+    writing: threading.Lock = field(default_factory=threading.Lock)
 
     def spawn(self, command: list[str], cwd: Path, environment: dict[str, str], prelude: str = "") -> WarmProcess:
-        """Fork a process that runs `command` (a script and its arguments), after the Python source `prelude`."""
+        """Fork a process that runs `command` (a script and its arguments), after the Python source `prelude`.
+
+        Threads may call this at the same time.
+        """
+        with self.writing:
+            return self._spawn(command, cwd, environment, prelude)
+
+    def _spawn(self, command: list[str], cwd: Path, environment: dict[str, str], prelude: str) -> WarmProcess:
         self.count += 1
         base = self.path / str(self.count)
         for suffix in (".out", ".err"):  # there also if it is killed before it writes
@@ -142,9 +151,7 @@ class WarmServer:
         job: dict[str, Any] = {"script": command[0], "arguments": command[1:], "cwd": str(cwd), "base": str(base)}
         job |= {"environment": environment, "prelude": prelude, "umask": umask()}
         assert self.process.stdin is not None
-        self.process.stdin.write(
-            json.dumps(job | {"environment": environment, "prelude": prelude, "umask": umask()}) + "\n"
-        )
+        self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
         note = base.with_suffix(".pid")
         while not note.exists():
@@ -157,7 +164,7 @@ class WarmServer:
 def warm_server() -> WarmServer:
     """The server of this test run."""
     folder = tempfile.TemporaryDirectory(prefix="warm-")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SERVER, str(ROOT)]
     process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, text=True, start_new_session=True)
 

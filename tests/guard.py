@@ -1,0 +1,90 @@
+"""What no process of the tests may do, written down by the process that does it.
+
+Python runs this file at its start in each of them: `isolation` puts a copy into a folder on PYTHONPATH, as
+sitecustomize.py.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False  # typing's takes longer to import than all else here
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+# Audit events (PEP 578) that name paths, and which of their arguments those are.
+PATHS: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("open", "os.listdir", "os.scandir", "os.chdir", "os.mkdir", "os.remove", "os.rmdir"), (0,)),
+    **dict.fromkeys(("os.truncate", "os.chmod", "os.chown", "os.utime"), (0,)),
+    **dict.fromkeys(("os.rename", "os.link"), (0, 1)),
+    "os.symlink": (1,),
+}
+# Those that start a program, and which of their arguments are its command line and its environment.
+STARTS = {"subprocess.Popen": (1, 3), "os.posix_spawn": (1, 2), "os.exec": (1, 2)}
+LIBRARIES_OWN = ["/sbin/ldconfig", "-p"]  # what ctypes.util.find_library starts, in an empty environment
+
+
+def watch(forbidden: tuple[str, ...], report: str, required: Mapping[str, str]) -> None:
+    """From now on, append a line to the file `report` whenever this process, or one forked from it, looks into one of
+    the `forbidden` folders (each ending in a slash), or starts a program without the variables `required`."""
+
+    def trespassed(what: str) -> None:
+        test, place = os.environ.get("PYTEST_CURRENT_TEST", ""), _place()
+        if test or place:  # else it is pytest itself, between the tests
+            with open(report, "a", errors="backslashreplace") as file:
+                file.write(f"{test or 'while collecting'}: {what}{place}\n")
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in PATHS:
+            for index in PATHS[event]:
+                if (path := _absolute(arguments[index])) and f"{path}/".startswith(forbidden):
+                    trespassed(f"{event} {path!r}")
+        elif event in STARTS:
+            command, environment = (arguments[index] for index in STARTS[event])
+            given = _texts(os.environ if environment is None else environment)
+            missing = [name for name, value in required.items() if value not in given.get(name, "-").split(os.pathsep)]
+            if missing and command != LIBRARIES_OWN:
+                trespassed(f"{command!r} is started without {' and '.join(missing)}")
+
+    sys.addaudithook(hook)
+
+
+def _absolute(path: Any) -> str:
+    """The path that a system call was given; empty for a file that is open already, and where there is no folder."""
+    if isinstance(path, int):
+        return ""
+    try:
+        return os.path.abspath(os.fsdecode("." if path is None else path))
+    except FileNotFoundError:  # the working folder is gone
+        return ""
+
+
+def _texts(environment: Mapping[Any, Any]) -> dict[str, str]:
+    return {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()}
+
+
+def _place() -> str:
+    """Where in this repository that was, of all that called."""
+    root = os.path.dirname(os.path.dirname(ORIGIN))
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(f"{root}/") and "/.venv/" not in file and file != ORIGIN:
+            return f", at {file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def run_hidden(own: str) -> None:
+    """Run the sitecustomize.py that Python would have run in place of the one at `own`, if there is any."""
+    for folder in sys.path:
+        path = os.path.join(folder, "sitecustomize.py")
+        if path != own and os.path.isfile(path):
+            with open(path) as file:
+                exec(compile(file.read(), path, "exec"), {"__name__": "sitecustomize"})
+            return
+
+
+ORIGIN = __file__  # in a copy: where the original is
