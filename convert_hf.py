@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from harness.errors import UserError, one_line_errors
+from harness.libraries import configure_libraries
 from harness.wording import is_hub_name
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def export(checkpoint: Path, out: Path, model_json: Path | None, dtype: str, for
     notebook it holds a model.json and a model.safetensors that the scripts of the lab notebook load, whose
     load_state_dict insists on the attention masks and on an output head of its own.
     """
+    configure_libraries()
     with one_line_errors():
         from harness.hf_export import export_model
         from harness.notebook_export import export_for_notebook
@@ -66,6 +68,7 @@ def import_(source: str, run: str, runs_dir: Path) -> None:
     SOURCE is a folder as transformers saves them, or the name of a model on the Hugging Face Hub:
     openai-community/gpt2. Weights and configuration are read; code that comes with a model is neither fetched nor run.
     """
+    configure_libraries()
     with one_line_errors():
         from harness.hf_import import import_model
         from harness.run import check_name
@@ -91,6 +94,7 @@ def import_(source: str, run: str, runs_dir: Path) -> None:
 @click.option("--card", is_flag=True, help="Print the card, and upload nothing.")
 def publish(checkpoint: Path, name: str, **options: Any) -> None:
     """Export CHECKPOINT, write its model card from the run that made it, and upload both to the Hugging Face Hub."""
+    configure_libraries()
     with one_line_errors():
         if not is_hub_name(name):
             raise UserError(f"{name}: give owner/name")

@@ -11,12 +11,14 @@ from typing import Any
 import click
 
 from harness.errors import UserError, one_line_errors
+from harness.libraries import configure_libraries
 
 
 def print_names(context: click.Context, _: click.Parameter, pattern: str | None) -> None:
     """Print lm-eval's names and end."""
     if pattern is None:
         return
+    configure_libraries()
     with one_line_errors():
         from harness.benchmark_tasks import check_installed, known_names
 
@@ -50,6 +52,7 @@ def main(model_json: Path, model_safetensors: Path, tasks: tuple[str, ...], **op
     and can be given several times. Data comes from the Hugging Face Hub. The tokenizer is the one that lies beside the
     weights, or else GPT-2's.
     """
+    configure_libraries()
     with one_line_errors():
         specs = [name for each in tasks for name in each.split(",") if name]
         if not specs:

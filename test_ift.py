@@ -11,6 +11,7 @@ from harness.commandline import JUDGE_PROMPT, JUDGE_PROMPT_HELP, NOTEBOOK_JUDGE,
 from harness.errors import RunError, StoppedError, UserError, one_line_errors
 from harness.files import check_writable
 from harness.instructions import BOOK_DATA
+from harness.libraries import configure_libraries
 from harness.wording import as_unicode, is_unicode
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def main(model_json: Path, model_safetensors: Path, **options: Any) -> None:
     One model's score varies by points from one judging to the next: to compare models, use --responses-only for each,
     and then judge_ift.py on all of the files at once.
     """
+    configure_libraries()
     with one_line_errors():
         path = options["responses"] or model_json.parent / RESPONSES
         judge = None if options["responses_only"] else choose_judge(options)

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from harness.errors import one_line_errors
+from harness.libraries import configure_libraries
 
 
 @click.command()
@@ -21,6 +22,7 @@ from harness.errors import one_line_errors
 @click.option("--precision", type=click.Choice(["auto", "bf16", "fp16", "fp32"]), default="auto", show_default=True)
 def main(datasets_dir: Path, model_json: Path, model_safetensors: Path, **options: str | int | None) -> None:
     """Print the mean loss of MODEL_SAFETENSORS (of the shape in MODEL_JSON) on a dataset in DATASETS_DIR."""
+    configure_libraries()
     with one_line_errors():
         from gpt import load_model
         from harness.device import only_device

@@ -9,6 +9,7 @@ import click
 
 from harness.commandline import FiniteNumber
 from harness.errors import one_line_errors
+from harness.libraries import configure_libraries
 
 DEFAULT_PROMPT = "Every effort moves you"
 
@@ -29,6 +30,7 @@ def main(model_json: Path, model_safetensors: Path, **options: Any) -> None:
     A text ends after --num-tokens, or where the model says that it ends (end-of-text). The tokenizer is the one that
     lies beside the weights, or else GPT-2's.
     """
+    configure_libraries()
     with one_line_errors():
         from gpt import load_model
         from harness.device import only_device

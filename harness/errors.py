@@ -138,5 +138,7 @@ def _leave(error: UserError | RunError) -> None:
     if not isinstance(error, StoppedError) and not TOLD.is_set():
         tell(str(error))
     # Not sys.exit: interpreter shutdown would wait for communication threads whose peers may already be gone.
-    sys.stdout.flush()
+    if sys.stdout is not None:  # None: it was closed from the beginning
+        with suppress(OSError):
+            sys.stdout.flush()
     os._exit(error.exit_status)
