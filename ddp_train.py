@@ -195,7 +195,10 @@ class Trainer:
 @click.option("--memory-limit-gib", type=POSITIVE, help="With -f: as if a device had G GiB.")
 @click.option("--write", is_flag=True, help="With -f: put the result into train.json.")
 @click.option("--plan", is_flag=True, help="Print what the run would do and cost; no training, no download.")
-@click.option("--assume-tps", type=POSITIVE, help="With --plan: tokens per second.")
+@click.option("--assume-tps", type=POSITIVE, help="With --plan: tokens per second of training alone.")
+@click.option(
+    "--assume-tps-with-validation", type=POSITIVE, help="With --plan: tokens per second, validation's time counted."
+)
 @click.option("--assume-world-size", type=click.IntRange(min=1), help="With --plan: as if there were N ranks.")
 @click.option("--restart", is_flag=True, help="Move earlier results to RUN/aside and start again.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
@@ -227,7 +230,7 @@ def main(run: str, datasets_dir: Path, checkpoint: str | None, **options: Any) -
         found = RunDirectory.find(options["runs_dir"], run)
         experiment = Experiment.load(found, datasets_dir, load_model_config)
         if options["plan"]:
-            print_plan(experiment, options["assume_world_size"], options["assume_tps"])
+            print_plan(experiment, options)
         elif options["find"]:
             find_max_microbatch(experiment, options["memory_limit_gib"], write=options["write"])
         else:
@@ -244,19 +247,19 @@ def print_schema(context: click.Context, kind: str | None) -> None:
     context.exit()
 
 
-def print_plan(experiment: Experiment, assumed_world_size: int | None, assumed_tps: float | None) -> None:
+def print_plan(experiment: Experiment, options: dict[str, Any]) -> None:
     import checkpointing
-    from harness.plan import describe_plan, make_plan, plan_speed
+    from harness.plan import assumed_speed, describe_plan, make_plan, plan_speed
     from harness.world import is_speaker, world_size
 
     start = checkpointing.choose_start(experiment.run.checkpoints, None)
     meta = checkpointing.read_meta(start) if start else None
-    plan = make_plan(experiment, assumed_world_size or world_size(), meta)
-    if assumed_world_size is None:  # else it is another machine's disk that counts
-        plan.check_disk(experiment.run.path)
+    plan = make_plan(experiment, options["assume_world_size"] or world_size(), meta)
     if is_speaker():
-        speed = plan_speed(experiment, plan.shape, assumed_tps)
-        click.echo(describe_plan(plan, experiment.model, speed))
+        assumed = assumed_speed(options["assume_tps"], options["assume_tps_with_validation"])
+        click.echo(describe_plan(plan, experiment.model, plan_speed(experiment, plan.shape, assumed)))
+    if options["assume_world_size"] is None:  # else it is another machine's disk that counts
+        plan.check_disk(experiment.run.path)
 
 
 def find_max_microbatch(experiment: Experiment, memory_limit_gib: float | None, *, write: bool) -> None:
@@ -345,14 +348,16 @@ def refuse_wrong_machine(world: World, run: RunDirectory) -> None:
 
 def restore_summary(experiment: Experiment, world: World, meta: dict[str, Any]) -> None:
     """Write the summary of a finished run whose process ended before it could, from the last checkpoint."""
+    from harness.measured import as_recorded
     from harness.metrics import PHASES, Speed, peak_flops
     from harness.state import Tally
     from harness.summary import Machine, summarise, write_summary
 
     if experiment.run.summary.exists() or not meta.get("seconds"):  # nothing of it was trained here
         return
-    speed = Speed(experiment.model.flops_per_token, peak_flops(world.device_name), experiment.config.price_per_hour)
-    machine, shape = Machine.measure(world), experiment.shape(world.size)
+    # Not necessarily those of today.
+    machine, shape = as_recorded(Machine.measure(world), meta), as_recorded(experiment.shape(world.size), meta)
+    speed = Speed(experiment.model.flops_per_token, peak_flops(machine.device), experiment.config.price_per_hour)
     seconds = dict.fromkeys(PHASES, 0.0) | meta.get("seconds", {})
     summary = summarise(Tally.from_meta(meta), seconds, speed, machine, shape)
     identity = {key: meta.get(key) for key in ("model", "parameters", "train", "dataset")}

@@ -25,7 +25,7 @@ class RunSummary(BaseModel):
 
     world_size: int
     device: str
-    tokens_per_second: float
+    tokens_per_second: float | None
     seconds: dict[str, float]
     dollars: dict[str, float] | None = None
 
@@ -146,7 +146,8 @@ def _training_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
         yield "global steps", f"{meta['global_step'] + 1:,}"
     if summary:
         yield "machine", f"{summary.world_size} × {_plain(summary.device)}"
-        yield "speed", f"{summary.tokens_per_second:,.0f} tokens per second"
+        if summary.tokens_per_second is not None:
+            yield "speed", f"{summary.tokens_per_second:,.0f} tokens per second"
         yield "time of the whole run", _phases(summary.seconds, "{:,.0f} s")
         if summary.dollars:
             yield "cost of the whole run", _phases(summary.dollars, "${:,.2f}")
