@@ -115,7 +115,8 @@ def _results(facts: ModelFacts) -> Iterator[str]:
         on = f"{_code(facts.test.dataset)}, {facts.test.split} split"
         losses.append(("test", facts.test.loss, on))
         if facts.test.bits_per_byte is not None:
-            losses.append(("test, bits per byte of text", facts.test.bits_per_byte, on))
+            about = "" if facts.test.is_exact else " (approximate)"
+            losses.append((f"test, bits per byte of text{about}", facts.test.bits_per_byte, on))
     known = [(what, value, on) for what, value, on in losses if value is not None]
     if not known:
         return
