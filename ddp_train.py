@@ -10,7 +10,9 @@ import json
 import signal
 import socket
 import sys
+import tempfile
 import time
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -265,19 +267,33 @@ def print_plan(experiment: Experiment, options: dict[str, Any]) -> None:
 def find_max_microbatch(experiment: Experiment, memory_limit_gib: float | None, *, write: bool) -> None:
     from harness.fetch import fetch_dataset
     from harness.probe import search_microbatch, write_microbatch_size
+    from harness.rehearsal import Rehearsal
     from harness.tokens import check_vocabulary
     from harness.world import World
 
     world = World.start()
     dataset = fetch_dataset(world, experiment.datasets_dir, experiment.config.dataset, ["train"])
-    build_step = partial(build_bare_step, experiment, world.device)
     world.on_each_node(lambda: check_vocabulary(dataset, "train", experiment.model.vocab_size))
-    found = search_microbatch(experiment, world, dataset, build_step, memory_limit_gib)
+    with tempfile.TemporaryDirectory() as folder:
+        rehearsal = Rehearsal(world, partial(build_rehearsal, experiment, dataset, Path(folder)))
+        found = search_microbatch(experiment, world, dataset, rehearsal, memory_limit_gib)
     if write:
         written = world.on_rank0(lambda: write_microbatch_size(experiment, found, world.size))
         if world.is_main:
             click.echo(f"{experiment.run.train_json}: microbatch_size is now {written}")
     world.stop()
+
+
+def build_rehearsal(experiment: Experiment, dataset: Dataset, folder: Path, world: World) -> Job:
+    """A job of one sequence a step that leaves its results in `folder`."""
+    from harness.continuation import Position
+    from harness.metrics import Clock
+    from harness.run import RunDirectory
+
+    small = {"microbatch_size": 1, "gradient_accumulation_steps": 1, "global_batch_size": None}
+    alone = replace(experiment, run=RunDirectory(folder), config=experiment.config.model_copy(update=small))
+    # As many steps as any schedule needs.
+    return build_job(alone, world, dataset, Clock(), Position(0, 2**40, experiment.config.start_train_token, 0))
 
 
 def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> None:
@@ -437,12 +453,15 @@ def say(world: World, text: str) -> None:
 def build_bare_step(experiment: Experiment, device: torch.device) -> TrainStep:
     """Model, optimizer and step on one device. The same weights on every rank."""
     from gpt import GPTModel
+    from harness.memory import give_back_at_once
     from harness.optim import build_optimizer
     from harness.precision import Precision
     from harness.randomness import seed_alike
     from harness.step import TrainStep
 
     config = experiment.config
+    if device.type == "cpu":
+        give_back_at_once()
     seed_alike(config.random_seed)
     model = GPTModel(experiment.model, recompute_blocks=config.activation_checkpointing).to(device)
     if config.compile is True or (config.compile == "auto" and device.type == "cuda"):
