@@ -15,8 +15,8 @@ GIB = 2**30
 # mallopt(3): blocks above this size get their own mapping, which goes back to the system as soon as it is freed.
 M_MMAP_THRESHOLD = -3
 OWN_MAPPING_BYTES = 2**20
-# Kept free by a search, and below it threads and libraries cannot work: what a long training takes beyond a short one
-# (growing heaps, buffers of exchanges between ranks) was under 40 MiB a process where it was measured.
+# Kept free by a search, and below it threads and libraries cannot work. For what a long training on several ranks may
+# take beyond a probe: growing heaps, buffers of exchanges. (One process of four steps took within 2 MiB of its probe.)
 HEADROOM_BYTES = 2**26
 LARGEST_LIMIT = 2**62
 # How CPU libraries below torch say that an allocation failed; torch.cuda has an exception class for it.

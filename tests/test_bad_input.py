@@ -323,6 +323,8 @@ def test_a_checkpoint_of_something_else(trained: Workshop) -> None:
         (["--write"], ["--write", "-f"]),
         (["--memory-limit-gib", "2"], ["--memory-limit-gib", "-f"]),
         (["--assume-tps", "5"], ["--assume-tps", "--plan"]),
+        (["--assume-tps-with-validation", "5"], ["--assume-tps-with-validation", "--plan"]),
+        (["--plan", "--assume-tps", "5", "--assume-tps-with-validation", "5"], ["--assume-tps and", "one of them"]),
         (["-f", "--assume-world-size", "8"], ["--assume-world-size", "--plan"]),
         (["latest", "--restart"], ["CHECKPOINT", "--restart"]),
         (["latest", "-f"], ["CHECKPOINT", "-f"]),

@@ -175,7 +175,8 @@ def test_a_larger_limit_gives_a_larger_answer(first: tuple[int, Result], worksho
 
 
 def test_it_fits_again_and_the_data_are_a_ceiling(first: tuple[int, Result], base_gib: float, tmp_path: Path) -> None:
-    """With just enough data for N sequences and the same limit, N is found again, and nothing fails. And --write."""
+    """With just enough data for N sequences and room for more (the run also samples), N is found again, and nothing
+    fails. And --write."""
     number, _ = first
     shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
     shop.add_dataset(tokens=number * 1024 + 1)
@@ -187,7 +188,7 @@ def test_it_fits_again_and_the_data_are_a_ceiling(first: tuple[int, Result], bas
     odd += '\n\t"microbatch_size"  :   7 ,"min_train_tokens" : -1,"start_train_token":0,"checkpoint_interval": 7}'
     (run / "train.json").write_text(odd, encoding="utf-8")
     model = (run / "model.json").read_bytes()
-    result = search(shop, "--write", limit=base_gib + 0.4)
+    result = search(shop, "--write", limit=base_gib + 0.6)
     assert answer(result) == number
     assert "limited by the data" in result.stdout
     assert "out of memory" not in result.stdout
@@ -210,6 +211,14 @@ def test_write_with_a_global_batch_size(tmp_path: Path) -> None:
     assert answer(result) == 5
     assert (run / "train.json").read_text() == before.replace('"microbatch_size": 1', '"microbatch_size": 3')
     assert load_train_config(run / "train.json").accumulation_steps(2) == 2
+
+
+def test_a_search_comes_to_an_end(workshop: Workshop) -> None:
+    """No probe is begun that would end after the time for the search: what has fitted by then is the answer."""
+    hurried = "import harness.probe\nharness.probe.SEARCH_SECONDS = 0.0\n"
+    result = workshop.train("r", "-f", ranks=2, prelude=hurried)
+    assert probes(result) == {1: "fits"}
+    assert "Max microbatch size was 1\nMore may fit; the search has ended, since trying 2 would take" in result.stdout
 
 
 def test_without_write_nothing_is_written(first: tuple[int, Result], workshop: Workshop) -> None:
