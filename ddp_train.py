@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import socket
 import sys
+import tempfile
 import time
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -199,7 +201,10 @@ class Trainer:
 @click.option("--memory-limit-gib", type=POSITIVE, help="With -f: as if a device had G GiB.")
 @click.option("--write", is_flag=True, help="With -f: put the result into train.json.")
 @click.option("--plan", is_flag=True, help="Print what the run would do and cost; no training, no download.")
-@click.option("--assume-tps", type=POSITIVE, help="With --plan: tokens per second.")
+@click.option("--assume-tps", type=POSITIVE, help="With --plan: tokens per second of training alone.")
+@click.option(
+    "--assume-tps-with-validation", type=POSITIVE, help="With --plan: tokens per second, validation's time counted."
+)
 @click.option("--assume-world-size", type=click.IntRange(min=1), help="With --plan: as if there were N ranks.")
 @click.option("--restart", is_flag=True, help="Move earlier results to RUN/aside and start again.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
@@ -234,7 +239,7 @@ def main(run: str, datasets_dir: Path, checkpoint: str | None, **options: Any) -
         found = RunDirectory.find(options["runs_dir"], run)
         experiment = Experiment.load(found, datasets_dir)
         if options["plan"]:
-            print_plan(experiment, options["assume_world_size"], options["assume_tps"])
+            print_plan(experiment, options)
             return
         say_start(experiment)
         if options["find"]:
@@ -262,39 +267,53 @@ def print_schema(context: click.Context, kind: str | None) -> None:
     context.exit()
 
 
-def print_plan(experiment: Experiment, assumed_world_size: int | None, assumed_tps: float | None) -> None:
+def print_plan(experiment: Experiment, options: dict[str, Any]) -> None:
     from harness.checkpoint_folder import choose_start, read_meta
     from harness.environment import is_speaker, world_size
-    from harness.plan import describe_plan, make_plan, plan_speed
+    from harness.plan import assumed_speed, describe_plan, make_plan, plan_speed
 
     if not is_speaker():
         return
     start = choose_start(experiment.run.checkpoints, None)
     meta = read_meta(start) if start else None
-    plan = make_plan(experiment, assumed_world_size or world_size(), meta)
-    if assumed_world_size is None:  # else it is another machine's disk that counts
+    plan = make_plan(experiment, options["assume_world_size"] or world_size(), meta)
+    assumed = assumed_speed(options["assume_tps"], options["assume_tps_with_validation"])
+    click.echo(describe_plan(plan, experiment.model, plan_speed(experiment, plan.shape, assumed)))
+    if options["assume_world_size"] is None:  # else it is another machine's disk that counts
         plan.check_disk(experiment.run.path)
-    speed = plan_speed(experiment, plan.shape, assumed_tps)
-    click.echo(describe_plan(plan, experiment.model, speed))
 
 
 def find_max_microbatch(experiment: Experiment, memory_limit_gib: float | None, *, write: bool) -> None:
     from harness.fetch import fetch_dataset
     from harness.probe import search_microbatch, write_microbatch_size
+    from harness.rehearsal import Rehearsal
     from harness.tokens import check_vocabulary
     from harness.world import World
 
     world = World.start()
     remark_on_machine(experiment, world)
     dataset = fetch_dataset(world, experiment.datasets_dir, experiment.config.dataset, ["train"])
-    build_step = partial(build_bare_step, experiment, world.device)
     world.on_each_node(lambda: check_vocabulary(dataset, "train", experiment.model.vocab_size))
-    found = search_microbatch(experiment, world, dataset, build_step, memory_limit_gib)
+    with tempfile.TemporaryDirectory() as folder:
+        rehearsal = Rehearsal(world, partial(build_rehearsal, experiment, dataset, Path(folder)))
+        found = search_microbatch(experiment, world, dataset, rehearsal, memory_limit_gib)
     if write:
         written = world.on_rank0(lambda: write_microbatch_size(experiment, found, world.size))
         if world.is_main:
             click.echo(f"{experiment.run.train_json}: microbatch_size is now {written}")
     world.stop()
+
+
+def build_rehearsal(experiment: Experiment, dataset: Dataset, folder: Path, world: World) -> Job:
+    """A job of one sequence a step that leaves its results in `folder`."""
+    from harness.continuation import Position
+    from harness.metrics import Clock
+    from harness.run import RunDirectory
+
+    small = {"microbatch_size": 1, "gradient_accumulation_steps": 1, "global_batch_size": None}
+    alone = replace(experiment, run=RunDirectory(folder), config=experiment.config.model_copy(update=small))
+    # As many steps as any schedule needs.
+    return build_job(alone, world, dataset, Clock(), Position(0, 2**40, experiment.config.start_train_token, 0))
 
 
 def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> None:
@@ -385,14 +404,16 @@ def refuse_wrong_machine(world: World, run: RunDirectory) -> None:
 
 def restore_summary(experiment: Experiment, world: World, meta: dict[str, Any]) -> None:
     """Write the summary of a finished run whose process ended before it could, from the last checkpoint."""
+    from harness.measured import as_recorded
     from harness.metrics import PHASES, Speed, peak_flops
     from harness.state import Tally
     from harness.summary import Machine, summarise, write_summary
 
     if experiment.run.summary.exists() or not meta.get("seconds"):  # nothing of it was trained here
         return
-    speed = Speed(experiment.model.flops_per_token, peak_flops(world.device_name), experiment.config.price_per_hour)
-    machine, shape = Machine.measure(world), experiment.shape(world.size)
+    # Not necessarily those of today.
+    machine, shape = as_recorded(Machine.measure(world), meta), as_recorded(experiment.shape(world.size), meta)
+    speed = Speed(experiment.model.flops_per_token, peak_flops(machine.device), experiment.config.price_per_hour)
     seconds = dict.fromkeys(PHASES, 0.0) | meta.get("seconds", {})
     summary = summarise(Tally.from_meta(meta), seconds, speed, machine, shape)
     identity = {key: meta.get(key) for key in ("model", "parameters", "train", "dataset")}
@@ -473,12 +494,15 @@ def build_bare_step(experiment: Experiment, device: torch.device) -> TrainStep:
     """Model, optimizer and step on one device. The same weights on every rank."""
     from gpt import GPTModel
     from harness.kernels import attend_with_exact_dropout, should_compile
+    from harness.memory import give_back_at_once
     from harness.optim import build_optimizer
     from harness.precision import Precision
     from harness.randomness import seed_alike
     from harness.step import TrainStep
 
     config = experiment.config
+    if device.type == "cpu":
+        give_back_at_once()
     seed_alike(config.random_seed)
     model = GPTModel(experiment.model, recompute_blocks=config.activation_checkpointing).to(device)
     attend_with_exact_dropout(experiment.model.drop_rate, device)

@@ -9,6 +9,8 @@ import click
 from harness.errors import one_line_errors
 from harness.libraries import configure_libraries
 
+APPROXIMATE = " (approximate: by the whole split's mean, since the tokenizer's vocabulary is not on this machine)"
+
 
 @click.command()
 @click.argument("datasets_dir", type=click.Path(path_type=Path))
@@ -16,8 +18,10 @@ from harness.libraries import configure_libraries
 @click.argument("model_safetensors", type=click.Path(path_type=Path))
 @click.option("--dataset", help="owner/name or builtin/name; default: what the checkpoint was trained on.")
 @click.option("--split", type=click.Choice(["test", "validation"]), help="Default: test where there is one.")
-@click.option("--start-token", type=click.IntRange(min=0), help="Default: 0; of a long validation split 50,000,000.")
-@click.option("--batches", type=click.IntRange(min=1), help="Default: all; of a long validation split 3,200.")
+@click.option(
+    "--start-token", type=click.IntRange(min=0), help="Default: 0, or 50,000,000 of a longer validation split."
+)
+@click.option("--batches", type=click.IntRange(min=1), help="Default: all, but 3,200 at most of such a split.")
 @click.option("--batch-size", type=click.IntRange(min=1), default=6, show_default=True, help="Sequences per batch.")
 @click.option("--precision", type=click.Choice(["auto", "bf16", "fp16", "fp32"]), default="auto", show_default=True)
 def main(datasets_dir: Path, model_json: Path, model_safetensors: Path, **options: str | int | None) -> None:
@@ -32,7 +36,8 @@ def main(datasets_dir: Path, model_json: Path, model_safetensors: Path, **option
         result = measure_test_loss(model, model_safetensors, datasets_dir, options)
         click.echo(f"Loss against our test dataset: {result.loss:.3f}")
         if result.bits_per_byte is not None:
-            click.echo(f"Bits per byte: {result.bits_per_byte:.3f}")
+            click.echo(f"Bits per byte: {result.bits_per_byte:.3f}{'' if result.is_exact else APPROXIMATE}")
+        click.echo(f"Measured on {result.place}")
 
 
 if __name__ == "__main__":

@@ -30,10 +30,13 @@ def check_options(checkpoint: str | None, options: dict[str, Any]) -> None:
     """Raises UserError for options that mean nothing together."""
     if options["plan"] and options["find"]:
         raise UserError("--plan and -f: give one of them")
-    belongs = {"memory_limit_gib": "find", "write": "find", "assume_tps": "plan", "assume_world_size": "plan"}
+    assumed = ("assume_tps", "assume_tps_with_validation", "assume_world_size")
+    belongs = {"memory_limit_gib": "find", "write": "find", **dict.fromkeys(assumed, "plan")}
     for option, needed in belongs.items():
         if options[option] and not options[needed]:
             raise UserError(f"--{option.replace('_', '-')} belongs with {'-f' if needed == 'find' else '--plan'}")
+    if options["assume_tps"] and options["assume_tps_with_validation"]:
+        raise UserError("--assume-tps and --assume-tps-with-validation: give one of them")
     if options["restart"] and (options["plan"] or options["find"]):
         raise UserError(f"--restart and {'--plan' if options['plan'] else '-f'}: give one of them")
     if checkpoint is not None and (options["restart"] or options["find"] or options["plan"]):

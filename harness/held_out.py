@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ from harness.errors import UserError
 from harness.evaluate import mean, microbatch_losses
 from harness.fetch import bring
 from harness.precision import Precision
+from harness.tiktoken_encodings import load_encoding_offline
 from harness.tokenizer import load_tokenizer
-from harness.tokens import BatchShape, Dataset, MicrobatchReader, check_vocabulary
+from harness.tokens import BatchShape, Dataset, MicrobatchReader, TokenFile, check_vocabulary
 from harness.weights import dataset_of
 
 # The lab notebook's test slice: FineWeb's validation split beyond what any of its runs validated on.
@@ -37,6 +39,8 @@ class TestLoss:
     split: str
     loss: float  # nats per token
     bits_per_byte: float | None
+    is_exact: bool = True  # bits per byte: by the bytes of the very tokens predicted, not by the whole split's mean
+    place: str = ""  # the slice, in words
 
 
 def measure_test_loss(
@@ -55,13 +59,16 @@ def measure_test_loss(
     device = next(model.parameters()).device
     loss = slice_loss(model, dataset, slice_, Precision.resolve(str(options["precision"]), device))
     context_length: int = model.config.context_length  # type: ignore[assignment,union-attr]
-    bytes_per_token = slice_bytes_per_token(dataset, slice_, context_length)
-    return TestLoss(name, slice_.split, loss, bits_per_byte(loss, bytes_per_token) if bytes_per_token else None)
+    exact = slice_bytes_per_token(dataset, slice_, context_length)
+    bytes_per_token = exact or dataset.bytes_per_token(slice_.split)
+    bits = bits_per_byte(loss, bytes_per_token) if bytes_per_token else None
+    place = f"{name}, {describe_slice(dataset, slice_, context_length)}"
+    return TestLoss(name, slice_.split, loss, bits, is_exact=exact is not None, place=place)
 
 
 @dataclass(frozen=True)
 class TestSlice:
-    """The part of a dataset that a finished model is tested on; `batches` None: all there is."""
+    """The part of a dataset that a finished model is tested on: `batches`, or as many as there are of `at_most`."""
 
     __test__ = False  # a slice for tests, not a test for pytest
 
@@ -69,21 +76,34 @@ class TestSlice:
     start_token: int
     batches: int | None
     batch_size: int
+    at_most: int | None = None  # None: of all
 
     @classmethod
     def choose(cls, dataset: Dataset, options: Mapping[str, Any]) -> TestSlice:
         """What `options` (split, start_token, batches, batch_size) ask for.
 
         By default all of the test split, where there is one; else the notebook's slice of validation, or all of a
-        validation split that ends before that.
+        validation split that ends before that. From a start token of its own there are as many batches, or fewer.
         """
         split = options["split"] or ("test" if dataset.has_split("test") else "validation")
-        start, batches = (NOTEBOOK_START_TOKEN, NOTEBOOK_BATCHES) if split == "validation" else (0, None)
-        if options["start_token"] is None and start >= len(dataset.split(split)):
-            start, batches = 0, None
+        start = NOTEBOOK_START_TOKEN if split == "validation" and _is_long(dataset.split(split)) else 0
         if options["start_token"] is not None:
             start = options["start_token"]
-        return cls(split, start, options["batches"] or batches, options["batch_size"])
+        most = NOTEBOOK_BATCHES if split == "validation" and _is_long(dataset.split(split)) else None
+        return cls(split, start, options["batches"], options["batch_size"], most)
+
+
+def _is_long(tokens: TokenFile) -> bool:
+    """Whether the notebook's slice begins in this split."""
+    return len(tokens) > NOTEBOOK_START_TOKEN
+
+
+def describe_slice(dataset: Dataset, slice_: TestSlice, context_length: int) -> str:
+    """The split, and the tokens of it that a model with this context predicts from."""
+    reader, count = _reader(dataset, slice_, context_length)
+    end = slice_.start_token + count * reader.shape.microbatch_tokens
+    batches = f"{count:,} batch{'es' if count > 1 else ''} of {slice_.batch_size} x {context_length:,}"
+    return f"{slice_.split} split, tokens {slice_.start_token:,} to {end:,} of {len(reader.tokens):,} ({batches})"
 
 
 def slice_loss(model: nn.Module, dataset: Dataset, slice_: TestSlice, precision: Precision) -> float:
@@ -91,22 +111,29 @@ def slice_loss(model: nn.Module, dataset: Dataset, slice_: TestSlice, precision:
     config: Any = model.config
     check_vocabulary(dataset, slice_.split, config.vocab_size)
     reader, count = _reader(dataset, slice_, config.context_length)
-    indexes = tqdm(range(count), unit="batch", disable=not sys.stderr.isatty())
+    # tqdm by itself shows nothing on a terminal that does not tell its size.
+    columns, lines = shutil.get_terminal_size()
+    indexes = tqdm(range(count), unit="batch", ncols=columns, nrows=lines, disable=not sys.stderr.isatty())
     return mean(microbatch_losses(model, map(reader.window, indexes), precision))
 
 
 def slice_bytes_per_token(dataset: Dataset, slice_: TestSlice, context_length: int) -> float | None:
-    """Mean UTF-8 bytes of text that a predicted token of the slice stands for; None where nothing tells it.
+    """Mean UTF-8 bytes of text that a predicted token of the slice stands for, counted with the tokenizer.
 
-    Counted if the tokenizer is in the dataset's folder; for GPT-2's, which might have to be downloaded, the mean over
-    the whole split, from meta.json.
+    None if there is none for these tokens on this machine (GPT-2's vocabulary is not downloaded for it), or no text.
     """
-    if not isinstance(dataset.tokenizer, Path):
-        return dataset.bytes_per_token(slice_.split)
     reader, count = _reader(dataset, slice_, context_length)
-    lengths = load_tokenizer(dataset.tokenizer).token_byte_lengths()
-    windows = (reader.window(index).tokens[1:] for index in range(count))
-    return math.fsum(float(lengths[targets].sum()) for targets in windows) / (count * reader.shape.microbatch_tokens)
+    on_disk = isinstance(dataset.tokenizer, Path)
+    tokenizer = load_tokenizer(dataset.tokenizer) if on_disk else load_encoding_offline("gpt2")
+    if tokenizer is None:
+        return None
+    lengths, total = tokenizer.token_byte_lengths(), 0
+    for index in range(count):
+        targets = reader.window(index).tokens[1:]
+        if int(targets.max()) >= len(lengths):  # some other tokenizer's, which meta.json does not name
+            return None
+        total += int(lengths[targets].sum())
+    return total / (count * reader.shape.microbatch_tokens) or None
 
 
 def _reader(dataset: Dataset, slice_: TestSlice, context_length: int) -> tuple[MicrobatchReader, int]:
@@ -114,12 +141,14 @@ def _reader(dataset: Dataset, slice_: TestSlice, context_length: int) -> tuple[M
     tokens = dataset.split(slice_.split)
     shape = BatchShape(1, 1, slice_.batch_size, context_length)
     there = (len(tokens) - slice_.start_token - 1) // shape.microbatch_tokens
-    count = there if slice_.batches is None else slice_.batches
+    count = min(there, slice_.at_most or there) if slice_.batches is None else slice_.batches
     if not 0 < count <= there:
-        wanted = slice_.start_token + max(count, 1) * shape.microbatch_tokens + 1
+        least = max(count, 1)
+        wanted = slice_.start_token + least * shape.microbatch_tokens + 1
         raise UserError(
-            f"{tokens.path}: too short: wanted {wanted:,} tokens ({max(count, 1):,} batches of {slice_.batch_size} "
-            f"from {slice_.start_token:,}), but there are {len(tokens):,}; see --start-token, --batches, --batch-size"
+            f"{tokens.path}: too short: wanted {wanted:,} tokens ({least:,} batch{'es' if least > 1 else ''} of "
+            f"{slice_.batch_size} sequences of {context_length:,} tokens from {slice_.start_token:,}), but there are "
+            f"{len(tokens):,}; see --start-token, --batches, --batch-size"
         )
     return MicrobatchReader(tokens, slice_.start_token, shape), count
 

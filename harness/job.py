@@ -19,6 +19,7 @@ from harness.errors import SPEAKER_PATIENCE_SECONDS, PeerError, RunError, Stoppe
 from harness.evaluate import Ranks, validation_loss
 from harness.generate import Sampling, continue_text
 from harness.losses import LossWindow, Report, report_values
+from harness.measured import same_conditions
 from harness.memory import is_out_of_memory
 from harness.metrics import Clock, MetricsFile, Speed, finite
 from harness.notebook_checkpoint import completed
@@ -236,6 +237,9 @@ class Job:
             "seconds": self.clock.now(),
             "metrics_bytes": self.metrics.size(),
             "world_size": self.world.size,
+            "microbatch_size": self.shape.microbatch_size,
+            "accumulation_steps": self.shape.accumulation_steps,
+            "device": self.world.device_name,
             "tokenizer": tokenizer.name if isinstance(tokenizer, Path) else tokenizer,
             "torch": torch.__version__,
             **self.identity,
@@ -275,6 +279,9 @@ class Job:
         except UserError as error:
             raise UserError(f"{source}/{error}; use another checkpoint by its name, or --restart") from None
         self.tally = Tally.from_meta(meta)
+        now = {**self.identity, "world_size": self.world.size, "device": self.world.device_name}
+        if not same_conditions(meta, now):  # the speed is that of today's batch on today's machine
+            self.tally.measure_from_here(self._seconds_at_start["training"])
         self.due = next((place for place in INTERRUPTIBLE if meta.get(f"{place}_due")), None)
         if meta is not saved.meta or not same_yardstick(meta.get("train", {}), self.identity["train"]):
             self.tally.forget_best()

@@ -13,6 +13,7 @@ from harness.run import CHECKPOINT_NAME
 
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 Seconds = Annotated[float, Field(ge=0, lt=1e12)]
+Ranks = Annotated[int, Field(ge=1, lt=2**31)]
 Loss = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -39,6 +40,14 @@ class Manifest(BaseModel):
     validation_due: bool = False
     benchmarks_due: bool = False
     metrics_bytes: Count = 0
+    foreign_tokens: Count = 0
+    measured_from_step: Annotated[int, Field(ge=-1, lt=2**62)] = -1
+    measured_from_tokens: Count = 0
+    measured_from_seconds: Seconds = 0.0
+    device: str | None = None
+    world_size: Ranks | None = None
+    microbatch_size: Count | None = None
+    accumulation_steps: Count | None = None
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

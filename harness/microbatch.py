@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+GUESSES = 4
 
-def largest_that_fits(fits: Callable[[int], bool], ceiling: int) -> int:
+
+def largest_that_fits(fits: Callable[[int], bool], ceiling: int, guess: Callable[[], int | None] = lambda: None) -> int:
     """The largest n of 1 .. ceiling for which `fits(n)`, or 0: doubles until one does not fit, then bisects.
 
-    `fits` must be true up to some n and false beyond; it is asked about each n at most once.
+    `fits` must be true up to some n and false beyond; it is asked about each n at most once, and never about more than
+    twice what fits. `guess` may say, from what was measured so far, what the answer will be: it and its neighbour are
+    then tried first, and a few wrong guesses do no harm.
     """
-    good, bad = 0, ceiling + 1
-    attempt = 1
-    while attempt < bad:
+    good, bad, guesses = 0, ceiling + 1, GUESSES
+    while bad - good > 1:
+        attempt = (good + bad) // 2 if bad <= ceiling else max(1, min(2 * good, ceiling))
+        guessed = guess() if guesses else None
+        if guessed is not None and (guessed < attempt or bad <= ceiling):
+            guesses -= 1
+            attempt = min(max(guessed, good + 1), bad - 1, max(1, 2 * good))
         if fits(attempt):
             good = attempt
-            attempt = min(2 * attempt, ceiling) if attempt < ceiling else bad
         else:
             bad = attempt
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        if fits(middle):
-            good = middle
-        else:
-            bad = middle
     return good
 
 

@@ -27,7 +27,7 @@ class RunSummary(BaseModel):
 
     world_size: int
     device: str
-    tokens_per_second: float
+    tokens_per_second: float | None
     seconds: dict[str, float]
     dollars: dict[str, float] | None = None
 
@@ -123,7 +123,8 @@ def _results(facts: ModelFacts) -> Iterator[str]:
         on = f"{_code(facts.test.dataset)}, {facts.test.split} split"
         losses.append(("test", facts.test.loss, on))
         if facts.test.bits_per_byte is not None:
-            losses.append(("test, bits per byte of text", facts.test.bits_per_byte, on))
+            about = "" if facts.test.is_exact else " (approximate)"
+            losses.append((f"test, bits per byte of text{about}", facts.test.bits_per_byte, on))
     known = [(what, value, on) for what, value, on in losses if value is not None]
     if not known:
         return
@@ -179,7 +180,8 @@ def _training_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
         yield "global steps", f"{meta['global_step'] + 1:,}"
     if summary:
         yield "machine", f"{summary.world_size} × {_plain(summary.device)}"
-        yield "speed", f"{summary.tokens_per_second:,.0f} tokens per second"
+        if summary.tokens_per_second is not None:
+            yield "speed", f"{summary.tokens_per_second:,.0f} tokens per second"
         yield "time of the whole run", _phases(summary.seconds, "{:,.0f} s")
         if summary.dollars:
             yield "cost of the whole run", _phases(summary.dollars, "${:,.2f}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 import textwrap
@@ -16,11 +17,13 @@ from harness.config import TrainConfig
 from harness.continuation import Position
 from harness.errors import UserError
 from harness.experiment import Experiment
+from harness.measured import BELIEVED_SECONDS, BELIEVED_STEPS, Measured, measured_by, same_kernels
 from harness.tokens import BatchShape, Dataset, check_vocabulary, is_present
 
 GIB = 2**30
 COLUMNS = 79
 WEIGHT_BYTES, OPTIMIZER_BYTES = 4, 8  # per parameter: fp32 weights; AdamW's two fp32 averages
+GIVE_A_SPEED = "give --assume-tps or --assume-tps-with-validation"
 OTHER_BYTES = 2**20  # the rest of a checkpoint: random states, tokenizer, meta.json
 
 
@@ -79,8 +82,17 @@ class Plan:
         return (self.position.total_steps - self.position.first_step) * self.shape.global_tokens
 
 
-def describe_plan(plan: Plan, model: BaseModel, speed: tuple[float, str] | None) -> str:
-    """The plan as text for a terminal; `speed` is tokens per second and where the number comes from."""
+@dataclass(frozen=True)
+class PlannedSpeed:
+    """Tokens per second, or None, and where the number comes from, or why there is none."""
+
+    tokens_per_second: float | None
+    source: str
+    includes_validation: bool = False  # over training and validation together; else over training alone
+
+
+def describe_plan(plan: Plan, model: BaseModel, speed: PlannedSpeed) -> str:
+    """The plan as text for a terminal."""
     shape, config = plan.shape, plan.config
     lines = [*_wrap(f"Plan for {plan.name}: nothing is trained or downloaded", following=""), ""]
     lines += _settings("model.json", model.model_dump()) + _settings("train.json", config.model_dump())
@@ -97,7 +109,7 @@ def describe_plan(plan: Plan, model: BaseModel, speed: tuple[float, str] | None)
     return "\n".join(lines + _table(rows))
 
 
-def _work_rows(plan: Plan, speed: tuple[float, str] | None) -> list[tuple[str, str]]:
+def _work_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
     assert plan.position is not None
     position, config = plan.position, plan.config
     rows = [("global steps", f"{position.total_steps:,}"), ("tokens", f"{plan.tokens():,}")]
@@ -108,19 +120,35 @@ def _work_rows(plan: Plan, speed: tuple[float, str] | None) -> list[tuple[str, s
     each = f"{config.validation_batches} microbatches" if config.validates else "without validation"
     disk = f"{plan.disk_bytes() / GIB:.2f} GiB at most, {plan.checkpoint_bytes() / GIB:.2f} each"
     rows += [("validations", f"{plan.validations():,} ({each})"), ("checkpoints", f"{plan.checkpoints():,} ({disk})")]
-    if speed is None:
-        rows.append(("time and cost", "unknown: no earlier run of this shape; give --assume-tps"))
-        return rows
-    tokens_per_second, source = speed
-    validation_tokens = plan.validations() * (config.validation_batches or 0) * plan.shape.microbatch_tokens
-    training = plan.tokens() / tokens_per_second
+    return rows + _time_rows(plan, speed)
+
+
+def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
+    """What it takes at that speed. Validation is an estimate; saving checkpoints is not in it."""
+    if speed.tokens_per_second is None:
+        return [("time and cost", f"unknown: {speed.source}")]
+    training, validating = _seconds(plan, speed.tokens_per_second, speed.includes_validation)
+    over = "training and validation together" if speed.includes_validation else "training alone, without validation"
+    said = f"{speed.tokens_per_second:,.0f} tokens/s of {over}\n({speed.source})"
+    time = f"{_hours(training)} training + {_hours(validating)} validation (estimated)"
+    if speed.includes_validation:
+        time += (
+            f"\n= {_hours(training + validating)}, at {plan.tokens() / max(training, 1e-9):,.0f} tokens/s of training"
+        )
+    return [("speed", said), ("time", time), ("cost", _cost(plan.config.price_per_hour, training, validating))]
+
+
+def _seconds(plan: Plan, tokens_per_second: float, includes_validation: bool) -> tuple[float, float]:
+    """Of training and of validation."""
+    validation_tokens = plan.validations() * (plan.config.validation_batches or 0) * plan.shape.microbatch_tokens
     # A forward pass is a third of a step's work; on rank 0 alone, the other devices wait.
-    devices = plan.shape.world_size if config.validation_ranks == "rank0" else 1
+    devices = plan.shape.world_size if plan.config.validation_ranks == "rank0" else 1
+    training = plan.tokens() / tokens_per_second
     validating = validation_tokens * devices / 3 / tokens_per_second
-    rows.append(("speed", f"{tokens_per_second:,.0f} tokens/s ({source})"))
-    rows.append(("time", f"{_hours(training)} training + {_hours(validating)} validation (estimated)"))
-    rows.append(("cost", _cost(config.price_per_hour, training, validating)))
-    return rows
+    if includes_validation and training:
+        share = training / (training + validating)
+        return training * share, training * (1 - share)
+    return training, validating
 
 
 def _cost(price: float | None, training: float, validating: float) -> str:
@@ -178,30 +206,69 @@ def make_plan(experiment: Experiment, world_size: int, meta: dict[str, Any] | No
     return Plan(experiment.run.path.name, config, model.parameters, model.flops_per_token, shape, position)
 
 
-def plan_speed(experiment: Experiment, shape: BatchShape, assumed: float | None) -> tuple[float, str] | None:
-    """Tokens per second and where the number comes from: given, or measured by an earlier run of this shape."""
+def plan_speed(experiment: Experiment, shape: BatchShape, assumed: PlannedSpeed | None) -> PlannedSpeed:
+    """The assumed speed, or the one that an earlier run of this model and batch has measured."""
     if assumed is not None:
-        return assumed, "assumed"
+        return assumed
     wanted = {
         "model": experiment.model.model_dump(mode="json"),
         "world_size": shape.world_size,
         "microbatch_size": shape.microbatch_size,
         "accumulation_steps": shape.accumulation_steps,
     }
-    return earlier_speed(experiment.run.path.parent, experiment.run.path.name, wanted)
+    run, train = experiment.run.path, experiment.config.model_dump(mode="json")
+    found = earlier_speeds(run.parent, wanted, train)
+    best = max(found, key=lambda earlier: earlier.preference(run), default=None)
+    if best is None:
+        return PlannedSpeed(None, f"no earlier run of this shape; {GIVE_A_SPEED}")
+    return best.planned()
 
 
-def earlier_speed(runs_dir: Path, name: str, wanted: dict[str, Any]) -> tuple[float, str] | None:
-    """Tokens per second of a finished run of the same shape, this run's own first; None if there is none.
+def assumed_speed(training: float | None, with_validation: float | None) -> PlannedSpeed | None:
+    """What the options --assume-tps and --assume-tps-with-validation say, of which at most one is given."""
+    if with_validation is not None:
+        return PlannedSpeed(with_validation, "assumed", includes_validation=True)
+    return None if training is None else PlannedSpeed(training, "assumed")
 
-    `wanted` holds the keys of summary.json that must be equal (model, world size, batch).
-    """
-    summaries = sorted(runs_dir.glob("*/summary.json"), key=lambda path: (path.parent.name != name, path))
-    for path in summaries:
+
+@dataclass(frozen=True)
+class EarlierSpeed:
+    """What a run's summary.json tells of its speed."""
+
+    summary: Path
+    tokens_per_second: float
+    measured: Measured
+    device: str
+
+    def preference(self, run: Path) -> tuple[bool, bool, float]:
+        """The higher, the better: what can be believed, then this run's own, then the longest."""
+        return self.measured.is_believable, self.summary.parent == run, self.measured.seconds
+
+    def planned(self) -> PlannedSpeed:
+        over = f"{self.measured.global_steps:,} steps, {self.measured.tokens:,} tokens, {self.measured.seconds:,.1f} s"
+        if self.measured.is_believable:
+            return PlannedSpeed(
+                self.tokens_per_second, f"measured over {over} of training on {self.device}, in {self.summary}"
+            )
+        least = f"{BELIEVED_STEPS} steps and {BELIEVED_SECONDS:.0f} s"
+        return PlannedSpeed(
+            None, f"{self.summary} measured {over} of training only, and less than {least} tell nothing; {GIVE_A_SPEED}"
+        )
+
+
+def earlier_speeds(runs_dir: Path, wanted: dict[str, Any], train: dict[str, Any]) -> list[EarlierSpeed]:
+    """The speeds that the runs in `runs_dir` have measured, if their summary.json has the `wanted` values, and their
+    train.json let a step take as long as `train` does."""
+    found = []
+    for path in sorted(runs_dir.glob("*/summary.json")):
         try:
             summary = json.loads(path.read_text())
-            if all(summary[key] == value for key, value in wanted.items()):
-                return float(summary["tokens_per_second"]), f"measured in {path} on {summary['device']}"
-        except (OSError, ValueError, KeyError, TypeError):
+            if not all(summary[key] == value for key, value in wanted.items()):
+                continue
+            if not same_kernels(summary.get("train", {}), train):
+                continue
+            speed = float(summary["tokens_per_second"])
+            found.append(EarlierSpeed(path, speed, measured_by(summary), str(summary["device"])))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
             continue  # not a summary of ours; a plan does not depend on it
-    return None
+    return [earlier for earlier in found if 0 < earlier.tokens_per_second < math.inf]

@@ -1,25 +1,36 @@
-"""Trying microbatch sizes on the device: whole optimizer steps until memory runs out."""
+"""Trying microbatch sizes on the device: all that training does, until memory runs out."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from harness.errors import RunError, UserError
+from harness.evaluate import microbatch_losses
 from harness.experiment import Experiment
 from harness.files import replace_text
-from harness.memory import GIB, PeakMeter, is_out_of_memory, limit_memory, release_memory, room_gib
+from harness.memory import GIB, HEADROOM_BYTES, PeakMeter, is_out_of_memory, limit_memory, release_memory, room_gib
 from harness.microbatch import fit_line, largest_that_fits
-from harness.step import TrainStep
+from harness.rehearsal import Rehearsal
+from harness.step import StepResult, TrainStep
 from harness.tokens import Dataset, TokenFile, Window
 from harness.world import World
 
-PROBE_STEPS = 3  # the notebook's finding: memory has settled after three steps
+# The notebook's finding: on a GPU memory has settled after three steps. On the CPU, whose blocks go back at once, the
+# second has all there is: the optimizer's state comes into being in the first.
+PROBE_STEPS = {"cuda": 3, "cpu": 2}
+SEARCH_SECONDS = 600.0  # on the CPU, where a probe may take minutes, none is begun that would end later
 PROBE_ACCUMULATION = 2  # a second microbatch meets the gradients of the first; a third needs nothing more
+
+
+class SearchTooLong(Exception):  # noqa: N818 - not an error
+    """Ends a search whose next probe would take too long."""
 
 
 @dataclass
@@ -36,32 +47,66 @@ class MicrobatchProbe:
     start_token: int
     context_length: int
     accumulation_steps: int = 1
+    validates: bool = True
+    rehearse: Callable[[StepResult], None] = lambda result: None  # once, what else training does between two steps
+    limit_bytes: float = math.inf
     peaks: list[tuple[int, int]] = field(default_factory=list)  # (sequences, bytes) of what fitted
+    largest: int = 0  # that fitted
+    seconds_each: float = 0.0  # per sequence, in the last probe
     _step: TrainStep | None = None
+    _rehearsed: bool = False
+    _began: float = field(default_factory=time.monotonic)
 
     def fits(self, microbatch_size: int) -> bool:
-        """Try `PROBE_STEPS` steps; the verdict is every rank's."""
-        meter = PeakMeter(self.world.device)
+        """Try `PROBE_STEPS` steps; the verdict is every rank's. Raises SearchTooLong for a probe without an end."""
+        self._announce(microbatch_size)
+        meter, began = PeakMeter(self.world.device), time.monotonic()
         fitted = self._try(microbatch_size)
         peak = meter.peak_bytes()
+        if self.largest or not fitted:  # the first has compiled, imported and rehearsed
+            self.seconds_each = (time.monotonic() - began) / microbatch_size
         # Outside the handler of the error, whose traceback holds the tensors that did not fit.
         release_memory(self.world.device)
         verdict = self.world.agree(fitted)
+        if verdict:
+            self.largest = microbatch_size
         if verdict and peak is not None:
             self.peaks.append((microbatch_size, peak))
         if self.world.is_main:
             print(f"microbatch {microbatch_size}: {'fits' if verdict else 'out of memory'}", flush=True)
         return verdict
 
+    def _announce(self, microbatch_size: int) -> None:
+        """Say what is tried next, and how long it will take, as far as that is known."""
+        about = self.seconds_each * microbatch_size
+        over = time.monotonic() - self._began + about > SEARCH_SECONDS and self.world.device.type == "cpu"
+        if not self.world.agree(not (over and self.largest)):
+            raise SearchTooLong(f"trying {microbatch_size} would take about {about:,.0f} s")
+        if self.world.is_main:
+            print(f"trying {microbatch_size}{f', about {about:,.0f} s' if about else ''} ...", flush=True)
+
+    def guess(self) -> int | None:
+        """What will fit by the line through the peaks; the same on every rank."""
+        line = self.memory_line()
+        own = (self.limit_bytes - line[1]) / line[0] if line and line[0] > 0 and len(self.peaks) > 1 else None
+        guesses = self.world.gather(int(own) if own is not None and 0 < own < 2**31 else 0)
+        return min(guesses) or None
+
     def _try(self, microbatch_size: int) -> bool:
         try:
             if self._step is None:
                 self._step = self.build_step()
             windows = [self._window(microbatch_size)] * min(self.accumulation_steps, PROBE_ACCUMULATION)
-            for _ in range(PROBE_STEPS):
+            result = self._step.run(windows, multiplier=0.0)
+            if not self._rehearsed:
+                self.rehearse(result)
+                self._rehearsed = True
+            if self.validates:
+                microbatch_losses(self._step.model, windows[:1], self._step.precision)
+            for _ in range(PROBE_STEPS[self.world.device.type] - 1):
                 result = self._step.run(windows, multiplier=0.0)
             result.losses_A.tolist()  # waits for the device, where the error would come up
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, OSError, ImportError, RunError) as error:
             if not is_out_of_memory(error):
                 raise
             return False
@@ -80,7 +125,7 @@ def search_microbatch(
     experiment: Experiment,
     world: World,
     dataset: Dataset,
-    build_step: Callable[[], TrainStep],
+    rehearsal: Rehearsal,
     memory_limit_gib: float | None,
 ) -> int:
     """Find and print the largest microbatch that fits, with nothing but the train split as its ceiling.
@@ -90,7 +135,6 @@ def search_microbatch(
     config, context_length = experiment.config, experiment.model.context_length
     tokens = dataset.split("train")
     accumulation = PROBE_ACCUMULATION if config.global_batch_size is not None else config.gradient_accumulation_steps
-    probe = MicrobatchProbe(build_step, world, tokens, config.start_train_token, context_length, accumulation)
     per_sequence = world.size * config.gradient_accumulation_steps * context_length
     ceiling = (len(tokens) - config.start_train_token - 1) // per_sequence
     if ceiling < 1:
@@ -101,17 +145,38 @@ def search_microbatch(
     limit = limit_memory(world.device, memory_limit_gib, world.local_size)
     if not world.agree(room_gib(world.device, limit) > 0):
         raise world.verdict(f"the program alone takes the {limit:.2f} GiB; raise --memory-limit-gib")
-    found = largest_that_fits(probe.fits, ceiling)
+    probe = MicrobatchProbe(
+        rehearsal.build_step,
+        world,
+        tokens,
+        config.start_train_token,
+        context_length,
+        accumulation,
+        validates=config.validates,
+        rehearse=rehearsal.rehearse,
+        limit_bytes=limit * GIB - (0 if world.device.type == "cuda" else HEADROOM_BYTES),
+    )
+    too_long = ""
+    try:
+        found = largest_that_fits(probe.fits, ceiling, probe.guess)
+    except SearchTooLong as reason:
+        found, too_long = probe.largest, str(reason)
     if not found:
         raise world.verdict(f"not even a microbatch of 1 fits in {limit:.2f} GiB; use a smaller model or context")
     if world.is_main:
         print(f"Max microbatch size was {found}")
-        ceiling_note = ", limited by the data" if found == ceiling else ""
+        if too_long:
+            print(f"More may fit; the search has ended, since {too_long}")
+        if config.benchmark_tasks is not None:
+            print("Not counted: the memory of benchmarks while training")
+        note = ", limited by the data" if found == ceiling else ""
+        if world.device.type == "cpu":
+            note = f", of which {HEADROOM_BYTES / GIB:.2f} GiB are left as a reserve{note}"
         line = probe.memory_line()
         fit = (
             f"{line[0] / GIB:.3f} GiB per sequence + {line[1] / GIB:.3f} GiB fixed" if line else "too few sizes to tell"
         )
-        print(f"Memory: {fit} (from {len(probe.peaks)} peaks; limit {limit:.2f} GiB{ceiling_note})", flush=True)
+        print(f"Memory: {fit} (from {len(probe.peaks)} peaks; limit {limit:.2f} GiB{note})", flush=True)
     return found
 
 

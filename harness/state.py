@@ -12,6 +12,7 @@ from torch import nn
 
 from harness.errors import UserError
 from harness.losses import LossWindow
+from harness.measured import Measured
 from harness.notebook_checkpoint import optimizer_by_name
 from harness.optim import load_optimizer_state, optimizer_state
 from harness.randomness import random_state, seed_for_rank, set_random_state
@@ -32,6 +33,11 @@ class Tally:
     skipped_steps: int = 0
     loss_sum: float = 0.0  # over the microbatches reported since the last checkpoint
     loss_count: int = 0
+    foreign_tokens: int = 0  # of those seen, what another program trained: no seconds of ours belong to them
+    # Where the speed's measurement began: at the start, or when training went on with another batch or machine.
+    measured_from_step: int = -1
+    measured_from_tokens: int = 0
+    measured_from_seconds: float = 0.0  # of training
 
     @classmethod
     def from_meta(cls, meta: dict[str, Any]) -> Tally:
@@ -39,6 +45,24 @@ class Tally:
         if values.get("loss_sum", 0.0) is None:  # JSON's way to say that it was not finite
             values["loss_sum"] = math.nan
         return cls(**values)
+
+    @property
+    def trained_tokens(self) -> int:
+        """The tokens that the recorded seconds of training belong to."""
+        return max(0, self.tokens_seen - self.foreign_tokens)
+
+    def measure_from_here(self, training_seconds: float) -> None:
+        """What was trained up to now, in so many seconds, says nothing of the speed from here on."""
+        self.measured_from_step, self.measured_from_tokens = self.global_step, self.tokens_seen
+        self.measured_from_seconds = training_seconds
+
+    def measured(self, training_seconds: float) -> Measured:
+        """The training that the speed is measured over, after so many seconds of it in all."""
+        return Measured(
+            self.global_step - self.measured_from_step,
+            self.tokens_seen - self.measured_from_tokens,
+            training_seconds - self.measured_from_seconds,
+        )
 
     def forget_best(self) -> None:
         """Losses from here on are measured on other text, and cannot be compared with those before."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -35,17 +35,24 @@ class Machine:
 def summarise(
     tally: Tally, seconds: dict[str, float], speed: Speed, machine: Machine, shape: BatchShape
 ) -> dict[str, Any]:
-    """summary.json without the run's configuration. Rates are per second of training, not of validation or saving."""
+    """summary.json without the run's configuration.
+
+    Rates are per second of training, not of validation or saving, over what this program trained with the batch and on
+    the machine that the summary names; None if that is nothing.
+    """
     # What a run never does has no place in its summary.
     seconds = {phase: spent for phase, spent in seconds.items() if spent or phase != "benchmarks"}
-    tokens_per_second = tally.tokens_seen / max(seconds["training"], 1e-9)
-    mfu = speed.mfu(tokens_per_second / machine.world_size)
+    measured = tally.measured(seconds["training"])
+    rate = measured.tokens_per_second
+    mfu = None if rate is None else speed.mfu(rate / machine.world_size)
     total = sum(seconds.values())
     dollars = {phase: round(speed.dollars(spent) or 0, 4) for phase, spent in {**seconds, "total": total}.items()}
     return {
         "seconds": {**{phase: round(spent, 3) for phase, spent in seconds.items()}, "total": round(total, 3)},
         "tokens_seen": tally.tokens_seen,
-        "tokens_per_second": round(tokens_per_second, 1),
+        "trained_tokens": tally.trained_tokens,
+        "tokens_per_second": None if rate is None else round(rate, 1),
+        "measured": {**asdict(measured), "seconds": round(measured.seconds, 3)},
         "global_steps": tally.global_step + 1,
         "final_train_loss": finite(tally.train_loss),
         "final_validation_loss": finite(tally.val_loss),
@@ -80,8 +87,8 @@ def describe_summary(summary: dict[str, Any]) -> str:
     lines = [
         f"Training complete in {seconds['total']:,.3f} seconds",
         "  " + ", ".join(f"{phase} {seconds[phase]:,.1f} s" for phase in seconds if phase != "total"),
-        f"Tokens seen: {summary['tokens_seen']:,}",
-        f"Throughput: {summary['tokens_per_second']:,.0f} tokens/second of training",
+        f"Tokens seen: {summary['tokens_seen']:,}{_foreign(summary)}",
+        f"Throughput: {_throughput(summary)}",
     ]
     if summary["mfu"] is not None:
         lines.append(f"MFU: {summary['mfu']:.1%}")
@@ -97,6 +104,19 @@ def describe_summary(summary: dict[str, Any]) -> str:
         phases = ", ".join(f"{phase} ${cost:,.2f}" for phase, cost in dollars.items() if phase != "total")
         lines.append(f"Cost: ${dollars['total']:,.2f} ({phases})")
     return "\n".join(lines)
+
+
+def _foreign(summary: dict[str, Any]) -> str:
+    trained = summary["trained_tokens"]
+    return "" if trained == summary["tokens_seen"] else f", {trained:,} of them trained by this program"
+
+
+def _throughput(summary: dict[str, Any]) -> str:
+    rate, measured = summary["tokens_per_second"], summary["measured"]
+    if rate is None:
+        return "not measured: nothing was trained with this batch on this machine"
+    over = f" ({measured['tokens']:,} tokens in {measured['seconds']:,.1f} s: with this batch on this machine)"
+    return f"{rate:,.0f} tokens/second of training{'' if measured['tokens'] == summary['tokens_seen'] else over}"
 
 
 def _loss(value: float | None) -> str:

@@ -33,6 +33,23 @@ def load_encoding(name: str) -> Tokenizer:
     return _tokenizer(_get(name), name)
 
 
+def load_encoding_offline(name: str) -> Tokenizer | None:
+    """An encoding whose vocabulary is on this machine already, else None: nothing is downloaded."""
+    import tiktoken.load
+
+    def refuse(blobpath: str) -> bytes:
+        raise ConnectionError(blobpath)
+
+    download = tiktoken.load.read_file
+    tiktoken.load.read_file = refuse
+    try:
+        return load_encoding(name)
+    except UserError:
+        return None
+    finally:
+        tiktoken.load.read_file = download
+
+
 def encoding_file(name: str) -> str:
     """An encoding as the text of a file, so that it travels with what was made with it.
 

@@ -385,6 +385,8 @@ def test_a_checkpoint_of_something_else(trained: Workshop) -> None:
         (["--write"], ["--write", "-f"]),
         (["--memory-limit-gib", "2"], ["--memory-limit-gib", "-f"]),
         (["--assume-tps", "5"], ["--assume-tps", "--plan"]),
+        (["--assume-tps-with-validation", "5"], ["--assume-tps-with-validation", "--plan"]),
+        (["--plan", "--assume-tps", "5", "--assume-tps-with-validation", "5"], ["--assume-tps and", "one of them"]),
         (["-f", "--assume-world-size", "8"], ["--assume-world-size", "--plan"]),
         (["latest", "--restart"], ["CHECKPOINT", "--restart"]),
         (["latest", "-f"], ["CHECKPOINT", "-f"]),
@@ -473,7 +475,7 @@ def test_loss_on_datasets_that_do_not_fit(trained: Workshop) -> None:
     refused(ask("--start-token", "499"), "test.safetensors", "there are 500", "--start-token")
     refused(ask("--dataset", "local/large"), "test.safetensors", "token id 99", "vocabulary of 64")
     beyond = ask("--dataset", "local/untested", "--start-token", "600")
-    refused(beyond, "validation.safetensors", "wanted 307,801 tokens", "there are 500", "--start-token")
+    refused(beyond, "validation.safetensors", "wanted 697 tokens", "there are 500", "--start-token")
     refused(ask("--dataset", "local/untested", "--split", "test"), "incomplete", "test.safetensors")
     for name in ("../x", "letters", "a/b/c", "local/..", "local/a\nb"):
         refused(ask("--dataset", name), "dataset")

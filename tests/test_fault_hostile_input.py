@@ -25,7 +25,7 @@ import checkpointing
 from gpt import GPTModel, ModelConfig, load_model_config
 from harness.config import TrainConfig, load_train_config
 from harness.experiment import Experiment
-from harness.plan import describe_plan, make_plan
+from harness.plan import PlannedSpeed, describe_plan, make_plan
 from harness.run import RunDirectory
 from harness.state import Tally
 from harness.tokens import Dataset, TokenFile, check_vocabulary, dataset_folder
@@ -151,7 +151,7 @@ def plan_of(experiment: Experiment, world_size: int) -> None:
 
     def plan() -> None:
         made = make_plan(experiment, world_size, None)
-        assert "tokens" in describe_plan(made, experiment.model, (1000.0, "assumed"))
+        assert "tokens" in describe_plan(made, experiment.model, PlannedSpeed(1000.0, "assumed"))
         made.check_disk(experiment.run.path)
 
     line_of(plan)
@@ -493,7 +493,9 @@ def test_weights(bench: Bench, exhaustive: bool, evidence: Evidence) -> None:
 
 PLAUSIBLE_CHECKPOINT: dict[str, list[Any]] = {
     **dict.fromkeys(("global_step", "tokens_seen", "best_step", "skipped_steps", "loss_count"), COUNTS),
-    "metrics_bytes": COUNTS,
+    **dict.fromkeys(("metrics_bytes", "foreign_tokens", "measured_from_step", "measured_from_tokens"), COUNTS),
+    **dict.fromkeys(("world_size", "microbatch_size", "accumulation_steps"), COUNTS),
+    "measured_from_seconds": RATES,
     **dict.fromkeys(("train_loss", "val_loss", "best_loss", "loss_sum"), RATES),
     "seconds": [{}, {"training": 1}, {"training": "1"}, {"training": None}, {"training": 1e308, "setup": 1e308}, []],
     "sha256": [{}, {"optimizer.pt": 5}, {"../x": ""}, {"x" * 500: ""}, []],

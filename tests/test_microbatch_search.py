@@ -10,8 +10,10 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.config import load_train_config
-from harness.microbatch import fit_line, largest_that_fits
+from harness.microbatch import GUESSES, fit_line, largest_that_fits
 from tests.isolation import on_path
 from tests.launch import ROOT, Result, Workshop, finish, free_port
 
@@ -45,6 +47,31 @@ def test_the_search_agrees_with_brute_force(threshold: int, ceiling: int) -> Non
     # Never far beyond what fits: a size that is far too large may take the whole machine along.
     assert all(n <= max(1, 2 * found) for n in asked)
     assert asked == [] or asked[0] == 1
+
+
+@given(st.integers(0, 5000), st.integers(0, 3000), st.lists(st.none() | st.integers(0, 6000), max_size=30))
+def test_guesses_change_nothing_but_the_way(threshold: int, ceiling: int, guesses: list[int | None]) -> None:
+    asked: list[int] = []
+
+    def fits(n: int) -> bool:
+        asked.append(n)
+        return n <= threshold
+
+    found = largest_that_fits(fits, ceiling, lambda: guesses.pop(0) if guesses else None)
+    assert found == min(threshold, ceiling)
+    assert len(asked) == len(set(asked)) <= 2 * math.log2(found + 1) + 2 + GUESSES
+    assert all(1 <= n <= min(ceiling, max(1, 2 * found)) for n in asked)
+
+
+def test_a_right_guess_ends_the_search_soon() -> None:
+    asked: list[int] = []
+
+    def fits(n: int) -> bool:
+        asked.append(n)
+        return n <= 37
+
+    assert largest_that_fits(fits, 10_000, lambda: 37 if len(asked) > 1 else None) == 37
+    assert asked == [1, 2, 4, 8, 16, 32, 37, 38]
 
 
 @given(
@@ -149,7 +176,8 @@ def test_a_larger_limit_gives_a_larger_answer(first: tuple[int, Result], worksho
 
 
 def test_it_fits_again_and_the_data_are_a_ceiling(first: tuple[int, Result], base_gib: float, tmp_path: Path) -> None:
-    """With just enough data for N sequences and the same limit, N is found again, and nothing fails. And --write."""
+    """With just enough data for N sequences and room for more (the run also samples), N is found again, and nothing
+    fails. And --write."""
     number, _ = first
     shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
     shop.add_dataset(tokens=number * 1024 + 1)
@@ -161,7 +189,7 @@ def test_it_fits_again_and_the_data_are_a_ceiling(first: tuple[int, Result], bas
     odd += '\n\t"microbatch_size"  :   7 ,"min_train_tokens" : -1,"start_train_token":0,"checkpoint_interval": 7}'
     (run / "train.json").write_text(odd, encoding="utf-8")
     model = (run / "model.json").read_bytes()
-    result = search(shop, "--write", limit=base_gib + 0.4)
+    result = search(shop, "--write", limit=base_gib + 0.6)
     assert answer(result) == number
     assert "limited by the data" in result.stdout
     assert "out of memory" not in result.stdout
@@ -184,6 +212,14 @@ def test_write_with_a_global_batch_size(tmp_path: Path) -> None:
     assert answer(result) == 5
     assert (run / "train.json").read_text() == before.replace('"microbatch_size": 1', '"microbatch_size": 3')
     assert load_train_config(run / "train.json").accumulation_steps(2) == 2
+
+
+def test_a_search_comes_to_an_end(workshop: Workshop) -> None:
+    """No probe is begun that would end after the time for the search: what has fitted by then is the answer."""
+    hurried = "import harness.probe\nharness.probe.SEARCH_SECONDS = 0.0\n"
+    result = workshop.train("r", "-f", ranks=2, prelude=hurried)
+    assert probes(result) == {1: "fits"}
+    assert "Max microbatch size was 1\nMore may fit; the search has ended, since trying 2 would take" in result.stdout
 
 
 def test_without_write_nothing_is_written(first: tuple[int, Result], workshop: Workshop) -> None:
@@ -229,27 +265,94 @@ BALLAST = "import mmap, os\nif os.environ.get('RANK') == '1':\n    ballast = mma
 
 
 def search_on_two_ranks(shop: Workshop, limit: float) -> int:
-    """Cold processes: the memory of forked ones is partly that of the process they were forked from."""
-    command = [sys.executable, str(ROOT / "ddp_train.py"), "r", str(shop.datasets), "--runs-dir", str(shop.runs)]
-    command += ["-f", "--memory-limit-gib", f"{limit:.3f}"]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    processes = [shop.spawn(command, shared | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
-    try:
-        outputs = [process.communicate(timeout=100) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    outputs = on_two_ranks(shop, "r", "-f", "--memory-limit-gib", f"{limit:.3f}")
     assert "microbatch" not in outputs[1][0], "rank 0 alone prints"
     return answer(Result(0, *outputs[0]))
 
 
-def test_two_ranks_agree_on_the_smaller_answer(workshop: Workshop, base_gib: float, tmp_path: Path) -> None:
+def on_two_ranks(shop: Workshop, *arguments: str, limits: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """Cold processes: the memory of forked ones is partly that of the process they were forked from."""
+    command = cold_command(shop, *arguments, limits=limits)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    processes = [shop.spawn(command, shared | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+    try:
+        outputs = [process.communicate(timeout=200) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    return outputs
+
+
+def cold_command(shop: Workshop, name: str, *arguments: str, limits: Sequence[str] = ()) -> list[str]:
+    command = [*limits, sys.executable, str(ROOT / "ddp_train.py"), name, str(shop.datasets)]
+    return [*command, *arguments, "--runs-dir", str(shop.runs)]
+
+
+def limits_of(gib: float) -> list[str]:
+    return ["prlimit", f"--data={int(gib * GIB)}"]
+
+
+def add_training(shop: Workshop, size: int, ranks: int = 1) -> Path:
+    """A run like the one that was searched for, of four steps, with validation, checkpoints and charts between them."""
+    settings = {"gradient_accumulation_steps": None, "validation_interval": 2, "validation_batches": 1}
+    run = shop.add_run(f"{ranks}x{size}", model=HUNGRY, microbatch_size=size, **settings)
+    train = json.loads((run / "train.json").read_text())
+    (run / "train.json").write_text(json.dumps(train | {"min_train_tokens": size * 1024 * ranks * 4}))
+    return run
+
+
+def assert_trained(run: Path) -> None:
+    assert (run / "summary.json").is_file()
+    assert (run / "training-run-chart.png").is_file()
+    assert len(list((run / "checkpoints").glob("*-iteration-*"))) == 3
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    """With tokens enough to validate on."""
+    shop = Workshop(tmp_path_factory.mktemp("roomy"), {"CUDA_VISIBLE_DEVICES": ""})
+    folder = shop.add_dataset(tokens=400_000)
+    shutil.copyfile(folder / "train.safetensors", folder / "validation.safetensors")
+    shop.add_run(model=HUNGRY, gradient_accumulation_steps=None, validation_batches=1)
+    return shop
+
+
+def test_the_answer_trains_under_the_same_limit(roomy: Workshop, base_gib: float) -> None:
+    """The whole of training, in processes that the system gives no more memory; and not much more than it would."""
+    limit = round(base_gib + 0.6, 3)
+    command = cold_command(roomy, "r", "-f", "--memory-limit-gib", str(limit))
+    result = finish([roomy.spawn(command, {})], expect=0, timeout=200)
+    number = answer(result)
+    assert "trying 1 ...\n" in result.stdout
+    assert re.search(r"^trying \d+, about \d+ s \.\.\.$", result.stdout, re.MULTILINE)
+    assert f"limit {limit:.2f} GiB, of which 0.06 GiB are left as a reserve)" in result.stdout
+    run = add_training(roomy, number)
+    finish([roomy.spawn(cold_command(roomy, run.name, limits=limits_of(limit)), {})], expect=0, timeout=200)
+    assert_trained(run)
+    # The reserve is one sequence of this model, or two.
+    more = add_training(roomy, number + 3)
+    failed = finish([roomy.spawn(cold_command(roomy, more.name, limits=limits_of(limit)), {})], expect=1, timeout=200)
+    assert "error: out of memory with microbatch_size" in failed.stderr
+
+
+@pytest.fixture(scope="module")
+def alike(roomy: Workshop, base_gib: float) -> int:
+    return search_on_two_ranks(roomy, round(base_gib + 0.6, 3))
+
+
+def test_two_ranks_agree_on_the_smaller_answer(roomy: Workshop, alike: int, base_gib: float, tmp_path: Path) -> None:
     """Where rank 1 runs out of memory first, its verdict counts, and rank 0 does not wait for it forever."""
-    alike = search_on_two_ranks(workshop, base_gib + 0.6)
     (tmp_path / "sitecustomize.py").write_text(BALLAST.format(bytes=int(0.3 * GIB)))
-    uneven = Workshop(workshop.path, workshop.environment | on_path(tmp_path))
+    uneven = Workshop(roomy.path, roomy.environment | on_path(tmp_path))
     assert 1 <= search_on_two_ranks(uneven, base_gib + 0.6) < alike
+
+
+def test_the_answer_of_two_ranks_trains_under_the_same_limit(roomy: Workshop, alike: int, base_gib: float) -> None:
+    """The limit is each process's."""
+    run = add_training(roomy, alike, ranks=2)
+    on_two_ranks(roomy, run.name, limits=limits_of(round(base_gib + 0.6, 3)))
+    assert_trained(run)
 
 
 def test_a_probe_leaves_the_process_usable(base_gib: float, workshop: Workshop) -> None:
@@ -273,7 +376,7 @@ def test_a_probe_leaves_the_process_usable(base_gib: float, workshop: Workshop) 
     done = subprocess.run(
         [*command, str(base_gib + 0.5)], capture_output=True, text=True, timeout=100, env=_environment(workshop)
     )
-    lines = [line.split(": ")[1] for line in done.stdout.splitlines()]
+    lines = [line.split(": ")[1] for line in done.stdout.splitlines() if line.startswith("microbatch")]
     assert lines == ["fits", "out of memory", "fits", "out of memory", "fits", "out of memory", "fits", "fits"], (
         done.stderr
     )

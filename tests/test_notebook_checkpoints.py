@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,55 @@ def test_training_goes_on_as_the_notebook_would(tmp_path: Path, shape: dict[str,
     assert [event["global_step"] for event in metrics(shop.runs / "r") if event["event"] == "train"][-1] == 11
     # The same command again: done; and without the name it is ours that counts.
     assert "is finished" in shop.attempt().stdout
+
+
+def test_speed_and_cost_are_those_of_what_was_trained_here(tmp_path: Path) -> None:
+    """A notebook's four steps of twelve are seen, but nobody knows their seconds: the summary, the step lines and a
+    plan know the other eight only; also after more steps, after going back, and when the summary is written anew."""
+    shop, _, _ = workshop(tmp_path)
+    run = shop.add_run("r", model={"drop_rate": 0.0}, **SETTINGS, price_per_hour=3600.0, report_interval=2)
+    assert shop.attempt(NAME).status == 0
+    summary = read_json_object(run / "summary.json")
+    meta = read_json_object(run / "checkpoints" / "latest" / "meta.json")
+    for record in (summary, meta):
+        assert (record["tokens_seen"], record.get("trained_tokens", 256)) == (12 * 32, 8 * 32)
+    seconds = summary["seconds"]["training"]
+    assert summary["measured"] == {"global_steps": 8, "tokens": 8 * 32, "seconds": pytest.approx(seconds, abs=0.002)}
+    assert summary["tokens_per_second"] == pytest.approx(8 * 32 / seconds, rel=0.02)
+    # The lines of metrics, each over its own steps, come to the same seconds, but for what followed the last of them.
+    lines = [event for event in metrics(run) if event["event"] == "train"]
+    ends = [3, *(line["global_step"] for line in lines)]
+    assert ends[-1] == 11
+    rates = [line["tokens_per_second"] for line in lines]
+    took = sum((now - before) * 32 / rate for before, now, rate in zip(ends, ends[1:], rates, strict=False))
+    assert seconds / 2 < took < seconds * 1.02
+    assert summary["dollars"]["training"] == pytest.approx(seconds, rel=0.01)
+    (run / "summary.json").unlink()  # as if the process had been killed before it wrote it
+    printed = shop.attempt().stdout
+    assert "Tokens seen: 384, 256 of them trained by this program" in printed
+    assert re.search(r"^Throughput: [\d,]+ tokens/second of training \(256 tokens in [\d.]+ s: ", printed, re.MULTILINE)
+    again = read_json_object(run / "summary.json")
+    for key in ("trained_tokens", "tokens_seen", "device", "world_size"):
+        assert again[key] == summary[key]
+    assert again["measured"]["tokens"] == 8 * 32
+    assert again["tokens_per_second"] == pytest.approx(8 * 32 / again["seconds"]["training"], rel=0.02)
+    # A plan divides by the same.
+    again["measured"] |= {"global_steps": 20, "seconds": 10.0}
+    (run / "summary.json").write_text(json.dumps(again))
+    planned = " ".join(shop.attempt("--plan").stdout.split())
+    assert f"{again['tokens_per_second']:,.0f} tokens/s of training alone" in planned
+    assert "measured over 20 steps, 256 tokens" in planned
+    # Going on once more, and going back: the seconds are those of the tokens that are still there.
+    shop.add_run("r", model={"drop_rate": 0.0}, **SETTINGS | {"min_train_tokens": 16 * 32}, price_per_hour=3600.0)
+    assert shop.attempt().status == 0
+    longer = read_json_object(run / "summary.json")
+    assert (longer["trained_tokens"], longer["measured"]["tokens"]) == (12 * 32, 12 * 32)
+    assert longer["measured"]["seconds"] == pytest.approx(longer["seconds"]["training"], abs=0.002)
+    assert longer["seconds"]["training"] > seconds
+    assert shop.attempt(NAME).status == 0
+    back = read_json_object(run / "summary.json")
+    assert (back["trained_tokens"], back["measured"]["tokens"]) == (12 * 32, 12 * 32)
+    assert back["tokens_per_second"] == pytest.approx(12 * 32 / back["seconds"]["training"], rel=0.02)
 
 
 def test_without_its_optimizer_training_starts_one_afresh(tmp_path: Path) -> None:

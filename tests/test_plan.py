@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from gpt import load_model_config
 from harness.errors import UserError
 from harness.experiment import Experiment
-from harness.plan import make_plan, plan_speed
+from harness.model_config import load_model_config
+from harness.plan import make_plan
 from harness.run import RunDirectory
 from tests.isolation import SHIPPED_RUNS
 from tests.launch import Result, Workshop, free_port
@@ -99,13 +99,48 @@ def test_the_notebooks_figures(tmp_path: Path, name: str) -> None:
     assert not (tmp_path / "datasets").exists(), "nothing is downloaded, no folder made"
 
 
-def test_the_notebooks_bill(tmp_path: Path) -> None:
-    """8xA100 40 GiB: 13,904 s at $10.32 were $39.86, the validations' share of it estimated to within a dollar."""
-    found = rows(plan_shipped(tmp_path, "8xa100m40", "--assume-world-size", "8", "--assume-tps", "234480"))
-    assert "$39.86 training" in found["cost"]
-    assert found["cost"].endswith("at $10.32/h")
+# Tokens per second with validation, whole seconds, dollars with and without validation: the notebook's table.
+BILLS = {
+    "8xa100m40": (234_480, 13_904, 39.86, 35.56),
+    "8xh100m80": (490_249, 6_650, 44.19, 38.13),
+    "8xa100m80": (282_707, 11_532, 45.87, 39.57),
+    "8xb200m160": (778_107, 4_190, 46.46, 39.14),
+}
+
+
+@pytest.mark.parametrize("name", BILLS)
+def test_the_notebooks_bills(tmp_path: Path, name: str) -> None:
+    """Its speeds are those of its whole bill: what is planned from them is that bill, to the cent; validation is a part
+    of it, and not added to it. (B200: the table's seconds are cut to whole ones, which is 0.4 cents.)"""
+    speed, seconds, dollars, without = BILLS[name]
+    arguments = ("--assume-world-size", "8", "--assume-tps-with-validation", str(speed))
+    found = rows(plan_shipped(tmp_path, name, *arguments))
     parts = [float(part) for part in re.findall(r"\$([\d.]+)", found["cost"])]
+    assert parts[2] == pytest.approx(dollars, abs=0.0101 if name == "8xb200m160" else 0.0001)
     assert parts[2] == pytest.approx(parts[0] + parts[1], abs=0.011)
+    assert parts[0] == pytest.approx(without, abs=1.40), "validation's share is an estimate"
+    assert f"{speed:,} tokens/s of training and validation together (assumed)" in found["speed"]
+    hours = re.search(r"= ([\d.]+) h", found["time"])
+    assert hours
+    assert float(hours[1]) == pytest.approx(seconds / 3600, abs=0.006)
+    # Its speed of training alone gives the same plan.
+    alone = re.search(r"at ([\d,]+) tokens/s of training", found["time"])
+    assert alone
+    found = rows(plan_shipped(tmp_path, name, *arguments[:2], "--assume-tps", alone[1].replace(",", "")))
+    again = [float(part) for part in re.findall(r"\$([\d.]+)", found["cost"])]
+    assert again == pytest.approx(parts[:3] + parts[3:], abs=0.011)
+
+
+def test_without_validation_both_speeds_are_one(shop: Workshop) -> None:
+    shop.add_run(
+        validation_interval=None,
+        validation_batches=None,
+        start_val_token=None,
+        checkpoint_interval=6,
+        price_per_hour=3600.0,
+    )
+    for option in ("--assume-tps", "--assume-tps-with-validation"):
+        assert "$128.00 training + $0.00 validation" in rows(shop.attempt("--plan", option, "10"))["cost"]
 
 
 @pytest.mark.parametrize("name", ["quickstart", "test", "original"])
@@ -164,15 +199,15 @@ def test_all_there_is_needs_the_dataset(shop: Workshop) -> None:
 
 
 def test_the_disk_of_real_checkpoints(tmp_path: Path) -> None:
-    """A run of a few MB of weights, planned, then trained: what lies in checkpoints/ is what was planned. The speed it
-    reached is then the speed of the next plan, and what is done already is not planned again."""
+    """A run of a few MB of weights, planned, then trained: what lies in checkpoints/ is what was planned. What is done
+    already is not planned again, and a speed of four steps is not believed."""
     shop = Workshop(tmp_path)
     shop.add_dataset()
     wide = {"emb_dim": 512, "n_layers": 4, "n_heads": 8}
     run = shop.add_run(model=wide, min_train_tokens=256, validation_interval=2, price_per_hour=36.0)
     experiment = Experiment.load(RunDirectory.find(shop.runs, "r"), shop.datasets)
     plan = make_plan(experiment, 1, None)
-    assert "give --assume-tps" in rows(shop.attempt("--plan"))["time and cost"]
+    assert "no earlier run of this shape; give --assume-tps" in rows(shop.attempt("--plan"))["time and cost"]
     assert shop.attempt().status == 0
     folders = [path for path in (run / "checkpoints").iterdir() if not path.is_symlink()]
     sizes = [sum(file.stat().st_size for file in folder.iterdir()) for folder in folders]
@@ -180,19 +215,10 @@ def test_the_disk_of_real_checkpoints(tmp_path: Path) -> None:
     assert sizes == [pytest.approx(plan.checkpoint_bytes(), rel=0.02)] * 3
     assert sum(sizes) == pytest.approx(plan.disk_bytes(), rel=0.02)
 
-    summary = json.loads((run / "summary.json").read_text())
-    speed = plan_speed(experiment, plan.shape, None)
-    assert speed is not None
-    assert speed[0] == summary["tokens_per_second"]
-    shop.add_run("again", model=wide, min_train_tokens=2560, learning_rate=0.01, price_per_hour=36.0)
-    found = rows(shop.attempt("--plan", run="again"))
-    assert f"{summary['tokens_per_second']:,.0f} tokens/s (measured in" in found["speed"]
-    seconds = 2560 / summary["tokens_per_second"]
-    assert f"${seconds / 100:,.2f} training" in found["cost"]
-    for values in ({"model": {**wide, "n_layers": 5}}, {"model": wide, "microbatch_size": 4}):
-        shop.add_run("other", **values)
-        assert "time and cost" in rows(shop.attempt("--plan", run="other")), "not the same shape"
-    assert "time and cost" in rows(shop.attempt("--plan", "--assume-world-size", "2", run="again"))
+    shop.add_run("again", model=wide, min_train_tokens=2560)
+    refusal = rows(shop.attempt("--plan", run="again"))["time and cost"]
+    assert re.search(r"measured 4 steps, 256 tokens, [\d.]+ s of training only", refusal)
+    assert "less than 20 steps and 10 s tell nothing; give --assume-tps" in refusal
 
     found = rows(shop.attempt("--plan"))
     assert found["done already"] == "4 steps, 256 tokens"
@@ -205,12 +231,64 @@ def test_the_disk_of_real_checkpoints(tmp_path: Path) -> None:
     assert number(found["checkpoints"]) == sum(step % 2 == 0 or step == 9 for step in range(4, 10))
 
 
+def add_summary(run: Path, experiment: Experiment, **values: Any) -> None:
+    """As a run of 30 steps in 20 s writes it, but for these values."""
+    summary = {"model": experiment.model.model_dump(mode="json"), "world_size": 1, "microbatch_size": 2}
+    summary |= {"train": experiment.config.model_dump(mode="json"), "accumulation_steps": 2, "device": "an abacus"}
+    summary |= {"tokens_per_second": 96.0, "measured": {"global_steps": 30, "tokens": 1920, "seconds": 20.0}}
+    (run / "summary.json").write_text(json.dumps(summary | values))
+
+
+def test_the_speed_of_an_earlier_run(shop: Workshop) -> None:
+    """Of the same model, batch and arithmetic, measured over long enough a time; this run's own before others."""
+    experiment = Experiment.load(RunDirectory(shop.add_run("early")), shop.datasets)
+    early = shop.runs / "early"
+    shop.add_run(price_per_hour=36.0)
+    for values in (
+        {"world_size": 2},
+        {"microbatch_size": 1},
+        {"model": experiment.model.model_dump(mode="json") | {"n_layers": 3}},
+        {"train": experiment.config.model_dump(mode="json") | {"precision": "bf16"}},
+        {"tokens_per_second": None},
+        {"measured": {"global_steps": 19, "tokens": 1216, "seconds": 20.0}},
+        {"measured": {"global_steps": 30, "tokens": 1920, "seconds": 9.9}},
+        {"measured": None},
+    ):
+        add_summary(early, experiment, **values)
+        assert "time and cost" in rows(shop.attempt("--plan")), values
+    add_summary(early, experiment)
+    found = rows(shop.attempt("--plan"))
+    assert found["speed"].startswith("96 tokens/s of training alone, without validation (measured over 30 steps, 1,920")
+    assert "20.0 s of training on an abacus, in" in found["speed"]
+    assert f"${1280 / 96 / 100:,.2f} training" in found["cost"]
+    assert "time and cost" in rows(shop.attempt("--plan", "--assume-world-size", "2"))
+    longer = {"global_steps": 300, "tokens": 19_200, "seconds": 300.0}
+    add_summary(shop.add_run("later"), experiment, tokens_per_second=64.0, measured=longer)
+    assert rows(shop.attempt("--plan"))["speed"].startswith("64 tokens/s")
+    add_summary(shop.runs / "r", experiment, tokens_per_second=80.0)
+    assert rows(shop.attempt("--plan"))["speed"].startswith("80 tokens/s")
+    # One too short to be believed does not stand in the way of others.
+    add_summary(shop.runs / "r", experiment, measured={"global_steps": 3, "tokens": 192, "seconds": 1.0})
+    assert rows(shop.attempt("--plan"))["speed"].startswith("64 tokens/s")
+    assert shop.runs.joinpath("r", "summary.json").exists()
+
+
+def test_the_speed_in_a_summary_of_an_earlier_version(shop: Workshop) -> None:
+    """It did not say what was measured: all tokens in all seconds of training."""
+    experiment = Experiment.load(RunDirectory(shop.add_run()), shop.datasets)
+    add_summary(shop.runs / "r", experiment, global_steps=30, tokens_seen=1920, seconds={"training": 20.0})
+    summary = json.loads((shop.runs / "r" / "summary.json").read_text())
+    del summary["measured"]
+    (shop.runs / "r" / "summary.json").write_text(json.dumps(summary))
+    assert "measured over 30 steps, 1,920 tokens, 20.0 s" in rows(shop.attempt("--plan"))["speed"]
+
+
 @pytest.mark.parametrize(("tps", "price"), [(1280, 3600.0), (2.5, 7.2), (1e6, 0.0)])
 def test_dollars_are_hours_times_the_price(shop: Workshop, tps: float, price: float) -> None:
     shop.add_run(price_per_hour=price)
     found = rows(shop.attempt("--plan", "--assume-tps", str(tps)))
     hours = 1280 / tps / 3600
-    assert f"{tps:,.0f} tokens/s (assumed)" in found["speed"]
+    assert found["speed"] == f"{tps:,.0f} tokens/s of training alone, without validation (assumed)"
     assert f"${hours * price:,.2f} training" in found["cost"]
     expected = f"{hours:,.2f} h" if hours * 3600 >= 600 else f"{hours * 3600:,.0f} s"
     assert found["time"].startswith(f"{expected} training")
@@ -270,6 +348,18 @@ def test_a_disk_too_small_is_refused(shop: Workshop, monkeypatch: pytest.MonkeyP
     )  # best, latest, and one in the making
 
 
+def test_a_plan_that_no_disk_can_hold_is_printed(shop: Workshop) -> None:
+    """All of it, and then the error: whoever plans has not rented the disk yet."""
+    shop.add_run(dataset="local/elsewhere", min_train_tokens=10**13, checkpoint_interval=1, price_per_hour=36.0)
+    result = shop.attempt("--plan", "--assume-tps", "1e9")
+    assert result.status == 2
+    assert result.stderr.startswith(f"error: {shop.runs / 'r'}: the run's 156,250,000,000 checkpoints need ")
+    assert len(result.stderr.splitlines()) == 1
+    found = rows(Result(0, result.stdout, ""))
+    assert found["checkpoints"].startswith("156,250,000,000 (")
+    assert found["cost"].startswith("$100.00 training")
+
+
 def test_under_torchrun_one_rank_speaks(shop: Workshop) -> None:
     """Each rank as torchrun starts it; a plan needs no word from the others, so one after another does as well."""
     shop.add_run()
@@ -298,12 +388,11 @@ def test_plans_fit_a_terminal(tmp_path: Path) -> None:
     narrow(shop.attempt("--plan"))
     shop.add_dataset()
     experiment = Experiment.load(RunDirectory(run), shop.datasets)
-    summary = {"model": experiment.model.model_dump(mode="json"), "world_size": 1, "microbatch_size": 2}
-    summary |= {"accumulation_steps": 2, "tokens_per_second": 778_107.5, "device": "NVIDIA A100-SXM4-40GB"}
-    (run / "summary.json").write_text(json.dumps(summary))
+    measured = {"global_steps": 30_614, "tokens": 3_260_268_544, "seconds": 13_904.0}
+    add_summary(run, experiment, tokens_per_second=778_107.5, device="NVIDIA A100-SXM4-40GB", measured=measured)
     # A path as users have it: relative, from the repository root.
     result = shop.command("ddp_train.py", "r", "datasets", "--plan")
-    assert "778,108 tokens/s (measured in runs/r/summary.json on NVIDIA A100-SXM4-40GB)" in rows(result)["speed"]
+    assert "13,904.0 s of training on NVIDIA A100-SXM4-40GB, in runs/r/summary.json)" in rows(result)["speed"]
     narrow(result)
 
 

@@ -1,0 +1,68 @@
+"""What a measured speed rests on: how much training, and under which conditions. Knows nothing of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    Recorded = TypeVar("Recorded", bound=DataclassInstance)
+
+# Keys of train.json that decide, with the model and the number of ranks, how long a step takes.
+BATCH_KEYS = ("microbatch_size", "gradient_accumulation_steps", "global_batch_size")
+KERNEL_KEYS = ("precision", "compile", "activation_checkpointing", "optimizer", "shard_optimizer")
+# The first steps of a process are slower than the rest, and their times scatter: memory is being laid out, clocks and
+# caches warm up, and a step may have waited for another program.
+BELIEVED_STEPS = 20
+BELIEVED_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The training behind a speed: only what this program did itself, with one batch on one machine."""
+
+    global_steps: int
+    tokens: int
+    seconds: float  # of training alone: no validation, no checkpoints, no set-up
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """None where nothing was measured."""
+        return self.tokens / self.seconds if self.tokens > 0 and self.seconds > 0 else None
+
+    @property
+    def is_believable(self) -> bool:
+        """Whether the speed says something of another run."""
+        return self.global_steps >= BELIEVED_STEPS and self.seconds >= BELIEVED_SECONDS
+
+
+def same_conditions(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether steps take as long under both records (`world_size`, `device`, `train`), as far as both say."""
+    trained, train = then.get("train") or {}, now.get("train") or {}
+    return _agree(then, now, ("world_size", "device")) and _agree(trained, train, (*BATCH_KEYS, *KERNEL_KEYS))
+
+
+def same_kernels(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether two train.json, as far as both say, let a step of the same model and batch take as long."""
+    return _agree(then, now, KERNEL_KEYS)
+
+
+def _agree(then: Mapping[str, Any], now: Mapping[str, Any], keys: tuple[str, ...]) -> bool:
+    return all(then[key] == now[key] for key in keys if key in then and key in now)
+
+
+def as_recorded(value: Recorded, meta: Mapping[str, Any]) -> Recorded:
+    """A machine or a batch shape as a checkpoint's meta.json names it; what that does not say stays."""
+    return replace(value, **{each.name: meta[each.name] for each in fields(value) if meta.get(each.name)})
+
+
+def measured_by(summary: Mapping[str, Any]) -> Measured:
+    """What the speed in a summary.json rests on. Raises KeyError, TypeError or ValueError if that is none of ours."""
+    if "measured" in summary:
+        found = summary["measured"]
+        return Measured(int(found["global_steps"]), int(found["tokens"]), float(found["seconds"]))
+    # Earlier versions divided all tokens by all seconds of training.
+    return Measured(int(summary["global_steps"]), int(summary["tokens_seen"]), float(summary["seconds"]["training"]))
