@@ -36,7 +36,8 @@ SAME_END = "the same command continues at once to the end of a run that nothing 
 
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    shop = Workshop(tmp_path_factory.mktemp("launcher"))
+    # A short patience for ranks that are stuck does not make them take a torchrun that is gone for a frozen one.
+    shop = Workshop(tmp_path_factory.mktemp("launcher"), {"COLLECTIVE_TIMEOUT_SECONDS": "10"})
     shop.add_dataset(tokens=10_000)
     return shop
 
