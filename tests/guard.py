@@ -77,13 +77,16 @@ def _place() -> str:
     return ""
 
 
+HIDDEN: dict[str, Any] = {"__name__": "sitecustomize"}  # it lives as long as the process, as a module does
+
+
 def run_hidden(own: str) -> None:
     """Run the sitecustomize.py that Python would have run in place of the one at `own`, if there is any."""
     for folder in sys.path:
         path = os.path.join(folder, "sitecustomize.py")
         if path != own and os.path.isfile(path):
             with open(path) as file:
-                exec(compile(file.read(), path, "exec"), {"__name__": "sitecustomize"})
+                exec(compile(file.read(), path, "exec"), HIDDEN)
             return
 
 
