@@ -79,6 +79,7 @@ REACHES = {
     "remove": "os.remove('runs/r/x')",
 }
 FREE = ["open('x', 'w')", "os.listdir()", "os.makedirs('runs-of-others')", "open(0)", "os.symlink('runs', 'y')"]
+FREE += ["import shutil; os.makedirs('x2/runs/datasets'); os.mkdir('x2/datasets'); shutil.rmtree('x2')"]
 
 
 def seen(folder: Path, actions: list[str]) -> list[str]:
@@ -143,3 +144,4 @@ def test_caches_and_settings_are_the_tests_own() -> None:
     environment = os.environ | users | on_path(ROOT)
     printed = subprocess.check_output([sys.executable, "-c", program], env=environment, text=True, timeout=60)
     assert printed == "[None, None, None, '1']\n"
+    assert [line for line in isolation.trespasses() if "/tests/isolation.py:" not in line] == [], "it copies the runs"
