@@ -21,6 +21,13 @@ PATHS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("os.rename", "os.link"), (0, 1)),
     "os.symlink": (1,),
 }
+AT_FOLDER = PATHS.keys() - {
+    "open",
+    "os.listdir",
+    "os.scandir",
+    "os.chdir",
+    "os.truncate",
+}  # their last argument is dir_fd
 # Those that start a program, and which of their arguments are its command line and its environment.
 STARTS = {"subprocess.Popen": (1, 3), "os.posix_spawn": (1, 2), "os.exec": (1, 2)}
 LIBRARIES_OWN = ["/sbin/ldconfig", "-p"]  # what ctypes.util.find_library starts, in an empty environment
@@ -39,7 +46,8 @@ def watch(forbidden: tuple[str, ...], report: str, required: Mapping[str, str]) 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event in PATHS:
             for index in PATHS[event]:
-                if (path := _absolute(arguments[index])) and f"{path}/".startswith(forbidden):
+                path = _absolute(arguments[index])
+                if f"{path}/".startswith(forbidden) and not _is_elsewhere(event, arguments, arguments[index]):
                     trespassed(f"{event} {path!r}")
         elif event in STARTS:
             command, environment = (arguments[index] for index in STARTS[event])
@@ -61,6 +69,15 @@ def _absolute(path: Any) -> str:
         return ""
 
 
+def _is_elsewhere(event: str, arguments: tuple[Any, ...], path: Any) -> bool:
+    """Whether a path is relative to an open folder, as those of shutil.rmtree are, and not to the working folder."""
+    if event == "open":  # does not tell of a folder; rmtree has no mode, and creates nothing
+        at_folder = arguments[1] is None and not arguments[2] & os.O_CREAT
+    else:
+        at_folder = event in AT_FOLDER and arguments[-1] != -1
+    return at_folder and not os.path.isabs(path)
+
+
 def _texts(environment: Mapping[Any, Any]) -> dict[str, str]:
     return {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()}
 
@@ -77,13 +94,16 @@ def _place() -> str:
     return ""
 
 
+HIDDEN: dict[str, Any] = {"__name__": "sitecustomize"}  # it lives as long as the process, as a module does
+
+
 def run_hidden(own: str) -> None:
     """Run the sitecustomize.py that Python would have run in place of the one at `own`, if there is any."""
     for folder in sys.path:
         path = os.path.join(folder, "sitecustomize.py")
         if path != own and os.path.isfile(path):
             with open(path) as file:
-                exec(compile(file.read(), path, "exec"), {"__name__": "sitecustomize"})
+                exec(compile(file.read(), path, "exec"), HIDDEN)
             return
 
 

@@ -79,6 +79,7 @@ REACHES = {
     "remove": "os.remove('runs/r/x')",
 }
 FREE = ["open('x', 'w')", "os.listdir()", "os.makedirs('runs-of-others')", "open(0)", "os.symlink('runs', 'y')"]
+FREE += ["import shutil; os.makedirs('x2/runs/datasets'); os.mkdir('x2/datasets'); shutil.rmtree('x2')"]
 
 
 def seen(folder: Path, actions: list[str]) -> list[str]:
@@ -121,8 +122,10 @@ def test_no_device_is_in_sight(tmp_path: Path) -> None:
 
 
 def test_the_hidden_sitecustomize_still_runs(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.found = True\n")
-    check = "import sys; assert sys.found"
+    """And what it made stays, as a module's variables do."""
+    made = "import sys, weakref\nclass Made:\n    pass\nmade = Made()\nsys.found = weakref.ref(made)\n"
+    (tmp_path / "sitecustomize.py").write_text(made)
+    check = "import sys; assert sys.found()"
     subprocess.run([sys.executable, "-c", check], env=os.environ | on_path(tmp_path), check=True, timeout=60)
 
 
@@ -135,5 +138,10 @@ def test_shipped_runs_are_as_nobody_has_trained_them() -> None:
 def test_caches_and_settings_are_the_tests_own() -> None:
     assert Path.home() == isolation.FOLDER / "home"
     assert not isolation.FOLDER.is_relative_to(ROOT)
-    assert not [name for name in os.environ if name.startswith(("HF_", "OPENAI_", "XDG_"))]
     assert guard.__file__ == guard.ORIGIN
+    users = {"HF_TOKEN": "hf_x", "XDG_CACHE_HOME": "/nowhere", "RANK": "3", "OMP_NUM_THREADS": "7"}
+    program = f"import os, tests.isolation\nprint([os.environ.get(name) for name in {list(users)!r}])"
+    environment = os.environ | users | on_path(ROOT)
+    printed = subprocess.check_output([sys.executable, "-c", program], env=environment, text=True, timeout=60)
+    assert printed == "[None, None, None, '1']\n"
+    assert [line for line in isolation.trespasses() if "/tests/isolation.py:" not in line] == [], "it copies the runs"
