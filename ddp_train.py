@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import socket
-import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from harness.commandline import POSITIVE, check_options
-from harness.errors import StoppedError, UserError, one_line_errors
+from harness.errors import StoppedError, UserError, one_line_errors, say_last
 from harness.lasting_output import outlive_readers
 from harness.launcher import end_with_torchrun
 from harness.libraries import configure_libraries
@@ -186,7 +185,7 @@ class Trainer:
         job.progress.close()
         if job.world.is_main:
             remedy = "to continue, run the same command again (without --restart or a CHECKPOINT)"
-            print(f"stopped by {described(signal_number)} {done}; {remedy}", file=sys.stderr, flush=True)
+            say_last(f"stopped by {described(signal_number)} {done}; {remedy}")
         job.world.barrier()
         raise StoppedError(signal_number)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 # How long a rank that has nothing of its own to say lets another one speak, before it leaves by itself: torchrun ends
 # every rank as soon as the first one has left, so leaving early could cut the message off.
 SPEAKER_PATIENCE_SECONDS = 10.0
+TELLING_SECONDS = 1.0
 # Set once this process is on its way out, and says itself what there is to say.
 LEAVING = threading.Event()
 # Set while this process leaves because another is gone, and does not know which: the watch may find out.
@@ -112,8 +113,26 @@ def printable(text: str) -> str:
 
 def tell(reason: str) -> None:
     """Say on standard error, in one line, why this process ends."""
-    line = f"error: {printable(reason)}"
-    print(line, file=sys.stderr, flush=True)
+    say_last(f"error: {printable(reason)}")
+
+
+def tell_soon(reason: str) -> None:
+    """`tell`, but return also where writing waits: for the reader of a full pipe, or a terminal that is paused."""
+
+    def say() -> None:
+        with suppress(OSError):
+            print(file=sys.stderr)  # there may be a bar
+        tell(reason)
+
+    telling = threading.Thread(target=say, daemon=True)
+    telling.start()
+    telling.join(TELLING_SECONDS)
+
+
+def say_last(line: str) -> None:
+    """Say on standard error, if anybody is there, how this process ends, and have torchrun's report end with it."""
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
     _leave_to_torchrun(line)
 
 
@@ -132,7 +151,7 @@ def _leave_to_torchrun(text: str) -> None:
 def _leave(error: UserError | RunError) -> None:
     (PEER_LOST if isinstance(error, PeerError) else LEAVING).set()
     if isinstance(error, PeerError) or (isinstance(error, UserError) and _local_rank() != 0):
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)
         time.sleep(SPEAKER_PATIENCE_SECONDS)
     if not isinstance(error, StoppedError) and not TOLD.is_set():

@@ -12,21 +12,21 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-GONE = (errno.EIO, errno.EPIPE)  # what writing to a closed terminal, and to a pipe without a reader, comes to
-
 
 class LastingFile(io.FileIO):
     """A file descriptor for writing. Once nobody is at its other end, what is written to it goes nowhere."""
 
     def __init__(self, descriptor: int, when_gone: Callable[[], None]) -> None:
         super().__init__(descriptor, "w", closefd=False)
+        # What writing to a closed terminal, and to a pipe without a reader, comes to.
+        self._signs = {errno.EIO} if self.isatty() else {errno.EPIPE}
         self._when_gone = when_gone
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in GONE:
+            if error.errno not in self._signs:
                 raise
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.fileno())  # also for what libraries in C++ say
@@ -42,7 +42,9 @@ def outlive_readers(when_gone: Callable[[], None]) -> None:
     sys.stderr = _lasting(sys.stderr, when_gone)
 
 
-def _lasting(stream: Any, when_gone: Callable[[], None]) -> io.TextIOWrapper:
+def _lasting(stream: Any, when_gone: Callable[[], None]) -> Any:
+    if stream is None:  # closed from the beginning
+        return None
     stream.flush()
     buffer = io.BufferedWriter(LastingFile(stream.fileno(), when_gone))
     return io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=True)

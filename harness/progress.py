@@ -19,7 +19,7 @@ class Progress:
 
     def start(self) -> None:
         """From here on there is a bar, if there is a terminal. What is said earlier stands on lines of its own."""
-        if self.visible and sys.stderr.isatty():
+        if self.visible and sys.stderr is not None and sys.stderr.isatty():
             self._bar = tqdm(
                 desc="steps done",
                 total=self.total,

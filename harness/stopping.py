@@ -7,8 +7,8 @@ from types import FrameType
 
 from harness import launcher
 
-# SIGHUP: the terminal has been closed, or the connection to it has broken.
-STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# SIGHUP: the terminal has been closed, or the connection to it has broken. SIGQUIT: Ctrl-\\, which torchrun passes on.
+STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class StopRequest:
@@ -43,4 +43,6 @@ def ignores_hangup() -> bool:
 def described(signal_number: int) -> str:
     """The signal by its name, and what it means if that is more than a request."""
     name = signal.Signals(signal_number).name
-    return f"{name} (the terminal or torchrun is gone)" if signal_number == signal.SIGHUP else name
+    if signal_number != signal.SIGHUP:
+        return name
+    return f"{name} (the terminal, torchrun or the reader of the output is gone)"

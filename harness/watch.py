@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from harness import launcher
-from harness.errors import LEAVING, PEER_LOST, TOLD, tell
+from harness.errors import LEAVING, PEER_LOST, TOLD, tell_soon
 from harness.processes import ProcessName
 
 POLL_SECONDS = 2.0
@@ -250,8 +249,7 @@ class Watch:
         TOLD.set()
         speakers = [rank for rank in near if rank not in about] or near
         if self.rank == speakers[0]:
-            print(file=sys.stderr)  # there may be a bar
-            tell(f"{fault}; run the same command again to continue")
+            tell_soon(f"{fault}; run the same command again to continue")
         else:
             time.sleep(SILENT_EXIT_SECONDS)  # torchrun ends all ranks once one has left: let the line be written first
         # Apart, because a store behind a cut network does not answer. Those who hear of it end without a word.

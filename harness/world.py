@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +25,7 @@ from torch.distributed import PrefixStore, TCPStore, rendezvous  # type: ignore[
 from harness.device import choose_device
 from harness.environment import place
 from harness.errors import PeerError, RunError, UserError
+from harness.launcher import started_by_torchrun
 from harness.meeting import name_this_life
 from harness.trees import replace_leaves
 from harness.watch import NoWatch, Watch
@@ -47,6 +50,7 @@ DEFAULT_TIMEOUT_SECONDS = 600.0
 TIMEOUT_VARIABLE = "COLLECTIVE_TIMEOUT_SECONDS"
 # The watch, which can say more and knows what may take long, comes first: these are for what it does not look at.
 BACKSTOP_SECONDS = 3600.0
+WAITING_SECONDS = 15.0  # without a word
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,8 @@ class World:
         # torch.accelerator reports cuda on any CUDA build, GPU or not: the backend follows the device we chose.
         backend = "nccl" if device.type == "cuda" else "gloo"
         patience = timedelta(seconds=timeout + BACKSTOP_SECONDS)
-        with leaving_with_peers():  # the store is in torchrun's process, which may be killed meanwhile
+        # The store is in torchrun's process, which may be killed meanwhile.
+        with leaving_with_peers(), _long_wait_told(rank, size):
             store, _, _ = next(rendezvous("env://", timeout=patience))
             life = name_this_life(store, rank, size, patience.total_seconds())
         with _explained_addresses():
@@ -256,6 +261,23 @@ class World:
 def _own_connection() -> TCPStore:
     """The store at which the ranks met, over a connection that only the watch's threads use."""
     return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
+
+
+@contextmanager
+def _long_wait_told(rank: int, size: int) -> Iterator[None]:
+    """Say for whom this rank waits, if that takes long: variables that another job has left would keep it for hours."""
+    text = (
+        f"rank {rank} waits for the other {size - 1} of {size} at {os.environ['MASTER_ADDR']}:"
+        f"{os.environ['MASTER_PORT']}; for a single process: unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE"
+    )
+    timer = threading.Timer(WAITING_SECONDS, lambda: print(text, file=sys.stderr, flush=True))
+    timer.daemon = True
+    if not started_by_torchrun():  # which starts all ranks
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _listen_on_loopback() -> None:

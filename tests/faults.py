@@ -176,6 +176,16 @@ def pause(seconds: float) -> Action:
     return lambda: time.sleep(seconds)
 
 
+def until(path: str) -> Action:
+    """Wait for a file to be made."""
+
+    def waiting() -> None:
+        while not Path(path).exists():
+            time.sleep(0.01)
+
+    return waiting
+
+
 def note(path: str, action: Action = lambda: None) -> Action:
     """Write down the time, then do `action`."""
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from tests import guard
 
 ROOT = Path(__file__).resolve().parent.parent
-_temporary = tempfile.TemporaryDirectory(prefix="ddp-pretrain-tests-", ignore_cleanup_errors=True)
+PREFIX = "ddp-pretrain-tests-"
+_temporary = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
 FOLDER = Path(_temporary.name)
 SHIPPED_RUNS = FOLDER / "runs"  # the runs of the repository, as nobody has trained them
 _GUARD, _REPORT = FOLDER / "guard", FOLDER / "trespasses"
@@ -34,11 +35,16 @@ def on_path(*folders: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(_GUARD), *map(str, folders)])}
 
 
+def _is_guard(folder: str) -> bool:
+    return Path(folder).name == _GUARD.name and Path(folder).parent.name.startswith(PREFIX)
+
+
 def _isolate() -> None:
     user_site = site.getuserbase()  # where packages may be, before the home folder is another one
     for name in [name for name in os.environ if name.startswith(FOREIGN) or name in LAUNCHERS]:
         del os.environ[name]
-    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    # pytest's workers (xdist) inherit the guard of the process that has started them, and have their own.
+    inherited = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if not _is_guard(each)]
     os.environ |= {
         "CUDA_VISIBLE_DEVICES": "",
         "HOME": str(FOLDER / "home"),

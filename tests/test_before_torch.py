@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import SPEAKER_PATIENCE_SECONDS
-from tests.launch import ROOT, Result, Workshop, finish
+from tests.launch import ROOT, Result, Workshop, finish, free_port
 
 # CPU seconds of the fastest of a few attempts: what else the machine does says nothing of the program. Torch takes 3.
 CPU_SECONDS = 1.5
@@ -109,6 +109,23 @@ def test_leftovers_of_a_launcher(shop: Workshop, variables: dict[str, str], word
         assert result.status == 2
         assert result.stderr.count("\n") == 1
         assert result.stderr.startswith(f"error: environment: {words}")
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_leftovers_that_are_complete(shop: Workshop, rank: str) -> None:
+    """They cannot be told from a rank that is early: it says for whom it waits."""
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [str(ROOT / "ddp_train.py"), "r", str(shop.datasets), "--runs-dir", str(shop.runs)]
+    process = shop.fork(command, variables, "import harness.world\nharness.world.WAITING_SECONDS = 0.2\n")
+    deadline = time.monotonic() + 60
+    while not (said := process.read(".err")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.kill()
+    assert said.startswith(f"rank {rank} waits for the other 1 of 2 at 127.0.0.1:{variables['MASTER_PORT']}; ")
+    assert "unset RANK" in said
 
 
 def test_other_commands_need_no_launcher(shop: Workshop) -> None:

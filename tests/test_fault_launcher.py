@@ -84,11 +84,11 @@ PLACES = [
     Place("an import", NOTE.replace("if", "def noted():\n    if") + IN_AN_IMPORT.format(noted="noted()"), faults=""),
     Place("the rendezvous", "before(START, note({mark!r}), rank=0)\nbefore(START, pause(60), rank=1)"),
     Place("the check of the data", "before(CHECK, note({mark!r}, pause(60)), rank=0)"),
-    Place("the first step", "before(STEP, note({mark!r}, pause(3)), rank=0, step=0)", step=0),
-    Place("a step", "before(STEP, note({mark!r}, pause(3)), rank=1, step=5)", step=5),
-    Place("a validation", "before(EVALUATION, note({mark!r}, pause(3)), rank=0, step=6)", step=6),
-    Place("a save", "before(WRITE, note({mark!r}, pause(3)), rank=0, step=6)", step=6),
-    Place("the end", "before(END, note({mark!r}, pause(3)), rank=0)", step=STEPS - 1),
+    Place("the first step", "before(STEP, note({mark!r}, until({go!r})), rank=0, step=0)", step=0),
+    Place("a step", "before(STEP, note({mark!r}, until({go!r})), rank=1, step=5)", step=5),
+    Place("a validation", "before(EVALUATION, note({mark!r}, until({go!r})), rank=0, step=6)", step=6),
+    Place("a save", "before(WRITE, note({mark!r}, until({go!r})), rank=0, step=6)", step=6),
+    Place("the end", "before(END, note({mark!r}, until({go!r})), rank=0)", step=STEPS - 1),
 ]
 FEW = ["python's start", "an import", "a save"]
 
@@ -98,9 +98,13 @@ def kill_torchrun(shop: Workshop, straight: Path, place: Place) -> float:
     run = shop.add_run("-".join(["killed", *place.name.replace("'", "").split()]), **SETTINGS)
     mark = shop.path / f"{run.name}.mark"
     job = Torchrun(shop, run)
-    process = job.start(place.prelude.replace("{mark!r}", repr(str(mark))), faults=place.faults)
+    go = mark.with_suffix(".go")
+    prelude = place.prelude.replace("{mark!r}", repr(str(mark))).replace("{go!r}", repr(str(go)))
+    process = job.start(prelude, faults=place.faults)
     await_file(mark, process)
     process.kill()
+    time.sleep(1)
+    go.touch()
     seconds = job.seconds_to_the_end(GONE_SECONDS)
     said = process.read(".err")
     assert "Traceback" not in said, said
@@ -113,7 +117,10 @@ def kill_torchrun(shop: Workshop, straight: Path, place: Place) -> float:
         assert max(made) in (place.step, place.step + 1), (place, made)
         assert not list((run / "checkpoints").glob(".*"))
         if max(made) < STEPS - 1:
-            assert "stopped by SIGHUP (the terminal or torchrun is gone) after global step" in said, said
+            assert (
+                "stopped by SIGHUP (the terminal, torchrun or the reader of the output is gone) after global step"
+                in said
+            ), said
     shop.train(run.name, prelude=FAULTS)
     assert_same_end(straight, run)
     return seconds
@@ -262,7 +269,8 @@ def close_terminal(shop: Workshop, hangup: Hangup) -> None:
         "-".join(["closed", *hangup.name.split()]), **SETTINGS | {"min_train_tokens": STEPS * 64 * ranks}
     )
     mark = shop.path / f"{run.name}.mark"
-    prelude = f"{FAULTS}before(STEP, note({str(mark)!r}, pause(2)), rank=0, step=4)"
+    go = mark.with_suffix(".go")
+    prelude = f"{FAULTS}before(STEP, note({str(mark)!r}, until({str(go)!r})), rank=0, step=4)"
     terminal = Terminal(shop, run)
     process = terminal.start(*hangup.command, script=with_faults(shop, run, prelude))
     deadline = time.monotonic() + 100
@@ -271,6 +279,8 @@ def close_terminal(shop: Workshop, hangup: Hangup) -> None:
         assert time.monotonic() < deadline, terminal.read()
         time.sleep(0.02)
     terminal.close()
+    time.sleep(1)
+    go.touch()
     process.wait(timeout=60)
     Torchrun(shop, run).seconds_to_the_end(GONE_SECONDS)
     last = max(step for step, _ in list_checkpoints(run / "checkpoints"))
@@ -298,7 +308,8 @@ def test_a_terminal_is_closed(shop: Workshop, exhaustive: bool, evidence: Eviden
 def test_the_reader_of_the_output_ends(shop: Workshop, straight: Path, evidence: Evidence) -> None:
     """As `… | tee log` does when its terminal is closed."""
     run, mark = shop.add_run("unread", **SETTINGS), shop.path / "unread.mark"
-    script = with_faults(shop, run, f"{FAULTS}before(STEP, note({str(mark)!r}, pause(2)), step=2)")
+    go = mark.with_suffix(".go")
+    script = with_faults(shop, run, f"{FAULTS}before(STEP, note({str(mark)!r}, until({str(go)!r})), step=2)")
     command = [sys.executable, str(script), run.name, str(shop.datasets), "--runs-dir", str(shop.runs)]
     with subprocess.Popen(
         command, cwd=shop.path, env=shop._environment({}), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -308,6 +319,7 @@ def test_the_reader_of_the_output_ends(shop: Workshop, straight: Path, evidence:
             time.sleep(0.02)
         assert process.stdout is not None
         process.stdout.close()
+        go.touch()
         assert process.wait(timeout=60) == 128 + signal.SIGHUP
     # It is noticed at the next line, which the report after step 3 is.
     assert max(step for step, _ in list_checkpoints(run / "checkpoints")) in (3, 4)

@@ -62,3 +62,13 @@ def test_a_run_on_a_terminal(tmp_path: Path, terminal: tuple[int, str]) -> None:
         f"  uv run test_loss.py {shop.datasets} {model}",
     ]
     assert not "".join(lines[summary + 3 :])
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_stream_that_is_closed_from_the_beginning(tmp_path: Path, stream: str) -> None:
+    """Python then has None in its place."""
+    shop = Workshop(tmp_path)
+    shop.add_dataset()
+    run = shop.add_run()
+    finish(shop.start(ranks=1, prelude=f"import sys\nsys.{stream} = None\n"), expect=0, timeout=60)
+    assert (run / "summary.json").exists()

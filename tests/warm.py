@@ -76,8 +76,8 @@ for line in sys.stdin:
     # As the interpreter ends, but for taking every object apart, which takes longer than most of these commands.
     threading._shutdown()
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.flush()
     os._exit(status)
 os._exit(0)
 """
