@@ -31,6 +31,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--reliability", type=Path, metavar="FILE", help="Write the table of faults survived.")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """The table of faults is written by the process that has seen them all."""
+    if config.getoption("--reliability"):
+        config.option.numprocesses, config.option.dist = 0, "no"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "fault(name): injects a fault, and is a row of docs/RELIABILITY.md")
     config.stash[ROWS] = []
