@@ -164,7 +164,7 @@ def test_a_mistyped_input_leaves_no_folder(tmp_path: Path) -> None:
     """Neither that of an owner, where none was; one that was there stays, although it is empty."""
     preparer = Preparer(tmp_path)
     (tmp_path / "datasets").mkdir()
-    assert "no input files here" in preparer.run("texts/nothing.txt", "datasets/me/x", status=2)
+    assert "no input files here" in preparer.run("./me/nothing", "datasets/me/x", status=2)
     assert list(tmp_path.rglob("*")) == [tmp_path / "datasets"]
 
 
