@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from harness.commandline import Group
 from harness.errors import UserError, one_line_errors
 from harness.libraries import configure_libraries
 from harness.wording import is_hub_name
@@ -22,7 +23,7 @@ MODEL_JSON = click.option(
 READERS = {"transformers": "transformers", "notebook": "the lab notebook's scripts"}
 
 
-@click.group()
+@click.group(cls=Group)
 def main() -> None:
     """Exchange models with everyone's tools, as transformers' native GPT-2 without code of ours, and with the lab
     notebook's."""
@@ -142,8 +143,6 @@ def fetch_named(source: str) -> Path:
     try:
         return fetch_model(source)
     except UserError as error:
-        if "/" in source and not path.parent.is_dir():
-            raise
         raise UserError(f"{source}: no such folder here; as the name of a model: {error}") from None
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.commandline import POSITIVE, check_options
+from harness.commandline import POSITIVE, Command, check_options
 from harness.errors import StoppedError, UserError, one_line_errors, say_last
 from harness.lasting_output import outlive_readers
 from harness.launcher import end_with_torchrun
@@ -190,7 +190,7 @@ class Trainer:
         raise StoppedError(signal_number)
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("run")
 @click.argument("datasets_dir", type=click.Path(path_type=Path))
 @click.argument("checkpoint", required=False)

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from harness.commandline import Command
 from harness.errors import UserError, one_line_errors
 from harness.libraries import configure_libraries
 
@@ -28,7 +29,7 @@ def print_names(context: click.Context, _: click.Parameter, pattern: str | None)
     context.exit()
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("model_json", type=click.Path(path_type=Path))
 @click.argument("model_safetensors", type=click.Path(path_type=Path))
 @click.option("--tasks", multiple=True, required=True, metavar="NAME,...", help="lm-eval's names, or task files.")

@@ -14,14 +14,14 @@ from typing import Any
 
 import click
 
-from harness.commandline import JUDGE_PROMPT, JUDGE_PROMPT_HELP, NOTEBOOK_JUDGE, FiniteNumber
+from harness.commandline import JUDGE_PROMPT, JUDGE_PROMPT_HELP, NOTEBOOK_JUDGE, Command, FiniteNumber
 from harness.errors import RunError, StoppedError, UserError, one_line_errors
 
 SECONDS = FiniteNumber(min=0, min_open=True, max=86_400)
 PRICE = FiniteNumber(min=0, max=1e9)
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("responses", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--model", default=NOTEBOOK_JUDGE, show_default=True, help="The judge.")
 @click.option("--base-url", help="Another OpenAI-compatible endpoint.  [default: OpenAI]")

@@ -16,7 +16,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from harness.commandline import FiniteNumber
+from harness.commandline import Command, FiniteNumber
 from harness.errors import UserError, one_line_errors, printable
 from harness.wording import counted, is_hub_name, is_unicode, listed
 
@@ -28,7 +28,7 @@ GO_WITH = {  # the other options that mean something with these
 FRACTION = FiniteNumber(min=0, max=1, max_open=True)
 
 
-@click.command(context_settings={"max_content_width": 120})
+@click.command(cls=Command, context_settings={"max_content_width": 120})
 @click.argument("input_", metavar="[INPUT]", required=False)
 @click.argument("output_dir", metavar="[OUTPUT_DIR]", required=False, type=click.Path(path_type=Path))
 @click.option("--text-column", default="text", show_default=True, help="Column of parquet, key of JSON lines.")
@@ -130,7 +130,9 @@ def option_of(key: str) -> str:
 def make(input_: str, output_dir: Path, options: dict[str, Any]) -> None:
     """Make the dataset, or finish one that was interrupted, and say what is in it."""
     from harness.dataset_making import make_dataset
+    from harness.work_folder import without_dots
 
+    output_dir = without_dots(output_dir)
     made = make_dataset(input_, output_dir, options)
     for split in made.splits:
         click.echo(f"{split.name}: {split.tokens:,} tokens, {counted(split.documents)}, {split.bytes:,} bytes of text")

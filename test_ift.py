@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.commandline import JUDGE_PROMPT, JUDGE_PROMPT_HELP, NOTEBOOK_JUDGE, POSITIVE
+from harness.commandline import JUDGE_PROMPT, JUDGE_PROMPT_HELP, NOTEBOOK_JUDGE, POSITIVE, Command
 from harness.errors import RunError, StoppedError, UserError, one_line_errors
 from harness.files import check_writable
 from harness.instructions import BOOK_DATA
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 RESPONSES = "ift-responses.json"
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("model_json", type=click.Path(path_type=Path))
 @click.argument("model_safetensors", type=click.Path(path_type=Path))
 @click.option("--data", default=BOOK_DATA, help="A file or address.  [default: the book's, downloaded once]")

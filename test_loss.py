@@ -6,13 +6,14 @@ from pathlib import Path
 
 import click
 
+from harness.commandline import Command
 from harness.errors import one_line_errors
 from harness.libraries import configure_libraries
 
 APPROXIMATE = " (approximate: by the whole split's mean, since the tokenizer's vocabulary is not on this machine)"
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("datasets_dir", type=click.Path(path_type=Path))
 @click.argument("model_json", type=click.Path(path_type=Path))
 @click.argument("model_safetensors", type=click.Path(path_type=Path))

@@ -7,14 +7,14 @@ from typing import Any
 
 import click
 
-from harness.commandline import FiniteNumber
+from harness.commandline import Command, FiniteNumber
 from harness.errors import one_line_errors
 from harness.libraries import configure_libraries
 
 DEFAULT_PROMPT = "Every effort moves you"
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("model_json", type=click.Path(path_type=Path))
 @click.argument("model_safetensors", type=click.Path(path_type=Path))
 @click.option("--prompt", help=f"The text to continue.  [default: {DEFAULT_PROMPT}]")

@@ -21,6 +21,11 @@ class Content(NamedTuple):
     what: str
     remedy: str
 
+    @property
+    def is_text(self) -> bool:
+        """In another encoding than UTF-8."""
+        return self.what.startswith("text in ")
+
 
 LEAVE_OUT = "leave it out"
 UNPACK = "unpack it"
@@ -37,7 +42,6 @@ BY_FIRST_BYTES = {  # of these no text in UTF-8 begins with
     b"\x04\x22\x4d\x18": Content("what lz4 has compressed", UNPACK),
     b"7z\xbc\xaf\x27\x1c": Content("a 7-Zip archive", UNPACK),
     b"PK\3\4": Content("a zip archive (.npz, .docx and .pt are such, too)", UNPACK),
-    b"%PDF-": Content("a PDF document", "extract its text first, with pdftotext for example"),
     b"\x89PNG\r\n": Content("a PNG image", LEAVE_OUT),
     b"\xff\xd8\xff": Content("a JPEG image", LEAVE_OUT),
     b"\x7fELF": Content("a program (ELF)", LEAVE_OUT),
@@ -50,6 +54,7 @@ BY_FIRST_BYTES = {  # of these no text in UTF-8 begins with
     codecs.BOM_UTF16_BE: Content("text in UTF-16", "convert it with iconv -f UTF-16 -t UTF-8"),
 }
 BY_FIRST_LETTERS = {  # text could begin with these, but not go on as such files do
+    b"%PDF-": Content("a PDF document", "extract its text first, with pdftotext for example"),
     b"PAR1": Content("parquet", "give it a name that ends in .parquet"),
     b"ARROW1": Content("an Arrow file", "write it as parquet first"),
     b"BZh91AY&SY": Content("what bzip2 has compressed", UNPACK),

@@ -1,4 +1,4 @@
-"""What options may be, apart from what they do."""
+"""What commands and their options may be, apart from what they do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,21 @@ from typing import Any
 
 import click
 
-from harness.errors import UserError
+from harness.errors import UserError, one_line_errors
+
+
+class Command(click.Command):
+    """A command that ends with one line also where click itself fails before the command begins: --help, and other
+    options that print and end, into a full disk. Its body needs `one_line_errors` still: of a Ctrl-C there click would
+    make "Aborted!"."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        with one_line_errors():
+            return super().main(*args, **kwargs)
+
+
+class Group(Command, click.Group):
+    """The same of a command that has commands."""
 
 
 class FiniteNumber(click.FloatRange):

@@ -64,8 +64,7 @@ def read_documents(file: TextFile, form: TextFormat) -> Iterator[Piece]:
             raise RunError(f"{file.path}: {error.strerror}") from None
         reason = " ".join(str(error).split())[:160]
         raise RunError(
-            f"{file.path}: {_what_failed(file, error)} after {documents:,} documents ({reason}); "
-            f"{_remedy(file, error)}, and the same command goes on from there"
+            f"{file.path}: {_what_failed(file, error)} after {documents:,} documents ({reason}); {_remedy(file, error)}"
         ) from None
 
 
@@ -82,7 +81,8 @@ def _check_content(file: TextFile) -> None:
         with _opened(file.path) as (stream, _):
             found = identify(stream.read(HEAD_BYTES), file.size)
     if found:
-        raise UserError(f"{file.path}: holds {found.what}, not text; {found.remedy}")
+        wanted = "UTF-8 text" if found.is_text else "text"
+        raise UserError(f"{file.path}: holds {found.what}, not {wanted}; {found.remedy}")
 
 
 def _what_failed(file: TextFile, error: Exception) -> str:
@@ -93,10 +93,10 @@ def _what_failed(file: TextFile, error: Exception) -> str:
 
 def _remedy(file: TextFile, error: Exception) -> str:
     if not isinstance(error, UnicodeDecodeError):
-        return "mend or remove it"
+        return "mend or remove it, and the same command goes on from there"
     if file.kind == "text" and not is_mostly_valid(error.object):
-        return CONVERT
-    return "--replace-invalid reads it as U+FFFD"
+        return f"{CONVERT}, and the same command goes on from there"
+    return "--replace-invalid reads it as U+FFFD, and goes on from there"
 
 
 # Parquet -----------------------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def find_text_files(pattern: str) -> tuple[list[TextFile], list[str]]:
     if not wanted:
         kinds = "*.parquet, *.jsonl, *.txt, also with .gz or .zst"
         seen = f"; what there is: {listed(others)}" if others else ""
-        if any(Path(name).suffix in TOKEN_SUFFIXES for name in others):
+        if any(Path(name).suffix.lower() in TOKEN_SUFFIXES for name in others):
             seen += "; files of tokens go in with --from-bin"
         raise UserError(f"{shown(pattern)}: no input files here (a folder with {kinds}, or a glob in quotes){seen}")
     ordered = sorted(wanted, key=lambda path: names[path])

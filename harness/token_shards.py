@@ -36,7 +36,7 @@ def find_shards(pattern: str, stated_dtype: str | None) -> dict[str, list[TokenS
     for path in _paths(pattern):
         if not is_unicode(path.name):
             raise UserError(f"{path}: the name is not valid UTF-8; rename it")
-        words = path.stem.replace("-", "_").split("_")
+        words = path.stem.lower().replace("-", "_").split("_")
         split = next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), None)
         if split is None:
             raise UserError(f"{path}: the name tells of no split; rename it to something_train_000001.bin or _val_")
@@ -49,12 +49,12 @@ def find_shards(pattern: str, stated_dtype: str | None) -> dict[str, list[TokenS
 def _paths(pattern: str) -> list[Path]:
     place = Path(pattern)
     if place.is_dir():
-        found = [path for path in place.iterdir() if path.suffix in TOKEN_SUFFIXES and path.is_file()]
+        found = [path for path in place.iterdir() if path.suffix.lower() in TOKEN_SUFFIXES and path.is_file()]
     else:
         found = [place] if place.is_file() else [Path(each) for each in glob.glob(pattern, recursive=True)]
     if not found:
         raise UserError(f"{pattern}: no .bin or .npy files here (a folder, or a glob in quotes)")
-    kinds = {path.suffix for path in found} & set(TOKEN_SUFFIXES)
+    kinds = {path.suffix.lower() for path in found} & set(TOKEN_SUFFIXES)
     if len(kinds) > 1:
         raise UserError(f"{pattern}: .bin and .npy files, perhaps of the same tokens; name those to take by a glob")
     return sorted(found)

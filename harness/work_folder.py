@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,11 @@ from harness.wording import listed
 
 DATASET_FILES = {"meta.json", "README.md", *(f"{split}.safetensors" for split in SPLITS)}
 TOKENIZER_SUFFIXES = ("tokenizer.json", ".tiktoken.json")
+
+
+def without_dots(target: Path) -> Path:
+    """The same place without "..", so that its last two parts are owner/name."""
+    return Path(os.path.realpath(target)) if ".." in target.parts else target
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
@@ -52,6 +58,7 @@ class WorkFolder:
     """The hidden folder beside the target where the dataset grows; one process at a time."""
 
     target: Path
+    made: list[Path] = field(default_factory=list, compare=False)  # by `open`, around it; the innermost first
 
     @property
     def path(self) -> Path:
@@ -84,6 +91,7 @@ class WorkFolder:
         if self.path.is_symlink():
             raise UserError(f"{self.path}: is a link, but what is left over in it would be deleted; remove the link")
         try:
+            self.made[:] = [folder for folder in self.path.parents if not folder.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{self.path}: cannot make this folder: {error.strerror}") from None
@@ -145,11 +153,14 @@ class WorkFolder:
         return journal.options == options and journal.read_known(self.known_files) in (None, files)
 
     def leave(self) -> None:
-        """Remove the folder if there is nothing in it that would be missed."""
+        """Remove the folder if there is nothing in it that would be missed, and those around it that were made for
+        it."""
         journal = Journal.load(self.journal)
         if journal is None or not journal.has_begun:
             with suppress(OSError):
                 self._remove()
+                for folder in self.made:
+                    folder.rmdir()  # only if it is empty
 
     def put_in_place(self) -> None:
         """Give the dataset its name; an older one of that name is deleted when the new one has it."""

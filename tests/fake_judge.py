@@ -239,7 +239,9 @@ def write_ways(responses: Path, folder: Path) -> list[Path]:
     keys = ("instruction", "input", "output")
     try:
         questions = [{key: each[key] for key in keys} for each in json.loads(responses.read_text())["responses"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        sys.exit(f"error: {responses}: {error.strerror}")
+    except (ValueError, KeyError, TypeError) as error:
         sys.exit(f"error: {responses}: not a file of answers, as test_ift.py writes them: {error}")
     paths = [folder / name for name in WAYS]
     if there := [path for path in paths if path.exists()]:

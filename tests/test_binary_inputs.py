@@ -131,6 +131,7 @@ def test_another_format_under_a_name_of_these(tmp_path: Path, name: str) -> None
         "MZ",
         "PAR1 is what parquet files begin with",
         "RIFF",
+        "%PDF-1.7 is what PDF documents begin with\n",
         "naïve 日本 🐍",
         "\x00" + "a" * 99,
         "\x1b[1mhi\x1b[0m",
@@ -162,10 +163,10 @@ def test_the_command_leads_from_an_array_to_its_tokens(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_token_files_alone(tmp_path: Path) -> None:
-    write_nanogpt(tmp_path / "owt" / "train.bin", TOKENS.tolist())
+    write_nanogpt(tmp_path / "owt" / "train.BIN", TOKENS.tolist())
     line = Preparer(tmp_path).run("owt", "out", *SMALL, status=2)
     assert "no input files here" in line
-    assert "what there is: train.bin; files of tokens go in with --from-bin" in line
+    assert "what there is: train.BIN; files of tokens go in with --from-bin" in line
 
 
 # What is not UTF-8 -----------------------------------------------------------------------------------------------
@@ -242,11 +243,21 @@ def test_json_lines_are_judged_as_a_file(tmp_path: Path) -> None:
 def test_the_advice_is_one_that_helps(tmp_path: Path) -> None:
     """French in Latin-1 has to be converted: U+FFFD for all its accents is no text."""
     (tmp_path / "a.txt").write_bytes("Élève, où étiez-vous cet été ?\n".encode("latin-1") * 99)
-    with pytest.raises(RunError, match=r"not valid UTF-8 .*iconv -f ITS-ENCODING -t UTF-8") as raised:
+    advice = r"iconv -f ITS-ENCODING -t UTF-8\).*, and the same command goes on from there$"
+    with pytest.raises(RunError, match=rf"not valid UTF-8 .*{advice}") as raised:
         read(tmp_path / "a.txt")
     assert "--replace-invalid" not in str(raised.value)
     (tmp_path / "a.txt").write_bytes(latin(2000, 3))
-    with pytest.raises(RunError, match=r"not valid UTF-8 .*--replace-invalid reads it as U\+FFFD"):
+    with pytest.raises(
+        RunError, match=r"not valid UTF-8 .*--replace-invalid reads it as U\+FFFD, and goes on"
+    ) as raised:
+        read(tmp_path / "a.txt")
+    assert "the same command" not in str(raised.value)
+
+
+def test_text_in_another_encoding_is_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT, "utf-16")
+    with pytest.raises(UserError, match=r"holds text in UTF-16, not UTF-8 text; convert it"):
         read(tmp_path / "a.txt")
 
 

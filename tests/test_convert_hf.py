@@ -325,7 +325,7 @@ def test_a_source_that_is_no_folder_says_whether_it_could_be_a_name(tmp_path: Pa
         ("./nothing", "./nothing: no such folder, and not the name of a model"),
         ("c/d/e", "c/d/e: no such folder, and not the name of a model"),
         ("c/nothing", 'c/nothing: no such folder here; as the name of a model: model "c/nothing": '),
-        ("me/nothing", 'error: model "me/nothing": '),
+        ("me/nothing", 'error: me/nothing: no such folder here; as the name of a model: model "me/nothing": '),
         ("c/model.safetensors", "c/model.safetensors: not a folder"),
         ("c", "c: no config.json; by its model.json it is a model that all commands take"),
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import os
 import re
 import resource
 import subprocess
@@ -227,6 +228,24 @@ def test_help_is_useful_quick_and_without_torch(command: str) -> None:
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
     documented = [line for line in done.stdout.splitlines() if line.startswith("  ")]
     assert len(documented) >= 5
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_into_a_full_disk_is_one_line(command: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        asked = [sys.executable, str(ROOT_MODULES[command]), "--help"]
+        done = subprocess.run(asked, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.stderr == "error: standard output: No space left on device\n"
+    assert done.returncode == 1
+
+
+def test_help_to_a_reader_who_has_gone_is_quiet() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    asked = [sys.executable, str(ROOT_MODULES["ddp_train"]), "--help"]
+    done = subprocess.run(asked, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writing)
+    assert done.stderr == ""
 
 
 def test_the_tests_do_not_lie_in_the_root() -> None:

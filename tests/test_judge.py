@@ -707,7 +707,7 @@ def test_the_readmes_example_needs_no_account(bench: Bench) -> None:
     again = subprocess.run(command, cwd=bench.folder, capture_output=True, text=True)
     assert (again.returncode, one_line(again.stderr)) == (1, "error: small.json: exists; start this in another folder")
     missing = subprocess.run([*command[:3], "no.json", "--port", "0"], cwd=bench.folder, capture_output=True, text=True)
-    assert one_line(missing.stderr).startswith("error: no.json: not a file of answers")
+    assert (missing.returncode, missing.stderr) == (1, "error: no.json: No such file or directory\n")
 
 
 # Tables --------------------------------------------------------------------------------------------------------------

@@ -152,6 +152,22 @@ def test_what_it_says_at_the_end_is_what_trains(tmp_path: Path, target: str, ste
     assert Dataset.open(here / datasets_dir, name).meta.vocab_size == 300
 
 
+def test_a_place_above_is_named_by_where_it_is(tmp_path: Path) -> None:
+    here = tmp_path / "datasets" / "me" / "here"
+    write_json_lines(here / "a.jsonl", DOCUMENTS[:200])
+    lines = Preparer(here).run("a.jsonl", "../x", *SMALL).splitlines()
+    assert lines[-2] == f'  train.json: "dataset": "me/x" (DATASETS_DIR is {tmp_path / "datasets"})'
+    assert Dataset.open(tmp_path / "datasets", "me/x").meta.vocab_size == 300
+
+
+def test_a_mistyped_input_leaves_no_folder(tmp_path: Path) -> None:
+    """Neither that of an owner, where none was; one that was there stays, although it is empty."""
+    preparer = Preparer(tmp_path)
+    (tmp_path / "datasets").mkdir()
+    assert "no input files here" in preparer.run("./me/nothing", "datasets/me/x", status=2)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "datasets"]
+
+
 def test_a_full_standard_output_is_called_that(plain: Path, preparer: Preparer) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(

@@ -95,6 +95,16 @@ def test_nanogpts_folder_keeps_its_splits(preparer: Preparer, tokenizer: Path) -
     preparer.run("--verify", target)
 
 
+def test_names_in_capitals_mean_the_same(tmp_path: Path) -> None:
+    for name in ("TRAIN.BIN", "Val.Bin"):
+        write_nanogpt(tmp_path / name, [7, 300] * 9)
+    assert find_shards(str(tmp_path), None).keys() == {"train", "validation"}
+    np.save(tmp_path / "train.npy", np.array([7, 0], np.uint16))
+    (tmp_path / "train.npy").rename(tmp_path / "TRAIN.NPY")
+    with pytest.raises(UserError, match=r"\.bin and \.npy files, perhaps of the same tokens"):
+        find_shards(str(tmp_path), None)
+
+
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.uint32, np.int64, ">u2"])
 def test_build_nanogpts_arrays(preparer: Preparer, tokenizer: Path, dtype: Any) -> None:
     train, held_out = (stream(tokenizer, part, first=True) for part in (DOCUMENTS[:90], DOCUMENTS[90:100]))
