@@ -23,19 +23,17 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from harness.checkpoint_folder import BEST, LATEST, META
+from harness.checkpoint_folder import BEST, FOREIGN, LATEST, META, is_notebooks, refuse_unnamed
 from harness.checkpoint_folder import choose_start as choose_start
 from harness.checkpoint_folder import find_checkpoint as find_checkpoint
 from harness.checkpoint_folder import list_checkpoints as list_checkpoints
 from harness.checkpoint_folder import read_meta as read_meta
 from harness.errors import RunError, UserError
 from harness.files import move, sha256, sync
-from harness.notebook_checkpoint import is_notebooks
 from harness.run import check_name
 from harness.weights import load_weights, save_weights
 
 TEMPORARY_PREFIX = ".saving-"
-FOREIGN = "not written by this program; to train on from it, give its name as CHECKPOINT"
 WEIGHTS, OPTIMIZER, SCALER, TRAIN_STATE = "model.safetensors", "optimizer.pt", "scaler.pt", "train_state.pt"
 
 
@@ -182,8 +180,7 @@ def open_start(folder: Path, name: str | None) -> tuple[Path, dict[str, Any]] | 
             f"the newest whole checkpoint is {whole.name}: give that name as CHECKPOINT" if whole else "none is whole"
         )
         raise UserError(f"{error}; {offer}, or use --restart") from None
-    if name is None and is_notebooks(meta):
-        raise UserError(f"{start}: {FOREIGN}, or use --restart")
+    refuse_unnamed(start, meta, name)
     return start, meta
 
 

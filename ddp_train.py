@@ -238,7 +238,7 @@ def main(run: str, datasets_dir: Path, checkpoint: str | None, **options: Any) -
         found = RunDirectory.find(options["runs_dir"], run)
         experiment = Experiment.load(found, datasets_dir)
         if options["plan"]:
-            print_plan(experiment, options)
+            print_plan(experiment, checkpoint, options)
             return
         say_start(experiment)
         if options["find"]:
@@ -266,16 +266,15 @@ def print_schema(context: click.Context, kind: str | None) -> None:
     context.exit()
 
 
-def print_plan(experiment: Experiment, options: dict[str, Any]) -> None:
-    from harness.checkpoint_folder import choose_start, read_meta
+def print_plan(experiment: Experiment, checkpoint: str | None, options: dict[str, Any]) -> None:
     from harness.environment import is_speaker, world_size
-    from harness.plan import assumed_speed, describe_plan, make_plan, plan_speed
+    from harness.plan import assumed_speed, describe_plan, make_plan, plan_speed, planned_start
 
     if not is_speaker():
         return
-    start = choose_start(experiment.run.checkpoints, None)
-    meta = read_meta(start) if start else None
-    plan = make_plan(experiment, options["assume_world_size"] or world_size(), meta)
+    ranks = options["assume_world_size"] or world_size()
+    meta = None if options["restart"] else planned_start(experiment, ranks, checkpoint)
+    plan = make_plan(experiment, ranks, meta)
     assumed = assumed_speed(options["assume_tps"], options["assume_tps_with_validation"])
     click.echo(describe_plan(plan, experiment.model, plan_speed(experiment, plan.shape, assumed)))
     if options["assume_world_size"] is None:  # else it is another machine's disk that counts
@@ -318,10 +317,10 @@ def build_rehearsal(experiment: Experiment, dataset: Dataset, folder: Path, worl
 def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> None:
     """Start, continue, or find that there is nothing left to do."""
     import checkpointing
+    from harness.checkpoint_folder import completed
     from harness.fetch import fetch_dataset
     from harness.job import explained_failures
     from harness.metrics import Clock
-    from harness.notebook_checkpoint import completed
     from harness.plan import make_plan
     from harness.stopping import StopRequest
     from harness.world import World
@@ -422,8 +421,8 @@ def restore_summary(experiment: Experiment, world: World, meta: dict[str, Any]) 
 def begin(job: Job, start: Path | None) -> None:
     """Put the job where the checkpoint at `start` left it, or make way for a run from the beginning."""
     import checkpointing
+    from harness.checkpoint_folder import is_notebooks
     from harness.continuation import changed_settings
-    from harness.notebook_checkpoint import is_notebooks
 
     world, run, position = job.world, job.run, job.position
     left = f"{position.total_steps - position.first_step:,} global steps of {job.shape.global_tokens:,} tokens"

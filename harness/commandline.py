@@ -51,7 +51,7 @@ def check_options(checkpoint: str | None, options: dict[str, Any]) -> None:
             raise UserError(f"--{option.replace('_', '-')} belongs with {'-f' if needed == 'find' else '--plan'}")
     if options["assume_tps"] and options["assume_tps_with_validation"]:
         raise UserError("--assume-tps and --assume-tps-with-validation: give one of them")
-    if options["restart"] and (options["plan"] or options["find"]):
-        raise UserError(f"--restart and {'--plan' if options['plan'] else '-f'}: give one of them")
-    if checkpoint is not None and (options["restart"] or options["find"] or options["plan"]):
-        raise UserError("a CHECKPOINT to continue from goes with none of --restart, -f and --plan")
+    if options["restart"] and options["find"]:
+        raise UserError("--restart and -f: give one of them")
+    if checkpoint is not None and (options["restart"] or options["find"]):
+        raise UserError("a CHECKPOINT to continue from goes with neither --restart nor -f")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from harness.background import ForegroundWriter
+from harness.checkpoint_folder import completed
 from harness.config import TrainConfig
 from harness.continuation import Position, same_yardstick
 from harness.divergence import describe_divergence, fingerprint
@@ -22,7 +23,6 @@ from harness.losses import LossWindow, Report, report_values
 from harness.measured import same_conditions
 from harness.memory import is_out_of_memory
 from harness.metrics import Clock, MetricsFile, Speed, finite
-from harness.notebook_checkpoint import completed
 from harness.progress import Progress
 from harness.randomness import seed_for_rank
 from harness.run import RunDirectory

@@ -36,7 +36,14 @@ class Measured:
     @property
     def is_believable(self) -> bool:
         """Whether the speed says something of another run."""
-        return self.global_steps >= BELIEVED_STEPS and self.seconds >= BELIEVED_SECONDS
+        return not self.shortfall
+
+    @property
+    def shortfall(self) -> str:
+        """The limits that it is below; empty if it can be believed."""
+        steps = [f"{BELIEVED_STEPS} steps"] if self.global_steps < BELIEVED_STEPS else []
+        seconds = [f"{BELIEVED_SECONDS:.0f} s"] if self.seconds < BELIEVED_SECONDS else []
+        return " and ".join(steps + seconds)
 
 
 def same_conditions(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
@@ -59,10 +66,13 @@ def as_recorded(value: Recorded, meta: Mapping[str, Any]) -> Recorded:
     return replace(value, **{each.name: meta[each.name] for each in fields(value) if meta.get(each.name)})
 
 
-def measured_by(summary: Mapping[str, Any]) -> Measured:
-    """What the speed in a summary.json rests on. Raises KeyError, TypeError or ValueError if that is none of ours."""
-    if "measured" in summary:
-        found = summary["measured"]
-        return Measured(int(found["global_steps"]), int(found["tokens"]), float(found["seconds"]))
-    # Earlier versions divided all tokens by all seconds of training.
-    return Measured(int(summary["global_steps"]), int(summary["tokens_seen"]), float(summary["seconds"]["training"]))
+def measured_by(summary: Mapping[str, Any]) -> Measured | None:
+    """What the speed in a summary.json rests on; None for an earlier version's, which did not say it: it divided all
+    tokens, those of other programs and machines, too, by its own seconds.
+
+    Raises KeyError, TypeError or ValueError if that is none of ours.
+    """
+    if "measured" not in summary:
+        return None
+    found = summary["measured"]
+    return Measured(int(found["global_steps"]), int(found["tokens"]), float(found["seconds"]))

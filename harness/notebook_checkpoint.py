@@ -1,7 +1,7 @@
-"""Checkpoints of the lab notebook's program: what they lack for training to go on, and their optimizer's state.
+"""The optimizer's state in checkpoints of the lab notebook's program.
 
-They hold model.safetensors, optimizer.pt (AdamW's state dict), scaler.pt, and a meta.json of train_loss, val_loss,
-global_step and is_best.
+They hold model.safetensors, optimizer.pt (AdamW's state dict), scaler.pt, and a meta.json, of which
+harness/checkpoint_folder.py knows.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from torch import Tensor
 
 from harness.public_tensors import FUSED, HEAD, PARTS, public_views
 
-# What every checkpoint of ours says of itself.
-OWN_KEYS = {"sha256", "model", "train", "tokens_seen"}
 # The order of a block's parameters there, which is that of the book's classes.
 BLOCK_ORDER = (
     "att.W_query",
@@ -27,21 +25,6 @@ BLOCK_ORDER = (
     "norm2",
 )
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def is_notebooks(meta: dict[str, Any]) -> bool:
-    """Whether a meta.json is the notebook's, rather than a damaged one of ours."""
-    return not OWN_KEYS & meta.keys()
-
-
-def completed(meta: dict[str, Any], identity: dict[str, Any], global_tokens: int) -> dict[str, Any]:
-    """A notebook's meta.json with what ours would say: it belongs to the run that it is put into (`identity`), and saw
-    `global_tokens` tokens in each step, of which nobody has recorded the seconds. One of ours is returned as it is."""
-    if not is_notebooks(meta):
-        return meta
-    seen = (meta["global_step"] + 1) * global_tokens
-    unmeasured = {"seconds": {}, "foreign_tokens": seen, "measured_from_tokens": seen, "measured_from_seconds": 0.0}
-    return {**meta, **identity, "tokens_seen": seen, **unmeasured, "measured_from_step": meta["global_step"]}
 
 
 def optimizer_by_name(saved: dict[str, Any], state: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:

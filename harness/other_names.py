@@ -24,8 +24,10 @@ SEQUENCES = "sequences per device and forward pass"
 BATCH_TOKENS = "counted in sequences: the tokens over context_length"
 STEPS_IN_TOKENS = "counted in tokens: steps x ranks x microbatch_size x gradient_accumulation_steps x context_length"
 ONE_DROPOUT = "one rate for embeddings, attention and residuals"
+ROPE = "learned positions; rope is not available yet"
 FIRST_BETA, SECOND_BETA = "the first of the two", "the second of the two"
 STEPS, MICROBATCHES = "in global steps", "in microbatches"
+ALL_ONCE = "in tokens; -1: all of the split once"
 
 # (another program's key: our key, and how the value converts)
 _TRAINING = {
@@ -36,12 +38,15 @@ _TRAINING = {
     "beta1": ("betas", FIRST_BETA),
     "beta2": ("betas", SECOND_BETA),
     "bf16": ("precision", 'true: "bf16"'),
+    "clip_grad": ("clipping_max_norm", "null: none"),
+    "clip_grad_norm": ("clipping_max_norm", "null: none"),
     "core_metric_every": ("benchmark_interval", STEPS),
     "core_metric_max_per_task": ("benchmark_examples", ""),
     "data_path": ("dataset", "owner/name"),
     "decay_lr": ("lr_schedule", 'true: "cosine", false: "constant"'),
     "device_batch_size": ("microbatch_size", SEQUENCES),
     "dtype": ("precision", '"bf16", "fp16" or "fp32"'),
+    "epochs": ("min_train_tokens", ALL_ONCE),
     "eval_batches": ("validation_batches", MICROBATCHES),
     "eval_every": ("validation_interval", STEPS),
     "eval_interval": ("validation_interval", STEPS),
@@ -56,6 +61,7 @@ _TRAINING = {
     "gradient_clipping": ("clipping_max_norm", "null: none"),
     "init_from": ("initial_weights", "a safetensors file; continuing needs no key"),
     "input_bin": ("dataset", "owner/name; prepare_datasets.py --from-bin makes one of .bin files"),
+    "input_val_bin": ("dataset", "its validation split; prepare_datasets.py --from-bin makes one of .bin files"),
     "learning_rate_decay_frac": ("min_lr_ratio", ""),
     "log_interval": ("report_interval", STEPS),
     "logging_steps": ("report_interval", STEPS),
@@ -63,6 +69,7 @@ _TRAINING = {
     "lr_scheduler": ("lr_schedule", '"constant", "cosine" or "wsd"'),
     "lr_scheduler_type": ("lr_schedule", '"constant", "cosine" or "wsd"'),
     "matrix_lr": ("muon_learning_rate", "not available yet"),
+    "max_epochs": ("min_train_tokens", ALL_ONCE),
     "max_grad_norm": ("clipping_max_norm", "null: none"),
     "max_iters": ("min_train_tokens", STEPS_IN_TOKENS),
     "max_lr": ("learning_rate", ""),
@@ -71,12 +78,16 @@ _TRAINING = {
     "min_lr": ("min_lr_ratio", "over learning_rate"),
     "minibatch": ("microbatch_size", SEQUENCES),
     "mixed_precision": ("precision", '"bf16", "fp16" or "fp32"'),
-    "num_epochs": ("min_train_tokens", "in tokens; -1: all of the split once"),
+    "n_epochs": ("min_train_tokens", ALL_ONCE),
+    "num_epochs": ("min_train_tokens", ALL_ONCE),
     "num_iterations": ("min_train_tokens", STEPS_IN_TOKENS),
-    "num_train_epochs": ("min_train_tokens", "in tokens; -1: all of the split once"),
+    "num_train_epochs": ("min_train_tokens", ALL_ONCE),
+    "num_warmup_steps": ("warmup_steps", STEPS),
     "optim": ("optimizer", '"adamw"'),
     "per_device_eval_batch_size": ("microbatch_size", "in validation, too"),
     "per_device_train_batch_size": ("microbatch_size", SEQUENCES),
+    "per_gpu_eval_batch_size": ("microbatch_size", "in validation, too"),
+    "per_gpu_train_batch_size": ("microbatch_size", SEQUENCES),
     "recompute": ("activation_checkpointing", ""),
     "sample_every": ("sample_interval", STEPS),
     "save_every": ("checkpoint_interval", STEPS),
@@ -84,10 +95,13 @@ _TRAINING = {
     "save_steps": ("checkpoint_interval", STEPS),
     "save_total_limit": ("keep_checkpoints", ""),
     "seed": ("random_seed", ""),
+    "target_flops": ("min_train_tokens", "over the FLOPs per token that --plan prints"),
+    "target_param_data_ratio": ("min_train_tokens", "times the parameters"),
     "torch_compile": ("compile", ""),
     "torch_dtype": ("precision", '"bf16", "fp16" or "fp32"'),
     "total_batch_size": ("global_batch_size", BATCH_TOKENS),
     "train_batch_size": ("global_batch_size", "in sequences, of all ranks"),
+    "train_micro_batch_size_per_gpu": ("microbatch_size", SEQUENCES),
     "val_every": ("validation_interval", STEPS),
     "val_loss_every": ("validation_interval", STEPS),
     "val_max_steps": ("validation_batches", MICROBATCHES),
@@ -128,7 +142,9 @@ _SHAPE = {
     "num_layers": ("n_layers", ""),
     "padded_vocab_size": ("vocab_size", ""),
     "resid_pdrop": ("drop_rate", ONE_DROPOUT),
-    "rope_theta": ("position", "learned positions; rope is not available yet"),
+    "rope_parameters": ("position", ROPE),
+    "rope_scaling": ("position", ROPE),
+    "rope_theta": ("position", ROPE),
     "seq_len": ("context_length", ""),
     "seq_length": ("context_length", ""),
     "sequence_len": ("context_length", ""),
@@ -148,6 +164,7 @@ _FIXED = "not a setting here: it is GPT-2's; remove it"
 _CONTINUING = "not a setting here: the same command continues a run, and CHECKPOINT names another one; remove it"
 _LINKS = "not a setting here: every checkpoint is kept unless keep_checkpoints is set, and `best` is a link; remove it"
 _COUPLED = "not a setting here: validation_interval, checkpoint_interval and report_interval decide; remove it"
+_RECOMPUTED = "not a setting here: activation_checkpointing recomputes each block; remove it"
 
 # What has no key here, and why.
 WITHOUT_KEY = {
@@ -161,12 +178,17 @@ WITHOUT_KEY = {
     **dict.fromkeys(("backend", "ddp_backend", "device", "local_rank", "n_gpu", "no_cuda", "use_cpu"), _DEVICE),
     **dict.fromkeys(("out_dir", "output_dir", "overwrite_output_dir"), _FOLDER),
     **dict.fromkeys(("initializer_range", "layer_norm_epsilon", "layer_norm_eps", "scale_attn_weights"), _FIXED),
+    "rms_norm_eps": _FIXED,
     **dict.fromkeys(("n_inner", "intermediate_size"), "not a setting here: the feed-forward layer is 4 x emb_dim wide"),
     **dict.fromkeys(("head_dim", "head_size"), "not a setting here: emb_dim / n_heads"),
     "aspect_ratio": 'not a setting here: 64 for each layer of "depth"; or give emb_dim, n_heads and n_layers',
     **dict.fromkeys(("resume", "resume_from_checkpoint", "resume_from_step"), _CONTINUING),
     **dict.fromkeys(("always_save_checkpoint", "load_best_model_at_end", "save_only_model"), _LINKS),
     **dict.fromkeys(("eval_strategy", "evaluation_strategy", "save_strategy", "logging_strategy"), _COUPLED),
+    **dict.fromkeys(("embedding_lr", "unembedding_lr", "scalar_lr"), "not a setting here: there is one learning_rate"),
+    **dict.fromkeys(("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"), _RECOMPUTED),
+    "eval_accumulation_steps": "not a setting here: validation keeps no predictions; remove it",
+    "data_seed": "not a setting here: tokens are taken in their order; prepare_datasets.py shuffles; remove it",
     "lr_decay_iters": "not a setting here: the schedule ends with the run; remove it",
     "eval_only": "not a setting here: test_loss.py measures a checkpoint's loss; remove it",
     "auto_find_batch_size": "not a setting here: ddp_train.py -f finds the largest microbatch; remove it",

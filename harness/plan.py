@@ -13,11 +13,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from harness.checkpoint_folder import choose_start, completed, read_meta, refuse_unnamed
 from harness.config import TrainConfig
 from harness.continuation import Position
 from harness.errors import UserError
 from harness.experiment import Experiment
-from harness.measured import BELIEVED_SECONDS, BELIEVED_STEPS, Measured, measured_by, same_kernels
+from harness.measured import Measured, measured_by, same_kernels
 from harness.tokens import BatchShape, Dataset, check_vocabulary, is_present
 
 GIB = 2**30
@@ -131,10 +132,8 @@ def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
     over = "training and validation together" if speed.includes_validation else "training alone, without validation"
     said = f"{speed.tokens_per_second:,.0f} tokens/s of {over}\n({speed.source})"
     time = f"{_hours(training)} training + {_hours(validating)} validation (estimated)"
-    if speed.includes_validation:
-        time += (
-            f"\n= {_hours(training + validating)}, at {plan.tokens() / max(training, 1e-9):,.0f} tokens/s of training"
-        )
+    if speed.includes_validation and training:
+        time += f"\n= {_hours(training + validating)}, at {plan.tokens() / training:,.0f} tokens/s of training"
     return [("speed", said), ("time", time), ("cost", _cost(plan.config.price_per_hour, training, validating))]
 
 
@@ -206,6 +205,19 @@ def make_plan(experiment: Experiment, world_size: int, meta: dict[str, Any] | No
     return Plan(experiment.run.path.name, config, model.parameters, model.flops_per_token, shape, position)
 
 
+def planned_start(experiment: Experiment, world_size: int, checkpoint: str | None) -> dict[str, Any] | None:
+    """The meta.json of the checkpoint that training would continue from: the named one, or the latest; None if it would
+    start. A notebook's is completed, and refused where training would refuse it. Raises UserError."""
+    start = choose_start(experiment.run.checkpoints, checkpoint)
+    if start is None:
+        return None
+    meta, config = read_meta(start), experiment.config
+    refuse_unnamed(start, meta, checkpoint)
+    here = is_present(experiment.datasets_dir, config.dataset, experiment.splits)
+    identity = experiment.identity(Dataset.open(experiment.datasets_dir, config.dataset)) if here else {}
+    return completed(meta, identity, experiment.shape(world_size).global_tokens)
+
+
 def plan_speed(experiment: Experiment, shape: BatchShape, assumed: PlannedSpeed | None) -> PlannedSpeed:
     """The assumed speed, or the one that an earlier run of this model and batch has measured."""
     if assumed is not None:
@@ -237,23 +249,26 @@ class EarlierSpeed:
 
     summary: Path
     tokens_per_second: float
-    measured: Measured
+    measured: Measured | None  # None: it does not say
     device: str
 
     def preference(self, run: Path) -> tuple[bool, bool, float]:
         """The higher, the better: what can be believed, then this run's own, then the longest."""
+        if self.measured is None:
+            return False, self.summary.parent == run, 0.0
         return self.measured.is_believable, self.summary.parent == run, self.measured.seconds
 
     def planned(self) -> PlannedSpeed:
+        if self.measured is None:
+            reason = "is an earlier version's, and does not say what its speed was measured over"
+            return PlannedSpeed(None, f"{self.summary} {reason}; {GIVE_A_SPEED}")
         over = f"{self.measured.global_steps:,} steps, {self.measured.tokens:,} tokens, {self.measured.seconds:,.1f} s"
         if self.measured.is_believable:
             return PlannedSpeed(
                 self.tokens_per_second, f"measured over {over} of training on {self.device}, in {self.summary}"
             )
-        least = f"{BELIEVED_STEPS} steps and {BELIEVED_SECONDS:.0f} s"
-        return PlannedSpeed(
-            None, f"{self.summary} measured {over} of training only, and less than {least} tell nothing; {GIVE_A_SPEED}"
-        )
+        short = f"less than {self.measured.shortfall} of training is too little to tell"
+        return PlannedSpeed(None, f"{self.summary} measured {over}, and {short}; {GIVE_A_SPEED}")
 
 
 def earlier_speeds(runs_dir: Path, wanted: dict[str, Any], train: dict[str, Any]) -> list[EarlierSpeed]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,8 +56,23 @@ def _plain_name(runs_dir: Path, text: str) -> str:
     try:
         return check_name(text, "run")
     except UserError as error:
-        meant = f"; did you mean {name}?" if name in _known_runs(runs_dir) else ""
-        raise UserError(f"{error}, and it is no path into {os.path.abspath(runs_dir)} (--runs-dir){meant}") from None
+        meant = _probable_meaning(runs_dir, plain)
+        raise UserError(
+            f"{error}, and it is no path to a run in {os.path.abspath(runs_dir)} (--runs-dir){meant}"
+        ) from None
+
+
+def _probable_meaning(runs_dir: Path, text: str) -> str:
+    """What the path of something else than a run in `runs_dir` was probably meant to say, or nothing."""
+    path, known = os.path.abspath(text), _known_runs(runs_dir)
+    inside = os.path.relpath(os.path.realpath(path), os.path.realpath(runs_dir)).split(os.sep)[0]
+    if inside in known:
+        return f"; did you mean {inside}?"
+    folder, name = os.path.split(path if os.path.isdir(path) else os.path.dirname(path))
+    if os.path.isfile(os.path.join(folder, name, "train.json")) and SAFE_NAME.fullmatch(name):
+        return f"; that run is {name} with --runs-dir {shlex.quote(folder)}"
+    near = next((part for part in (os.path.basename(path), text.split(os.sep)[0]) if part in known), None)
+    return f"; did you mean {near}?" if near else ""
 
 
 @dataclass(frozen=True)

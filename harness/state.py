@@ -44,7 +44,11 @@ class Tally:
         values = {key: meta[key] for key in asdict(cls()) if key in meta}
         if values.get("loss_sum", 0.0) is None:  # JSON's way to say that it was not finite
             values["loss_sum"] = math.nan
-        return cls(**values)
+        tally = cls(**values)
+        if "measured_from_step" not in meta:
+            # An earlier version's: some of its tokens may be another program's, and its seconds another machine's.
+            tally.measure_from_here(meta.get("seconds", {}).get("training", 0.0))
+        return tally
 
     @property
     def trained_tokens(self) -> int:

@@ -114,7 +114,7 @@ def _foreign(summary: dict[str, Any]) -> str:
 def _throughput(summary: dict[str, Any]) -> str:
     rate, measured = summary["tokens_per_second"], summary["measured"]
     if rate is None:
-        return "not measured: nothing was trained with this batch on this machine"
+        return "not measured: nothing is known to be trained with this batch on this machine"
     over = f" ({measured['tokens']:,} tokens in {measured['seconds']:,.1f} s: with this batch on this machine)"
     return f"{rate:,.0f} tokens/second of training{'' if measured['tokens'] == summary['tokens_seen'] else over}"
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 SHOWN_CHARACTERS = 60
+ALIKE = 0.75  # of difflib's ratio: half of it, and `epochs` is like `eps`
 
 
 def shown(value: Any) -> str:
@@ -21,10 +22,12 @@ def shown(value: Any) -> str:
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
-    """Which of the known names was probably meant."""
+    """Which of the known names was probably meant: one that differs by a slip of the finger or a part left out. Not one
+    that only resembles it, which another program's word for something else may do."""
     if len(name) > SHOWN_CHARACTERS:  # no slip of the finger, and slow to compare
         return None
-    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.5)), None)
+    swapped = [each for each in known if sorted(each) == sorted(name)]  # in a short name a large part of it
+    return next(iter(swapped or difflib.get_close_matches(name, known, n=1, cutoff=ALIKE)), None)
 
 
 def listed(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
-from harness.config import RunFile, TrainConfig, json_schema, load_train_config
+from harness.config import RunFile, TrainConfig, json_schema, load_train_config, parse_config
 from harness.errors import UserError
 from harness.model_config import ModelConfig, load_model_config
 from harness.other_names import COUNTERPARTS, WITHOUT_KEY
 from harness.schedules import build_schedule
+from harness.wording import nearest
 
 # The keys that are enough to run, with the lab notebook's numbers.
 SEED_TRAIN: dict[str, Any] = {
@@ -268,6 +270,86 @@ def test_an_unknown_key_names_the_nearest(train: WriteTrain, typo: str, meant: s
 def test_an_unknown_model_key_names_the_nearest(model: WriteModel, typo: str, meant: str) -> None:
     message = refusal(model, **{typo: 1})
     assert f'key "{typo}": unknown; did you mean "{meant}"?' in message
+
+
+def test_slips_of_the_finger_get_advice() -> None:
+    """In every key of three letters or more: a letter left out, doubled or swapped with the next, and underscores left
+    out; in those of five or more a wrong letter, too."""
+    for kind in (TrainConfig, ModelConfig):
+        keys = [key for key in kind.model_fields if len(key) > 2]
+        for key in keys:
+            slips = {key.replace("_", "")}
+            for at in range(len(key)):
+                slips |= {key[:at] + key[at] + key[at:], key[:at] + key[at + 1 : at + 2] + key[at] + key[at + 2 :]}
+                slips |= {key[:at] + key[at + 1 :]} if len(key) > 3 else set()
+                slips |= {key[:at] + "~" + key[at + 1 :]} if len(key) > 4 else set()
+            assert {slip: nearest(slip, keys) for slip in slips} == dict.fromkeys(slips, key)
+
+
+def keys_of_transformers() -> set[str]:
+    transformers = pytest.importorskip("transformers")
+    models = [transformers.GPT2Config(), transformers.LlamaConfig()]
+    arguments = {each.name for each in fields(transformers.TrainingArguments)}
+    return arguments.union(*(model.to_dict() for model in models))
+
+
+# What nanoGPT, llm.c, nanochat, DeepSpeed and older transformers have besides, and what people write.
+ELSEWHERE = [
+    "epochs",
+    "max_epochs",
+    "do_train",
+    "eval_delay",
+    "deepspeed",
+    "ddp_timeout",
+    "per_gpu_train_batch_size",
+    "eval_accumulation_steps",
+    "_comment",
+    "input_val_bin",
+    "embedding_lr",
+    "unembedding_lr",
+    "scalar_lr",
+    "target_flops",
+    "target_param_data_ratio",
+    "window_pattern",
+    "model_tag",
+    "run",
+    "device_type",
+    "model",
+    "overfit_single_batch",
+    "tensorcores",
+    "flash",
+    "write_tensors",
+    "total_batch_size",
+    "n_epochs",
+    "rms_norm_eps",
+    "train_micro_batch_size_per_gpu",
+]
+
+
+def test_no_key_of_another_program_gets_advice_for_its_looks(tmp_path: Path) -> None:
+    """It is in the table, whose words are true, or it is ours, or nothing is suggested."""
+    kinds: dict[str, type[RunFile]] = {"train.json": TrainConfig, "model.json": ModelConfig}
+    names = keys_of_transformers().union(ELSEWHERE) - TrainConfig.model_fields.keys() - ModelConfig.model_fields.keys()
+    assert len(names) > 100
+    for name in sorted(names):
+        for file, kind in kinds.items():
+            with pytest.raises(UserError) as refused:
+                parse_config(kind, {name: 1}, tmp_path / file)
+            suggested = re.search(rf'key "{name}": unknown; did you mean "(\w+)"', str(refused.value))
+            assert not suggested or COUNTERPARTS[name].key == suggested[1], str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("epochs", "min_train_tokens"),
+        ("per_gpu_train_batch_size", "microbatch_size"),
+        ("input_val_bin", "dataset"),
+        ("target_flops", "min_train_tokens"),
+    ],
+)
+def test_more_names_lead_to_ours(train: WriteTrain, name: str, ours: str) -> None:
+    assert f'key "{name}": unknown; did you mean "{ours}" (' in refusal(train, **{name: 1})
 
 
 def test_a_misspelt_depth_names_depth(tmp_path: Path) -> None:

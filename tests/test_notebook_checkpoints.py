@@ -69,6 +69,24 @@ def test_training_goes_on_as_the_notebook_would(tmp_path: Path, shape: dict[str,
     assert "is finished" in shop.attempt().stdout
 
 
+def test_plans_of_going_on_from_it(tmp_path: Path) -> None:
+    """Refused without its name, in the words of training; with it, what is left is what training then does."""
+    shop, _, _ = workshop(tmp_path)
+    refusals = [shop.attempt(*options) for options in ([], ["--plan"])]
+    assert [refusal.status for refusal in refusals] == [2, 2]
+    assert f"{NAME}: not written by this program" in refusals[0].stderr
+    assert refusals[1].stderr == refusals[0].stderr
+    planned = shop.attempt(NAME, "--plan", "--assume-tps", "128")
+    assert planned.status == 0, planned.stderr
+    said = " ".join(planned.stdout.split())
+    assert "done already 4 steps, 128 tokens global steps 8 more tokens 256 more" in said
+    assert "2 s training" in said
+    afresh = " ".join(shop.attempt("--plan", "--restart").stdout.split())
+    assert "global steps 12 tokens 384 " in afresh
+    (shop.datasets / "local" / "letters").rename(tmp_path / "elsewhere")
+    assert "8 more" in shop.attempt(NAME, "--plan").stdout, "without the dataset, too"
+
+
 def test_speed_and_cost_are_those_of_what_was_trained_here(tmp_path: Path) -> None:
     """A notebook's four steps of twelve are seen, but nobody knows their seconds: the summary, the step lines and a
     plan know the other eight only; also after more steps, after going back, and when the summary is written anew."""

@@ -217,13 +217,21 @@ def test_the_disk_of_real_checkpoints(tmp_path: Path) -> None:
 
     shop.add_run("again", model=wide, min_train_tokens=2560)
     refusal = rows(shop.attempt("--plan", run="again"))["time and cost"]
-    assert re.search(r"measured 4 steps, 256 tokens, [\d.]+ s of training only", refusal)
-    assert "less than 20 steps and 10 s tell nothing; give --assume-tps" in refusal
+    assert re.search(r"measured 4 steps, 256 tokens, [\d.]+ s, and less than 20 steps ", refusal)
+    assert "less than 20 steps and 10 s of training is too little to tell; give --assume-tps" in refusal
 
     found = rows(shop.attempt("--plan"))
     assert found["done already"] == "4 steps, 256 tokens"
     assert found["global steps"].startswith("0 more")
     assert number(found["checkpoints"]) == 0
+    for option in ("--assume-tps", "--assume-tps-with-validation"):
+        assert rows(shop.attempt("--plan", option, "100"))["time"] == "0 s training + 0 s validation (estimated)"
+    afresh = rows(shop.attempt("--plan", "--restart"))
+    assert "done already" not in afresh
+    assert (number(afresh["global steps"]), number(afresh["checkpoints"])) == (4, 3)
+    first = rows(shop.attempt(min(folders).name, "--plan"))
+    assert first["done already"] == "1 steps, 64 tokens"
+    assert first["global steps"].startswith("3 more")
     shop.add_run(model=wide, min_train_tokens=640, validation_interval=2, price_per_hour=36.0)
     found = rows(shop.attempt("--plan"))
     assert found["global steps"].startswith("6 more")
@@ -273,14 +281,27 @@ def test_the_speed_of_an_earlier_run(shop: Workshop) -> None:
     assert shop.runs.joinpath("r", "summary.json").exists()
 
 
-def test_the_speed_in_a_summary_of_an_earlier_version(shop: Workshop) -> None:
-    """It did not say what was measured: all tokens in all seconds of training."""
+def test_a_short_measurement_names_the_limit_it_missed(shop: Workshop) -> None:
+    experiment = Experiment.load(RunDirectory(shop.add_run()), shop.datasets)
+    for steps, seconds, missed in ((250, 2.8, "10 s"), (19, 100.0, "20 steps"), (19, 9.9, "20 steps and 10 s")):
+        measured = {"global_steps": steps, "tokens": 1920, "seconds": seconds}
+        add_summary(shop.runs / "r", experiment, measured=measured)
+        assert f"and less than {missed} of training is too little" in rows(shop.attempt("--plan"))["time and cost"]
+
+
+def test_the_speed_in_a_summary_of_an_earlier_version_is_not_believed(shop: Workshop) -> None:
+    """It divided all tokens by its own seconds, also those that another program or machine had trained."""
     experiment = Experiment.load(RunDirectory(shop.add_run()), shop.datasets)
     add_summary(shop.runs / "r", experiment, global_steps=30, tokens_seen=1920, seconds={"training": 20.0})
     summary = json.loads((shop.runs / "r" / "summary.json").read_text())
     del summary["measured"]
     (shop.runs / "r" / "summary.json").write_text(json.dumps(summary))
-    assert "measured over 30 steps, 1,920 tokens, 20.0 s" in rows(shop.attempt("--plan"))["speed"]
+    refusal = rows(shop.attempt("--plan"))["time and cost"]
+    assert "r/summary.json is an earlier version's, and does not say what its speed was measured over" in refusal
+    assert "give --assume-tps" in refusal
+    # It does not stand in the way of one that says it.
+    add_summary(shop.add_run("later"), experiment)
+    assert rows(shop.attempt("--plan"))["speed"].startswith("96 tokens/s")
 
 
 @pytest.mark.parametrize(("tps", "price"), [(1280, 3600.0), (2.5, 7.2), (1e6, 0.0)])
