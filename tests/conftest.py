@@ -23,6 +23,7 @@ from tests.reliability import Row, render, sections_of
 from tests.stopped_run import build_stopped_run
 
 Evidence = Callable[..., None]
+FILES_FOR_SEVERAL_PROCESSES = 4
 ROWS = pytest.StashKey[list[Row]]()
 
 
@@ -33,8 +34,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """The table of faults is written by the process that has seen them all."""
-    if config.getoption("--reliability"):
+    """One process for the table of faults, which it writes, and for a few files: each process loads torch first."""
+    files = {each.partition("::")[0] for each in config.args}
+    is_few = len(files) < FILES_FOR_SEVERAL_PROCESSES and all(each.endswith(".py") for each in files)
+    if config.getoption("--reliability") or is_few:
         config.option.numprocesses, config.option.dist = 0, "no"
 
 
