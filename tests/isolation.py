@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import site
 import tempfile
 from pathlib import Path
@@ -55,6 +56,10 @@ def _isolate() -> None:
         **on_path(*(Path(folder) for folder in inherited if folder)),
     }
     (FOLDER / "home").mkdir()
+    # A shell's background job, or one under nohup, would hand down that it ignores these.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
     # Without bytecode each of the tests' processes would compile all of torch anew, or all of a read-only checkout.
     if os.environ.pop("PYTHONDONTWRITEBYTECODE", None) or not os.access(ROOT / "harness", os.W_OK):
         os.environ["PYTHONPYCACHEPREFIX"] = str(FOLDER / "bytecode")
