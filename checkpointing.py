@@ -30,6 +30,7 @@ from harness.checkpoint_folder import list_checkpoints as list_checkpoints
 from harness.checkpoint_folder import read_meta as read_meta
 from harness.errors import RunError, UserError
 from harness.files import move, sha256, sync
+from harness.memory import is_out_of_memory, says_out_of_memory
 from harness.run import check_name
 from harness.weights import load_weights, save_weights
 
@@ -70,15 +71,26 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         point(folder, LATEST, final)
         if checkpoint.meta["is_best"]:
             point(folder, BEST, final)
-    except (OSError, RuntimeError, SafetensorError) as error:
-        # safetensors wraps a full disk in an exception of its own, so that what is free is told, too.
-        free = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 2**30
-        raise RunError(
-            f"{folder}: cannot write the checkpoint of step {checkpoint.meta['global_step']}: "
-            f"{_reason(error)} ({free:.2f} GiB free); older checkpoints are whole: mend that and run the "
-            "command again, without --restart, to continue"
-        ) from None
+    except (OSError, RuntimeError, MemoryError, SafetensorError) as error:
+        raise RunError(f"{folder}: {_failure(error, folder, checkpoint.meta['global_step'])}") from None
     return final
+
+
+def _failure(error: BaseException, folder: Path, step: int) -> str:
+    """What to say of a checkpoint that could not be written, and what to do about it."""
+    reason, again = _reason(error), "run the command again, without --restart, to continue"
+    if is_out_of_memory(error) or says_out_of_memory(reason):
+        remedy = "lower microbatch_size (-f finds the largest that fits) or give the process more memory"
+        return (
+            f"out of memory in writing the checkpoint of step {step}: {reason}; older checkpoints are whole: {remedy}, "
+            f"and {again}"
+        )
+    # safetensors wraps a full disk in an exception of its own, so that what is free is told, too.
+    free = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 2**30
+    return (
+        f"cannot write the checkpoint of step {step}: {reason} ({free:.2f} GiB free); older checkpoints are whole: "
+        f"mend that and {again}"
+    )
 
 
 def _reason(error: BaseException) -> str:
@@ -86,7 +98,8 @@ def _reason(error: BaseException) -> str:
     link: BaseException | None = error
     while link is not None and not isinstance(link, OSError):
         link = link.__context__
-    return str(link or error).splitlines()[0]
+    said = str(link or error).splitlines()
+    return said[0] if said else type(error).__name__
 
 
 def _write_files(draft: Path, checkpoint: Checkpoint) -> None:

@@ -283,7 +283,7 @@ def print_plan(experiment: Experiment, checkpoint: str | None, options: dict[str
 
 def find_max_microbatch(experiment: Experiment, memory_limit_gib: float | None, *, write: bool) -> None:
     from harness.fetch import fetch_dataset
-    from harness.probe import search_microbatch, write_microbatch_size
+    from harness.probe import load_libraries, search_microbatch, write_microbatch_size
     from harness.rehearsal import Rehearsal
     from harness.tokens import check_vocabulary
     from harness.world import World
@@ -292,7 +292,9 @@ def find_max_microbatch(experiment: Experiment, memory_limit_gib: float | None, 
     remark_on_machine(experiment, world)
     dataset = fetch_dataset(world, experiment.datasets_dir, experiment.config.dataset, ["train"])
     world.on_each_node(lambda: check_vocabulary(dataset, "train", experiment.model.vocab_size))
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as first:
+        tiny = experiment.tiny()
+        load_libraries(tiny, world, dataset, Rehearsal(world, partial(build_rehearsal, tiny, dataset, Path(first))))
         rehearsal = Rehearsal(world, partial(build_rehearsal, experiment, dataset, Path(folder)))
         found = search_microbatch(experiment, world, dataset, rehearsal, memory_limit_gib)
     if write:

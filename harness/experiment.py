@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,12 @@ class Experiment:
         config = load_train_config(run.train_json)
         dataset_folder(datasets_dir, config.dataset)  # a name that cannot be one is noticed here
         return cls(run, config, load_model_config(run.model_json), datasets_dir)
+
+    def tiny(self) -> Experiment:
+        """The same with next to no model, to which nothing is compiled: it does all the same things in no time."""
+        shape = {"context_length": 2, "emb_dim": 2, "n_heads": 1, "n_kv_heads": None, "n_layers": 1}
+        config = self.config.model_copy(update={"compile": False})
+        return replace(self, model=self.model.model_copy(update=shape), config=config)
 
     @property
     def splits(self) -> list[str]:

@@ -7,6 +7,7 @@ import gc
 import resource
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from harness.errors import RunError
@@ -19,6 +20,8 @@ OWN_MAPPING_BYTES = 2**20
 # take beyond a probe: growing heaps, buffers of exchanges. (One process of four steps took within 2 MiB of its probe.)
 HEADROOM_BYTES = 2**26
 LARGEST_LIMIT = 2**62
+# With less than this, not even the steps of a search's own bookkeeping are sure to get their memory.
+LEAST_ROOM_BYTES = 2**24
 # How CPU libraries below torch say that an allocation failed; torch.cuda has an exception class for it.
 OUT_OF_MEMORY_TEXTS = (
     "can't allocate memory",
@@ -42,7 +45,7 @@ def limit_memory(device: torch.device, limit_gib: float | None, local_size: int)
         limit = min(limit_gib * GIB, total) if limit_gib is not None else total
         torch.cuda.set_per_process_memory_fraction(limit / total, device)
         return limit / GIB
-    _settle_cpu_memory()
+    settle_cpu_memory()
     used = _status_bytes("VmData")
     limit = limit_gib * GIB if limit_gib is not None else used + free_memory() / local_size
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -61,14 +64,22 @@ def give_back_at_once() -> None:
 
 def room_gib(device: torch.device, limit_gib: float) -> float:
     """What a limit leaves for models and batches: on the CPU the program itself counts, too."""
-    return limit_gib if device.type == "cuda" else limit_gib - (_status_bytes("VmData") + HEADROOM_BYTES) / GIB
+    return limit_gib - program_gib(device)
 
 
-def _settle_cpu_memory() -> None:
+def program_gib(device: torch.device) -> float:
+    """What the program takes of a limit before it has a model: all that it has loaded, and a reserve. None on CUDA."""
+    if device.type == "cuda":
+        return 0.0
+    return (_status_bytes("VmData") + HEADROOM_BYTES + LEAST_ROOM_BYTES) / GIB
+
+
+def settle_cpu_memory() -> None:
     """Start the threads that the limit would keep from starting, and have freed blocks leave the process at once."""
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, OWN_MAPPING_BYTES)
     product = torch.randn(256, 256, requires_grad=True) @ torch.randn(256, 256)
     product.sum().backward()
+    np.ones((256, 256)) @ np.ones((256, 256))  # OpenBLAS ends the process where it cannot have its buffers
 
 
 def free_memory() -> int:
@@ -129,7 +140,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     kinds = (RuntimeError, OSError, ImportError, RunError)
-    return isinstance(error, kinds) and any(text in str(error) for text in OUT_OF_MEMORY_TEXTS)
+    return isinstance(error, kinds) and says_out_of_memory(str(error))
+
+
+def says_out_of_memory(text: str) -> bool:
+    """Whether it has the words of a library or the system whose allocation failed."""
+    return any(words in text for words in OUT_OF_MEMORY_TEXTS)
 
 
 def _status_bytes(field: str) -> int:

@@ -15,7 +15,17 @@ from harness.errors import RunError, UserError
 from harness.evaluate import microbatch_losses
 from harness.experiment import Experiment
 from harness.files import replace_text
-from harness.memory import GIB, HEADROOM_BYTES, PeakMeter, is_out_of_memory, limit_memory, release_memory, room_gib
+from harness.memory import (
+    GIB,
+    HEADROOM_BYTES,
+    PeakMeter,
+    is_out_of_memory,
+    limit_memory,
+    program_gib,
+    release_memory,
+    room_gib,
+    settle_cpu_memory,
+)
 from harness.microbatch import fit_line, largest_that_fits
 from harness.rehearsal import Rehearsal
 from harness.step import StepResult, TrainStep
@@ -61,7 +71,7 @@ class MicrobatchProbe:
         """Try `PROBE_STEPS` steps; the verdict is every rank's. Raises SearchTooLong for a probe without an end."""
         self._announce(microbatch_size)
         meter, began = PeakMeter(self.world.device), time.monotonic()
-        fitted = self._try(microbatch_size)
+        fitted = self.trains(microbatch_size)
         peak = meter.peak_bytes()
         if self.largest or not fitted:  # the first has compiled, imported and rehearsed
             self.seconds_each = (time.monotonic() - began) / microbatch_size
@@ -92,7 +102,8 @@ class MicrobatchProbe:
         guesses = self.world.gather(int(own) if own is not None and 0 < own < 2**31 else 0)
         return min(guesses) or None
 
-    def _try(self, microbatch_size: int) -> bool:
+    def trains(self, microbatch_size: int) -> bool:
+        """Whether this rank has the memory for what training does; once, also for what it does between two steps."""
         try:
             if self._step is None:
                 self._step = self.build_step()
@@ -143,8 +154,7 @@ def search_microbatch(
             f"{config.start_train_token + per_sequence + 1:,} tokens, but there are {len(tokens):,}"
         )
     limit = limit_memory(world.device, memory_limit_gib, world.local_size)
-    if not world.agree(room_gib(world.device, limit) > 0):
-        raise world.verdict(f"the program alone takes the {limit:.2f} GiB; raise --memory-limit-gib")
+    refuse_small_limit(world, limit)
     probe = MicrobatchProbe(
         rehearsal.build_step,
         world,
@@ -178,6 +188,42 @@ def search_microbatch(
         )
         print(f"Memory: {fit} (from {len(probe.peaks)} peaks; limit {limit:.2f} GiB{note})", flush=True)
     return found
+
+
+def refuse_small_limit(world: World, limit_gib: float) -> None:
+    """Raises RunError, on every rank, if a rank's program leaves nothing of the limit. Collective."""
+    needed = math.ceil(max(world.gather(program_gib(world.device))) * 100) / 100
+    if not world.agree(room_gib(world.device, limit_gib) > 0):
+        raise world.verdict(
+            f"the program alone takes {needed:.2f} GiB, and the limit is {limit_gib:.2f} GiB; raise --memory-limit-gib"
+        )
+
+
+def load_libraries(experiment: Experiment, world: World, dataset: Dataset, rehearsal: Rehearsal) -> None:
+    """Do with a tiny `experiment`, without a limit, all that a search does under one: libraries that are loaded,
+    threads that are started and buffers that are made only then can end the process, or wait forever, where they get no
+    memory.
+
+    Raises RunError if this process may not have that memory in any case. Nothing to do on a GPU.
+    """
+    if world.device.type == "cuda":
+        return
+    settle_cpu_memory()
+    config = experiment.config
+    probe = MicrobatchProbe(
+        rehearsal.build_step,
+        world,
+        dataset.split("train"),
+        config.start_train_token,
+        experiment.model.context_length,
+        PROBE_ACCUMULATION,
+        validates=config.validates,
+        rehearse=rehearsal.rehearse,
+    )
+    loaded = world.agree(probe.trains(1))
+    release_memory(world.device)
+    if not loaded:
+        raise world.verdict("the program alone takes more memory than this process may have (ulimit -d)")
 
 
 def write_microbatch_size(experiment: Experiment, found: int, world_size: int) -> int:

@@ -421,6 +421,32 @@ def test_a_folder_that_cannot_be_written_is_a_run_error(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints").read_text() == "a file in the way"
 
 
+STARVED = """
+import resource, checkpointing
+from harness.memory import _status_bytes
+write = checkpointing._write_files
+def write_without_memory(draft, checkpoint):
+    used, (_, hard) = _status_bytes("VmData"), resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (used + 2**20, hard))  # less than a thread's stack
+    write(draft, checkpoint)
+checkpointing._write_files = write_without_memory
+"""
+
+
+def test_a_save_without_memory_does_not_blame_the_disk(tmp_path: Path) -> None:
+    shop = Workshop(tmp_path)
+    shop.add_dataset()
+    run = shop.add_run()
+    result = shop.train(ranks=1, expect=1, prelude=STARVED)
+    (line,) = result.error_lines
+    assert f"{run / 'checkpoints'}: out of memory in writing the checkpoint of step 0: can't start new thread" in line
+    assert "-f finds the largest" in line
+    assert "without --restart" in line
+    assert "GiB free" not in line
+    assert list((run / "checkpoints").iterdir()) == []
+    shop.train(ranks=1)
+
+
 def test_a_failed_write_leaves_the_folder_as_it_was(folder: Path, tmp_path: Path) -> None:
     kept = save_checkpoint(folder, a_checkpoint(1, is_best=True))
     broken = Checkpoint(**{**a_checkpoint(2, is_best=True).__dict__, "tokenizer": tmp_path / "not there.json"})
