@@ -199,7 +199,7 @@ def test_the_same_command_waits_for_ranks_that_leave(shop: Workshop, straight: P
 # Terminals
 
 
-# In a session without a terminal the first one becomes the session's own.
+# The first terminal that is claimed becomes the controlling one, whose end is told by SIGHUP.
 ENTER_TERMINAL = """
 import fcntl, os, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
