@@ -199,7 +199,7 @@ class Trainer:
 )
 @click.option("--memory-limit-gib", type=POSITIVE, help="With -f: as if a device had G GiB.")
 @click.option("--write", is_flag=True, help="With -f: put the result into train.json.")
-@click.option("--plan", is_flag=True, help="Print what the run would do and cost; no training, no download.")
+@click.option("--plan", is_flag=True, help="Print what the command would do and cost; no training, no download.")
 @click.option("--assume-tps", type=POSITIVE, help="With --plan: tokens per second of training alone.")
 @click.option(
     "--assume-tps-with-validation", type=POSITIVE, help="With --plan: tokens per second, validation's time counted."

@@ -18,6 +18,9 @@ from harness.tokens import BatchShape, Dataset, dataset_folder
 if TYPE_CHECKING:
     from harness.world import World
 
+# Enough for every tokenizer in use, and nothing against what a search's limit is made of.
+TINY_VOCABULARY = 2**18
+
 
 @dataclass(frozen=True)
 class Experiment:
@@ -37,7 +40,14 @@ class Experiment:
 
     def tiny(self) -> Experiment:
         """The same with next to no model, to which nothing is compiled: it does all the same things in no time."""
-        shape = {"context_length": 2, "emb_dim": 2, "n_heads": 1, "n_kv_heads": None, "n_layers": 1}
+        shape = {
+            "vocab_size": min(self.model.vocab_size, TINY_VOCABULARY),
+            "context_length": 2,
+            "emb_dim": 2,
+            "n_heads": 1,
+            "n_kv_heads": None,
+            "n_layers": 1,
+        }
         config = self.config.model_copy(update={"compile": False})
         return replace(self, model=self.model.model_copy(update=shape), config=config)
 

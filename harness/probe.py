@@ -60,6 +60,7 @@ class MicrobatchProbe:
     validates: bool = True
     rehearse: Callable[[StepResult], None] = lambda result: None  # once, what else training does between two steps
     limit_bytes: float = math.inf
+    largest_token: int = 2**32 - 1  # any beyond is taken for this one
     peaks: list[tuple[int, int]] = field(default_factory=list)  # (sequences, bytes) of what fitted
     largest: int = 0  # that fitted
     seconds_each: float = 0.0  # per sequence, in the last probe
@@ -125,7 +126,7 @@ class MicrobatchProbe:
 
     def _window(self, microbatch_size: int) -> Window:
         tokens = self.tokens.read(self.start_token, microbatch_size * self.context_length + 1)
-        return Window(np.ascontiguousarray(tokens), self.context_length)
+        return Window(np.minimum(tokens, min(self.largest_token, np.iinfo(tokens.dtype).max)), self.context_length)
 
     def memory_line(self) -> tuple[float, float] | None:
         """Bytes per sequence and fixed bytes, fitted to the peaks; None if fewer than two sizes fitted."""
@@ -219,6 +220,7 @@ def load_libraries(experiment: Experiment, world: World, dataset: Dataset, rehea
         PROBE_ACCUMULATION,
         validates=config.validates,
         rehearse=rehearsal.rehearse,
+        largest_token=experiment.model.vocab_size - 1,
     )
     loaded = world.agree(probe.trains(1))
     release_memory(world.device)

@@ -22,7 +22,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.config import load_train_config
+from harness.experiment import Experiment
 from harness.microbatch import GUESSES, fit_line, largest_that_fits
+from harness.run import RunDirectory
 from tests.isolation import on_path
 from tests.launch import ROOT, Result, Workshop, finish, free_port
 
@@ -250,6 +252,16 @@ def test_limits_just_above_the_program_get_an_answer(base_gib: float, tmp_path: 
             continue
         assert (result.status, len(result.stderr.splitlines())) == (1, 1), result.stderr
         assert re.match("error: (the program alone takes|not even a microbatch of 1 fits)", result.stderr)
+
+
+def test_the_tiny_twin_of_a_run(tmp_path: Path) -> None:
+    """It takes next to no memory, whatever the run's own sizes are."""
+    shop = Workshop(tmp_path)
+    large = {"vocab_size": 10**7, "emb_dim": 8192, "n_heads": 64, "n_layers": 20, "context_length": 4096}
+    run = shop.add_run(model=large, compile=True)
+    tiny = Experiment.load(RunDirectory(run), shop.datasets).tiny()
+    assert tiny.model.parameters * 4 * 4 < 2**25
+    assert tiny.config.compile is False
 
 
 def test_a_hard_limit_of_the_system_below_the_option(tmp_path: Path, base_gib: float) -> None:
