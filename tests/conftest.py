@@ -24,6 +24,11 @@ from tests.stopped_run import build_stopped_run
 
 Evidence = Callable[..., None]
 FILES_FOR_SEVERAL_PROCESSES = 4
+# By the time they take, as far as it is more than half a minute: what is begun first is not waited for at the end.
+LONGEST = (
+    *("microbatch_search", "after_training", "fault_nodes", "fault_signals", "fault_saving_in_background"),
+    *("preparing", "fault_kills", "fault_ranks", "fault_launcher", "quickstart", "builtin_dataset", "benchmarks"),
+)
 ROWS = pytest.StashKey[list[Row]]()
 
 
@@ -52,6 +57,11 @@ def pytest_runtest_teardown() -> Generator[None]:
     yield
     if found := isolation.trespasses():
         pytest.fail("\n".join(["what tests may not touch (tests/isolation.py):", *found]), pytrace=False)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 @pytest.fixture(scope="session")

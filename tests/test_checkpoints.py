@@ -427,7 +427,7 @@ from harness.memory import _status_bytes
 write = checkpointing._write_files
 def write_without_memory(draft, checkpoint):
     used, (_, hard) = _status_bytes("VmData"), resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (used + 2**20, hard))  # less than a thread's stack
+    resource.setrlimit(resource.RLIMIT_DATA, (used + 2**22, hard))  # half of a thread's stack
     write(draft, checkpoint)
 checkpointing._write_files = write_without_memory
 """
