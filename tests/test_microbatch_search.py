@@ -343,6 +343,17 @@ def roomy(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return shop
 
 
+def test_what_validation_wants_is_said(tmp_path: Path) -> None:
+    """A microbatch that fits may be too large for the validation split: training with it would be refused."""
+    shop = Workshop(tmp_path)
+    shop.add_dataset(tokens=400)
+    shop.add_run(gradient_accumulation_steps=None)
+    result = search(shop, limit=None)
+    (note,) = [line for line in result.stdout.splitlines() if line.startswith("note: ")]
+    assert note.startswith(f"note: with a microbatch of {answer(result)}, the validation split of local/letters is too")
+    assert "start_val_token + validation_batches x microbatch" in note
+
+
 def test_the_answer_trains_under_the_same_limit(roomy: Workshop, base_gib: float) -> None:
     """The whole of training, in processes that the system gives no more memory; and not much more than it would."""
     limit = round(base_gib + MORE_ROOM, 3)
