@@ -1,4 +1,5 @@
-"""Checkpoints: what one holds; saving, verifying, loading and pruning them. harness/checkpoint_folder.py finds them.
+"""Checkpoints: what one holds; saving, verifying, loading and pruning them. harness/runs/checkpoint_folder.py
+finds them.
 
 A checkpoint is a folder `<YYYYMMDDZHHMMSS>-iteration-<step>`. It is written under a hidden name, flushed to disk and
 renamed, and the links `latest` and `best` are replaced in one rename each, so that whatever has a name is whole.
@@ -23,16 +24,15 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from harness.checkpoint_folder import BEST, FOREIGN, LATEST, META, is_notebooks, refuse_unnamed
-from harness.checkpoint_folder import choose_start as choose_start
-from harness.checkpoint_folder import find_checkpoint as find_checkpoint
-from harness.checkpoint_folder import list_checkpoints as list_checkpoints
-from harness.checkpoint_folder import read_meta as read_meta
-from harness.errors import RunError, UserError
-from harness.files import move, sha256, sync
-from harness.memory import is_out_of_memory, says_out_of_memory
-from harness.run import check_name
-from harness.weights import load_weights, save_weights
+from harness.common.errors import RunError, UserError
+from harness.common.files import check_name, move, sha256, sync
+from harness.common.memory import is_out_of_memory, says_out_of_memory
+from harness.model.weights import load_weights, save_weights
+from harness.runs.checkpoint_folder import BEST, FOREIGN, LATEST, META, is_notebooks, refuse_unnamed
+from harness.runs.checkpoint_folder import choose_start as choose_start
+from harness.runs.checkpoint_folder import find_checkpoint as find_checkpoint
+from harness.runs.checkpoint_folder import list_checkpoints as list_checkpoints
+from harness.runs.checkpoint_folder import read_meta as read_meta
 
 TEMPORARY_PREFIX = ".saving-"
 WEIGHTS, OPTIMIZER, SCALER, TRAIN_STATE = "model.safetensors", "optimizer.pt", "scaler.pt", "train_state.pt"

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.commandline import Group
-from harness.errors import UserError, one_line_errors
-from harness.libraries import configure_libraries
-from harness.wording import is_hub_name
+from harness.common.errors import UserError, one_line_errors
+from harness.common.libraries import configure_libraries
+from harness.common.messages import is_hub_name
+from harness.common.options import Group
 
 if TYPE_CHECKING:
     from gpt import GPTModel
-    from harness.model_files import ModelFiles
+    from harness.runs.model_folder import ModelFiles
 
 MODEL_JSON = click.option(
     "--model-json", type=click.Path(path_type=Path), help="Default: beside the weights, or in the run they lie in."
@@ -44,8 +44,8 @@ def export(checkpoint: Path, out: Path, model_json: Path | None, dtype: str, for
     """
     configure_libraries()
     with one_line_errors():
-        from harness.hf_export import export_model
-        from harness.notebook_export import export_for_notebook
+        from harness.hf.export import export_model
+        from harness.hf.notebook_export import export_for_notebook
 
         files, model = open_model(checkpoint, model_json)
         if format_ == "notebook":
@@ -71,8 +71,8 @@ def import_(source: str, run: str, runs_dir: Path) -> None:
     """
     configure_libraries()
     with one_line_errors():
-        from harness.hf_import import import_model
-        from harness.run import check_name
+        from harness.common.files import check_name
+        from harness.hf.import_model import import_model
 
         folder = runs_dir / check_name(run, "run")
         if folder.exists():
@@ -101,9 +101,9 @@ def publish(checkpoint: Path, name: str, **options: Any) -> None:
             raise UserError(f"{name}: give owner/name")
         from tempfile import TemporaryDirectory
 
-        from harness.hf_export import export_model
-        from harness.model_card import model_card
-        from harness.model_upload import upload_model
+        from harness.hf.export import export_model
+        from harness.hf.model_card import model_card
+        from harness.hf.upload import upload_model
 
         files, model = open_model(checkpoint, options["model_json"])
         run, facts = gather_facts(files, model, name, options)
@@ -121,9 +121,9 @@ def publish(checkpoint: Path, name: str, **options: Any) -> None:
 def open_model(checkpoint: Path, model_json: Path | None) -> tuple[ModelFiles, GPTModel]:
     """The model in CHECKPOINT, on the CPU, in evaluation mode."""
     from gpt import GPTModel, ModelConfig
-    from harness.config import parse_config
-    from harness.model_files import ModelFiles
-    from harness.weights import load_weights
+    from harness.common.json_files import parse_config
+    from harness.model.weights import load_weights
+    from harness.runs.model_folder import ModelFiles
 
     files = ModelFiles.find(checkpoint, model_json)
     model = GPTModel(parse_config(ModelConfig, files.shape, files.shape_source))
@@ -133,7 +133,7 @@ def open_model(checkpoint: Path, model_json: Path | None) -> tuple[ModelFiles, G
 
 def fetch_named(source: str) -> Path:
     """The files of a model on the Hub. Raises UserError, which tells a path that leads nowhere from a name."""
-    from harness.hf_import import fetch_model
+    from harness.hf.import_model import fetch_model
 
     path = Path(source)
     if path.exists():
@@ -149,7 +149,7 @@ def fetch_named(source: str) -> Path:
 def check_shape(source: Path, shape: dict[str, Any], tensors: dict[str, Any]) -> None:
     """Raises UserError unless the tensors, from the folder `source`, are those of a model of this shape."""
     from gpt import GPTModel, ModelConfig
-    from harness.config import parse_config
+    from harness.common.json_files import parse_config
 
     model = GPTModel(parse_config(ModelConfig, shape, source / "config.json"))
     model.load_public_tensors(tensors, source)
@@ -157,11 +157,11 @@ def check_shape(source: Path, shape: dict[str, Any], tensors: dict[str, Any]) ->
 
 def gather_facts(files: ModelFiles, model: GPTModel, name: str, options: dict[str, Any]) -> tuple[Any, Any]:
     """The run that made the model, if it is known, and what its card is made of."""
-    from harness.config import parse_config, read_json_object
-    from harness.device import only_device
-    from harness.held_out import measure_test_loss
-    from harness.model_card import ModelFacts, RunSummary
-    from harness.run import RunDirectory
+    from harness.common.device import only_device
+    from harness.common.json_files import parse_config, read_json_object
+    from harness.evaluation.loss import measure_test_loss
+    from harness.hf.model_card import ModelFacts, RunSummary
+    from harness.runs.directory import RunDirectory
 
     run = RunDirectory(files.run) if files.run else None
     test = None

@@ -17,26 +17,25 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.commandline import POSITIVE, Command, check_options
-from harness.errors import StoppedError, UserError, one_line_errors, say_last
-from harness.lasting_output import outlive_readers
-from harness.launcher import end_with_torchrun
-from harness.libraries import configure_libraries
-from harness.stopping import described
-from harness.watch import order
+from harness.common.errors import StoppedError, UserError, one_line_errors, say_last
+from harness.common.lasting_output import outlive_readers
+from harness.common.launcher import end_with_torchrun
+from harness.common.libraries import configure_libraries
+from harness.common.options import POSITIVE, Command, check_options
+from harness.distributed.signals import described
+from harness.distributed.watchdog import order
 
 if TYPE_CHECKING:
     import torch
 
-    from harness.continuation import Position
-    from harness.experiment import Experiment
-    from harness.job import Job
-    from harness.losses import Report
-    from harness.metrics import Clock
-    from harness.run import RunDirectory
-    from harness.step import TrainStep
-    from harness.tokens import Dataset
-    from harness.world import World
+    from harness.data.dataset import Dataset
+    from harness.distributed.world import World
+    from harness.runs.directory import RunDirectory
+    from harness.runs.experiment import Experiment, Position
+    from harness.training.clock import Clock
+    from harness.training.job import Job
+    from harness.training.loss_meter import Report
+    from harness.training.step import TrainStep
 
 
 LONG_STEP_SECONDS = 2
@@ -230,9 +229,9 @@ def main(run: str, datasets_dir: Path, checkpoint: str | None, **options: Any) -
     configure_libraries()
     with one_line_errors():
         check_options(checkpoint, options)
-        from harness.environment import place
-        from harness.experiment import Experiment
-        from harness.run import RunDirectory
+        from harness.distributed.environment import place
+        from harness.runs.directory import RunDirectory
+        from harness.runs.experiment import Experiment
 
         place()  # first: a launcher's leftovers would make this another run than was meant
         found = RunDirectory.find(options["runs_dir"], run)
@@ -249,7 +248,7 @@ def main(run: str, datasets_dir: Path, checkpoint: str | None, **options: Any) -
 
 def say_start(experiment: Experiment) -> None:
     """The next line takes seconds: torch is loaded, and the processes meet."""
-    from harness.environment import is_speaker, world_size
+    from harness.distributed.environment import is_speaker, world_size
 
     if is_speaker():
         count = world_size()
@@ -259,16 +258,17 @@ def say_start(experiment: Experiment) -> None:
 def print_schema(context: click.Context, kind: str | None) -> None:
     if kind is None:
         return
-    from harness.config import TrainConfig, json_schema
-    from harness.model_config import ModelConfig
+    from harness.common.json_files import json_schema
+    from harness.model.config import ModelConfig
+    from harness.runs.train_config import TrainConfig
 
     click.echo(json.dumps(json_schema(TrainConfig if kind == "train" else ModelConfig), indent=2))
     context.exit()
 
 
 def print_plan(experiment: Experiment, checkpoint: str | None, options: dict[str, Any]) -> None:
-    from harness.environment import is_speaker, world_size
-    from harness.plan import assumed_speed, describe_plan, make_plan, plan_speed, planned_start
+    from harness.distributed.environment import is_speaker, world_size
+    from harness.runs.plan import assumed_speed, describe_plan, make_plan, plan_speed, planned_start
 
     if not is_speaker():
         return
@@ -282,11 +282,11 @@ def print_plan(experiment: Experiment, checkpoint: str | None, options: dict[str
 
 
 def find_max_microbatch(experiment: Experiment, memory_limit_gib: float | None, *, write: bool) -> None:
-    from harness.fetch import fetch_dataset
-    from harness.probe import load_libraries, search_microbatch, write_microbatch_size
-    from harness.rehearsal import Rehearsal
-    from harness.tokens import check_vocabulary
-    from harness.world import World
+    from harness.data.dataset import check_vocabulary
+    from harness.distributed.world import World
+    from harness.training.batch_size_finder import load_libraries, search_microbatch, write_microbatch_size
+    from harness.training.rehearsal import Rehearsal
+    from harness.training.startup import fetch_dataset
 
     world = World.start()
     remark_on_machine(experiment, world)
@@ -307,9 +307,9 @@ def find_max_microbatch(experiment: Experiment, memory_limit_gib: float | None, 
 
 def build_rehearsal(experiment: Experiment, dataset: Dataset, folder: Path, world: World) -> Job:
     """A job of one sequence a step that leaves its results in `folder`."""
-    from harness.continuation import Position
-    from harness.metrics import Clock
-    from harness.run import RunDirectory
+    from harness.runs.directory import RunDirectory
+    from harness.runs.experiment import Position
+    from harness.training.clock import Clock
 
     small = {"microbatch_size": 1, "gradient_accumulation_steps": 1, "global_batch_size": None}
     alone = replace(experiment, run=RunDirectory(folder), config=experiment.config.model_copy(update=small))
@@ -320,19 +320,19 @@ def build_rehearsal(experiment: Experiment, dataset: Dataset, folder: Path, worl
 def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> None:
     """Start, continue, or find that there is nothing left to do."""
     import checkpointing
-    from harness.checkpoint_folder import completed
-    from harness.fetch import fetch_dataset
-    from harness.job import explained_failures
-    from harness.metrics import Clock
-    from harness.plan import make_plan
-    from harness.stopping import StopRequest
-    from harness.world import World
+    from harness.distributed.signals import StopRequest
+    from harness.distributed.world import World
+    from harness.runs.checkpoint_folder import completed
+    from harness.runs.plan import make_plan
+    from harness.training.clock import Clock
+    from harness.training.job import explained_failures
+    from harness.training.startup import check_same_everywhere, fetch_dataset
 
     clock, world, run = Clock(), World.start(), experiment.run
     remark_on_machine(experiment, world)
     lock = world.on_rank0(run.lock)
     dataset = fetch_dataset(world, experiment.datasets_dir, experiment.config.dataset, experiment.splits)
-    experiment.check_same_everywhere(world, dataset)
+    check_same_everywhere(experiment, world, dataset)
 
     def choose_start() -> tuple[Path, dict[str, Any]] | None:
         if lock.began_before:  # torchrun has restarted its workers: what the user asked for was done the first time
@@ -372,8 +372,8 @@ def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> N
 
 def remark_on_machine(experiment: Experiment, world: World) -> None:
     """Say what a user would want to know of the machine before paying for hours of it."""
-    from harness.device import idle_gpus
-    from harness.kernels import not_compiled
+    from harness.common.device import idle_gpus
+    from harness.model.kernels import not_compiled
 
     for remark in (idle_gpus(world.device, world.local_size), not_compiled(experiment.config.compile, world.device)):
         if remark is not None:
@@ -416,15 +416,16 @@ def refuse_wrong_machine(world: World, run: RunDirectory) -> None:
 
 def restore_summary(experiment: Experiment, world: World, meta: dict[str, Any]) -> None:
     """Write the summary of a finished run whose process ended before it could, from the last checkpoint."""
-    from harness.measured import as_recorded
-    from harness.metrics import PHASES, Speed, peak_flops
-    from harness.state import Tally
-    from harness.summary import Machine, summarise, write_summary
+    from harness.runs.checkpoint_meta import Tally
+    from harness.runs.metrics import PHASES
+    from harness.runs.summary import summarise, write_summary
+    from harness.runs.throughput import Speed, as_recorded, peak_flops
+    from harness.training.startup import measure_machine
 
     if experiment.run.summary.exists() or not meta.get("seconds"):  # nothing of it was trained here
         return
     # Not necessarily those of today.
-    machine, shape = as_recorded(Machine.measure(world), meta), as_recorded(experiment.shape(world.size), meta)
+    machine, shape = as_recorded(measure_machine(world), meta), as_recorded(experiment.shape(world.size), meta)
     speed = Speed(experiment.model.flops_per_token, peak_flops(machine.device), experiment.config.price_per_hour)
     seconds = dict.fromkeys(PHASES, 0.0) | meta.get("seconds", {})
     summary = summarise(Tally.from_meta(meta), seconds, speed, machine, shape)
@@ -435,8 +436,8 @@ def restore_summary(experiment: Experiment, world: World, meta: dict[str, Any]) 
 def begin(job: Job, start: Path | None) -> None:
     """Put the job where the checkpoint at `start` left it, or make way for a run from the beginning."""
     import checkpointing
-    from harness.checkpoint_folder import is_notebooks
-    from harness.continuation import changed_settings
+    from harness.runs.checkpoint_folder import is_notebooks
+    from harness.runs.experiment import changed_settings
 
     world, run, position = job.world, job.run, job.position
     left = f"{position.total_steps - position.first_step:,} global steps of {job.shape.global_tokens:,} tokens"
@@ -468,7 +469,7 @@ def begin(job: Job, start: Path | None) -> None:
 
 def load_initial_weights(job: Job) -> bool:
     """Give the model the weights that train.json names, if it does; rank 0 reads them for all."""
-    from harness.weights import load_weights
+    from harness.model.weights import load_weights
 
     if job.config.initial_weights is None:
         return False
@@ -481,7 +482,7 @@ def put_in_order(run: RunDirectory, start: Path, meta: dict[str, Any]) -> None:
     """Make links and metrics those of the checkpoint `start`, wherever the process that saved it ended; what came after
     it is kept aside. Rank 0 only."""
     import checkpointing
-    from harness.metrics import MetricsFile
+    from harness.runs.metrics import MetricsFile
 
     make_aside = cache(run.new_aside)  # one folder for all of it, if there is anything
     if checkpointing.go_back_to(run.checkpoints, start, make_aside):
@@ -505,12 +506,12 @@ def say(world: World, text: str) -> None:
 def build_bare_step(experiment: Experiment, device: torch.device) -> TrainStep:
     """Model, optimizer and step on one device. The same weights on every rank."""
     from gpt import GPTModel
-    from harness.kernels import attend_with_exact_dropout, should_compile
-    from harness.memory import give_back_at_once
-    from harness.optim import build_optimizer
-    from harness.precision import Precision
-    from harness.randomness import seed_alike
-    from harness.step import TrainStep
+    from harness.common.memory import give_back_at_once
+    from harness.model.kernels import attend_with_exact_dropout, should_compile
+    from harness.model.precision import Precision
+    from harness.training.optimizer import build_optimizer
+    from harness.training.rng import seed_alike
+    from harness.training.step import TrainStep
 
     config = experiment.config
     if device.type == "cpu":
@@ -528,10 +529,10 @@ def build_job(experiment: Experiment, world: World, dataset: Dataset, clock: Clo
     from torch.nn.parallel import DistributedDataParallel
 
     import checkpointing
-    from harness.background import BackgroundWriter, ForegroundWriter
-    from harness.job import Job
-    from harness.metrics import Speed, peak_flops
-    from harness.schedules import build_schedule
+    from harness.runs.schedule import build_schedule
+    from harness.runs.throughput import Speed, peak_flops
+    from harness.training.async_writer import BackgroundWriter, ForegroundWriter
+    from harness.training.job import Job
 
     run, config, shape = experiment.run, experiment.config, experiment.shape(world.size)
     checkpointing.check_tokenizer(dataset.tokenizer)

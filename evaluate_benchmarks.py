@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
-from harness.commandline import Command
-from harness.errors import UserError, one_line_errors
-from harness.libraries import configure_libraries
+from harness.common.errors import UserError, one_line_errors
+from harness.common.libraries import configure_libraries
+from harness.common.options import Command
 
 
 def print_names(context: click.Context, _: click.Parameter, pattern: str | None) -> None:
@@ -21,7 +21,7 @@ def print_names(context: click.Context, _: click.Parameter, pattern: str | None)
         return
     configure_libraries()
     with one_line_errors():
-        from harness.benchmark_tasks import check_installed, known_names
+        from harness.evaluation.benchmarks.tasks import check_installed, known_names
 
         check_installed()
         for name in known_names([pattern]):
@@ -64,14 +64,14 @@ def main(model_json: Path, model_safetensors: Path, tasks: tuple[str, ...], **op
 def evaluate(model_json: Path, weights: Path, specs: list[str], options: dict[str, Any]) -> None:
     """Load the model and the tasks, run them, print the table, and write the file that was asked for."""
     from gpt import load_model
-    from harness.benchmark_report import check_output, table, write_results
-    from harness.benchmark_tasks import check_installed
-    from harness.benchmarks import explained_failures, load, run
-    from harness.device import only_device
-    from harness.files import sha256
-    from harness.likelihood import Scorer
-    from harness.precision import Precision
-    from harness.weights import check_vocabulary, tokenizer_of
+    from harness.common.device import only_device
+    from harness.common.files import sha256
+    from harness.evaluation.benchmarks.report import check_output, table, write_results
+    from harness.evaluation.benchmarks.run import explained_failures, load, run
+    from harness.evaluation.benchmarks.tasks import check_installed
+    from harness.evaluation.likelihood import Scorer
+    from harness.model.precision import Precision
+    from harness.runs.model_folder import check_vocabulary, tokenizer_of
 
     check_installed()
     if options["output"]:

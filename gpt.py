@@ -1,4 +1,4 @@
-"""The model: GPT-2's architecture and its initialisation; harness/model_config.py has its shape and what it costs.
+"""The model: GPT-2's architecture and its initialisation; harness/model/config.py has its shape and what it costs.
 
 Shapes in names: B sequences, T tokens each, C = emb_dim, H heads of D = C / H, V vocabulary.
 """
@@ -13,14 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from harness.errors import UserError
-from harness.kv_cache import KeyValueCache, LayerCache
-from harness.loss import linear_cross_entropy
-from harness.memory import GIB, free_memory
-from harness.model_config import ModelConfig as ModelConfig
-from harness.model_config import load_model_config as load_model_config
-from harness.public_tensors import accept, copy_into, public_views
-from harness.weights import load_weights
+from harness.common.errors import UserError
+from harness.common.memory import GIB, free_memory
+from harness.model.config import ModelConfig as ModelConfig
+from harness.model.config import load_model_config as load_model_config
+from harness.model.cross_entropy import linear_cross_entropy
+from harness.model.inference import KeyValueCache, LayerCache
+from harness.model.weights import accept, copy_into, load_weights, public_views
 
 INIT_STD = 0.02
 WEIGHT_BYTES = 4  # fp32, made on the CPU first

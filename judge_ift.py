@@ -14,8 +14,10 @@ from typing import Any
 
 import click
 
-from harness.commandline import JUDGE_PROMPT, JUDGE_PROMPT_HELP, NOTEBOOK_JUDGE, Command, FiniteNumber
-from harness.errors import RunError, StoppedError, UserError, one_line_errors
+from harness.common.errors import RunError, StoppedError, UserError, one_line_errors
+from harness.common.options import Command, FiniteNumber
+from harness.evaluation.judge.client import NOTEBOOK_JUDGE
+from harness.evaluation.judge.prompt import JUDGE_PROMPT, JUDGE_PROMPT_HELP
 
 SECONDS = FiniteNumber(min=0, min_open=True, max=86_400)
 PRICE = FiniteNumber(min=0, max=1e9)
@@ -45,11 +47,11 @@ def main(responses: tuple[Path, ...], **options: Any) -> None:
     means of integers that compare with theirs by the same judge, and never with scores of models judged together.
     """
     with one_line_errors():
-        from harness.judge_client import Endpoint
-        from harness.judge_report import JudgeReport, Prices
-        from harness.judge_requests import JudgeSettings
-        from harness.judging import judge
-        from harness.responses import read_comparable
+        from harness.evaluation.instruct.responses import read_comparable
+        from harness.evaluation.judge.client import Endpoint
+        from harness.evaluation.judge.judging import judge
+        from harness.evaluation.judge.report import JudgeReport, Prices
+        from harness.evaluation.judge.requests import JudgeSettings
 
         if (options["price_in"] is None) != (options["price_out"] is None):
             raise UserError("--price-in and --price-out: give both, or none")

@@ -16,9 +16,9 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from harness.commandline import Command, FiniteNumber
-from harness.errors import UserError, one_line_errors, printable
-from harness.wording import counted, is_hub_name, is_unicode, listed
+from harness.common.errors import UserError, one_line_errors, printable
+from harness.common.messages import counted, is_hub_name, is_unicode, listed
+from harness.common.options import Command, FiniteNumber
 
 GO_WITH = {  # the other options that mean something with these
     "verify": {"push_to_hub", "public"},
@@ -129,8 +129,8 @@ def option_of(key: str) -> str:
 
 def make(input_: str, output_dir: Path, options: dict[str, Any]) -> None:
     """Make the dataset, or finish one that was interrupted, and say what is in it."""
-    from harness.dataset_making import make_dataset
-    from harness.work_folder import without_dots
+    from harness.data.preparation.command import make_dataset
+    from harness.data.preparation.work_folder import without_dots
 
     output_dir = without_dots(output_dir)
     made = make_dataset(input_, output_dir, options)
@@ -157,8 +157,8 @@ def next_steps(folder: Path, vocab_size: int) -> list[str]:
 
 def verify(folder: Path) -> None:
     """Say that the folder holds what its meta.json says."""
-    from harness.dataset_report import verify
-    from harness.tokens import Dataset
+    from harness.data.dataset import Dataset
+    from harness.data.report import verify
 
     for line in verify(Dataset.at(folder)):
         click.echo(line)
@@ -167,8 +167,8 @@ def verify(folder: Path) -> None:
 
 def describe(folder: Path) -> None:
     """Print the dataset's card."""
-    from harness.dataset_report import describe
-    from harness.tokens import Dataset
+    from harness.data.dataset import Dataset
+    from harness.data.report import describe
 
     for line in describe(Dataset.at(folder)):
         click.echo(line)
@@ -176,8 +176,8 @@ def describe(folder: Path) -> None:
 
 def push(folder: Path, name: str, *, public: bool) -> None:
     """Upload a dataset folder with its card."""
-    from harness.hub_upload import upload_dataset
-    from harness.tokens import Dataset
+    from harness.data.dataset import Dataset
+    from harness.data.hub_upload import upload_dataset
 
     click.echo(f"Uploaded to {upload_dataset(Dataset.at(folder), name, public=public)}")
 

@@ -7,19 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.commandline import JUDGE_PROMPT, JUDGE_PROMPT_HELP, NOTEBOOK_JUDGE, POSITIVE, Command
-from harness.errors import RunError, StoppedError, UserError, one_line_errors
-from harness.files import check_writable
-from harness.instructions import BOOK_DATA
-from harness.libraries import configure_libraries
-from harness.wording import as_unicode, is_unicode
+from harness.common.errors import RunError, StoppedError, UserError, one_line_errors
+from harness.common.files import check_writable
+from harness.common.libraries import configure_libraries
+from harness.common.messages import as_unicode, is_unicode
+from harness.common.options import POSITIVE, Command
+from harness.evaluation.instruct.instructions import BOOK_DATA
+from harness.evaluation.judge.client import NOTEBOOK_JUDGE
+from harness.evaluation.judge.prompt import JUDGE_PROMPT, JUDGE_PROMPT_HELP
 
 if TYPE_CHECKING:
     from gpt import GPTModel
-    from harness.finetune import FineTuning
-    from harness.instructions import InstructionSplits
-    from harness.responses import Responses
-    from harness.tokenizer import Tokenizer
+    from harness.data.tokenizers.tokenizer import Tokenizer
+    from harness.evaluation.instruct.finetune import FineTuning
+    from harness.evaluation.instruct.instructions import InstructionSplits
+    from harness.evaluation.instruct.responses import Responses
 
 RESPONSES = "ift-responses.json"
 
@@ -54,9 +56,9 @@ def main(model_json: Path, model_safetensors: Path, **options: Any) -> None:
         judge = None if options["responses_only"] else choose_judge(options)
         check_files(model_json, model_safetensors)
         check_places(path, options)
-        from harness.instructions import InstructionSplits
-        from harness.responses import write_responses
-        from harness.web_file import local_copy
+        from harness.common.download import local_copy
+        from harness.evaluation.instruct.instructions import InstructionSplits
+        from harness.evaluation.instruct.responses import write_responses
 
         data = local_copy(options["data"], InstructionSplits.load)
         splits = InstructionSplits.load(data)
@@ -75,8 +77,8 @@ def main(model_json: Path, model_safetensors: Path, **options: Any) -> None:
 
 def choose_judge(options: dict[str, Any]) -> Any:
     """The judge's settings. Raises UserError, before anything is trained, if it cannot be asked."""
-    from harness.judge_client import Endpoint, JudgeClient
-    from harness.judge_requests import JudgeSettings
+    from harness.evaluation.judge.client import Endpoint, JudgeClient
+    from harness.evaluation.judge.requests import JudgeSettings
 
     endpoint = Endpoint.choose(options["judge_model"], options["base_url"])
     try:
@@ -111,8 +113,8 @@ def check_places(path: Path, options: dict[str, Any]) -> None:
 def open_model(model_json: Path, model_safetensors: Path) -> tuple[GPTModel, Tokenizer]:
     """Raises UserError if the files do not belong together."""
     from gpt import load_model
-    from harness.device import only_device
-    from harness.weights import check_vocabulary, tokenizer_of
+    from harness.common.device import only_device
+    from harness.runs.model_folder import check_vocabulary, tokenizer_of
 
     model, tokenizer = load_model(model_json, model_safetensors, only_device()), tokenizer_of(model_safetensors)
     check_vocabulary(tokenizer, model.config.vocab_size, model_safetensors)
@@ -127,8 +129,8 @@ def name_of(model_json: Path, model_safetensors: Path) -> str:
 
 def fine_tune(model: GPTModel, tokenizer: Tokenizer, splits: InstructionSplits, options: dict[str, Any]) -> FineTuning:
     """Train on the instructions, saying how it goes."""
-    from harness.finetune import FineTuneSettings, fine_tune, usual_learning_rate
-    from harness.instruction_batches import encode
+    from harness.evaluation.instruct.batches import encode
+    from harness.evaluation.instruct.finetune import FineTuneSettings, fine_tune, usual_learning_rate
 
     if options["learning_rate"] is None:
         options["learning_rate"] = usual_learning_rate(model.config.emb_dim)
@@ -149,8 +151,8 @@ def facts_of(data: Path, splits: InstructionSplits, tuning: FineTuning, options:
     """What a responses file says of its making."""
     from dataclasses import asdict
 
-    from harness.files import sha256
-    from harness.metrics import finite
+    from harness.common.files import sha256
+    from harness.runs.metrics import finite
 
     used = {key: options[key] for key in ("learning_rate", "max_epochs", "max_new_tokens", "seed", "answers_only")}
     about = {
@@ -167,8 +169,8 @@ def answer_test(
     model: GPTModel, tokenizer: Tokenizer, splits: InstructionSplits, *, name: str, facts: dict[str, Any]
 ) -> Responses:
     """The model's answers to the test part."""
-    from harness.answers import answer
-    from harness.responses import Responses
+    from harness.evaluation.instruct.answers import answer
+    from harness.evaluation.instruct.responses import Responses
 
     answers = answer(model, tokenizer, splits.test, facts["fine_tuning"]["max_new_tokens"])
     return Responses.model_validate({"model": name, **facts, "responses": [each.model_dump() for each in answers]})
@@ -176,8 +178,7 @@ def answer_test(
 
 def save(model: GPTModel, source: Path, folder: Path, facts: dict[str, Any]) -> None:
     """Keep the fine-tuned model, with its tokenizer and how it was made."""
-    from harness.model_folder import write_model
-    from harness.weights import tokenizer_file_of
+    from harness.runs.model_folder import tokenizer_file_of, write_model
 
     shape, tokenizer = model.config.model_dump(mode="json"), tokenizer_file_of(source)
     write_model(folder, shape, model.public_tensors(), tokenizer=tokenizer, facts=facts)
@@ -186,8 +187,8 @@ def save(model: GPTModel, source: Path, folder: Path, facts: dict[str, Any]) -> 
 
 def score(responses: Responses, settings: Any, path: Path) -> None:
     """Print what the judge thinks. Raises RunError if it did not score every answer."""
-    from harness.judge_report import JudgeReport
-    from harness.judging import judge
+    from harness.evaluation.judge.judging import judge
+    from harness.evaluation.judge.report import JudgeReport
 
     again = f"judge_ift.py {path}" + ("" if settings.judges_together else f" --prompt {settings.prompt}")
     try:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from harness.commandline import Command
-from harness.errors import one_line_errors
-from harness.libraries import configure_libraries
+from harness.common.errors import one_line_errors
+from harness.common.libraries import configure_libraries
+from harness.common.options import Command
 
 APPROXIMATE = " (approximate: by the whole split's mean, since the tokenizer's vocabulary is not on this machine)"
 
@@ -30,8 +30,8 @@ def main(datasets_dir: Path, model_json: Path, model_safetensors: Path, **option
     configure_libraries()
     with one_line_errors():
         from gpt import load_model
-        from harness.device import only_device
-        from harness.held_out import measure_test_loss
+        from harness.common.device import only_device
+        from harness.evaluation.loss import measure_test_loss
 
         model = load_model(model_json, model_safetensors, only_device())
         result = measure_test_loss(model, model_safetensors, datasets_dir, options)

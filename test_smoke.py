@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from harness.commandline import Command, FiniteNumber
-from harness.errors import one_line_errors
-from harness.libraries import configure_libraries
+from harness.common.errors import one_line_errors
+from harness.common.libraries import configure_libraries
+from harness.common.options import Command, FiniteNumber
 
 DEFAULT_PROMPT = "Every effort moves you"
 
@@ -33,10 +33,10 @@ def main(model_json: Path, model_safetensors: Path, **options: Any) -> None:
     configure_libraries()
     with one_line_errors():
         from gpt import load_model
-        from harness.device import only_device
-        from harness.generate import Sampling
-        from harness.sampling_report import print_samples, prompts_of
-        from harness.weights import tokenizer_of
+        from harness.common.device import only_device
+        from harness.evaluation.generation import Sampling
+        from harness.evaluation.samples import print_samples, prompts_of
+        from harness.runs.model_folder import tokenizer_of
 
         prompts = prompts_of(options["prompts"], options["prompt"], DEFAULT_PROMPT)
         model = load_model(model_json, model_safetensors, only_device())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt import GPTModel, ModelConfig
-from harness.gpt2_format import PEER_HEAD, PREFIX, to_config, to_tensors
+from harness.hf.gpt2_format import PEER_HEAD, PREFIX, to_config, to_tensors
 
 
 def peer_config(config: ModelConfig, attention: str = "sdpa") -> GPT2Config:

@@ -1,1 +1,1 @@
-"""What the commands are built from; nothing in here is run by hand."""
+"""Everything that is never run by hand, in packages by subject; docs/architecture.md is their map."""

@@ -16,18 +16,19 @@ from pathlib import Path
 
 import pytest
 
-from tests import isolation  # before all that imports torch
-from tests.jobs import set_pace
-from tests.launch import Workshop
-from tests.reliability import Row, render, sections_of
-from tests.stopped_run import build_stopped_run
+from tests.support import isolation  # before all that imports torch
+from tests.support.jobs import set_pace
+from tests.support.launch import Workshop
+from tests.support.reliability import Row, render, sections_of
+from tests.support.stopped_run import build_stopped_run
 
 Evidence = Callable[..., None]
 FILES_FOR_SEVERAL_PROCESSES = 4
 # By the time they take, as far as it is more than half a minute: what is begun first is not waited for at the end.
 LONGEST = (
-    *("microbatch_search", "after_training", "fault_nodes", "fault_signals", "fault_saving_in_background"),
-    *("preparing", "fault_kills", "fault_ranks", "fault_launcher", "quickstart", "builtin_dataset", "benchmarks"),
+    *("training/microbatch_search", "commands/after_training", "faults/nodes", "faults/signals"),
+    *("faults/saving_in_background", "data/preparing", "faults/kills", "faults/ranks", "faults/launcher"),
+    *("commands/quickstart", "data/builtin_dataset", "evaluation/benchmarks"),
 )
 ROWS = pytest.StashKey[list[Row]]()
 
@@ -56,12 +57,12 @@ def pytest_runtest_teardown() -> Generator[None]:
     """Fails the test that did, or whose fixtures or processes did, what no test may do."""
     yield
     if found := isolation.trespasses():
-        pytest.fail("\n".join(["what tests may not touch (tests/isolation.py):", *found]), pytrace=False)
+        pytest.fail("\n".join(["what tests may not touch (tests/support/isolation.py):", *found]), pytrace=False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(f"{item.path.parent.name}/{item.path.stem[5:]}", len(order)))
 
 
 @pytest.fixture(scope="session")
@@ -99,7 +100,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     caption = f"{time.strftime('%Y-%m-%d', time.gmtime())}, {places}; {machine}, torch {version('torch')}."
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     rows = session.config.stash[ROWS]
-    path.write_text(render(rows, sections_of(Path(__file__).parent), caption, before), encoding="utf-8")
+    path.write_text(render(rows, sections_of(Path(__file__).parent / "faults"), caption, before), encoding="utf-8")
 
 
 @pytest.fixture(scope="session")

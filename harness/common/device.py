@@ -1,0 +1,67 @@
+"""Which device a process computes on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from harness.common.errors import UserError
+
+DEVICE_FILES = Path("/dev")
+ON_THE_CPU = "CUDA_VISIBLE_DEVICES= (empty) in front of the command trains on the CPU"
+
+
+def only_device() -> torch.device:
+    """CUDA's first device where there is one, else the CPU: for a command that is one process."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def choose_device(local_rank: int, local_size: int) -> torch.device:
+    """The device of one of this machine's `local_size` ranks, which becomes torch's current one: a CUDA device each,
+    or the CPU for all on a machine that has none.
+
+    Raises UserError if there are fewer CUDA devices than ranks, or if there are some that torch cannot use: a run on
+    the CPU at the price of the GPUs is never what was meant.
+    """
+    if not torch.cuda.is_available():
+        refuse_idle_hardware()
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_size > count:
+        devices = "1 GPU" if count == 1 else f"{count} GPUs"
+        raise UserError(
+            f"torchrun started {local_size} processes on a machine with {devices}; use --nproc_per_node={count}, or "
+            f"{ON_THE_CPU}"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def refuse_idle_hardware() -> None:
+    """Raises UserError, with CUDA's reason, if this machine has NVIDIA devices that this torch can use none of."""
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    found = sorted(DEVICE_FILES.glob("nvidia[0-9]*"))
+    if not found or is_hidden or torch.version.cuda is None:
+        return
+    try:
+        torch.cuda.init()
+        reason = "none is visible"
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0].strip()
+    raise UserError(
+        f"{found[0]}: this machine has GPUs, but torch {torch.__version__} cannot use them: {reason.rstrip('.')}; "
+        f"update the driver, or {ON_THE_CPU}"
+    )
+
+
+def idle_gpus(device: torch.device, local_size: int) -> str | None:
+    """A remark for a user who has rented more GPUs than torchrun was told to use; None if none is idle."""
+    idle = torch.cuda.device_count() - local_size if device.type == "cuda" else 0
+    if idle <= 0:
+        return None
+    return (
+        f"{idle} of this machine's {idle + local_size} GPUs {'is' if idle == 1 else 'are'} idle; torchrun "
+        f"--nproc_per_node={idle + local_size} uses all of them"
+    )

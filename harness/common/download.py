@@ -1,0 +1,65 @@
+"""A file from the web, downloaded once."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import os
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from urllib.parse import urlsplit
+
+from harness.common.errors import UserError
+from harness.common.files import sync
+
+TIMEOUT_SECONDS = 30.0
+LARGEST_BYTES = 2**30
+CHUNK_BYTES = 2**20
+
+
+def local_copy(file_or_url: str, check: Callable[[Path], object], folder: Path | None = None) -> Path:
+    """The path itself, or for an http(s) address the file in `folder` (by default this user's cache) that holds its
+    contents, downloaded if it is not there yet.
+
+    Raises UserError if it cannot be had, or if `check(path)` does so for what has been downloaded (a page that asks to
+    log in, say); no such file and no part of one is left under the name.
+    """
+    if urlsplit(file_or_url).scheme not in {"http", "https"}:
+        return Path(file_or_url)
+    folder = _cache() if folder is None else folder
+    name = PurePosixPath(urlsplit(file_or_url).path).name or "file"
+    path = folder / f"{hashlib.sha256(file_or_url.encode()).hexdigest()[:16]}-{name}"
+    if not path.is_file():
+        _download(file_or_url, path, check)
+    return path
+
+
+def _cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "ddp-pretrain"
+
+
+def _download(url: str, path: Path, check: Callable[[Path], object]) -> None:
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as answer, draft.open("wb") as file:
+            expected, taken = answer.headers.get("Content-Length"), 0
+            while chunk := answer.read(CHUNK_BYTES):
+                taken += len(chunk)
+                if taken > LARGEST_BYTES:
+                    raise OSError(f"more than {LARGEST_BYTES:,} bytes")
+                file.write(chunk)
+            if expected is not None and taken != int(expected):  # urllib takes a connection cut short for an end
+                raise OSError(f"ended after {taken:,} of {int(expected):,} bytes")
+        sync(draft)
+        check(draft)
+        draft.replace(path)
+    except UserError as error:
+        raise UserError(str(error).replace(str(draft), url)) from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        raise UserError(f"{url}: cannot be downloaded to {path.parent}: {reason}; give a file by --data") from None
+    finally:
+        draft.unlink(missing_ok=True)

@@ -1,0 +1,163 @@
+"""The two kinds of failure a user sees, and how a command ends with one line instead of a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+# How long a rank that has nothing of its own to say lets another one speak, before it leaves by itself: torchrun ends
+# every rank as soon as the first one has left, so leaving early could cut the message off.
+SPEAKER_PATIENCE_SECONDS = 10.0
+TELLING_SECONDS = 1.0
+# Set once this process is on its way out, and says itself what there is to say.
+LEAVING = threading.Event()
+# Set while this process leaves because another is gone, and does not know which: the watch may find out.
+PEER_LOST = threading.Event()
+# Set once the user has been told why the processes of this machine end.
+TOLD = threading.Event()
+
+
+class UserError(Exception):
+    """The command, a configuration file or the data is wrong: nothing was attempted. Exit status 2."""
+
+    exit_status = 2
+
+
+class RunError(Exception):
+    """The work was under way and cannot go on (no space, a diverged loss, a lost peer). Exit status 1."""
+
+    exit_status = 1
+
+
+class PeerError(RunError):
+    """Another rank failed and tells its own story; this rank only leaves. Its message is for when that one cannot."""
+
+
+class StoppedError(RunError):
+    """A signal ended the run in an orderly way, and the user has been told. Exit status 128 + the signal's number, as
+    shells have it."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__()
+        self.exit_status = 128 + signal_number
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """End the process with one line on standard error for the failures a user can act on.
+
+    Under torchrun every process of a node meets the same wrong file, so that the node's first process speaks and the
+    others wait for torchrun to end them; if it never does, they speak for themselves.
+    """
+    try:
+        yield
+        if _launched("WORLD_SIZE", 1) > 1:
+            # At the interpreter's shutdown, threads of torch's that are still in C++ can abort the process ("terminate
+            # called without an active exception"), and torchrun would take a finished rank for one that has failed.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+    except (UserError, RunError) as error:
+        _leave(error)
+    except BrokenPipeError:  # the reader of a pipe, `head` say, has enough
+        os._exit(128 + signal.SIGPIPE)
+    except OSError as error:
+        _leave(RunError(f"{place_of(error) or 'a file'}: {error.strerror or error}"))
+    except KeyboardInterrupt:  # before or after training, which takes note of it itself
+        if _local_rank() == 0:
+            print("stopped by SIGINT", file=sys.stderr, flush=True)
+        _leave(StoppedError(signal.SIGINT))
+    except Exception:
+        if "LOCAL_RANK" not in os.environ:
+            raise
+        traceback.print_exc()  # a defect of ours; with other ranks about, the process must not hang at its end
+        sys.stderr.flush()
+        _leave_to_torchrun(traceback.format_exc())
+        os._exit(1)
+
+
+def _launched(name: str, default: int) -> int:
+    """A launcher's variable, or `default` if it is no number: distributed/environment.py tells that."""
+    text = os.environ.get(name, "")
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else default
+
+
+def _local_rank() -> int:
+    """This process's number on its machine; 0 where a leftover LOCAL_RANK stands alone, and nobody else would speak."""
+    return _launched("LOCAL_RANK", 0) if _launched("LOCAL_WORLD_SIZE", 1) > 1 else 0
+
+
+def place_of(error: OSError) -> str | None:
+    """What could not be read or written, if it is known. A failed write names no file; if it was to standard output,
+    one more line fails, too."""
+    if error.filename is None and sys.stdout is not None:  # None: it was closed from the beginning
+        try:
+            print(flush=True)
+        except OSError:
+            return "standard output"
+    return error.filename
+
+
+def printable(text: str) -> str:
+    """The text on one line, without what a terminal would obey: it may quote a file."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
+def tell(reason: str) -> None:
+    """Say on standard error, in one line, why this process ends."""
+    say_last(f"error: {printable(reason)}")
+
+
+def tell_soon(reason: str) -> None:
+    """`tell`, but return also where writing waits: for the reader of a full pipe, or a terminal that is paused."""
+
+    def say() -> None:
+        with suppress(OSError):
+            print(file=sys.stderr)  # there may be a bar
+        tell(reason)
+
+    telling = threading.Thread(target=say, daemon=True)
+    telling.start()
+    telling.join(TELLING_SECONDS)
+
+
+def say_last(line: str) -> None:
+    """Say on standard error, if anybody is there, how this process ends, and have torchrun's report end with it."""
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+    _leave_to_torchrun(line)
+
+
+def _leave_to_torchrun(text: str) -> None:
+    """torchrun prints a page of its own once a rank has failed. Let it end with this text, too: it comes from a file
+    that torchrun names for that (torch.distributed.elastic.multiprocessing.errors has its form)."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return
+    # Of all ranks the one with the earliest time is shown, and those that torchrun ends itself get the same second's.
+    extra = {"py_callstack": f"\n\n{text}", "timestamp": str(int(time.time()) - 1)}
+    content = json.dumps({"message": {"message": text, "extraInfo": extra}})
+    with suppress(OSError):
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(content, encoding="utf-8")
+
+
+def _leave(error: UserError | RunError) -> None:
+    (PEER_LOST if isinstance(error, PeerError) else LEAVING).set()
+    if isinstance(error, PeerError) or (isinstance(error, UserError) and _local_rank() != 0):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+        time.sleep(SPEAKER_PATIENCE_SECONDS)
+    if not isinstance(error, StoppedError) and not TOLD.is_set():
+        tell(str(error))
+    # Not sys.exit: interpreter shutdown would wait for communication threads whose peers may already be gone.
+    if sys.stdout is not None:  # None: it was closed from the beginning
+        with suppress(OSError):
+            sys.stdout.flush()
+    os._exit(error.exit_status)

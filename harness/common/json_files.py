@@ -1,0 +1,169 @@
+"""JSON files that are read strictly: no repeated or unknown keys, no NaN, and errors that name the file, the key and
+the remedy.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from harness.common.errors import UserError
+from harness.common.messages import is_unicode, nearest, shown
+from harness.common.other_names import advice
+
+Config = TypeVar("Config", bound=BaseModel)
+SHOWN_FAULTS = 8  # of a file that is wrong all over
+LARGEST_DIGITS = 4000  # Python itself refuses to print much longer ones
+
+# Beyond it no number of tokens, steps or sequences means anything; and products of such numbers might leave what floats
+# can hold and what Python prints.
+Count = Annotated[int, Field(lt=2**63)]
+
+SCHEMA_KEY = "$schema"
+
+
+class RunFile(BaseModel):
+    """What a run's two files have in common. `other_keys` are further keys that loading one accepts, as JSON Schema."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    other_keys: ClassVar[dict[str, dict[str, Any]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_schema(cls, raw: Any) -> Any:
+        """Editors find a file's schema by a key in it, which is no part of the configuration."""
+        if not isinstance(raw, dict) or SCHEMA_KEY not in raw:
+            return raw
+        if not isinstance(raw[SCHEMA_KEY], str):
+            raise ValueError(f'key "{SCHEMA_KEY}": must be the place of a JSON Schema, not {shown(raw[SCHEMA_KEY])}')
+        return {key: value for key, value in raw.items() if key != SCHEMA_KEY}
+
+
+def parse_config(kind: type[Config], raw: dict[str, Any], path: Path) -> Config:
+    """Check `raw` against a config class. Raises UserError with the faults on one line, the nearest key for a typo."""
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        found = error.errors()
+    # A misspelt key is missing under its right name, too: say it once.
+    unknown = [str(fault["loc"][0]) for fault in found if fault["type"] == "extra_forbidden"]
+    meant = {_unknown_key(key, kind)[0] for key in unknown[:SHOWN_FAULTS]}
+    if meant & set(_suggested(kind)[1]):
+        found = [fault for fault in found if fault["type"] != "missing"]
+    found = [fault for fault in found if fault["type"] != "missing" or fault["loc"][0] not in meant]
+    faults = list(dict.fromkeys(_describe(fault, kind) for fault in found[:SHOWN_FAULTS]))
+    if len(found) > SHOWN_FAULTS:
+        faults.append(f"and {len(found) - SHOWN_FAULTS:,} more")
+    raise UserError(f"{path}: " + "; ".join(faults))
+
+
+def _suggested(kind: type[BaseModel]) -> tuple[list[str], list[str]]:
+    """The keys to lead users to: the fields, and others that stand for several of them; no deprecated spellings."""
+    others: dict[str, dict[str, Any]] = getattr(kind, "other_keys", {})
+    return list(kind.model_fields), [key for key, schema in others.items() if not schema.get("deprecated")]
+
+
+def _unknown_key(key: str, kind: type[BaseModel]) -> tuple[str | None, str]:
+    """The key of this file that was meant by an unknown one, if any, and what to say of it."""
+    for other in RunFile.__subclasses__():
+        if other is not kind and (key in other.model_fields or key in other.other_keys):
+            return None, f"belongs in {other.model_config.get('title')}"
+    known = advice(key, kind.model_config.get("title") or "")
+    if known:
+        return known
+    near = nearest(key, [*_suggested(kind)[0], *_suggested(kind)[1]])
+    return near, "unknown" + (f'; did you mean "{near}"?' if near else "")
+
+
+def _describe(fault: Any, kind: type[BaseModel]) -> str:
+    key = shown(".".join(str(part) for part in fault["loc"] if not _is_union_branch(part)))
+    if fault["type"] == "extra_forbidden":
+        return f"key {key}: {_unknown_key(str(fault['loc'][0]), kind)[1]}"
+    if fault["type"] == "missing":
+        return f"key {key}: missing"
+    if fault["type"] == "value_error":
+        return str(fault["ctx"]["error"])
+    message = fault["msg"][0].lower() + fault["msg"][1:]
+    return f"key {key}: {message}, not {shown(fault['input'])}"
+
+
+def _is_union_branch(part: int | str) -> bool:
+    """pydantic puts the tried member of a union into the location; a reader of train.json never wrote it."""
+    return isinstance(part, str) and (part in {"bool", "int", "float"} or part.startswith("literal["))
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """`read_json` of a file that must hold an object."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: must hold one JSON object, not a {type(value).__name__}")
+    return value
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file strictly: no repeated keys, no NaN or Infinity.
+
+    Raises UserError with the file and, where the text does not parse, the line.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    try:
+        return strict_json(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})") from None
+    except RecursionError:
+        raise UserError(f"{path}: nested too deeply") from None
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def strict_json(text: str) -> Any:
+    """A JSON text without repeated keys, NaN or Infinity. Raises ValueError (json.JSONDecodeError where it does not
+    parse) and RecursionError."""
+    return json.loads(
+        text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant, parse_int=_whole_number
+    )
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"key {shown(key)}: given twice")
+        if not is_unicode(key):
+            raise ValueError(f"key {shown(key)}: half of a surrogate pair is not a character")
+        result[key] = value
+    return result
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > LARGEST_DIGITS:
+        raise ValueError(f"a whole number of {len(digits):,} digits is too large")
+    return int(digits)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def json_schema(kind: type[RunFile]) -> dict[str, Any]:
+    """The JSON Schema of a config class for editors, with the other spellings its loader accepts."""
+    schema = kind.model_json_schema()
+    place = {"type": "string", "description": "Where an editor finds this schema; without effect."}
+    schema["properties"] |= {**kind.other_keys, SCHEMA_KEY: place}
+    # Which keys may then be left out is more than an editor needs to know.
+    schema["required"] = (
+        ["vocab_size", "context_length"]
+        if "depth" in kind.other_keys
+        else [key for key in schema["required"] if key != "microbatch_size"]
+    )
+    return schema

@@ -1,0 +1,155 @@
+"""Device memory: limits that make a search real, the peak in use, and telling "out of memory" from other errors."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import resource
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from harness.common.errors import RunError
+
+GIB = 2**30
+# mallopt(3): blocks above this size get their own mapping, which goes back to the system as soon as it is freed.
+M_MMAP_THRESHOLD = -3
+OWN_MAPPING_BYTES = 2**20
+# Kept free by a search, and below it threads and libraries cannot work. For what a long training on several ranks may
+# take beyond a probe: growing heaps, buffers of exchanges. (One process of four steps took within 2 MiB of its probe.)
+HEADROOM_BYTES = 2**26
+LARGEST_LIMIT = 2**62
+# With less than this, not even the steps of a search's own bookkeeping are sure to get their memory.
+LEAST_ROOM_BYTES = 2**24
+# How CPU libraries below torch say that an allocation failed; torch.cuda has an exception class for it.
+OUT_OF_MEMORY_TEXTS = (
+    "can't allocate memory",
+    "Cannot allocate memory",
+    "out of memory",
+    "bad_alloc",
+    "can't start new thread",  # whose stack is writable memory, too
+    "failed to map segment",  # a library that is imported late
+)
+
+
+def limit_memory(device: torch.device, limit_gib: float | None, local_size: int) -> float:
+    """Make allocations beyond a limit fail from now on; the limit in GiB.
+
+    CUDA: the caching allocator's fraction of the device. CPU: RLIMIT_DATA, all of the process's writable memory, upon
+    which torch's allocator raises an error that can be caught, HEADROOM_BYTES before the limit. Without a `limit_gib`:
+    the whole device, or on the CPU this process's share of the memory that is free now.
+    """
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        limit = min(limit_gib * GIB, total) if limit_gib is not None else total
+        torch.cuda.set_per_process_memory_fraction(limit / total, device)
+        return limit / GIB
+    settle_cpu_memory()
+    used = _status_bytes("VmData")
+    limit = limit_gib * GIB if limit_gib is not None else used + free_memory() / local_size
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = min(limit, LARGEST_LIMIT if hard == resource.RLIM_INFINITY else hard)
+    if limit > used + HEADROOM_BYTES:  # else the program itself would break; nothing will fit in any case
+        resource.setrlimit(resource.RLIMIT_DATA, (int(limit) - HEADROOM_BYTES, hard))
+    return limit / GIB
+
+
+def give_back_at_once() -> None:
+    """Under a limit on this process's writable memory (`ulimit -d`), let freed blocks leave it at once, as in a search
+    for what fits. Without one they are kept, which takes about 5% less time."""
+    if resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY:
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, OWN_MAPPING_BYTES)
+
+
+def room_gib(device: torch.device, limit_gib: float) -> float:
+    """What a limit leaves for models and batches: on the CPU the program itself counts, too."""
+    return limit_gib - program_gib(device)
+
+
+def program_gib(device: torch.device) -> float:
+    """What the program takes of a limit before it has a model: all that it has loaded, and a reserve. None on CUDA."""
+    if device.type == "cuda":
+        return 0.0
+    return (_status_bytes("VmData") + HEADROOM_BYTES + LEAST_ROOM_BYTES) / GIB
+
+
+def settle_cpu_memory() -> None:
+    """Start the threads that the limit would keep from starting, and have freed blocks leave the process at once."""
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, OWN_MAPPING_BYTES)
+    product = torch.randn(256, 256, requires_grad=True) @ torch.randn(256, 256)
+    product.sum().backward()
+    np.ones((256, 256)) @ np.ones((256, 256))  # OpenBLAS ends the process where it cannot have its buffers
+
+
+def free_memory() -> int:
+    """Bytes this machine, or the container around us, can still give out."""
+    available = next(
+        int(line.split()[1]) * 1024 for line in Path("/proc/meminfo").read_text().splitlines() if "MemAvailable" in line
+    )
+    try:
+        maximum = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        current = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return available
+    return available if maximum == "max" else min(available, int(maximum) - current)
+
+
+class PeakMeter:
+    """The most memory that a limit counts, attempt by attempt.
+
+    CUDA: the allocator's reserve. CPU: writable memory, of which the system keeps no peak; but of all memory (which
+    has the same constant rest) it keeps the highest ever, so that an attempt's peak is known when it sets a new one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._highest_before = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """An attempt begins."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            self._highest_before = _status_bytes("VmPeak")
+
+    def peak_bytes(self) -> int | None:
+        """The attempt's peak, or None if an earlier one hides it."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_reserved(self._device)
+        highest = _status_bytes("VmPeak")
+        constant = _status_bytes("VmSize") - _status_bytes("VmData")
+        return highest - constant if highest > self._highest_before else None
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory in use since the process began: the allocator's reserve on CUDA, resident memory on the CPU."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else _status_bytes("VmHWM")
+
+
+def release_memory(device: torch.device) -> None:
+    """Hand back what is no longer referenced, so that the next attempt starts from a clean device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception means that memory ran out, on any device."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    kinds = (RuntimeError, OSError, ImportError, RunError)
+    return isinstance(error, kinds) and says_out_of_memory(str(error))
+
+
+def says_out_of_memory(text: str) -> bool:
+    """Whether it has the words of a library or the system whose allocation failed."""
+    return any(words in text for words in OUT_OF_MEMORY_TEXTS)
+
+
+def _status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")

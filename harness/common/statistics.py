@@ -1,0 +1,60 @@
+"""Means with bootstrap intervals, and the least-squares line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+RESAMPLES = 10_000
+RESAMPLES_AT_ONCE = 200
+INTERVAL_PERCENT = 95.0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value, and the interval that holds the middle 95 % of its bootstrap resamples (Efron & Tibshirani 1993, An
+    Introduction to the Bootstrap, section 13.3)."""
+
+    value: float
+    low: float
+    high: float
+
+
+def question_means(scores_QxRxM: np.ndarray) -> np.ndarray:
+    """Means over repeats, QxM, without the questions that have no score."""
+    is_there_QxR = ~np.isnan(scores_QxRxM).any(axis=2)
+    repeats_Q = is_there_QxR.sum(axis=1)
+    answered = repeats_Q > 0
+    sums_QxM = np.where(is_there_QxR[:, :, None], scores_QxRxM, 0.0).sum(axis=1)
+    return sums_QxM[answered] / repeats_Q[answered, None]
+
+
+def resampled_means(scores_QxM: np.ndarray, seed: int) -> np.ndarray:
+    """Means, BxM, over B resamples of the questions, drawn with replacement. All models have the same resamples, so
+    that differences between them are paired."""
+    questions = len(scores_QxM)
+    generator = np.random.default_rng(seed)
+    blocks: list[np.ndarray] = []
+    # How often each question is drawn is all that a mean needs to know.
+    for _ in range(0, RESAMPLES, RESAMPLES_AT_ONCE):
+        counts_BxQ = generator.multinomial(questions, np.full(questions, 1 / questions), size=RESAMPLES_AT_ONCE)
+        blocks.append(counts_BxQ @ scores_QxM / questions)
+    return np.concatenate(blocks)
+
+
+def estimate(value: float, resampled: Sequence[float] | np.ndarray) -> Estimate:
+    outside = (100 - INTERVAL_PERCENT) / 2
+    low, high = np.percentile(resampled, [outside, 100 - outside])
+    return Estimate(float(value), float(low), float(high))
+
+
+def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+    """Slope and intercept of the least-squares line through (x, y) points; None for fewer than two different x."""
+    if len({x for x, _ in points}) < 2:
+        return None
+    mean_x = sum(x for x, _ in points) / len(points)
+    mean_y = sum(y for _, y in points) / len(points)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+    return slope, mean_y - slope * mean_x

@@ -1,0 +1,46 @@
+"""Bringing a dataset to this machine: used as it is, built, or downloaded."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.common.errors import UserError
+from harness.data.dataset import Dataset, dataset_folder, is_present
+
+if TYPE_CHECKING:
+    pass
+
+
+def bring(datasets_dir: Path, name: str, splits: list[str]) -> None:
+    """Make sure that DATASETS_DIR/<name> holds the splits. A folder that does is left alone, with no network call."""
+    folder = dataset_folder(datasets_dir, name)
+    if not is_present(datasets_dir, name, splits):
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{folder.parent}: cannot make this folder: {error.strerror}") from None
+        try:
+            _make(folder, name)
+        finally:
+            with suppress(OSError):
+                folder.parent.rmdir()  # only if it is empty: nothing has come
+    if not is_present(datasets_dir, name, splits):
+        raise UserError(f"{folder}: the dataset came without {' and '.join(splits)}")
+    Dataset.open(datasets_dir, name)
+
+
+def _make(folder: Path, name: str) -> None:
+    if name.startswith("builtin/"):
+        from harness.data.preparation.builtin import BUILTIN_DATASETS
+
+        if name not in BUILTIN_DATASETS:
+            raise UserError(f'train.json: key "dataset": no {name}; there is {", ".join(BUILTIN_DATASETS)}')
+        print(f"Building {name} in {folder} ...", flush=True)
+        BUILTIN_DATASETS[name](folder)
+        return
+    from harness.data.hub_download import download_dataset
+
+    print(f"Downloading {name} to {folder} ...", flush=True)
+    download_dataset(name, folder)

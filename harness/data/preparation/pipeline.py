@@ -1,0 +1,119 @@
+"""From text to a dataset folder that appears whole, through work that can be interrupted at any point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from harness.common.errors import RunError, UserError
+from harness.data.preparation.batches import batches
+from harness.data.preparation.documents import TextFormat
+from harness.data.preparation.encoder_processes import EncoderProcesses
+from harness.data.preparation.encoding import Encoded, encode_batches, token_dtype
+from harness.data.preparation.journal import Journal, Mark
+from harness.data.preparation.shuffle import shuffle
+from harness.data.preparation.sources import TextSource, read_source
+from harness.data.preparation.splits import Shares, Split, share_out, write_splits
+from harness.data.preparation.token_stream import StreamSize, TokenStream
+from harness.data.preparation.work_folder import WorkFolder
+from harness.data.tokenizers.tokenizer import Tokenizer
+
+COMMIT_TOKENS = 2**24  # between two notes of how far the work has come: some seconds
+
+Show = Callable[[Encoded, StreamSize], None]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What decides which bytes are in a dataset, besides text and tokenizer."""
+
+    form: TextFormat = field(default_factory=TextFormat)
+    shares: Shares = field(default_factory=Shares)
+    shuffle_seed: int | None = None
+
+
+@dataclass
+class Preparation:
+    """One dataset on its way."""
+
+    work: WorkFolder
+    source: TextSource
+    recipe: Recipe
+    journal: Journal
+
+    @classmethod
+    def begin(cls, work: WorkFolder, source: TextSource, recipe: Recipe, options: dict[str, Any]) -> Preparation:
+        """Open the journal, or take up that of interrupted work. `options` are what the user asked for.
+
+        Raises UserError if interrupted work had other options or if what it has read has changed.
+        """
+        files = [[file.name, file.version] for file in source.files]
+        journal = work.take_up(options, files)
+        return cls(work, source, recipe, journal)
+
+    def run(self, tokenizer: Tokenizer, encoders: EncoderProcesses, show: Show) -> list[Split]:
+        """Do what is left to do: the splits' files are whole when this returns. `show` hears of each batch.
+
+        Raises UserError and RunError.
+        """
+        dtype = token_dtype(tokenizer.vocab_size)
+        stream = TokenStream(self.work.path / "text.tokens", dtype)
+        if self.journal.phase == "reading":
+            self._read(stream, encoders, show)
+        stream.size = self.journal.here.size
+        if not stream.size.documents:
+            raise UserError(f"{self.source.name}: no documents with text ({self.journal.here.empty:,} are empty)")
+        if self.recipe.shuffle_seed is not None:
+            stream = self._shuffled(stream, self.recipe.shuffle_seed)
+        if self.journal.phase != "shared out":
+            self.journal.splits = [asdict(split) for split in share_out(stream, self.recipe.shares, tokenizer)]
+            self._enter("shared out")
+        splits = [Split(**split) for split in self.journal.splits]
+        write_splits(stream, splits, self.work.dataset)
+        return splits
+
+    def _read(self, stream: TokenStream, encoders: EncoderProcesses, show: Show) -> None:
+        here = self.journal.here
+        stream.open_at(here.size)
+        pieces = read_source(self.source, self.recipe.form, here.file, here.documents)
+        committed, empty = here.size.tokens, here.empty
+        try:
+            in_batches = batches(pieces, here.file, here.documents)
+            for encoded in encode_batches(in_batches, encoders.encode, encoders.count):
+                stream.append(encoded)
+                empty += encoded.batch.empty
+                if encoded.batch.is_whole:
+                    self.journal.move_to(Mark(encoded.batch.file, encoded.batch.documents, empty, stream.size))
+                    if stream.size.tokens - committed >= COMMIT_TOKENS:
+                        stream.flush()
+                        self.journal.save(self.work.journal)
+                        committed = stream.size.tokens
+                show(encoded, stream.size)
+            stream.flush()
+            self._enter("read")
+        except (UserError, RunError, KeyboardInterrupt):  # what is done is done
+            with suppress(OSError):
+                stream.flush()
+                self.journal.save(self.work.journal)
+            raise
+        finally:
+            stream.close()
+
+    def _shuffled(self, stream: TokenStream, seed: int) -> TokenStream:
+        target = TokenStream(self.work.path / "shuffled.tokens", stream.dtype)
+        target.size = stream.size
+        if self.journal.phase == "read":
+            target.open_at(StreamSize())
+            target.close()
+            shuffle(stream, target, seed)
+            target.size = stream.size
+            self._enter("shuffled")
+        for path in (stream.path, stream.index_path):
+            path.unlink(missing_ok=True)
+        return target
+
+    def _enter(self, phase: Any) -> None:
+        self.journal.phase = phase
+        self.journal.save(self.work.journal)

@@ -1,0 +1,108 @@
+"""Where text files are: on this machine, or on the Hub, from where they come one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from harness.common.errors import UserError
+from harness.common.messages import is_hub_name
+from harness.data.preparation.documents import Piece, TextFormat, read_documents
+from harness.data.preparation.text_files import TextFile, find_text_files
+
+
+class TextSource(Protocol):
+    """Files in a fixed order."""
+
+    @property
+    def name(self) -> str:
+        """What the user typed."""
+        ...
+
+    @property
+    def files(self) -> list[TextFile]: ...
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names of a folder's files that are not read, since they do not look like text."""
+        ...
+
+    @contextmanager
+    def at_hand(self, file: TextFile) -> Iterator[TextFile]:
+        """The file with a path where it can be read, as long as the context lasts."""
+        ...
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """Where the text came from, for meta.json."""
+        ...
+
+    def sampled(self, most: int) -> list[TextFile]:
+        """At most so many files to learn from, spread over all, or as few as is cheap."""
+        ...
+
+
+@dataclass(frozen=True)
+class LocalText:
+    """Files on this machine."""
+
+    name: str
+    files: list[TextFile]
+    ignored: list[str]
+
+    @classmethod
+    def find(cls, pattern: str) -> LocalText:
+        """Raises UserError if there are none."""
+        return cls(pattern, *find_text_files(pattern))
+
+    @contextmanager
+    def at_hand(self, file: TextFile) -> Iterator[TextFile]:
+        yield file
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """Where the text came from, for meta.json."""
+        return {"input": Path(self.name).name, "files": len(self.files)}
+
+    def sampled(self, most: int) -> list[TextFile]:
+        return self.files[:: -(-len(self.files) // most)]
+
+
+def find_source(input_: str, options: dict[str, Any], work: Path) -> TextSource:
+    """What INPUT means: what is on this machine, or else a dataset on the Hub. Raises UserError if it is neither."""
+    hub_only = [key for key in ("include", "revision", "delete_after") if options[key]]
+    if Path(input_).exists() or not is_hub_name(input_):
+        if hub_only:
+            raise UserError(
+                f"--{hub_only[0].replace('_', '-')} belongs with a dataset on the Hub, but {input_} is local"
+            )
+        return LocalText.find(input_)
+    from harness.data.preparation.hub_source import HubText
+
+    downloads = work / "downloads" if options["delete_after"] else None
+    return HubText.find(input_, options["include"], options["revision"], downloads)
+
+
+def read_source(source: TextSource, form: TextFormat, file: int = 0, documents: int = 0) -> Iterator[Piece]:
+    """All documents from document number `documents` of file number `file` on; after each file, an empty piece with the
+    next one's number. Raises what `read_documents` raises."""
+    for each in source.files[file:]:
+        pieces = read_file(source, form, each)
+        yield from _without_first(pieces, documents if each.number == file else 0)
+        yield Piece("", False, each.number + 1, 0)
+
+
+def read_file(source: TextSource, form: TextFormat, file: TextFile) -> Iterator[Piece]:
+    """The documents of one file. Raises what `read_documents` raises."""
+    with source.at_hand(file) as at_hand:
+        yield from read_documents(at_hand, form)
+
+
+def _without_first(pieces: Iterator[Piece], documents: int) -> Iterator[Piece]:
+    for _ in range(documents):
+        while not next(pieces).ends:
+            pass
+    return pieces

@@ -1,0 +1,160 @@
+"""Which tokens of a stream are for training, for testing and for validation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.common.errors import UserError
+from harness.common.files import replace_text, sha256, sync
+from harness.data.preparation.encoding import token_dtype
+from harness.data.preparation.token_stream import HEADER_BYTES, TokenStream, copy_range, write_header
+from harness.data.tokenizers.tokenizer import Tokenizer
+
+SPLITS = ("train", "test", "validation")  # in the order of a text's documents
+LINE_END_SEARCH = 4096  # tokens
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Parts of all documents; the rest is for training."""
+
+    validation: float = 0.01
+    test: float = 0.0
+
+
+@dataclass(frozen=True)
+class Split:
+    """A range of a stream, and what is in it. `bytes` is UTF-8 text without separators."""
+
+    name: str
+    start: int
+    tokens: int
+    documents: int
+    bytes: int
+
+
+def share_out(stream: TokenStream, shares: Shares, tokenizer: Tokenizer) -> list[Split]:
+    """Train, test and validation, in this order: the last documents are for validation, those before them for testing.
+
+    Where there are too few documents for that (one book), the last tokens are, from the beginning of a line on.
+    Raises UserError if a split would have no text at all.
+    """
+    counts = {name: round(share * stream.size.documents) for name, share in _wanted(shares).items()}
+    counts = {"train": stream.size.documents - sum(counts.values()), **counts}
+    splits = by_documents(stream, counts) if all(count > 0 for count in counts.values()) else None
+    splits = splits or _by_tokens(stream, shares, tokenizer)
+    for split in splits:
+        if not split.bytes:
+            raise UserError(
+                f"{split.name} would be empty: there are {stream.size.documents:,} documents with "
+                f"{stream.size.tokens:,} tokens; give more text, or a larger --{split.name}-fraction"
+            )
+    return splits
+
+
+def _wanted(shares: Shares) -> dict[str, float]:
+    return {name: share for name, share in (("test", shares.test), ("validation", shares.validation)) if share}
+
+
+def by_documents(stream: TokenStream, counts: dict[str, int]) -> list[Split]:
+    """The stream's documents in order, so many for each split."""
+    ends = np.cumsum(list(counts.values()))
+    totals = np.zeros((len(counts), 2), np.int64)
+    first = 0
+    for sizes in stream.documents():
+        owner = np.searchsorted(ends, np.arange(first, first + len(sizes)), side="right")
+        np.add.at(totals, owner, sizes)
+        first += len(sizes)
+    starts = np.cumsum(totals[:, 0]) - totals[:, 0]
+    return [
+        Split(name, int(start), int(tokens), count, int(length))
+        for (name, count), start, (tokens, length) in zip(counts.items(), starts, totals, strict=True)
+    ]
+
+
+def _by_tokens(stream: TokenStream, shares: Shares, tokenizer: Tokenizer) -> list[Split]:
+    wanted = _wanted(shares)
+    total = stream.size.tokens
+    bounds = [0]
+    for at in range(len(wanted)):
+        share = sum(list(wanted.values())[at:])
+        bounds.append(_next_line(stream, total - round(share * total), tokenizer))
+    bounds.append(total)
+    names = ["train", *wanted]
+    return [_count(stream, name, bounds[at], bounds[at + 1], tokenizer) for at, name in enumerate(names)]
+
+
+def _next_line(stream: TokenStream, start: int, tokenizer: Tokenizer) -> int:
+    """The first position from `start` on that follows the end of a line or of a document, if there is one near."""
+    for at, token in enumerate(_read(stream, start, LINE_END_SEARCH).tolist(), start + 1):
+        if at < stream.size.tokens and (token == tokenizer.eot_token or tokenizer.decode([token]).endswith("\n")):
+            return at
+    return start
+
+
+def _count(stream: TokenStream, name: str, start: int, end: int, tokenizer: Tokenizer) -> Split:
+    lengths = tokenizer.token_byte_lengths()
+    documents = length = 0
+    for at in range(start, end, 2**22):
+        tokens = _read(stream, at, min(2**22, end - at))
+        documents += int((tokens == tokenizer.eot_token).sum())
+        length += int(lengths[tokens].sum())
+    return Split(name, start, max(0, end - start), documents, length)
+
+
+def _read(stream: TokenStream, start: int, count: int) -> np.ndarray:
+    count = max(0, min(count, stream.size.tokens - start))
+    return np.fromfile(stream.path, stream.dtype, count, offset=HEADER_BYTES + start * stream.dtype.itemsize)
+
+
+def write_splits(stream: TokenStream, splits: list[Split], folder: Path) -> None:
+    """Make the stream the folder's files. What is done already stays: this can be interrupted and called again."""
+    train, *others = splits
+    width = stream.dtype.itemsize
+    for split in others:
+        path = folder / f"{split.name}.safetensors"
+        if not path.exists():
+            draft = path.with_suffix(".draft")
+            draft.write_bytes(bytes(HEADER_BYTES))
+            copy_range(stream.path, draft, HEADER_BYTES + split.start * width, split.tokens * width)
+            write_header(draft, stream.dtype, split.tokens)
+            draft.rename(path)
+    sync(folder)
+    path = folder / "train.safetensors"
+    if not path.exists():  # only now: it cuts off what the others were copied from
+        write_header(stream.path, stream.dtype, train.tokens)
+        stream.path.rename(path)
+        sync(folder)
+
+
+def write_dataset_meta(
+    folder: Path, splits: Sequence[Split], tokenizer: Tokenizer, tokenizer_name: str, about: dict[str, Any]
+) -> None:
+    """Describe the splits in `folder`. `about` holds what only the maker knows: "description" and "source".
+
+    Nothing in it depends on when or where it was made: the same text gives the same bytes.
+    """
+    files = [f"{split.name}.safetensors" for split in splits]
+    meta = {
+        "description": about["description"],
+        "token_dtype": token_dtype(tokenizer.vocab_size).name,
+        "files": files if tokenizer_name == "gpt2" else [*files, tokenizer_name],
+        "tokenizer": tokenizer_name,
+        "vocab_size": tokenizer.vocab_size,
+        "eot_token": tokenizer.eot_token,
+        **({} if tokenizer_name == "gpt2" else {"tokenizer_sha256": sha256(folder / tokenizer_name)}),
+        "splits": {split.name: _facts(folder, split) for split in splits},
+        "source": about["source"],
+    }
+    replace_text(folder / "meta.json", json.dumps(meta, indent=2, ensure_ascii=False) + "\n")
+
+
+def _facts(folder: Path, split: Split) -> dict[str, int | str]:
+    digest = sha256(folder / f"{split.name}.safetensors")
+    return {"documents": split.documents, "tokens": split.tokens, "bytes": split.bytes, "sha256": digest}

@@ -1,0 +1,126 @@
+"""Token shards of other programs (token_files.py tells which) as a dataset's splits.
+
+The splits are those that the files' names tell. There are as many documents as end-of-text tokens, which nanoGPT writes
+after each document, and the others before it.
+"""
+
+from __future__ import annotations
+
+import glob
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from harness.common.errors import UserError, printable
+from harness.common.files import sync
+from harness.common.messages import is_unicode, listed
+from harness.data.preparation.encoding import token_dtype
+from harness.data.preparation.splits import Split
+from harness.data.preparation.text_files import TOKEN_SUFFIXES
+from harness.data.preparation.token_files import DTYPE_OPTION, TokenShard, open_shard
+from harness.data.preparation.token_stream import HEADER_BYTES, write_header
+from harness.data.tokenizers.tokenizer import Tokenizer
+
+SPLIT_WORDS = {"train": "train", "val": "validation", "validation": "validation", "test": "test"}
+
+
+def find_shards(pattern: str, stated_dtype: str | None) -> dict[str, list[TokenShard]]:
+    """The token files that a folder, a file or a glob stands for, in the order of their names, by the split that the
+    names tell. `stated_dtype` is what the user says of files without a header, if anything.
+
+    Raises UserError if there are none, if one is none, or if a name tells of no split or cannot go into meta.json.
+    """
+    shards: dict[str, list[TokenShard]] = {}
+    for path in _paths(pattern):
+        if not is_unicode(path.name):
+            raise UserError(f"{path}: the name is not valid UTF-8; rename it")
+        words = path.stem.lower().replace("-", "_").split("_")
+        split = next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), None)
+        if split is None:
+            raise UserError(f"{path}: the name tells of no split; rename it to something_train_000001.bin or _val_")
+        shards.setdefault(split, []).append(open_shard(path, stated_dtype))
+    if "train" not in shards:
+        raise UserError(f"{pattern}: no shard for training (train.bin, something_train_000001.npy)")
+    return shards
+
+
+def _paths(pattern: str) -> list[Path]:
+    place = Path(pattern)
+    if place.is_dir():
+        found = [path for path in place.iterdir() if path.suffix.lower() in TOKEN_SUFFIXES and path.is_file()]
+    else:
+        found = [place] if place.is_file() else [Path(each) for each in glob.glob(pattern, recursive=True)]
+    if not found:
+        raise UserError(f"{pattern}: no .bin or .npy files here (a folder, or a glob in quotes)")
+    kinds = {path.suffix.lower() for path in found} & set(TOKEN_SUFFIXES)
+    if len(kinds) > 1:
+        raise UserError(f"{pattern}: .bin and .npy files, perhaps of the same tokens; name those to take by a glob")
+    return sorted(found)
+
+
+def check_vocabulary(shards: Sequence[TokenShard], tokenizer: str | None) -> None:
+    """Say what is assumed of files without a header. `tokenizer` is what the user says: None is GPT-2's.
+
+    Raises UserError where nanoGPT has noted another vocabulary beside them: its numbers are tokens of GPT-2, too.
+    """
+    untold = [shard for shard in shards if not shard.is_told]
+    for shard in untold:
+        note = shard.path.with_name("meta.pkl")
+        if tokenizer is None and note.exists():
+            raise UserError(
+                f"{note}: nanoGPT notes there that the tokens beside it have a vocabulary of their own, characters as "
+                "a rule, not GPT-2's; prepare their text instead, or give their --tokenizer"
+            )
+    if untold:
+        names = printable(listed([shard.path.name for shard in untold]))
+        what = f"{untold[0].dtype.name} tokens of {'GPT-2' if tokenizer is None else printable(tokenizer)}"
+        print(f"no header, read as {what} ({DTYPE_OPTION}, --tokenizer): {names}", file=sys.stderr, flush=True)
+
+
+def import_shards(split: str, shards: Sequence[TokenShard], tokenizer: Tokenizer, folder: Path) -> Split:
+    """Write the shards' tokens, one after another and unchanged, as the folder's `split`.
+
+    Raises UserError for tokens that are not the tokenizer's, and if there are none.
+    """
+    dtype = token_dtype(tokenizer.vocab_size)
+    _check_width(shards, dtype, tokenizer)
+    total = sum(shard.tokens for shard in shards)
+    if not total:
+        raise UserError(f"{shards[0].path}: {split} would have no tokens")
+    byte_lengths = tokenizer.token_byte_lengths()
+    target = folder / f"{split}.safetensors"
+    draft = target.with_suffix(".draft")
+    documents = length = 0
+    with draft.open("wb") as file:
+        file.write(bytes(HEADER_BYTES))
+        for shard in shards:
+            for tokens in shard.blocks():
+                _check_range(shard.path, tokens, tokenizer)
+                documents += int((tokens == tokenizer.eot_token).sum())
+                length += int(byte_lengths[tokens].sum())
+                file.write(tokens.astype(dtype, copy=False).data)
+    write_header(draft, dtype, total)
+    draft.rename(target)
+    sync(folder)
+    return Split(split, 0, total, documents, length)
+
+
+def _check_width(shards: Sequence[TokenShard], dtype: np.dtype, tokenizer: Tokenizer) -> None:
+    for shard in shards:
+        if shard.dtype.itemsize < dtype.itemsize:
+            raise UserError(
+                f"{shard.path}: holds {shard.dtype.name} tokens, but the tokenizer has {tokenizer.vocab_size:,}, which "
+                "need more; give the --tokenizer that the shards were made with"
+            )
+
+
+def _check_range(path: Path, tokens: np.ndarray, tokenizer: Tokenizer) -> None:
+    smallest, largest = int(tokens.min()), int(tokens.max())
+    if smallest < 0 or largest >= tokenizer.vocab_size:
+        wrong = smallest if smallest < 0 else largest
+        raise UserError(
+            f"{path}: token id {wrong} is beyond the tokenizer's {tokenizer.vocab_size:,}; give the --tokenizer that "
+            f"the tokens were made with (and {DTYPE_OPTION} if they have no header)"
+        )

@@ -1,0 +1,156 @@
+"""Looking into a dataset folder: is it what its meta.json says, and what is in it?"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import textwrap
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from harness.common.errors import RunError, printable
+from harness.common.files import sha256
+from harness.common.messages import counted, shown
+from harness.data.dataset import SCAN_CHUNK_TOKENS, Dataset, TokenFile
+from harness.data.preparation.splits import SPLITS
+from harness.data.tokenizers.load import load_tokenizer
+from harness.data.tokenizers.tokenizer import Tokenizer
+
+SHOWN_LINES = 3
+SHOWN_TOKENS = 400
+BAR_WIDTH = 30
+COLUMNS = 80
+
+
+@dataclass
+class SplitFacts:
+    """What one pass over a split's tokens finds. Document lengths are counted by powers of two."""
+
+    tokens: int = 0
+    bytes: int = 0
+    documents: int = 0
+    largest: int = -1
+    lengths: np.ndarray = field(default_factory=lambda: np.zeros(64, np.int64))
+    longest: int = 0
+
+
+def survey(tokens: TokenFile, tokenizer: Tokenizer) -> SplitFacts:
+    """Count a split's tokens, documents and bytes of text. Bytes are 0 where a token is beyond the vocabulary."""
+    facts = SplitFacts(tokens=len(tokens))
+    byte_lengths = tokenizer.token_byte_lengths()
+    unfinished = 0  # tokens since the last end-of-text
+    for block in _blocks(tokens):
+        facts.largest = max(facts.largest, int(block.max()))
+        if facts.largest < len(byte_lengths):
+            facts.bytes += int(byte_lengths[block].sum())
+        ends = np.flatnonzero(block == tokenizer.eot_token)
+        documents = np.diff(ends, prepend=-1 - unfinished)
+        _count_lengths(facts, documents)
+        unfinished = len(block) - 1 - int(ends[-1]) if len(ends) else unfinished + len(block)
+    if unfinished:
+        _count_lengths(facts, np.array([unfinished]))
+        facts.documents -= 1  # a part of one: documents are counted by their ends
+    return facts
+
+
+def _blocks(tokens: TokenFile) -> Iterator[np.ndarray]:
+    for at in range(0, len(tokens), SCAN_CHUNK_TOKENS):
+        yield tokens.read(at, SCAN_CHUNK_TOKENS)
+
+
+def _count_lengths(facts: SplitFacts, documents: np.ndarray) -> None:
+    facts.documents += len(documents)
+    facts.lengths += np.bincount(np.log2(documents).astype(int), minlength=64)[:64]
+    facts.longest = max(facts.longest, int(documents.max(initial=0)))
+
+
+def verify(dataset: Dataset) -> list[str]:
+    """Compare every split with meta.json: hash, dtype, range of token ids, and counts. Returns what was found right, a
+    line each. Raises RunError with everything that is wrong, UserError where a file cannot be read at all."""
+    tokenizer = load_tokenizer(dataset.tokenizer)
+    right: list[str] = []
+    wrong = list(_tokenizer_faults(dataset, tokenizer))
+    for split in SPLITS:
+        if dataset.has_split(split):
+            faults = list(_faults(dataset, split, tokenizer))
+            wrong += [f"{dataset.split_path(split).name}: {fault}" for fault in faults]
+            compared = "as meta.json says" if split in dataset.meta.splits else "but meta.json has no counts of them"
+            right += [f"{split}: {len(dataset.split(split)):,} tokens, {compared}"] if not faults else []
+        elif split in dataset.meta.splits:
+            wrong.append(f"{split}.safetensors: missing, though meta.json counts it")
+    if not right and not wrong:
+        wrong.append("no train, test or validation split")
+    if wrong:
+        raise RunError(f"{dataset.folder}: {'; '.join(wrong)}; make or download the dataset again")
+    return right
+
+
+def _tokenizer_faults(dataset: Dataset, tokenizer: Tokenizer) -> Iterator[str]:
+    for key, found in (("vocab_size", tokenizer.vocab_size), ("eot_token", tokenizer.eot_token)):
+        said = getattr(dataset.meta, key, None)
+        if said is not None and said != found:
+            yield f"meta.json: {key} is {shown(said)}, but the tokenizer has {found:,}"
+    said = (dataset.meta.model_extra or {}).get("tokenizer_sha256")
+    if isinstance(dataset.tokenizer, Path) and said is not None and sha256(dataset.tokenizer) != said:
+        yield f"{dataset.tokenizer.name}: its SHA-256 is not the one in meta.json"
+
+
+def _faults(dataset: Dataset, split: str, tokenizer: Tokenizer) -> Iterator[str]:
+    said, tokens = dataset.meta.splits.get(split), dataset.split(split)
+    if said is None and dataset.meta.splits:
+        yield "is not in meta.json"
+    if said and said.sha256 and sha256(tokens.path) != said.sha256:
+        yield "its SHA-256 is not the one in meta.json"
+    if dataset.meta.token_dtype not in {None, tokens.dtype}:
+        yield f"holds {tokens.dtype}, but meta.json says {shown(dataset.meta.token_dtype)}"
+    facts = survey(tokens, tokenizer)
+    if facts.largest >= tokenizer.vocab_size:
+        yield f"token id {facts.largest} is beyond the tokenizer's {tokenizer.vocab_size:,}"
+        return
+    counted = {"tokens": facts.tokens, "documents": facts.documents, "bytes": facts.bytes}
+    for what, number in counted.items():
+        meant = getattr(said, what, None)
+        if meant is not None and meant != number:
+            yield f"{number:,} {what}, but meta.json says {meant:,}"
+
+
+def describe(dataset: Dataset) -> Iterator[str]:
+    """The dataset's card for a terminal, line by line."""
+    tokenizer = load_tokenizer(dataset.tokenizer)
+    yield from textwrap.wrap(f"{dataset.name}: {printable(dataset.meta.description) or 'no description'}", COLUMNS)
+    name = dataset.meta.tokenizer
+    yield f"  tokenizer {printable(name)}, {tokenizer.vocab_size:,} tokens, end of text {tokenizer.eot_token}"
+    for split in SPLITS:
+        if dataset.has_split(split):
+            yield from _describe_split(split, dataset.split(split), tokenizer)
+
+
+def _describe_split(split: str, tokens: TokenFile, tokenizer: Tokenizer) -> Iterator[str]:
+    facts = survey(tokens, tokenizer)
+    per_token = f", {facts.bytes / facts.tokens:.2f} a token" if facts.tokens else ""
+    yield ""
+    yield f"{split}: {facts.tokens:,} tokens ({tokens.dtype}), {facts.bytes:,} bytes of text{per_token}"
+    yield f"  {counted(facts.documents)}; tokens per document (the longest has {facts.longest:,}):"
+    yield from _histogram(facts.lengths.tolist())
+    start = tokenizer.decode(tokens.read(0, SHOWN_TOKENS).tolist())
+    lines = [line for line in start.splitlines() if line.strip()]
+    yield "  it begins:"
+    yield from (f"    {_cut(printable(line), COLUMNS - 8)}" for line in lines[:SHOWN_LINES])
+
+
+def _histogram(counts: list[int]) -> Iterator[str]:
+    """A line for each power of two from the first that occurs to the last."""
+    occurring = [power for power, count in enumerate(counts) if count]
+    for power in range(occurring[0], occurring[-1] + 1) if occurring else ():
+        bar = "#" * round(BAR_WIDTH * counts[power] / max(counts))
+        yield f"    {2**power:>11,} to {2 ** (power + 1) - 1:>11,} {counts[power]:>11,} {bar}".rstrip()
+
+
+def _cut(line: str, columns: int) -> str:
+    """As much of a line as a terminal shows in so many columns: Chinese and Japanese characters take two."""
+    widths = [2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in line]
+    return line[: bisect.bisect_right(list(itertools.accumulate(widths)), columns)]

@@ -1,0 +1,100 @@
+"""Byte-level BPEs in a tokenizer.json: loaded, and trained on text.
+
+tokenizers is imported where it is used: a command's --help does not need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.common.errors import UserError
+from harness.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
+
+ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>")  # the second one is Llama 3's
+SMALLEST_VOCABULARY = 257  # every byte, and end-of-text
+
+
+def load_file(path: Path) -> Tokenizer:
+    """Raises UserError if the file is missing or damaged, or holds something else."""
+    backend = _read_backend(path)
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = True  # that is: as text
+    eot = next((token for name in ENDS_OF_TEXT if (token := backend.token_to_id(name)) is not None), None)
+    if eot is None:
+        raise UserError(f"{path}: has no {END_OF_TEXT} token; use a tokenizer trained by this tool")
+
+    def encode(text: str) -> np.ndarray:
+        [encoding] = backend.encode_batch_fast([text], add_special_tokens=False)  # it counts no offsets
+        return np.array(encoding.ids, np.uint32)
+
+    special = {token for token, added in backend.get_added_tokens_decoder().items() if added.special}
+    return Tokenizer(_bytes_of_tokens(backend, path), eot, special, encode)
+
+
+def _read_backend(path: Path) -> Any:
+    import tokenizers
+
+    try:
+        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except Exception as error:  # the library raises nothing more precise
+        raise UserError(f"{path}: not a readable tokenizer file: {' '.join(str(error).split())[:200]}") from None
+
+
+def _bytes_of_tokens(backend: Any, path: Path) -> list[bytes]:
+    added = backend.get_added_tokens_decoder()
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    byte_of = {character: byte for byte, character in character_of_byte().items()}
+    token_bytes = [b""] * (max(vocabulary.values()) + 1)
+    for text, token in vocabulary.items():
+        try:
+            token_bytes[token] = text.encode() if token in added else bytes([byte_of[character] for character in text])
+        except KeyError:
+            raise UserError(f"{path}: not a byte-level BPE: token {token} is {text!r}") from None
+    return token_bytes
+
+
+def character_of_byte() -> dict[int, str]:
+    """GPT-2's way to write bytes in a tokenizer.json: a printable Latin-1 character stands for itself, and the others,
+    in order, are the characters from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + at) for at, byte in enumerate(others)}
+
+
+def train_bpe(texts: Iterator[str], vocab_size: int, path: Path) -> None:
+    """Train a byte-level BPE with exactly `vocab_size` tokens, end-of-text being token 0, and save it as `path`.
+
+    Pieces are those of GPT-2 (no merges across words), and the same texts give the same file. Raises UserError if the
+    texts are too few for so many tokens.
+    """
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise UserError(f"a byte-level vocabulary needs at least {SMALLEST_VOCABULARY} tokens, not {vocab_size}")
+    backend: Any = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    reached = backend.get_vocab_size()
+    if reached != vocab_size:
+        raise UserError(f"the text gives a vocabulary of {reached} tokens, not {vocab_size}; ask for {reached} or less")
+    try:
+        path.write_text(backend.to_str(pretty=True) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None

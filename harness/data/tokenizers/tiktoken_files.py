@@ -1,0 +1,136 @@
+"""tiktoken's encodings: GPT-2's by its name, others by a file that a dataset carries along.
+
+tiktoken is imported where it is used: a command's --help does not need it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.common.errors import UserError
+from harness.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
+
+SUFFIX = ".tiktoken.json"
+
+
+def known_encodings() -> list[str]:
+    """The names that tiktoken knows."""
+    import tiktoken
+
+    return sorted(tiktoken.list_encoding_names())
+
+
+def load_encoding(name: str) -> Tokenizer:
+    """An encoding by its name. Raises UserError if its vocabulary is neither on this machine nor to be downloaded."""
+    return _tokenizer(_get(name), name)
+
+
+def load_encoding_offline(name: str) -> Tokenizer | None:
+    """An encoding whose vocabulary is on this machine already, else None: nothing is downloaded."""
+    import tiktoken.load
+
+    def refuse(blobpath: str) -> bytes:
+        raise ConnectionError(blobpath)
+
+    download = tiktoken.load.read_file
+    tiktoken.load.read_file = refuse
+    try:
+        return load_encoding(name)
+    except UserError:
+        return None
+    finally:
+        tiktoken.load.read_file = download
+
+
+def encoding_file(name: str) -> str:
+    """An encoding as the text of a file, so that it travels with what was made with it.
+
+    JSON: name, pattern (how text is split into words), special_tokens, and ranks: tokens in base64 with their ids.
+    Raises UserError like `load_encoding`.
+    """
+    encoding = _get(name)
+    _tokenizer(encoding, name)  # it has what is needed
+    ranks = sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1])
+    content = {
+        "name": name,
+        "pattern": encoding._pat_str,
+        "special_tokens": encoding._special_tokens,
+        "ranks": {base64.b64encode(token).decode(): rank for token, rank in ranks},
+    }
+    return json.dumps(content, indent=0) + "\n"
+
+
+def load_file(path: Path) -> Tokenizer:
+    """An encoding from a file. Raises UserError if it is missing or damaged."""
+    with _explained(path):
+        return _tokenizer(read_encoding(path), str(path))
+
+
+def read_encoding(name_or_file: str | Path) -> Any:
+    """tiktoken's own object for a name or a file. Raises UserError as `load_encoding` and `load_file` do."""
+    import tiktoken
+
+    if isinstance(name_or_file, str):
+        return _get(name_or_file)
+    with _explained(name_or_file):
+        content = json.loads(name_or_file.read_text(encoding="utf-8"))
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in content["ranks"].items()}
+        special = {str(token): int(rank) for token, rank in content["special_tokens"].items()}
+        return tiktoken.Encoding(
+            str(content["name"]), pat_str=str(content["pattern"]), mergeable_ranks=ranks, special_tokens=special
+        )
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn what the contents of a file can be guilty of into UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path}: not an encoding of tiktoken as this tool writes it: {str(error)[:100]}") from None
+
+
+def _get(name: str) -> Any:
+    import tiktoken
+
+    try:
+        return tiktoken.get_encoding(name)
+    except (OSError, ValueError) as error:  # requests' errors are OSErrors; a wrong checksum is a ValueError
+        folder = os.environ.get("TIKTOKEN_CACHE_DIR")
+        where = f"in TIKTOKEN_CACHE_DIR={folder}" if folder else "on this machine (TIKTOKEN_CACHE_DIR is not set)"
+        what = "GPT-2's vocabulary" if name == "gpt2" else f"the vocabulary of {name}"
+        raise UserError(
+            f"{what} is not {where} and cannot be downloaded ({_reason(error)}); connect to the network once, or set "
+            "TIKTOKEN_CACHE_DIR to a folder filled by tiktoken on another machine"
+        ) from None
+
+
+def _reason(error: Exception) -> str:
+    """A few words: requests' own messages are paragraphs."""
+    return getattr(error, "strerror", None) or type(error).__name__
+
+
+def _tokenizer(encoding: Any, where: str) -> Tokenizer:
+    special = encoding._special_tokens
+    if END_OF_TEXT not in special:
+        raise UserError(f"{where}: has no {END_OF_TEXT} token, which separates documents")
+    token_bytes = [b""] * encoding.n_vocab  # some encodings have gaps
+    for token, rank in encoding._mergeable_ranks.items():
+        token_bytes[rank] = token
+    for text, rank in special.items():
+        token_bytes[rank] = text.encode()
+
+    def encode(text: str) -> np.ndarray:
+        return encoding.encode_to_numpy(text, disallowed_special=())
+
+    return Tokenizer(token_bytes, special[END_OF_TEXT], set(special.values()), encode)

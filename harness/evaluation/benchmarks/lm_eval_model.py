@@ -1,0 +1,142 @@
+"""A model as lm-eval asks for it. Importing this module imports lm_eval, which is an extra and takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+
+from harness.common.errors import UserError
+from harness.common.messages import listed
+from harness.data.tokenizers.tokenizer import Tokenizer
+from harness.evaluation.generation import GREEDY, Sampling, continue_batch, until, without_end
+from harness.evaluation.likelihood import Scorer
+
+SAMPLING_SEED = 1234  # lm-eval's own for torch
+KNOWN_SETTINGS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k"}
+CHARACTER_BYTES = 4  # the longest in UTF-8
+
+
+class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
+    """Answers lm-eval's three kinds of request as its own `hf` model does for the same weights and tokenizer.
+
+    One difference is meant: a special token that is named in a text ("<|endoftext|>") is text here, as everywhere in
+    this program, and a special token for Hugging Face's tokenizers. And two things work that stop `hf`: a continuation
+    longer than the context length is scored in several windows, and where a task asks for as many new tokens as the
+    context is long, the prompt keeps half of it, and the beginning goes out of sight as the text grows.
+    """
+
+    def __init__(self, scorer: Scorer, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self.scorer = scorer
+        self.text = tokenizer
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.text.eot_token
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        return self.text.encode(string)
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        pairs = [(context, continuation) for _, context, continuation in requests]
+        return [(answer.total, answer.is_greedy) for answer in self.scorer.score(pairs)]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
+        pairs = [([self.prefix_token_id], self.text.encode(request.args[0])) for request in requests]
+        return [answer.total for answer in self.scorer.score(pairs)]
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
+        """Raises UserError for a way of sampling that there is not."""
+        jobs = [self._generation(request) for request in requests]
+        # Alike settings side by side, and the longest prompts first.
+        order = sorted(range(len(jobs)), key=lambda at: (repr(jobs[at].settings), -len(jobs[at].prompt), at))
+        batches: list[list[int]] = []
+        for at in order:
+            fits = batches and len(batches[-1]) < self.scorer.batch_size
+            if not fits or jobs[batches[-1][0]].settings != jobs[at].settings:
+                batches.append([])
+            batches[-1].append(at)
+
+        def work(batch: list[int]) -> list[str]:
+            # Row i of a batch draws with seed + i: so each request of the list has a seed of its own.
+            seed = SAMPLING_SEED + order.index(batch[0])
+            return self._continue([jobs[at].prompt for at in batch], jobs[batch[0]].settings, seed)
+
+        found: dict[int, str] = {}
+        for batch, texts in zip(batches, self.scorer.each_batch(work, batches), strict=True):
+            found |= zip(batch, texts, strict=True)
+        return [found[at] for at in range(len(jobs))]
+
+    def _generation(self, request: Instance) -> Generation:
+        prompt, settings = request.args
+        wanted = Settings.of(settings, f'task "{request.task_name}"')
+        limit: int = self.scorer.model.config.context_length
+        room = limit - wanted.most if wanted.most < limit else max(1, limit // 2)
+        return Generation((self.text.encode(prompt) or [self.eot_token_id])[-room:], wanted)
+
+    def _continue(self, prompts: Sequence[list[int]], settings: Settings, seed: int) -> list[str]:
+        """The texts that follow the prompts, up to the first stop string, end-of-text or the largest length."""
+        is_over = until(settings.most, self.text)
+        # A stop string of n bytes lies in the last n tokens when the token that completes it has come, perhaps behind
+        # a character of which only the end is among them.
+        reach = max((len(stop.encode()) for stop in settings.stops), default=0) + CHARACTER_BYTES
+
+        def is_done(tokens: Sequence[int]) -> bool:
+            tail = self.text.decode(tokens[-reach:]) if settings.stops else ""
+            return is_over(tokens) or any(stop in tail for stop in settings.stops)
+
+        scorer, sampling = self.scorer, settings.sampling(seed)
+        with scorer.precision.autocast():
+            added = continue_batch(
+                scorer.model,
+                prompts,
+                sampling,
+                is_done=is_done,
+                vocab_size=min(scorer.vocab_size, self.text.vocab_size),
+            )
+        texts = [self.text.decode(without_end(tokens, self.text)) for tokens in added]
+        return [postprocess_generated_text(text, list(settings.stops), None) for text in texts]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A task's generation_kwargs."""
+
+    most: int  # new tokens
+    stops: tuple[str, ...]
+    temperature: float  # 0: the likeliest token
+    top_k: int | None
+
+    @classmethod
+    def of(cls, settings: dict[str, Any], whose: str) -> Settings:
+        """Raises UserError for a setting that would change what is drawn, and is none of this program's."""
+        known = dict(normalize_gen_kwargs(settings))
+        temperature = float(known["temperature"]) if known.get("do_sample") else 0.0
+        strange = sorted(key for key in known.keys() - KNOWN_SETTINGS if temperature)
+        if strange:
+            raise UserError(f"{whose}: generation_kwargs: cannot sample with {listed(strange)}; use another task")
+        stops = known.get("until") or []
+        stops = [stops] if isinstance(stops, str) else stops
+        top_k = int(known["top_k"]) if temperature and known.get("top_k") else None
+        return cls(int(known["max_gen_toks"]), tuple(filter(None, stops)), temperature, top_k)
+
+    def sampling(self, seed: int) -> Sampling:
+        return Sampling(self.temperature, self.top_k, seed) if self.temperature else GREEDY
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A prompt, cut from the left to leave room for what is to come, and how to go on from it."""
+
+    prompt: list[int]
+    settings: Settings

@@ -1,0 +1,189 @@
+"""Sampling from a model: rows of tokens that grow by one token at a time, each token computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from harness.common.errors import RunError, UserError
+from harness.data.tokenizers.tokenizer import Tokenizer
+from harness.model.inference import KeyValueCache, LanguageModel, evaluating
+
+COLDEST = 1e-4  # below it the division would overflow, and the likeliest token is all there is
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a next token is chosen: the likeliest at `temperature` 0, else drawn from the `top_k` likeliest (None: from
+    all) with the logits divided by the temperature."""
+
+    temperature: float = 1.0
+    top_k: int | None = 25
+    seed: int = 42
+
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def encode_prompt(model: LanguageModel, tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Raises UserError if the prompt is empty or the tokenizer another model's."""
+    tokens = tokenizer.encode(prompt)
+    vocab_size: int = model.config.vocab_size
+    if not tokens:
+        raise UserError("the prompt is empty; give at least one character")
+    if max(tokens) >= vocab_size:
+        raise UserError(
+            f"the prompt has token {max(tokens)}, beyond the model's vocabulary of {vocab_size}: the tokenizer is "
+            "another model's (a checkpoint has its own beside its weights)"
+        )
+    return tokens
+
+
+def continue_text(model: LanguageModel, tokenizer: Tokenizer, prompt: str, count: int, sampling: Sampling) -> str:
+    """The prompt and up to `count` tokens more: end-of-text ends it. Raises UserError as `encode_prompt` does."""
+    tokens = encode_prompt(model, tokenizer, prompt)
+    [more] = continue_batch(model, [tokens], sampling, is_done=until(count, tokenizer), vocab_size=tokenizer.vocab_size)
+    return tokenizer.decode(tokens + without_end(more, tokenizer))
+
+
+def until(count: int, tokenizer: Tokenizer) -> Callable[[Sequence[int]], bool]:
+    """Done after `count` tokens, or at end-of-text."""
+    return lambda tokens: len(tokens) >= count or tokens[-1] == tokenizer.eot_token
+
+
+def without_end(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
+    """The tokens before an end-of-text that ends them."""
+    return tokens[:-1] if tokens and tokens[-1] == tokenizer.eot_token else tokens
+
+
+def continue_batch(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    is_done: Callable[[Sequence[int]], bool],
+    vocab_size: int | None = None,
+) -> list[list[int]]:
+    """The new tokens of every prompt, the last being that at which `is_done(new tokens)` became true.
+
+    Row i draws with the seed `sampling.seed + i`, so that it is the same whatever the other rows are. Ids from
+    `vocab_size` on (a padded head's) are never chosen.
+    """
+    rows = GrowingRows(model, prompts)
+    generators = [torch.Generator().manual_seed(sampling.seed + row) for row in range(len(prompts))]
+    added: list[list[int]] = [[] for _ in prompts]
+    alive = list(range(len(prompts)))
+    while alive:
+        logits_BxV = rows.next_logits()[:, :vocab_size].float().cpu()
+        chosen = [choose(logits, sampling, generators[row]) for logits, row in zip(logits_BxV, alive, strict=True)]
+        for row, token in zip(alive, chosen, strict=True):
+            added[row].append(token)
+        rows.append(chosen)
+        going = [index for index, row in enumerate(alive) if not is_done(added[row])]
+        if len(going) < len(alive):
+            alive = [alive[index] for index in going]
+            rows.keep(going)
+    return added
+
+
+def sample_tokens(
+    model: LanguageModel, prompt: Sequence[int], sampling: Sampling, vocab_size: int | None = None
+) -> Iterator[int]:
+    """Yield tokens that continue `prompt`, without end: the tokens of `continue_batch`'s first row, one by one.
+
+    A generator of its own, seeded by the sampling's seed, leaves the global random state alone.
+    """
+    rows = GrowingRows(model, [prompt])
+    generator = torch.Generator().manual_seed(sampling.seed)
+    while True:
+        [logits_V] = rows.next_logits()[:, :vocab_size].float().cpu()
+        token = choose(logits_V, sampling, generator)
+        rows.append([token])
+        yield token
+
+
+class GrowingRows:
+    """Rows of tokens, and what the model expects after each of them.
+
+    While a row fits the context, a step computes its new token alone. After that the model sees the row's last
+    `context_length` tokens, at other positions in every step, so that each costs a whole pass.
+    """
+
+    def __init__(self, model: LanguageModel, prompts: Sequence[Sequence[int]]) -> None:
+        self.model = model
+        self.limit: int = model.config.context_length
+        self.rows = [list(prompt) for prompt in prompts]
+        self.cache = KeyValueCache(model.config.n_layers)
+        self._cached = list(range(len(self.rows)))  # whose row is whose in the cache
+        self._seen = [0] * len(self.rows)  # tokens of each row that the cache has
+
+    def next_logits(self) -> Tensor:
+        """(rows, vocabulary), on the model's device."""
+        self._keep_cached([row for row in self._cached if len(self.rows[row]) <= self.limit])
+        outgrown = [row for row in range(len(self.rows)) if row not in self._cached]
+        with evaluating(self.model):
+            parts = []
+            if self._cached:
+                fresh = [self.rows[row][self._seen[row] :] for row in self._cached]
+                parts.append(self._last(fresh, self.cache))
+                for row in self._cached:
+                    self._seen[row] = len(self.rows[row])
+            if outgrown:
+                parts.append(self._last([self.rows[row][-self.limit :] for row in outgrown], None))
+            features_RxC = torch.cat(parts)
+            place = {row: index for index, row in enumerate(self._cached + outgrown)}
+            return self.model.out_head(features_RxC[[place[row] for row in range(len(self.rows))]])
+
+    def _last(self, windows: list[list[int]], cache: KeyValueCache | None) -> Tensor:
+        """(windows, C): the features of each window's last token."""
+        lengths = [len(window) for window in windows]
+        tokens_BxT = torch.tensor([[*window, *[0] * (max(lengths) - len(window))] for window in windows])
+        tokens_BxT = tokens_BxT.to(next(self.model.parameters()).device)
+        if cache is None:
+            features_BxTxC = self.model.features(tokens_BxT)
+        else:
+            features_BxTxC = self.model.further_features(tokens_BxT, lengths, cache)
+        return features_BxTxC[range(len(lengths)), [length - 1 for length in lengths]]
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Let each row grow by one token."""
+        for row, token in zip(self.rows, tokens, strict=True):
+            row.append(token)
+
+    def keep(self, indexes: list[int]) -> None:
+        """Go on with these rows alone."""
+        self._keep_cached([row for row in self._cached if row in indexes])
+        self._cached = [indexes.index(row) for row in self._cached]
+        self.rows = [self.rows[index] for index in indexes]
+        self._seen = [self._seen[index] for index in indexes]
+
+    def _keep_cached(self, rows: list[int]) -> None:
+        if rows and len(rows) < len(self._cached):
+            self.cache.keep([self._cached.index(row) for row in rows])
+        self._cached = rows
+
+
+def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """One token id drawn from a row of logits. Raises RunError if they are not numbers."""
+    if not torch.isfinite(logits_V).all():
+        raise RunError("what the model predicts is not finite: its weights are broken, or its training diverged")
+    if sampling.temperature < COLDEST:
+        return int(logits_V.argmax())
+    if sampling.top_k is not None and sampling.top_k < len(logits_V):
+        values, ids = logits_V.topk(sampling.top_k)
+    else:
+        values, ids = logits_V, torch.arange(len(logits_V))
+    chances = torch.softmax(values / sampling.temperature, dim=-1)
+    return int(ids[torch.multinomial(chances, 1, generator=generator)])
+
+
+def up_to_the_end(tokens: Iterator[int], count: int, tokenizer: Tokenizer) -> Iterator[int]:
+    """Up to `count` of the tokens: those before end-of-text."""
+    for token in islice(tokens, count):
+        if token == tokenizer.eot_token:
+            return
+        yield token

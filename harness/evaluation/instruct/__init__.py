@@ -1,0 +1,1 @@
+"""Fine-tuning a model on instructions, and its responses to those that it has not seen."""

@@ -1,0 +1,134 @@
+"""What fine-tuned models answered to the questions of an instruction data set: a file for each model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from harness.common.errors import UserError, printable
+from harness.common.files import replace_text
+from harness.common.json_files import parse_config, read_json
+from harness.common.messages import as_unicode
+
+NOTEBOOK_SUFFIX = "-ift-test-results"
+REQUIRED = ("model", "responses")
+# With a length to check, pydantic also notices half of a surrogate pair, which no file can take.
+Text = Annotated[str, Field(min_length=0)]
+Count = Annotated[int, Field(ge=0, lt=2**62)]
+
+
+class Response(BaseModel):
+    """A question of the data set, the answer that it calls right, and the model's own."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    instruction: Text
+    input: Text  # "" where the instruction needs none
+    output: Text
+    response: Text
+
+    @property
+    def question(self) -> tuple[str, str, str]:
+        return self.instruction, self.input, self.output
+
+
+class InstructionData(BaseModel):
+    """Where the questions came from."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    file: Text
+    sha256: str
+    entries: Count
+    test_entries: Count
+
+
+class Responses(BaseModel):
+    """A responses file. `model` is what tables call the model."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    model: str = Field(min_length=1)
+    data: InstructionData | None = None
+    fine_tuning: dict[str, Any] = {}
+    responses: list[Response] = Field(min_length=1)
+
+    @property
+    def questions_sha256(self) -> str:
+        """Hex digest of the questions and right answers in their order: equal where models can be compared."""
+        questions = [response.question for response in self.responses]
+        return hashlib.sha256(json.dumps(questions).encode()).hexdigest()
+
+
+def read_responses(path: Path) -> Responses:
+    """A file of ours, or a list as the book's chapter 7 and the lab notebook write it: the model is then called what
+    the file is.
+
+    Raises UserError naming the key that cannot be a responses file's.
+    """
+    value = read_json(path)
+    if isinstance(value, list):
+        name = as_unicode(path.stem).removesuffix(NOTEBOOK_SUFFIX)
+        value = {"model": name, "responses": [_from_list(each) for each in value]}
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: must hold one JSON object with {', '.join(REQUIRED)}, or a list of answers")
+    return parse_config(Responses, value, path)
+
+
+def _from_list(entry: Any) -> Any:
+    if isinstance(entry, dict) and "model_response" in entry:
+        return {**entry, "response": entry["model_response"]}
+    return entry
+
+
+def write_responses(path: Path, responses: Responses) -> None:
+    """Whole, in one rename."""
+    replace_text(path, json.dumps(responses.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n")
+
+
+def read_comparable(paths: Sequence[Path]) -> list[Responses]:
+    """The files of models that answered the same questions. Models of the same name get their path beside it.
+
+    Raises UserError if a file is given twice, or if two have other questions than one another.
+    """
+    again = [path for path, count in Counter(path.resolve() for path in paths).items() if count > 1]
+    if again:
+        raise UserError(f"{again[0]}: given twice; give each model's responses once")
+    models = [read_responses(path) for path in paths]
+    for path, model in zip(paths[1:], models[1:], strict=True):
+        if model.questions_sha256 != models[0].questions_sha256:
+            raise UserError(
+                f"{paths[0]} and {path}: not the same questions: {_first_difference(models[0], model)}; compare "
+                "models on one data set"
+            )
+    names = Counter(model.model for model in models)
+    told_apart = [
+        model if names[model.model] == 1 else model.model_copy(update={"model": f"{model.model} ({path})"})
+        for path, model in zip(paths, models, strict=True)
+    ]
+    names = Counter(model.model for model in told_apart)
+    for path, model in zip(paths, told_apart, strict=True):
+        if names[model.model] > 1:
+            raise UserError(f'{path}: key "model": another file\'s model is called {model.model}, too; rename one')
+    return told_apart
+
+
+def _first_difference(one: Responses, other: Responses) -> str:
+    pairs = enumerate(zip(one.responses, other.responses, strict=False), start=1)
+    for number, (first, second) in pairs:
+        for key in ("instruction", "input", "output"):
+            here, there = getattr(first, key), getattr(second, key)
+            if here != there:
+                return f"number {number} differs in its {key}, {_excerpt(here)} and {_excerpt(there)}"
+    sizes = len(one.responses), len(other.responses)
+    return f"{sizes[0]:,} and {sizes[1]:,} of them, number {min(sizes) + 1} is in one file alone"
+
+
+def _excerpt(text: str, most: int = 40) -> str:
+    return f'"{printable(text[:most])}{"..." if len(text) > most else ""}"'

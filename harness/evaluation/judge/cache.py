@@ -1,0 +1,132 @@
+"""Every answer of a judge on disk, one JSON line each, so that none is paid for twice."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from harness.common.errors import RunError, UserError
+from harness.evaluation.instruct.responses import Count
+from harness.evaluation.judge.prompt import Score
+
+LINE_START = b'{"key":'  # of every line: a file with others is none of ours, and not written to
+CHUNK_BYTES = 2**22
+
+
+class Record(BaseModel):
+    """One answer. `scores` are by the names in the prompt; an answer that was not valid has a `reason` instead.
+    `prompt` is in whose words the judge was asked, if not ours.
+
+    Tokens are None where the endpoint does not count them. Question and repeat, from 1, and the time, in seconds since
+    1970, are for a reader of the file.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    key: str
+    question: Count
+    repeat: Count
+    scores: dict[str, Score] | None = None
+    prompt: str | None = None
+    reason: str | None = None
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
+    time: float = Field(allow_inf_nan=False)
+
+
+class JudgeCache:
+    """An open cache file, which is this process's alone until it is closed. A context manager."""
+
+    def __init__(self, path: Path) -> None:
+        """Make or read the file. Raises UserError if another process has it, or if it is another kind of file, and
+        RunError if it cannot be read or made."""
+        self.path = path
+        self._lock = threading.Lock()
+        self._closed = False
+        try:
+            self._descriptor = _open_alone(path)
+            content = _read(self._descriptor)
+        except OSError as error:
+            raise RunError(f"{path}: {error.strerror}; --cache FILE names another place") from None
+        self.records = list(_parse(path, content))
+        # A line that a kill cut off stays as it is, and the next one begins a line of its own.
+        self._on_fresh_line = content[-1:] in (b"", b"\n")
+
+    def append(self, record: Record) -> None:
+        """The record is on the disk when this returns. Raises RunError if the disk does not take it."""
+        line = record.model_dump_json(exclude_none=True).encode() + b"\n"
+        with self._lock:
+            if self._closed:
+                return
+            try:
+                _write(self._descriptor, line if self._on_fresh_line else b"\n" + line)
+            except OSError as error:
+                self._on_fresh_line = False
+                raise RunError(f"{self.path}: {error.strerror}; judging again goes on with what is there") from None
+            self._on_fresh_line = True
+            self.records.append(record)
+
+    def close(self) -> None:
+        """Let others have the file. One to which nothing was written is gone again."""
+        with self._lock:  # no line is cut off
+            if self._closed:
+                return
+            self._closed = True
+            if os.fstat(self._descriptor).st_size == 0:
+                self.path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+
+    def __enter__(self) -> JudgeCache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _open_alone(path: Path) -> int:
+    """A descriptor with a lock that the system takes back when the process ends, however it does."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise UserError(f"{path}: not a file; give --cache another place")
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise UserError(f"{path}: another judging uses it; wait for that one, or give --cache FILE") from None
+        except OSError:  # a file system without locks
+            return descriptor
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)  # its last owner found it empty, and removed it while this process opened it
+
+
+def _read(descriptor: int) -> bytes:
+    chunks = []
+    while chunk := os.read(descriptor, CHUNK_BYTES):
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _write(descriptor: int, line: bytes) -> None:
+    while line:
+        line = line[os.write(descriptor, line) :]
+    os.fsync(descriptor)
+
+
+def _parse(path: Path, content: bytes) -> Iterator[Record]:
+    """The records of all whole lines. Raises UserError for a line that is none of ours, not even a part of one."""
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if line and not (line.startswith(LINE_START) or LINE_START.startswith(line)):
+            raise UserError(f"{path}:{number}: not a judge's answer; give --cache another file")
+        try:
+            yield Record.model_validate_json(line)
+        except ValidationError:  # cut off by a kill
+            continue

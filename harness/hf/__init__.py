@@ -1,0 +1,1 @@
+"""Models in Hugging Face's formats and on its Hub: export, import, upload, and the model card."""

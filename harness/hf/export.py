@@ -1,0 +1,126 @@
+"""A model of ours as a folder that transformers loads, with its tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.common.errors import UserError
+from harness.common.files import new_folder, replace_text
+from harness.data.tokenizers.bpe import character_of_byte
+from harness.data.tokenizers.load import ROUND_TRIP_PROBE, load_tokenizer
+from harness.data.tokenizers.tiktoken_files import SUFFIX, read_encoding
+from harness.data.tokenizers.tokenizer import END_OF_TEXT
+from harness.hf.gpt2_format import check_exact, to_config, to_tensors
+from harness.model.weights import WEIGHTS, save_weights
+from harness.runs.model_folder import ModelFiles, check_vocabulary, tokenizer_file_of
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def export_model(model: Any, files: ModelFiles, folder: Path, dtype: str) -> None:
+    """Write `model` (a gpt.GPTModel with the weights of `files`) and its tokenizer to a new folder.
+
+    Raises UserError for a model that GPT-2's class does not compute, or a folder that is there already, RunError if it
+    cannot be written; nothing is then left of it.
+    """
+    check_exact(model.config)
+    tokenizer = tokenizer_file_of(files.weights)
+    loaded = load_tokenizer(tokenizer)
+    check_vocabulary(loaded, model.config.vocab_size, files.weights)
+    with new_folder(folder) as draft:
+        tensors = to_tensors(model.public_tensors(), model.config)
+        converted = {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}
+        save_weights(converted, draft / WEIGHTS)
+        config = to_config(model.config, loaded.eot_token, str(DTYPES[dtype]).removeprefix("torch."))
+        replace_text(draft / "config.json", json.dumps(config, indent=2) + "\n")
+        ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), loaded.eot_token)
+        replace_text(draft / "generation_config.json", json.dumps(ends, indent=2) + "\n")
+        export_tokenizer(tokenizer, draft, model.config.context_length)
+
+
+# Words of several lengths, digits, contractions, white space: where patterns that split text differ.
+SPLITTING_PROBE = f"It's 12345 o'clock, DON'T  worry\n\n\t{ROUND_TRIP_PROBE}".replace(END_OF_TEXT, "")
+
+
+def export_tokenizer(name_or_file: str | Path, folder: Path, context_length: int) -> None:
+    """Write the tokenizer that `load_tokenizer` would load into `folder`.
+
+    Raises UserError if it cannot be had, or would split text otherwise.
+    """
+    path = folder / "tokenizer.json"
+    if isinstance(name_or_file, Path) and not name_or_file.name.endswith(SUFFIX):
+        replace_text(path, name_or_file.read_text(encoding="utf-8"))
+    else:
+        replace_text(path, _from_tiktoken(read_encoding(name_or_file)).to_str(pretty=False) + "\n")
+    ours, theirs = load_tokenizer(name_or_file), load_tokenizer(path)
+    if (ours.vocab_size, ours.eot_token) != (theirs.vocab_size, theirs.eot_token) or ours.encode(
+        SPLITTING_PROBE
+    ) != theirs.encode(SPLITTING_PROBE):
+        raise UserError(f"{name_or_file}: this tokenizer cannot be written as a tokenizer.json that splits text alike")
+    replace_text(folder / "tokenizer_config.json", json.dumps(_settings(context_length), indent=2) + "\n")
+
+
+def _settings(context_length: int) -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context_length,
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+        "unk_token": END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,
+    }
+
+
+def _from_tiktoken(encoding: Any) -> Any:
+    """A byte-level BPE of the tokenizers library that does what an encoding of tiktoken does."""
+    import tokenizers
+    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+
+    ranks: dict[bytes, int] = encoding._mergeable_ranks
+    character = character_of_byte()
+
+    def spelt(token: bytes) -> str:
+        return "".join(character[byte] for byte in token)
+
+    # Special tokens among them, so that they keep their ids also where those leave a gap.
+    vocabulary = {spelt(token): rank for token, rank in ranks.items()} | encoding._special_tokens
+    merges = [(spelt(left), spelt(right)) for left, right in _merges(ranks)]
+    # A word that is a token counts as that token, even where merges would not lead there: tiktoken's way.
+    backend: Any = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(encoding._pat_str), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    special = sorted(encoding._special_tokens.items(), key=lambda item: item[1])
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text, _ in special])
+    return backend
+
+
+def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
+    """The merges in the order of their ranks: each token's last one is what byte pair encoding with the tokens before
+    it makes of its bytes."""
+    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+        if len(token) > 1:
+            parts = _split(token, ranks, rank)
+            if len(parts) == 2:
+                yield parts[0], parts[1]
+
+
+def _split(token: bytes, ranks: dict[bytes, int], limit: int) -> list[bytes]:
+    parts = [token[at : at + 1] for at in range(len(token))]
+    while len(parts) > 2:
+        candidates = [(ranks.get(left + right, limit), at) for at, (left, right) in enumerate(pairwise(parts))]
+        rank, at = min(candidates)
+        if rank >= limit:
+            break
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts

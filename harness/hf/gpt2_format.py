@@ -1,0 +1,192 @@
+"""Weights and shape of a model in the format of Hugging Face's native GPT-2, both ways; transformers is not needed.
+
+Its Conv1D holds matrices as (in, out), ours lie as (out, in); its c_attn is query, key and value side by side, always
+with biases. Format: transformers' GPT2Config and GPT2LMHeadModel.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.common.errors import UserError
+from harness.common.messages import listed, shown
+from harness.model.weights import EMBEDDING, HEAD, PARTS
+
+PREFIX = "transformer."
+PEER_HEAD = "lm_head.weight"
+NORM_EPSILON = 1e-5
+OUTER = {
+    "tok_emb.weight": "wte.weight",
+    "pos_emb.weight": "wpe.weight",
+    "final_norm.scale": "ln_f.weight",
+    "final_norm.shift": "ln_f.bias",
+}
+NORMS = {
+    "norm1.scale": "ln_1.weight",
+    "norm1.shift": "ln_1.bias",
+    "norm2.scale": "ln_2.weight",
+    "norm2.shift": "ln_2.bias",
+}
+PRODUCTS = {"att.out_proj": "attn.c_proj", "ff.layers.0": "mlp.c_fc", "ff.layers.2": "mlp.c_proj"}
+# model.json's levers, and the one setting of each that GPT-2's class computes.
+LEVERS = {"position": "learned", "norm": "layernorm", "mlp": "gelu", "qk_norm": False}
+# What a config.json may change about GPT-2 that ours does not have, with the values that ours computes.
+FIXED: dict[str, tuple[Any, ...]] = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "layer_norm_epsilon": (NORM_EPSILON,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "reorder_and_upcast_attn": (False,),  # another order of the same sums, in training only
+    "add_cross_attention": (False,),
+}
+
+
+def check_exact(shape: Any) -> None:
+    """Raises UserError, by the lever's name, for a model (gpt.ModelConfig) that GPT-2's class does not compute."""
+    for lever, native in LEVERS.items():
+        if getattr(shape, lever) != native:
+            raise UserError(
+                f'model.json: key "{lever}": {shown(getattr(shape, lever))} has no native class in transformers that '
+                f"computes the same; {shown(native)} has"
+            )
+    if shape.n_kv_heads not in (None, shape.n_heads):
+        raise UserError('model.json: key "n_kv_heads": no native class in transformers computes the same; leave it out')
+
+
+def to_config(shape: Any, eot_token: int, dtype: str) -> dict[str, Any]:
+    """config.json for a model of this shape (gpt.ModelConfig)."""
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": shape.vocab_size,
+        "n_positions": shape.context_length,
+        "n_embd": shape.emb_dim,
+        "n_layer": shape.n_layers,
+        "n_head": shape.n_heads,
+        "n_inner": None,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": NORM_EPSILON,
+        "resid_pdrop": shape.drop_rate,
+        "embd_pdrop": shape.drop_rate,
+        "attn_pdrop": shape.drop_rate,
+        "initializer_range": 0.02,
+        "scale_attn_weights": True,
+        "use_cache": True,
+        "tie_word_embeddings": shape.tie_weights,
+        "bos_token_id": eot_token,
+        "eos_token_id": eot_token,
+        "dtype": dtype,
+    }
+
+
+def to_tensors(ours: dict[str, Tensor], shape: Any) -> dict[str, Tensor]:
+    """Our public tensors under GPT-2's names. Biases that ours lacks are zero; a tied head is left out."""
+    theirs = {PREFIX + name: ours[own] for own, name in OUTER.items()}
+    if not shape.tie_weights:
+        theirs[PEER_HEAD] = ours[HEAD]
+    no_bias = torch.zeros(shape.emb_dim)
+    for layer in range(shape.n_layers):
+        block, there = f"trf_blocks.{layer}", f"{PREFIX}h.{layer}"
+        qkv = [f"{block}.att.{part}" for part in PARTS]
+        theirs[f"{there}.attn.c_attn.weight"] = torch.cat([ours[f"{name}.weight"].T for name in qkv], dim=1)
+        theirs[f"{there}.attn.c_attn.bias"] = torch.cat([ours.get(f"{name}.bias", no_bias) for name in qkv])
+        for own, name in PRODUCTS.items():
+            theirs[f"{there}.{name}.weight"] = ours[f"{block}.{own}.weight"].T.contiguous()
+            theirs[f"{there}.{name}.bias"] = ours[f"{block}.{own}.bias"]
+        for own, name in NORMS.items():
+            theirs[f"{there}.{name}"] = ours[f"{block}.{own}"]
+    return theirs
+
+
+def from_config(config: dict[str, Any], source: Path) -> dict[str, Any]:
+    """model.json's keys for a config.json at `source`; `qkv_bias` is true, as there.
+
+    Raises UserError, naming the key, if the model computes something that ours do not.
+    """
+    if config.get("model_type") != "gpt2":
+        raise UserError(
+            f'{source}: key "model_type": {shown(config.get("model_type"))}; "gpt2" and "gpjtgpt2" can be imported'
+        )
+    for key, computed in FIXED.items():
+        if config.get(key, computed[0]) not in computed:
+            raise UserError(
+                f'{source}: key "{key}": {shown(config[key])} is not GPT-2 as we have it: {shown(computed[0])}'
+            )
+    sizes = {
+        "vocab_size": "vocab_size",
+        "n_positions": "context_length",
+        "n_embd": "emb_dim",
+        "n_head": "n_heads",
+        "n_layer": "n_layers",
+    }
+    for key in sizes:
+        size = config.get(key)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            fault = f"{shown(size)} is not a whole number from 1 on" if key in config else "missing"
+            raise UserError(f'{source}: key "{key}": {fault}')
+    if config["n_embd"] % config["n_head"]:
+        raise UserError(f'{source}: key "n_embd": {config["n_embd"]} is not a multiple of n_head, {config["n_head"]}')
+    inner = config.get("n_inner")
+    if inner is not None and inner != 4 * config["n_embd"]:
+        raise UserError(f'{source}: key "n_inner": {shown(inner)} is not four times n_embd, as ours is')
+    tied = config.get("tie_word_embeddings", True)
+    if not isinstance(tied, bool):
+        raise UserError(f'{source}: key "tie_word_embeddings": {shown(tied)} is not true or false')
+    shape = {own: config[key] for key, own in sizes.items()}
+    return {**shape, "drop_rate": _drop_rate(config, source), "qkv_bias": True, "tie_weights": tied}
+
+
+def _drop_rate(config: dict[str, Any], source: Path) -> float:
+    """The one rate of all dropouts; where they differ, that of the residuals. It means nothing but for training on."""
+    rates = [config.get(key, 0.1) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
+    for key, rate in zip(("resid_pdrop", "embd_pdrop", "attn_pdrop"), rates, strict=True):
+        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < 1:
+            raise UserError(f'{source}: key "{key}": {shown(rate)} is not a rate of dropout')
+    return float(rates[0])
+
+
+def from_tensors(theirs: dict[str, Tensor], layers: int, source: Path) -> dict[str, Tensor]:
+    """GPT-2's tensors under our public names, with or without the prefix `transformer.`; its masks are left out.
+
+    Raises UserError, naming the tensor, if one is missing or of a shape that cannot be split.
+    """
+    offered = {name.removeprefix(PREFIX): tensor for name, tensor in theirs.items()}
+    ours: dict[str, Tensor] = {}
+
+    def take(name: str) -> Tensor:
+        if name not in offered:
+            raise UserError(f"{source}: not a GPT-2: tensor {name} is missing")
+        return offered.pop(name)
+
+    for own, name in OUTER.items():
+        ours[own] = take(name)
+    ours[HEAD] = offered.pop(PEER_HEAD, ours[EMBEDDING])
+    for layer in range(layers):
+        block, there = f"trf_blocks.{layer}", f"h.{layer}"
+        weight, bias = take(f"{there}.attn.c_attn.weight"), take(f"{there}.attn.c_attn.bias")
+        if weight.dim() != 2 or weight.shape[1] % 3 or bias.shape != weight.shape[1:]:
+            raise UserError(f"{source}: not a GPT-2: tensor {there}.attn.c_attn.weight is {list(weight.shape)}")
+        for part, matrix, vector in zip(PARTS, weight.chunk(3, dim=1), bias.chunk(3), strict=True):
+            ours[f"{block}.att.{part}.weight"] = matrix.T.contiguous()
+            ours[f"{block}.att.{part}.bias"] = vector.contiguous()
+        for own, name in PRODUCTS.items():
+            ours[f"{block}.{own}.weight"] = take(f"{there}.{name}.weight").T.contiguous()
+            ours[f"{block}.{own}.bias"] = take(f"{there}.{name}.bias")
+        for own, name in NORMS.items():
+            ours[f"{block}.{own}"] = take(f"{there}.{name}")
+    surplus = sorted(name for name in offered if not name.endswith((".attn.bias", ".attn.masked_bias")))
+    if surplus:
+        raise UserError(f"{source}: not a GPT-2: it also has {listed(surplus, 2)}")
+    return ours
+
+
+def without_zero_biases(shape: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The same model without query, key and value biases where all of them are zero: ones that an export put there."""
+    biases = {name for name in tensors if name.endswith(tuple(f".att.{part}.bias" for part in PARTS))}
+    if any(tensors[name].any() for name in biases):
+        return shape, tensors
+    return {**shape, "qkv_bias": False}, {name: tensor for name, tensor in tensors.items() if name not in biases}

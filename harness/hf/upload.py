@@ -1,0 +1,56 @@
+"""A model on the Hugging Face Hub: the exported folder, its card, and the files of the run that made it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.common.hub import CARD, HubWork, upload
+from harness.hf.model_card import CHART, ModelFacts, model_card
+from harness.runs.directory import RunDirectory
+
+TRAINING = "training"  # the run's own files in the repository
+# Files that transformers looks for beside weights.
+COMPANIONS = {
+    "adapter_config.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "vocab.json",
+}
+
+
+def upload_model(exported: Path, facts: ModelFacts, run: RunDirectory | None, *, public: bool) -> str:
+    """Upload an exported folder with its card as one commit to the model repository that `facts` names; its address.
+
+    Raises UserError.
+    """
+    work = HubWork(
+        facts.name,
+        "model",
+        exported,
+        "the repository's name",
+        "export the model and upload the folder by hand",
+        "the same command sends what is missing",
+        verb="write to",
+    )
+    files: dict[str, Path | bytes] = {path.name: path for path in sorted(exported.iterdir())}
+    if run is not None:
+        known = [run.model_json, run.train_json, run.metrics, run.summary]
+        files |= {f"{TRAINING}/{path.name}": path for path in known if path.is_file()}
+        if run.chart.is_file():
+            files[CHART] = run.chart
+    files[CARD] = model_card(facts).encode()
+    step = facts.meta.get("global_step")
+    message = f"{facts.name}: " + ("weights" if step is None else f"weights after global step {step}")
+    return upload(work, files, message, public=public, is_replaced=_is_models)
+
+
+def _is_models(path: str) -> bool:
+    """What an earlier model in the repository may have, and whoever loads this one would take for its own."""
+    if path.startswith(f"{TRAINING}/") or path == CHART:
+        return True
+    weights = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
+    return "/" not in path and (path.endswith(weights) or path in COMPANIONS)

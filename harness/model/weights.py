@@ -1,0 +1,111 @@
+"""The tensor names of published checkpoints of this model family, and the fused tensors that stand for them here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from harness.common.errors import UserError
+from harness.common.files import umask
+from harness.common.messages import listed
+
+WEIGHTS, MODEL_JSON = "model.safetensors", "model.json"
+
+
+PARTS = ("W_query", "W_key", "W_value")
+FUSED = ".att.qkv."
+EMBEDDING, HEAD = "tok_emb.weight", "out_head.weight"
+LOADABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+# What wrappers put before every name when a wrapped model is saved in place of the model itself.
+WRAPPERS = ("module.", "_orig_mod.")
+SHOWN_DIFFERENCES = 3
+
+
+def public_views(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A model's state under the public names: views, nothing is copied."""
+    views: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if FUSED in name:
+            for part, piece in zip(PARTS, tensor.detach().chunk(len(PARTS)), strict=True):
+                views[name.replace("qkv", part)] = piece
+        else:
+            views[name] = tensor.detach()
+    return views
+
+
+def accept(offered: dict[str, Tensor], state: dict[str, Tensor], *, tied: bool, source: Path) -> dict[str, Tensor]:
+    """What a file offers, as the tensors of a model with this state.
+
+    `att.mask` buffers, the prefix of a wrapper around the model, and either half of a tied pair may be there or not.
+    Raises UserError, naming `source` and what differs, if it is another model's file.
+    """
+    tensors = _without_wrapper({name: tensor for name, tensor in offered.items() if not name.endswith(".att.mask")})
+    if tied:  # files of such models hold the shared tensor twice, or under one name or the other
+        for one, other in ((HEAD, EMBEDDING), (EMBEDDING, HEAD)):
+            if one not in tensors and other in tensors:
+                tensors[one] = tensors[other]
+    wanted = public_views(state)
+    faults = _differences(tensors, wanted)
+    if faults:
+        raise UserError(f"{source}: not this model: {listed(faults, SHOWN_DIFFERENCES, separator='; ')}")
+    if tied and not torch.equal(tensors[HEAD], tensors[EMBEDDING]):
+        raise UserError(f'{source}: not this model: "tie_weights" is true but out_head and tok_emb differ')
+    return tensors
+
+
+def _without_wrapper(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    for prefix in WRAPPERS:
+        if tensors and all(name.startswith(prefix) for name in tensors):
+            return _without_wrapper({name.removeprefix(prefix): tensor for name, tensor in tensors.items()})
+    return tensors
+
+
+def _differences(offered: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
+    """How the file's tensors differ from the model's, in the model's order, then the file's own."""
+    faults = []
+    for name, tensor in wanted.items():
+        if name not in offered:
+            faults.append(f"tensor {name} {list(tensor.shape)} is missing")
+        elif offered[name].shape != tensor.shape:
+            faults.append(
+                f"tensor {name} is {list(offered[name].shape)} in the file, {list(tensor.shape)} in model.json"
+            )
+        elif offered[name].dtype not in LOADABLE:
+            kind = str(offered[name].dtype).removeprefix("torch.")
+            faults.append(f"tensor {name} is {kind}; weights are fp32, fp16 or bf16")
+    return faults + [f"tensor {name} is not in model.json's shape" for name in sorted(offered.keys() - wanted.keys())]
+
+
+@torch.no_grad()
+def copy_into(state: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+    """Set a model's own tensors from those that `accept` has returned."""
+    for name, tensor in state.items():
+        if FUSED in name:
+            for part, piece in zip(PARTS, tensor.chunk(len(PARTS)), strict=True):
+                piece.copy_(tensors[name.replace("qkv", part)])
+        else:
+            tensor.copy_(tensors[name])
+
+
+META = "meta.json"
+
+
+def load_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file. Raises UserError if it is missing or damaged."""
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: not a readable safetensors file: {error}") from None
+
+
+def save_weights(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file. Raises SafetensorError or OSError."""
+    save_file(tensors, path, metadata={"format": "pt"})
+    os.chmod(path, 0o666 & ~umask())  # safetensors makes it 0600 whatever the umask

@@ -1,0 +1,126 @@
+"""Charts from the files of a run: metrics in, picture out. The only module that imports matplotlib."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import matplotlib.pyplot as plt
+from matplotlib import font_manager
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+
+from harness.runs.metrics import read_metrics
+
+matplotlib.use("Agg")  # machines without a display
+
+TRAIN_COLOUR, VALIDATION_COLOUR = "#3b75af", "#d1602f"
+# Losses of the first steps, near ln(vocabulary), would squeeze the rest of the curve into the lower edge.
+WARM_PART = 0.02
+HEADROOM = 1.08
+LABELS_IN_A_ROW = 4
+# Of a benchmark's metrics the one to draw: the first of these that it has.
+ACCURACIES = ("acc_norm", "acc", "exact_match")
+
+
+def draw_training_chart(metrics: Path, picture: Path, title: str) -> None:
+    """Draw training loss (mean, and the range of its microbatches) and validation loss over global steps, and
+    below them, if there are any, the accuracies in benchmarks."""
+    events = read_metrics(metrics)
+    train = [event for event in events if event["event"] == "train" and event.get("loss") is not None]
+    validation = [event for event in events if event["event"] == "validation" and event.get("loss") is not None]
+    accuracies = benchmark_lines(events)
+    with plt.xkcd() if (font := xkcd_font()) else plt.style.context("default"):
+        if font:
+            plt.rcParams["font.family"] = font
+        figure, panels = _panels(with_benchmarks=bool(accuracies))
+        try:
+            _draw_train(panels[0], train)
+            _draw_validation(panels[0], validation)
+            _dress(panels[0], title, train + validation)
+            if accuracies:
+                _draw_benchmarks(panels[1], accuracies)
+                panels[0].set_xlabel("")
+            figure.savefig(picture, metadata={"Software": None})
+        finally:
+            plt.close(figure)
+
+
+def benchmark_lines(events: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """What to draw of the benchmarks: a label, and its points (global step, value), for each task with an accuracy."""
+    found: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for event in events:
+        if event["event"] == "benchmark" and event.get("value") is not None:
+            found.setdefault((event["task"], event["metric"]), []).append((event["global_step"], event["value"]))
+    lines = {}
+    for task in dict.fromkeys(task for task, _ in found):
+        metrics = {metric.partition(",")[0]: metric for name, metric in reversed(found) if name == task}
+        shown = next((metrics[metric] for metric in ACCURACIES if metric in metrics), None)
+        if shown is not None:
+            lines[f"{task}, {shown}"] = found[task, shown]
+    return lines
+
+
+def _panels(*, with_benchmarks: bool) -> tuple[Figure, list[Axes]]:
+    """One for the loss, and below it one for benchmarks, over the same steps."""
+    if not with_benchmarks:
+        figure, axes = plt.subplots(figsize=(9, 5), dpi=150, layout="constrained")
+        return figure, [axes]
+    ratios = {"height_ratios": [3, 2]}
+    figure, both = plt.subplots(2, 1, figsize=(9, 8), dpi=150, sharex=True, layout="constrained", gridspec_kw=ratios)
+    return figure, list(both)
+
+
+def _draw_benchmarks(axes: Axes, lines: dict[str, list[tuple[int, float]]]) -> None:
+    for label, points in lines.items():
+        steps, values = zip(*points, strict=True)
+        axes.plot(steps, values, linewidth=1.6, marker="o", markersize=3.5, label=label)
+    axes.set_xlabel("global step")
+    axes.set_ylabel("accuracy in benchmarks")
+    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.25, linewidth=0.6)
+    place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}
+    axes.legend(frameon=False, fontsize="small", ncols=min(len(lines), LABELS_IN_A_ROW), **place)
+
+
+def xkcd_font() -> str | None:
+    """The name of an installed font of the xkcd family, if there is one."""
+    return next((font.name for font in font_manager.fontManager.ttflist if "xkcd" in font.name.lower()), None)
+
+
+def _draw_train(axes: Axes, events: list[dict[str, Any]]) -> None:
+    steps = [event["global_step"] for event in events]
+    low, high = ([event[f"loss_{end}"] for event in events] for end in ("min", "max"))
+    axes.fill_between(steps, low, high, color=TRAIN_COLOUR, alpha=0.18, linewidth=0, label="training, min–max")
+    axes.plot(steps, [event["loss"] for event in events], color=TRAIN_COLOUR, linewidth=1.4, label="training, mean")
+
+
+def _draw_validation(axes: Axes, events: list[dict[str, Any]]) -> None:
+    if not events:
+        return
+    steps, losses = zip(*[(event["global_step"], event["loss"]) for event in events], strict=True)
+    axes.plot(steps, losses, color=VALIDATION_COLOUR, linewidth=1.6, marker="o", markersize=3.5, label="validation")
+    step, loss = min(zip(steps, losses, strict=True), key=lambda point: point[1])
+    label = f"best: {loss:.3f} at step {step:,}"
+    axes.plot([step], [loss], color=VALIDATION_COLOUR, marker="*", markersize=13, linestyle="none", label=label)
+
+
+def _dress(axes: Axes, title: str, events: list[dict[str, Any]]) -> None:
+    axes.set_title(title)
+    axes.set_xlabel("global step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlim(left=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.25, linewidth=0.6)
+    last = max((event["global_step"] for event in events), default=0)
+    settled = [event["loss"] for event in events if event["global_step"] >= WARM_PART * last]
+    if len(settled) > 10 and all(map(math.isfinite, settled)):
+        axes.set_ylim(top=max(settled) * HEADROOM)
+    if events:
+        axes.legend(frameon=False)

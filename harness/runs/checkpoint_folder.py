@@ -1,0 +1,78 @@
+"""Which checkpoints a run has, which one it continues from, and what that one says of itself. Without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from harness.common.errors import UserError
+from harness.common.files import check_name
+from harness.runs.checkpoint_meta import read_manifest
+from harness.runs.directory import CHECKPOINT_NAME
+
+LATEST, BEST = "latest", "best"
+META = "meta.json"
+# What every checkpoint of ours says of itself. The lab notebook's have train_loss, val_loss, global_step and is_best.
+OWN_KEYS = {"sha256", "model", "train", "tokens_seen"}
+FOREIGN = "not written by this program; to train on from it, give its name as CHECKPOINT"
+
+
+def find_checkpoint(folder: Path, name: str) -> Path:
+    """The checkpoint `name` (a folder's name, `latest` or `best`) in `folder`.
+
+    Raises UserError if there is none, or if the name leads out of the folder.
+    """
+    path = folder / check_name(name, "checkpoint")
+    if not path.is_dir():
+        known = [BEST, LATEST, *(known.name for _, known in list_checkpoints(folder))]
+        there = ", ".join(known[-4:]) if len(known) > 2 else "none"
+        raise UserError(f"{path}: no such checkpoint; there are: {there}")
+    target = path.resolve()
+    if target.parent != folder.resolve():
+        raise UserError(f"{path}: leads out of {folder}; a checkpoint must lie inside it")
+    return folder / target.name
+
+
+def choose_start(folder: Path, name: str | None) -> Path | None:
+    """The checkpoint to continue from: the one asked for, else `latest`, else None. Raises UserError like
+    `find_checkpoint`."""
+    if (name is None or name == LATEST) and not (folder / LATEST).is_symlink():
+        # Something that follows links has copied the folder, or the link is lost: the newest is what it pointed to.
+        known = list_checkpoints(folder)
+        return known[-1][1] if known else None if name is None else find_checkpoint(folder, name)
+    return find_checkpoint(folder, LATEST if name is None else name)
+
+
+def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """(global step, path) of every checkpoint, by step, then by age."""
+    if not folder.is_dir():
+        return []
+    paths = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    found = [(CHECKPOINT_NAME.fullmatch(path.name), path) for path in paths]
+    return sorted((int(match.group(1)), path) for match, path in found if match)
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """A checkpoint's meta.json. Raises UserError if it is not one."""
+    return read_manifest(path / META)
+
+
+def refuse_unnamed(start: Path, meta: dict[str, Any], name: str | None) -> None:
+    """Raises UserError for a notebook's checkpoint that was not asked for by its name."""
+    if name is None and is_notebooks(meta):
+        raise UserError(f"{start}: {FOREIGN}, or use --restart")
+
+
+def is_notebooks(meta: dict[str, Any]) -> bool:
+    """Whether a meta.json is the notebook's, rather than a damaged one of ours."""
+    return not OWN_KEYS & meta.keys()
+
+
+def completed(meta: dict[str, Any], identity: dict[str, Any], global_tokens: int) -> dict[str, Any]:
+    """A notebook's meta.json with what ours would say: it belongs to the run that it is put into (`identity`), and saw
+    `global_tokens` tokens in each step, of which nobody has recorded the seconds. One of ours is returned as it is."""
+    if not is_notebooks(meta):
+        return meta
+    seen = (meta["global_step"] + 1) * global_tokens
+    unmeasured = {"seconds": {}, "foreign_tokens": seen, "measured_from_tokens": seen, "measured_from_seconds": 0.0}
+    return {**meta, **identity, "tokens_seen": seen, **unmeasured, "measured_from_step": meta["global_step"]}

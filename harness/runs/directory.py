@@ -1,0 +1,154 @@
+"""A run directory: the only module that knows the paths inside `runs/<name>/`."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shlex
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.common.errors import UserError
+from harness.common.files import SAFE_NAME, check_inside, check_name, move
+from harness.common.lock import RunLock
+
+CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-(\d+)")
+
+
+def _links_last(path: Path) -> tuple[bool, int, str]:
+    """By global step, then `best` and `latest`."""
+    match = CHECKPOINT_NAME.fullmatch(path.name)
+    return path.is_symlink(), int(match.group(1)) if match else -1, path.name
+
+
+def _known_runs(runs_dir: Path) -> list[str]:
+    return sorted(entry.name for entry in runs_dir.iterdir() if entry.is_dir()) if runs_dir.is_dir() else []
+
+
+def _plain_name(runs_dir: Path, text: str) -> str:
+    """The run's name, of a name or of a path to something in `runs_dir`. Raises UserError for any other path."""
+    plain = text.rstrip(os.sep)
+    if os.sep not in plain or "\0" in plain:
+        return check_name(plain, "run")
+    folder, name = os.path.split(os.path.abspath(plain))
+    if os.path.realpath(folder) == os.path.realpath(runs_dir):
+        return check_name(name, "run")
+    try:
+        return check_name(text, "run")
+    except UserError as error:
+        meant = _probable_meaning(runs_dir, plain)
+        raise UserError(
+            f"{error}, and it is no path to a run in {os.path.abspath(runs_dir)} (--runs-dir){meant}"
+        ) from None
+
+
+def _probable_meaning(runs_dir: Path, text: str) -> str:
+    """What the path of something else than a run in `runs_dir` was probably meant to say, or nothing."""
+    path, known = os.path.abspath(text), _known_runs(runs_dir)
+    inside = os.path.relpath(os.path.realpath(path), os.path.realpath(runs_dir)).split(os.sep)[0]
+    if inside in known:
+        return f"; did you mean {inside}?"
+    folder, name = os.path.split(path if os.path.isdir(path) else os.path.dirname(path))
+    if os.path.isfile(os.path.join(folder, name, "train.json")) and SAFE_NAME.fullmatch(name):
+        return f"; that run is {name} with --runs-dir {shlex.quote(folder)}"
+    near = next((part for part in (os.path.basename(path), text.split(os.sep)[0]) if part in known), None)
+    return f"; did you mean {near}?" if near else ""
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """One experiment: `model.json` and `train.json` in, everything else out."""
+
+    path: Path
+
+    @classmethod
+    def find(cls, runs_dir: Path, name: str) -> RunDirectory:
+        """Open `runs_dir/name`; `name` may also be that folder's path, as a shell completes it.
+
+        Raises UserError for a name that leaves `runs_dir`, or a run that is not there.
+        """
+        path = runs_dir / _plain_name(runs_dir, name)
+        if path.is_dir():
+            check_inside(path, runs_dir, "--runs-dir")
+            return cls(path)
+        if path.exists():
+            raise UserError(f"{path}: not a folder; a run is a folder with model.json and train.json")
+        known = _known_runs(runs_dir)
+        near = difflib.get_close_matches(path.name, known, n=1)
+        if known:
+            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
+        else:
+            place = Path(os.path.abspath(runs_dir))
+            there = "there are none in" if place.is_dir() else "there is no folder"
+            hint = f"{there} {place}; --runs-dir names the folder of your runs"
+        raise UserError(f"{path}: no such run; {hint}")
+
+    @property
+    def model_json(self) -> Path:
+        return self.path / "model.json"
+
+    @property
+    def train_json(self) -> Path:
+        return self.path / "train.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def chart(self) -> Path:
+        return self.path / "training-run-chart.png"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def aside(self) -> Path:
+        return self.path / "aside"
+
+    def new_aside(self) -> Path:
+        """A new folder below `aside/` for results that make room for others: nothing is ever deleted."""
+        stamp = time.strftime("%Y%m%dZ%H%M%S", time.gmtime())
+        for attempt in range(1000):
+            folder = self.aside / (stamp if not attempt else f"{stamp}-{attempt}")
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            return folder
+        raise UserError(f"{self.aside}: cannot make a folder for the old results")
+
+    def set_results_aside(self) -> Path | None:
+        """Move everything a run wrote to a new folder below `aside/`; that folder, or None if there was nothing.
+
+        In an order that leaves, wherever it ends early, a run that continues or one that starts again.
+        """
+        entries = sorted(self.checkpoints.iterdir(), key=_links_last) if self.checkpoints.is_dir() else []
+        files = [path for path in (self.metrics, self.summary, self.chart) if path.is_file()]
+        if not entries and not files:
+            return None
+        folder = self.new_aside()
+        if entries:  # one by one: the folder may be a link to a larger disk
+            (folder / self.checkpoints.name).mkdir()
+        for path in entries:
+            move(path, folder / self.checkpoints.name / path.name)
+        for path in files:
+            move(path, folder / path.name)
+        return folder
+
+    def set_pictures_aside(self, folder: Path) -> None:
+        """Move the chart and the summary of results that are going to be others into `folder`."""
+        for path in (self.summary, self.chart):
+            if path.exists():
+                move(path, folder / path.name)
+
+    def lock(self) -> RunLock:
+        """Keep this run to this process until it ends. Raises UserError if another process has it."""
+        return RunLock.take(self.path / ".lock", "trained")

@@ -1,0 +1,182 @@
+"""An experiment as the command line names it: a run directory and where its dataset is, loaded and checked; where its
+training starts or goes on, and whether it may.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from harness.common.errors import UserError
+from harness.data.dataset import Dataset, dataset_folder
+from harness.data.loader import BatchShape, whole_batches
+from harness.model.config import ModelConfig, load_model_config
+from harness.runs.directory import RunDirectory
+from harness.runs.schedule import build_schedule
+from harness.runs.train_config import TrainConfig, load_train_config
+
+# train.json's keys that decide which tokens a step sees; the others may change between stop and continue.
+POSITION_KEYS = ("dataset", "start_train_token")
+
+
+@dataclass(frozen=True)
+class Position:
+    """The steps still to do and the token they start at."""
+
+    first_step: int
+    total_steps: int
+    start_token: int  # of the step `first_step`
+    tokens_seen: int  # before it
+
+    @property
+    def is_finished(self) -> bool:
+        return self.first_step >= self.total_steps
+
+
+def find_position(
+    config: TrainConfig, shape: BatchShape, split_tokens: int, *, steps_done: int = 0, tokens_seen: int = 0
+) -> Position:
+    """The position after `steps_done` global steps that saw `tokens_seen` tokens, for the batch shape of today.
+
+    It continues at the token it stopped at, so that a change of world size, microbatch or accumulation neither repeats
+    nor skips one. Raises UserError if the split is too short.
+    """
+    start = config.start_train_token + tokens_seen
+    available = split_tokens - start
+    wanted = config.min_train_tokens
+    if wanted == -1:
+        exhausted = tokens_seen > 0 and available - 1 < shape.global_tokens
+    else:
+        exhausted = tokens_seen >= wanted
+        wanted = max(1, wanted - tokens_seen)
+    try:
+        steps = 0 if exhausted else whole_batches(wanted, available, shape.global_tokens)
+    except UserError as error:
+        raise UserError(
+            f'the train split of {config.dataset} is too short: from token {start:,} (train.json: "start_train_token") '
+            f"{error}; lower min_train_tokens or the batch"
+        ) from None
+    return Position(steps_done, steps_done + steps, start, tokens_seen)
+
+
+def check_continuable(meta: dict[str, Any], path: Path, now: dict[str, Any]) -> None:
+    """Raises UserError, showing the difference, if the checkpoint at `path` belongs to another model or dataset, or
+    its tokens were counted from another place, than `now`'s."""
+    for part in ("model", "dataset"):
+        then, today = meta.get(part), now[part]
+        if part == "dataset" and isinstance(then, dict):  # a run may have gone without the validation split
+            both = then.keys() & today.keys()
+            then, today = ({key: side[key] for key in sorted(both)} for side in (then, today))
+        difference = first_difference(then, today)
+        if difference:
+            raise UserError(f"{path}: made with another {part}: {difference}; put it back, or use --restart")
+    then = meta.get("train") or {}
+    for key in POSITION_KEYS:
+        if then.get(key) != now["train"].get(key):
+            raise UserError(
+                f'{path}: made with "{key}": {then.get(key)}, but train.json has {now["train"].get(key)}; '
+                "put it back, or use --restart"
+            )
+
+
+def same_yardstick(then: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether losses that decide which checkpoint is best are measured on the same text under both settings."""
+    validates = [settings.get("validation_interval") is not None for settings in (then, now)]
+    keys = ("validation_batches", "start_val_token", "microbatch_size")
+    return validates[0] == validates[1] and (not validates[0] or all(then.get(key) == now.get(key) for key in keys))
+
+
+def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """The keys of train.json that changed since a checkpoint, as "key: old -> new"."""
+    return [f"{key}: {then.get(key)} -> {now[key]}" for key in now if key in then and then[key] != now[key]]
+
+
+def first_difference(then: Any, now: Any, prefix: str = "") -> str | None:
+    """The first difference between two JSON values as "key: old -> new"."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        for key in [*now, *(key for key in then if key not in now)]:
+            found = first_difference(then.get(key), now.get(key), f"{prefix}{key}: ")
+            if found:
+                return found
+        return None
+    return None if then == now else f"{prefix}{then} -> {now}"
+
+
+# Enough for every tokenizer in use, and nothing against what a search's limit is made of.
+TINY_VOCABULARY = 2**18
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """`config` is what train.json says, `model` what model.json says."""
+
+    run: RunDirectory
+    config: TrainConfig
+    model: ModelConfig
+    datasets_dir: Path
+
+    @classmethod
+    def load(cls, run: RunDirectory, datasets_dir: Path) -> Experiment:
+        """Read both files of the run. Raises UserError for anything wrong in them."""
+        config = load_train_config(run.train_json)
+        dataset_folder(datasets_dir, config.dataset)  # a name that cannot be one is noticed here
+        return cls(run, config, load_model_config(run.model_json), datasets_dir)
+
+    def tiny(self) -> Experiment:
+        """The same with next to no model, to which nothing is compiled: it does all the same things in no time."""
+        shape = {
+            "vocab_size": min(self.model.vocab_size, TINY_VOCABULARY),
+            "context_length": 2,
+            "emb_dim": 2,
+            "n_heads": 1,
+            "n_kv_heads": None,
+            "n_layers": 1,
+        }
+        config = self.config.model_copy(update={"compile": False})
+        return replace(self, model=self.model.model_copy(update=shape), config=config)
+
+    @property
+    def splits(self) -> list[str]:
+        """The splits that training reads."""
+        return ["train", "validation"] if self.config.validates else ["train"]
+
+    def shape(self, world_size: int) -> BatchShape:
+        steps = self.config.accumulation_steps(world_size)
+        return BatchShape(world_size, steps, self.config.microbatch_size, self.model.context_length)
+
+    def position(self, shape: BatchShape, split_tokens: int, meta: dict[str, Any] | None) -> Position:
+        """Where training goes on after the checkpoint that `meta` describes, or starts without one.
+
+        Raises UserError if the split is too short, or the warm-up longer than the run.
+        """
+        done = {"steps_done": meta["global_step"] + 1, "tokens_seen": meta.get("tokens_seen", 0)} if meta else {}
+        position = find_position(self.config, shape, split_tokens, **done)
+        build_schedule(self.config, position.total_steps)
+        return position
+
+    def identity(self, dataset: Dataset) -> dict[str, Any]:
+        """What a checkpoint of this experiment belongs to, as JSON has it."""
+        return {
+            "model": self.model.model_dump(mode="json"),
+            "parameters": self.model.parameters,
+            "train": self.config.model_dump(mode="json"),
+            "dataset": {"name": self.config.dataset, **dataset.fingerprint()},
+        }
+
+    def check_validation_slice(self, shape: BatchShape, dataset: Dataset) -> None:
+        """Raises UserError if the validation split is too short for train.json's slice of it."""
+        config = self.config
+        if config.validation_batches is None or config.start_val_token is None:
+            return
+        wanted = config.start_val_token + config.validation_batches * shape.microbatch_tokens + 1
+        there = len(dataset.split("validation"))
+        if there < wanted:
+            raise UserError(
+                f"the validation split of {config.dataset} is too short: wanted {wanted:,} tokens (train.json: "
+                f"start_val_token + validation_batches x microbatch), but there are {there:,}; lower one of them"
+            )
+
+    def check_checkpoint(self, meta: dict[str, Any], dataset: Dataset) -> None:
+        """Raises UserError if the checkpoint that `meta` describes is another experiment's."""
+        check_continuable(meta, self.run.checkpoints, self.identity(dataset))

@@ -1,0 +1,289 @@
+"""What a run will do and cost, worked out without doing any of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from harness.common.errors import UserError
+from harness.data.dataset import Dataset, check_vocabulary, is_present
+from harness.data.loader import BatchShape
+from harness.runs.checkpoint_folder import choose_start, completed, read_meta, refuse_unnamed
+from harness.runs.experiment import Experiment, Position
+from harness.runs.throughput import Measured, measured_by, same_kernels
+from harness.runs.train_config import TrainConfig
+
+GIB = 2**30
+COLUMNS = 79
+WEIGHT_BYTES, OPTIMIZER_BYTES = 4, 8  # per parameter: fp32 weights; AdamW's two fp32 averages
+GIVE_A_SPEED = "give --assume-tps or --assume-tps-with-validation"
+OTHER_BYTES = 2**20  # the rest of a checkpoint: random states, tokenizer, meta.json
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run's arithmetic. `position` is None while the dataset's length is needed and not known yet."""
+
+    name: str
+    config: TrainConfig
+    parameters: int
+    flops_per_token: int
+    shape: BatchShape
+    position: Position | None
+
+    def validations(self) -> int:
+        every = self.config.validation_interval
+        return self._times(every) if every else 0
+
+    def checkpoints(self) -> int:
+        """How many checkpoints will be written from here on."""
+        return self._times(self.config.checkpoint_every)
+
+    def _times(self, every: int) -> int:
+        """Steps of this plan that are a multiple of `every`, or the last."""
+        assert self.position is not None
+        first, last = self.position.first_step, self.position.total_steps - 1
+        if first > last:
+            return 0
+        # Counted, not walked through: there may be more steps than anyone can wait for.
+        return last // every - (first - 1) // every + (last % every != 0)
+
+    def checkpoint_bytes(self) -> int:
+        """Size of one checkpoint on disk."""
+        return self.parameters * (WEIGHT_BYTES + OPTIMIZER_BYTES) + OTHER_BYTES
+
+    def disk_bytes(self) -> int:
+        """The most that the checkpoints of this plan occupy at once."""
+        kept = self.checkpoints()
+        if self.config.keep_checkpoints is not None:
+            # best and latest besides, and the one being written.
+            kept = min(kept, self.config.keep_checkpoints + 3)
+        return kept * self.checkpoint_bytes()
+
+    def check_disk(self, folder: Path) -> None:
+        """Raises UserError if the disk under `folder` cannot hold the checkpoints: better now than after hours."""
+        free = shutil.disk_usage(folder).free
+        if self.position is not None and self.disk_bytes() > free:
+            raise UserError(
+                f"{folder}: the run's {self.checkpoints():,} checkpoints need {self.disk_bytes() / GIB:.2f} GiB, but "
+                f"{free / GIB:.2f} GiB are free; set keep_checkpoints in train.json, raise checkpoint_interval, or "
+                "use another disk (--runs-dir)"
+            )
+
+    def tokens(self) -> int:
+        assert self.position is not None
+        return (self.position.total_steps - self.position.first_step) * self.shape.global_tokens
+
+
+@dataclass(frozen=True)
+class PlannedSpeed:
+    """Tokens per second, or None, and where the number comes from, or why there is none."""
+
+    tokens_per_second: float | None
+    source: str
+    includes_validation: bool = False  # over training and validation together; else over training alone
+
+
+def describe_plan(plan: Plan, model: BaseModel, speed: PlannedSpeed) -> str:
+    """The plan as text for a terminal."""
+    shape, config = plan.shape, plan.config
+    lines = [*_wrap(f"Plan for {plan.name}: nothing is trained or downloaded", following=""), ""]
+    lines += _settings("model.json", model.model_dump()) + _settings("train.json", config.model_dump())
+    rows = [
+        ("parameters", f"{plan.parameters:,}"),
+        ("FLOPs per token", f"{plan.flops_per_token:,}"),
+        (
+            "global batch",
+            f"{shape.world_size} ranks x {shape.microbatch_size} sequences x {shape.accumulation_steps} accumulation "
+            f"steps\n= {shape.global_tokens // shape.context_length:,} sequences = {shape.global_tokens:,} tokens",
+        ),
+        *(_work_rows(plan, speed) if plan.position else [("global steps", _unknown(config))]),
+    ]
+    return "\n".join(lines + _table(rows))
+
+
+def _work_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
+    assert plan.position is not None
+    position, config = plan.position, plan.config
+    rows = [("global steps", f"{position.total_steps:,}"), ("tokens", f"{plan.tokens():,}")]
+    if position.first_step:
+        done = f"{position.first_step:,} steps, {position.tokens_seen:,} tokens"
+        more = f"{position.total_steps - position.first_step:,} more"
+        rows = [("done already", done), ("global steps", more), ("tokens", f"{plan.tokens():,} more")]
+    each = f"{config.validation_batches} microbatches" if config.validates else "without validation"
+    disk = f"{plan.disk_bytes() / GIB:.2f} GiB at most, {plan.checkpoint_bytes() / GIB:.2f} each"
+    rows += [("validations", f"{plan.validations():,} ({each})"), ("checkpoints", f"{plan.checkpoints():,} ({disk})")]
+    return rows + _time_rows(plan, speed)
+
+
+def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
+    """What it takes at that speed. Validation is an estimate; saving checkpoints is not in it."""
+    if speed.tokens_per_second is None:
+        return [("time and cost", f"unknown: {speed.source}")]
+    training, validating = _seconds(plan, speed.tokens_per_second, speed.includes_validation)
+    over = "training and validation together" if speed.includes_validation else "training alone, without validation"
+    said = f"{speed.tokens_per_second:,.0f} tokens/s of {over}\n({speed.source})"
+    time = f"{_hours(training)} training + {_hours(validating)} validation (estimated)"
+    if speed.includes_validation and training:
+        time += f"\n= {_hours(training + validating)}, at {plan.tokens() / training:,.0f} tokens/s of training"
+    return [("speed", said), ("time", time), ("cost", _cost(plan.config.price_per_hour, training, validating))]
+
+
+def _seconds(plan: Plan, tokens_per_second: float, includes_validation: bool) -> tuple[float, float]:
+    """Of training and of validation."""
+    validation_tokens = plan.validations() * (plan.config.validation_batches or 0) * plan.shape.microbatch_tokens
+    # A forward pass is a third of a step's work; on rank 0 alone, the other devices wait.
+    devices = plan.shape.world_size if plan.config.validation_ranks == "rank0" else 1
+    training = plan.tokens() / tokens_per_second
+    validating = validation_tokens * devices / 3 / tokens_per_second
+    if includes_validation and training:
+        share = training / (training + validating)
+        return training * share, training * (1 - share)
+    return training, validating
+
+
+def _cost(price: float | None, training: float, validating: float) -> str:
+    if price is None:
+        return "unknown: no price_per_hour in train.json"
+    parts = [seconds * price / 3600 for seconds in (training, validating)]
+    return f"${parts[0]:,.2f} training + ${parts[1]:,.2f} validation = ${sum(parts):,.2f} at ${price}/h"
+
+
+def _hours(seconds: float) -> str:
+    return f"{seconds / 3600:,.2f} h" if seconds >= 600 else f"{seconds:,.0f} s"
+
+
+def _unknown(config: TrainConfig) -> str:
+    return f"unknown until {config.dataset} is on this machine (min_train_tokens is -1)"
+
+
+def _settings(title: str, values: dict[str, Any]) -> list[str]:
+    """A configuration with its defaults filled in."""
+    items = [f"{key}={json.dumps(value)}" for key, value in values.items()]
+    return [*_wrap(f"{title}:  {'  '.join(items)}", following=" " * 4), ""]
+
+
+def _table(rows: list[tuple[str, str]]) -> list[str]:
+    width = max(len(label) for label, _ in rows) + 2
+    lines = []
+    for label, value in rows:
+        for index, text in enumerate(value.split("\n")):
+            lines += _wrap(f"{'' if index else label:<{width}}{text}", following=" " * width)
+    return lines
+
+
+def _wrap(text: str, following: str) -> list[str]:
+    return textwrap.wrap(text, COLUMNS, subsequent_indent=following, break_on_hyphens=False, drop_whitespace=True)
+
+
+def make_plan(experiment: Experiment, world_size: int, meta: dict[str, Any] | None) -> Plan:
+    """The plan of what is left to do after the checkpoint that `meta` describes, or of the whole run.
+
+    The dataset is consulted if it is on this machine. Raises UserError for what cannot work.
+    """
+    shape = experiment.shape(world_size)
+    config, model = experiment.config, experiment.model
+    position = None
+    if is_present(experiment.datasets_dir, config.dataset, experiment.splits):
+        dataset = Dataset.open(experiment.datasets_dir, config.dataset)
+        if meta is not None:
+            experiment.check_checkpoint(meta, dataset)
+        experiment.check_validation_slice(shape, dataset)
+        for split in experiment.splits:
+            check_vocabulary(dataset, split, model.vocab_size)
+        position = experiment.position(shape, len(dataset.split("train")), meta)
+    elif config.min_train_tokens != -1:
+        position = experiment.position(shape, sys.maxsize, meta)
+    return Plan(experiment.run.path.name, config, model.parameters, model.flops_per_token, shape, position)
+
+
+def planned_start(experiment: Experiment, world_size: int, checkpoint: str | None) -> dict[str, Any] | None:
+    """The meta.json of the checkpoint that training would continue from: the named one, or the latest; None if it would
+    start. A notebook's is completed, and refused where training would refuse it. Raises UserError."""
+    start = choose_start(experiment.run.checkpoints, checkpoint)
+    if start is None:
+        return None
+    meta, config = read_meta(start), experiment.config
+    refuse_unnamed(start, meta, checkpoint)
+    here = is_present(experiment.datasets_dir, config.dataset, experiment.splits)
+    identity = experiment.identity(Dataset.open(experiment.datasets_dir, config.dataset)) if here else {}
+    return completed(meta, identity, experiment.shape(world_size).global_tokens)
+
+
+def plan_speed(experiment: Experiment, shape: BatchShape, assumed: PlannedSpeed | None) -> PlannedSpeed:
+    """The assumed speed, or the one that an earlier run of this model and batch has measured."""
+    if assumed is not None:
+        return assumed
+    wanted = {
+        "model": experiment.model.model_dump(mode="json"),
+        "world_size": shape.world_size,
+        "microbatch_size": shape.microbatch_size,
+        "accumulation_steps": shape.accumulation_steps,
+    }
+    run, train = experiment.run.path, experiment.config.model_dump(mode="json")
+    found = earlier_speeds(run.parent, wanted, train)
+    best = max(found, key=lambda earlier: earlier.preference(run), default=None)
+    if best is None:
+        return PlannedSpeed(None, f"no earlier run of this shape; {GIVE_A_SPEED}")
+    return best.planned()
+
+
+def assumed_speed(training: float | None, with_validation: float | None) -> PlannedSpeed | None:
+    """What the options --assume-tps and --assume-tps-with-validation say, of which at most one is given."""
+    if with_validation is not None:
+        return PlannedSpeed(with_validation, "assumed", includes_validation=True)
+    return None if training is None else PlannedSpeed(training, "assumed")
+
+
+@dataclass(frozen=True)
+class EarlierSpeed:
+    """What a run's summary.json tells of its speed."""
+
+    summary: Path
+    tokens_per_second: float
+    measured: Measured | None  # None: it does not say
+    device: str
+
+    def preference(self, run: Path) -> tuple[bool, bool, float]:
+        """The higher, the better: what can be believed, then this run's own, then the longest."""
+        if self.measured is None:
+            return False, self.summary.parent == run, 0.0
+        return self.measured.is_believable, self.summary.parent == run, self.measured.seconds
+
+    def planned(self) -> PlannedSpeed:
+        if self.measured is None:
+            reason = "is an earlier version's, and does not say what its speed was measured over"
+            return PlannedSpeed(None, f"{self.summary} {reason}; {GIVE_A_SPEED}")
+        over = f"{self.measured.global_steps:,} steps, {self.measured.tokens:,} tokens, {self.measured.seconds:,.1f} s"
+        if self.measured.is_believable:
+            return PlannedSpeed(
+                self.tokens_per_second, f"measured over {over} of training on {self.device}, in {self.summary}"
+            )
+        short = f"less than {self.measured.shortfall} of training is too little to tell"
+        return PlannedSpeed(None, f"{self.summary} measured {over}, and {short}; {GIVE_A_SPEED}")
+
+
+def earlier_speeds(runs_dir: Path, wanted: dict[str, Any], train: dict[str, Any]) -> list[EarlierSpeed]:
+    """The speeds that the runs in `runs_dir` have measured, if their summary.json has the `wanted` values, and their
+    train.json let a step take as long as `train` does."""
+    found = []
+    for path in sorted(runs_dir.glob("*/summary.json")):
+        try:
+            summary = json.loads(path.read_text())
+            if not all(summary[key] == value for key, value in wanted.items()):
+                continue
+            if not same_kernels(summary.get("train", {}), train):
+                continue
+            speed = float(summary["tokens_per_second"])
+            found.append(EarlierSpeed(path, speed, measured_by(summary), str(summary["device"])))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+            continue  # not a summary of ours; a plan does not depend on it
+    return [earlier for earlier in found if 0 < earlier.tokens_per_second < math.inf]

@@ -1,0 +1,123 @@
+"""What a measured speed rests on: how much training, and under which conditions. Knows nothing of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+if TYPE_CHECKING:
+    Recorded = TypeVar("Recorded", bound=DataclassInstance)
+
+# Keys of train.json that decide, with the model and the number of ranks, how long a step takes.
+BATCH_KEYS = ("microbatch_size", "gradient_accumulation_steps", "global_batch_size")
+KERNEL_KEYS = ("precision", "compile", "activation_checkpointing", "optimizer", "shard_optimizer")
+# The first steps of a process are slower than the rest, and their times scatter: memory is being laid out, clocks and
+# caches warm up, and a step may have waited for another program.
+BELIEVED_STEPS = 20
+BELIEVED_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The training behind a speed: only what this program did itself, with one batch on one machine."""
+
+    global_steps: int
+    tokens: int
+    seconds: float  # of training alone: no validation, no checkpoints, no set-up
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """None where nothing was measured."""
+        return self.tokens / self.seconds if self.tokens > 0 and self.seconds > 0 else None
+
+    @property
+    def is_believable(self) -> bool:
+        """Whether the speed says something of another run."""
+        return not self.shortfall
+
+    @property
+    def shortfall(self) -> str:
+        """The limits that it is below; empty if it can be believed."""
+        steps = [f"{BELIEVED_STEPS} steps"] if self.global_steps < BELIEVED_STEPS else []
+        seconds = [f"{BELIEVED_SECONDS:.0f} s"] if self.seconds < BELIEVED_SECONDS else []
+        return " and ".join(steps + seconds)
+
+
+def same_conditions(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether steps take as long under both records (`world_size`, `device`, `train`), as far as both say."""
+    trained, train = then.get("train") or {}, now.get("train") or {}
+    return _agree(then, now, ("world_size", "device")) and _agree(trained, train, (*BATCH_KEYS, *KERNEL_KEYS))
+
+
+def same_kernels(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether two train.json, as far as both say, let a step of the same model and batch take as long."""
+    return _agree(then, now, KERNEL_KEYS)
+
+
+def _agree(then: Mapping[str, Any], now: Mapping[str, Any], keys: tuple[str, ...]) -> bool:
+    return all(then[key] == now[key] for key in keys if key in then and key in now)
+
+
+def as_recorded(value: Recorded, meta: Mapping[str, Any]) -> Recorded:
+    """A machine or a batch shape as a checkpoint's meta.json names it; what that does not say stays."""
+    return replace(value, **{each.name: meta[each.name] for each in fields(value) if meta.get(each.name)})
+
+
+def measured_by(summary: Mapping[str, Any]) -> Measured | None:
+    """What the speed in a summary.json rests on; None for an earlier version's, which did not say it: it divided all
+    tokens, those of other programs and machines, too, by its own seconds.
+
+    Raises KeyError, TypeError or ValueError if that is none of ours.
+    """
+    if "measured" not in summary:
+        return None
+    found = summary["measured"]
+    return Measured(int(found["global_steps"]), int(found["tokens"]), float(found["seconds"]))
+
+
+# Dense peak in 16-bit matrix products with fp32 accumulation, FLOP/s, from NVIDIA's data sheets; the first name found
+# in the device's name counts.
+PEAK_FLOPS = {
+    "B200": 2.25e15,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "A6000": 154.8e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "V100": 125e12,
+    "T4": 65e12,
+    "RTX 5090": 209.5e12,
+    "RTX 4090": 165.2e12,
+    "RTX 3090": 71e12,
+}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """The peak FLOP/s of a device, by the name its driver gives it; None where it is not known."""
+    return next((peak for known, peak in PEAK_FLOPS.items() if known in device_name), None)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Turns tokens and seconds into the numbers people compare."""
+
+    flops_per_token: int
+    peak_flops: float | None
+    price_per_hour: float | None
+
+    def mfu(self, tokens_per_second: float) -> float | None:
+        """Model FLOPs utilisation (PaLM, arXiv:2204.02311): of all devices' peak, the fraction the model needed."""
+        return tokens_per_second * self.flops_per_token / self.peak_flops if self.peak_flops else None
+
+    def dollars(self, seconds: float) -> float | None:
+        return seconds * self.price_per_hour / 3600 if self.price_per_hour is not None else None

@@ -1,0 +1,153 @@
+"""Evaluations during training, shared out among the ranks: validation loss and benchmarks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from harness.common.errors import RunError, UserError
+from harness.data.loader import MicrobatchReader
+from harness.data.tokenizers.tokenizer import Tokenizer
+from harness.distributed.sharing import Ranks, StopAsked
+from harness.distributed.world import World
+from harness.evaluation.benchmarks.run import Score, load, run, scores
+from harness.evaluation.benchmarks.tasks import REASON_CHARACTERS, Benchmarks, prepare
+from harness.evaluation.likelihood import Scorer
+from harness.evaluation.loss import mean, microbatch_losses
+from harness.model.inference import LanguageModel
+from harness.model.precision import Precision
+from harness.runs.train_config import TrainConfig
+
+if TYPE_CHECKING:
+    from harness.distributed.world import World
+
+
+def validation_loss(
+    model: nn.Module, reader: MicrobatchReader, count: int, precision: Precision, ranks: Ranks
+) -> float | None:
+    """Mean loss over the reader's first `count` microbatches, or None if a rank was asked to stop meanwhile.
+
+    On rank 0 alone or shared out, all ranks return the same number: the losses are summed in the microbatches' order.
+    """
+    world = ranks.world
+    mine = range(world.rank, count, world.size) if ranks.shared else range(count if world.is_main else 0)
+    losses: list[float] | None = None
+    with contextlib.suppress(StopAsked), ranks.at_work(mine):
+        losses = microbatch_losses(model, map(reader.window, ranks.heeding(mine)), precision)
+    gathered = world.gather(losses)
+    shares = [share for share in gathered if share is not None]
+    if len(shares) < world.size:
+        return None
+    if not ranks.shared:
+        return mean(shares[0])
+    return mean([shares[index % world.size][index // world.size] for index in range(count)])
+
+
+class EvaluationFailed(Exception):  # noqa: N818 - the run goes on
+    """Benchmarks could not be evaluated, on any rank; raised on all of them."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank tells the others instead of its results."""
+
+    reason: str
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        return cls(text[:REASON_CHARACTERS])
+
+
+class Sharing:
+    """Scorer's `each_batch` for all ranks: each takes every world-size-th batch, and gets the results of all."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def __call__(self, work: Callable[[Any], Any], batches: Sequence[Any]) -> list[Any]:
+        """Raises StopAsked or EvaluationFailed, on every rank, if a rank was asked to stop, or failed."""
+        rank, size = self.ranks.world.rank, self.ranks.world.size
+        mine = range(rank, len(batches), size)
+        found: list[Any] | Failure | None = None
+        try:
+            with self.ranks.at_work(mine):
+                found = [work(batches[index]) for index in self.ranks.heeding(mine)]
+        except StopAsked:
+            pass
+        except Exception as error:  # the others wait for what this rank has to say
+            found = Failure.of(error)
+        shares = self.exchange(found)
+        return [shares[index % size][index // size] for index in range(len(batches))]
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's value. A Failure among them ends the evaluation on all ranks, so that none waits for another
+        in an exchange that does not come; None is of one that was asked to stop."""
+        values = self.ranks.world.gather(value)
+        failures = [each for each in values if isinstance(each, Failure)]
+        if failures:
+            raise EvaluationFailed(failures[0].reason)
+        if any(each is None for each in values):
+            raise StopAsked
+        return values
+
+
+@dataclass(frozen=True)
+class RunBenchmarks:
+    """The benchmarks of a run, loaded on this rank."""
+
+    benchmarks: Benchmarks
+    scorer: Scorer
+    tokenizer: Tokenizer
+    examples: int  # of each task
+
+    @classmethod
+    def load(
+        cls, world: World, config: TrainConfig, model: LanguageModel, *, tokenizer: Tokenizer, precision: Precision
+    ) -> RunBenchmarks:
+        """Load train.json's `benchmark_tasks`; each node's first process brings the data. Collective.
+
+        Raises UserError as evaluation/benchmarks/run.py does, and for a tokenizer with tokens that the model has not.
+        """
+        assert config.benchmark_tasks is not None
+        if tokenizer.vocab_size > model.config.vocab_size:
+            raise UserError(
+                f'train.json: key "benchmark_tasks": the tokenizer of {config.dataset} has {tokenizer.vocab_size:,} '
+                f"tokens, and model.json {model.config.vocab_size:,}: their texts could not be read; remove the key"
+            )
+        scorer = Scorer(model, precision, tokenizer.vocab_size, config.microbatch_size)
+        found: list[Benchmarks] = []
+        tasks = config.benchmark_tasks
+        prepare(tasks)
+        world.on_each_node(lambda: found.append(load(tasks)))
+        return cls(found[0] if found else load(tasks), scorer, tokenizer, config.benchmark_examples)
+
+    def scores(self, ranks: Ranks) -> list[Score] | None:
+        """The scores of what train.json names, the same on every rank; None if a rank was asked to stop meanwhile.
+
+        Collective. Raises EvaluationFailed, on every rank, if they cannot be had.
+        """
+        sharing = Sharing(ranks)
+        try:
+            try:
+                results = run(self.benchmarks, self.scorer.sharing(sharing), self.tokenizer, limit=self.examples)
+            except (StopAsked, EvaluationFailed, RunError):  # known to all ranks, or another rank is gone
+                raise
+            except Exception as error:
+                sharing.exchange(Failure.of(error))
+                raise
+            sharing.exchange("done")
+        except StopAsked:
+            return None
+        return list(_main_scores(results, self.benchmarks.asked))
+
+
+def _main_scores(results: dict[str, Any], names: list[str]) -> Iterator[Score]:
+    """Of a group with a score of its own that alone, else those of its tasks."""
+    for name in names:
+        own = scores(results, name)
+        yield from own or _main_scores(results, results["group_subtasks"].get(name, []))

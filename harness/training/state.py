@@ -1,0 +1,83 @@
+"""The live objects of a run as plain data for a checkpoint, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from harness.common.errors import UserError
+from harness.distributed.world import World
+from harness.runs.notebook import optimizer_by_name
+from harness.training.loss_meter import LossWindow
+from harness.training.optimizer import load_optimizer_state, optimizer_state
+from harness.training.rng import random_state, seed_for_rank, set_random_state
+from harness.training.step import TrainStep
+
+
+def capture_ranks(window: LossWindow, world: World) -> dict[str, Any]:
+    """What each rank has of its own: its random state and the losses it has not reported yet. Collective."""
+    return {"ranks": world.gather({"random": random_state(world.device), "window": window.state()})}
+
+
+def restore_ranks(saved: dict[str, Any], window: LossWindow, world: World, *, seed: int, step: int) -> None:
+    """Put this rank's own state back; with another number of ranks than before, give it a new one of its own.
+
+    Raises UserError for a state of something else.
+    """
+    with explaining("train_state.pt"):
+        if not isinstance(saved, dict):  # a tensor would only warn of being asked for a name
+            raise ValueError("not a table of states")
+        ranks = [(rank["window"], rank["random"]) for rank in saved["ranks"]]
+        if not ranks:
+            raise ValueError("no ranks")
+        if len(ranks) == world.size:
+            own_window, own_random = ranks[world.rank]
+            window.load_state(own_window)
+            set_random_state(own_random, world.device)
+            return
+        seed_for_rank(seed, world.rank, step)
+        if world.is_main:
+            window.load_merged([values for values, _ in ranks])
+
+
+def capture_optimizer(step: TrainStep, model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The optimizer's and the scaler's states."""
+    return optimizer_state(step.optimizer, model), step.scaler.state_dict()
+
+
+def restore_optimizer(step: TrainStep, model: nn.Module, saved: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    """Raises UserError, naming the file, for states of something else."""
+    optimizer, scaler = saved
+    with explaining("optimizer.pt"):
+        load_optimizer_state(step.optimizer, model, optimizer)
+    if scaler and step.scaler.is_enabled():
+        with explaining("scaler.pt"):
+            step.scaler.load_state_dict({key: _number(scaler[key]) for key in step.scaler.state_dict()})
+
+
+def restore_notebooks(step: TrainStep, model: nn.Module, saved: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    """`restore_optimizer` of a notebook's states; without an optimizer's, it starts afresh."""
+    optimizer, scaler = saved
+    if optimizer:
+        with explaining("optimizer.pt"):
+            restore_optimizer(step, model, (optimizer_by_name(optimizer, model.state_dict()), scaler))
+
+
+def _number(value: Any) -> float | int:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{value!r} is not a number")
+    return value
+
+
+@contextmanager
+def explaining(file: str) -> Iterator[None]:
+    """Turn what a state of unknown structure raises into UserError. Its file was read without harm, and its hash is
+    right, but it holds something else."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+        reason = str(error).splitlines()[0][:100] if str(error) else type(error).__name__
+        raise UserError(f"{file}: holds something else than this run's state: {reason}") from None

@@ -1,0 +1,75 @@
+"""One optimizer step: accumulate gradients over microbatches, exchange them once, update the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from harness.data.loader import Window
+from harness.model.precision import Precision
+from harness.runs.train_config import TrainConfig
+from harness.training.optimizer import set_learning_rate, update_weights
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step leaves on the device: nobody has waited for it yet."""
+
+    losses_A: Tensor  # this rank's loss of each microbatch, fp64
+    gradient_norm: Tensor
+    skipped: Tensor
+
+
+class TrainStep:
+    """Runs optimizer steps on a model, wrapped for data-parallel training or bare."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision, config: TrainConfig
+    ) -> None:
+        """`model(inputs, targets)` returns the mean loss; its parameters' device is where everything happens."""
+        self.model = model
+        self.optimizer = optimizer
+        self.precision = precision
+        self.config = config
+        self.scaler = precision.scaler()
+        self.device = next(model.parameters()).device
+        self.before_exchange: Callable[[], None] = lambda: None
+        # The first parameter's gradient comes last: a rank that has it waits for the others, one without is behind.
+        first = next(model.parameters())
+        first.register_post_accumulate_grad_hook(lambda _: self.before_exchange())
+
+    def run(self, windows: Sequence[Window], multiplier: float) -> StepResult:
+        """One step over this rank's microbatches at `multiplier` times the peak learning rate."""
+        losses = self.accumulate(windows)
+        set_learning_rate(self.optimizer, self.config.learning_rate * multiplier)
+        norm, skipped = update_weights(self.optimizer, self.scaler, max_norm=self.config.clipping_max_norm)
+        self.forget_gradients()
+        return StepResult(losses, norm, skipped)
+
+    def accumulate(self, windows: Sequence[Window]) -> Tensor:
+        """Forward and backward over the windows; the mean gradient over them, and over ranks, is then in `.grad`."""
+        losses = []
+        for index, window in enumerate(windows):
+            inputs_BxT, targets_BxT = window.on(self.device)
+            # Off before the forward: DDP decides there whether this backward exchanges gradients.
+            with self._gradient_exchange(last=index == len(windows) - 1):
+                with self.precision.autocast():
+                    loss = self.model(inputs_BxT, targets_BxT)
+                if index == len(windows) - 1:
+                    self.before_exchange()
+                self.scaler.scale(loss / len(windows)).backward()
+            losses.append(loss.detach().double())
+        return torch.stack(losses)
+
+    def forget_gradients(self) -> None:
+        """Zero the gradients in place: under DDP they are views into its communication buckets, which stay."""
+        self.optimizer.zero_grad(set_to_none=False)
+
+    def _gradient_exchange(self, *, last: bool) -> AbstractContextManager[object]:
+        if last or not hasattr(self.model, "no_sync"):
+            return nullcontext()
+        return self.model.no_sync()  # type: ignore[operator]

@@ -1,0 +1,507 @@
+"""What bad input gets: one line that names the file, the key and the remedy; and nothing on disk is harmed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tests.support.launch import DATASET, Result, Workshop
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Workshop:
+    """A run that would train, and its dataset."""
+    made = Workshop(tmp_path)
+    made.add_dataset()
+    made.add_run()
+    return made
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has trained to its end."""
+    made = Workshop(tmp_path_factory.mktemp("finished"))
+    made.add_dataset()
+    made.add_run(validation_interval=15)  # 20 global steps: checkpoints at 0, 15 and 19
+    result = made.attempt()
+    assert result.status == 0, result.stderr
+    return made.path
+
+
+@pytest.fixture
+def trained(finished: Path, tmp_path: Path) -> Workshop:
+    """A copy of it, to harm; train.json now asks for more, so that there is something to continue."""
+    made = Workshop(Path(shutil.copytree(finished, tmp_path / "copy", symlinks=True)))
+    edit(made, min_train_tokens=2560)
+    return made
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """Every file and link below a folder, with what is in it; but for the file that says who trains a run."""
+    found = {}
+    for path in sorted(path for path in folder.rglob("*") if path.name != ".lock"):
+        kind = str(path.lstat().st_mode)
+        if path.is_symlink():
+            found[str(path.relative_to(folder))] = f"{kind} -> {path.readlink()}"
+        elif path.is_file():
+            found[str(path.relative_to(folder))] = f"{kind} {hashlib.sha256(path.read_bytes()).hexdigest()}"
+    return found
+
+
+def refused(result: Result, *words: str, status: int = 2) -> None:
+    """One line, no traceback, and every one of `words` in it."""
+    assert result.status == status, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("error: ")
+    for word in words:
+        assert word in lines[0], f"{word!r} is not in: {lines[0]}"
+
+
+def unharmed(shop: Workshop, before: dict[str, str]) -> None:
+    """What was there is as it was; what is new is at most a note beside the datasets."""
+    after = tree(shop.path)
+    assert {name: after.get(name) for name in before} == before
+    assert not [name for name in after.keys() - before.keys() if not name.startswith("datasets/.scans/")]
+
+
+def edit(shop: Workshop, file: str = "train.json", **values: Any) -> None:
+    """Change keys of a run's file; None removes one."""
+    path = shop.runs / "r" / file
+    content = json.loads(path.read_text()) | values
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}, indent=4))
+
+
+STRANGE_NAMES = ["../r", "/etc", "", ".", "..", "r/", "./r", "a\nb", "r\n", ".hidden", "a b", "r\0", "r\x1b[31m", "é"]
+
+
+@pytest.mark.parametrize("name", [name for name in STRANGE_NAMES if "\0" not in name and name != "r/"], ids=repr)
+def test_run_names_that_are_none(shop: Workshop, name: str) -> None:
+    before = tree(shop.path)
+    refused(shop.attempt(run=name), "run ", "plain name")
+    refused(shop.attempt("--restart", run=name), "plain name")
+    unharmed(shop, before)
+
+
+@pytest.mark.parametrize(
+    "name", [*STRANGE_NAMES, "a/b/c", "owner", "owner/", "/name", "../name", "owner/..", "o/a\nb"], ids=repr
+)
+def test_dataset_names_that_are_none(shop: Workshop, name: str) -> None:
+    edit(shop, dataset=name)
+    before = tree(shop.path)
+    refused(shop.attempt(), "dataset")
+    unharmed(shop, before)
+
+
+@pytest.mark.parametrize(
+    "name", [*(name for name in STRANGE_NAMES if "\0" not in name), "nope", "best/../latest"], ids=repr
+)
+def test_checkpoint_names_that_are_none(trained: Workshop, name: str) -> None:
+    before = tree(trained.path)
+    refused(trained.attempt(name), "checkpoint")
+    unharmed(trained, before)
+
+
+def test_a_checkpoint_where_there_are_none(shop: Workshop) -> None:
+    before = tree(shop.path)
+    for name in ("latest", "best", "20260101Z000000-iteration-5"):
+        refused(shop.attempt(name), f"checkpoints/{name}", "there are: none")
+    unharmed(shop, before)
+
+
+def test_a_run_that_is_not_there(shop: Workshop) -> None:
+    (shop.runs / "file").write_text("not a folder")
+    shop.add_run("8xa100m40")
+    before = tree(shop.path)
+    refused(shop.attempt(run="8xa100m41"), "runs/8xa100m41", "no such run", "did you mean 8xa100m40?")
+    refused(shop.attempt(run="zzz"), "no such run", "there are: 8xa100m40, r")
+    refused(shop.attempt(run="file"), "runs/file", "not a folder")
+    refused(shop.command("ddp_train.py", "r", "datasets", "--runs-dir", "nowhere"), "nowhere/r", "no such run")
+    unharmed(shop, before)
+
+
+def test_where_runs_were_looked_for(shop: Workshop) -> None:
+    """From another folder than the one that runs/ is in."""
+    (shop.path / "empty" / "runs").mkdir(parents=True)
+    for folder, words in (("empty", "there are none in"), ("datasets", "there is no folder")):
+        elsewhere = Workshop(shop.path / folder)
+        asked = elsewhere.command("ddp_train.py", "r", "datasets")
+        refused(asked, "runs/r: no such run", f"{words} {elsewhere.runs}", "--runs-dir")
+
+
+def test_a_run_may_be_given_by_its_path(shop: Workshop) -> None:
+    """As a shell completes it: from the folder that runs/ is in, from runs/ itself, or whole."""
+    (shop.path / "sub").mkdir()
+    for cwd, runs_dir, name in (
+        (".", "runs", "r/"),
+        (".", "runs", "runs/r"),
+        (".", "runs", "./runs/r//"),
+        (".", "runs", f"{shop.runs}/r/"),
+        ("runs", ".", "./r/"),
+        ("sub", "../runs", "../runs/r"),
+    ):
+        inside = Workshop(shop.path / cwd)
+        result = inside.command("ddp_train.py", name, str(shop.datasets), "--runs-dir", runs_dir, "--plan")
+        assert result.status == 0, result.stderr
+        assert result.stdout.startswith("Plan for r:"), name
+
+
+def test_a_path_of_a_run_that_is_elsewhere(shop: Workshop) -> None:
+    shop.add_run("quickstart")
+    other = Workshop(shop.path / "other")
+    other.add_run("quickstart")
+    before = tree(shop.path)
+    refused(shop.attempt(run="runs/quikstart"), "runs/quikstart: no such run", "did you mean quickstart?")
+    there = f"that run is quickstart with --runs-dir {other.runs}"
+    refused(shop.attempt(run="other/runs/quickstart"), "plain name", there)
+    refused(shop.attempt(run="other/runs/quickstart/train.json"), "plain name", there)
+    refused(shop.attempt(run="runs/../other/runs/quickstart"), "plain name", there)
+    refused(shop.attempt(run="nowhere/quickstart"), "plain name", "did you mean quickstart?", "--runs-dir")
+    for name in ("runs/quickstart/train.json", "runs/quickstart/checkpoints/latest", "quickstart/train.json"):
+        refused(shop.attempt(run=name), "plain name", "did you mean quickstart?")
+    refused(shop.attempt(run="runs/.."), "plain name")
+    refused(shop.attempt(run=str(shop.runs)), "plain name")
+    (shop.runs / "out").symlink_to(other.runs / "quickstart")
+    refused(shop.attempt(run="runs/out"), "leads out of", "--runs-dir")
+    (shop.runs / "out").unlink()
+    unharmed(shop, before)
+
+
+@pytest.mark.parametrize("file", ["train.json", "model.json"])
+def test_run_files_that_cannot_be_read(shop: Workshop, file: str) -> None:
+    path = shop.runs / "r" / file
+    for text, place in (
+        ('{\n  "a": 1,\n}', f"{file}:3: not valid JSON"),
+        ("", f"{file}:1: "),
+        ("[]", "one JSON object"),
+    ):
+        path.write_text(text)
+        before = tree(shop.path)
+        refused(shop.attempt(), file, place)
+        unharmed(shop, before)
+    path.unlink()
+    refused(shop.attempt(), f"r/{file}", "no such file")
+    path.mkdir()
+    refused(shop.attempt(), f"r/{file}", "directory")
+
+
+KEYS: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("train.json", {"microbatch_size": None}, ['key "microbatch_size": missing']),
+    ("train.json", {"lerning_rate": 0.1}, ['key "lerning_rate": unknown', 'did you mean "learning_rate"?']),
+    ("train.json", {"microbatch_size": 0}, ['key "microbatch_size"', "greater than or equal to 1"]),
+    ("train.json", {"min_train_tokens": "many"}, ['key "min_train_tokens"', '"many"']),
+    ("train.json", {"optimizer": "muon"}, ['"optimizer"', "not available yet"]),
+    ("train.json", {"global_batch_size": 8}, ["gradient_accumulation_steps", "global_batch_size"]),
+    ("model.json", {"vocab_sise": 64}, ['key "vocab_sise": unknown', 'did you mean "vocab_size"?']),
+    ("model.json", {"n_heads": 3}, ["emb_dim", "n_heads"]),
+    ("model.json", {"emb_dim": None}, ['key "emb_dim": missing']),
+    ("model.json", {"position": "rope"}, ['"position"', "not available yet"]),
+]
+
+
+@pytest.mark.parametrize(("file", "values", "words"), KEYS, ids=[f"{file[:5]}-{next(iter(v))}" for file, v, _ in KEYS])
+def test_keys(shop: Workshop, file: str, values: dict[str, Any], words: list[str]) -> None:
+    edit(shop, file, **values)
+    before = tree(shop.path)
+    for arguments in ([], ["--plan"], ["-f"], ["--restart"]):
+        refused(shop.attempt(*arguments), f"r/{file}", *words)
+    unharmed(shop, before)
+
+
+IMPOSSIBLE: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("short", {"min_train_tokens": 10_000}, ["wanted 10,049 tokens", "there are 4,000", "lower min_train_tokens"]),
+    ("late", {"start_train_token": 3900}, ["wanted 1,281 tokens", "there are 100", "start_train_token"]),
+    ("beyond", {"start_train_token": 9000}, ["there are 0"]),
+    ("all of nothing", {"start_train_token": 3990, "min_train_tokens": -1}, ["wanted 65 tokens", "there are 10"]),
+    ("validation", {"validation_batches": 16}, ["validation split", "wanted 513 tokens", "there are 500"]),
+    ("late validation", {"start_val_token": 404}, ["validation split", "wanted 501", "there are 500"]),
+    ("warm-up", {"warmup_steps": 21}, ["warmup_steps", "21 steps", "20 global steps"]),
+    ("batch", {"gradient_accumulation_steps": None, "global_batch_size": 5}, ['"global_batch_size"', "multiple"]),
+]
+
+
+@pytest.mark.parametrize(("values", "words"), [case[1:] for case in IMPOSSIBLE], ids=[case[0] for case in IMPOSSIBLE])
+def test_runs_that_cannot_work(shop: Workshop, values: dict[str, Any], words: list[str]) -> None:
+    edit(shop, **values)
+    before = tree(shop.path)
+    for arguments in ([], ["--plan"]):
+        refused(shop.attempt(*arguments), *words)
+    unharmed(shop, before)
+
+
+def test_tokens_beyond_the_vocabulary(shop: Workshop) -> None:
+    edit(shop, "model.json", vocab_size=63)
+    before = tree(shop.path)
+    for arguments in ([], [], ["--plan"]):  # found by a scan, then remembered
+        words = ["train.safetensors", "token id 63", "vocabulary of 63", '"vocab_size"', "at least 64"]
+        refused(shop.attempt(*arguments), *words)
+    unharmed(shop, before)
+
+
+@pytest.mark.parametrize(
+    ("about", "size"),
+    [
+        ({}, 64),  # the largest id of all splits, though the train split alone would do with 62
+        ({"vocab_size": 100, "eot_token": 99}, 100),
+        ({"eot_token": 70}, 71),
+        ({"vocab_size": 8}, 64),  # what meta.json says cannot make the files' ids smaller
+    ],
+)
+def test_the_vocabulary_that_is_named_is_enough(shop: Workshop, about: dict[str, int], size: int) -> None:
+    folder = shop.datasets / DATASET
+    save_file({"tokens": np.arange(4000, dtype=np.uint16) % 62}, folder / "train.safetensors")
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps(meta | about))
+    edit(shop, "model.json", vocab_size=10)
+    refused(shop.attempt(), "token id 61", "vocabulary of 10", f"to at least {size},")
+    edit(shop, "model.json", vocab_size=size)
+    assert shop.attempt("--plan").status == 0
+
+
+Harm = Callable[[Path], object]
+
+
+def tokens(**tensors: Any) -> Harm:
+    return lambda folder: save_file(tensors, folder / "train.safetensors")
+
+
+def cut(folder: Path) -> None:
+    content = (folder / "train.safetensors").read_bytes()
+    (folder / "train.safetensors").write_bytes(content[: len(content) // 2])
+
+
+def make_a_folder(folder: Path) -> None:
+    (folder / "train.safetensors").unlink()
+    (folder / "train.safetensors").mkdir()
+
+
+DATASETS: list[tuple[str, Harm, list[str]]] = [
+    ("cut off", cut, ["train.safetensors", "not a readable token file"]),
+    ("garbage", lambda folder: (folder / "train.safetensors").write_bytes(b"x" * 999), ["train.safetensors"]),
+    ("empty", lambda folder: (folder / "train.safetensors").write_bytes(b""), ["train.safetensors"]),
+    ("another tensor", tokens(ids=np.zeros(4000, np.uint16)), ["train.safetensors", "tokens"]),
+    ("int64", tokens(tokens=np.zeros(4000, np.int64)), ["train.safetensors", "1-D", "I64"]),
+    ("float", tokens(tokens=np.zeros(4000, np.float32)), ["train.safetensors", "F32"]),
+    ("2-D", tokens(tokens=np.zeros((40, 100), np.uint16)), ["train.safetensors", "1-D", "[40, 100]"]),
+    ("no tokens", tokens(tokens=np.zeros(0, np.uint16)), ["train split", "there are 0"]),
+    ("no train", lambda folder: (folder / "train.safetensors").unlink(), ["incomplete", "train.safetensors"]),
+    ("no validation", lambda folder: (folder / "validation.safetensors").unlink(), ["incomplete", "validation.safe"]),
+    ("folder", make_a_folder,
+     ["train.safetensors"]),
+    ("meta", lambda folder: (folder / "meta.json").write_text("{\n"), ["meta.json:2"]),
+    ("meta's files", lambda folder: (folder / "meta.json").write_text('{"files": ["more.safetensors"]}'),
+     ["incomplete", "more.safetensors"]),
+    ("tokenizer", lambda folder: (folder / "meta.json").write_text('{"tokenizer": "../../x.json"}'),
+     ["meta.json", "tokenizer", "plain name"]),
+    ("no tokenizer", lambda folder: (folder / "meta.json").write_text('{"tokenizer": "gone.json"}'),
+     ["gone.json"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("harm", "words"), [case[1:] for case in DATASETS], ids=[case[0] for case in DATASETS])
+def test_datasets_that_are_none(shop: Workshop, harm: Harm, words: list[str]) -> None:
+    harm(shop.datasets / DATASET)
+    before = tree(shop.path)
+    refused(shop.attempt(), *words)
+    unharmed(shop, before)
+
+
+@pytest.mark.parametrize("place", ["datasets", "datasets/local", "datasets/local/letters"])
+def test_a_file_in_the_place_of_a_folder(shop: Workshop, place: str) -> None:
+    shutil.rmtree(shop.path / place)
+    (shop.path / place).write_text("mine")
+    before = tree(shop.path)
+    for arguments in ([], ["--plan"], ["-f"]):
+        refused(shop.attempt(*arguments), place, "is a file", "move it")
+    unharmed(shop, before)
+
+
+def test_a_dataset_that_cannot_be_had(shop: Workshop) -> None:
+    before = tree(shop.path)
+    edit(shop, dataset="builtin/nothing")
+    result = shop.attempt()
+    refused(result, '"dataset"', "no builtin/nothing", "builtin/python-stdlib")
+    edit(shop, dataset="nobody/nothing")
+    refused(shop.attempt(), "nobody/nothing", "HF_HUB_OFFLINE", status=shop.attempt().status)
+    edit(shop, dataset=DATASET)
+    after = tree(shop.path)
+    assert {name: after[name] for name in before if "train.json" not in name} == {
+        name: value for name, value in before.items() if "train.json" not in name
+    }
+
+
+FILES = ["model.safetensors", "optimizer.pt", "train_state.pt"]
+
+
+@pytest.mark.parametrize("kind", ["flip", "cut", "gone"])
+@pytest.mark.parametrize("file", [*FILES, "meta.json"])
+def test_a_damaged_checkpoint(trained: Workshop, file: str, kind: str) -> None:
+    path = trained.runs / "r" / "checkpoints" / "latest" / file
+    content = path.read_bytes()
+    if kind == "gone":
+        path.unlink()
+    elif kind == "cut":
+        path.write_bytes(content[:-20])
+    elif file == "meta.json":
+        path.write_bytes(content.replace(b'"global_step": 19', b'"global_step": "19"'))
+    else:
+        path.write_bytes(content[:-20] + bytes([content[-20] ^ 4]) + content[-19:])
+    before = tree(trained.path)
+    refused(trained.attempt(), file)
+    unharmed(trained, before)
+    if kind == "flip" and file == "optimizer.pt":
+        refused(trained.attempt("latest"), file)
+        # The way out that the message names.
+        other = next(name for name in os.listdir(trained.runs / "r" / "checkpoints") if name.endswith("-iteration-15"))
+        assert trained.attempt(other).status == 0
+
+
+def test_a_checkpoint_of_something_else(trained: Workshop) -> None:
+    before = tree(trained.path)
+    edit(trained, "model.json", n_layers=3)
+    refused(trained.attempt(), "another model", "n_layers: 2 -> 3", "--restart")
+    refused(trained.attempt("best"), "another model", "n_layers: 2 -> 3")
+    edit(trained, "model.json", n_layers=2)
+    edit(trained, start_train_token=64)
+    refused(trained.attempt(), '"start_train_token": 0', "64", "--restart")
+    edit(trained, start_train_token=0)
+    unharmed(trained, before)
+    shutil.rmtree(trained.datasets)
+    trained.add_dataset(seed=1)
+    before = tree(trained.path)
+    refused(trained.attempt(), "another dataset", "train", "sha256", "--restart")
+    unharmed(trained, before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--plan", "-f"], ["--plan", "-f"]),
+        (["--write"], ["--write", "-f"]),
+        (["--memory-limit-gib", "2"], ["--memory-limit-gib", "-f"]),
+        (["--assume-tps", "5"], ["--assume-tps", "--plan"]),
+        (["--assume-tps-with-validation", "5"], ["--assume-tps-with-validation", "--plan"]),
+        (["--plan", "--assume-tps", "5", "--assume-tps-with-validation", "5"], ["--assume-tps and", "one of them"]),
+        (["-f", "--assume-world-size", "8"], ["--assume-world-size", "--plan"]),
+        (["latest", "--restart"], ["CHECKPOINT", "--restart"]),
+        (["latest", "-f"], ["CHECKPOINT", "-f"]),
+        (["--restart", "-f"], ["--restart", "-f"]),
+        (["-f", "--memory-limit-gib", "nan"], ["--memory-limit-gib"]),
+        (["-f", "--memory-limit-gib", "inf"], ["--memory-limit-gib"]),
+        (["-f", "--memory-limit-gib", "1e300"], ["--memory-limit-gib"]),
+        (["--plan", "--assume-tps", "nan"], ["--assume-tps"]),
+        (["--plan", "--assume-tps", "inf"], ["--assume-tps"]),
+    ],
+    ids=" ".join,
+)
+def test_options_that_mean_nothing(trained: Workshop, arguments: list[str], words: list[str]) -> None:
+    before = tree(trained.path)
+    result = trained.attempt(*arguments)
+    assert result.status == 2, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    last = result.stderr.splitlines()[-1]  # above it, click may show the usage
+    assert last.lower().startswith("error: ")
+    for word in words:
+        assert word in last
+    unharmed(trained, before)
+
+
+def test_smoke_and_loss_with_files_that_do_not_match(trained: Workshop) -> None:
+    model, weights = (
+        trained.runs / "r" / "model.json",
+        trained.runs / "r" / "checkpoints" / "latest" / "model.safetensors",
+    )
+    other, broken, gone = trained.path / "other.json", trained.path / "broken.safetensors", trained.path / "gone"
+    other.write_text(json.dumps(json.loads(model.read_text()) | {"emb_dim": 32}))
+    broken.write_bytes(weights.read_bytes()[:-8])
+    foreign = trained.path / "foreign.safetensors"
+    save_file({"tok_emb.weight": np.zeros((64, 16), np.float32)}, foreign)
+    before = tree(trained.path)
+    for script, first in (("test_smoke.py", []), ("test_loss.py", [str(trained.datasets)])):
+
+        def ask(model: Path, weights: Path, script: str = script, first: list[str] = first) -> Result:
+            return trained.command(script, *first, str(model), str(weights))
+
+        refused(ask(gone, weights), "gone", "no such file")
+        refused(ask(model, gone), "gone", "no such file")
+        refused(ask(trained.path, weights), str(trained.path))
+        refused(ask(model, trained.path), str(trained.path))
+        refused(ask(other, weights), "model.safetensors", "not this model", "[64, 16]", "[64, 32]")
+        refused(ask(model, broken), "broken.safetensors", "not a readable safetensors file")
+        refused(ask(model, foreign), "foreign.safetensors", "not this model", "is missing")
+        refused(ask(model, model), "model.json", "not a readable safetensors file")
+        refused(ask(weights, model), "model.safetensors")
+    unharmed(trained, before)
+
+
+def test_smoke_with_a_tokenizer_of_no_kind(trained: Workshop) -> None:
+    folder = (trained.runs / "r" / "checkpoints" / "latest").resolve()
+    meta = json.loads((folder / "meta.json").read_text())
+    arguments = [str(trained.runs / "r" / "model.json"), str(folder / "model.safetensors")]
+    for tokenizer, words in (
+        ("../../x", ["plain name"]),
+        ("gone.json", ["gone.json"]),
+        ("optimizer.pt", ["optimizer.pt"]),
+    ):
+        (folder / "meta.json").write_text(json.dumps(meta | {"tokenizer": tokenizer}))
+        refused(trained.command("test_smoke.py", *arguments), *words)
+
+
+def test_loss_on_datasets_that_do_not_fit(trained: Workshop) -> None:
+    files = [
+        str(trained.runs / "r" / "model.json"),
+        str(trained.runs / "r" / "checkpoints" / "best" / "model.safetensors"),
+    ]
+    small = trained.add_dataset("local/small", tokens=10)
+    for split in ("validation", "test"):
+        save_file({"tokens": np.zeros(10, np.uint16)}, small / f"{split}.safetensors")
+    trained.add_dataset("local/large", largest=99)
+    untested = trained.add_dataset("local/untested")
+    (untested / "test.safetensors").unlink()
+    before = tree(trained.path)
+
+    def ask(*options: str, datasets: Path = trained.datasets) -> Result:
+        return trained.command("test_loss.py", str(datasets), *files, *options)
+
+    refused(ask("--dataset", "local/small"), "test.safetensors", "too short", "there are 10", "--batch-size")
+    refused(ask("--batches", "100"), "test.safetensors", "wanted 9,601 tokens", "there are 500", "--batches")
+    refused(ask("--start-token", "499"), "test.safetensors", "there are 500", "--start-token")
+    refused(ask("--dataset", "local/large"), "test.safetensors", "token id 99", "vocabulary of 64")
+    beyond = ask("--dataset", "local/untested", "--start-token", "600")
+    refused(beyond, "validation.safetensors", "wanted 697 tokens", "there are 500", "--start-token")
+    refused(ask("--dataset", "local/untested", "--split", "test"), "incomplete", "test.safetensors")
+    for name in ("../x", "letters", "a/b/c", "local/..", "local/a\nb"):
+        refused(ask("--dataset", name), "dataset")
+    refused(ask(datasets=trained.path / "runs" / "r" / "train.json"), "train.json", "is a file")
+    unharmed(trained, before)
+
+
+def two_ranks(shop: Workshop, *arguments: str) -> Result:
+    return shop.train(*arguments, ranks=2, expect=None)
+
+
+def test_two_ranks_say_it_once(finished: Path, trained: Workshop) -> None:
+    """Where both find it, where rank 0 finds it, and where each node's first process does."""
+    before = tree(trained.path)
+    refused(two_ranks(trained, "nope"), "no such run")
+    unharmed(trained, before)
+    edit(trained, min_train_tokens=100_000)
+    refused(two_ranks(trained), "train split", "there are")
+    edit(trained, min_train_tokens=2560)
+    unharmed(trained, before)
+    path = trained.runs / "r" / "checkpoints" / "latest" / "optimizer.pt"
+    path.write_bytes(path.read_bytes()[:-20])
+    before = tree(trained.path)
+    refused(two_ranks(trained), "optimizer.pt", "damaged")
+    refused(two_ranks(trained, "r", "nope"), "checkpoints/nope", "no such checkpoint")
+    unharmed(trained, before)

@@ -1,0 +1,137 @@
+"""What is told before torch is loaded, which takes seconds: plans, schemas, and whatever is wrong with the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from harness.common.errors import SPEAKER_PATIENCE_SECONDS
+from tests.support.launch import ROOT, Result, Workshop, finish, free_port
+
+# CPU seconds of the fastest of a few attempts: what else the machine does says nothing of the program. Torch takes 3.
+CPU_SECONDS = 1.5
+ATTEMPTS = 3
+WITHOUT_TORCH = """
+import runpy, sys
+sys.modules["torch"] = None  # importing it is an error
+sys.argv = sys.argv[1:]
+sys.path.insert(0, {root!r})
+runpy.run_path({root!r} + "/" + sys.argv[0], run_name="__main__")
+"""
+
+
+def cold(shop: Workshop, *arguments: str) -> tuple[Result, float]:
+    """ddp_train.py in a process that cannot load torch, and the CPU seconds it took."""
+    program = [sys.executable, "-c", WITHOUT_TORCH.format(root=str(ROOT)), "ddp_train.py", *arguments]
+    before = os.times()
+    result = finish([shop.spawn(program, {})], expect=None, timeout=60)
+    after = os.times()
+    return result, sum(after[2:4]) - sum(before[2:4])
+
+
+def quickly(shop: Workshop, *arguments: str) -> Result:
+    for _ in range(ATTEMPTS):
+        result, seconds = cold(shop, *arguments)
+        assert "Traceback" not in result.stderr, result.stderr
+        if seconds < CPU_SECONDS:
+            return result
+    raise AssertionError(f"{seconds:.2f} CPU seconds")
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Workshop:
+    made = Workshop(tmp_path)
+    made.add_dataset()
+    made.add_run()
+    return made
+
+
+@pytest.fixture
+def there(shop: Workshop) -> tuple[str, ...]:
+    return str(shop.datasets), "--runs-dir", str(shop.runs)
+
+
+def test_a_wrong_run(shop: Workshop, there: tuple[str, ...]) -> None:
+    result = quickly(shop, "rr", *there)
+    assert result.status == 2
+    assert "no such run; did you mean r?" in result.stderr
+
+
+@pytest.mark.parametrize("file", ["train.json", "model.json"])
+def test_a_misspelt_key(shop: Workshop, there: tuple[str, ...], file: str) -> None:
+    path = shop.runs / "r" / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lerning_rate": 1}))
+    result = quickly(shop, "r", *there)
+    assert result.status == 2
+    assert f'r/{file}: key "lerning_rate": unknown' in result.stderr
+
+
+@pytest.mark.parametrize("option", ["train", "model"])
+def test_schema(shop: Workshop, option: str) -> None:
+    assert json.loads(quickly(shop, "--schema", option).stdout)["title"] == f"{option}.json"
+
+
+def test_plan(shop: Workshop, there: tuple[str, ...]) -> None:
+    assert "global steps" in quickly(shop, "r", *there, "--plan").stdout
+
+
+def test_plan_of_a_run_that_has_checkpoints(shop: Workshop, there: tuple[str, ...]) -> None:
+    assert shop.attempt().status == 0
+    train = shop.runs / "r" / "train.json"
+    train.write_text(json.dumps(json.loads(train.read_text()) | {"min_train_tokens": 2560}))
+    result = quickly(shop, "r", *there, "--plan")
+    assert "done already" in result.stdout
+    assert "20 steps, 1,280 tokens" in result.stdout
+
+
+STRAY = [
+    ({"WORLD_SIZE": "8"}, "WORLD_SIZE is set, but RANK is not"),
+    ({"WORLD_SIZE": ""}, "WORLD_SIZE is set, but RANK is not"),
+    ({"RANK": "1"}, "RANK is set, but LOCAL_RANK is not"),
+    ({"LOCAL_RANK": "1"}, "LOCAL_RANK is set, but RANK is not"),
+    ({"RANK": "1", "LOCAL_RANK": "x", "WORLD_SIZE": "-1", "LOCAL_WORLD_SIZE": "2"}, 'LOCAL_RANK is "x"'),
+    ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}, "RANK is set, but LOCAL_RANK is not"),
+]
+
+
+@pytest.mark.parametrize(("variables", "words"), STRAY, ids=[" ".join(variables) for variables, _ in STRAY])
+def test_leftovers_of_a_launcher(shop: Workshop, variables: dict[str, str], words: str) -> None:
+    """At once, and in one line: a stray LOCAL_RANK must not wait for a first process that is not there."""
+    for arguments in ([], ["--plan"]):
+        began = time.monotonic()
+        result = shop.attempt(*arguments, environment=variables)
+        assert time.monotonic() - began < SPEAKER_PATIENCE_SECONDS
+        assert result.status == 2
+        assert result.stderr.count("\n") == 1
+        assert result.stderr.startswith(f"error: environment: {words}")
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_leftovers_that_are_complete(shop: Workshop, rank: str) -> None:
+    """They cannot be told from a rank that is early: it says for whom it waits."""
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [str(ROOT / "ddp_train.py"), "r", str(shop.datasets), "--runs-dir", str(shop.runs)]
+    process = shop.fork(command, variables, "import harness.distributed.world as w\nw.WAITING_SECONDS = 0.2\n")
+    deadline = time.monotonic() + 60
+    while not (said := process.read(".err")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.kill()
+    assert said.startswith(f"rank {rank} waits for the other 1 of 2 at 127.0.0.1:{variables['MASTER_PORT']}; ")
+    assert "unset RANK" in said
+
+
+def test_other_commands_need_no_launcher(shop: Workshop) -> None:
+    result = shop.command("test_loss.py", "--help", environment={"WORLD_SIZE": "x", "LOCAL_RANK": ""})
+    assert result.status == 0
+    result = shop.command("test_loss.py", "d", "m", "w", environment={"WORLD_SIZE": "x", "LOCAL_RANK": ""})
+    assert result.status == 2
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1

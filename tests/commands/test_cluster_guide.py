@@ -1,0 +1,106 @@
+"""The recipes of docs/CLUSTER.md: scripts that shells accept, and what they do when the scheduler speaks to them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.common.files import sha256
+from tests.support.isolation import ROOT
+
+GUIDE = ROOT / "docs" / "CLUSTER.md"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def slurm_script() -> str:
+    (script,) = [block for block in blocks("bash") if "#SBATCH" in block]
+    return script
+
+
+def skypilot_task() -> dict[str, Any]:
+    yaml = pytest.importorskip("yaml")
+    (task,) = [yaml.safe_load(block) for block in blocks("yaml")]
+    return task
+
+
+def pretend(folder: Path, **commands: str) -> dict[str, str]:
+    """Commands that this machine does not have, as shell scripts; the environment in which they are found."""
+    folder.mkdir()
+    for name, script in commands.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "NOTES": str(folder / "notes")}
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="no shellcheck here")
+def test_scripts_are_clean() -> None:
+    task = skypilot_task()
+    for script in (*blocks("bash"), task["setup"], task["run"]):
+        subprocess.run(["shellcheck", "--shell=bash", "-"], input=script, text=True, check=True)
+
+
+@pytest.mark.parametrize("time_is_up", [True, False])
+def test_slurm_requeues_what_its_time_limit_stopped(tmp_path: Path, time_is_up: bool) -> None:
+    """torchrun ends with status 1 then, as it does after a failure; only the former is started again."""
+    environment = pretend(
+        tmp_path / "bin",
+        scontrol='[ "$1" = show ] && printf "first\\nsecond\\n" || echo "scontrol $*" >> "$NOTES"',
+        scancel='echo "scancel $*" >> "$NOTES"; pkill -TERM -P "$(cat "$NOTES.srun")"',
+        srun='echo $$ > "$NOTES.srun"; echo "from $MAIN_NODE" >> "$NOTES"; sleep "$SECONDS_TO_TRAIN"; exit 1',
+        uv="true",
+    )
+    environment |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x", "SECONDS_TO_TRAIN": "20" if time_is_up else "0"}
+    script = tmp_path / "train.sbatch"
+    script.write_text(slurm_script())
+    process = subprocess.Popen(["bash", str(script)], env=environment, cwd=tmp_path)
+    notes = Path(environment["NOTES"])
+    if time_is_up:
+        while not notes.exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGUSR1)
+    process.wait(timeout=15)
+    asked = ["scancel --signal=TERM 7", "scontrol requeue 7"] if time_is_up else []
+    assert notes.read_text().splitlines() == ["from first", *asked]
+    assert process.returncode != 0
+
+
+def test_skypilot_keeps_and_fetches_checkpoints(tmp_path: Path) -> None:
+    """What a lost cluster had kept is what the next one's training begins with; half a copy is nothing."""
+    kept, run = tmp_path / "kept" / "r", skypilot_task()["run"].replace("/kept/", f"{tmp_path}/kept/")
+    environment = {"RUN": "r", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "1", "SKYPILOT_NUM_NODES": "1"}
+    environment |= {"SKYPILOT_NUM_GPUS_PER_NODE": "8"}
+    train = """
+        for step in 5 9; do
+            folder="runs/r/checkpoints/20260101Z00000$step-iteration-$step"
+            mkdir -p "$folder"; echo "$step" | tee "$folder/optimizer.pt" > "$folder/meta.json"
+        done
+        ln -sfn "${folder##*/}" runs/r/checkpoints/latest
+        echo line >> runs/r/metrics.jsonl; exit 3"""
+    for cluster, command in (("first", train), ("second", "exit 0")):
+        folder = tmp_path / cluster
+        (folder / "runs" / "r").mkdir(parents=True)
+        commands = pretend(tmp_path / f"{cluster}-bin", uv=command)
+        result = subprocess.run(["bash", "-c", run], env={**commands, **environment}, cwd=folder, timeout=20)
+        assert result.returncode == (3 if cluster == "first" else 0)
+        if cluster == "first":
+            half = kept / "checkpoints" / "20260101Z000011-iteration-11"
+            half.mkdir()
+            (half / "optimizer.pt").touch()
+    runs = [tmp_path / cluster / "runs" / "r" for cluster in ("first", "second")]
+    shutil.rmtree(runs[0] / "checkpoints" / "latest", ignore_errors=True)
+    (runs[0] / "checkpoints" / "latest").unlink()
+    first, second = [{p.relative_to(r): sha256(p) for p in r.rglob("*") if p.is_file()} for r in runs]
+    assert first == second
+    assert len(first) == 5

@@ -1,0 +1,249 @@
+"""setup_lambda.sh, the real script, in a home of its own, with every program that reaches out replaced by a fake."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.isolation import REQUIRED
+
+SCRIPT = Path(__file__).resolve().parents[2] / "setup_lambda.sh"
+FONT = ".local/share/fonts/xkcd-script.ttf"
+# All that the script may use of the real machine; curl, wget, python3, fc-cache and uv are not among it.
+REAL_PROGRAMS = ["bash", "sh", "cat", "chmod", "head", "mkdir", "mktemp", "mv", "od", "rm", "tr"]
+
+# Downloads by the end of the address; `$1` is the address, `$2` the file.
+SERVE_FONT = r"""printf '\000\001\000\000rest of the font' > "$2" """
+SERVE_INSTALLER = r"""cat > "$2" <<'END'
+mkdir -p "$HOME/.local/bin"
+printf '#!/bin/sh\n' > "$HOME/.local/bin/uv"
+chmod +x "$HOME/.local/bin/uv"
+END
+"""
+FAIL_HALFWAY = r"""printf '\000\001\000\000half' > "$2"; exit 28"""
+
+
+class Machine:
+    """A home folder and a PATH with the fakes that a test adds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.home, self.bin, self.log = folder / "home", folder / "bin", folder / "calls.log"
+        self.temporary = folder / "tmp"
+        for made in (self.home, self.bin, self.temporary):
+            made.mkdir()
+        self.log.touch()
+        for program in REAL_PROGRAMS:
+            found = shutil.which(program)
+            assert found is not None, f"{program} is not installed"
+            (self.bin / program).symlink_to(found)
+
+    def fake(self, name: str, body: str = "") -> None:
+        """A program that notes its call and then runs `body`."""
+        path = self.bin / name
+        path.write_text(f'#!/bin/sh\necho "{name} $*" >> "{self.log}"\n{body}\n')
+        path.chmod(0o755)
+
+    def fake_download(self, name: str, *, font: str = SERVE_FONT, installer: str = SERVE_INSTALLER) -> None:
+        """curl or wget: the address is the argument that begins with https, the file follows -o or -O."""
+        self.fake(
+            name,
+            f"""
+            while [ $# -gt 0 ]; do
+                case "$1" in https://*) address="$1" ;; -o|-O) shift; file="$1" ;; esac
+                shift
+            done
+            set -- "$address" "$file"
+            case "$1" in
+                *.ttf) {font} ;;
+                *install.sh) {installer} ;;
+                *) exit 22 ;;
+            esac
+            """,
+        )
+
+    def run(self, **environment: str) -> subprocess.CompletedProcess[str]:
+        variables = {"PATH": str(self.bin), "HOME": str(self.home), "TMPDIR": str(self.temporary)} | environment
+        return subprocess.run([SCRIPT], env=variables | REQUIRED, capture_output=True, text=True, timeout=60)
+
+    def calls(self, name: str) -> list[str]:
+        return [line for line in self.log.read_text().splitlines() if line.split()[0] == name]
+
+    def leftovers(self) -> list[Path]:
+        """What a broken download could have left behind."""
+        fonts = self.home / ".local/share/fonts"
+        return [*self.temporary.iterdir(), *(path for path in fonts.glob(".*") if path.name not in {".", ".."})]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+@pytest.fixture
+def ready_machine(machine: Machine) -> Machine:
+    """With uv, curl and fc-cache."""
+    machine.fake("uv")
+    machine.fake("fc-cache")
+    machine.fake_download("curl")
+    return machine
+
+
+def test_success(ready_machine: Machine) -> None:
+    result = ready_machine.run()
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    font = ready_machine.home / FONT
+    assert font.read_bytes().endswith(b"rest of the font")
+    assert font.stat().st_mode & 0o777 == 0o644
+    (download,) = ready_machine.calls("curl")
+    assert "ipython/xkcd-font" in download
+    assert len(ready_machine.calls("fc-cache")) == 1
+    assert ready_machine.leftovers() == []
+    assert "PATH" not in result.stdout, "uv is on the PATH already"
+
+
+def test_a_second_run_downloads_nothing(ready_machine: Machine) -> None:
+    ready_machine.run()
+    before = (ready_machine.home / FONT).stat().st_mtime_ns
+    ready_machine.log.write_text("")
+    result = ready_machine.run()
+    assert result.returncode == 0, result.stderr
+    assert ready_machine.log.read_text() == ""
+    assert (ready_machine.home / FONT).stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    "font",
+    ["exit 6", FAIL_HALFWAY, ': > "$2"', """printf '<html>please sign in</html>' > "$2" """],
+    ids=["no network", "broken off", "empty", "a sign-in page"],
+)
+def test_a_font_that_cannot_be_had_is_a_warning(ready_machine: Machine, font: str) -> None:
+    ready_machine.fake_download("curl", font=font)
+    result = ready_machine.run()
+    assert result.returncode == 0
+    assert result.stderr.startswith("warning: the xkcd font")
+    assert not (ready_machine.home / FONT).exists()
+    assert ready_machine.leftovers() == []
+    assert ready_machine.calls("fc-cache") == []
+    ready_machine.fake_download("curl")
+    assert ready_machine.run().stderr == "", "and the next run tries again"
+    assert (ready_machine.home / FONT).exists()
+
+
+def test_no_downloader_at_all(machine: Machine) -> None:
+    machine.fake("uv")
+    result = machine.run()
+    assert result.returncode == 0
+    assert "warning" in result.stderr
+
+
+def test_without_fc_cache(machine: Machine) -> None:
+    machine.fake("uv")
+    machine.fake_download("curl")
+    result = machine.run()
+    assert (result.returncode, result.stderr) == (0, "")
+    assert (machine.home / FONT).exists()
+
+
+def test_a_failing_fc_cache_is_a_warning(ready_machine: Machine) -> None:
+    ready_machine.fake("fc-cache", "exit 1")
+    result = ready_machine.run()
+    assert result.returncode == 0
+    assert "warning: fc-cache" in result.stderr
+
+
+@pytest.mark.parametrize("variable", [None, "XDG_CACHE_HOME", "MPLCONFIGDIR"])
+def test_matplotlib_forgets_its_font_list_when_a_font_is_new(ready_machine: Machine, variable: str | None) -> None:
+    folder = ready_machine.home / (".cache/matplotlib" if variable is None else "elsewhere/matplotlib")
+    environment = {
+        "XDG_CACHE_HOME": {"XDG_CACHE_HOME": str(folder.parent)},
+        "MPLCONFIGDIR": {"MPLCONFIGDIR": str(folder)},
+    }.get(variable or "", {})
+    folder.mkdir(parents=True)
+    stale, other = folder / "fontlist-v390.json", folder / "tex.cache"
+    stale.touch()
+    other.touch()
+    assert ready_machine.run(**environment).returncode == 0
+    assert not stale.exists()
+    assert other.exists()
+    stale.touch()
+    ready_machine.run(**environment)
+    assert stale.exists(), "nothing new, nothing to forget"
+
+
+@pytest.mark.parametrize("downloader", ["curl", "wget"])
+def test_a_missing_uv_is_installed(machine: Machine, downloader: str) -> None:
+    machine.fake_download(downloader)
+    result = machine.run()
+    assert (result.returncode, result.stderr) == (0, "")
+    assert any("https://astral.sh/uv/install.sh" in call for call in machine.calls(downloader))
+    assert os.access(machine.home / ".local/bin/uv", os.X_OK)
+    assert f'export PATH="{machine.home}/.local/bin:$PATH"' in result.stdout
+    assert (machine.home / FONT).exists()
+    assert machine.leftovers() == []
+    machine.log.write_text("")
+    again = machine.run()
+    assert machine.log.read_text() == "", "uv is found although it is not on the PATH"
+    assert "export PATH=" in again.stdout
+
+
+def test_wget_takes_over_from_a_failing_curl(machine: Machine) -> None:
+    machine.fake("curl", "exit 60")
+    machine.fake_download("wget")
+    result = machine.run()
+    assert (result.returncode, result.stderr) == (0, "")
+    assert os.access(machine.home / ".local/bin/uv", os.X_OK)
+    assert (machine.home / FONT).exists()
+
+
+PIP_INSTALLS = (
+    'mkdir -p "$HOME/.local/bin"; cp_uv="$HOME/.local/bin/uv"; printf "#!/bin/sh\\n" > "$cp_uv"; chmod +x "$cp_uv"'
+)
+
+
+@pytest.mark.parametrize("installer", ["exit 6", FAIL_HALFWAY, 'echo "exit 1" > "$2"'])
+def test_pip_takes_over_when_the_installer_cannot_be_had(machine: Machine, installer: str) -> None:
+    machine.fake_download("curl", installer=installer)
+    machine.fake("python3", PIP_INSTALLS)
+    result = machine.run()
+    assert result.returncode == 0, result.stderr
+    assert machine.calls("python3") == ["python3 -m pip install --user uv"]
+    assert "export PATH=" in result.stdout
+    assert machine.leftovers() == []
+
+
+def test_pip_on_an_externally_managed_python(machine: Machine) -> None:
+    machine.fake("python3", f'case "$*" in *--break-system-packages*) {PIP_INSTALLS} ;; *) exit 1 ;; esac')
+    result = machine.run()
+    assert result.returncode == 0, result.stderr
+    assert len(machine.calls("python3")) == 2
+
+
+def test_no_way_to_install_uv_is_an_error(machine: Machine) -> None:
+    machine.fake("curl", "exit 6")
+    result = machine.run()
+    assert result.returncode == 1
+    assert "error: uv could not be installed" in result.stderr
+    assert machine.leftovers() == []
+
+
+def test_a_home_with_a_space_in_its_name(ready_machine: Machine) -> None:
+    home = ready_machine.home.rename(ready_machine.home.with_name("my home"))
+    result = ready_machine.run(HOME=str(home))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert (home / FONT).exists()
+
+
+def test_the_script_is_executable_and_parses() -> None:
+    assert os.access(SCRIPT, os.X_OK)
+    subprocess.run(["bash", "-n", SCRIPT], check=True)
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shellcheck() -> None:
+    result = subprocess.run(["shellcheck", SCRIPT], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout

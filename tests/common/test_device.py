@@ -1,0 +1,149 @@
+"""Which device and which kernels a process takes, on machines with other numbers of GPUs than this one: pretended."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.common import device
+from harness.common.errors import UserError
+from harness.model import kernels
+from tests.support.isolation import ROOT
+
+CUDA = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    """A machine without GPUs, whatever this one has."""
+    monkeypatch.setattr(device, "DEVICE_FILES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    set_gpus(monkeypatch, 0)
+    return monkeypatch
+
+
+def set_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+def test_each_rank_has_a_gpu_of_its_own(machine: pytest.MonkeyPatch, gpus: int) -> None:
+    set_gpus(machine, gpus)
+    found = [device.choose_device(rank, gpus) for rank in range(gpus)]
+    assert found == [torch.device("cuda", rank) for rank in range(gpus)]
+    assert device.idle_gpus(found[0], gpus) is None
+
+
+def test_too_many_ranks(machine: pytest.MonkeyPatch) -> None:
+    set_gpus(machine, 1)
+    with pytest.raises(UserError, match=r"2 processes on a machine with 1 GPU; use --nproc_per_node=1, or "):
+        device.choose_device(1, 2)
+
+
+def test_fewer_ranks_than_gpus_are_remarked_upon(machine: pytest.MonkeyPatch) -> None:
+    """`torchrun` without --nproc_per_node starts one process, and the other seven GPUs cost as much."""
+    set_gpus(machine, 8)
+    remark = device.idle_gpus(device.choose_device(0, 1), 1)
+    assert remark == "7 of this machine's 8 GPUs are idle; torchrun --nproc_per_node=8 uses all of them"
+    assert device.idle_gpus(CPU, 1) is None
+
+
+def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(
+    machine: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As with a driver that is too old for this torch."""
+    (tmp_path / "nvidia0").touch()
+
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12080).\nPlease update.")
+
+    machine.setattr(torch.cuda, "init", init)
+    machine.setattr(torch.version, "cuda", "13.2")
+    with pytest.raises(UserError, match=r"nvidia0: this machine has GPUs, but torch .*: The NVIDIA driver"):
+        device.choose_device(0, 8)
+    machine.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert device.choose_device(0, 8) == CPU
+    machine.delenv("CUDA_VISIBLE_DEVICES")
+    machine.setattr(torch.version, "cuda", None)  # a torch for CPUs, chosen by the user
+    assert device.choose_device(0, 8) == CPU
+
+
+def readme_commands() -> list[str]:
+    """README's commands that train under torchrun, a line each."""
+    return re.findall(r"^    (.*torchrun .*ddp_train\.py \w+ datasets)", (ROOT / "README.md").read_text(), re.M)
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 2, 8])
+def test_readmes_first_command_works_with_any_number_of_gpus(machine: pytest.MonkeyPatch, gpus: int) -> None:
+    command = readme_commands()[0]
+    assert "quickstart" in command
+    words = shlex.split(command.rpartition("&& ")[2])
+    processes = next(int(word.partition("=")[2]) for word in words if word.startswith("--nproc_per_node="))
+    is_hidden = "CUDA_VISIBLE_DEVICES=" in words[: words.index("torchrun")]
+    set_gpus(machine, 0 if is_hidden else gpus)
+    for rank in range(processes):
+        device.choose_device(rank, processes)
+
+
+def test_readmes_commands_for_eight_gpus(machine: pytest.MonkeyPatch) -> None:
+    others = readme_commands()[1:]
+    assert len(others) >= 3
+    assert all("--nproc_per_node=8" in command and "CUDA_VISIBLE_DEVICES" not in command for command in others)
+    set_gpus(machine, 8)
+    assert [device.choose_device(rank, 8).index for rank in range(8)] == list(range(8))
+
+
+# Kernels
+
+
+def test_compile_auto_steps_down_where_a_compiler_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    assert not kernels.should_compile("auto", CUDA)
+    remark = kernels.not_compiled("auto", CUDA)
+    assert remark is not None
+    assert "needs a C compiler (apt install build-essential)" in remark
+    with pytest.raises(UserError, match=r'train.json: "compile": true needs a C compiler'):
+        kernels.should_compile(True, CUDA)
+    with pytest.raises(UserError, match=r"needs a C\+\+ compiler"):
+        kernels.should_compile(True, CPU)
+    assert not kernels.should_compile("auto", CPU)
+    assert kernels.not_compiled("auto", CPU) is kernels.not_compiled(False, CUDA) is None
+
+
+def test_compile_needs_pythons_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    assert "Python.h" in str(kernels.missing_tool(CUDA))
+    (tmp_path / "Python.h").touch()
+    assert kernels.missing_tool(CUDA) is None
+    assert kernels.should_compile("auto", CUDA)
+    assert kernels.not_compiled("auto", CUDA) is None
+
+
+@pytest.mark.parametrize(
+    ("version", "drop_rate", "allowed"),
+    [("2.11.0", 0.1, False), ("2.11.0", 0.125, True), ("2.11.0", 0.0, True), ("2.15.0+cu132", 0.1, True)],
+)
+def test_attention_drops_what_it_is_told_to(
+    monkeypatch: pytest.MonkeyPatch, version: str, drop_rate: float, allowed: bool
+) -> None:
+    """Where torch would leave a dropout to a kernel that rounds it, that kernel is not allowed."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    monkeypatch.setattr(torch, "__version__", version)
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        kernels.attend_with_exact_dropout(drop_rate, CPU)
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        kernels.attend_with_exact_dropout(drop_rate, CUDA)
+        assert torch.backends.cuda.cudnn_sdp_enabled() == allowed
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)

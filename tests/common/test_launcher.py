@@ -1,0 +1,172 @@
+"""A process that looks after the torchrun above it: with stand-ins for torchrun, which start in no time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.isolation import ROOT
+from tests.support.launch import free_port
+
+# Named torchrun: it starts a command, writes down that process's number, and waits.
+TORCHRUN = """
+import pathlib, subprocess, sys
+process = subprocess.Popen(sys.argv[2:], start_new_session=True)
+pathlib.Path(sys.argv[1]).write_text(str(process.pid))
+process.wait()
+"""
+# A rank: {before}, then what ddp_train.py does first, then {after}; it is there once it has made the file {mark}.
+WORKER = """
+import os, pathlib, sys, time
+sys.path.insert(0, {root!r})
+{before}
+from harness import launcher
+launcher.POLL_SECONDS = 0.05
+launcher.end_with_torchrun()
+pathlib.Path({mark!r}).write_text(str(os.getpid()))
+{after}
+time.sleep(60)
+"""
+# The process that adopts orphans, as a container's first one does, is the same Python.
+ADOPTER = """
+import ctypes, subprocess, sys, time
+PR_SET_CHILD_SUBREAPER = 36
+assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+subprocess.Popen(sys.argv[1:])
+time.sleep(60)
+"""
+ADOPTED = (sys.executable, "-c", ADOPTER)
+SHELL = ("bash", "-c", '"$0" "$@"; true')
+STORE = {"GROUP_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1"}
+SOON = 5.0
+
+
+@dataclass
+class Job:
+    """A stand-in for torchrun with one worker under it."""
+
+    folder: Path
+    processes: list[subprocess.Popen[bytes]]
+
+    def start(self, *, above: tuple[str, ...] = (), between: tuple[str, ...] = (), **worker: str) -> None:
+        """`above` and `between`: words of commands in front of torchrun's, and of the worker's."""
+        (self.folder / "torchrun").write_text(TORCHRUN)
+        program = WORKER.format(**{"before": "", "after": "", "root": str(ROOT), "mark": str(self.mark), **worker})
+        (self.folder / "worker.py").write_text(program)
+        torchrun = [sys.executable, str(self.folder / "torchrun"), str(self.started)]
+        whole = [*above, *torchrun, *between, sys.executable, str(self.folder / "worker.py")]
+        environment = {**os.environ, **STORE, "TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "0"}
+        environment["MASTER_PORT"] = str(free_port())  # at which nobody listens
+        self.processes.append(subprocess.Popen(whole, env=environment, stderr=subprocess.PIPE, start_new_session=True))
+
+    @property
+    def mark(self) -> Path:
+        return self.folder / "mark"
+
+    @property
+    def started(self) -> Path:
+        return self.folder / "started"
+
+    def running(self, script: str) -> list[int]:
+        """The pids of the Pythons that run one of the two scripts."""
+        wanted = [sys.executable.encode(), str(self.folder / script).encode()]
+        found = []
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):
+                if entry.name.isdigit() and (entry / "cmdline").read_bytes().split(b"\0")[:2] == wanted:
+                    found.append(int(entry.name))
+        return found
+
+    def kill_torchrun(self) -> None:
+        (pid,) = self.running("torchrun")
+        os.kill(pid, signal.SIGKILL)
+
+    def assert_goes_on(self) -> None:
+        await_file(self.mark)
+        time.sleep(0.5)
+        assert self.running("worker.py")
+
+    def assert_gone_soon(self) -> None:
+        deadline = time.monotonic() + SOON
+        while self.running("worker.py"):
+            assert time.monotonic() < deadline, "the worker lives on"
+            time.sleep(0.05)
+
+
+def await_file(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists() or not path.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    job = Job(tmp_path, [])
+    yield job
+    for process in job.processes:
+        process.kill()
+    for pid in job.running("torchrun") + job.running("worker.py"):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for process in job.processes:
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("above", "between"), [((), ()), ((), SHELL), (ADOPTED, ())], ids=["alone", "below a shell", "adopted by a Python"]
+)
+def test_a_worker_ends_with_its_torchrun(job: Job, above: tuple[str, ...], between: tuple[str, ...]) -> None:
+    job.start(above=above, between=between)
+    job.assert_goes_on()
+    job.kill_torchrun()
+    job.assert_gone_soon()
+
+
+@pytest.mark.parametrize("above", [(), ADOPTED], ids=["adopted by the first process", "adopted by a Python"])
+def test_a_worker_whose_torchrun_has_ended_before_its_first_line(job: Job, above: tuple[str, ...]) -> None:
+    go = job.folder / "go"
+    job.start(above=above, before=f"while not os.path.exists({str(go)!r}): time.sleep(0.01)")
+    await_file(job.started)
+    job.kill_torchrun()
+    time.sleep(0.2)
+    go.touch()
+    job.assert_gone_soon()
+    assert not job.mark.exists()
+
+
+def test_output_that_nobody_takes_keeps_no_worker(job: Job) -> None:
+    """The pipe of its standard error is full, as that of a pager is, and its main thread waits for room in it."""
+    job.start(after="while True: print('x' * 9999, file=sys.stderr)")
+    job.assert_goes_on()
+    job.kill_torchrun()
+    job.assert_gone_soon()
+
+
+def run_alone(folder: Path, variables: dict[str, str]) -> None:
+    """A worker without any torchrun above comes to its own end."""
+    program = WORKER.format(root=str(ROOT), before="", after="time.sleep(0.3); sys.exit(7)", mark=str(folder / "mark"))
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "x", **variables}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, timeout=60, check=False)
+    assert done.returncode == 7
+    assert (folder / "mark").exists()
+
+
+def test_a_torchrun_that_is_not_to_be_seen(tmp_path: Path) -> None:
+    """Beyond a container's border, say: its store answers."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as store:
+        run_alone(tmp_path, STORE | {"MASTER_PORT": str(store.getsockname()[1])})
+
+
+def test_a_leftover_of_torchrun_in_the_environment(tmp_path: Path) -> None:
+    run_alone(tmp_path, {})

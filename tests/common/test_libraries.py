@@ -1,0 +1,53 @@
+"""What libraries read from the environment before they are loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.isolation import ROOT, SHIPPED_RUNS, on_path
+
+# In place of torch: it tells what a command has set by the time it is loaded, and ends the command.
+TORCH = """
+import os, sys
+print("threads that wait:", os.environ.get("OMP_WAIT_POLICY"), flush=True)
+os._exit(0)
+"""
+COMMANDS = {
+    "ddp_train": ["r", "datasets"],
+    "test_smoke": ["model.json", "model.safetensors"],
+    "test_loss": ["datasets", "model.json", "model.safetensors"],
+    "test_ift": ["model.json", "model.safetensors", "--data", "instructions.json", "--responses-only"],
+    "evaluate_benchmarks": ["model.json", "model.safetensors", "--tasks", "piqa"],
+}
+
+
+@pytest.mark.parametrize("given", [None, "active"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_threads_that_wait_leave_the_core_to_others(tmp_path: Path, command: str, given: str | None) -> None:
+    """Unless the user has said otherwise; before torch, which brings OpenMP, is loaded."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(TORCH)
+    run = tmp_path / "runs" / "r"
+    run.mkdir(parents=True)
+    for file in ("model.json", "train.json"):
+        (run / file).write_bytes((SHIPPED_RUNS / "quickstart" / file).read_bytes())
+    for file in ("model.json", "model.safetensors"):
+        (tmp_path / file).touch()
+    entry = {"instruction": "Name a colour.", "input": "", "output": "Blue."}
+    (tmp_path / "instructions.json").write_text(json.dumps([entry] * 20))
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"} | on_path(tmp_path)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / f"{command}.py"), *COMMANDS[command]],
+        cwd=tmp_path,
+        env=environment | ({"OMP_WAIT_POLICY": given} if given else {}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert f"threads that wait: {given or 'passive'}\n" in done.stdout, done.stderr

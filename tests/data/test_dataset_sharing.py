@@ -1,0 +1,267 @@
+"""Datasets from the Hub's text and to the Hub, against a Hub on this machine; checks, cards and other tools' shards."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.support.fake_hub import FakeFile, FakeHub
+from tests.support.isolation import ROOT, on_path
+from tests.support.launch import Workshop
+from tests.support.preparing import (
+    SMALL,
+    Preparer,
+    content_of,
+    documents_of,
+    splits_of,
+    texts,
+    tokenizer_of,
+    write_json_lines,
+)
+
+DOCUMENTS = texts(300)
+TOKEN = "hf_averysecrettokenindeed"
+
+
+@pytest.fixture
+def hub() -> Iterator[FakeHub]:
+    with FakeHub() as hub:
+        yield hub
+
+
+@pytest.fixture
+def preparer(hub: FakeHub, tmp_path: Path) -> Preparer:
+    environment = {**hub.environment(tmp_path / "hf"), "HF_TOKEN": TOKEN}
+    return Preparer(tmp_path, environment)
+
+
+def parquet(documents: list[str]) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(pa.table({"text": documents}), buffer)
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def corpus(hub: FakeHub) -> None:
+    files = {
+        f"sample/10BT/{number}.parquet": parquet(DOCUMENTS[number * 100 : number * 100 + 100]) for number in range(3)
+    }
+    hub.add_dataset("someone/web", {**files, "sample/350BT/0.parquet": parquet(["no"]), "README.md": b"# web"})
+
+
+# From the Hub ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("corpus")
+@pytest.mark.parametrize("options", [[], ["--delete-after"]])
+def test_files_of_a_hub_dataset(preparer: Preparer, hub: FakeHub, options: list[str]) -> None:
+    folder = preparer.prepare("someone/web", "web", "--include", "sample/10BT/*", *options)
+    assert documents_of(folder, "train") + documents_of(folder, "validation") == DOCUMENTS
+    source = json.loads((folder / "meta.json").read_text())["source"]
+    assert source["hub"] == "someone/web"
+    assert source["commit"] == hub.datasets["someone/web"].commit
+    assert not hub.seen("GET", "350BT")
+    kept = [path for path in preparer.path.rglob("*.parquet") if path.exists()]
+    assert bool(kept) == (not options)
+
+
+@pytest.mark.usefixtures("corpus")
+def test_with_delete_after_the_disk_holds_one_file_at_a_time(preparer: Preparer, hub: FakeHub) -> None:
+    """The last file cannot be had: the first is read and gone by then, and the next call does not ask for it again."""
+    files = hub.datasets["someone/web"].files
+    files["sample/10BT/2.parquet"].resolve_status = 403
+    target = preparer.path / "out"
+    arguments = ["someone/web", target, "--include", "sample/10BT/*", "--delete-after", *SMALL]
+    assert "refused" in preparer.run(*arguments, status=2)
+    assert not list(preparer.path.rglob("*.parquet"))
+    files["sample/10BT/2.parquet"].resolve_status = None
+    preparer.run(*arguments)
+    assert documents_of(target, "train") + documents_of(target, "validation") == DOCUMENTS
+
+
+@pytest.mark.usefixtures("corpus")
+def test_a_file_that_arrives_damaged_is_fetched_again(preparer: Preparer, hub: FakeHub) -> None:
+    file = hub.datasets["someone/web"].files["sample/10BT/1.parquet"]
+    file.corrupt, file.faulty_downloads = True, 1
+    folder = preparer.prepare("someone/web", "web", "--include", "sample/10BT/*", "--delete-after")
+    assert documents_of(folder, "train") + documents_of(folder, "validation") == DOCUMENTS
+
+
+@pytest.mark.usefixtures("corpus")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["someone/nothing"], 'dataset "someone/nothing": not found on the Hugging Face Hub'),
+        (["someone/web", "--include", "sample/1T/*"], "no parquet, JSON lines or text files by --include sample/1T/*"),
+        (["someone/web", "--revision", "old"], "not found on the Hugging Face Hub"),
+    ],
+)
+def test_what_the_hub_does_not_have(preparer: Preparer, arguments: list[str], message: str) -> None:
+    line = preparer.run(arguments[0], "out", *arguments[1:], *SMALL, status=2)
+    assert message in line
+    if "not found" in message:  # perhaps a path was mistyped
+        assert line.startswith(f"error: {arguments[0]}: no such file or folder here; and as a dataset of the Hub: ")
+    assert TOKEN not in line
+
+
+# To the Hub ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [[], ["--public"]])
+def test_a_dataset_goes_to_the_hub_and_comes_back(preparer: Preparer, hub: FakeHub, options: list[str]) -> None:
+    write_json_lines(preparer.path / "a.jsonl", DOCUMENTS)
+    folder = preparer.prepare("a.jsonl", "mine", "--push-to-hub", "me/mine", *options)
+    (folder / "private-notes.txt").write_text("stays here")
+    remote = hub.datasets["me/mine"]
+    assert remote.private == (not options)
+    expected = {name: content for name, content in content_of(folder).items() if name != "private-notes.txt"}
+    card = remote.files["README.md"].content.decode()
+    assert {name: file.content for name, file in remote.files.items() if name != "README.md"} == expected
+    assert "| train | 297 |" in card
+    assert '"dataset": "me/mine"' in card
+    elsewhere = preparer.path / "elsewhere" / "me" / "mine"
+    code = "import sys; from pathlib import Path; from harness.data.hub_download import download_dataset; "
+    code += "download_dataset('me/mine', Path(sys.argv[1]))"
+    run_code(preparer, code, elsewhere)
+    preparer.run("--verify", elsewhere)
+    puts = len(hub.seen("PUT", "uploads"))
+    preparer.run("--verify", folder, "--push-to-hub", "me/mine")
+    assert len(hub.seen("PUT", "uploads")) == puts  # the Hub has it all
+
+
+def test_what_the_new_dataset_does_not_have_leaves_the_hub(preparer: Preparer, hub: FakeHub) -> None:
+    """Its test split is trained on now."""
+    write_json_lines(preparer.path / "a.jsonl", DOCUMENTS)
+    preparer.prepare("a.jsonl", "mine", "--test-fraction", "0.1", "--push-to-hub", "me/mine")
+    assert "test.safetensors" in hub.datasets["me/mine"].files
+    hub.datasets["me/mine"].files["notes.txt"] = FakeFile(b"somebody's")
+    preparer.prepare("a.jsonl", "mine", "--overwrite", "--push-to-hub", "me/mine")
+    assert {
+        "notes.txt",
+        "README.md",
+        "meta.json",
+        "tokenizer.json",
+        "train.safetensors",
+        "validation.safetensors",
+    } == set(hub.datasets["me/mine"].files)
+
+
+def run_code(preparer: Preparer, code: str, *arguments: object) -> None:
+    environment = {**os.environ, **preparer.environment, **on_path(ROOT)}
+    (preparer.path / "elsewhere" / "me").mkdir(parents=True)
+    subprocess.run([sys.executable, "-c", code, *map(str, arguments)], env=environment, check=True, timeout=60)
+
+
+def test_a_refused_upload_keeps_the_dataset_and_says_how_to_go_on(preparer: Preparer, hub: FakeHub) -> None:
+    hub.upload_status = 403
+    write_json_lines(preparer.path / "a.jsonl", DOCUMENTS)
+    line = preparer.run("a.jsonl", "datasets/me/mine", *SMALL, "--push-to-hub", "me/mine", status=2)
+    assert "access refused by the Hugging Face Hub" in line
+    assert "a token that may write to it" in line
+    assert TOKEN not in line
+    hub.upload_status = None
+    preparer.run("--verify", "datasets/me/mine", "--push-to-hub", "me/mine")
+    assert "train.safetensors" in hub.datasets["me/mine"].files
+
+
+# Looking ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(preparer: Preparer) -> Path:
+    write_json_lines(preparer.path / "a.jsonl", DOCUMENTS)
+    return preparer.prepare("a.jsonl", "mine")
+
+
+def test_the_card_says_what_is_in_it(preparer: Preparer, folder: Path) -> None:
+    shown = preparer.run("--describe", folder)
+    tokens = splits_of(folder)["train"]
+    assert f"train: {len(tokens):,} tokens (uint16)" in shown
+    assert "297 documents" in shown
+    assert DOCUMENTS[0][:30].split("\t")[0] in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    lengths = np.diff(np.flatnonzero(tokens == 0), prepend=-1)
+    for power in range(int(np.log2(lengths.min())), int(np.log2(lengths.max())) + 1):
+        count = int(((lengths >= 2**power) & (lengths < 2 ** (power + 1))).sum())
+        assert f"{2**power:>11,} to {2 ** (power + 1) - 1:>11,} {count:>11,}" in shown
+
+
+def change_meta(folder: Path, **values: object) -> None:
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps({**meta, **values}))
+
+
+def test_what_is_wrong_is_all_named(preparer: Preparer, folder: Path) -> None:
+    preparer.run("--verify", folder)
+    raw = bytearray((folder / "validation.safetensors").read_bytes())
+    raw[-4] ^= 1
+    (folder / "validation.safetensors").write_bytes(raw)
+    meta = json.loads((folder / "meta.json").read_text())
+    meta["splits"]["train"]["documents"] += 1
+    change_meta(folder, splits={**meta["splits"], "test": {"tokens": 5}}, token_dtype="uint32")
+    line = preparer.run("--verify", folder, status=1)
+    assert "validation.safetensors: its SHA-256 is not the one in meta.json" in line
+    assert "train.safetensors: 297 documents, but meta.json says 298" in line
+    assert 'holds uint16, but meta.json says "uint32"' in line
+    assert "test.safetensors: missing" in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 99}, "vocab_size is 99, but the tokenizer has 300"),
+        ({"eot_token": 17}, "eot_token is 17, but the tokenizer has 0"),
+        ({"tokenizer_sha256": "0"}, "tokenizer.json: its SHA-256 is not the one in meta.json"),
+    ],
+)
+def test_a_tokenizer_that_meta_does_not_mean(preparer: Preparer, folder: Path, changes: dict, message: str) -> None:
+    change_meta(folder, **changes)
+    assert message in preparer.run("--verify", folder, status=1)
+
+
+def test_a_folder_that_says_little(preparer: Preparer, folder: Path) -> None:
+    meta = json.loads((folder / "meta.json").read_text())
+    change_meta(folder, splits={})
+    assert "but meta.json has no counts of them" in preparer.run("--verify", folder)
+    del meta["splits"]["validation"]
+    change_meta(folder, splits=meta["splits"])
+    assert "validation.safetensors: is not in meta.json" in preparer.run("--verify", folder, status=1)
+
+
+def test_a_token_beyond_the_vocabulary(preparer: Preparer, folder: Path) -> None:
+    raw = bytearray((folder / "train.safetensors").read_bytes())
+    raw[-4:-2] = (65_000).to_bytes(2, "little")
+    (folder / "train.safetensors").write_bytes(raw)
+    assert "token id 65000 is beyond the tokenizer's 300" in preparer.run("--verify", folder, status=1)
+
+
+# Training --------------------------------------------------------------------------------------------------------
+
+
+def test_training_and_its_tests_work_on_it_without_a_network(tmp_path: Path) -> None:
+    """HF_HUB_OFFLINE is set, and no tiktoken vocabulary is there."""
+    shop = Workshop(tmp_path, {"TIKTOKEN_CACHE_DIR": str(tmp_path / "none"), "HTTPS_PROXY": "http://127.0.0.1:9"})
+    write_json_lines(tmp_path / "a.jsonl", DOCUMENTS)
+    folder = Preparer(tmp_path).prepare("a.jsonl", "mine", "--validation-fraction", "0.1")
+    run = shop.add_run(model={"vocab_size": 300}, dataset="me/mine")
+    shop.train()
+    weights = run / "checkpoints" / "best" / "model.safetensors"
+    text = shop.script("test_smoke.py", str(run / "model.json"), str(weights), "--prompt", "the quick").stdout
+    assert text.startswith("the quick")
+    shown = shop.script("test_loss.py", str(shop.datasets), str(run / "model.json"), str(weights)).stdout
+    loss, bits = (float(line.rpartition(" ")[2]) for line in shown.splitlines()[:2])
+    tokens = splits_of(folder)["validation"]
+    batches = (len(tokens) - 1) // (6 * 16)  # test_loss's batch of 6 sequences, the model's context of 16
+    targets = tokens[1 : 1 + batches * 6 * 16]
+    length = tokenizer_of(folder).token_byte_lengths()[targets].sum()
+    assert bits == pytest.approx(loss / np.log(2) * len(targets) / length, abs=0.002)

@@ -1,0 +1,619 @@
+"""From text to a dataset folder through the real command: what is in it, and that nothing else decides that."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.data.dataset import Dataset
+from tests.support.isolation import on_path
+from tests.support.preparing import (
+    SMALL,
+    WORDS,
+    Preparer,
+    content_of,
+    documents_of,
+    plugin,
+    splits_of,
+    texts,
+    tokenizer_of,
+    write_json_lines,
+)
+
+DOCUMENTS = texts(3000)
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def preparer(tmp_path_factory: pytest.TempPathFactory) -> Preparer:
+    """With eight files of documents, some of them empty."""
+    preparer = Preparer(tmp_path_factory.mktemp("preparing"))
+    for number in range(8):
+        documents = DOCUMENTS[number * 375 : (number + 1) * 375]
+        write_json_lines(preparer.path / "texts" / f"{number}.jsonl", [*documents, ""])
+    return preparer
+
+
+@pytest.fixture(scope="module")
+def plain(preparer: Preparer) -> Path:
+    return preparer.prepare("texts", "plain")
+
+
+def test_the_last_hundredth_is_validation(plain: Path) -> None:
+    assert documents_of(plain, "train") == DOCUMENTS[:-30]
+    assert documents_of(plain, "validation") == DOCUMENTS[-30:]
+
+
+def test_meta_counts_what_is_there(plain: Path) -> None:
+    meta = json.loads((plain / "meta.json").read_text())
+    assert meta["vocab_size"] == 300
+    assert meta["token_dtype"] == "uint16"
+    assert meta["source"]["empty_documents"] == 8
+    train = meta["splits"]["train"]
+    assert train["documents"] == 2970
+    assert train["tokens"] == len(splits_of(plain)["train"])
+    assert train["bytes"] == sum(len(text.encode()) for text in DOCUMENTS[:-30])
+    dataset = Dataset.at(plain)
+    tokens = splits_of(plain)["train"]
+    assert tokenizer_of(plain).token_byte_lengths()[tokens].sum() == train["bytes"]
+    assert dataset.bytes_per_token("train") == train["bytes"] / train["tokens"]
+
+
+def test_the_name_of_the_special_token_is_ordinary_text(preparer: Preparer) -> None:
+    documents = ["a <|endoftext|> b", "<|endoftext|>", *texts(50)]
+    write_json_lines(preparer.path / "special.jsonl", documents)
+    folder = preparer.prepare("special.jsonl", "special", "--validation-fraction", "0.1")
+    assert documents_of(folder, "train")[:2] == documents[:2]
+    known = tokenizer_of(folder)
+    assert known.eot_token not in known.encode(documents[0])
+
+
+@pytest.mark.parametrize("workers", [1, 5])
+def test_the_number_of_workers_changes_no_byte(preparer: Preparer, plain: Path, workers: int) -> None:
+    assert content_of(preparer.prepare("texts", f"workers-{workers}", "--workers", workers)) == content_of(plain)
+
+
+def test_splits_and_their_order(preparer: Preparer) -> None:
+    options = ["--validation-fraction", "0.1", "--test-fraction", "0.05"]
+    folder = preparer.prepare("texts", "three", *options)
+    assert documents_of(folder, "train") == DOCUMENTS[:2550]
+    assert documents_of(folder, "test") == DOCUMENTS[2550:2700]
+    assert documents_of(folder, "validation") == DOCUMENTS[2700:]
+
+
+def test_a_shuffle_is_a_permutation_decided_by_its_seed(preparer: Preparer, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [preparer.prepare("texts", name, "--shuffle-seed", seed) for name, seed in (("s1", 1), ("s2", 2))]
+    again = preparer.prepare("texts", "s1-again", "--shuffle-seed", 1, "--workers", 3)
+    orders = [documents_of(folder, "train") + documents_of(folder, "validation") for folder in folders]
+    assert content_of(again) == content_of(folders[0])
+    assert orders[0] != orders[1]
+    places = {text: place for place, text in enumerate(DOCUMENTS)}
+    for order in orders:
+        assert sorted(order) == sorted(DOCUMENTS)
+        ranks = np.array([places[text] for text in order])
+        # Spearman's correlation with the old order has a standard deviation of 1/sqrt(n - 1).
+        assert abs(np.corrcoef(ranks, np.arange(len(ranks)))[0, 1]) < 4 / np.sqrt(len(ranks))
+
+
+def test_one_book_is_cut_at_a_line(preparer: Preparer) -> None:
+    book = "\n".join(texts(2000))
+    (preparer.path / "book.txt").write_text(book, newline="")
+    folder = preparer.prepare("book.txt", "book", "--test-fraction", "0.02")
+    tokenizer, splits = tokenizer_of(folder), splits_of(folder)
+    parts = [tokenizer.decode(splits[name].tolist()) for name in ("train", "test", "validation")]
+    assert "".join(parts) == book + "<|endoftext|>"
+    assert parts[0].endswith("\n")
+    assert parts[1].endswith("\n")
+    assert [len(splits[name]) / sum(map(len, splits.values())) for name in ("test", "validation")] == pytest.approx(
+        [0.02, 0.01], rel=0.1
+    )
+    preparer.run("--verify", folder)
+
+
+@pytest.mark.parametrize(
+    ("target", "steps"),
+    [
+        (
+            "datasets/me/x",
+            ['train.json: "dataset": "me/x" (DATASETS_DIR is datasets)', 'model.json: "vocab_size": 300'],
+        ),
+        ("me/x", ['train.json: "dataset": "me/x" (DATASETS_DIR is .)', 'model.json: "vocab_size": 300']),
+        (
+            "me-py",
+            [
+                "to train on it: mkdir -p datasets/me && mv me-py datasets/me/me-py",
+                'train.json: "dataset": "me/me-py" (DATASETS_DIR is datasets)',
+                'model.json: "vocab_size": 300',
+            ],
+        ),
+    ],
+)
+def test_what_it_says_at_the_end_is_what_trains(tmp_path: Path, target: str, steps: list[str]) -> None:
+    """The commands and names that it prints lead from the folder to the data set, with one name or with two."""
+    here = tmp_path / "a folder that no dataset could be named by"
+    write_json_lines(here / "a.jsonl", DOCUMENTS[:200])
+    lines = Preparer(here).run("a.jsonl", target, *SMALL).splitlines()
+    assert lines[-len(steps) - 1 :] == [f"{target} is whole", *(f"  {step}" for step in steps)]
+    for step in steps:
+        if step.startswith("to train on it: "):
+            subprocess.run(step.partition(": ")[2], shell=True, cwd=here, check=True)
+    [(name, datasets_dir)] = re.findall(r'^train.json: "dataset": "(.*)" \(DATASETS_DIR is (.*)\)$', steps[-2])
+    assert Dataset.open(here / datasets_dir, name).meta.vocab_size == 300
+
+
+def test_a_place_above_is_named_by_where_it_is(tmp_path: Path) -> None:
+    here = tmp_path / "datasets" / "me" / "here"
+    write_json_lines(here / "a.jsonl", DOCUMENTS[:200])
+    lines = Preparer(here).run("a.jsonl", "../x", *SMALL).splitlines()
+    assert lines[-2] == f'  train.json: "dataset": "me/x" (DATASETS_DIR is {tmp_path / "datasets"})'
+    assert Dataset.open(tmp_path / "datasets", "me/x").meta.vocab_size == 300
+
+
+def test_a_mistyped_input_leaves_no_folder(tmp_path: Path) -> None:
+    """Neither that of an owner, where none was; one that was there stays, although it is empty."""
+    preparer = Preparer(tmp_path)
+    (tmp_path / "datasets").mkdir()
+    assert "no input files here" in preparer.run("./me/nothing", "datasets/me/x", status=2)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "datasets"]
+
+
+def test_a_full_standard_output_is_called_that(plain: Path, preparer: Preparer) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            preparer.command("--describe", plain), stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.stderr == "error: standard output: No space left on device\n"
+    assert done.returncode == 1
+
+
+# Tokenizers ------------------------------------------------------------------------------------------------------
+
+
+def test_a_tokenizer_file_travels_with_the_dataset(preparer: Preparer, plain: Path) -> None:
+    folder = preparer.prepare("texts", "taken", "--tokenizer", plain / "tokenizer.json")
+    assert (folder / "tokenizer.json").read_bytes() == (plain / "tokenizer.json").read_bytes()
+    assert splits_of(folder)["train"].tolist() == splits_of(plain)["train"].tolist()
+
+
+def test_a_tokenizer_is_trained_on_what_is_not_held_out(preparer: Preparer) -> None:
+    """A word that is in the last documents only gets no token."""
+    documents = [*texts(200), *["zyzzyva" * 40] * 20]
+    write_json_lines(preparer.path / "odd.jsonl", documents)
+    folder = preparer.prepare("odd.jsonl", "odd", "--validation-fraction", "0.5")
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    assert not any("zyz" in word for word in vocabulary)
+
+
+@pytest.mark.parametrize(("eot", "dtype"), [(400, np.uint16), (70_000, np.uint32)])
+def test_another_encoding_of_tiktoken(tmp_path: Path, eot: int, dtype: type) -> None:
+    """One that a plugin of tiktoken adds; its ids have a gap before end-of-text, as cl100k's have."""
+    preparer = Preparer(tmp_path, plugin(tmp_path, [" quick", " brown"], eot))
+    write_json_lines(tmp_path / "a.jsonl", DOCUMENTS[:300])
+    folder = preparer.prepare("a.jsonl", "small", "--tokenizer", "small")
+    assert splits_of(folder)["train"].dtype == dtype
+    assert documents_of(folder, "train") == DOCUMENTS[:297]  # without the plugin: from the file alone
+    assert json.loads((folder / "meta.json").read_text())["vocab_size"] == eot + 1
+    preparer.run("--verify", folder)
+
+
+def test_an_unknown_tokenizer_lists_those_there_are(preparer: Preparer) -> None:
+    line = preparer.run("texts", "datasets/me/none", "--tokenizer", "gpt5", status=2)
+    assert "--tokenizer gpt5: no such file" in line
+    assert "cl100k_base" in line
+
+
+def test_gpt2_without_a_cache_and_without_a_network(preparer: Preparer, tmp_path: Path) -> None:
+    offline = Preparer(preparer.path, {"TIKTOKEN_CACHE_DIR": str(tmp_path), "HTTPS_PROXY": "http://127.0.0.1:9"})
+    line = offline.run("texts", "datasets/me/none", status=2)
+    assert f"TIKTOKEN_CACHE_DIR={tmp_path}" in line
+
+
+@pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="needs GPT-2's vocabulary in TIKTOKEN_CACHE_DIR")
+def test_gpt2_is_what_tiktoken_says(preparer: Preparer) -> None:
+    import tiktoken
+
+    folder = preparer.prepare("texts", "gpt2", "--tokenizer", "gpt2")
+    encoding = tiktoken.get_encoding("gpt2")
+    expected = [token for text in DOCUMENTS[:-30] for token in [*encoding.encode_ordinary(text), 50256]]
+    assert splits_of(folder)["train"].tolist() == expected
+    long = " ".join(texts(60_000))
+    (preparer.path / "long.txt").write_text(long, newline="")
+    folder = preparer.prepare("long.txt", "long", "--tokenizer", "gpt2")
+    splits = splits_of(folder)
+    assert [*splits["train"], *splits["validation"]] == [*encoding.encode_ordinary(long), 50256]
+
+
+# Interruption ----------------------------------------------------------------------------------------------------
+
+
+KILLS = 6
+# Commits after each batch of a few documents, and a shuffle in several buckets, so that every phase is met; and the
+# command ends by itself at a file operation: when it is about to do the n-th of them, counted in `count`.
+HURRIED_TO_ITS_END = """
+import os, sys
+def hurry():
+    import harness.data.preparation.batches, harness.data.preparation.pipeline, harness.data.preparation.shuffle
+    harness.data.preparation.batches.BATCH_CHARACTERS, harness.data.preparation.pipeline.COMMIT_TOKENS = 2000, 500
+    harness.data.preparation.shuffle.BUCKET_BYTES = 4000
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "harness.data.preparation.new_tokenizer":
+            sys.meta_path.remove(self); hurry()
+sys.meta_path.insert(0, Finder())
+done = 0
+def watch(event, arguments):
+    global done
+    writes = event == "open" and isinstance(arguments[0], str) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+    if writes or event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir"):
+        done += 1
+        if done == {last}:
+            os.kill(os.getpid(), 9)
+if any("prepare_datasets" in each for each in sys.orig_argv):
+    sys.addaudithook(watch)
+    if {last} == 0:
+        import atexit
+        atexit.register(lambda: print("operations:", done, file=sys.stderr))
+"""
+
+
+def test_killed_at_any_time_and_run_again_the_bytes_are_the_same(preparer: Preparer, tmp_path: Path) -> None:
+    small = Preparer(tmp_path, on_path(tmp_path))
+    arguments = [preparer.path / "texts", "datasets/me/x", "--train-tokenizer", "300", "--shuffle-seed", "5"]
+
+    def run_until(last: int) -> tuple[int, str]:
+        """Its exit status and standard error; 0: to its end."""
+        (tmp_path / "sitecustomize.py").write_text(HURRIED_TO_ITS_END.format(last=last))
+        process = small.start(*arguments)
+        _, error = process.communicate(timeout=120)
+        return process.returncode, error
+
+    status, error = run_until(0)
+    assert status == 0, error
+    operations = int(error.rpartition("operations: ")[2])
+    assert operations > 100, "every phase has some"
+    target = tmp_path / "datasets" / "me" / "x"
+    straight = content_of(target)
+    shutil.rmtree(target)
+    partial, dice = target.parent / ".x.partial", random.Random(0)
+    for kill in range(KILLS):
+        status, error = run_until(dice.randrange(1, 2 * operations // KILLS))
+        assert status in (0, -signal.SIGKILL), error
+        assert kill > 0 or status == -signal.SIGKILL
+        if target.exists():
+            break
+    else:
+        assert run_until(0)[0] == 0
+    assert content_of(target) == straight
+    if partial.exists():  # killed when all was done
+        small.run(*arguments, status=2)
+    assert not partial.exists()
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[int]:
+    """The processes that tokenize for it, as soon as there are two."""
+    found: list[int] = []
+    while len(found) < 2:
+        assert process.poll() is None
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        found = [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the workers in /proc")
+def test_a_worker_that_dies_is_one_line_and_the_work_goes_on(preparer: Preparer, plain: Path, tmp_path: Path) -> None:
+    mine = Preparer(tmp_path)
+    arguments = [preparer.path / "texts", "datasets/me/x", "--workers", 2, *SMALL]
+    process = mine.start(*arguments)
+    os.kill(workers_of(process)[0], signal.SIGKILL)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "a tokenizing process has ended by itself (exit status -9" in error
+    assert len(error.splitlines()) == 1
+    mine.run(*arguments)
+    assert content_of(tmp_path / "datasets" / "me" / "x") == content_of(plain)
+
+
+def test_what_a_worker_stumbles_over_is_one_line_and_the_work_goes_on(tmp_path: Path) -> None:
+    """The encoding's pattern tries all ways of reading a long word of a's; the library gives up after a million."""
+    mine = Preparer(tmp_path, plugin(tmp_path, [], pattern=r"(?:a(?=a|$)|aa)+b|\W|\w+"))
+    write_json_lines(tmp_path / "texts" / "0.jsonl", DOCUMENTS[:100])
+    write_json_lines(tmp_path / "texts" / "1.jsonl", ["a" * 60])
+    arguments = ["texts", "datasets/me/x", "--tokenizer", "small"]
+    line = mine.run(*arguments, status=1)
+    assert "tokenizing failed: ValueError: Regex error while tokenizing" in line
+    assert "goes on from there" in line
+    write_json_lines(tmp_path / "texts" / "1.jsonl", ["a" * 6])
+    mine.run(*arguments)
+    folder = tmp_path / "datasets" / "me" / "x"
+    assert documents_of(folder, "train") + documents_of(folder, "validation") == [*DOCUMENTS[:100], "a" * 6]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the workers in /proc")
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_worker_stays_behind(preparer: Preparer, tmp_path: Path, signal_number: signal.Signals) -> None:
+    """SIGINT goes to the whole group, as Ctrl-C does, and is one line all the same."""
+    process = Preparer(tmp_path).start(preparer.path / "texts", "out", *SMALL, "--workers", 2, start_new_session=True)
+    workers = workers_of(process)
+    if signal_number == signal.SIGINT:
+        os.killpg(process.pid, signal_number)
+    else:
+        process.send_signal(signal_number)
+    _, error = process.communicate(timeout=30)  # until nobody holds standard error any more
+    assert process.returncode in {-signal_number, 130}
+    if signal_number == signal.SIGINT:
+        assert error == "stopped by SIGINT; the same command goes on from there\n"
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists() and not is_zombie(pid)]
+
+
+def is_zombie(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return True
+
+
+def test_a_mended_file_goes_on_after_the_others(tmp_path: Path) -> None:
+    preparer = Preparer(tmp_path)
+    for number in range(3):
+        write_json_lines(tmp_path / "texts" / f"{number}.jsonl", DOCUMENTS[number * 100 : number * 100 + 100])
+    good = (tmp_path / "texts" / "1.jsonl").read_bytes()
+    (tmp_path / "texts" / "1.jsonl").write_bytes(good[:-20])
+    target = tmp_path / "out"
+    line = preparer.run("texts", target, "--train-tokenizer", "300", status=1)
+    assert "1.jsonl: line 100: not JSON" in line
+    (tmp_path / "texts" / "1.jsonl").write_bytes(good)
+    preparer.run("texts", target, "--train-tokenizer", "300")
+    assert documents_of(target, "train") == DOCUMENTS[:297]
+
+
+def test_interrupted_work_with_other_options_is_refused(tmp_path: Path) -> None:
+    preparer = Preparer(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(_tokenizer_file(tmp_path))
+    write_json_lines(tmp_path / "texts" / "a.jsonl", DOCUMENTS[:1000])
+    (tmp_path / "texts" / "b.jsonl").write_text("broken\n")
+    arguments = ["texts", "out", "--tokenizer", "tokenizer.json"]
+    preparer.run(*arguments, status=1)
+    line = preparer.run(*arguments, "--shuffle-seed", "1", status=2)
+    assert "unfinished work with other options (shuffle_seed: None, not 1)" in line
+    (tmp_path / "texts" / "b.jsonl").unlink()
+    preparer.run(*arguments, "--shuffle-seed", "1", "--restart")
+    assert len(documents_of(tmp_path / "out", "train")) == 990
+
+
+def test_two_at_once_on_one_target(preparer: Preparer, tmp_path: Path) -> None:
+    mine = Preparer(tmp_path)
+    first = mine.start(preparer.path / "texts", "out", "--train-tokenizer", "300")
+    lock = tmp_path / ".out.partial" / ".lock"
+    while not lock.exists() or not lock.read_text():
+        time.sleep(0.005)
+    first.send_signal(signal.SIGSTOP)
+    line = mine.run(preparer.path / "texts", "out", "--train-tokenizer", "300", status=2)
+    first.send_signal(signal.SIGCONT)
+    first.communicate()
+    assert "is being made by another process (" in line
+    assert f"pid {first.pid}" in line
+    assert first.returncode == 0
+
+
+# What is in the way ----------------------------------------------------------------------------------------------
+
+
+def test_an_output_that_exists_is_kept_unless_overwritten(preparer: Preparer, tmp_path: Path) -> None:
+    write_json_lines(tmp_path / "a.jsonl", DOCUMENTS[:100])
+    mine = Preparer(tmp_path)
+    target = mine.prepare("a.jsonl", "x")
+    before = content_of(target)
+    arguments = [preparer.path / "texts", target, "--train-tokenizer", "300"]
+    assert "exists; name another folder, or replace it with --overwrite" in mine.run(*arguments, status=2)
+    (tmp_path / "bad.jsonl").write_text("bad\n")
+    mine.run("bad.jsonl", target, "--train-tokenizer", "300", "--overwrite", status=1)
+    assert content_of(target) == before
+    mine.run(*arguments, "--overwrite", "--restart")
+    assert len(documents_of(target, "train")) == 2970
+    assert [path.name for path in target.parent.iterdir()] == ["x"]
+
+
+@pytest.mark.parametrize("place", ["photos", "photos/raw"])
+def test_overwriting_deletes_no_file_that_is_not_of_a_dataset(tmp_path: Path, place: str) -> None:
+    """Not the text that the dataset is to be made of, either."""
+    mine = Preparer(tmp_path)
+    write_json_lines(tmp_path / place / "a.jsonl", DOCUMENTS[:100])
+    before = (tmp_path / place / "a.jsonl").read_bytes()
+    line = mine.run(place, "photos", *SMALL, "--overwrite", status=2)
+    assert "which is no part of a dataset and would be deleted; move it away" in line
+    assert (tmp_path / place / "a.jsonl").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["photos"]
+
+
+@pytest.mark.parametrize("name", [".x.partial", ".x.replaced"])
+def test_a_hidden_folder_of_somebody_else_is_kept(preparer: Preparer, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "precious.txt").write_text("mine")
+    mine = Preparer(tmp_path)
+    arguments = [preparer.path / "texts", tmp_path / "x", *SMALL]
+    if name == ".x.partial":
+        assert "holds something else; move it away" in mine.run(*arguments, status=2)
+        mine.run("nowhere", tmp_path / "x", status=2)
+    else:
+        mine.run(*arguments)
+    assert (tmp_path / name / "precious.txt").read_text() == "mine"
+
+
+# Stops the command where a dataset takes its place: before the n-th renaming or deletion of a folder.
+STOP_AT = """
+import os, sys
+if any("prepare_datasets" in each for each in sys.orig_argv):
+    left = [{stop}]
+    def watch(event, arguments):
+        path = str(arguments[0]) if arguments else ""
+        if event in ("os.rename", "shutil.rmtree", "os.rmdir") and path.startswith({folder!r}):
+            if os.path.basename(path) in ("dataset", "x", ".x.partial", ".x.replaced"):
+                left[0] -= 1
+                if left[0] < 0:
+                    os.kill(os.getpid(), 9)
+    sys.addaudithook(watch)
+"""
+
+
+def test_killed_while_it_takes_its_place(tmp_path: Path) -> None:
+    """At each step of replacing an older dataset: one of the two is there or comes back, and nothing else stays."""
+    write_json_lines(tmp_path / "old.jsonl", DOCUMENTS[:100])
+    write_json_lines(tmp_path / "new.jsonl", DOCUMENTS[100:200])
+    old = content_of(Preparer(tmp_path).prepare("old.jsonl", "x", "--workers", 1))
+    new = content_of(Preparer(tmp_path).prepare("new.jsonl", "y", "--workers", 1))
+    shutil.rmtree(tmp_path / "datasets" / "me" / "y")
+    target = tmp_path / "datasets" / "me" / "x"
+    arguments = [tmp_path / "new.jsonl", target, *SMALL, "--workers", 1, "--overwrite"]
+    ends = []
+    for stop in range(10):
+        (tmp_path / "sitecustomize.py").write_text(STOP_AT.format(stop=stop, folder=str(target.parent)))
+        process = Preparer(tmp_path, on_path(tmp_path)).start(*arguments)
+        process.communicate()
+        ends.append(process.returncode)
+        if process.returncode == 0:
+            break
+        Preparer(tmp_path).run("nowhere", target, "--restart", status=2)  # loses nothing
+        assert content_of(target) in (old, new)
+        Preparer(tmp_path).run(*arguments)
+        assert content_of(target) == new
+        assert [path.name for path in target.parent.iterdir()] == ["x"]
+    assert ends[-1] == 0
+    assert len(ends) > 3
+
+
+def test_what_has_changed_before_any_work_was_kept_is_taken_anew(tmp_path: Path) -> None:
+    """The trained vocabulary too."""
+    mine = Preparer(tmp_path)
+    write_json_lines(tmp_path / "a.jsonl", ["aaa " * 99, *DOCUMENTS[:99]])
+    process = mine.start("a.jsonl", "x", *SMALL)
+    while not (tmp_path / ".x.partial" / "dataset" / "tokenizer.json").exists():
+        assert process.poll() is None
+    process.kill()
+    process.communicate()
+    write_json_lines(tmp_path / "a.jsonl", DOCUMENTS[:200])
+    mine.run("a.jsonl", "x", *SMALL)
+    mine.run("a.jsonl", "y", *SMALL)
+    assert content_of(tmp_path / "x") == content_of(tmp_path / "y")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "a.jsonl: no documents with text"),
+        ('{"text": ""}\n{"text": null}\n', r"no documents with text (2 are empty)"),
+        ('{"text": "a"}\n', "validation would be empty: there are 1 documents"),
+    ],
+)
+def test_too_little_text(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "a.jsonl").write_text(content)
+    (tmp_path / "tokenizer.json").write_bytes(_tokenizer_file(tmp_path))
+    assert message in Preparer(tmp_path).run("a.jsonl", "out", "--tokenizer", "tokenizer.json", status=2)
+
+
+def _tokenizer_file(folder: Path) -> bytes:
+    from harness.data.tokenizers.bpe import train_bpe
+
+    train_bpe(iter(DOCUMENTS), 300, folder / "trained.json")
+    return (folder / "trained.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere", "out"], '"nowhere": no input files here'),
+        (["texts"], "give INPUT and OUTPUT_DIR"),
+        (["texts", "out", "--include", "*"], "--include belongs with a dataset on the Hub"),
+        (["texts", "out", "--tokenizer", "gpt2", "--train-tokenizer", "300"], "give one of them"),
+        (["texts", "out", "--validation-fraction", "0.5", "--test-fraction", "0.5"], "leave nothing for training"),
+        (["texts", "out", "--push-to-hub", "mine"], "--push-to-hub mine: give owner/name"),
+        (["texts", "out\udce9"], "not valid UTF-8"),
+        (["texts", "out", "--tokenizer", "texts/0.jsonl"], "texts/0.jsonl: not a readable tokenizer file"),
+        (["--verify", "texts/0.jsonl"], "texts/0.jsonl: is a file, not a folder"),
+        (["texts", "out", "--public"], "--public belongs with --push-to-hub"),
+        (["--verify", "nowhere"], "nowhere: no such folder"),
+        (["--verify", "a", "--describe", "b"], "give INPUT and OUTPUT_DIR, or --verify DIR"),
+        (["texts", "out", "--verify", "a"], "give INPUT and OUTPUT_DIR, or --verify DIR"),
+        (["--describe", "texts", "--workers", "2"], "--workers: not with --describe"),
+        (["texts", "out", "--from-bin", "--shuffle-seed", "1"], "--shuffle-seed: not with --from-bin"),
+        (["texts", "out", "--token-dtype", "uint32"], "--token-dtype belongs with --from-bin"),
+        (["texts", "texts/0.jsonl"], "is a file or a link"),
+        (["texts", "texts/0.jsonl/out"], "cannot make this folder: Not a directory"),
+    ],
+)
+def test_a_wrong_command_is_one_line(preparer: Preparer, arguments: list[str], message: str) -> None:
+    assert message in preparer.run(*arguments, status=2)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
+def test_a_full_disk_is_one_line_and_the_work_goes_on_with_room(preparer: Preparer, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=200k", "none", str(disk)]
+    if os.spawnvp(os.P_WAIT, mount[0], mount):
+        pytest.skip("no mounts here")
+    try:
+        arguments = [preparer.path / "texts", disk / "out", "--train-tokenizer", "300"]
+        line = preparer.run(*arguments, status=1)
+        assert "No space left" in line
+        assert str(disk) in line
+        assert not (disk / "out").exists()
+        os.spawnvp(os.P_WAIT, "mount", ["mount", "-o", "remount,size=20m", str(disk)])
+        preparer.run(*arguments)
+        assert len(documents_of(disk / "out", "train")) == 2970
+    finally:
+        os.spawnvp(os.P_WAIT, "umount", ["umount", str(disk)])
+
+
+# Memory ----------------------------------------------------------------------------------------------------------
+
+
+def peaks(preparer: Preparer, *arguments: object) -> tuple[int, int]:
+    """The largest resident sets, in MiB, of the command's process and of a worker of its."""
+    process = preparer.start(*arguments)
+    own, workers = 0, 0
+    while process.poll() is None:
+        own = max(own, _high_water_mark(process.pid))
+        with suppress(OSError):
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            workers = max([workers, *(_high_water_mark(int(pid)) for pid in children)])
+        time.sleep(0.01)
+    assert process.returncode == 0, process.stderr.read() if process.stderr else ""
+    return own, workers
+
+
+def _high_water_mark(pid: int) -> int:
+    with suppress(OSError, IndexError):
+        return int(Path(f"/proc/{pid}/status").read_text().partition("VmHWM:")[2].split()[0]) // 1024
+    return 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads peaks of memory from /proc")
+def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
+    """Peaks of 1x, 8x and a single document of 100 MB are all far below 1 GiB."""
+    preparer = Preparer(tmp_path, plugin(tmp_path, [f" {word}" for word in WORDS if word.isalpha()]))
+    documents = texts(6000, longest=400)
+    for copies in (1, 8):
+        for number in range(copies):
+            write_json_lines(tmp_path / f"{copies}" / f"{number}.jsonl", documents)
+    options = ["--tokenizer", "small", "--workers", 2, "--shuffle-seed", 1]
+    one, eight = (peaks(preparer, f"{copies}", f"out-{copies}", *options) for copies in (1, 8))
+    assert (tmp_path / "out-8" / "train.safetensors").stat().st_size > 30 * MIB
+    assert eight[0] < one[0] + 64
+    huge = json.dumps({"text": " ".join(documents * 15)}, ensure_ascii=False).encode()[: 100 * 10**6]
+    (tmp_path / "huge.jsonl").write_bytes(huge[: huge.rindex(b" ")] + b'"}\n{"text": "last"}\n')
+    assert (tmp_path / "huge.jsonl").stat().st_size > 99 * 10**6
+    one_document = peaks(preparer, "huge.jsonl", "out-huge", *options, "--validation-fraction", "0.5")
+    print(f"peaks of the command and of a worker in MiB: 1x {one}, 8x {eight}, one huge document {one_document}")
+    for own, worker in (one, eight, one_document):
+        assert 50 < own < 1024
+        assert 25 < worker < 256

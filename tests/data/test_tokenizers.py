@@ -1,0 +1,190 @@
+"""Tokenizers lose nothing, count bytes truly, and fail with one line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiktoken
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.common.errors import UserError
+from harness.data.tokenizers.bpe import train_bpe
+from harness.data.tokenizers.load import load_tokenizer
+from harness.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCAB_SIZE = 600
+SOURCES = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "harness").rglob("*.py"))]
+# Any text, and above all the pieces that tokenizers stumble over.
+TEXTS = st.lists(
+    st.one_of(st.text(), st.sampled_from([END_OF_TEXT, "<|", "  ", "\r\n", "E\u0301", "日本", "def f():"]))
+).map("".join)
+
+
+@pytest.fixture(scope="module")
+def trained_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    train_bpe(iter(SOURCES), VOCAB_SIZE, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(trained_file: Path) -> Tokenizer:
+    return load_tokenizer(trained_file)
+
+
+def check_lossless(tokenizer: Tokenizer, text: str) -> None:
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens) == text
+    assert tokenizer.eot_token not in tokens
+    assert all(0 <= token < tokenizer.vocab_size for token in tokens)
+    assert tokenizer.token_byte_lengths()[tokens].sum() == len(text.encode())
+
+
+@given(TEXTS)
+def test_a_trained_bpe_loses_nothing_and_counts_bytes(trained: Tokenizer, text: str) -> None:
+    check_lossless(trained, text)
+
+
+def test_a_trained_bpe_has_the_vocabulary_asked_for(trained: Tokenizer) -> None:
+    assert trained.vocab_size == VOCAB_SIZE
+    assert trained.eot_token == 0
+    lengths = trained.token_byte_lengths()
+    assert lengths.shape == (VOCAB_SIZE,)
+    assert lengths[0] == 0
+    assert (lengths[1:] > 0).all()
+    assert (lengths == 1).sum() == 256
+
+
+def test_merges_were_learnt(trained: Tokenizer) -> None:
+    text = "".join(SOURCES)
+    assert len(trained.encode(text)) < 0.5 * len(text)
+
+
+def test_end_of_text_decodes_to_its_name_and_back_to_ordinary_tokens(trained: Tokenizer) -> None:
+    assert trained.decode([trained.eot_token]) == END_OF_TEXT
+    assert len(trained.encode(END_OF_TEXT)) > 1
+
+
+def test_half_a_character_decodes_to_the_replacement_character(trained: Tokenizer) -> None:
+    tokens = trained.encode("\U0001f40d")
+    assert len(tokens) > 1
+    assert trained.decode(tokens[:-1]) == "\ufffd"
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB_SIZE])
+def test_ids_outside_the_vocabulary_are_refused(trained: Tokenizer, token: int) -> None:
+    with pytest.raises(UserError, match=f"between 0 and {VOCAB_SIZE - 1}"):
+        trained.decode([token])
+
+
+def test_text_that_is_not_unicode_is_refused(trained: Tokenizer) -> None:
+    with pytest.raises(UserError, match="not valid Unicode"):
+        trained.encode("\ud800")
+
+
+def test_training_again_in_another_process_gives_the_same_file(trained_file: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from harness.data.tokenizers.bpe import train_bpe; "
+        "texts = [path.read_text(encoding='utf-8') for path in sorted(Path('harness').rglob('*.py'))]; "
+        f"train_bpe(iter(texts), {VOCAB_SIZE}, Path(sys.argv[1]))"
+    )
+    again = tmp_path / "again.json"
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}
+    subprocess.run([sys.executable, "-c", code, str(again)], cwd=ROOT, env=environment, check=True)
+    assert again.read_bytes() == trained_file.read_bytes()
+
+
+def test_too_little_text_names_the_vocabulary_it_would_give(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="vocabulary of 260 tokens, not 300"):
+        train_bpe(iter(["aaa aaa"]), 300, tmp_path / "tokenizer.json")
+    with pytest.raises(UserError, match="at least 257"):
+        train_bpe(iter(SOURCES), 256, tmp_path / "tokenizer.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere\.json: no such file"):
+        load_tokenizer(tmp_path / "nowhere.json")
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe", b"not json"])
+def test_a_damaged_file_is_named_on_one_line(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"tokenizer\.json: not a readable tokenizer file") as caught:
+        load_tokenizer(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_cut_file_is_named(tmp_path: Path, trained_file: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(trained_file.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"tokenizer\.json: not a readable"):
+        load_tokenizer(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (END_OF_TEXT, "<|other|>", "has no <\\|endoftext\\|> token"),
+        ('"add_prefix_space": false', '"add_prefix_space": true', "decoding does not give back"),
+        ('"normalizer": null', '"normalizer": {"type": "NFC"}', "decoding does not give back"),
+        ('"normalizer": null', '"normalizer": {"type": "Lowercase"}', "decoding does not give back"),
+        ('"Ġ": ', '"日": ', "not a"),
+    ],
+)
+def test_a_tokenizer_that_changes_text_is_refused(
+    tmp_path: Path, trained_file: Path, old: str, new: str, message: str
+) -> None:
+    text = trained_file.read_text(encoding="utf-8")
+    assert old in text
+    path = tmp_path / "tokenizer.json"
+    path.write_text(text.replace(old, new), encoding="utf-8")
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(path)
+
+
+def test_without_network_and_cache_gpt2_fails_with_one_line(tmp_path: Path) -> None:
+    code = (
+        "from harness.common.errors import one_line_errors\n"
+        "from harness.data.tokenizers.tokenizer import load_tokenizer\n"
+        "with one_line_errors(): load_tokenizer('gpt2')"
+    )
+    nowhere = "http://127.0.0.1:9"
+    environment = {**os.environ, "TIKTOKEN_CACHE_DIR": str(tmp_path), "HTTPS_PROXY": nowhere, "https_proxy": nowhere}
+    environment |= {"NO_PROXY": "", "no_proxy": ""}
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert f"TIKTOKEN_CACHE_DIR={tmp_path}" in result.stderr
+
+
+def test_importing_the_module_imports_no_tokenizer_library() -> None:
+    code = (
+        "import sys, harness.data.tokenizers.tokenizer; "
+        "sys.exit(bool({'torch', 'tiktoken', 'tokenizers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="needs GPT-2's vocabulary in TIKTOKEN_CACHE_DIR")
+def test_gpt2_is_gpt2() -> None:
+    gpt2 = load_tokenizer("gpt2")
+    assert (gpt2.vocab_size, gpt2.eot_token) == (50257, 50256)
+    assert gpt2.encode("Hello, I'm a language model,") == [15496, 11, 314, 1101, 257, 3303, 2746, 11]
+    assert gpt2.decode([50256]) == END_OF_TEXT
+    assert gpt2.token_byte_lengths()[50256] == 0
+    bare = tiktoken.get_encoding("gpt2")
+    assert [gpt2.encode(text) for text in SOURCES] == [bare.encode_ordinary(text) for text in SOURCES]
+    given(TEXTS)(lambda text: check_lossless(gpt2, text))()
+    with pytest.raises(UserError, match="not valid Unicode"):
+        gpt2.encode("\ud800")

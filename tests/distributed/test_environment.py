@@ -1,0 +1,90 @@
+"""distributed/environment.py: which rank this is, and leftovers that would make a run another than was meant."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.common.errors import UserError
+from harness.distributed import environment
+
+WHOLE = {
+    "RANK": "9",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "16",
+    "LOCAL_WORLD_SIZE": "8",
+    "MASTER_ADDR": "node-0",
+    "MASTER_PORT": "29500",
+}
+
+
+def set_all(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    for name in WHOLE:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def without(*names: str, **changes: str) -> dict[str, str]:
+    return {name: value for name, value in (WHOLE | changes).items() if name not in names}
+
+
+def test_without_a_launcher_this_is_the_only_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_all(monkeypatch, {})
+    assert environment.place() == environment.Place(0, 0, 1, 1)
+    assert environment.is_speaker()
+
+
+def test_where_ranks_would_meet_says_nothing_of_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_all(monkeypatch, {"MASTER_ADDR": "node-0", "MASTER_PORT": "x"})
+    assert environment.world_size() == 1
+
+
+def test_a_rank_of_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_all(monkeypatch, WHOLE)
+    found = [environment.rank(), environment.local_rank(), environment.world_size(), environment.local_world_size()]
+    assert found == [9, 1, 16, 8]
+    assert not environment.is_speaker()
+
+
+def test_a_world_of_one_needs_no_place_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_all(monkeypatch, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"})
+    assert environment.place() == environment.Place()
+
+
+STRAY = [
+    ({"WORLD_SIZE": "8"}, ["WORLD_SIZE is set", "RANK is not", "unset WORLD_SIZE"]),
+    ({"WORLD_SIZE": ""}, ["WORLD_SIZE", "unset WORLD_SIZE"]),
+    ({"RANK": "1"}, ["RANK is set", "LOCAL_RANK is not", "unset RANK"]),
+    ({"LOCAL_RANK": "0"}, ["LOCAL_RANK is set", "RANK is not", "unset LOCAL_RANK"]),
+    (without("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ["RANK is set", "LOCAL_RANK is not", "unset RANK WORLD_SIZE"]),
+    (without("LOCAL_WORLD_SIZE"), ["LOCAL_WORLD_SIZE is not"]),
+    (without(WORLD_SIZE="many"), ["WORLD_SIZE is", "many", "not a whole number"]),
+    (without(WORLD_SIZE=""), ["WORLD_SIZE is", "not a whole number"]),
+    (without(RANK="-1"), ["RANK is", "-1", "not a whole number"]),
+    (without(RANK="1.0"), ["RANK is", "not a whole number"]),
+    (without(RANK="\u0661"), ["RANK is", "not a whole number"]),
+    (without(RANK="9" * 5000), ["RANK is", "not a whole number"]),
+    (without(RANK="16"), ["RANK=16 is impossible with WORLD_SIZE=16"]),
+    (without(LOCAL_RANK="8"), ["LOCAL_RANK=8 is impossible with LOCAL_WORLD_SIZE=8"]),
+    (without(RANK="0", WORLD_SIZE="0"), ["WORLD_SIZE=0"]),
+    (without(RANK="1", WORLD_SIZE="2"), ["LOCAL_WORLD_SIZE=8 is impossible with WORLD_SIZE=2"]),
+    (without(RANK="0"), ["LOCAL_RANK=1 is impossible with RANK=0"]),
+    (without("MASTER_ADDR"), ["MASTER_ADDR", "is not set"]),
+    (without(MASTER_PORT=""), ["MASTER_PORT", "is not set"]),
+    (without(MASTER_PORT="http"), ["MASTER_PORT is", "not a whole number"]),
+    (without(MASTER_PORT="70000"), ["MASTER_PORT is 70000"]),
+]
+
+
+@pytest.mark.parametrize(("variables", "words"), STRAY)
+def test_leftovers_are_named_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], words: list[str]
+) -> None:
+    set_all(monkeypatch, variables)
+    with pytest.raises(UserError) as caught:
+        environment.rank()
+    message = str(caught.value)
+    assert message.startswith("environment: ")
+    assert len(message) < 250
+    for word in [*words, "torchrun", "unset"]:
+        assert word in message

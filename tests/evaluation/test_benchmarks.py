@@ -1,0 +1,459 @@
+"""Benchmarks: the numbers are those of lm-eval's own `hf` model on the exported weights, and failures are one line."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from gpt import GPTModel, ModelConfig
+from harness.common.errors import RunError, UserError
+from harness.common.files import sha256
+from harness.data.tokenizers.bpe import train_bpe
+from harness.data.tokenizers.load import load_tokenizer
+from harness.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
+from harness.evaluation.benchmarks import run as benchmarks
+from harness.evaluation.benchmarks import tasks as benchmark_tasks
+from harness.evaluation.benchmarks.report import table
+from harness.evaluation.benchmarks.run import Score
+from harness.evaluation.likelihood import Scorer, one_by_one, windows
+from harness.hf.export import export_model
+from harness.model.precision import Precision
+from harness.runs.model_folder import ModelFiles
+from tests.support.benchmark_files import KINDS, sentence, write_task
+from tests.support.launch import ROOT, Workshop
+
+CONTEXT = 32
+VOCAB_SIZE = 300
+FP32 = Precision("fp32", "cpu")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that has learnt a little, its tokenizer, and the files of both."""
+
+    folder: Path
+    model: GPTModel
+    tokenizer: Tokenizer
+
+    def scorer(self, batch_size: int = 8) -> Scorer:
+        return Scorer(self.model, FP32, self.tokenizer.vocab_size, batch_size)
+
+    def under_test(self, batch_size: int = 8) -> Any:
+        from harness.evaluation.benchmarks.lm_eval_model import ModelUnderTest
+
+        return ModelUnderTest(self.scorer(batch_size), self.tokenizer)
+
+    @property
+    def arguments(self) -> list[str]:
+        """Of a command that takes a model."""
+        return [str(self.folder / "model.json"), str(self.folder / "model.safetensors")]
+
+    @cached_property
+    def peer(self) -> Any:
+        from lm_eval.models.huggingface import HFLM
+
+        export_model(self.model, ModelFiles.find(self.folder, None), self.folder / "exported", "fp32")
+        # Its cache of logits takes those of other places where two windows have the same tokens and unequal targets.
+        options: dict[str, Any] = {"device": "cpu", "batch_size": 8, "dtype": "float32", "logits_cache": False}
+        return HFLM(pretrained=str(self.folder / "exported"), **options)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def data_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The data of the tests' tasks stays out of the user's own cache."""
+    import datasets
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    folder = tmp_path_factory.mktemp("model")
+    draw = random.Random(0)
+    lines = [sentence(draw, 50) for _ in range(400)]
+    train_bpe(iter(lines), VOCAB_SIZE, folder / "tokenizer.json")
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE + 12,
+        "context_length": CONTEXT,
+        "emb_dim": 32,
+        "n_heads": 4,
+        "n_layers": 2,
+    }
+    model = GPTModel(ModelConfig(**shape, drop_rate=0.1, qkv_bias=True))
+    learn(model, [tokenizer.encode(line) for line in lines])
+    (folder / "model.json").write_text(model.config.model_dump_json())
+    (folder / "meta.json").write_text('{"tokenizer": "tokenizer.json"}')
+    save_file(model.public_tensors(), folder / "model.safetensors")
+    return Subject(folder, model.eval(), tokenizer)
+
+
+def learn(model: nn.Module, texts: list[list[int]], steps: int = 60) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(steps):
+        rows = torch.tensor([text[: CONTEXT + 1] for text in texts[step * 8 % 400 :][:8]])
+        model(rows[:, :-1], rows[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def instances(kind: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
+    from lm_eval.api.instance import Instance
+
+    return [
+        Instance(request_type=kind, doc={}, arguments=each, idx=0, metadata=("a", at, 1))
+        for at, each in enumerate(arguments)
+    ]
+
+
+# The same as lm-eval's own
+
+
+@pytest.mark.parametrize("fewshot", [None, 2])
+def test_scores_are_those_of_lm_evals_own_model(subject: Subject, tmp_path: Path, fewshot: int | None) -> None:
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    paths = [str(write_task(tmp_path, kind)) for kind in KINDS]
+    loaded = benchmarks.load(paths, fewshot)
+    ours = benchmarks.run(loaded, subject.scorer(batch_size=5), subject.tokenizer, limit=20)
+    with benchmarks.quiet_lm_eval():
+        theirs: Any = lm_eval.simple_evaluate(
+            model=subject.peer,
+            tasks=list(paths),
+            num_fewshot=fewshot,
+            limit=20,
+            bootstrap_iters=benchmarks.BOOTSTRAP_ITERATIONS,
+            task_manager=TaskManager(include_defaults=False),
+        )
+    assert loaded.asked == list(KINDS)
+    seen = set()
+    for name in loaded.asked:
+        for our, their in zip(benchmarks.scores(ours, name), benchmarks.scores(theirs, name), strict=True):
+            exact = our.metric in {"acc", "acc_norm", "exact_match"}
+            assert our.value == (their.value if exact else pytest.approx(their.value, rel=1e-5)), our
+            assert (our.stderr or 0) == (their.stderr if exact else pytest.approx(their.stderr or 0, rel=1e-4)), our
+            assert (our.task, our.metric, our.examples) == (their.task, their.metric, 20)
+            seen.add((name, our.metric))
+            if fewshot is None and name in {"choice", "last_word", "generate"} and our.metric != "perplexity":
+                assert 0 < our.value < 1, f"{our}: a score that all models have shows nothing"
+    assert len(seen) == 8
+    assert ours["n-shot"] == theirs["n-shot"]
+    assert ours["versions"] == theirs["versions"]
+
+
+def test_log_likelihoods_are_those_of_lm_evals_own_model(subject: Subject) -> None:
+    draw = random.Random(1)
+    pairs = [(sentence(draw, draw.randint(1, 60)), " " + sentence(draw, draw.randint(1, 9))) for _ in range(40)]
+    pairs += [("", "the river"), ("", END_OF_TEXT[:5]), ("the river  ", "carries"), ("the river", " carries")]
+    pairs += [(pairs[0][0], " the"), (pairs[0][0], " a"), ("the river", " carries")]  # equal inputs, and equal pairs
+    requests = instances("loglikelihood", pairs)
+    ours, theirs = subject.under_test().loglikelihood(requests), subject.peer.loglikelihood(requests)
+    assert [total for total, _ in ours] == pytest.approx([total for total, _ in theirs], rel=1e-5)
+    assert [greedy for _, greedy in ours] == [greedy for _, greedy in theirs]
+    assert len({greedy for _, greedy in ours}) == 2
+    texts = instances("loglikelihood_rolling", [(sentence(draw, words),) for words in (1, 5, 40, 200)] + [("",)])
+    found = subject.under_test().loglikelihood_rolling(texts)
+    assert found == pytest.approx(subject.peer.loglikelihood_rolling(texts), rel=1e-5)
+    assert found[-1] == 0
+
+
+def test_generated_texts_are_those_of_lm_evals_own_model(subject: Subject) -> None:
+    draw = random.Random(2)
+    ways = [
+        {"until": ["\n", " the"], "max_gen_toks": 12},
+        {"until": "zzz", "max_gen_toks": 20, "do_sample": False},
+        {"until": [], "max_new_tokens": 3, "temperature": 0.0},
+    ]
+    requests = instances("generate_until", [(sentence(draw, 1 + at), ways[at % 3]) for at in range(30)])
+    ours = subject.under_test().generate_until(requests)
+    assert ours == subject.peer.generate_until(requests)
+    assert all(ours[1::3])
+    assert not any(" the" in text for text in ours[::3])
+
+
+def test_a_continuation_longer_than_the_context_counts_each_token_once(subject: Subject) -> None:
+    """The truth is the chain rule: each token's log-probability in a pass of its own."""
+    draw = random.Random(3)
+    context, continuation = sentence(draw, 8), " " + sentence(draw, 3 * CONTEXT)
+    [(total, greedy)] = subject.under_test().loglikelihood(instances("loglikelihood", [(context, continuation)]))
+    before, tokens = subject.tokenizer.encode(context), subject.tokenizer.encode(context + continuation)
+    expected, start = 0.0, len(before)
+    with torch.no_grad():
+        for at in range(start, len(tokens)):
+            place = at - (at - start) % CONTEXT  # where its window begins to predict
+            last = min(place + CONTEXT, len(tokens)) - 1
+            seen = torch.tensor([tokens[max(0, last - CONTEXT) : at]])
+            expected += float(torch.log_softmax(subject.model(seen)[0, -1], dim=-1)[tokens[at]])
+    assert total == pytest.approx(expected, rel=1e-5)
+    assert not greedy
+    answers = subject.under_test().loglikelihood(instances("loglikelihood", [("the", "")]))
+    assert answers == [(0.0, True)]
+
+
+def test_windows_predict_every_token_once_and_fit() -> None:
+    for length in (1, 2, 3, 7):
+        for before in range(1, 10):
+            for count in range(10):
+                tokens = list(range(before + count))
+                found = list(windows(tokens[:before], tokens[before:], length))
+                assert [target for _, targets in found for target in targets] == tokens[before:]
+                for inputs, targets in found:
+                    assert len(targets) <= len(inputs) <= length
+                    assert inputs[-1] + 1 == targets[-1], "the last place predicts the last target"
+                    assert inputs[0] == 0 or len(inputs) == length, "as much context as fits"
+
+
+def test_batches_and_their_sharing_change_no_bit(subject: Subject, tmp_path: Path) -> None:
+    loaded = benchmarks.load([str(write_task(tmp_path, "choice"))])
+
+    def backwards(work: Any, batches: Any) -> list[Any]:
+        return [work(batch) for batch in reversed(batches)][::-1]
+
+    scorers = [Scorer(subject.model, FP32, subject.tokenizer.vocab_size, 5, each) for each in (one_by_one, backwards)]
+    one, other = (benchmarks.run(loaded, scorer, subject.tokenizer)["results"] for scorer in scorers)
+    assert one == other
+
+
+def test_padding_of_the_vocabulary_is_never_chosen(subject: Subject) -> None:
+    padded = GPTModel(subject.model.config).eval()
+    padded.load_state_dict(subject.model.state_dict())
+    prompt = subject.tokenizer.encode("the river")
+    with torch.no_grad():
+        logits = padded(torch.tensor([prompt]))[0, -1, :VOCAB_SIZE]
+        likeliest = int(logits.argmax())
+        assert logits[likeliest] > 0
+        padded.out_head.weight[VOCAB_SIZE:] = 100 * padded.out_head.weight[likeliest]
+        assert int(padded(torch.tensor([prompt]))[0, -1].argmax()) >= VOCAB_SIZE
+    tempted = Subject(subject.folder, padded, subject.tokenizer)
+    requests = instances("generate_until", [("the river", {"until": [], "max_gen_toks": 1})])
+    assert tempted.under_test().generate_until(requests) == [subject.tokenizer.decode([likeliest])]
+    assert tempted.scorer().score([(prompt, [likeliest])])[0].is_greedy
+
+
+def test_a_text_as_long_as_the_context_can_be_asked_for(subject: Subject) -> None:
+    """lm-eval's own model ends there with an assertion."""
+    prompt = sentence(random.Random(4), 40)
+    requests = instances("generate_until", [(prompt, {"until": [], "max_gen_toks": CONTEXT + 8})])
+    [text] = subject.under_test().generate_until(requests)
+    assert len(subject.tokenizer.encode(text)) > CONTEXT // 2
+
+
+def test_sampling_is_repeatable_and_each_repeat_draws_its_own(subject: Subject) -> None:
+    way: dict[str, Any] = {"until": [], "max_gen_toks": 10, "do_sample": True, "temperature": 1.5}
+    requests = instances("generate_until", [("the", way)] * 6)
+    found = subject.under_test(batch_size=2).generate_until(requests)
+    assert found == subject.under_test(batch_size=2).generate_until(requests)
+    assert len(set(found)) > 2
+    strange = instances("generate_until", [("the", way | {"top_p": 0.9})])
+    with pytest.raises(UserError, match='task "a": generation_kwargs: cannot sample with top_p'):
+        subject.under_test().generate_until(strange)
+
+
+def test_nothing_of_the_process_changes(subject: Subject, tmp_path: Path) -> None:
+    import numpy as np
+
+    subject.model.train()
+    before = torch.get_rng_state(), np.random.get_state(legacy=False)["state"]["key"].tolist(), random.getstate()
+    benchmarks.run(
+        benchmarks.load([str(write_task(tmp_path, "choice", count=3))], 2), subject.scorer(), subject.tokenizer
+    )
+    after = torch.get_rng_state(), np.random.get_state(legacy=False)["state"]["key"].tolist(), random.getstate()
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]
+    assert subject.model.training
+    subject.model.eval()
+
+
+# The command
+
+
+def test_the_command_prints_a_table_and_writes_a_file(subject: Subject, tmp_path: Path) -> None:
+    shop = Workshop(tmp_path, {"HF_HOME": str(tmp_path / "hf")})
+    tasks = [str(write_task(tmp_path, "choice", name="one")), str(write_task(tmp_path, "last_word", name="two"))]
+    output = tmp_path / "out.json"
+    options = ["--tasks", tasks[0], "--tasks", f"{tasks[1]},", "--limit", "6", "--output", str(output)]
+    done = shop.script("evaluate_benchmarks.py", *subject.arguments, *options)
+    lines = done.stdout.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["task", "one", "", "two", ""]
+    assert [line[33:].split()[0] for line in lines] == ["metric", "acc", "acc_norm", "perplexity", "acc"]
+    assert [line.split()[-1] for line in lines] == ["examples", *["6"] * 4]
+    assert all(len(line) <= 80 for line in lines)
+    assert done.stderr == ""
+    written: dict[str, Any] = json.loads(output.read_text())
+    assert written["results"]["one"]["acc,none"] == pytest.approx(float(lines[1][33:].split()[1]), abs=1e-4)
+    assert written["n-samples"]["two"] == {"original": 24, "effective": 6}
+    assert written["model"]["config"]["context_length"] == CONTEXT
+    assert written["model"]["sha256"] == sha256(Path(subject.arguments[1]))
+    assert written["settings"]["limit"] == 6
+    assert written["configs"]["one"]["output_type"] == "multiple_choice"
+
+
+def test_what_fails_inside_is_one_line(subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are not as many solved examples as are asked for; and there is no memory."""
+    loaded = benchmarks.load([str(write_task(tmp_path, "choice"))], 99)
+    with (
+        pytest.raises(RunError, match="lm-eval could not go on: ValueError") as caught,
+        benchmarks.explained_failures(16),
+    ):
+        benchmarks.run(loaded, subject.scorer(), subject.tokenizer, limit=2)
+    assert len(str(caught.value).splitlines()) == 1
+    with pytest.raises(RunError, match="lower --batch-size"), benchmarks.explained_failures(16):
+        torch.empty(2**60)
+
+
+def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    one, other = write_task(tmp_path, "choice"), write_task(tmp_path / "more", "rolling", name="choice")
+    with pytest.raises(UserError, match='two different tasks are called "choice"'):
+        benchmarks.load([str(one), str(other)])
+    assert benchmarks.load([str(one), str(one)]).asked == ["choice"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--tasks", "x", "--output", "."], "is a folder"),
+        (["--tasks", "x", "--output", "gone/out.json"], "no such folder"),
+        (["--tasks", ","], "at least one name"),
+        (["--tasks", "x.yaml"], "no such task file"),
+        (["--tasks", "x", "--limit", "0"], "--limit"),
+    ],
+)
+def test_what_is_typed_wrong_is_one_line(subject: Subject, tmp_path: Path, options: list[str], words: str) -> None:
+    done = Workshop(tmp_path).command("evaluate_benchmarks.py", *subject.arguments, *options)
+    assert done.status == 2
+    assert words in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_the_tokenizer_of_another_model_is_refused(subject: Subject, tmp_path: Path) -> None:
+    (tmp_path / "model.json").write_text(subject.model.config.model_copy(update={"vocab_size": 256}).model_dump_json())
+    small = GPTModel(ModelConfig.model_validate_json((tmp_path / "model.json").read_text()))
+    for name in ("meta.json", "tokenizer.json"):
+        (tmp_path / name).write_text((subject.folder / name).read_text())
+    save_file(small.public_tensors(), tmp_path / "model.safetensors")
+    model = [str(tmp_path / "model.json"), str(tmp_path / "model.safetensors")]
+    done = Workshop(tmp_path).command("evaluate_benchmarks.py", *model, "--tasks", "x")
+    assert done.status == 2
+    assert "its tokenizer has 300 tokens, the model 256" in done.stderr
+
+
+def test_a_group_is_shown_above_its_tasks(subject: Subject, tmp_path: Path) -> None:
+    members = [
+        write_task(tmp_path, "choice", name=name) for name in ("one", "a_task_with_a_rather_long_name_of_its_own")
+    ]
+    group = {
+        "group": "both",
+        "task": [json.loads(member.read_text()) for member in members],
+        "aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}],
+    }
+    (tmp_path / "group.yaml").write_text(json.dumps(group))
+    loaded = benchmarks.load([str(write_task(tmp_path, "rolling", count=3)), str(tmp_path / "group.yaml")])
+    assert loaded.asked == ["rolling", "both"]
+    results = benchmarks.run(loaded, subject.scorer(), subject.tokenizer, limit=4)
+    lines = list(table(results, loaded))
+    assert all(len(line) <= 80 for line in lines)
+    assert [line[:12].rstrip() for line in lines[4:]] == ["both", "  both::one", "", "  both::a_ta", ""]
+    [whole] = benchmarks.scores(results, "both")
+    parts = [benchmarks.scores(results, name)[0] for name in list(loaded.tasks)[1:]]
+    assert whole == Score("both", "acc", sum(part.value for part in parts) / 2, whole.stderr, 8)
+
+
+REFUSED = [
+    ("unsafe", {"unsafe_code": True}, ["runs programs"]),
+    ("hub metric", {"metric_list": [{"metric": "code_eval", "hf_evaluate": True}]}, ["runs programs"]),
+    ("unknown metric", {"metric_list": [{"metric": "wer"}]}, ["runs programs"]),
+    ("no data", {"dataset_kwargs": {"data_files": "gone.jsonl"}}, ["cannot be loaded", "gone.jsonl"]),
+    ("data elsewhere", {"dataset_path": "nobody/nothing", "dataset_kwargs": {}}, ["HF_HUB_OFFLINE", "unset it"]),
+    ("a key that is none", {"doc_to_txt": "x"}, ["cannot be loaded", "doc_to_txt"]),
+    ("a template that fails", {"doc_to_text": "{{nothing.here}}"}, ["cannot be loaded", "undefined"]),
+    ("pictures", {"doc_to_image": "question"}, ["pictures"]),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
+def test_tasks_that_cannot_be_run_are_one_line(
+    tmp_path: Path, changes: dict[str, Any], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    path = write_task(tmp_path, "choice", **changes)
+    with pytest.raises(UserError) as caught:
+        benchmarks.load([str(path)])
+    message = str(caught.value)
+    assert message.splitlines() == [message]
+    assert len(message) < 400
+    for word in ["choice", *words]:
+        assert word in message
+
+
+def test_code_of_others_is_refused_before_any_of_it_runs(tmp_path: Path) -> None:
+    path = write_task(tmp_path, "choice", unsafe_code=True)
+    (tmp_path / "helper.py").write_text(
+        "from pathlib import Path\nPath(__file__).with_name('ran').touch()\ndef f(doc): ..."
+    )
+    path.write_text(path.read_text()[:-2] + ', "process_docs": !function helper.f\n}')
+    with pytest.raises(UserError, match="runs programs"):
+        benchmarks.load([str(path)])
+    assert not (tmp_path / "ran").exists()
+
+
+def test_names_that_are_none(tmp_path: Path) -> None:
+    """With the index of all of lm-eval's tasks, which takes seconds to make."""
+    with pytest.raises(UserError, match=r'"helaswag": no task, group or tag of lm-eval.*did you mean hellaswag'):
+        benchmark_tasks.load_benchmarks(["helaswag"])
+    with pytest.raises(UserError, match="no such task file"):
+        benchmark_tasks.load_benchmarks([str(tmp_path / "gone.yaml")])
+    with pytest.raises(UserError, match=r"humaneval.*runs programs"):
+        benchmark_tasks.load_benchmarks(["humaneval"])
+    names = benchmark_tasks.known_names(["arc_*", "hellaswag", "mmlu", "piqa", "winogrande", "openbookqa", "lambada*"])
+    assert {"arc_easy", "arc_challenge", "hellaswag", "mmlu", "piqa", "winogrande", "openbookqa"} <= set(names)
+    assert "lambada_openai" in names
+
+
+def test_without_the_extra_the_remedy_is_named(tmp_path: Path) -> None:
+    program = (
+        "import importlib.util, runpy, sys\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name == 'lm_eval' else find(name, *rest)\n"
+        f"sys.argv = ['evaluate_benchmarks.py', '--list', '*']\n"
+        f"runpy.run_path({str(ROOT / 'evaluate_benchmarks.py')!r}, run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [done.stderr.strip()]
+    assert "uv run --extra benchmarks" in done.stderr
+
+
+def test_the_libraries_keep_their_retries_to_themselves() -> None:
+    """In a process of its own: libraries set their levels when they are imported first."""
+    program = (
+        "import logging\n"
+        "from harness.evaluation.benchmarks.tasks import quieten\n"
+        "quieten()\n"
+        "import datasets, huggingface_hub.utils._http\n"
+        "for name in ('huggingface_hub.utils._http', 'datasets.load', 'lm_eval.tasks'):\n"
+        "    print(logging.getLogger(name).isEnabledFor(logging.WARNING))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["False"] * 3, done.stderr

@@ -1,0 +1,249 @@
+"""Sampling: the cached way against whole passes, batches against single rows, and what test_smoke.py prints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpt import GPTModel
+from harness.common.errors import UserError
+from harness.data.tokenizers.bpe import train_bpe
+from harness.data.tokenizers.load import load_tokenizer
+from harness.evaluation.generation import GREEDY, GrowingRows, Sampling, choose, continue_batch, sample_tokens
+from harness.evaluation.samples import prompts_of
+from harness.model.inference import KeyValueCache
+from tests.model.test_model import random_model, random_tokens, shape
+from tests.support.launch import ROOT, Workshop
+
+
+def logits_without_cache(model: GPTModel, row: Sequence[int]) -> Tensor:
+    """What the model expects after a row, from one whole pass over what it can see of it."""
+    window = torch.tensor([list(row)[-model.config.context_length :]])
+    with torch.no_grad():
+        return model(window)[0, -1]
+
+
+def sample_without_cache(model: GPTModel, prompt: Sequence[int], sampling: Sampling, count: int) -> list[int]:
+    generator, row = torch.Generator().manual_seed(sampling.seed), list(prompt)
+    for _ in range(count):
+        row.append(choose(logits_without_cache(model, row), sampling, generator))
+    return row[len(prompt) :]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("qkv_bias", [False, True])
+def test_the_cache_changes_no_logits_even_beyond_the_context(tied: bool, qkv_bias: bool) -> None:
+    model = random_model(shape(tie_weights=tied, qkv_bias=qkv_bias)).eval()
+    text = random_tokens(model.config, 3).flatten().tolist()  # three contexts long
+    rows = GrowingRows(model, [text[:5]])
+    for length in range(5, len(text)):
+        torch.testing.assert_close(
+            rows.next_logits()[0], logits_without_cache(model, text[:length]), rtol=1e-4, atol=1e-5
+        )
+        rows.append([text[length]])
+
+
+def test_rows_of_unequal_lengths_are_what_each_is_alone() -> None:
+    """Short, as long as the context, and beyond it; rows leave at different times."""
+    model = random_model(shape()).eval()
+    text = random_tokens(model.config, 2).flatten().tolist()
+    prompts = [text[:length] for length in (1, 7, 24, 30, 20)]
+    rows, kept = GrowingRows(model, prompts), list(range(5))
+    for step, leaving in enumerate((None, 1, None, 3, 0, None, None)):
+        logits = rows.next_logits()
+        for index, row in enumerate(kept):
+            expected = logits_without_cache(model, [*prompts[row], *text[:step]])
+            torch.testing.assert_close(logits[index], expected, rtol=1e-4, atol=1e-5)
+        rows.append([text[step]] * len(kept))
+        if leaving is not None:
+            kept = [row for index, row in enumerate(kept) if index != leaving]
+            rows.keep([index for index in range(len(kept) + 1) if index != leaving])
+    assert kept == [2, 3]
+
+
+def test_tokens_in_the_context_are_computed_once() -> None:
+    model = random_model(shape()).eval()
+    seen: list[int] = []
+    model.tok_emb.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].numel()))
+    list(islice(sample_tokens(model, [1, 2, 3, 4, 5], GREEDY), 20))
+    assert seen == [5] + [1] * 19
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0, 10, 7), Sampling(0.7, None, 9)])
+def test_a_batch_samples_what_whole_passes_sample(sampling: Sampling) -> None:
+    model = random_model(shape()).eval()
+    prompts = [[1, 2, 3], [4] * 20, [5]]
+    together = continue_batch(model, prompts, sampling, is_done=lambda new: len(new) == 30)
+    for row, prompt in enumerate(prompts):
+        own = Sampling(sampling.temperature, sampling.top_k, sampling.seed + row)
+        assert together[row] == sample_without_cache(model, prompt, own, 30)
+    assert together[0] == list(islice(sample_tokens(model, prompts[0], sampling), 30)), "and one by one"
+
+
+def test_each_row_ends_by_itself() -> None:
+    model = random_model(shape()).eval()
+    free = continue_batch(model, [[1], [2], [3]], GREEDY, is_done=lambda new: len(new) == 12)
+    end = free[1][4]
+    ended = continue_batch(model, [[1], [2], [3]], GREEDY, is_done=lambda new: len(new) == 12 or new[-1] == end)
+    for row, new in zip(free, ended, strict=True):
+        assert new == (row[: row.index(end) + 1] if end in row else row)
+    assert len(ended[1]) <= 5
+
+
+def test_sampling_leaves_the_model_and_the_random_state_as_they_were() -> None:
+    model = random_model(shape(drop_rate=0.4)).train()
+    before = torch.get_rng_state()
+    new = continue_batch(model, [[1, 2]], GREEDY, is_done=lambda new: len(new) == 5)
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), before)
+    assert new == [sample_without_cache(model.eval(), [1, 2], GREEDY, 5)], "no dropout"
+
+
+def test_a_cache_takes_several_tokens_at_a_time() -> None:
+    model = random_model(shape()).eval()
+    tokens = random_tokens(model.config)
+    cache = KeyValueCache(model.config.n_layers)
+    with torch.no_grad():
+        parts = [model.further_features(part, [part.shape[1]] * 2, cache) for part in tokens.split((9, 1, 11, 3), 1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), model.features(tokens), rtol=1e-4, atol=1e-5)
+
+
+# The command --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """model.json and model.safetensors of a model that says just "dog", with its own tokenizer beside them."""
+    from safetensors.torch import save_file
+
+    folder = tmp_path_factory.mktemp("model")
+    train_bpe(iter(["the quick brown fox jumps over the lazy dog é " * 20]), 280, folder / "tokenizer.json")
+    config = shape(vocab_size=280)
+    (folder / "model.json").write_text(config.model_dump_json())
+    save_file(random_model(config).public_tensors(), folder / "model.safetensors")
+    (folder / "meta.json").write_text(json.dumps({"tokenizer": "tokenizer.json"}))
+    return folder / "model.json", folder / "model.safetensors"
+
+
+def smoke(model_files: tuple[Path, Path], *options: str) -> str:
+    return Workshop(model_files[0].parent).script("test_smoke.py", *map(str, model_files), *options).stdout
+
+
+def test_what_is_streamed_is_what_whole_passes_sample(model_files: tuple[Path, Path]) -> None:
+    from gpt import load_model
+
+    model = load_model(*model_files, torch.device("cpu"))
+    tokenizer = load_tokenizer(model_files[1].parent / "tokenizer.json")
+    prompt = tokenizer.encode("the lazy")
+    for options, sampling in ((("--temperature", "0"), GREEDY), (("--seed", "3", "--top-k", "9"), Sampling(1.0, 9, 3))):
+        new = sample_without_cache(model, prompt, sampling, 40)
+        new = new[: new.index(tokenizer.eot_token)] if tokenizer.eot_token in new else new
+        expected = tokenizer.decode(prompt + new) + "\n"
+        assert smoke(model_files, "--prompt", "the lazy", "--num-tokens", "40", *options) == expected
+
+
+def test_prompts_from_a_file_and_several_samples(model_files: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('"the quick"\n\n"two\\nlines"\n')
+    text = smoke(model_files, "--prompts", str(tmp_path / "p.jsonl"), "--samples", "3", "--num-tokens", "5")
+    headings = [line for line in text.splitlines() if line.startswith("--- ")]
+    assert headings == [f"--- prompt {p} of 2, sample {s} of 3 ---" for p in (1, 2) for s in (1, 2, 3)]
+    assert text.count("the quick") == 3
+    assert text.count("two\nlines") == 3
+    (tmp_path / "p.txt").write_text("two\nlines\n")
+    alone = smoke(model_files, "--prompt", "two", "--num-tokens", "5")
+    both = smoke(model_files, "--prompts", str(tmp_path / "p.txt"), "--num-tokens", "5")
+    assert both.startswith(f"--- prompt 1 of 2 ---\n{alone}--- prompt 2 of 2 ---\nlines")
+
+
+def test_end_of_text_ends_a_sample(model_files: tuple[Path, Path], tmp_path: Path) -> None:
+    """A model whose head prefers end-of-text after anything says nothing."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(model_files[1])
+    tensors["final_norm.scale"].zero_()
+    tensors["final_norm.shift"].fill_(1.0)
+    tensors["out_head.weight"].zero_()
+    tensors["out_head.weight"][0] = 1.0  # end-of-text is token 0
+    for name in ("model.json", "tokenizer.json", "meta.json"):
+        (tmp_path / name).write_bytes((model_files[0].parent / name).read_bytes())
+    save_file(tensors, tmp_path / "model.safetensors")
+    files = (tmp_path / "model.json", tmp_path / "model.safetensors")
+    assert smoke(files, "--prompt", "the fox", "--temperature", "0") == "the fox\n"
+    both = smoke(files, "--prompt", "the fox", "--temperature", "0", "--samples", "2")
+    assert both == "--- sample 1 of 2 ---\nthe fox\n--- sample 2 of 2 ---\nthe fox\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fault"),
+    [
+        ("a.jsonl", '"one"\n{"no": 1}\n', "line 2"),
+        ("a.jsonl", '"one"\n"two\n', "line 2: not JSON"),
+        ("a.jsonl", '""\n', "line 1"),
+        ("a.jsonl", '"\\ud800"\n', "line 1"),
+        ("a.txt", "\n \n", "no prompts"),
+        ("a.txt", b"\xff\n", "not UTF-8"),
+        ("a.txt", None, "No such file"),
+    ],
+)
+def test_files_of_prompts_that_are_none(tmp_path: Path, name: str, content: str | bytes | None, fault: str) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError) as caught:
+        prompts_of(path, None, "x")
+    assert str(caught.value).startswith(str(path))
+    assert fault in str(caught.value)
+
+
+def test_a_line_ends_at_a_newline_alone(tmp_path: Path) -> None:
+    text = "\ufeffone\u2028still one\r\ntwo\x0cstill two\n"
+    (tmp_path / "p.txt").write_bytes(text.encode())
+    assert prompts_of(tmp_path / "p.txt", None, "x") == ["one\u2028still one", "two\x0cstill two"]
+    (tmp_path / "p.jsonl").write_bytes('\ufeff"a\u2028b"\r\n'.encode())
+    assert prompts_of(tmp_path / "p.jsonl", None, "x") == ["a\u2028b"]
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_broken_weights_are_one_line(model_files: tuple[Path, Path], tmp_path: Path, temperature: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(model_files[1])
+    tensors["final_norm.scale"].fill_(float("nan"))
+    for name in ("tokenizer.json", "meta.json"):
+        (tmp_path / name).write_bytes((model_files[0].parent / name).read_bytes())
+    save_file(tensors, tmp_path / "model.safetensors")
+    arguments = [
+        str(model_files[0]),
+        str(tmp_path / "model.safetensors"),
+        "--prompt",
+        "the",
+        "--temperature",
+        temperature,
+    ]
+    result = Workshop(tmp_path).command("test_smoke.py", *arguments)
+    assert result.status == 1
+    assert result.error_lines == [result.stderr.splitlines()[-1]]
+    assert "its weights are broken" in result.stderr
+
+
+def test_prompt_and_prompts_exclude_each_other() -> None:
+    with pytest.raises(UserError, match="give one of them"):
+        prompts_of(ROOT / "README.md", "text", "x")
+    assert prompts_of(None, None, "x") == ["x"]
+
+
+def test_a_stream_of_tokens_never_splits_a_character(model_files: tuple[Path, Path]) -> None:
+    tokenizer = load_tokenizer(model_files[1].parent / "tokenizer.json")
+    text = "naïve 日本 café 🐍"
+    tokens = tokenizer.encode(text)
+    pieces = list(tokenizer.decode_stream(tokens))
+    assert "".join(pieces) == text
+    assert "\ufffd" not in "".join(pieces)
+    assert len(tokens) > len(text), "characters of several tokens"
+    assert "".join(tokenizer.decode_stream(tokens[:-1])).endswith("\ufffd")

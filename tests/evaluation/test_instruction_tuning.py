@@ -1,0 +1,434 @@
+"""test_ift.py: instruction data, what is learnt of it, when fine-tuning stops, and the whole way to a judge's score."""
+
+from __future__ import annotations
+
+import http.server
+import itertools
+import json
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from gpt import GPTModel, load_model
+from harness.common.download import local_copy
+from harness.common.errors import RunError, UserError
+from harness.data.tokenizers.bpe import train_bpe
+from harness.data.tokenizers.load import load_tokenizer
+from harness.data.tokenizers.tokenizer import Tokenizer
+from harness.evaluation.instruct.answers import answer
+from harness.evaluation.instruct.batches import IGNORED, Example, batches, collate, encode
+from harness.evaluation.instruct.finetune import FineTuneSettings, fine_tune, mean_loss
+from harness.evaluation.instruct.instructions import Instruction, InstructionSplits, load_instructions
+from harness.evaluation.instruct.responses import read_responses
+from harness.model.precision import Precision
+from harness.model.weights import save_weights
+from tests.model.test_model import random_model, shape
+from tests.support.fake_judge import FakeJudge
+from tests.support.launch import ROOT, Result, Workshop, finish
+
+CPU = torch.device("cpu")
+FP32 = Precision("fp32", "cpu")
+WORDS = ("red", "green", "blue", "black", "white", "brown", "grey", "pink")
+ENTRIES = [
+    {"instruction": f"Say {word} {number}.", "input": word if number % 2 else "", "output": f"{word}, {number}"}
+    for number in range(5)
+    for word in WORDS
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "instructions.json"
+    path.write_text(json.dumps(ENTRIES))
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(data: Path) -> Tokenizer:
+    entries = load_instructions(data)
+    train_bpe((entry.prompt + entry.output for entry in entries), 330, data.parent / "tokenizer.json")
+    return load_tokenizer(data.parent / "tokenizer.json")
+
+
+def tiny(**changes: Any) -> GPTModel:
+    config = shape(vocab_size=330, **{"context_length": 64, "n_layers": 2, "emb_dim": 32, **changes})
+    torch.manual_seed(1)
+    return GPTModel(config)
+
+
+# The data ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_prompt_is_alpacas() -> None:
+    with_input = Instruction("Name it.", "a cat", "Tom")
+    request = (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    )
+    assert with_input.prompt == f"{request}### Instruction:\nName it.\n\n### Input:\na cat\n\n### Response:\n"
+    without = replace(with_input, input="")
+    assert without.prompt == f"{request}### Instruction:\nName it.\n\n### Response:\n"
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(1100, (935, 55, 110)), (40, (34, 2, 4)), (20, (17, 1, 2))])
+def test_the_split_is_the_books(tmp_path: Path, count: int, sizes: tuple[int, int, int]) -> None:
+    """85 % to train, the next 10 % to test, and the rest to validate, in the file's order."""
+    entries = [{"instruction": str(number), "input": "", "output": "x"} for number in range(count)]
+    (tmp_path / "d.json").write_text(json.dumps(entries))
+    splits = InstructionSplits.load(tmp_path / "d.json")
+    assert (len(splits.train), len(splits.validation), len(splits.test)) == sizes
+    in_order = [int(entry.instruction) for entry in [*splits.train, *splits.test, *splits.validation]]
+    assert in_order == list(range(count))
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (
+            [{"instruction": "a", "input": "", "output": "b"}, {"instruction": "a", "input": ""}],
+            'entry 2: key "output"',
+        ),
+        ([{"instruction": "a", "output": "b"}], 'entry 1: key "input": missing ("" where there is none)'),
+        ([{"instruction": 3, "input": "", "output": "b"}], 'entry 1: key "instruction": 3 is not text'),
+        ([{"instruction": " ", "input": "", "output": "b"}], 'entry 1: key "instruction": empty'),
+        ([{"instruction": "a", "input": "", "output": "\ud800"}], 'entry 1: key "output"'),
+        (["a"], "entry 1"),
+        ({"a": 1}, "must be a JSON list"),
+        ([{"instruction": "a", "input": "", "output": "b"}] * 19, "19 entries"),
+    ],
+)
+def test_files_that_are_no_instruction_data(tmp_path: Path, content: object, fault: str) -> None:
+    path = tmp_path / "d.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError) as caught:
+        InstructionSplits.load(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert fault in str(caught.value)
+
+
+# What is learnt ---------------------------------------------------------------------------------------------------
+
+
+def test_padding_is_ignored_but_for_the_end_of_text(tokenizer: Tokenizer) -> None:
+    entries = [
+        Instruction("Say red 1.", "", "red"),
+        Instruction("Say green and blue and pink.", "", "green, blue, pink"),
+    ]
+    examples = [encode(entry, tokenizer, 128) for entry in entries]
+    batch = collate(examples, tokenizer.eot_token, answers_only=False)
+    for row, (entry, example) in enumerate(zip(entries, examples, strict=True)):
+        learnt = batch.targets[row][batch.targets[row] != IGNORED].tolist()
+        whole = tokenizer.encode(entry.prompt + entry.output)
+        assert learnt == [*whole[1:], tokenizer.eot_token], "everything once, and one end-of-text"
+        assert batch.inputs[row][: len(whole)].tolist() == whole
+        assert (batch.targets[row][len(learnt) :] == IGNORED).all()
+        assert example.has_answer
+    assert len(set(map(len, (example.tokens for example in examples)))) == 2, "one of them is padded"
+    answers = collate(examples, tokenizer.eot_token, answers_only=True).targets
+    for row, entry in enumerate(entries):
+        learnt = answers[row][answers[row] != IGNORED].tolist()
+        assert learnt == [*tokenizer.encode(entry.output), tokenizer.eot_token]
+
+
+def test_a_batchs_loss_is_that_of_its_rows_without_padding(tokenizer: Tokenizer) -> None:
+    model = random_model(shape(vocab_size=330, context_length=64)).eval()
+    entries = [Instruction(f"Say {word}.", "", f"{word} " * number) for number, word in enumerate(WORDS, start=1)]
+    examples = [encode(entry, tokenizer, 64) for entry in entries]
+    for answers_only in (False, True):
+        rows = []
+        for example in examples:
+            tokens = torch.tensor([example.tokens])
+            with torch.no_grad():
+                losses = F.cross_entropy(model(tokens[:, :-1])[0], tokens[0, 1:], reduction="none")
+            rows.append(losses[example.answer_start - 1 :] if answers_only else losses)
+        expected = torch.cat(rows).mean().item()
+        for size in (1, 3, 8):
+            held_out = batches(examples, size, tokenizer.eot_token, answers_only=answers_only, generator=None)
+            assert mean_loss(model, list(held_out), FP32) == pytest.approx(expected, rel=1e-5)
+
+
+def test_long_entries_are_cut_at_the_context(tokenizer: Tokenizer) -> None:
+    entry = Instruction("Say it.", "", "red " * 200)
+    example = encode(entry, tokenizer, 64)
+    batch = collate([example], tokenizer.eot_token, answers_only=False)
+    assert batch.inputs.shape == batch.targets.shape == (1, 64)
+    assert batch.targets[0, -1] != IGNORED
+    assert tokenizer.eot_token not in batch.targets, "the answer goes on: there is no end to learn"
+    long_question = encode(Instruction("red " * 200, "", "blue"), tokenizer, 64)
+    assert not long_question.has_answer
+    assert len(long_question.tokens) == 65
+
+
+def test_rows_with_nothing_to_learn_count_for_nothing(tokenizer: Tokenizer) -> None:
+    """Never a NaN: not in a batch with others, and not in one of their own."""
+    model = random_model(shape(vocab_size=330, context_length=64)).eval()
+    good = encode(Instruction("Say red.", "", "red"), tokenizer, 64)
+    masked = encode(Instruction("red " * 200, "", "blue"), tokenizer, 64)
+    alone = list(batches([good], 8, 0, answers_only=True, generator=None))
+    mixed = list(batches([masked, good, masked], 3, 0, answers_only=True, generator=None))
+    assert mean_loss(model, mixed, FP32) == pytest.approx(mean_loss(model, alone, FP32), rel=1e-5)
+    assert not list(batches([masked, masked], 8, 0, answers_only=True, generator=None))
+    apart = list(batches([masked, masked, good], 2, 0, answers_only=True, generator=None))
+    assert len(apart) == 1
+    assert mean_loss(model, apart, FP32) == pytest.approx(mean_loss(model, alone, FP32), rel=1e-5)
+
+
+def test_every_entry_is_trained_on_once_an_epoch_in_a_seeds_order() -> None:
+    examples = [Example([number, 1], 1) for number in range(2, 21)]
+
+    def order(seed: int) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        shuffled = batches(examples, 8, 0, answers_only=False, generator=generator)
+        return torch.cat([batch.inputs[:, 0] for batch in shuffled]).tolist()
+
+    assert sorted(order(1)) == list(range(2, 21))
+    assert order(1) == order(1) != order(2)
+
+
+# When it stops ----------------------------------------------------------------------------------------------------
+
+
+def parts_of(data: Path, tokenizer: Tokenizer) -> tuple[list[Example], list[Example]]:
+    splits = InstructionSplits.load(data)
+    train, validation = ([encode(entry, tokenizer, 64) for entry in part] for part in (splits.train, splits.validation))
+    return train, validation
+
+
+def test_the_weights_kept_are_those_from_before_the_rise(data: Path, tokenizer: Tokenizer) -> None:
+    """A fine-tuning that is told to stop one epoch earlier ends with the very same weights."""
+    parts = parts_of(data, tokenizer)
+    settings = FineTuneSettings(learning_rate=0.01, max_epochs=60)
+    lines: list[str] = []
+    model = tiny()
+    result = fine_tune(model, parts, tokenizer.eot_token, settings, lines.append)
+    losses = result.validation_losses
+    assert result.rose
+    assert result.kept_epoch == len(losses) - 2 >= 2
+    assert all(after <= before for before, after in itertools.pairwise(losses[:-1]))
+    assert losses[-1] > losses[-2]
+    assert len(lines) == len(losses)
+    other = tiny()
+    again = fine_tune(
+        other, parts, tokenizer.eot_token, replace(settings, max_epochs=result.kept_epoch), lambda line: None
+    )
+    assert not again.rose
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
+    held_out = list(batches(parts[1], 8, 0, answers_only=False, generator=None))
+    assert mean_loss(model, held_out, FP32) == pytest.approx(min(losses), rel=1e-6)
+    assert not model.training
+
+
+def test_a_first_epoch_that_spoils_the_model_leaves_it_as_it_came(data: Path, tokenizer: Tokenizer) -> None:
+    model = tiny()
+    before = [parameter.clone() for parameter in model.parameters()]
+    for learning_rate in (50.0, 1e30):  # a rise, and then a loss that is no number
+        settings = FineTuneSettings(learning_rate=learning_rate)
+        result = fine_tune(model, parts_of(data, tokenizer), tokenizer.eot_token, settings, lambda line: None)
+        assert result.rose
+        assert result.kept_epoch == 0
+        assert all(torch.equal(one, two) for one, two in zip(before, model.parameters(), strict=True))
+    assert not math.isfinite(result.validation_losses[-1])
+
+
+def test_what_cannot_be_fine_tuned(data: Path, tokenizer: Tokenizer) -> None:
+    train, validation = parts_of(data, tokenizer)
+    cut = [Example(example.tokens, 999) for example in validation]
+    with pytest.raises(UserError, match="context length"):
+        fine_tune(tiny(), (train, cut), 0, FineTuneSettings(0.01), lambda line: None)
+    broken = tiny()
+    with torch.no_grad():
+        broken.final_norm.scale.fill_(math.nan)
+    with pytest.raises(RunError, match="not finite"):
+        fine_tune(broken, (train, validation), 0, FineTuneSettings(0.01), lambda line: None)
+
+
+def test_answers_are_the_same_one_by_one_and_in_batches(tokenizer: Tokenizer) -> None:
+    """Also where a question is longer than the context."""
+    model = random_model(shape(vocab_size=330, context_length=64)).eval()
+    entries = [Instruction(f"Say {word} {number}.", "", word) for number in range(3) for word in WORDS]
+    entries.append(Instruction("red " * 100, "", "blue"))
+    together = answer(model, tokenizer, entries, 20)
+    assert [response.instruction for response in together] == [entry.instruction for entry in entries]
+    assert together == [answer(model, tokenizer, [entry], 20)[0] for entry in entries]
+    assert len({response.response for response in together}) > 5
+
+
+# The command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory, data: Path, tokenizer: Tokenizer) -> Workshop:
+    """A run's folder with a checkpoint of a fresh model."""
+    shop = Workshop(tmp_path_factory.mktemp("ift"))
+    folder = shop.runs / "r" / "checkpoints" / "20260101Z000000-iteration-9"
+    folder.mkdir(parents=True)
+    model = tiny()
+    (shop.runs / "r" / "model.json").write_text(model.config.model_dump_json())
+    save_weights(model.public_tensors(), folder / "model.safetensors")
+    (folder / "tokenizer.json").write_bytes((data.parent / "tokenizer.json").read_bytes())
+    (folder / "meta.json").write_text(json.dumps({"tokenizer": "tokenizer.json"}))
+    (shop.runs / "r" / "checkpoints" / "best").symlink_to(folder.name)
+    return shop
+
+
+def ift(shop: Workshop, *options: str, environment: dict[str, str] | None = None) -> Result:
+    run = shop.runs / "r"
+    files = [str(run / "model.json"), str(run / "checkpoints" / "best" / "model.safetensors")]
+    return shop.command("test_ift.py", *files, *options, environment=environment)
+
+
+def test_from_a_checkpoint_to_responses(shop: Workshop, data: Path, tmp_path: Path) -> None:
+    options = ["--data", str(data), "--learning-rate", "0.01", "--max-new-tokens", "20", "--responses-only"]
+    result = ift(shop, *options, "--save", str(tmp_path / "tuned"))
+    assert result.status == 0, result.stderr
+    assert "stopped: the validation loss rose; kept: epoch " in result.stdout
+    path = shop.runs / "r" / "ift-responses.json"
+    responses = read_responses(path)
+    splits = InstructionSplits.load(data)
+    asked = [Instruction(each.instruction, each.input, each.output) for each in responses.responses]
+    assert asked == splits.test
+    assert responses.model == "r/20260101Z000000-iteration-9"
+    assert responses.fine_tuning["rose"] is True
+    assert responses.data is not None
+    assert (responses.data.entries, responses.data.test_entries) == (40, 4)
+    # The saved model is the one that answered.
+    tuned = load_model(tmp_path / "tuned" / "model.json", tmp_path / "tuned" / "model.safetensors", CPU)
+    own = load_tokenizer(tmp_path / "tuned" / "tokenizer.json")
+    assert answer(tuned, own, splits.test, 20) == responses.responses
+    # A second time: refused before anything is trained; elsewhere: the same answers.
+    assert "--overwrite" in ift(shop, *options).error_lines[0]
+    assert ift(shop, *options, "--responses", str(tmp_path / "again.json")).status == 0
+    assert read_responses(tmp_path / "again.json").responses == responses.responses
+    path.unlink()
+
+
+def test_a_model_that_learns_nothing_is_told_so(shop: Workshop, data: Path, tmp_path: Path) -> None:
+    options = ["--data", str(data), "--max-new-tokens", "3", "--responses-only", "--learning-rate", "1e12"]
+    result = ift(shop, *options, "--responses", str(tmp_path / "r.json"), "--save", str(tmp_path / "tuned"))
+    assert result.status == 0, result.stderr
+    assert "stopped: the loss is not a number; kept: epoch 0" in result.stdout
+    assert "try a lower --learning-rate" in result.stderr
+    assert read_responses(tmp_path / "r.json").fine_tuning["validation_losses"][-1] is None
+    start = load_file(shop.runs / "r" / "checkpoints" / "best" / "model.safetensors")
+    kept = load_file(tmp_path / "tuned" / "model.safetensors")
+    assert all(torch.equal(tensor, start[name]) for name, tensor in kept.items())
+
+
+def test_ctrl_c_while_it_is_judged_keeps_the_answers(shop: Workshop, data: Path, tmp_path: Path) -> None:
+    run, path = shop.runs / "r", tmp_path / "r.json"
+    files = [str(run / "model.json"), str(run / "checkpoints" / "best" / "model.safetensors")]
+    options = ["--data", str(data), "--max-epochs", "1", "--max-new-tokens", "3", "--responses", str(path)]
+    with FakeJudge(honest_requests=1) as judge:
+        judged = ["--base-url", judge.url, "--judge-prompt", "book"]
+        command = [str(ROOT / "test_ift.py"), *files, *options, *judged]
+        process = shop.fork(command, {"OPENAI_API_KEY": "sk-loopback", "NO_PROXY": "127.0.0.1"})
+        deadline = time.monotonic() + 60
+        while len(judge.requests) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        result = finish([process], expect=130, timeout=60)
+    again = f"judge_ift.py {path} --prompt book"
+    assert result.error_lines == [f"stopped by SIGINT; the answers are kept: {again} goes on from there"]
+    assert "Respond with the integer number only." in judge.requests[0].prompt
+    assert len(read_responses(path).responses) == 4
+
+
+def test_bad_input_is_one_line_before_anything_is_trained(shop: Workshop, data: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.json"
+    bad.write_text(json.dumps([*ENTRIES, {"instruction": "x", "input": ""}]))
+    weights = tmp_path / "other.safetensors"
+    save_weights(tiny(emb_dim=64).public_tensors(), weights)
+    no_key = {"OPENAI_API_KEY": ""}
+    for result, words in (
+        (ift(shop, "--data", str(bad), "--responses-only"), ["bad.json: entry 41", '"output"']),
+        (ift(shop, "--data", str(tmp_path / "none.json"), "--responses-only"), ["none.json: no such file"]),
+        (ift(shop, "--data", str(data), environment=no_key), ["OPENAI_API_KEY", "--responses-only"]),
+        (ift(shop, "--data", str(data), "--responses", str(tmp_path), "--responses-only"), ["exists"]),
+        (ift(shop, "--data", str(data), "--responses", "no/such/x.json", "--responses-only"), ["no such folder"]),
+        (ift(shop, "--data", str(data), "--save", str(tmp_path), "--responses-only"), ["--save"]),
+        (
+            ift(shop, "--data", str(data), "--save", f"{bad}/x", "--responses-only"),
+            ["bad.json: no file can be written"],
+        ),
+        (ift(shop, "--data", str(data), "--responses", "/proc/o.json", "--responses-only"), ["/proc: no file"]),
+        (ift(shop, "--data", str(data), "--responses", "both", "--save", "both", "--responses-only"), ["--save"]),
+        (ift(shop, "--data", str(data), "--name", "\udcff", "--responses-only"), ["--name"]),
+        (ift(shop, "--data", "http://127.0.0.1:1/x.json", "--responses-only"), ["127.0.0.1:1", "--data"]),
+    ):
+        assert result.status == 2, result.stderr
+        [line] = result.stderr.splitlines()
+        assert all(word in line for word in words), line
+        assert "epoch" not in result.stdout
+    other = shop.command(
+        "test_ift.py", str(shop.runs / "r" / "model.json"), str(weights), "--data", str(data), "--responses-only"
+    )
+    assert "not this model" in other.error_lines[0]
+    for files, line in (
+        (["none.json", str(weights)], "error: none.json: no such file"),
+        ([str(shop.runs / "r" / "model.json"), str(tmp_path)], f"error: {tmp_path}: a folder; give the file in it"),
+    ):
+        missing = shop.command("test_ift.py", *files, "--data", "http://127.0.0.1:1/x.json", "--responses-only")
+        assert missing.stderr == f"{line}\n", "before anything is downloaded"
+    assert not (shop.runs / "r" / "ift-responses.json").exists()
+
+
+# Downloading ------------------------------------------------------------------------------------------------------
+
+
+class _Web(http.server.BaseHTTPRequestHandler):
+    """/good.json has ENTRIES, /short.json less than it promises, /login.json a page."""
+
+    asked: list[str]
+
+    def do_GET(self) -> None:
+        type(self).asked.append(self.path)
+        body = b"<html>" if "login" in self.path else json.dumps(ENTRIES).encode()
+        self.send_response(200 if "json" in self.path else 404)
+        self.send_header("Content-Length", str(len(body) + (7 if "short" in self.path else 0)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Tests look at `asked`."""
+
+
+@pytest.fixture
+def web() -> Iterator[tuple[str, list[str]]]:
+    _Web.asked = []
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Web) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", _Web.asked
+        server.shutdown()
+
+
+def test_a_file_is_downloaded_once_and_whole(web: tuple[str, list[str]], tmp_path: Path) -> None:
+    address, asked = web
+    path = local_copy(f"{address}/good.json", load_instructions, tmp_path)
+    assert len(load_instructions(path)) == len(ENTRIES)
+    assert local_copy(f"{address}/good.json", load_instructions, tmp_path) == path
+    assert asked == ["/good.json"]
+    for name in ("short.json", "missing", "login.json"):
+        with pytest.raises(UserError, match=f"{address}/{name}:"):
+            local_copy(f"{address}/{name}", load_instructions, tmp_path)
+    assert list(tmp_path.iterdir()) == [path], "nothing half-written"
+
+
+def test_the_command_downloads_into_the_users_cache(web: tuple[str, list[str]], shop: Workshop, tmp_path: Path) -> None:
+    address, asked = web
+    for number in range(2):
+        options = ["--data", f"{address}/good.json", "--max-epochs", "1", "--max-new-tokens", "3", "--responses-only"]
+        target = tmp_path / f"{number}.json"
+        result = ift(shop, *options, "--responses", str(target), environment={"XDG_CACHE_HOME": str(tmp_path / "c")})
+        assert result.status == 0, result.stderr
+        assert "stopped: --max-epochs 1 reached; kept: epoch 1" in result.stdout
+    assert asked == ["/good.json"]

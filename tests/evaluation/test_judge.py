@@ -1,0 +1,765 @@
+"""Judging against a judge on this machine that is slow, busy, confused or gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from email.utils import formatdate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.common.errors import RunError, UserError
+from harness.evaluation.instruct.responses import Response, Responses, write_responses
+from harness.evaluation.judge import requests as judge_requests
+from harness.evaluation.judge.cache import JudgeCache, Record
+from harness.evaluation.judge.client import Endpoint
+from harness.evaluation.judge.judging import Judgement, Tokens, judge
+from harness.evaluation.judge.report import JudgeReport, Prices
+from harness.evaluation.judge.requests import HOPELESS_QUESTIONS, JudgeSettings
+from tests.support.fake_judge import FakeJudge, Fault, rewritten, score, status, text
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+KEY = "sk-averysecretkeyindeed"
+LABELS = ("small", "medium", "large")
+QUESTIONS = 5
+
+
+def make_models(questions: int = QUESTIONS, labels: tuple[str, ...] = LABELS) -> list[Responses]:
+    """Each knows other words of the references."""
+    random = np.random.default_rng(0)
+    models: list[list[Response]] = [[] for _ in labels]
+    for question in range(questions):
+        words = [f"word{number}" for number in range(10)]
+        for number, responses in enumerate(models):
+            known = " ".join(word for word in words if random.random() < (number + 1) / (len(labels) + 1))
+            responses.append(
+                Response(instruction=f"Question {question}", input="", output=" ".join(words), response=known)
+            )
+    return [Responses(model=label, responses=responses) for label, responses in zip(labels, models, strict=True)]
+
+
+def true_scores(models: list[Responses]) -> np.ndarray:
+    """QxM, by the words of each model's own answers."""
+    return np.array([[score(each.response, each.output) for each in model.responses] for model in models]).T
+
+
+@dataclass
+class Bench:
+    """A judge, a folder with responses files, and ways to have them judged."""
+
+    judge: FakeJudge
+    folder: Path
+    models: list[Responses] = field(default_factory=make_models)
+
+    @property
+    def cache(self) -> Path:
+        return self.folder / "judgements.jsonl"
+
+    @property
+    def settings(self) -> JudgeSettings:
+        return JudgeSettings(Endpoint("referee", self.judge.url, 5.0), attempts=3)
+
+    def run(self, **changes: Any) -> Judgement:
+        return judge(self.models, replace(self.settings, **changes), self.cache)
+
+    def assert_true(self, judgement: Judgement) -> None:
+        """Every model has the scores of its own answers, in every repeat."""
+        assert not judgement.unanswered
+        for repeat in range(judgement.scores.shape[1]):
+            assert (judgement.scores[:, repeat] == true_scores(self.models)).all()
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.cache.read_text().splitlines()]
+
+    def kept(self) -> int:
+        """Whole lines in the cache, also while others are written."""
+        return self.cache.read_bytes().count(b"\n") if self.cache.exists() else 0
+
+    def write(self) -> list[str]:
+        paths = []
+        for model in self.models:
+            paths.append(str(self.folder / f"{model.model}.json"))
+            write_responses(Path(paths[-1]), model)
+        return paths
+
+    def start(self, *arguments: str, key: str | None = KEY, limit: str = "unlimited") -> subprocess.Popen[str]:
+        """judge_ift.py on all models, allowed to write files of `limit` KiB."""
+        script = f"ulimit -f {limit}; exec {sys.executable} {ROOT / 'judge_ift.py'} " + '"$@"'
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("OPENAI_")}
+        environment |= {"NO_PROXY": "127.0.0.1"} | ({} if key is None else {"OPENAI_API_KEY": key})
+        return subprocess.Popen(
+            [
+                "bash",
+                "-c",
+                script,
+                "bash",
+                *self.write(),
+                "--model",
+                "referee",
+                "--base-url",
+                self.judge.url,
+                *arguments,
+            ],
+            cwd=self.folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def command(self, *arguments: str, expect: int = 0, **options: Any) -> tuple[str, str]:
+        return finish(self.start(*arguments, **options), expect)
+
+
+def finish(process: subprocess.Popen[str], expect: int) -> tuple[str, str]:
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == expect, f"{process.returncode}\n{stdout}\n{stderr}"
+    assert "Traceback" not in stderr
+    assert KEY not in stdout + stderr
+    return stdout, stderr
+
+
+def one_line(stderr: str) -> str:
+    (line,) = stderr.splitlines()
+    return line
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(judge_requests, "FIRST_PAUSE_SECONDS", 0.02)
+    with FakeJudge() as fake:
+        yield Bench(fake, tmp_path)
+
+
+# Whole ---------------------------------------------------------------------------------------------------------------
+
+
+def test_every_model_gets_its_own_scores(bench: Bench) -> None:
+    judgement = bench.run(repeats=3)
+    bench.assert_true(judgement)
+    requests = bench.judge.requests
+    assert len(requests) == QUESTIONS * 3
+    assert {request.model for request in requests} == {"referee"}
+    assert {request.authorization for request in requests} == {f"Bearer {KEY}"}
+    assert not any(label in request.prompt for request in requests for label in LABELS)
+    spent = judgement.spent
+    assert (spent.answers, spent.uncounted) == (len(requests), 0)
+    assert spent.prompt == sum(request.prompt_tokens for request in requests)
+    assert spent.completion == sum(request.completion_tokens for request in requests)
+    assert KEY not in bench.cache.read_text()
+
+
+def test_nothing_is_asked_again_whatever_the_order_of_the_files(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.run()
+    bench.models.reverse()
+    monkeypatch.delenv("OPENAI_API_KEY")  # there is nothing to pay for
+    judgement = bench.run()
+    bench.assert_true(judgement)
+    assert judgement.labels == tuple(reversed(LABELS))
+    assert len(bench.judge.requests) == QUESTIONS
+    assert judgement.spent_now.answers == 0
+    assert judgement.spent.answers == QUESTIONS
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"repeats": 2},
+        {"endpoint": "another"},
+        {"models": make_models(labels=LABELS[:2])},
+        {"models": [*make_models()[:2], make_models(labels=(*LABELS, "largest"))[3]]},
+    ],
+    ids=["repeats", "judge", "fewer models", "another model"],
+)
+def test_what_was_not_asked_before_is_asked(bench: Bench, change: dict[str, Any]) -> None:
+    bench.run()
+    if "models" in change:
+        bench.models = change.pop("models")
+    if "endpoint" in change:
+        change["endpoint"] = Endpoint(change["endpoint"], bench.judge.url)
+    bench.assert_true(bench.run(**change))
+    assert len(bench.judge.requests) == 2 * QUESTIONS
+
+
+def test_a_question_that_is_there_twice_is_asked_once(bench: Bench) -> None:
+    """Where the prompts are equal; in another order it is another prompt."""
+    bench.models = [
+        Responses(model=model.model, responses=[model.responses[0]] * 20) for model in make_models(labels=LABELS[:2])
+    ]
+    bench.assert_true(bench.run())
+    assert len(bench.judge.requests) == 2
+
+
+def test_one_model_alone(bench: Bench) -> None:
+    bench.models = bench.models[:1]
+    judgement = bench.run()
+    bench.assert_true(judgement)
+    report = JudgeReport.of(judgement, bench.settings)
+    assert report.comparison is not None
+    assert report.comparison.pairs == ()
+    assert "pair" not in "\n".join(report.lines())
+
+
+def test_each_answer_alone_is_kept_apart_from_those_together(bench: Bench) -> None:
+    """The same answers, by three prompts: nothing of one counts for another, and each is asked once."""
+    together = bench.run()
+    for number, prompt in enumerate(("book", "notebook"), start=1):
+        alone = bench.run(prompt=prompt, repeats=2)
+        bench.assert_true(alone)
+        assert alone.spent.answers == len(LABELS) * QUESTIONS * 2
+        assert len(bench.judge.requests) == QUESTIONS + number * alone.spent.answers
+        assert bench.run(prompt=prompt, repeats=2).spent_now.answers == 0
+    assert bench.run().spent == together.spent
+    assert [line.get("prompt") for line in bench.lines()] == [None] * 5 + ["book"] * 30 + ["notebook"] * 30
+
+
+def test_a_report_of_answers_judged_alone_says_so(bench: Bench) -> None:
+    settings = replace(bench.settings, prompt="book")
+    report = JudgeReport.of(bench.run(prompt="book"), settings)
+    printed = " ".join("\n".join(report.lines()).split())
+    assert "referee judged each answer alone, by the book's prompt; 5 questions." in printed
+    assert "not with those of models judged together" in printed
+    assert report.as_json()["prompt"] == "book"
+    together = JudgeReport.of(bench.run(), bench.settings)
+    assert "alone" not in "\n".join(together.lines())
+    assert together.as_json()["prompt"] == "together"
+
+
+def test_a_model_without_a_valid_answer_alone_leaves_the_question_out(bench: Bench) -> None:
+    bench.judge.faults = [text("about 80")] * 3
+    judgement = bench.run(prompt="notebook", parallel=1)
+    missing = np.isnan(judgement.scores[:, 0])
+    assert missing.sum() == 1, "one of fifteen"
+    assert (judgement.scores[:, 0][~missing] == true_scores(bench.models)[~missing]).all()
+    report = JudgeReport.of(judgement, replace(bench.settings, prompt="notebook"))
+    assert report.comparison is not None
+    assert report.comparison.questions == QUESTIONS - 1, "for every model, so that differences stay paired"
+    shortfall = str(report.shortfall())
+    assert "no valid answer to 1 of 15 prompts, after 3 attempts each (question 1; " in shortfall
+    assert '"about 80" is not an integer from 0 to 100' in shortfall
+
+
+def test_equal_answers_judged_alone_are_paid_for_once(bench: Bench) -> None:
+    bench.models = [model.model_copy(update={"responses": bench.models[0].responses}) for model in bench.models]
+    bench.assert_true(bench.run(prompt="book"))
+    assert len(bench.judge.requests) == QUESTIONS
+
+
+# Faults --------------------------------------------------------------------------------------------------------------
+
+SWAPPED = rewritten(lambda scores: json.dumps({f"model {name}": value for name, value in scores.items()}))
+EXTRA = rewritten(lambda scores: json.dumps(scores | {"D": 50}))
+MISSING = rewritten(lambda scores: json.dumps({"A": scores["A"], "B": scores["B"]}))
+ABOVE = rewritten(lambda scores: json.dumps(scores | {"A": 101}))
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (text("The best one is A."), "not JSON"),
+        (rewritten(lambda scores: json.dumps(scores)[:-1]), "not JSON"),
+        (SWAPPED, 'scores for "model A", "model B", "model C", which no answer is called'),
+        (EXTRA, 'scores for "D"'),
+        (MISSING, "no score for C"),
+        (ABOVE, '"A": 101 is not a score from 0 to 100'),
+        (text('{"A": NaN, "B": 1, "C": 1}'), "NaN"),
+        (text('{"A": true, "B": 1, "C": 1}'), "true is not a score"),
+        (text(""), "an empty answer"),
+        (text(f"your key is {KEY}"), "your key is ***"),
+        (Fault(refusal="I would rather not"), "refused: I would rather not"),
+    ],
+)
+def test_an_invalid_answer_is_asked_for_again_and_its_cost_is_counted(bench: Bench, fault: Fault, reason: str) -> None:
+    bench.judge.faults = [fault]
+    judgement = bench.run()
+    bench.assert_true(judgement)
+    assert len(bench.judge.requests) == QUESTIONS + 1
+    (invalid,) = [line for line in bench.lines() if "scores" not in line]
+    assert reason in invalid["reason"]
+    assert judgement.spent.answers == QUESTIONS + 1
+    assert judgement.spent.prompt == sum(request.prompt_tokens for request in bench.judge.requests)
+    assert judgement.spent.completion == sum(request.completion_tokens for request in bench.judge.requests)
+    assert KEY not in bench.cache.read_text()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"<html>Welcome!</html>", b"", b'{"choices": []}', b'{"error": {"code": 502}}', b"\xff\xfe", b'{"choices": [{}]}'],
+)
+def test_what_is_no_reply_of_a_chat_is_asked_for_again(bench: Bench, body: bytes) -> None:
+    bench.judge.faults = [Fault(body=body)]
+    bench.assert_true(bench.run())
+    (invalid,) = [line for line in bench.lines() if "scores" not in line]
+    assert "not the reply of a chat" in invalid["reason"]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        status(429),
+        status(429, retry_after="0"),
+        status(500),
+        status(503, retry_after="Fri, 31 Dec 1999 23:59:59 GMT"),
+        status(529, retry_after="soon"),
+        status(408),
+        Fault(hang_up=True),
+        Fault(delay_seconds=60),
+        Fault(delay_seconds=0.05, trickle=True),
+    ],
+    ids=["429", "429 now", "500", "503 then", "529", "408", "hung up", "silent", "slow"],
+)
+def test_a_judge_that_fails_for_a_while(bench: Bench, fault: Fault) -> None:
+    bench.judge.faults = [fault, fault]
+    began = time.monotonic()
+    bench.assert_true(bench.run(endpoint=Endpoint("referee", bench.judge.url, 0.8)))
+    assert time.monotonic() - began < 10
+    assert len(bench.judge.requests) == QUESTIONS + 2
+    assert len(bench.lines()) == QUESTIONS
+
+
+@pytest.mark.parametrize("form", ["seconds", "date"])
+def test_retry_after_is_waited_for(bench: Bench, form: str) -> None:
+    bench.models = make_models(1)
+    wait = "0.7" if form == "seconds" else formatdate(time.time() + 2, usegmt=True)  # whole seconds, so one at least
+    bench.judge.faults = [status(429, retry_after=wait)]
+    bench.assert_true(bench.run())
+    first, second = bench.judge.requests
+    assert 0.7 <= second.at - first.at < 6
+
+
+def test_a_long_retry_after_is_left_to_the_user(bench: Bench) -> None:
+    bench.judge.always = {None: status(429, retry_after="86400")}
+    with pytest.raises(RunError, match="asks to be left alone for 86,400 seconds"):
+        bench.run()
+    assert not bench.cache.exists()
+
+
+def test_a_busy_judge_is_not_given_up_while_it_answers_others(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Question 0 is refused more often than there are attempts, but others are answered between two refusals."""
+    refusals: list[int] = []
+    honest = bench.judge.reaction
+
+    def reaction(question: dict[str, Any]) -> Fault:
+        if question["instruction"] != "Question 0" or len(refusals) == 6:
+            return honest(question)
+        # Two more lines by the one other thread, so that the first of them is known to be there.
+        enough = refusals[-1] + 2 if refusals else 0
+        wait_until(lambda: bench.kept() >= enough)
+        refusals.append(bench.kept())
+        return status(429)
+
+    monkeypatch.setattr(bench.judge, "reaction", reaction)
+    bench.models = make_models(40)
+    bench.assert_true(bench.run(parallel=2, endpoint=Endpoint("referee", bench.judge.url, 60.0)))
+    assert len(bench.judge.requests) == 40 + 6
+
+
+def test_answers_without_a_count_are_said_to_be(bench: Bench) -> None:
+    bench.judge.faults = [Fault(has_usage=False)]
+    judgement = bench.run()
+    bench.assert_true(judgement)
+    assert judgement.spent.uncounted == 1
+    counted = [line["prompt_tokens"] for line in bench.lines() if "prompt_tokens" in line]
+    assert len(counted) == QUESTIONS - 1
+    assert judgement.spent.prompt == sum(counted)
+    lines = "\n".join(JudgeReport.of(judgement, bench.settings).lines())
+    assert "(1 of the answers came without a count)" in " ".join(lines.split())
+
+
+# Failures ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "problem"),
+    [
+        (status(500), "status 500"),
+        (Fault(hang_up=True), "the connection failed"),
+        (Fault(delay_seconds=60), "no answer"),
+    ],
+    ids=["500", "hung up", "silent"],
+)
+def test_a_judge_that_never_answers(bench: Bench, fault: Fault, problem: str) -> None:
+    bench.judge.always = {None: fault}
+    with pytest.raises(RunError) as caught:
+        bench.run(parallel=1, endpoint=Endpoint("referee", bench.judge.url, 0.3))
+    assert problem in str(caught.value)
+    assert "(3 times in a row); judging again asks again" in str(caught.value)
+    assert len(bench.judge.requests) == 3
+    assert list(bench.folder.iterdir()) == []
+
+
+def test_a_judge_that_goes_away_leaves_what_it_answered(bench: Bench) -> None:
+    bench.judge.always = {"Question 3": Fault(hang_up=True)}
+    with pytest.raises(RunError) as caught:
+        bench.run(parallel=1)
+    assert f"3 answers are kept in {bench.cache}, and judging again goes on from there" in str(caught.value)
+    bench.judge.always = {}
+    bench.assert_true(bench.run())
+    assert len(bench.judge.paid) == len(set(bench.judge.paid)) == QUESTIONS
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "message"),
+    [
+        (status(401, message=f"wrong key: {KEY}"), UserError, "status 401"),
+        (status(403), UserError, "check the key"),
+        (status(404, code="model_not_found"), UserError, "check the judge's name and --base-url"),
+        (status(400), UserError, "does not take the request"),
+        (status(429, code="insufficient_quota"), RunError, "no credit left"),
+    ],
+)
+def test_what_does_not_pass_is_said_at_once(bench: Bench, fault: Fault, kind: type[Exception], message: str) -> None:
+    bench.judge.always = {None: fault}
+    with pytest.raises(kind) as caught:
+        bench.run(parallel=1)
+    assert message in str(caught.value)
+    assert KEY not in str(caught.value)
+    assert len(bench.judge.requests) == 1
+    assert not bench.cache.exists()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [text("no"), status(400, code="context_length_exceeded"), status(400, code="invalid_prompt")],
+    ids=["text", "too long", "flagged"],
+)
+def test_a_question_without_a_valid_answer_is_left_out_and_asked_again_next_time(bench: Bench, fault: Fault) -> None:
+    bench.judge.always = {"Question 2": fault}
+    judgement = bench.run()
+    (unanswered,) = judgement.unanswered
+    assert (unanswered.question, unanswered.repeat) == (3, 1)
+    assert np.isnan(judgement.scores[2]).all()
+    report = JudgeReport.of(judgement, bench.settings)
+    assert report.comparison is not None
+    others = np.delete(true_scores(bench.models), 2, axis=0)
+    assert [mean.value for mean in report.comparison.means] == pytest.approx(others.mean(axis=0))
+    assert "no valid answer to 1 of 5 prompts, after 3 attempts each (question 3; " in str(report.shortfall())
+
+    asked = len(bench.judge.requests)
+    assert asked == QUESTIONS - 1 + 3
+    bench.judge.always = {}
+    bench.assert_true(bench.run())
+    assert len(bench.judge.requests) == asked + 1
+
+
+def test_a_judge_that_cannot_do_it_is_not_paid_to_the_end(bench: Bench) -> None:
+    bench.models = make_models(60)
+    bench.judge.always = {None: text("Both are fine!")}
+    with pytest.raises(RunError, match=r"no valid answer to any of the first 8 questions .*try another judge"):
+        bench.run(parallel=2)
+    assert len(bench.judge.requests) <= (HOPELESS_QUESTIONS + 4) * 3
+
+
+def test_without_the_openai_package(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openai", None)
+    monkeypatch.setattr(sys, "argv", ["/somewhere/judge_ift.py"])
+    with pytest.raises(UserError, match=r"uv run --extra judge judge_ift\.py"):
+        bench.run()
+    assert not bench.cache.exists()
+
+
+@pytest.mark.parametrize("key", [None, "", "  ", "clé"])
+def test_without_a_key(bench: Bench, monkeypatch: pytest.MonkeyPatch, key: str | None) -> None:
+    if key is None:
+        monkeypatch.delenv("OPENAI_API_KEY")
+    else:
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+    with pytest.raises(UserError, match="OPENAI_API_KEY"):
+        bench.run()
+    assert not bench.cache.exists()
+
+
+@pytest.mark.parametrize(
+    "url", ["judge", "ftp://judge/v1", "http://", "http://judge:99999", "http://[", "https://me:password@judge/v1"]
+)
+def test_addresses_that_are_none(url: str) -> None:
+    with pytest.raises(UserError, match=r"^--base-url: ") as caught:
+        Endpoint.choose("m", url, 1.0)
+    assert "password@" not in str(caught.value)
+
+
+@pytest.mark.parametrize("model", ["", "gpt-\udcff"])
+def test_a_judge_has_a_name(model: str) -> None:
+    with pytest.raises(UserError, match=r"the judge: .* is not the name"):
+        Endpoint.choose(model, None, 1.0)
+
+
+def test_the_address_is_the_option_or_the_environments_or_openais(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    assert Endpoint.choose("m", None, 1.0).base_url == "https://api.openai.com/v1"
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
+    assert Endpoint.choose("m", None, 1.0).base_url == "http://127.0.0.1:8000/v1"
+    assert Endpoint.choose("m", "http://127.0.0.1:9000/v1/", 1.0).base_url == "http://127.0.0.1:9000/v1"
+
+
+# Cache ---------------------------------------------------------------------------------------------------------------
+
+
+def record(number: int) -> Record:
+    return Record(key=f"{number}" * 4, question=number, repeat=1, scores={"A": 1.0, "B": number}, time=1e9)
+
+
+def test_a_line_cut_off_anywhere_costs_that_line_alone(tmp_path: Path) -> None:
+    path = tmp_path / "cache.jsonl"
+    with JudgeCache(path) as cache:
+        cache.append(record(1))
+        cache.append(record(2))
+    whole = path.read_bytes()
+    last = len(whole.splitlines(keepends=True)[-1])
+    for cut in range(1, last + 1):
+        path.write_bytes(whole[:-cut])
+        with JudgeCache(path) as cache:
+            # Without its newline alone, the line is whole.
+            assert cache.records == ([record(1), record(2)] if cut == 1 else [record(1)])
+            cache.append(record(3))
+        with JudgeCache(path) as cache:
+            assert cache.records[-1] == record(3)
+            assert len(cache.records) == (3 if cut == 1 else 2)
+
+
+@pytest.mark.parametrize("content", ['{"model": "small"}', "# Notes\n", "\n\nx", '{"key": "1"}\n{"other": 1}\n'])
+def test_another_file_is_not_written_to(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "notes"
+    path.write_text(content)
+    with pytest.raises(UserError, match=r"notes:\d: not a judge's answer; give --cache another file"):
+        JudgeCache(path)
+    assert path.read_text() == content
+
+
+def test_what_cannot_be_a_cache(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not a file"):
+        JudgeCache(Path("/dev/null"))
+    with pytest.raises(RunError, match="Is a directory"):
+        JudgeCache(tmp_path)
+    with pytest.raises(RunError, match="No such file or directory"):
+        JudgeCache(tmp_path / "missing" / "cache.jsonl")
+
+
+def test_a_cache_has_one_owner(tmp_path: Path) -> None:
+    path = tmp_path / "cache.jsonl"
+    with JudgeCache(path) as cache:
+        with pytest.raises(UserError, match="another judging uses it"):
+            JudgeCache(path)
+        cache.append(record(1))
+    with JudgeCache(path) as cache:
+        assert cache.records == [record(1)]
+
+
+def test_scores_of_other_names_in_the_cache_are_no_answer(bench: Bench) -> None:
+    bench.run()
+    bench.cache.write_text(bench.cache.read_text().replace('"C":', '"X":'))
+    bench.assert_true(bench.run())
+    assert len(bench.judge.requests) == 2 * QUESTIONS
+
+
+# The command ---------------------------------------------------------------------------------------------------------
+
+
+def test_command_prints_a_table_and_the_same_as_json(bench: Bench) -> None:
+    stdout, stderr = bench.command("--repeats", "2", "--price-in", "2", "--price-out", "10")
+    assert stderr == ""  # no bar, where nobody watches
+    assert all(len(line) <= 80 for line in stdout.splitlines())
+    means = true_scores(bench.models).mean(axis=0)
+    table = [line.split() for line in stdout.splitlines()]
+    for place, model in enumerate(np.argsort(-means), start=1):
+        (row,) = [row for row in table if row and row[-1] == LABELS[model]]
+        assert row[:2] == [str(place), f"{means[model]:.2f}"]
+    assert bench.cache.is_file()
+
+    prompt = sum(request.prompt_tokens for request in bench.judge.requests)
+    completion = sum(request.completion_tokens for request in bench.judge.requests)
+    assert (
+        f"Tokens: {prompt:,} of prompts, {completion:,} of answers, ${(2 * prompt + 10 * completion) / 1e6:.4f}"
+        in stdout
+    )
+
+    bench.judge.always = {None: status(401)}  # the second time nothing is asked, so that no key is needed either
+    stdout, _ = bench.command("--repeats", "2", "--json", key=None)
+    result = json.loads(stdout)
+    assert [model["model"] for model in result["models"]] == list(LABELS)
+    assert [model["mean"]["value"] for model in result["models"]] == pytest.approx(means)
+    scores = np.array([model["scores"] for model in result["models"]])
+    assert (scores == true_scores(bench.models).T[:, :, None]).all()
+    assert result["tokens"]["this_run"]["answers"] == 0
+    assert result["tokens"]["all_answers"]["prompt"] == prompt
+    assert len(result["pairs"]) == 3
+    wins = (scores[2].mean(axis=1) > scores[0].mean(axis=1)).mean()
+    assert [p["win_rate"] for p in result["pairs"] if (p["first"], p["second"]) == ("large", "small")] == [wins]
+
+
+def test_killed_judging_goes_on_and_pays_for_nothing_twice(bench: Bench) -> None:
+    bench.models = make_models(12)
+    bench.judge.honest_requests = 5
+    process = bench.start("--parallel", "3")
+    wait_until(lambda: bench.kept() == 5)
+    wait_until(lambda: len(bench.judge.requests) == 8)
+    process.kill()
+    finish(process, -signal.SIGKILL)
+    bench.judge.released.set()
+
+    bench.judge.honest_requests = None
+    bench.assert_true(bench.run())
+    assert len(bench.judge.paid) == len(set(bench.judge.paid)) == 12
+
+
+def test_ctrl_c_leaves_at_once_and_keeps_what_was_answered(bench: Bench) -> None:
+    bench.models = make_models(12)
+    bench.judge.honest_requests = 5
+    process = bench.start("--parallel", "3")
+    wait_until(lambda: bench.kept() == 5)
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, stderr = finish(process, 128 + signal.SIGINT)
+    assert time.monotonic() - began < 5
+    assert one_line(stderr) == "stopped by SIGINT; the same command goes on from there"
+    assert len(bench.lines()) == 5
+
+
+def test_a_disk_that_fills_up_loses_no_answer_that_was_kept(bench: Bench) -> None:
+    bench.models = make_models(12)
+    _, stderr = bench.command(limit="1", expect=1)
+    assert one_line(stderr).startswith(f"error: {bench.cache}: File too large; ")
+    assert bench.cache.stat().st_size == 1024
+    *lines, cut = bench.cache.read_text().split("\n")
+    whole = len(lines) + cut.endswith("}")  # a line that only lacks its newline is whole
+    assert whole >= 4
+    before = len(bench.judge.paid)
+    bench.assert_true(bench.run())
+    assert len(bench.judge.paid) == before + 12 - whole
+
+
+def test_command_with_an_unanswered_question_ends_with_one_line(bench: Bench) -> None:
+    bench.judge.always = {"Question 0": EXTRA}
+    stdout, stderr = bench.command("--attempts", "2", expect=1)
+    assert "4 of 5 questions" in stdout
+    assert one_line(stderr).startswith("error: the judge referee at http://127.0.0.1:")
+    assert '(question 1; the last one: scores for "D", which no answer is called)' in stderr
+
+
+def test_wrong_commands_end_with_one_line_and_leave_nothing(bench: Bench) -> None:
+    other = bench.folder / "other.json"
+    write_responses(other, Responses(model="other", responses=make_models(QUESTIONS - 1)[0].responses))
+    before = sorted([*bench.folder.iterdir(), *map(Path, bench.write())])
+    for arguments, key, message in [
+        ([], None, "error: OPENAI_API_KEY is not in the environment"),
+        ([str(other)], KEY, f"error: {bench.folder}/small.json and {other}: not the same questions: 5 and 4 of them"),
+        ([str(bench.folder / "none.json")], KEY, f"error: {bench.folder}/none.json: no such file"),
+        (["--price-in", "1"], KEY, "error: --price-in and --price-out: give both, or none"),
+    ]:
+        _, stderr = bench.command(*arguments, key=key, expect=2)
+        assert one_line(stderr).startswith(message)
+    assert sorted(bench.folder.iterdir()) == before
+    assert not bench.judge.requests
+
+
+def test_the_readmes_example_needs_no_account(bench: Bench) -> None:
+    """The server as it is started by hand, the files that it writes, and the command that it prints."""
+    write_responses(bench.folder / "ift-responses.json", bench.models[0])
+    (shown,) = re.findall(r"`uv run (tests/fake_judge\.py [^`]*)`", README)
+    script, *options = shown.replace("runs/quickstart/ift-responses.json", "ift-responses.json").split()
+    command = [sys.executable, str(ROOT / script), *options, "--port", "0"]
+    server = subprocess.Popen(command, cwd=bench.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        lines = [server.stdout.readline() for _ in range(4)]
+        bench_command = lines[3].split()
+        assert bench_command[:5] == ["uv", "run", "--extra", "judge", "judge_ift.py"]
+        assert "--model word-counter --base-url http://127.0.0.1:" in lines[3]
+        assert "--model word-counter --base-url http://127.0.0.1:8000/v1" in " ".join(README.split())
+        environment = {**os.environ, "OPENAI_API_KEY": "none", "NO_PROXY": "127.0.0.1"}
+        judging = subprocess.Popen(
+            [sys.executable, str(ROOT / "judge_ift.py"), *bench_command[5:]],
+            cwd=bench.folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        stdout, stderr = finish(judging, 0)
+        assert stderr == ""
+        ranking = re.findall(r"^ +\d +(\S+) .*  (\S+)$", stdout, re.M)
+        assert ranking[0] == ("50.00", "half-of-the-reference"), "five of ten words"
+        server.send_signal(signal.SIGINT)
+        assert server.wait(10) == 0
+    finally:
+        server.kill()
+        server.communicate()
+    again = subprocess.run(command, cwd=bench.folder, capture_output=True, text=True)
+    assert (again.returncode, one_line(again.stderr)) == (1, "error: small.json: exists; start this in another folder")
+    missing = subprocess.run([*command[:3], "no.json", "--port", "0"], cwd=bench.folder, capture_output=True, text=True)
+    assert (missing.returncode, missing.stderr) == (1, "error: no.json: No such file or directory\n")
+
+
+# Tables --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 12])
+def test_tables_fit_a_terminal(count: int) -> None:
+    labels = tuple(
+        f"runs/8xa100m40/checkpoints/20251206Z014912-iteration-{number}/a \x1b[31mred name" for number in range(count)
+    )
+    scores = np.random.default_rng(0).integers(0, 101, size=(100, 2, count)).astype(float)
+    spent = Tokens(2000, 10**9, 10**7, 3)
+    judgement = Judgement(labels, scores, (), spent, Tokens())
+    settings = JudgeSettings(Endpoint("a-judge-with-a-long-name-20260101", "http://judge.example/v1"), repeats=2)
+    report = JudgeReport.of(judgement, settings, Prices(1.25, 10))
+    lines = list(report.lines())
+    assert all(len(line) <= 80 and line.isprintable() for line in lines)
+    joined = "".join("".join(lines).split())
+    assert all(f"iteration-{number}/a" in joined for number in range(count))
+    rows = [line for line in lines if " : " in line]
+    assert len(rows) == (count * (count - 1) // 2 if count <= 8 else count - 1)
+    assert "$1,350.0000" in "".join(lines)
+    assert len(report.as_json()["pairs"]) == count * (count - 1) // 2
+
+
+def test_a_proxy_that_cannot_be_used_is_one_line(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, value in (("ALL_PROXY", "gopher://127.0.0.1:1"), ("SSL_CERT_FILE", "/nowhere")):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, value)
+            line = one_line(bench.command(expect=2)[1])
+        assert "no connection can be set up" in line
+        assert variable in line
+    assert not bench.judge.requests
+
+
+def test_the_same_files_by_other_paths_cost_nothing(bench: Bench) -> None:
+    """Models of one name are told apart by their paths; the judge sees neither."""
+    bench.models = [model.model_copy(update={"model": "same"}) for model in bench.models[:2]]
+    bench.folder.joinpath("b").mkdir()
+    for folder, model in zip((bench.folder, bench.folder / "b"), bench.models, strict=True):
+        write_responses(folder / "r.json", model)
+
+    def judge_paths(*paths: str) -> str:
+        environment = {**os.environ, "OPENAI_API_KEY": KEY, "NO_PROXY": "127.0.0.1"}
+        command = [sys.executable, str(ROOT / "judge_ift.py"), *paths, "--base-url", bench.judge.url]
+        process = subprocess.Popen(
+            command, cwd=bench.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        return finish(process, 0)[0]
+
+    judge_paths("r.json", "b/r.json")
+    assert len(bench.judge.paid) == QUESTIONS
+    judge_paths("b/r.json", "r.json")
+    judge_paths(str(bench.folder / "r.json"), str(bench.folder / "b" / "r.json"))
+    assert len(bench.judge.paid) == QUESTIONS

@@ -1,0 +1,81 @@
+"""Means, intervals and win rates: against closed forms and scipy."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from harness.common.statistics import RESAMPLES, question_means, resampled_means
+from harness.evaluation.judge.statistics import compare, win_rate
+
+RANDOM = np.random.default_rng(7)
+
+
+def test_repeats_are_averaged_and_unanswered_questions_left_out() -> None:
+    nothing = [math.nan, math.nan]
+    scores = np.array([[[10, 20], [30, 20]], [nothing, [50, 60]], [nothing, nothing]])
+    assert question_means(scores).tolist() == [[20, 20], [50, 60]]
+    comparison = compare(scores, seed=0)
+    assert comparison is not None
+    assert comparison.questions == 2
+    assert [mean.value for mean in comparison.means] == [35, 40]
+    assert comparison.ranking == (1, 0)
+    assert compare(scores[2:], seed=0) is None
+
+
+def test_means_of_resamples_have_their_exact_distribution() -> None:
+    """Of two questions, a resample has both, or one of them twice: a quarter, a half, a quarter."""
+    resampled = resampled_means(np.array([[0.0, 7.0], [100.0, 7.0]]), seed=1)
+    assert resampled.shape == (RESAMPLES, 2)
+    values, counts = np.unique(resampled[:, 0], return_counts=True)
+    assert values.tolist() == [0, 50, 100]
+    deviation = math.sqrt(RESAMPLES * 0.25 * 0.75)
+    assert abs(counts - RESAMPLES * np.array([0.25, 0.5, 0.25])).max() < 5 * deviation
+    assert (resampled[:, 1] == 7).all()
+
+
+def test_models_share_their_resamples() -> None:
+    """A model that is always 5 points better is so in every resample, however much the questions differ."""
+    scores = RANDOM.integers(0, 95, size=(40, 1, 1)).astype(float)
+    comparison = compare(np.concatenate([scores, scores + 5], axis=2), seed=0)
+    assert comparison is not None
+    (pair,) = comparison.pairs
+    assert (pair.first, pair.second, pair.win_rate) == (1, 0, 1.0)
+    difference = pair.difference
+    assert [difference.value, difference.low, difference.high] == pytest.approx([5, 5, 5])
+    assert comparison.means[0].high - comparison.means[0].low > 5
+
+
+def test_intervals_are_those_of_scipy() -> None:
+    first, second = RANDOM.normal(50, 15, size=(2, 200))
+    comparison = compare(np.stack([first, second], axis=1)[:, None, :], seed=3)
+    assert comparison is not None
+    options = {"method": "percentile", "n_resamples": 20_000, "rng": np.random.default_rng(0)}
+    theirs = scipy.stats.bootstrap((first,), np.mean, **options).confidence_interval
+    ours = comparison.means[0]
+    assert [ours.low, ours.high] == pytest.approx([theirs.low, theirs.high], abs=0.12)  # a ninth of a standard error
+    theirs = scipy.stats.bootstrap((first - second,), np.mean, **options).confidence_interval
+    (pair,) = comparison.pairs
+    sign = 1 if pair.first == 0 else -1
+    ends = sorted([sign * pair.difference.low, sign * pair.difference.high])
+    assert ends == pytest.approx([theirs.low, theirs.high], abs=0.17)
+
+
+def test_win_rate_counts_ties_as_half() -> None:
+    assert win_rate(np.array([3.0, 2.0, 1.0, 0.1 + 0.2]), np.array([2.0, 2.0, 2.0, 0.3])) == 0.5
+    first, second = RANDOM.integers(0, 5, size=(2, 300)).astype(float)
+    # Agresti's definition: the Mann-Whitney statistic counts the same over all pairs of samples.
+    over_all = np.mean([win_rate(np.array([one]), np.array([two])) for one, two in itertools.product(first, second)])
+    u = scipy.stats.mannwhitneyu(first, second).statistic
+    assert over_all == pytest.approx(u / len(first) / len(second))
+    assert win_rate(first, second) + win_rate(second, first) == pytest.approx(1)
+
+
+def test_the_same_seed_gives_the_same_interval() -> None:
+    scores = RANDOM.integers(0, 101, size=(30, 2, 3)).astype(float)
+    assert compare(scores, seed=5) == compare(scores, seed=5)
+    assert compare(scores, seed=5) != compare(scores, seed=6)

@@ -1,0 +1,230 @@
+"""Checkpoints and links that are damaged.
+
+What cannot be read is named, with a way out.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import checkpointing
+from harness.common.errors import UserError
+from tests.conftest import Evidence
+from tests.support.jobs import for_each, train
+from tests.support.launch import Workshop
+from tests.support.same_end import assert_same_end
+from tests.support.stopped_run import FILES, SAME_END, copy_of_stopped
+
+
+@pytest.fixture(scope="module")
+def shop(stopped_shop: Workshop) -> Workshop:
+    return stopped_shop
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is done to the checkpoint that a link points to, or to the link."""
+
+    what: str
+    do: Callable[[Path], object]  # given the file, or the link
+    file: str | None = None  # in the checkpoint; None for the link itself
+    words: str = ""
+
+    def to(self, link: Path) -> None:
+        self.do(link.resolve() / self.file if self.file else link)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def flip(path: Path) -> None:
+    """One bit in the middle; of meta.json in the digit that counts the tokens seen."""
+    content = bytearray(path.read_bytes())
+    place = content.index(b'"tokens_seen": ') + 15 if path.name == "meta.json" else len(content) // 2
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def lead_out(path: Path) -> None:
+    """In its place a link to the same contents elsewhere."""
+    elsewhere = path.parent.parent.parent / f"elsewhere-{path.name}"
+    (path.resolve() if path.is_symlink() else path).rename(elsewhere)
+    path.unlink(missing_ok=True)
+    path.symlink_to(elsewhere)
+
+
+def dangle(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("20200101Z000000-iteration-6")
+
+
+def point_to_itself(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def become_a_file(path: Path) -> None:
+    path.unlink()
+    path.write_text("20200101Z000000-iteration-6")
+
+
+FILE_DAMAGES = [
+    *(Damage("cut in half", cut, file, file) for file in FILES),
+    *(Damage("emptied", empty, file, file) for file in FILES),
+    *(Damage("one bit flipped", flip, file, file) for file in FILES),
+    *(Damage("missing", Path.unlink, file, file) for file in FILES),
+    *(Damage("a link that leads out", lead_out, file, "leads out") for file in FILES),
+    *(Damage("a link to itself", point_to_itself, file, file) for file in FILES),
+]
+LINK_DAMAGES = [
+    Damage("dangling", dangle, words="latest: no such checkpoint"),
+    Damage("leading to itself", point_to_itself, words="latest: no such checkpoint"),
+    Damage("leading out", lead_out, words="leads out"),
+]
+
+
+def few(cases: list[Damage], exhaustive: bool) -> list[Damage]:
+    """One for each kind and each file at least."""
+    return cases if exhaustive else cases[:: len(FILES) + 1]
+
+
+@pytest.mark.fault("latest is damaged")
+def test_damaged_latest(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+    def try_one(case: tuple[int, Damage]) -> None:
+        number, damage = case
+        run = copy_of_stopped(shop, f"damaged-{number}")
+        damage.to(run / "checkpoints" / "latest")
+        refused = train(shop, run.name, expect=2)
+        (line,) = refused.error_lines
+        assert damage.words in line, line
+        offered = next(path.name for step, path in checkpointing.list_checkpoints(run / "checkpoints") if step == 4)
+        if damage.file or damage.do == lead_out:
+            assert f"the newest whole checkpoint is {offered}: give that name as CHECKPOINT" in line
+        train(shop, run.name, offered)
+        assert_same_end(shop.runs / "straight", run)
+
+    cases = few(FILE_DAMAGES, exhaustive) + LINK_DAMAGES
+    for_each(enumerate(cases), try_one)
+    evidence(
+        injected="in the checkpoint that latest points to, any one file cut in half, emptied, with one bit flipped, "
+        "missing, a link that leads out or to itself; latest dangling, leading to itself, or leading out",
+        times=len(cases),
+        outcome="refused by one line with the file's name, which offers the newest checkpoint that is whole; given "
+        f"that name, {SAME_END}",
+    )
+
+
+@pytest.mark.fault("best is damaged")
+def test_damaged_best(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+    def try_one(case: tuple[int, Damage]) -> None:
+        number, damage = case
+        run = copy_of_stopped(shop, f"best-{number}")
+        damage.to(run / "checkpoints" / "best")
+        train(shop, run.name)
+        assert_same_end(shop.runs / "straight", run)
+        checkpointing.verify_checkpoint(run / "checkpoints" / "best")
+
+    cases = [*few(FILE_DAMAGES, exhaustive), *LINK_DAMAGES, Damage("missing", Path.unlink)]
+    for_each(enumerate(cases), try_one)
+    evidence(
+        injected="the same in the checkpoint that best points to, or to best, or no best at all",
+        times=len(cases),
+        outcome=f"training goes on from latest; {SAME_END}",
+    )
+
+
+@pytest.mark.fault("latest is no link")
+def test_latest_is_no_link(shop: Workshop, evidence: Evidence) -> None:
+    """As something leaves it that does not copy links, or follows them."""
+    cases: list[Callable[[Path], object]] = [Path.unlink, become_a_file, become_a_copy]
+    for number, do in enumerate(cases):
+        run = copy_of_stopped(shop, f"linkless-{number}")
+        do(run / "checkpoints" / "latest")
+        assert "continuing from" in train(shop, run.name).stdout
+        (run / "checkpoints" / "latest").resolve()
+        assert_same_end(shop.runs / "straight", run)
+    evidence(
+        injected="latest missing, a file, or a copy of the checkpoint, as programs leave it that do not know links",
+        times=len(cases),
+        outcome=f"training goes on from the checkpoint of the highest step, and latest is a link again; {SAME_END}",
+    )
+
+
+def become_a_copy(path: Path) -> None:
+    target = path.resolve()
+    path.unlink()
+    shutil.copytree(target, path)
+
+
+@pytest.mark.fault("every checkpoint is damaged")
+def test_all_damaged(shop: Workshop, evidence: Evidence) -> None:
+    run = copy_of_stopped(shop, "all-damaged")
+    folders = [path for _, path in checkpointing.list_checkpoints(run / "checkpoints")]
+    for path, file in zip(folders, FILES, strict=False):
+        cut(path / file)
+    (line,) = train(shop, run.name, expect=2).error_lines
+    assert "none is whole, or use --restart" in line
+    train(shop, run.name, "--restart")
+    assert_same_end(shop.runs / "straight", run)
+    (aside,) = (run / "aside").iterdir()
+    assert {path.name for path in (aside / "checkpoints").iterdir()} == {*(path.name for path in folders), *LINKS}
+    evidence(
+        injected="each of four checkpoints cut short in another file",
+        times=len(folders),
+        outcome=f"refused by one line, which offers --restart; it moves them all aside, and {SAME_END}",
+    )
+
+
+LINKS = ("latest", "best")
+
+
+@pytest.mark.fault("a bit flips anywhere")
+def test_any_bit_is_found(shop: Workshop, tmp_path: Path, exhaustive: bool, evidence: Evidence) -> None:
+    """In this process: what every start calls first."""
+    checkpoint = shutil.copytree((shop.runs / "stopped" / "checkpoints" / "latest").resolve(), tmp_path / "checkpoint")
+    dice, tried, harmless = random.Random(0), 0, 0
+    meta = checkpointing.read_meta(checkpoint)
+    for file in FILES:
+        content = (checkpoint / file).read_bytes()
+        most = len(content) if exhaustive and file == "meta.json" else 400 if exhaustive else 40
+        for place in dice.sample(range(len(content)), min(most, len(content))):
+            harmed = bytearray(content)
+            harmed[place] ^= 1 << dice.randrange(8)
+            (checkpoint / file).write_bytes(harmed)
+            tried += 1
+            if found := verdict(checkpoint):
+                assert str(checkpoint) in found
+            else:  # 1E-08 is 1e-08
+                assert file == "meta.json"
+                assert checkpointing.read_meta(checkpoint) == meta
+                harmless += 1
+        (checkpoint / file).write_bytes(content)
+        assert not verdict(checkpoint)
+    evidence(
+        injected="one bit flipped at a random place of each file of a checkpoint"
+        + (", and at every byte of meta.json" if exhaustive else "")
+        + "; only the check that every start makes, in one process",
+        times=tried,
+        outcome="found, every time" + (f", but for {harmless} that changed no value" if harmless else ""),
+    )
+
+
+def verdict(checkpoint: Path) -> str:
+    """What is wrong with it, or nothing."""
+    try:
+        checkpointing.verify_checkpoint(checkpoint)
+    except UserError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,332 @@
+"""Links, downloads and pickles that reach for other files.
+
+More of what comes from others: whatever a checkpoint, an unfinished download or a list of files names, nothing outside
+is written or deleted, and nothing is run.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import os
+import pickle
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import harness.data.preparation.builtin
+from tests.conftest import Evidence
+from tests.data.test_fetching import NAME, corpus
+from tests.support.fake_hub import FakeHub
+from tests.support.hostile import IMPATIENT, Bench, finished_run, is_one_line, same_as, tree, vouch_for
+from tests.support.launch import Workshop, finish, metrics
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return finished_run(tmp_path_factory.mktemp("finished"))
+
+
+@pytest.fixture
+def bench(finished: Workshop, tmp_path: Path) -> Bench:
+    return Bench.copy_of(finished, tmp_path / "copy")
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    """What belongs to somebody else: files, a folder, and what looks like a checkpoint."""
+    folder = tmp_path / "outside"
+    for name in ("file", "folder/file", "20200101Z000000-iteration-0/meta.json", "train.safetensors", "meta.json"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"somebody's {name}")
+    return folder
+
+
+# Code in checkpoints
+
+
+class Payload:
+    """Something whose unpickling calls a function."""
+
+    def __init__(self, function: Callable[..., object], *arguments: object) -> None:
+        self.call = (function, arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.call
+
+
+def payloads(mark: Path) -> list[Payload]:
+    return [
+        Payload(os.system, f"touch {mark}"),
+        Payload(builtins.exec, f"open({str(mark)!r}, 'w')"),
+        Payload(builtins.eval, f"__import__('pathlib').Path({str(mark)!r}).touch()"),
+        Payload(Path.touch, mark),
+        Payload(subprocess.check_call, ["touch", str(mark)]),
+    ]
+
+
+@pytest.mark.fault("code in every form of pickle")
+def test_code_in_checkpoints(bench: Bench, tmp_path: Path, exhaustive: bool, evidence: Evidence) -> None:
+    """Made with hashes that are right, as by whoever offers such a checkpoint."""
+    mark = tmp_path / "executed"
+    cases = [
+        (name, payload, form)
+        for name in ("optimizer.pt", "scaler.pt", "train_state.pt")
+        for payload in payloads(mark)
+        for form in ("torch", "torch, old", "pickle")
+    ]
+    cases = cases if exhaustive else cases[::9]
+    for name, payload, form in cases:
+        latest = bench.reset()
+        content = {"state": payload}
+        with (latest / name).open("wb") as file:
+            if form == "pickle":
+                pickle.dump(content, file)
+            else:
+                torch.save(content, file, _use_new_zipfile_serialization=form == "torch")
+        with contextlib.suppress(Exception):
+            torch.load(latest / name, weights_only=False)
+        assert mark.exists(), "it would, if it were let"
+        mark.unlink()
+        vouch_for(latest, name)
+        before = tree(bench.shop.path)
+        result = bench.go_on()
+        assert is_one_line(result, name), (name, form)
+        assert result.status == 2
+        same_as(before, bench.shop.path)
+        assert not mark.exists()
+    for payload in payloads(mark):  # in place of the weights
+        latest = bench.reset()
+        (latest / "model.safetensors").write_bytes(pickle.dumps(payload))
+        vouch_for(latest, "model.safetensors")
+        arguments = [str(bench.shop.runs / "r" / "model.json"), str(latest / "model.safetensors")]
+        for result in (bench.go_on(), bench.shop.command("test_smoke.py", *arguments)):
+            assert is_one_line(result, "model.safetensors", "not a readable safetensors file")
+        assert not mark.exists()
+    evidence(
+        injected="zipped, old and plain pickles that call os.system, exec, eval and the like, as state files and in "
+        "place of the weights, with matching SHA-256",
+        times=len(cases) + 2 * len(payloads(mark)),
+        outcome="never executed; each refused with one line naming the file, nothing changed",
+    )
+
+
+# Links
+
+
+def link_up(bench: Bench, outside: Path) -> list[str]:
+    latest = bench.reset()
+    (latest.parent / "up").symlink_to("../..")
+    return ["up"]
+
+
+def loop(bench: Bench, outside: Path) -> list[str]:
+    latest = bench.reset()
+    (latest.parent / "latest").unlink()
+    (latest.parent / "latest").symlink_to("latest")
+    return ["latest"]
+
+
+def meta_that_is_a_link(bench: Bench, outside: Path) -> list[str]:
+    latest = bench.reset()
+    (latest / "meta.json").unlink()
+    (latest / "meta.json").symlink_to("/dev/null")
+    return []
+
+
+@pytest.mark.fault("links that lead nowhere good")
+def test_odd_links(bench: Bench, outside: Path, evidence: Evidence) -> None:
+    makers, theirs = [link_up, loop, meta_that_is_a_link], tree(outside)
+    for make in makers:
+        arguments = make(bench, outside)
+        before = tree(bench.shop.path)
+        assert is_one_line(bench.go_on(*arguments), "checkpoints"), make.__name__
+        same_as(before, bench.shop.path)
+        assert tree(outside) == theirs, make.__name__
+    evidence(
+        injected="a checkpoint that is a link upwards, latest a link to itself, meta.json a link to /dev/null",
+        times=len(makers),
+        outcome="each refused with one line; nothing changed",
+    )
+
+
+def trained_and_continued(shop: Workshop) -> None:
+    """Train, continue, and start again."""
+    run = shop.add_run(min_train_tokens=256, validation_interval=2)
+    for arguments, tokens in (([], 256), ([], 384), (["--restart"], 384)):
+        shop.add_run(min_train_tokens=tokens, validation_interval=2)
+        result = finish(shop.start("r", *arguments, ranks=1, prelude=IMPATIENT), expect=0, timeout=60)
+        assert not result.stderr, result.stderr
+    assert metrics(run)[-1]["tokens_seen"] == 384
+    assert (run / "checkpoints" / "latest" / "model.safetensors").is_file()
+
+
+@pytest.mark.fault("folders on another disk, by links")
+def test_links_of_the_users_own(tmp_path: Path, exhaustive: bool, evidence: Evidence) -> None:
+    """A folder as a whole may be on a larger disk: such a link is the user's own, and leads where the user says. What
+    must not lead out is a name that is typed or stands in a file, and what comes with somebody else's files."""
+    places = ["runs/r/checkpoints", "datasets", "runs", "runs/r/aside"]
+    places = places if exhaustive else places[:2]
+    for number, place in enumerate(places):
+        shop, disk = Workshop(tmp_path / f"shop{number}"), tmp_path / f"disk{number}"
+        shop.add_dataset()
+        shop.add_run()
+        disk.mkdir()
+        if (shop.path / place).exists():
+            shutil.move(shop.path / place, disk / "moved")
+        else:
+            (disk / "moved").mkdir()
+        (shop.path / place).symlink_to(disk / "moved")
+        trained_and_continued(shop)
+        assert (shop.path / place).is_symlink(), place
+        assert any((disk / "moved").iterdir()), place
+    evidence(
+        injected="runs/, a run's checkpoints/ or aside/, or datasets/ is a link; trained, continued, restarted",
+        times=len(places),
+        outcome="works there; the links stay",
+    )
+
+
+@pytest.mark.fault("a link in the lock's place")
+def test_lock_that_is_a_link(bench: Bench, outside: Path, evidence: Evidence) -> None:
+    bench.reset()
+    lock = bench.shop.runs / "r" / ".lock"
+    lock.unlink(missing_ok=True)
+    lock.symlink_to(outside / "file")
+    before, theirs = tree(bench.shop.path), tree(outside)
+    assert is_one_line(bench.go_on(), ".lock")
+    same_as(before, bench.shop.path)
+    assert tree(outside) == theirs
+    evidence(
+        injected="runs/NAME/.lock is a link to somebody's file",
+        times=1,
+        outcome="refused with one line; the file is as it was",
+    )
+
+
+@pytest.mark.fault("a link in the place of a draft")
+def test_drafts_that_are_links(tmp_path: Path, outside: Path, evidence: Evidence) -> None:
+    """Names with this process's number are easily foretold."""
+    before = tree(outside)
+    shop = Workshop(tmp_path / "shop")
+    shop.add_dataset()
+    run = shop.add_run(min_train_tokens=64)
+    names = ["runs/r/.summary.json.{pid}"]
+    names += [f"runs/r/checkpoints/.saving-{what}{{pid}}" for what in ("", "latest-", "best-")]
+    names += [f"datasets/.scans/local--letters--{split}.{{pid}}.tmp" for split in ("train", "validation")]
+    plant = "import os\n" + "".join(
+        f"path = {str(shop.path / name)!r}.format(pid=os.getpid())\n"
+        "os.makedirs(os.path.dirname(path), exist_ok=True)\n"
+        f"os.symlink({str(outside / 'file')!r}, path)\n"
+        for name in names
+    )
+    result = finish(shop.start("r", ranks=1, prelude=plant), expect=0, timeout=60)
+    assert not result.stderr
+    assert tree(outside) == before
+    assert (run / "summary.json").is_file()
+    evidence(
+        injected="links to somebody's file under the names that the summary's, a checkpoint's, its links' and a scan's "
+        "drafts will have",
+        times=len(names),
+        outcome="the links are replaced; the file is as it was",
+    )
+
+
+# Data sets
+
+
+@pytest.fixture
+def hub() -> Iterator[FakeHub]:
+    with FakeHub() as running:
+        yield running
+
+
+@pytest.fixture
+def customer(hub: FakeHub, tmp_path: Path) -> Workshop:
+    """A run whose data set has to be fetched."""
+    shop = Workshop(tmp_path / "shop", hub.environment(tmp_path / "hf") | {"HF_HUB_OFFLINE": "0"})
+    shop.add_run(dataset=NAME, min_train_tokens=64)
+    return shop
+
+
+@pytest.mark.fault("links in an unfinished download")
+def test_links_in_partial_downloads(customer: Workshop, hub: FakeHub, outside: Path, evidence: Evidence) -> None:
+    hub.add_dataset(NAME, corpus() | {"folder/more.json": b"{}"})
+    before = tree(outside)
+    partial = customer.datasets / "someone" / ".corpus.partial"
+    partial.mkdir(parents=True)
+    for name, target in (
+        ("train.safetensors", "train.safetensors"),  # a file of the data set, with other content
+        ("meta.json", "meta.json"),
+        ("old.json", "file"),
+        ("folder", "folder"),  # would be written into
+        (".cache", "folder"),
+        ("x.incomplete", "file"),
+    ):
+        (partial / name).symlink_to(outside / target)
+    result = finish(customer.start("r", ranks=1, prelude=IMPATIENT), expect=0, timeout=60)
+    assert "Downloading" in result.stdout
+    assert tree(outside) == before
+    assert not [path for path in (customer.datasets / NAME).rglob("*") if path.is_symlink()]
+    shutil.rmtree(customer.datasets)
+    partial.parent.mkdir(parents=True)
+    partial.symlink_to(outside)
+    assert is_one_line(customer.attempt("--restart"), ".corpus.partial", "is a link")
+    assert tree(outside) == before
+    evidence(
+        injected="a half-finished download's folder holds links to somebody's files and folders, or is one",
+        times=7,
+        outcome="the links are removed and the data set is downloaded, or one line; nothing outside written or deleted",
+    )
+
+
+@pytest.mark.fault("a hub that names files elsewhere")
+def test_paths_from_the_hub(
+    customer: Workshop, hub: FakeHub, outside: Path, exhaustive: bool, evidence: Evidence
+) -> None:
+    """An endpoint other than the Hub itself could list any path, to have a file written or, for its hash, deleted."""
+    before = tree(outside)
+    above = "../../../../outside/file"
+    paths = [above, str(outside / "file"), f"a/../{above}", "./train.json", "a//b.json"]
+    paths = paths if exhaustive else paths[:2]
+    for path in paths:
+        hub.datasets.clear()
+        dataset = hub.add_dataset(NAME, corpus() | {path: b"theirs"})
+        dataset.files[path].corrupt = True
+        assert is_one_line(customer.attempt(), NAME, "leads out of the dataset's folder"), path
+        assert tree(outside) == before, path
+        assert not (customer.datasets / NAME).exists()
+    evidence(
+        injected="a repository whose list of files has paths with .., absolute ones, and empty parts",
+        times=len(paths),
+        outcome="refused with one line before anything is downloaded; no file elsewhere written or deleted",
+    )
+
+
+@pytest.mark.fault("links in an unfinished build")
+def test_links_in_builds(tmp_path: Path, outside: Path, monkeypatch: pytest.MonkeyPatch, evidence: Evidence) -> None:
+    """What processes that are gone left of builtin/python-stdlib, with numbers that no process has."""
+    before = tree(outside)
+    folder = tmp_path / "datasets" / "builtin" / "python-stdlib"
+    folder.parent.mkdir(parents=True)
+    numbers = ["4194305", "9" * 30, "²", "-1"]
+    for number in numbers:
+        leftover = folder.with_name(f".python-stdlib.partial-{number}")
+        leftover.mkdir()
+        (leftover / "folder").symlink_to(outside / "folder")
+    folder.with_name(".python-stdlib.partial-4194306").symlink_to(outside)
+    texts = {f"{number}.py": f"print({number})\n" * 9 for number in range(40)}
+    monkeypatch.setattr(harness.data.preparation.builtin, "read_documents", lambda: texts)
+    harness.data.preparation.builtin.build_python_stdlib(folder, vocab_size=257)
+    assert (folder / "train.safetensors").is_file()
+    assert tree(outside) == before
+    evidence(
+        injected="folders of dead processes that hold links, are links, or bear impossible process numbers",
+        times=len(numbers) + 1,
+        outcome="the data set is built; nothing outside is deleted",
+    )

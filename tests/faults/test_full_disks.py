@@ -1,0 +1,287 @@
+"""Full disks.
+
+What cannot be written ends the run on every rank and harms nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import checkpointing
+from tests.conftest import Evidence
+from tests.support import file_operations
+from tests.support.file_operations import WITHOUT_CHARTS
+from tests.support.jobs import VANISH_SECONDS, assert_named_are_whole, ends_of, for_each, start, train
+from tests.support.launch import Result, Workshop, finish, metrics
+from tests.support.same_end import assert_same_end
+from tests.support.stopped_run import SAME_END, SETTINGS, operations_of
+
+
+@pytest.fixture(scope="module")
+def shop(stopped_shop: Workshop) -> Workshop:
+    return stopped_shop
+
+
+@contextmanager
+def small_disk(folder: Path, options: str) -> Iterator[Path]:
+    """A file system of its own at `folder`."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    if os.geteuid() != 0 or shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a small disk cannot be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@contextmanager
+def shop_on_small_disk(shop: Workshop, name: str, options: str = "size=12m,nr_inodes=120") -> Iterator[Workshop]:
+    """A workshop whose runs are on a small disk, and whose datasets are not."""
+    with small_disk(shop.path / name, options) as disk:
+        (disk / "datasets").symlink_to(shop.datasets)
+        yield Workshop(disk)
+
+
+def assert_out_of_space(result: Result, place: Path) -> None:
+    """The job has ended with one line that says where there was no space."""
+    assert result.status == 1, result
+    assert "Traceback" not in result.stderr, result.stderr
+    (line,) = result.error_lines
+    assert "No space left on device" in line, line
+    assert str(place) in line, line
+
+
+@dataclass(frozen=True)
+class Full:
+    """When a disk becomes full: at a file operation of a call of file_operations.CALLS."""
+
+    call: str
+    number: int
+    operation: int
+    room: int  # bytes that are left; -1: bytes enough, but no inodes
+
+    def prelude(self, disk: Path) -> str:
+        return file_operations.prelude(self.call, self.number, "fill", self.operation, disk, self.room)
+
+
+def assert_survived(shop: Workshop, run: Path, *arguments: str) -> None:
+    """After a disk has been full: what is left is whole, and with space the same command comes to the same end."""
+    assert_named_are_whole(run)
+    assert not list((run / "checkpoints").glob(".*")), "what was half written is gone"
+    file_operations.empty_disk(run.parent.parent)
+    train(Workshop(run.parent.parent), run.name, *arguments)
+    assert_same_end(shop.runs / "straight", run)
+
+
+@pytest.mark.fault("disk full in a save")
+@pytest.mark.timeout(900)
+def test_disk_full_in_a_save(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+    def try_one(case: tuple[int, Full]) -> None:
+        number, full = case
+        with shop_on_small_disk(shop, f"full-{number}") as small:
+            run = small.add_run(**SETTINGS)
+            ended = ends_of(start(small, prelude=full.prelude(small.path)), VANISH_SECONDS)
+            assert_out_of_space(ended, run)
+            assert_survived(shop, run)
+
+    operations = operations_of(shop, "save", 2)
+    places = [Full("save", 2, at, room) for at in range(len(operations)) for room in (0, -1) if not (room and at % 3)]
+    rooms = [Full("save", 2, 0, kib * 1024) for kib in range(4, 200, 16)]
+    cases = places + rooms if exhaustive else places[4::16] + rooms[1::4]
+    for_each(enumerate(cases), try_one)
+    rest = sum(case in rooms for case in cases)
+    evidence(
+        injected="a small disk (tmpfs) that somebody else fills before a file operation of a save, with data or with "
+        f"files (no inode left), or that has room for a part of the checkpoint only ({rest} sizes)",
+        times=len(cases),
+        outcome="the run ends with one line that names the run and the reason, rank 1 "
+        f"within {VANISH_SECONDS} s; all checkpoints are whole and nothing half written is left; with space again the "
+        f"same command goes on, and {SAME_END}",
+    )
+
+
+@pytest.mark.fault("disk too small")
+def test_disk_too_small(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+    sizes = [*range(500, 9000, 500)] if exhaustive else [500, 4000, 7000, 8500]
+
+    def try_one(size: int) -> bool:
+        with shop_on_small_disk(shop, f"small-{size}", f"size={size}k") as small:
+            run = small.add_run(**SETTINGS)
+            ended = ends_of(start(small), VANISH_SECONDS)
+            if ended.status:
+                assert ended.status == 2, ended
+                (line,) = ended.error_lines
+                assert "checkpoints need" in line
+                assert "are free" in line
+                assert not (run / "metrics.jsonl").exists()
+                return False
+            assert_same_end(shop.runs / "straight", run)
+            return True
+
+    trained = for_each(sizes, try_one)
+    assert {True, False} == set(trained)
+    evidence(
+        injected=f"disks (tmpfs) of {sizes[0]} to {sizes[-1]} KB",
+        times=len(sizes),
+        outcome=f"{trained.count(False)} refused before the first step, by one line that says what is needed and what "
+        f"is free; on the other {trained.count(True)} the run comes to its end",
+    )
+
+
+@pytest.mark.fault("disk full at a line of metrics")
+def test_disk_full_at_a_line_of_metrics(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+    """Lines enough for four pages of memory, of which what is left of one is all that a full tmpfs has."""
+    settings = SETTINGS | {"min_train_tokens": 128 * 40, "report_interval": 1}
+    settings |= {"validation_interval": 500, "checkpoint_interval": 500}
+    shop.add_run("lines", **settings)
+    train(shop, "lines")
+
+    def try_one(line: int) -> None:
+        with shop_on_small_disk(shop, f"line-{line}") as small:
+            run = small.add_run("lines", **settings)
+            ended = ends_of(start(small, "lines", prelude=Full("metrics", line, 0, 0).prelude(small.path)), 15)
+            assert_out_of_space(ended, run / "metrics.jsonl")
+            assert_named_are_whole(run)
+            file_operations.empty_disk(small.path)
+            train(small, "lines")
+            assert_same_end(shop.runs / "lines", run)
+
+    lines = range(2, 26, 2) if exhaustive else [5, 20]
+    for_each(lines, try_one)
+    evidence(
+        injected="the same before a line of metrics.jsonl",
+        times=len(lines),
+        outcome=f"the same, with metrics.jsonl named; {SAME_END}",
+    )
+
+
+def stages(shop: Workshop, call: str, arguments: list[str]) -> list[tuple[list[str], Full]]:
+    count = len(operations_of(shop, call, 0, *(arguments or ["latest"])))
+    return [(arguments, Full(call, 0, at, room)) for at in range(count) for room in (0, -1)]
+
+
+def fill_a_continued_run(shop: Workshop, case: tuple[list[str], Full]) -> None:
+    """Copy `stopped` to a small disk, continue there until that is full, and then to the end."""
+    arguments, full = case
+    name = f"{full.call}-{full.operation}-{full.room}".replace(" ", "-")
+    with shop_on_small_disk(shop, name) as small:
+        run = Path(shutil.copytree(shop.runs / "stopped", small.runs / "r", symlinks=True))
+        ended = ends_of(start(small, "r", *arguments, prelude=full.prelude(small.path)), VANISH_SECONDS)
+        assert_out_of_space(ended, run)
+        assert_survived(shop, run, *arguments)
+        assert (run / "summary.json").exists()
+        for aside in (run / "aside").rglob("*-iteration-*"):
+            checkpointing.verify_checkpoint(aside)
+
+
+@pytest.mark.fault("disk full while results are moved")
+@pytest.mark.timeout(900)
+def test_disk_full_while_results_are_moved(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+    earlier = next(path for step, path in checkpointing.list_checkpoints(shop.runs / "stopped" / "checkpoints") if step)
+    cases = stages(shop, "moving aside", ["--restart"])
+    cases += stages(shop, "going back", [earlier.name]) + stages(shop, "cutting the metrics", [earlier.name])
+    cases = cases if exhaustive else cases[3::12]
+    for_each(cases, partial(fill_a_continued_run, shop))
+    evidence(
+        injected="the same before a file operation of moving earlier results aside, for --restart and for a CHECKPOINT",
+        times=len(cases),
+        outcome="the same; every checkpoint is whole, where it was or aside",
+    )
+
+
+@pytest.mark.fault("disk full at the end")
+def test_disk_full_at_the_end(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+    # Before anything is there; before it is opened; before it is written, which needs no inode any more.
+    needs = {(0, 0), (0, -1), (1, 0), (1, -1), (2, 0)}
+    cases = [case for case in stages(shop, "summary", []) if (case[1].operation, case[1].room) in needs]
+    cases = cases if exhaustive else cases[1:3]
+    for_each(cases, partial(fill_a_continued_run, shop))
+    evidence(
+        injected="the same before summary.json is made or written",
+        times=len(cases),
+        outcome="one line that names summary.json; with space again the same command writes it",
+    )
+
+
+@pytest.mark.fault("disk full at the lock")
+def test_disk_full_at_the_lock(shop: Workshop, evidence: Evidence) -> None:
+    for room in (0, -1):
+        with shop_on_small_disk(shop, f"lock-{room}") as small:
+            run = small.add_run(**SETTINGS)
+            file_operations.fill_disk(small.path, room)
+            assert_out_of_space(ends_of(start(small), VANISH_SECONDS), run / ".lock")
+            assert_survived(shop, run)
+    evidence(
+        injected="a disk full from the beginning, of data or of files",
+        times=2,
+        outcome=f"one line that names the lock file; rank 1 ends within {VANISH_SECONDS} s",
+    )
+
+
+@pytest.mark.fault("disk full for the chart")
+def test_disk_full_for_the_chart(shop: Workshop, evidence: Evidence) -> None:
+    run = shop.add_run("chart", **SETTINGS)
+    with small_disk(shop.path / "chart-disk", "size=64k") as disk:
+        (run / "training-run-chart.png").symlink_to(disk / "chart.png")
+        file_operations.fill_disk(disk, 0)
+        ended = finish(start(shop, "chart", prelude=""), expect=0, timeout=100)
+        warnings = [line for line in ended.stderr.splitlines() if "no chart" in line]
+        assert warnings
+        assert all("No space left on device" in line for line in warnings)
+    assert_same_end(shop.runs / "straight", run)
+    evidence(
+        injected="training-run-chart.png is on a full disk",
+        times=sum(event["event"] == "validation" for event in metrics(run)),
+        outcome=f"a warning that names the file; training goes on, and {SAME_END}",
+    )
+
+
+SMALL_LIBRARY = """
+import harness.data.preparation.builtin as b
+everything = b.read_documents
+b.read_documents = lambda: dict(list(everything().items())[:80])
+"""
+
+
+@pytest.mark.fault("disk full for the data set")
+def test_disk_full_for_the_data_set(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+    """Kilobytes enough for nothing, for the tokenizer, or for a split as well."""
+    model = {"vocab_size": 4096, "context_length": 16}
+    settings = {"dataset": "builtin/python-stdlib", "precision": "fp32"}
+    sizes = [0, 60, 400] if exhaustive else [60]
+
+    def try_one(size: int) -> None:
+        with small_disk(shop.path / f"data-{size}", "size=1m") as disk:
+            small = Workshop(shop.path / f"data-shop-{size}")
+            run = small.add_run(model=model, **SETTINGS | settings)
+            small.datasets.symlink_to(disk)
+            file_operations.fill_disk(disk, size * 1024)
+            ended = ends_of(start(small, prelude=SMALL_LIBRARY), VANISH_SECONDS)
+            assert ended.status in (1, 2), ended
+            assert "Traceback" not in ended.stderr, ended.stderr
+            assert len(ended.error_lines) == 1, ended.stderr
+            assert "No space left on device" in ended.error_lines[0]
+            assert "python-stdlib" in ended.error_lines[0]
+            assert not (run / "metrics.jsonl").exists()
+            assert [path.name for path in (disk / "builtin").glob("*")] == []
+            (disk / "ballast").unlink()
+            subprocess.run(["mount", "-o", "remount,size=16m", str(disk)], check=True)
+            finish(start(small, prelude=SMALL_LIBRARY + WITHOUT_CHARTS), expect=0, timeout=100)
+
+    for_each(sizes, try_one)
+    evidence(
+        injected="builtin/python-stdlib is to be built on a disk that becomes full",
+        times=len(sizes),
+        outcome="one line that names the data set; nothing half written is left; with space again the same command "
+        "builds it and trains",
+    )

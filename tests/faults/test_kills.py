@@ -1,0 +1,261 @@
+"""Killed at any instant.
+
+SIGKILL of rank 0 at each file operation of a save, and of any rank at instants that nothing chose. The same command
+again must come to the end of a run that nothing happened to, bit for bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import signal
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Evidence
+from tests.support import file_operations
+from tests.support.jobs import VANISH_SECONDS, assert_named_are_whole, for_each, said, set_pace, start, train, wait_for
+from tests.support.launch import Process, Workshop
+from tests.support.same_end import assert_same_end
+
+EACH_OF = 9  # without --exhaustive, of so many places one
+SETTINGS: dict[str, Any] = {
+    "min_train_tokens": 128 * 7,
+    "validation_interval": 4,
+    "checkpoint_interval": 2,
+    "report_interval": 2,
+    "learning_rate": 0.01,
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """Work on files: a call of file_operations.CALLS, by its number in a run with these settings."""
+
+    name: str
+    number: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def run_name(self, suffix: object) -> str:
+        return "-".join([self.name.replace(" ", "-"), str(self.number), *self.settings, str(suffix)])
+
+
+FIRST, ONLY_LATEST, LATEST_AND_BEST, LAST = (Call("save", number) for number in (0, 1, 2, 3))
+PRUNING = Call("save", 2, {"keep_checkpoints": 1})
+BACKGROUND = Call("background save", 2, {"keep_checkpoints": 1, "async_checkpoint": True})
+END = Call("end")
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory, exhaustive: bool) -> Workshop:
+    """A dataset, and a run that nothing happens to."""
+    set_pace(exhaustive)
+    shop = Workshop(tmp_path_factory.mktemp("kills"))
+    shop.add_dataset()
+    shop.add_run("straight", **SETTINGS)
+    shop.train("straight", prelude=file_operations.WITHOUT_CHARTS)
+    return shop
+
+
+def operations_of(shop: Workshop, call: Call) -> list[str]:
+    """The file operations of a call, in a run that nothing happens to."""
+    path, name = shop.path / call.run_name("operations"), call.run_name("dry")
+    run = shop.add_run(name, **SETTINGS | call.settings)
+    shop.train(name, prelude=file_operations.prelude(call.name, call.number, "log", path))
+    assert_same_end(shop.runs / "straight", run)
+    return path.read_text().splitlines()
+
+
+def kill_at(shop: Workshop, call: Call, operation: int) -> None:
+    """Kill rank 0 there, see what is left, and continue to the end."""
+    name = call.run_name(operation)
+    run = shop.add_run(name, **SETTINGS | call.settings)
+    processes = start(shop, name, prelude=file_operations.prelude(call.name, call.number, "kill", operation))
+    killed = wait_for(processes[0], 60)
+    assert killed in (-signal.SIGKILL, -signal.SIGXFSZ), said(processes)
+    wait_for(processes[1], VANISH_SECONDS)
+    assert_named_are_whole(run)
+    train(shop, name)
+    assert_same_end(shop.runs / "straight", run)
+    assert (run / "summary.json").exists()
+    assert not list((run / "checkpoints").glob(".*")), "what the killed process left is gone"
+
+
+def kill_everywhere(shop: Workshop, calls: Sequence[Call], each_of: int) -> Counter[str]:
+    """Kill at each operation of the calls, or at one of so many; how many of which kind."""
+    places = []
+    for call in calls:
+        names = operations_of(shop, call)
+        assert len(names) > (20 if call != END else 3), names
+        places += [(call, number, name) for number, name in enumerate(names)]
+    places = places[each_of // 2 :: each_of]
+    for_each(places, lambda place: kill_at(shop, *place[:2]))
+    return Counter(name.split()[0].removeprefix("os.") for _, _, name in places)
+
+
+def describe(kinds: Counter[str]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+
+
+HOW = (
+    "A write is torn in half. Inside safetensors' own writing, which is out of sight: by RLIMIT_FSIZE when it reserves "
+    "the space, and with a file half written"
+)
+OUTCOME = (
+    f"rank 1 ends within {VANISH_SECONDS} s; latest, best and all else that bears a checkpoint's name are whole; the "
+    "same command comes to the end of a run never killed, bit for bit, and clears up what was half written"
+)
+
+
+@pytest.mark.fault("killed in a save")
+@pytest.mark.timeout(900)
+def test_killed_at_each_operation_of_a_save(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+    kinds = kill_everywhere(shop, [FIRST, ONLY_LATEST, LATEST_AND_BEST], 1 if exhaustive else EACH_OF)
+    evidence(
+        injected=f"SIGKILL of rank 0 at a file operation of a save: {describe(kinds)}; the first save of a run, one "
+        f"that moves latest, one that moves latest and best. {HOW}",
+        times=kinds.total(),
+        outcome=OUTCOME,
+    )
+
+
+@pytest.mark.fault("killed while old checkpoints are deleted")
+@pytest.mark.timeout(900)
+def test_killed_at_each_operation_of_a_save_that_prunes(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+    kinds = kill_everywhere(shop, [PRUNING], 1 if exhaustive else 2 * EACH_OF)
+    evidence(
+        injected=f"the same with keep_checkpoints 1, in a save that also deletes: {describe(kinds)}",
+        times=kinds.total(),
+        outcome=OUTCOME,
+    )
+
+
+@pytest.mark.fault("killed in a save in the background")
+@pytest.mark.timeout(900)
+def test_killed_at_each_operation_of_a_background_save(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+    kinds = kill_everywhere(shop, [BACKGROUND], 1 if exhaustive else 2 * EACH_OF)
+    evidence(
+        injected=f"the same with async_checkpoint, while training goes on: {describe(kinds)}",
+        times=kinds.total(),
+        outcome=OUTCOME,
+    )
+
+
+@pytest.mark.fault("killed at the end")
+@pytest.mark.timeout(900)
+def test_killed_at_each_operation_of_the_end(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+    kinds = kill_everywhere(shop, [LAST, END], 1 if exhaustive else EACH_OF)
+    evidence(
+        injected=f"the same in the last save and in writing the summary: {describe(kinds)}",
+        times=kinds.total(),
+        outcome=OUTCOME + "; the summary is there",
+    )
+
+
+# Rank {victim} ends by itself, `seconds` after it has come to the phase `awaited` for the first time.
+LIFE = """
+import os, signal, threading, time
+from tests.support.faults import SAVE, START, STEP, VALIDATION, around
+rank, awaited = os.environ["RANK"], {awaited!r}
+place = os.open({place!r} + rank, os.O_WRONLY | os.O_CREAT)
+
+def die():
+    time.sleep({seconds})
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def enter(phase):
+    global awaited
+    os.pwrite(place, phase.ljust(20).encode(), 0)
+    if (rank, phase) == ("{victim}", awaited):
+        awaited = None
+        threading.Thread(target=die, daemon=True).start()
+
+def during(where, phase, after, seconds):
+    def noting(original, *values, **named):
+        enter(phase)
+        time.sleep(seconds)
+        try:
+            return original(*values, **named)
+        finally:
+            enter(after)
+    around(where, noting)
+
+enter("joining")
+during(START, "joining", "start-up", 0)
+during(STEP, "training", "training", {step_seconds})
+during(VALIDATION, "validation", "training", 0.1)
+during(SAVE, "save", "training", 0.05)
+"""
+STEP_SECONDS = 0.01
+CYCLE = 20  # steps from one validation and save to the next
+# The phases of a rank's life, and for how long after their beginning an instant is drawn from. A run in which each of
+# these happens in turn has 28 steps a life at most before the last of them, however fast the machine is.
+PHASES = {"joining": 0.6, "start-up": 0.1, "training": 0.1, "validation": 0.1, "save": 0.1}
+STEPS_A_LIFE = 30
+LONG: dict[str, Any] = SETTINGS | {
+    "validation_interval": CYCLE,
+    "checkpoint_interval": CYCLE,
+    "report_interval": 5,
+    "keep_checkpoints": 2,
+}
+
+
+class Lives:
+    """A run that is killed again and again."""
+
+    def __init__(self, shop: Workshop, name: str) -> None:
+        self.shop, self.name = shop, name
+        self.place = shop.path / f"{name}-phase-"
+        self.dice = random.Random(0)
+
+    def live(self, awaited: str) -> tuple[str, int, Sequence[Process]]:
+        """Start the run's ranks; one, drawn at random, is killed at a random instant of a phase or soon after it.
+        Where it was then, its number, and all of them."""
+        for rank in range(2):
+            Path(f"{self.place}{rank}").unlink(missing_ok=True)
+        victim, seconds = self.dice.randrange(2), self.dice.uniform(0, PHASES[awaited])
+        prelude = LIFE.format(
+            victim=victim, awaited=awaited, seconds=seconds, place=str(self.place), step_seconds=STEP_SECONDS
+        )
+        processes = start(self.shop, self.name, prelude=prelude)
+        assert wait_for(processes[victim], 60) == -signal.SIGKILL, said(processes)
+        phase = Path(f"{self.place}{victim}").read_text().strip()
+        if phase == "joining":  # nobody knows yet of one another: torchrun ends the others when one has ended
+            processes[1 - victim].terminate()
+        return phase, victim, processes
+
+
+@pytest.mark.fault("killed again and again")
+@pytest.mark.timeout(900)
+def test_killed_at_random_instants(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+    kills = 50 if exhaustive else 4
+    settings = LONG | {"min_train_tokens": 128 * STEPS_A_LIFE * kills}
+    shop.add_dataset("local/long", tokens=128 * (STEPS_A_LIFE + 1) * kills)
+    runs = [shop.add_run(name, dataset="local/long", **settings) for name in ("unharmed", "harmed")]
+    shop.train("unharmed", prelude=file_operations.WITHOUT_CHARTS)
+    lives, phases, vanishing = Lives(shop, "harmed"), Counter[str](), []
+    with ThreadPoolExecutor() as pool:
+        for awaited in itertools.islice(itertools.cycle(PHASES), kills):
+            phase, victim, processes = lives.live(awaited)
+            phases[phase] += 1
+            vanishing.append(pool.submit(wait_for, processes[1 - victim], VANISH_SECONDS))
+            if victim == 1:  # else the next one starts at once, while rank 1 is still there
+                vanishing[-1].result()
+            assert_named_are_whole(runs[1])
+        for future in vanishing:
+            future.result()
+    shop.train("harmed", prelude=file_operations.WITHOUT_CHARTS)
+    assert_same_end(*runs)
+    evidence(
+        injected="one run whose ranks are killed by SIGKILL, a random one at a random instant: "
+        + ", ".join(f"{count} in {phase}" for phase, count in phases.most_common()),
+        times=kills,
+        outcome=f"the rest of the job ends within {VANISH_SECONDS} s each time (while ranks join, by torchrun's "
+        "SIGTERM), the same command goes on, and the end is that of a run never killed, bit for bit",
+    )

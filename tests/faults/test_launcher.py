@@ -1,0 +1,331 @@
+"""torchrun killed, and terminals closed.
+
+SIGKILL of torchrun (the out-of-memory killer's choice, or a closing container's) leaves its ranks without anybody who
+could stop them; a terminal that closes sends SIGHUP to torchrun alone, whose ranks have sessions of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpointing import list_checkpoints
+from tests.conftest import Evidence
+from tests.data.test_fetching import NAME, corpus
+from tests.support.fake_hub import FakeHub
+from tests.support.jobs import for_each
+from tests.support.launch import Workshop, metrics
+from tests.support.same_end import assert_same_end
+from tests.support.torchrun import FAULTS, MARK, Torchrun, await_file, with_faults
+
+STEPS = 12
+SETTINGS: dict[str, Any] = {"min_train_tokens": STEPS * 128, "validation_interval": 3, "report_interval": 4}
+GONE_SECONDS = 15
+SAME_END = "the same command continues at once to the end of a run that nothing happened to, bit for bit"
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    # A short patience for ranks that are stuck does not make them take a torchrun that is gone for a frozen one.
+    shop = Workshop(tmp_path_factory.mktemp("launcher"), {"COLLECTIVE_TIMEOUT_SECONDS": "10"})
+    shop.add_dataset(tokens=10_000)
+    return shop
+
+
+@pytest.fixture(scope="module")
+def straight(shop: Workshop) -> Path:
+    """The run that nothing happens to."""
+    run = shop.add_run("straight", **SETTINGS)
+    shop.train("straight", prelude=FAULTS)
+    return run
+
+
+def skip_unless(exhaustive: bool) -> None:
+    if not exhaustive:
+        pytest.skip("takes its time: with --exhaustive")
+
+
+# Before ddp_train.py: rank 0 says that it is there and takes its time.
+NOTE = "import os, time\nif os.environ['RANK'] == '0': open({mark!r}, 'w').write('x')\n"
+IN_AN_IMPORT = """
+import importlib.abc, sys
+class Slow(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            sys.meta_path.remove(self)
+            {noted}
+            time.sleep(60)
+sys.meta_path.insert(0, Slow())
+"""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where rank 0 is when torchrun is killed, and what is left then."""
+
+    name: str
+    prelude: str  # {mark}: the file by which rank 0 says that it is there
+    step: int | None = None  # the step of the checkpoint that is left; None: training has not begun
+    faults: str = FAULTS
+
+
+PLACES = [
+    Place("python's start", NOTE + "time.sleep(4)\n", faults=""),
+    Place("an import", NOTE.replace("if", "def noted():\n    if") + IN_AN_IMPORT.format(noted="noted()"), faults=""),
+    Place("the rendezvous", "before(START, note({mark!r}), rank=0)\nbefore(START, pause(60), rank=1)"),
+    Place("the check of the data", "before(CHECK, note({mark!r}, pause(60)), rank=0)"),
+    Place("the first step", "before(STEP, note({mark!r}, until({go!r})), rank=0, step=0)", step=0),
+    Place("a step", "before(STEP, note({mark!r}, until({go!r})), rank=1, step=5)", step=5),
+    Place("a validation", "before(EVALUATION, note({mark!r}, until({go!r})), rank=0, step=6)", step=6),
+    Place("a save", "before(WRITE, note({mark!r}, until({go!r})), rank=0, step=6)", step=6),
+    Place("the end", "before(END, note({mark!r}, until({go!r})), rank=0)", step=STEPS - 1),
+]
+FEW = ["python's start", "an import", "a save"]
+
+
+def kill_torchrun(shop: Workshop, straight: Path, place: Place) -> float:
+    """Kill torchrun at a place; how long its processes lived on."""
+    run = shop.add_run("-".join(["killed", *place.name.replace("'", "").split()]), **SETTINGS)
+    mark = shop.path / f"{run.name}.mark"
+    job = Torchrun(shop, run)
+    go = mark.with_suffix(".go")
+    prelude = place.prelude.replace("{mark!r}", repr(str(mark))).replace("{go!r}", repr(str(go)))
+    process = job.start(prelude, faults=place.faults)
+    await_file(mark, process)
+    process.kill()
+    time.sleep(1)
+    go.touch()
+    seconds = job.seconds_to_the_end(GONE_SECONDS)
+    said = process.read(".err")
+    assert "Traceback" not in said, said
+    assert len(said) < 2000, said  # no frames of libraries that miss torchrun's store
+    made = [step for step, _ in list_checkpoints(run / "checkpoints")]
+    if place.step is None:
+        assert not made
+        assert "error: torchrun has ended" in said or place.name == "python's start", said
+    else:
+        assert max(made) in (place.step, place.step + 1), (place, made)
+        assert not list((run / "checkpoints").glob(".*"))
+        if max(made) < STEPS - 1:
+            assert (
+                "stopped by SIGHUP (the terminal, torchrun or the reader of the output is gone) after global step"
+                in said
+            ), said
+    shop.train(run.name, prelude=FAULTS)
+    assert_same_end(straight, run)
+    return seconds
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.fault("torchrun is killed")
+def test_torchrun_killed_anywhere(shop: Workshop, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
+    places = PLACES if exhaustive else [place for place in PLACES if place.name in FEW]
+    seconds = for_each(places, lambda place: kill_torchrun(shop, straight, place), at_once=2)
+    evidence(
+        injected="SIGKILL of torchrun while rank 0 is in " + ", ".join(place.name for place in places),
+        times=len(places),
+        outcome=f"all processes of the job are gone within {max(max(seconds), 1):.0f} s; once training has begun they "
+        f"stop as for SIGTERM, with a checkpoint of the last step done; {SAME_END}",
+    )
+
+
+@pytest.mark.fault("torchrun is killed in a download")
+def test_torchrun_killed_in_a_download(tmp_path: Path, exhaustive: bool, evidence: Evidence) -> None:
+    skip_unless(exhaustive)
+    with FakeHub() as hub:
+        dataset = hub.add_dataset(NAME, corpus())
+        dataset.files["train.safetensors"].delay_seconds = 60
+        shop = Workshop(tmp_path, hub.environment(tmp_path / "hf") | {"HF_HUB_OFFLINE": "0"})
+        run = shop.add_run(dataset=NAME, min_train_tokens=256)
+        job = Torchrun(shop, run)
+        process = job.start("")
+        while not any(file.downloads for file in dataset.files.values() if file.delay_seconds):
+            assert process.poll() is None, process.communicate(timeout=1)
+            time.sleep(0.02)
+        process.kill()
+        seconds = job.seconds_to_the_end(GONE_SECONDS)
+        hub.release()
+        shop.train("r", prelude=FAULTS)
+    evidence(
+        injected="SIGKILL of torchrun while rank 0 downloads the dataset",
+        times=1,
+        outcome=f"all processes of the job are gone within {max(seconds, 1):.0f} s; the same command downloads, and "
+        "trains",
+    )
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.fault("torchrun is killed, and a step never ends")
+def test_torchrun_killed_in_a_step_without_end(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+    skip_unless(exhaustive)
+    run, mark = shop.add_run("endless", **SETTINGS), shop.path / "endless.mark"
+    job = Torchrun(shop, run)
+    process = job.start(f"before(STEP, note({str(mark)!r}, spin), rank=0, step=5)")
+    await_file(mark, process)
+    process.kill()
+    seconds = job.seconds_to_the_end(GONE_SECONDS)
+    assert "before a checkpoint was written" in process.read(".err")
+    evidence(
+        injected="SIGKILL of torchrun while rank 0 is in a step that never ends",
+        times=1,
+        outcome=f"all processes of the job are gone within {seconds:.0f} s, and a line says that there was no time for "
+        "a checkpoint",
+    )
+
+
+def test_the_same_command_waits_for_ranks_that_leave(shop: Workshop, straight: Path, exhaustive: bool) -> None:
+    """Started at once after the kill, it finds the ranks still at their checkpoint."""
+    skip_unless(exhaustive)
+    run, mark = shop.add_run("impatient", **SETTINGS), shop.path / "impatient.mark"
+    job = Torchrun(shop, run)
+    process = job.start(f"before(WRITE, note({str(mark)!r}, pause(8)), rank=0, step=3)")
+    await_file(mark, process)
+    process.kill()
+    shop.train(run.name, prelude=FAULTS)
+    assert_same_end(straight, run)
+    assert job.seconds_to_the_end(1) < 1
+
+
+# Terminals
+
+
+# The first terminal that is claimed becomes the controlling one, whose end is told by SIGHUP.
+ENTER_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+
+
+@dataclass
+class Terminal:
+    """A terminal with one command in it, which can be closed: the kernel then sends SIGHUP to the command."""
+
+    shop: Workshop
+    run: Path
+
+    def start(self, *command: str, script: Path) -> subprocess.Popen[bytes]:
+        """Run `command` with `script`, on a terminal of its own."""
+        self.master, slave = pty.openpty()
+        arguments = [self.run.name, str(self.shop.datasets), "--runs-dir", str(self.shop.runs)]
+        whole = [sys.executable, "-c", ENTER_TERMINAL, *command, str(script), *arguments]
+        environment = self.shop._environment({MARK: str(self.run), "CUDA_VISIBLE_DEVICES": ""})
+        process = subprocess.Popen(
+            whole, cwd=self.shop.path, env=environment, stdin=slave, stdout=slave, stderr=slave, start_new_session=True
+        )
+        os.close(slave)
+        return process
+
+    def close(self) -> None:
+        os.close(self.master)
+
+    def read(self) -> str:
+        """What has been written so far, which makes room for more."""
+        os.set_blocking(self.master, False)
+        with suppress(BlockingIOError):
+            return os.read(self.master, 1 << 20).decode()
+        return ""
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+
+
+@dataclass(frozen=True)
+class Hangup:
+    """How a run was started on the terminal that is closed, and whether it outlives it."""
+
+    name: str
+    command: tuple[str, ...]
+    goes_on: bool = False
+
+
+HANGUPS = [
+    Hangup("torchrun", tuple(TORCHRUN)),
+    Hangup("nohup torchrun", ("nohup", *TORCHRUN)),
+    Hangup(
+        "nohup torchrun that is told to leave SIGHUP alone",
+        ("nohup", *TORCHRUN, "--signals-to-handle=SIGTERM,SIGINT,SIGQUIT"),
+        goes_on=True,
+    ),
+    Hangup("python", (sys.executable,)),
+    Hangup("nohup python", ("nohup", sys.executable), goes_on=True),
+]
+FEW_HANGUPS = ["torchrun"]
+
+
+def close_terminal(shop: Workshop, hangup: Hangup) -> None:
+    ranks = 2 if "torch.distributed.run" in hangup.command else 1
+    run = shop.add_run(
+        "-".join(["closed", *hangup.name.split()]), **SETTINGS | {"min_train_tokens": STEPS * 64 * ranks}
+    )
+    mark = shop.path / f"{run.name}.mark"
+    go = mark.with_suffix(".go")
+    prelude = f"{FAULTS}before(STEP, note({str(mark)!r}, until({str(go)!r})), rank=0, step=4)"
+    terminal = Terminal(shop, run)
+    process = terminal.start(*hangup.command, script=with_faults(shop, run, prelude))
+    deadline = time.monotonic() + 100
+    while not mark.exists():
+        assert process.poll() is None, terminal.read()
+        assert time.monotonic() < deadline, terminal.read()
+        time.sleep(0.02)
+    terminal.close()
+    time.sleep(1)
+    go.touch()
+    process.wait(timeout=60)
+    Torchrun(shop, run).seconds_to_the_end(GONE_SECONDS)
+    last = max(step for step, _ in list_checkpoints(run / "checkpoints"))
+    assert last == STEPS - 1 if hangup.goes_on else last in (4, 5), (hangup, last)
+    shop.train(run.name, ranks=ranks, prelude=FAULTS)
+    assert len([event for event in metrics(run) if event["event"] == "validation"]) == 5
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.fault("a terminal is closed")
+def test_a_terminal_is_closed(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+    hangups = HANGUPS if exhaustive else [hangup for hangup in HANGUPS if hangup.name in FEW_HANGUPS]
+    for_each(hangups, lambda hangup: close_terminal(shop, hangup), at_once=2)
+    stopped = [hangup.name for hangup in hangups if not hangup.goes_on]
+    survived = [hangup.name for hangup in hangups if hangup.goes_on]
+    evidence(
+        injected=f"the terminal closed (SIGHUP) in a step; started by {', '.join(hangup.name for hangup in hangups)}",
+        times=len(hangups),
+        outcome=f"{' and '.join(stopped)} stop as for SIGTERM, with a checkpoint, and the same command continues; "
+        f"{' and '.join(survived)}: training goes on to its end",
+    )
+
+
+@pytest.mark.fault("the reader of the output ends")
+def test_the_reader_of_the_output_ends(shop: Workshop, straight: Path, evidence: Evidence) -> None:
+    """As `… | tee log` does when its terminal is closed."""
+    run, mark = shop.add_run("unread", **SETTINGS), shop.path / "unread.mark"
+    go = mark.with_suffix(".go")
+    script = with_faults(shop, run, f"{FAULTS}before(STEP, note({str(mark)!r}, until({str(go)!r})), step=2)")
+    command = [sys.executable, str(script), run.name, str(shop.datasets), "--runs-dir", str(shop.runs)]
+    with subprocess.Popen(
+        command, cwd=shop.path, env=shop._environment({}), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        while not mark.exists():
+            assert process.poll() is None
+            time.sleep(0.02)
+        assert process.stdout is not None
+        process.stdout.close()
+        go.touch()
+        assert process.wait(timeout=60) == 128 + signal.SIGHUP
+    # It is noticed at the next line, which the report after step 3 is.
+    assert max(step for step, _ in list_checkpoints(run / "checkpoints")) in (3, 4)
+    shop.train(run.name, ranks=1, prelude=FAULTS)
+    evidence(
+        injected="the reader of a pipe that takes all output ends in a step",
+        times=1,
+        outcome="stopped as for SIGTERM, with a checkpoint; the same command continues",
+    )

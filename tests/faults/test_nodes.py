@@ -1,0 +1,275 @@
+"""Two machines without a shared disk, and the network between them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Evidence
+from tests.data.test_fetching import NAME, corpus
+from tests.support.fake_hub import FakeHub
+from tests.support.launch import Result, Workshop
+from tests.support.same_end import assert_same_end
+from tests.support.two_hosts import Pair, two_hosts, wait_for
+from tests.support.warm import WarmProcess
+
+TIMEOUT_SECONDS = 8
+# Until every process has ended: the time-out, the watch's own pace, the patience with a rank that may have more to
+# say, and torchrun's.
+END_SECONDS = TIMEOUT_SECONDS + 30
+START_SECONDS = 150  # Python and torch start on each rank, on two cores that may be busy
+SETTINGS: dict[str, Any] = {
+    "min_train_tokens": 128 * 200,
+    "validation_interval": 80,
+    "report_interval": 5,
+    "learning_rate": 0.01,
+    "clipping_max_norm": 0.5,
+}
+
+Start = Callable[[str], list[WarmProcess]]
+pytestmark = pytest.mark.timeout(600)  # with --exhaustive, a dozen starts of torchrun
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with two_hosts(tmp_path_factory.mktemp("nodes")) as pair:
+        for host in pair.hosts:
+            host.shop.environment["COLLECTIVE_TIMEOUT_SECONDS"] = str(TIMEOUT_SECONDS)
+            host.shop.add_dataset(tokens=60_000)
+        yield pair
+
+
+@pytest.fixture
+def start(pair: Pair, exhaustive: bool) -> Start:
+    """How training starts on both hosts: CI does without torchrun, which starts Python and torch anew each time."""
+    return pair.torchrun if exhaustive else pair.ranks
+
+
+@pytest.fixture(autouse=True)
+def clean(pair: Pair) -> Iterator[None]:
+    """Whatever a test does to the hosts, the next one finds them connected and idle."""
+    yield
+    pair.mend()
+    for host in pair.hosts:
+        host.crash()
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nothing happens to, of as many processes on one machine."""
+    shop = Workshop(tmp_path_factory.mktemp("one-host"))
+    shop.add_dataset(tokens=60_000)
+    run = shop.add_run(**SETTINGS)
+    shop.train(ranks=2)
+    return run
+
+
+def add_run(pair: Pair, name: str, **changes: Any) -> Path:
+    """The same run on both disks; where it is on the first."""
+    first, _ = [host.shop.add_run(name, **SETTINGS | changes) for host in pair.hosts]
+    return first
+
+
+def await_step(run: Path, step: int, processes: Sequence[WarmProcess]) -> None:
+    path, deadline = run / "metrics.jsonl", time.monotonic() + START_SECONDS
+    while f'"global_step": {step},' not in (path.read_text() if path.exists() else ""):
+        assert all(process.poll() is None for process in processes), wait_for(processes, timeout=1)
+        assert time.monotonic() < deadline, wait_for(processes, timeout=1)
+        time.sleep(0.01)
+
+
+def assert_continues(pair: Pair, run: Path, straight: Path) -> None:
+    """The same commands again, with the checkpoints on the first host's disk alone, come to the straight run's end."""
+    checkpoint = (run / "checkpoints" / "latest").resolve().name
+    assert not (pair.second.shop.runs / run.name / "checkpoints").exists()
+    ends = wait_for(pair.ranks(run.name), timeout=START_SECONDS)
+    assert [end.status for end in ends] == [0, 0], ends
+    assert f"{run.name}: continuing from {checkpoint}" in ends[0].stdout
+    assert_same_end(straight, run)
+
+
+def say_why(ends: Sequence[Result]) -> list[str]:
+    """The line in which each says why it has ended."""
+    lines = []
+    for end in ends:
+        assert end.status != 0, end
+        assert len(end.error_lines) == 1, end
+        assert "Traceback" not in end.stderr.partition("torch/distributed/elastic")[0], end
+        lines += end.error_lines
+    return lines
+
+
+@pytest.mark.fault("two nodes")
+def test_trains_on_two_nodes(pair: Pair, tmp_path: Path, exhaustive: bool, evidence: Evidence) -> None:
+    """Two ranks on each: the dataset comes once to each node, results are written by rank 0 alone."""
+    hubs = [host.at_home(FakeHub) for host in pair.hosts]  # each on its host's own loopback
+    with hubs[0], hubs[1], pytest.MonkeyPatch.context() as patch:
+        for host, hub in zip(pair.hosts, hubs, strict=True):
+            host.shop.add_run("r", dataset=NAME, min_train_tokens=2560)
+            hub.add_dataset(NAME, corpus())
+            for name, value in {**hub.environment(host.work / "hf"), "HF_HUB_OFFLINE": "0"}.items():
+                patch.setitem(host.shop.environment, name, value)
+        start = pair.torchrun("r", processes=2, c10d=True) if exhaustive else pair.ranks("r", processes=2)
+        ends = wait_for(start, timeout=START_SECONDS)
+    assert {end.status for end in ends} == {0}, ends
+    for hub in hubs:
+        assert {file.downloads for file in hub.datasets[NAME].files.values()} == {1}
+    runs = [host.shop.runs / "r" for host in pair.hosts]
+    assert {path.name for path in runs[1].iterdir()} == {"model.json", "train.json"}
+    assert {path.name for path in runs[0].iterdir()} >= {"summary.json", "metrics.jsonl", "training-run-chart.png"}
+    assert f"written by rank 0 alone, to {pair.first.name}:{pair.first.work}/runs/r; to continue" in ends[0].stdout
+    alone = Workshop(tmp_path)
+    shutil.copytree(pair.first.shop.datasets, alone.datasets)
+    run = alone.add_run("r", dataset=NAME, min_train_tokens=2560)
+    alone.train(ranks=4)
+    assert_same_end(run, runs[0])
+    evidence(
+        injected="nothing: two hosts with a network and a disk each, two processes on each",
+        times=1,
+        outcome="the dataset comes to each host once; all results are on the host of rank 0, which says so; the end is "
+        "that of four processes on one host, bit for bit",
+    )
+
+
+@pytest.mark.fault("one node is told to stop")
+def test_stopped_and_continued(pair: Pair, start: Start, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
+    """SIGTERM to one node's torchrun, or to both as a scheduler sends it."""
+    cases = [(1,), (0,), (0, 1)] if exhaustive else [(1,)]
+    for told in cases:
+        run = add_run(pair, f"stopped-{'-'.join(map(str, told))}")
+        processes = start(run.name)
+        await_step(run, 30, processes)
+        for index in told:
+            processes[index].terminate()
+        ends = wait_for(processes, timeout=END_SECONDS)
+        assert all(end.status != 0 for end in ends), ends
+        assert [line.partition(" step")[0] for line in ends[0].error_lines] == ["stopped by SIGTERM after global"], ends
+        assert_continues(pair, run, straight)
+    evidence(
+        injected="SIGTERM to torchrun on one node, on the other, on both" if exhaustive else "SIGTERM on one node",
+        times=len(cases),
+        outcome="both nodes stop after the same step, with a checkpoint on the disk of rank 0's host; the same "
+        "commands continue from it, and the end is that of a run that never stopped, bit for bit",
+    )
+
+
+@pytest.mark.fault("a node with other files")
+def test_other_files_on_one_node(pair: Pair, evidence: Evidence) -> None:
+    run, own = add_run(pair, "different"), pair.second.shop
+    letters = own.datasets / "local" / "letters"
+    usual = shutil.move(letters, letters.with_name("usual"))
+    own.add_dataset(tokens=60_000, seed=1)
+    lines = [refusal(pair, run.name)]
+    shutil.rmtree(letters)
+    shutil.move(usual, letters)
+    own.add_run("different", **SETTINGS | {"learning_rate": 0.02})
+    lines += [refusal(pair, run.name)]
+    own.add_run("different", model={"emb_dim": 32}, **SETTINGS)
+    lines += [refusal(pair, run.name)]
+    for line, words in zip(lines, ("dataset: ", "learning_rate: 0.01 -> 0.02", "emb_dim: 16 -> 32"), strict=True):
+        assert words in line
+    assert not (run / "checkpoints").exists()
+    evidence(
+        injected="another dataset of the same name, train.json or model.json on the second node",
+        times=len(lines),
+        outcome="refused before the first step by one line with the file, the difference and both hosts' names",
+    )
+
+
+def refusal(pair: Pair, name: str) -> str:
+    ends = wait_for(pair.ranks(name), timeout=START_SECONDS)
+    line, again = say_why(ends)
+    assert line == again
+    assert [end.status for end in ends] == [2, 2]
+    assert "not the same on node-a (rank 0) and node-b (rank 1)" in line
+    return line
+
+
+@pytest.mark.fault("rank 0 on another node than before")
+def test_rank_0_without_the_checkpoints(pair: Pair, evidence: Evidence) -> None:
+    """Training must not start again from nothing when only the order of the nodes has changed."""
+    run = add_run(pair, "swapped", min_train_tokens=512)
+    assert {end.status for end in wait_for(pair.ranks(run.name), timeout=START_SECONDS)} == {0}
+    line, _ = say_why(wait_for(Pair(pair.second, pair.first).ranks(run.name), timeout=START_SECONDS))
+    assert "node-a" in line
+    assert not (pair.second.shop.runs / run.name / "checkpoints").exists()
+    evidence(
+        injected="a run continued with rank 0 on the node that has no checkpoints",
+        times=1,
+        outcome="refused by a line that names the node that has them",
+    )
+
+
+@pytest.mark.fault("the network fails")
+def test_network_cut(pair: Pair, start: Start, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
+    """Cut without a word, as by a switch that fails, or with the carrier gone, as by a pulled cable."""
+    slowest, cuts = 0.0, [pair.drop, pair.unplug] if exhaustive else [pair.drop]
+    for cut in cuts:
+        run = add_run(pair, f"cut-{cut.__name__}")
+        processes = start(run.name)
+        await_step(run, 30, processes)
+        began = time.monotonic()
+        cut()
+        say_why(wait_for(processes, timeout=END_SECONDS))
+        slowest = max(slowest, time.monotonic() - began)
+        pair.mend()
+        assert_continues(pair, run, straight)
+    evidence(
+        injected="every packet between the nodes lost in the middle of training" + "; the cable pulled" * exhaustive,
+        times=len(cuts),
+        outcome=f"with COLLECTIVE_TIMEOUT_SECONDS={TIMEOUT_SECONDS} both sides say so and end within {slowest:.0f} s"
+        f"{', torchrun too' * exhaustive}; with the network back the same commands continue to the same end, bit for "
+        "bit",
+    )
+
+
+@pytest.mark.fault("a node vanishes")
+def test_a_node_vanishes(pair: Pair, start: Start, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
+    slowest, cases = 0.0, [1, 0] if exhaustive else [1]
+    for lost in cases:
+        run = add_run(pair, f"vanished-{lost}")
+        processes = start(run.name)
+        await_step(run, 30, processes)
+        began = time.monotonic()
+        pair.hosts[lost].crash()
+        ends = wait_for(processes, timeout=END_SECONDS)
+        assert ends[lost].status == -signal.SIGKILL
+        say_why([ends[1 - lost]])
+        slowest = max(slowest, time.monotonic() - began)
+        assert_continues(pair, run, straight)
+    evidence(
+        injected="SIGKILL to everything on the second node" + "; on the first, which has rank 0" * exhaustive,
+        times=len(cases),
+        outcome=f"the other node says that a rank is gone and ends within {slowest:.0f} s; the same commands continue "
+        "to the same end, bit for bit",
+    )
+
+
+@pytest.mark.fault("a rank dies, torchrun --max-restarts=2 on both nodes")
+def test_restarted_by_torchrun(pair: Pair, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
+    """The other node's torchrun starts its ranks again as well, in its own time."""
+    cases = [(1, False), (0, True)] if exhaustive else [(1, False)]
+    for number, (struck, c10d) in enumerate(cases):
+        run = add_run(pair, f"restarted-{number}")
+        processes = pair.torchrun(run.name, "--max-restarts=2", c10d=c10d)
+        await_step(run, 30, processes)
+        (worker,) = pair.hosts[struck].workers()
+        os.kill(worker, signal.SIGKILL)
+        ends = wait_for(processes, timeout=START_SECONDS)
+        assert [end.status for end in ends] == [0, 0], ends
+        assert ends[0].stdout.count(f"{run.name}: continuing from") == 1
+        assert_same_end(straight, run)
+    evidence(
+        injected="SIGKILL to the rank of one node"
+        + ", of the other; with static and with c10d rendezvous" * exhaustive,
+        times=len(cases),
+        outcome="the ranks of both nodes are started again, continue from the latest checkpoint, and come to the same "
+        "end, bit for bit",
+    )

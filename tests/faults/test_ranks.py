@@ -1,0 +1,335 @@
+"""One rank that is not as the others.
+
+Gradients that are not finite, a rank 0 that is slow or a rank that is stuck, weights that drift apart.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from checkpointing import list_checkpoints
+from tests.conftest import Evidence
+from tests.data.test_fetching import NAME, corpus
+from tests.support.fake_hub import FakeHub
+from tests.support.launch import Workshop, finish, metrics
+from tests.support.same_end import assert_same_end
+
+STEPS = 12
+SETTINGS: dict[str, Any] = {
+    "min_train_tokens": STEPS * 128,
+    "validation_interval": 3,
+    "report_interval": 1,
+    "learning_rate": 0.01,
+    "clipping_max_norm": 0.5,
+}
+FAULTS = "from tests.support.faults import *\n"
+TIMEOUT_SECONDS = 3
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    shop = Workshop(tmp_path_factory.mktemp("ranks"))
+    shop.add_dataset(tokens=10_000)
+    shop.add_run("straight", **SETTINGS)
+    shop.train("straight", prelude=FAULTS)
+    return shop
+
+
+# Gradients that are not finite
+
+
+@dataclass(frozen=True)
+class Infection:
+    """What becomes of one rank's gradient at some steps."""
+
+    value: str
+    rank: int
+    ranks: int
+    precision: str
+
+    def prelude(self, steps: range) -> str:
+        change = f"lambda gradient: gradient + torch.{self.value}"
+        return FAULTS + f"in_gradients({change}, rank={self.rank}, steps={steps!r})\n"
+
+
+EVERY_INFECTION = [
+    Infection(value, rank, ranks, precision)
+    for value, (rank, ranks), precision in itertools.product(
+        ("nan", "inf"), ((0, 2), (1, 2), (2, 3)), ("fp32", "fp16", "bf16")
+    )
+]
+FEW_INFECTIONS = [Infection("inf", 1, 2, "fp32"), Infection("nan", 0, 2, "fp16"), Infection("nan", 2, 3, "bf16")]
+
+
+@pytest.mark.fault("a gradient that is not finite")
+def test_one_infected_gradient(shop: Workshop, tmp_path: Path, exhaustive: bool, evidence: Evidence) -> None:
+    infections = EVERY_INFECTION if exhaustive else FEW_INFECTIONS
+    for number, infection in enumerate(infections):
+        tokens = STEPS * 64 * infection.ranks
+        settings = SETTINGS | {"min_train_tokens": tokens, "checkpoint_interval": 1}
+        run = shop.add_run(f"infected-{number}", **settings, precision=infection.precision)
+        notes = tmp_path / str(number)
+        notes.mkdir()
+        prelude = infection.prelude(range(5, 6)) + f"record_skips({str(notes)!r})"
+        shop.train(run.name, ranks=infection.ranks, prelude=prelude)
+        decisions = [json.loads(path.read_text()) for path in notes.iterdir()]
+        assert decisions == [[step == 5 for step in range(STEPS)]] * infection.ranks, infection
+        lines = [line for line in metrics(run) if line["event"] == "train"]
+        assert [line["skipped_steps"] for line in lines] == [int(step == 5) for step in range(STEPS)]
+        assert lines[5]["gradient_norm"] is None
+        assert all(line["gradient_norm"] > 0 for line in lines if line["global_step"] != 5)
+        assert json.loads((run / "summary.json").read_text())["skipped_steps"] == 1
+        saved = dict(list_checkpoints(run / "checkpoints"))
+        weights = [(saved[step] / "model.safetensors").read_bytes() for step in (4, 5, 6)]
+        assert weights[0] == weights[1] != weights[2]
+    evidence(
+        injected="NaN or infinity in one gradient of one rank, of 2 or 3, in one step; fp32, fp16 or bf16",
+        times=len(infections),
+        outcome="all ranks skip that step, and only that: weights stay as they were, the metrics count it and are "
+        "valid JSON, training goes on",
+    )
+
+
+@pytest.mark.fault("gradients that are never finite again")
+def test_infected_for_good(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+    """The last step allowed, and the first one that is not; reported at each step, or later."""
+    cases = list(itertools.product((1, 3, 4), (1, 4))) if exhaustive else [(3, 1), (3, 4)]
+    for allowed, interval in cases:
+        settings = SETTINGS | {"report_interval": interval, "max_skipped_steps": allowed, "checkpoint_interval": 2}
+        run = shop.add_run(f"ill-{allowed}-{interval}", **settings)
+        result = shop.train(run.name, prelude=Infection("nan", 1, 2, "fp32").prelude(range(5, 99)), expect=1)
+        (line,) = result.error_lines
+        assert "not finite" in line
+        assert "max_skipped_steps" in line
+        last = metrics(run)[-1]["global_step"]
+        assert 5 + allowed - 1 <= last <= 5 + allowed - 1 + interval
+        assert sum(event.get("skipped_steps", 0) for event in metrics(run)) == last - 4
+        assert_healthy_best(run)
+        # One skip fewer in a row is let pass.
+        run = shop.add_run(f"well-{allowed}-{interval}", **settings)
+        shop.train(run.name, prelude=Infection("nan", 1, 2, "fp32").prelude(range(5, 5 + allowed - 1)))
+    evidence(
+        injected="NaN in one rank's gradient in every step from the sixth on",
+        times=len(cases),
+        outcome="the run ends at the first report after max_skipped_steps skips in a row, with one line that says why; "
+        "weights and `best` are as they were before",
+    )
+
+
+def assert_healthy_best(run: Path) -> None:
+    meta = json.loads((run / "checkpoints" / "best" / "meta.json").read_text())
+    assert isinstance(meta["best_loss"], float)
+    assert meta["best_step"] == meta["global_step"]
+    weights = load_file(run / "checkpoints" / "best" / "model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in weights.values())
+
+
+@pytest.mark.fault("a loss that is not finite")
+def test_infected_losses(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+    """The loss that decides which checkpoint is best is NaN at some steps: of a validation, or of training."""
+    infected = "around(FORWARD, lambda original, *a: original(*a) * (torch.nan if Now.step in {steps} else 1))\n"
+    rank1 = "if own_rank() == 1: " + infected
+    training = {"validation_interval": None, "validation_batches": None, "start_val_token": None}
+    cases = {
+        "training": (SETTINGS | training | {"checkpoint_interval": 3}, rank1.format(steps={7, 8})),
+        "validation": (SETTINGS, "if own_rank() == 0: " + infected.format(steps={9})),
+        "shared-validation": (SETTINGS | {"validation_ranks": "all"}, rank1.format(steps={9})),
+    }
+    chosen = list(cases) if exhaustive else ["training", "validation"]
+    for name in chosen:
+        settings, prelude = cases[name]
+        run = shop.add_run(f"loss-{name}", **settings)
+        shop.train(run.name, prelude=FAULTS + prelude)
+        event = "train" if name == "training" else "validation"
+        losses = {line["global_step"]: line["loss"] for line in metrics(run) if line["event"] == event}
+        assert {step for step, loss in losses.items() if loss is None} == ({7, 8} if name == "training" else {9})
+        saved = dict(list_checkpoints(run / "checkpoints"))
+        assert not json.loads((saved[9] / "meta.json").read_text())["is_best"]
+        best = json.loads((run / "checkpoints" / "best" / "meta.json").read_text())
+        assert isinstance(best["best_loss"], float)
+        assert best["best_step"] == best["global_step"] != 9
+    evidence(
+        injected="a training or validation loss that is NaN on one rank",
+        times=len(chosen),
+        outcome="null in the metrics; `best` does not move there, and moves again with the next loss that is lower",
+    )
+
+
+# Rank 0 is slow
+
+
+@pytest.fixture
+def patient(shop: Workshop) -> Workshop:
+    """Jobs whose ranks wait for a stuck one for three seconds."""
+    return Workshop(shop.path, {"COLLECTIVE_TIMEOUT_SECONDS": str(TIMEOUT_SECONDS)})
+
+
+SLOW_SECONDS = 8
+
+
+@pytest.mark.fault("rank 0 is slow")
+def test_slow_rank0(patient: Workshop, tmp_path: Path, exhaustive: bool, evidence: Evidence) -> None:
+    """Longer than a gradient exchange may take, one after the other."""
+    slow_validation = (
+        "def slowly(original, self, indexes):\n"
+        "    for index in original(self, indexes):\n"
+        f"        time.sleep({SLOW_SECONDS / 3} * (Now.step == 3)); yield index\n"
+        "around('harness.distributed.sharing:Ranks.heeding', slowly)\n"
+    )
+    works = {
+        "validation": slow_validation,
+        "save": f"before(WRITE, pause({SLOW_SECONDS}), step=3)",
+        "chart": "harness.runs.chart.draw_training_chart = "
+        f"lambda *a, **k: time.sleep({SLOW_SECONDS} * (Now.step == 3))",
+        "metrics": f"before(METRICS, pause({SLOW_SECONDS}), step=5)",
+    }
+    with ThreadPoolExecutor(len(works) + 1) as pool:
+        download = pool.submit(train_after_a_slow_download, tmp_path)
+        for run in pool.map(lambda work: train_slowly(patient, *work), works.items()):
+            assert_same_end(patient.runs / "straight", run)
+        download.result()
+    evidence(
+        injected=f"a download, validation, save, chart or line of metrics that takes {SLOW_SECONDS} s with "
+        f"COLLECTIVE_TIMEOUT_SECONDS={TIMEOUT_SECONDS}",
+        times=len(works) + 1,
+        outcome="the other rank waits; the end is that of a run that nothing happened to, bit for bit",
+    )
+
+
+def train_slowly(shop: Workshop, name: str, prelude: str) -> Path:
+    run = shop.add_run(f"slow-{name}", **SETTINGS)
+    began = time.monotonic()
+    shop.train(run.name, prelude=FAULTS + "import time\n" + prelude)
+    assert time.monotonic() - began > SLOW_SECONDS
+    return run
+
+
+def train_after_a_slow_download(folder: Path) -> None:
+    with FakeHub() as hub:
+        dataset = hub.add_dataset(NAME, corpus())
+        dataset.files["train.safetensors"].delay_seconds = SLOW_SECONDS
+        shop = Workshop(folder, hub.environment(folder / "hf") | {"HF_HUB_OFFLINE": "0"})
+        shop.environment["COLLECTIVE_TIMEOUT_SECONDS"] = str(TIMEOUT_SECONDS)
+        shop.add_run(dataset=NAME, min_train_tokens=256)
+        shop.train(prelude=FAULTS)
+
+
+# A rank is stuck
+
+
+@dataclass(frozen=True)
+class Stuck:
+    """A rank that gets no further."""
+
+    place: str
+    how: str
+    rank: int
+    ranks: int
+
+
+STUCK_PLACES = {
+    "FORWARD": (0, 1),
+    "in the backward pass": (0, 1),
+    "UPDATE": (0, 1),
+    "in the evaluation": (0,),
+    "'harness.data.dataset:TokenFile.read'": (1,),
+}
+HANGS = {"frozen": "freeze", "asleep": "pause(1000)", "busy": "spin"}
+
+
+def every_stuck() -> list[Stuck]:
+    two = [Stuck(place, how, rank, 2) for place, ranks in STUCK_PLACES.items() for rank in ranks for how in HANGS]
+    three = [Stuck("FORWARD", how, rank, 3) for how in HANGS for rank in (0, 2)]
+    return [*two, *three, Stuck("in the backward pass", "asleep", 1, 3), Stuck("in the evaluation", "asleep", 0, 3)]
+
+
+def get_stuck(shop: Workshop, number: int, case: Stuck) -> float:
+    """Let a rank get stuck; how many seconds later the last of the others was gone."""
+    run, mark = shop.add_run(f"stuck-{number}", **SETTINGS), shop.path / f"stuck-{number}"
+    action = f"note({str(mark)!r}, {HANGS[case.how]})"
+    prelude = f"before({case.place}, {action}, rank={case.rank}, step=6, call=1)"
+    if case.place == "in the backward pass":
+        prelude = f"in_gradients(lambda gradient: {action}(), rank={case.rank}, steps=range(6, 7))"
+    elif case.place == "in the evaluation":  # of the second microbatch
+        prelude = f"after_first_evaluated({action}, step=6)"
+    processes = shop.start(run.name, ranks=case.ranks, prelude=FAULTS + prelude)
+    others = [process for rank, process in enumerate(processes) if rank != case.rank]
+    deadline = time.monotonic() + 60
+    while any(process.poll() is None for process in others) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    seconds = time.time() - float(mark.read_text())
+    if case.how == "frozen":
+        processes[case.rank].kill()
+    else:  # its own watch ends it
+        deadline = time.monotonic() + 10
+        while processes[case.rank].poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert processes[case.rank].poll() == 1, (case, processes)
+    result = finish([*others, processes[case.rank]], expect=1, timeout=10)
+    assert len(result.error_lines) == 1, (case, result.error_lines)
+    (line,) = result.error_lines
+    assert line.startswith(f"error: rank {case.rank} ("), (case, line)
+    assert "run the same command again to continue" in line
+    return seconds
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.fault("a rank is stuck")
+def test_stuck_ranks(patient: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+    cases = every_stuck()
+    if not exhaustive:
+        cases = cases[::5]
+    with ThreadPoolExecutor(4) as pool:
+        seconds = list(pool.map(lambda case: get_stuck(patient, *case), enumerate(cases)))
+    for number in range(0, len(cases), 1 if exhaustive else 4):
+        if cases[number].ranks == 2:
+            patient.train(f"stuck-{number}", prelude=FAULTS)
+            assert_same_end(patient.runs / "straight", patient.runs / f"stuck-{number}")
+    assert max(seconds) < TIMEOUT_SECONDS + 7
+    evidence(
+        injected="one of 2 or 3 ranks frozen by SIGSTOP, asleep for ever, or busy for ever: in a forward or backward "
+        f"pass, an update, a validation, reading tokens; COLLECTIVE_TIMEOUT_SECONDS={TIMEOUT_SECONDS}",
+        times=len(cases),
+        outcome=f"one line names the rank; the others are gone within {max(seconds):.0f} s, a frozen one once it is "
+        "killed; the same command continues to the same end, bit for bit",
+    )
+
+
+# Weights that drift apart
+
+
+@pytest.mark.fault("weights of one rank change")
+def test_divergence(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+    cases = [(0, 2, None), (1, 2, None), (0, 3, None), (2, 3, None), (1, 2, 2), (2, 3, 2), (0, 3, 1)]
+    for rank, ranks, interval in cases if exhaustive else cases[1::2]:
+        tokens = {"min_train_tokens": STEPS * 64 * ranks, "weights_check_interval": interval}
+        run = shop.add_run(f"drift-{rank}-{ranks}-{interval}", **SETTINGS | tokens)
+        changed = FAULTS + f"drift_before(7, {rank})"
+        # The change is there after step 7; the next look is at step 8 if there is one every step or two, else at 9.
+        found = 9 if interval is None else 7 if interval == 1 else 8
+        result = shop.train(run.name, ranks=ranks, prelude=changed, expect=1)
+        (line,) = result.error_lines
+        assert f"after global step {found}" in line
+        assert "tok_emb.weight" in line
+        who = f"rank {rank} differ from those of the other 2 ranks" if ranks == 3 else "rank 0 and rank 1 differ"
+        assert who in line
+        assert list_checkpoints(run / "checkpoints")[-1][0] == 6  # nothing with those weights was saved
+        shop.train(run.name, ranks=ranks, prelude=FAULTS)
+        if ranks == 2:
+            assert_same_end(shop.runs / "straight", run)
+    evidence(
+        injected="0.001 added to one weight of one of 2 or 3 ranks",
+        times=len(cases) if exhaustive else len(cases[1::2]),
+        outcome="the next comparison (before a checkpoint, or every weights_check_interval steps) ends the run before "
+        "anything is saved, naming the tensor and, of three ranks, the one that differs; the same command continues "
+        "to the same end, bit for bit",
+    )

@@ -1,0 +1,271 @@
+"""Saving while training goes on.
+
+With "async_checkpoint": true the training loop pauses for a copy only; what is written must be what it was then, and
+`latest` must never point to anything that might be lost.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpointing import list_checkpoints, verify_checkpoint
+from tests.conftest import Evidence
+from tests.support.launch import Workshop, finish, metrics
+from tests.support.same_end import assert_same_end
+
+STEPS = 12
+SETTINGS: dict[str, Any] = {
+    "min_train_tokens": STEPS * 128,
+    "validation_interval": 3,
+    "report_interval": 1,
+    "learning_rate": 0.01,
+    "clipping_max_norm": 0.5,
+}
+FAULTS = "from tests.support.faults import *\n"
+SLOW_SECONDS = 3
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    shop = Workshop(tmp_path_factory.mktemp("background"))
+    shop.add_dataset(tokens=40_000)
+    return shop
+
+
+@pytest.fixture(scope="module")
+def straight(shop: Workshop) -> Path:
+    """The run that saves synchronously, and that nothing happens to."""
+    run = shop.add_run("straight", **SETTINGS)
+    shop.train("straight", prelude=FAULTS)
+    return run
+
+
+def add_run(shop: Workshop, name: str, **changes: Any) -> Path:
+    return shop.add_run(name, **SETTINGS | changes, async_checkpoint=True)
+
+
+def latest_step(run: Path) -> int | None:
+    """The step `latest` points to: of a whole checkpoint, or the test fails."""
+    link = run / "checkpoints" / "latest"
+    if not link.is_symlink():
+        return None
+    verify_checkpoint(link.resolve())
+    return int(link.resolve().name.rpartition("-")[2])
+
+
+@pytest.mark.fault("a slow disk")
+def test_steps_go_on_while_a_disk_is_slow(shop: Workshop, tmp_path: Path, evidence: Evidence) -> None:
+    """A look at the run from outside, while the first checkpoint's fsync takes seconds."""
+    run, mark = add_run(shop, "slow", min_train_tokens=128 * 140, validation_interval=139), tmp_path / "mark"
+    # Slow enough steps that not all of them fit into the time.
+    slow = f"before(SYNC, note({str(mark)!r}, pause({SLOW_SECONDS})), call=1)\nbefore(STEP, pause(0.02))\n"
+    processes = shop.start("slow", prelude=FAULTS + slow)
+    steps: set[int] = set()
+    while not mark.exists():
+        assert processes[0].poll() is None, finish(processes, expect=None, timeout=10)
+        time.sleep(0.01)
+    while time.time() - float(mark.read_text()) < SLOW_SECONDS - 0.2:
+        assert latest_step(run) is None  # until the bytes are durable
+        steps |= {event["global_step"] for event in whole_metrics(run)}
+        time.sleep(0.05)
+    finish(processes, expect=0, timeout=60)
+    assert len(steps) > 10
+    assert latest_step(run) == 139
+    assert [step for step, _ in list_checkpoints(run / "checkpoints")] == [0, 139]
+    evidence(
+        injected=f"an fsync of {SLOW_SECONDS} s in the first save",
+        times=1,
+        outcome=f"{len(steps)} steps of 0.02 s or more are done meanwhile; `latest` is there once the save is durable",
+    )
+
+
+def whole_metrics(run: Path) -> list[dict[str, Any]]:
+    text = (run / "metrics.jsonl").read_text() if (run / "metrics.jsonl").exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+@pytest.mark.fault("weights change while they are written")
+def test_the_bytes_are_those_of_a_synchronous_save(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+    """The writer is held up until steps have been taken: what it writes is the copy, not what the weights are then."""
+    cases = list(itertools.product((1, 2, 3), ("fp32", "fp16"))) if exhaustive else [(2, "fp16")]
+    compared = 0
+    for ranks, precision in cases:
+        settings = {"precision": precision, "min_train_tokens": STEPS * 64 * ranks, "checkpoint_interval": 2}
+        name = f"{ranks}-{precision}"
+        runs = [shop.add_run(f"sync-{name}", **SETTINGS | settings), add_run(shop, f"async-{name}", **settings)]
+        held_up = "before(WRITE, pause(0.1))\nbefore(SYNC, pause(0.02))\n"
+        for run in runs:
+            shop.train(run.name, ranks=ranks, prelude=FAULTS + "lively_scaler()\n" + held_up)
+        assert_same_end(*runs)
+        saved = [list_checkpoints(run / "checkpoints") for run in runs]
+        assert [step for step, _ in saved[0]] == [step for step, _ in saved[1]] == [0, 2, 4, 6, 8, 10, 11]
+        for (_, one), (_, other) in zip(*saved, strict=True):
+            assert_same_checkpoint(one, other)
+            compared += 1
+    evidence(
+        injected="each save waits in the middle while training goes on; 1 to 3 ranks, fp32 and fp16"
+        if exhaustive
+        else "each save waits in the middle while training goes on; 2 ranks, fp16",
+        times=compared,
+        outcome="all files are those of a synchronous save, byte for byte; meta.json, but for times and the setting",
+    )
+
+
+def assert_same_checkpoint(one: Path, other: Path) -> None:
+    names = sorted(path.name for path in one.iterdir())
+    assert names == sorted(path.name for path in other.iterdir())
+    metas = []
+    for path in (one, other):
+        meta = json.loads((path / "meta.json").read_text())
+        del meta["seconds"], meta["sha256"]["meta.json"], meta["train"]["async_checkpoint"]
+        del meta["metrics_bytes"]  # lines hold times, whose digits vary
+        metas.append(meta)
+    assert metas[0] == metas[1]
+    for name in names:
+        assert name == "meta.json" or (one / name).read_bytes() == (other / name).read_bytes(), (one, name)
+
+
+# How far the third save is: at its beginning, at each flush (four files, the draft, the folder, it again after each of
+# the links), at the links.
+MOMENTS = ["WRITE, {action}, call=3"]
+MOMENTS += [f"'checkpointing:sync', {{action}}, call={call}" for call in range(17, 25)]
+MOMENTS += [f"'checkpointing:point', {{action}}, call={call}" for call in (5, 6)]
+
+
+def every_moment(exhaustive: bool) -> Sequence[str]:
+    return MOMENTS if exhaustive else [MOMENTS[0], MOMENTS[4], MOMENTS[-1]]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.fault("killed while saving")
+def test_killed_in_a_save(shop: Workshop, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
+    """Steps have been taken since the save began: they are lost, and taken again."""
+    moments = every_moment(exhaustive)
+    for number, moment in enumerate(moments):
+        run = add_run(shop, f"killed-{number}")
+        prelude = FAULTS + f"before({moment.format(action='in_turn(pause(0.2), kill)')}, rank=0)"
+        result = finish(shop.start(run.name, prelude=prelude), expect=-signal.SIGKILL, timeout=60)
+        assert result.stdout.count("validation loss") >= 3  # of steps 0, 3 and 6, whose save this is
+        left = latest_step(run)
+        assert left in (3, 6)
+        assert f"-iteration-{left}," in shop.train(run.name, prelude=FAULTS).stdout
+        assert_same_end(straight, run)
+        assert not list((run / "checkpoints").glob(".*"))
+    evidence(
+        injected="SIGKILL of rank 0 while the writer writes, flushes, renames, replaces `latest` or `best`",
+        times=len(moments),
+        outcome="`latest` is a whole checkpoint, this one or the one before; the same command continues to the same "
+        "end, bit for bit",
+    )
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.fault("told to stop while saving")
+def test_told_to_stop_in_a_save(shop: Workshop, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
+    moments = every_moment(exhaustive)
+    for number, moment in enumerate(moments):
+        run = add_run(shop, f"told-{number}")
+        prelude = FAULTS + f"before({moment.format(action='in_turn(tell(SIGTERM), pause(0.2))')}, rank=0)"
+        result = shop.train(run.name, prelude=prelude, expect=128 + signal.SIGTERM)
+        (line,) = result.error_lines
+        assert line.startswith(f"stopped by SIGTERM after global step {latest_step(run)};")
+        shop.train(run.name, prelude=FAULTS)
+        assert_same_end(straight, run)
+    evidence(
+        injected="SIGTERM while the writer is at work",
+        times=len(moments),
+        outcome="the save is completed, one more made if steps have been taken since, and `latest` points to the last "
+        "step done; the same command continues to the same end, bit for bit",
+    )
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.fault("a save that fails")
+def test_a_failing_save(shop: Workshop, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
+    """The error comes from another thread, later: at the next step, the next save or the end of the run."""
+    cases = list(failures(exhaustive))
+    for number, (moment, last) in enumerate(cases):
+        run = add_run(shop, f"failing-{number}")
+        result = shop.train(run.name, prelude=FAULTS + f"before({moment}, rank=0)", expect=1)
+        (line,) = result.error_lines
+        assert "cannot write the checkpoint of step" in line
+        assert "No space left on device" in line
+        assert "to continue" in line
+        assert "Traceback" not in result.stderr
+        assert latest_step(run) in last
+        # The last checkpoint can fail, and the run is not done: there is no summary that says so.
+        assert not (run / "summary.json").exists()
+        shop.train(run.name, prelude=FAULTS)
+        assert_same_end(straight, run)
+    evidence(
+        injected='"No space left on device" from the writer, in the middle of the run or in its last save',
+        times=len(cases),
+        outcome="the run ends with one line that says which checkpoint could not be written; older ones are whole; the "
+        "same command continues to the same end, bit for bit",
+    )
+
+
+def failures(exhaustive: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Where a save fails, and what `latest` may be then."""
+    for moment in every_moment(exhaustive):
+        yield moment.format(action="fill_disk"), (3, 6)
+    yield "WRITE, fill_disk, call=5", (9,)  # the last save
+    yield "WRITE, in_turn(pause(0.5), fill_disk), call=5", (9,)  # when all steps are done
+
+
+@dataclass(frozen=True)
+class Pauses:
+    """How long the training loop stood still for each save, in seconds."""
+
+    synchronous: list[float]
+    in_background: list[float]
+
+    @property
+    def ratio(self) -> float:
+        return sum(self.in_background) / sum(self.synchronous)
+
+
+LARGE = {"vocab_size": 8192, "emb_dim": 512, "n_layers": 4, "n_heads": 8}  # 21 million parameters: 250 MB a save
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.fault("a large model")
+def test_how_long_the_loop_pauses(shop: Workshop, tmp_path: Path, exhaustive: bool, evidence: Evidence) -> None:
+    steps = 24 if exhaustive else 8
+    pauses = Pauses(*(pauses_of(shop, tmp_path, steps, in_background=setting) for setting in (False, True)))
+    assert pauses.ratio < 0.6, pauses
+    slow, fast = (max(times) for times in (pauses.synchronous, pauses.in_background))
+    evidence(
+        injected="nothing: 21 million parameters, so that a save is 250 MB",
+        times=len(pauses.in_background),
+        outcome=f"the loop pauses for {fast:.2f} s at most instead of {slow:.2f} s, "
+        f"{pauses.ratio:.0%} of the time altogether",
+    )
+
+
+def pauses_of(shop: Workshop, folder: Path, steps: int, *, in_background: bool) -> list[float]:
+    """Train the large model, which saves at the beginning, in the middle and at the end; not counting the last one,
+    after which there is nothing to go on with."""
+    notes = folder / f"pauses-{in_background}"
+    settings: dict[str, Any] = dict.fromkeys(("validation_interval", "validation_batches", "start_val_token"))
+    settings |= {"microbatch_size": 1, "gradient_accumulation_steps": 1, "min_train_tokens": 32 * steps}
+    run = shop.add_run(
+        f"large-{in_background}",
+        model=LARGE,
+        **SETTINGS | settings,
+        checkpoint_interval=steps // 2,
+        keep_checkpoints=1,
+        async_checkpoint=in_background,
+    )
+    shop.train(run.name, prelude=FAULTS + f"record_seconds('harness.training.job:Job.save', {str(notes)!r}, rank=0)")
+    assert len(metrics(run)) > steps
+    return [float(line) for line in notes.read_text().splitlines()][:-1]

@@ -1,0 +1,395 @@
+"""Signals, and ranks that die.
+
+SIGTERM is what torchrun and schedulers send, SIGINT what Ctrl-C is; torchrun kills 30 seconds later.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpointing import list_checkpoints
+from tests.conftest import Evidence
+from tests.data.test_fetching import NAME, corpus
+from tests.support.fake_hub import FakeHub
+from tests.support.jobs import for_each
+from tests.support.launch import Result, Workshop, finish
+from tests.support.same_end import assert_same_end
+from tests.support.torchrun import FAULTS, Torchrun, await_file
+from tests.support.warm import WarmProcess
+
+STEPS = 12
+SETTINGS: dict[str, Any] = {
+    "min_train_tokens": STEPS * 128,
+    "validation_interval": 3,
+    "report_interval": 4,
+    "learning_rate": 0.01,
+    "clipping_max_norm": 0.5,
+}
+TORCHRUN_PATIENCE_SECONDS = 30
+GONE_SECONDS = 15  # in which all ranks must be gone once one has died
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    shop = Workshop(tmp_path_factory.mktemp("signals"))
+    shop.add_dataset(tokens=10_000)
+    return shop
+
+
+@pytest.fixture(scope="module")
+def straight(shop: Workshop) -> Path:
+    """The run that nothing happens to."""
+    run = shop.add_run("straight", **SETTINGS)
+    shop.train("straight", prelude=FAULTS)
+    return run
+
+
+def assert_stopped(run: Path, result: Result, number: signal.Signals) -> int:
+    """One line says how to go on, and one whole checkpoint is of the last step done; that step."""
+    (line,) = result.error_lines
+    assert line.startswith(f"stopped by {number.name} after global step ")
+    assert "to continue, run the same command again" in line
+    last = int(line.partition("after global step ")[2].partition(";")[0])
+    made = list_checkpoints(run / "checkpoints")
+    assert [step for step, _ in made if step >= last] == [last]
+    assert (run / "checkpoints" / "latest").resolve() == made[-1][1].resolve()
+    assert not list((run / "checkpoints").glob(".*"))
+    # None besides those that were due, not even by a stop that came while one was being written.
+    assert [step for step, _ in made if step != last] == list(range(0, last, SETTINGS["validation_interval"]))
+    return last
+
+
+# Where a rank can be when a signal comes, and which ranks get there. All at step 6, which has everything.
+IN_BACKWARD = "in_gradients(lambda gradient: {action}(), rank={rank}, steps=range(6, 7))"
+PLACES = {
+    "STEP": (0, 1),
+    "FORWARD": (0, 1),
+    "in the backward pass": (0, 1),
+    "UPDATE": (0, 1),
+    "VALIDATION": (0, 1),
+    "EVALUATION": (0,),
+    "SAVE": (0, 1),
+    "WRITE": (0,),
+    "SYNC": (0,),
+    "METRICS": (0,),
+}
+
+
+def acting_at(place: str, rank: int, action: str) -> str:
+    """The prelude by which a rank acts at a place."""
+    if place == "in the backward pass":
+        return FAULTS + IN_BACKWARD.format(action=action, rank=rank)
+    return FAULTS + f"before({place}, {action}, rank={rank}, step=6, call=1)"
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.fault("a rank is told to stop")
+def test_told_anywhere(shop: Workshop, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
+    """One rank alone gets the signal; the others learn of it at the same step."""
+    signals = [signal.SIGTERM, signal.SIGINT]
+    cases = [(place, rank, number) for place, ranks in PLACES.items() for rank in ranks for number in signals]
+    cases = cases if exhaustive else cases[::3]
+
+    def stop(case: tuple[str, int, signal.Signals]) -> None:
+        place, rank, told = case
+        run = shop.add_run(f"told-{cases.index(case)}", **SETTINGS)
+        prelude = acting_at(place, rank, f"tell({int(told)})")
+        result = shop.train(run.name, prelude=prelude, expect=128 + told)
+        assert assert_stopped(run, result, told) == 6, place  # where a validation and a save look for signals
+        shop.train(run.name, prelude=FAULTS)
+        assert_same_end(straight, run)
+
+    for_each(cases, stop, at_once=3)  # they wait for each other more than they compute
+    evidence(
+        injected="SIGTERM or SIGINT to one of two ranks in a forward or backward pass, an update, a validation, a save "
+        "or while it writes a line of metrics",
+        times=len(cases),
+        outcome="all ranks stop after the same step with one checkpoint, exit 128 + the signal and one line that says "
+        "how to continue; the end is that of a run that never stopped, bit for bit",
+    )
+
+
+@pytest.mark.fault("told to stop in steps that take long")
+def test_long_steps(shop: Workshop, straight: Path, evidence: Evidence) -> None:
+    """A step more could take longer than torchrun waits."""
+    run = shop.add_run("long", **SETTINGS)
+    slow = "before(FORWARD, lambda: pause(1.2)() if 2 <= Now.step <= 4 else None)\n"  # two microbatches a step
+    result = shop.train("long", prelude=FAULTS + slow + "before(UPDATE, tell(SIGTERM), rank=1, step=4)", expect=143)
+    assert assert_stopped(run, result, signal.SIGTERM) == 4
+    shop.train("long", prelude=FAULTS)
+    assert_same_end(straight, run)
+    evidence(
+        injected="SIGTERM to one of two ranks in a step that takes 2.4 s, after others that did",
+        times=1,
+        outcome="stopped after that step and no other; the end is that of a run that never stopped",
+    )
+
+
+@pytest.mark.fault("hundreds of signals")
+def test_many_signals(shop: Workshop, straight: Path, evidence: Evidence) -> None:
+    """A collective in the handler would run inside another one: both ranks would hang, or exchange nonsense. So the
+    handler calls nothing at all."""
+    run, notes = shop.add_run("many", **SETTINGS), shop.path / "handlers"
+    notes.mkdir()
+    storm = f"record_handler({str(notes)!r})\nbefore(STEP, lambda: signal_storm(SIGTERM, 200), step=5)\n"
+    result = shop.train("many", prelude=FAULTS + storm, expect=128 + signal.SIGTERM)
+    assert_stopped(run, result, signal.SIGTERM)
+    handled = [json.loads(path.read_text()) for path in notes.iterdir()]
+    assert len(handled) == 2
+    assert all(rank["runs"] > 5 for rank in handled), handled  # signals that come together are handled once
+    assert all(rank["called"] == [] for rank in handled), handled
+    shop.train("many", prelude=FAULTS)
+    assert_same_end(straight, run)
+    evidence(
+        injected="200 SIGTERM to each of two ranks, while they train, vote, validate and save",
+        times=400,
+        outcome="one orderly stop; the handler takes a note and calls no function, so no collective either",
+    )
+
+
+# The real torchrun
+
+
+# Long enough for a signal to fall into it: where, and what the prelude does there.
+LONG_WORK = {
+    "step": "STEP, {noted}, step=5",
+    "validation": "EVALUATION, {noted}, step=6",
+    "save": "WRITE, {noted}, step=6",
+}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.fault("torchrun is told to stop")
+def test_torchrun_told(shop: Workshop, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
+    signals = [signal.SIGTERM, signal.SIGINT]
+    cases = [*itertools.product(LONG_WORK, signals)] if exhaustive else [("save", signal.SIGTERM)]
+
+    def tell(case: tuple[str, signal.Signals]) -> float:
+        place, told = case
+        run = shop.add_run(f"torchrun-{place}-{told.name}", **SETTINGS)
+        mark = shop.path / f"{run.name}.mark"
+        work = LONG_WORK[place].format(noted=f"note({str(mark)!r}, pause(5))")
+        process = Torchrun(shop, run).start(f"before({work}, rank=0, call=1)")
+        await_file(mark, process)
+        began = time.monotonic()
+        os.kill(process.pid, told)  # Ctrl-C in a terminal reaches torchrun alone, too: its ranks have own sessions
+        result = finish([process], expect=1, timeout=60)
+        seconds = time.monotonic() - began
+        assert_stopped(run, result, told)
+        shop.train(run.name, prelude=FAULTS)
+        assert_same_end(straight, run)
+        return seconds
+
+    slowest = max(for_each(cases, tell, at_once=3))
+    assert slowest < TORCHRUN_PATIENCE_SECONDS
+    evidence(
+        injected="SIGTERM or SIGINT to torchrun in a step, a validation or a save that takes 5 s more"
+        if exhaustive
+        else "SIGTERM to torchrun in a save that takes 5 s more",
+        times=len(cases),
+        outcome=f"one checkpoint, one line that says how to continue, all gone within {slowest:.0f} s (torchrun kills "
+        "after 30 s); the end is that of a run that never stopped, bit for bit",
+    )
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.fault("torchrun is told to stop in a download")
+def test_torchrun_told_in_a_download(tmp_path: Path, exhaustive: bool, evidence: Evidence) -> None:
+    signals = [signal.SIGTERM, signal.SIGINT] if exhaustive else [signal.SIGINT]
+    slowest = 0.0
+    for told in signals:
+        with FakeHub() as hub:
+            dataset = hub.add_dataset(NAME, corpus())
+            dataset.files["train.safetensors"].delay_seconds = 60
+            shop = Workshop(tmp_path / told.name, hub.environment(tmp_path / "hf") | {"HF_HUB_OFFLINE": "0"})
+            run = shop.add_run(dataset=NAME, min_train_tokens=256)
+            process = Torchrun(shop, run).start("")
+            while not any(file.downloads for file in dataset.files.values() if file.delay_seconds):
+                assert process.poll() is None, process.communicate(timeout=1)
+                time.sleep(0.02)
+            began = time.monotonic()
+            os.kill(process.pid, told)
+            result = finish([process], expect=1, timeout=60)
+            slowest = max(slowest, time.monotonic() - began)
+            (line,) = result.error_lines
+            assert line.startswith(f'stopped: dataset "{NAME}"')
+            assert "again" in line
+            hub.release()
+            shop.train("r", prelude=FAULTS)
+    assert slowest < TORCHRUN_PATIENCE_SECONDS
+    evidence(
+        injected=f"{' or '.join(told.name for told in signals)} to torchrun while rank 0 downloads the dataset",
+        times=len(signals),
+        outcome=f"all gone within {slowest:.1f} s; one line says how to go on; the same command downloads and trains",
+    )
+
+
+# Ranks that die
+
+
+@dataclass(frozen=True)
+class End:
+    """How a rank ended: `seconds` after the fault."""
+
+    status: int
+    seconds: float
+    stderr: str
+
+
+def ends_of(processes: Sequence[WarmProcess], mark: Path, *, as_torchrun: bool) -> list[End]:
+    """Wait for all ranks. `as_torchrun`: once one has failed the others are told to end, as torchrun does; else nobody
+    tells them."""
+    deadline = time.monotonic() + 60
+    while any(process.poll() is None for process in processes):
+        if as_torchrun and any(process.poll() for process in processes):
+            for process in processes:
+                process.terminate()
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    stuck = [process.pid for process in processes if process.poll() is None]
+    for process in processes:
+        process.kill()
+    errors = [process.communicate(timeout=10)[1] for process in processes]
+    assert not stuck, errors
+    fault = float(mark.read_text())
+    times = [process.base.with_suffix(".status").stat().st_mtime - fault for process in processes]
+    return [
+        End(process.returncode or 0, seconds, text)
+        for process, seconds, text in zip(processes, times, errors, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Death:
+    """A rank that kills itself or raises, at a place, in a world of so many."""
+
+    place: str
+    rank: int
+    ranks: int
+    action: str
+    as_torchrun: bool
+
+
+# Before the ranks have met, none can know of another's end: torchrun has to tell them.
+EARLY_PLACES = ["START", "CHECK"]
+DEADLY = {**PLACES, "WARM_UP": (0, 1)}
+
+
+def all_deaths() -> Iterator[Death]:
+    for place, ranks in DEADLY.items():
+        for rank, action, as_torchrun in itertools.product(ranks, ("kill", "fail"), (True, False)):
+            yield Death(place, rank, 2, action, as_torchrun)
+    for place, rank, action in itertools.product(EARLY_PLACES, (0, 1), ("kill", "fail")):
+        yield Death(place, rank, 2, action, as_torchrun=True)
+    for rank, action, as_torchrun in itertools.product((0, 2), ("kill", "fail"), (True, False)):
+        yield Death("FORWARD", rank, 3, action, as_torchrun)
+
+
+def die(shop: Workshop, number: int, death: Death) -> float:
+    """Let a rank die; how many seconds later the last process was gone."""
+    run, mark = shop.add_run(f"death-{number}", **SETTINGS), shop.path / f"death-{number}"
+    action = f"note({str(mark)!r}, {death.action})"
+    prelude = acting_at(death.place, death.rank, action)
+    if death.place in {"WARM_UP", *EARLY_PLACES}:
+        prelude = FAULTS + f"before({death.place}, {action}, rank={death.rank}, call=1)"
+    processes = shop.start(run.name, ranks=death.ranks, prelude=prelude)
+    warm = [process for process in processes if isinstance(process, WarmProcess)]
+    ends = ends_of(warm, mark, as_torchrun=death.as_torchrun)
+    assert all(end.status != 0 for end in ends), (death, ends)
+    own = ends.pop(death.rank)
+    assert "Traceback" not in "".join(end.stderr for end in ends), (death, ends)
+    if death.action == "fail":
+        assert "an injected failure" in own.stderr, death
+    lines = [line for end in ends for line in end.stderr.splitlines() if line.startswith(("error:", "stopped"))]
+    if death.as_torchrun:  # which reports a kill itself; nobody may drown the first error
+        assert not lines, (death, lines)
+    else:
+        (line,) = lines
+        assert line.startswith(f"error: rank {death.rank} ("), (death, line)
+        assert "ended suddenly; run the same command again to continue" in line
+    return max(end.seconds for end in [own, *ends])
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.fault("a rank dies")
+def test_a_rank_dies(shop: Workshop, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
+    deaths = list(all_deaths())
+    if not exhaustive:
+        deaths = deaths[::6]
+    with ThreadPoolExecutor(6) as pool:  # they wait more than they compute
+        seconds = list(pool.map(lambda case: die(shop, *case), enumerate(deaths)))
+    assert max(seconds) < GONE_SECONDS
+
+    def go_on(number: int) -> None:
+        shop.train(f"death-{number}", ranks=2, prelude=FAULTS)
+        if deaths[number].ranks == 2:
+            assert_same_end(straight, shop.runs / f"death-{number}")
+
+    for_each(range(0, len(deaths), 1 if exhaustive else 4), go_on, at_once=4)
+    told = max(second for second, death in zip(seconds, deaths, strict=True) if death.as_torchrun)
+    evidence(
+        injected="SIGKILL of, or an exception in, one of 2 or 3 ranks: at the start, in a forward or backward pass, an "
+        "update, a validation, a save",
+        times=len(deaths),
+        outcome=f"every exit status is non-zero, the first error is the one shown, all ranks are gone within "
+        f"{max(told, 0.1):.1f} s (within {max(seconds):.1f} s if no torchrun tells them, with a line that names the "
+        "rank); the same command continues to the same end, bit for bit",
+    )
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.fault("a rank dies under torchrun --max-restarts=3")
+def test_torchrun_restarts(shop: Workshop, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
+    """Restarted ranks go on from `latest`: they start from nothing, or go back to CHECKPOINT, only once."""
+    cases = [["--restart"], [], ["CHECKPOINT"]] if exhaustive else [["--restart"]]
+    deaths = [(1, 5), (0, 8)] if exhaustive else [(1, 5)]
+
+    def restart(case: tuple[int, list[str]]) -> None:
+        number, asked = case
+        run = shop.add_run(f"restarts-{number}", **SETTINGS)
+        if asked:
+            shop.train(run.name, prelude=FAULTS)
+        arguments = asked
+        if asked == ["CHECKPOINT"]:
+            arguments = [list_checkpoints(run / "checkpoints")[1][1].name]
+        die_in_lives(shop, run, deaths, arguments)
+        assert_same_end(straight, run)
+        assert len(list(run.glob("aside/*/checkpoints"))) == len(asked)  # what was asked for was done once
+
+    for_each(enumerate(cases), restart, at_once=3)
+    evidence(
+        injected=f"SIGKILL of rank 1 in the first life of the job{' and of rank 0 in the second' * exhaustive}, with "
+        f"{'--restart, CHECKPOINT or neither' if exhaustive else '--restart'} on the command line",
+        times=len(deaths) * len(cases),
+        outcome="the job comes back by itself from `latest`, starting over or going back just once; the end is that of "
+        "a run that nothing happened to, bit for bit",
+    )
+
+
+def die_in_lives(shop: Workshop, run: Path, deaths: Sequence[tuple[int, int]], arguments: Sequence[str]) -> None:
+    """Run torchrun to the job's end; in its first lives a rank dies at a step, as `deaths` has it."""
+    lives = shop.path / f"{run.name}.lives"
+    prelude = "".join(
+        f"before(STEP, in_life({life}, {str(lives)!r}, kill), rank={rank}, step={step})\n"
+        for life, (rank, step) in enumerate(deaths, 1)
+    )
+    process = Torchrun(shop, run).start(prelude, "--max-restarts=3", arguments=arguments)
+    result = finish([process], expect=0, timeout=280)
+    asked_back = bool(arguments) and arguments != ["--restart"]
+    assert result.stdout.count("continuing from") == len(deaths) + asked_back, result.stdout
+    # Each from the newest checkpoint before the death, every third step having one.
+    found = [line.partition("-iteration-")[2].partition(",")[0] for line in result.stdout.splitlines()]
+    continued = [int(step) for step in found if step]
+    assert continued[-len(deaths) :] == [(step - 1) // 3 * 3 for _, step in deaths]

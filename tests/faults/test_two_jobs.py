@@ -1,0 +1,148 @@
+"""Two jobs on one run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import checkpointing
+from harness.common.lock import ProcessName
+from tests.conftest import Evidence
+from tests.support import file_operations
+from tests.support.file_operations import WITHOUT_CHARTS
+from tests.support.jobs import VANISH_SECONDS, for_each, start, wait_for
+from tests.support.launch import Workshop, finish, metrics
+from tests.support.same_end import assert_same_end
+from tests.support.stopped_run import SAME_END, copy_of_stopped
+
+
+@pytest.fixture(scope="module")
+def shop(stopped_shop: Workshop) -> Workshop:
+    return stopped_shop
+
+
+# After the third step, when metrics have been written.
+LONG_STEPS = """
+import itertools, time
+from harness.training.step import TrainStep
+run, steps = TrainStep.run, itertools.count()
+TrainStep.run = lambda self, *values: (next(steps) > 2 and time.sleep(100), run(self, *values))[1]
+"""
+WITHOUT_LOCKS = """
+import errno, fcntl, os
+def flock(descriptor, operation):
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+fcntl.flock = flock
+"""
+
+
+def owner_of(run: Path) -> dict[str, Any]:
+    return json.loads((run / ".lock").read_text())
+
+
+def await_metrics(run: Path, lines: int) -> None:
+    path, deadline = run / "metrics.jsonl", time.monotonic() + 60
+    while not path.exists() or path.read_text().count("\n") < lines:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.fault("two jobs on one run")
+def test_a_second_job(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+    """Refused while the first one lives, whatever it asks for, with locks and without; let in when that is dead."""
+
+    def try_one(locks: str) -> int:
+        run = copy_of_stopped(shop, f"two-jobs-{bool(locks)}")
+        first = start(shop, run.name, prelude=WITHOUT_CHARTS + LONG_STEPS + locks)
+        await_metrics(run, len(metrics(run)) + 1)
+        owner, aside = owner_of(run), sorted((run / "aside").rglob("*"))
+        assert (owner["host"], owner["pid"], owner["began"]) == (socket.gethostname(), first[0].pid, True)
+        wanted = [[], ["--restart"], ["best"]] if exhaustive else [["--restart"]]
+        for arguments in wanted:
+            second = finish(start(shop, run.name, *arguments, prelude=locks), expect=2, timeout=60)
+            (line,) = second.error_lines
+            assert f"is being trained by another process ({socket.gethostname()}, pid {first[0].pid}, since" in line
+            assert owner_of(run) == owner
+            assert sorted((run / "aside").rglob("*")) == aside
+        first[0].kill()
+        third = start(shop, run.name, prelude=WITHOUT_CHARTS + locks)
+        finish(third, expect=0, timeout=60)
+        assert owner_of(run)["pid"] == third[0].pid
+        assert_same_end(shop.runs / "straight", run)
+        wait_for(first[1], VANISH_SECONDS)
+        return len(wanted)
+
+    times = sum(for_each(("", WITHOUT_LOCKS), try_one))
+    evidence(
+        injected="a second job on the run directory of a job that trains"
+        + (" (as it is, with --restart, with a CHECKPOINT)" if exhaustive else " (with --restart)")
+        + ", on a file system with locks and on one without (simulated); then the first is killed by SIGKILL",
+        times=times,
+        outcome="refused by one line that names the first one's host and pid, and nothing is touched; at once after "
+        f"the kill another job takes over, and {SAME_END}",
+    )
+
+
+@pytest.mark.fault("a lock file that is left")
+def test_left_lock_files(shop: Workshop, evidence: Evidence) -> None:
+    """With locks the lock alone decides; without, an owner that may live is believed."""
+    dead = {"host": socket.gethostname(), "pid": 2**22 + 1, "namespace": ProcessName.own().namespace, "since": "then"}
+    living = [dead | {"host": "node-7", "namespace": "another boot"}, dead | {"pid": os.getpid()}]
+    texts = [json.dumps(dead), json.dumps(dead)[:40], "", "[]", "\0" * 100, *map(json.dumps, living)]
+
+    def try_one(case: tuple[int, tuple[str, str]]) -> None:
+        number, (locks, text) = case
+        run = copy_of_stopped(shop, f"left-{number}")
+        (run / ".lock").write_text(text)
+        if locks and text in texts[-len(living) :]:
+            owner = json.loads(text)
+            (line,) = finish(start(shop, run.name, prelude=locks), expect=2, timeout=60).error_lines
+            assert f"another process ({owner['host']}, pid {owner['pid']}, since then); if it is dead, delete" in line
+            (run / ".lock").unlink()
+        started = start(shop, run.name, prelude=WITHOUT_CHARTS + locks)
+        finish(started, expect=0, timeout=60)
+        assert owner_of(run)["pid"] == started[0].pid
+
+    cases = list(itertools.product(("", WITHOUT_LOCKS), texts))
+    for_each(enumerate(cases), try_one)
+    evidence(
+        injected="a lock file of a dead process, cut short, empty, of something else, of another machine, or of a "
+        "process that never had the lock, on a file system with locks and on one without (simulated)",
+        times=len(cases),
+        outcome="taken over; only without locks, one of another machine or of a process that lives is believed: "
+        "refused by one line that names it and says what to delete",
+    )
+
+
+@pytest.mark.fault("torchrun restarts its workers")
+def test_torchrun_restarts_its_workers(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+    """What --restart or a CHECKPOINT asked for was done the first time: the second goes on from latest."""
+    same_torchrun = "import os\nos.environ['TORCHELASTIC_RUN_ID'] = 'x'\nos.getppid = lambda: 1\n"
+    fault = file_operations.prelude("save", 3, "kill", 20)
+
+    def try_one(argument: str) -> None:
+        run = copy_of_stopped(shop, f"restarted-{argument[-4:]}")
+        killed = start(shop, run.name, argument, prelude=same_torchrun + fault)
+        assert wait_for(killed[0], 60) == -signal.SIGKILL
+        wait_for(killed[1], VANISH_SECONDS)
+        latest = (run / "checkpoints" / "latest").resolve().name
+        again = finish(start(shop, run.name, argument, prelude=WITHOUT_CHARTS + same_torchrun), expect=0, timeout=60)
+        assert f"continuing from {latest}" in again.stdout
+        assert_same_end(shop.runs / "straight", run)
+
+    earlier = next(path for step, path in checkpointing.list_checkpoints(shop.runs / "stopped" / "checkpoints") if step)
+    for_each(["--restart", earlier.name], try_one)
+    evidence(
+        injected="rank 0 killed in a save after --restart or a CHECKPOINT was asked for, and started again with the "
+        "same words by the same torchrun (--max-restarts; simulated)",
+        times=2,
+        outcome=f"it goes on from latest instead of doing that a second time; {SAME_END}",
+    )

@@ -1,0 +1,528 @@
+"""convert_hf.py against transformers itself, and against a Hub on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from gpt import GPTModel, ModelConfig, load_model
+from harness.common.errors import UserError
+from harness.data.tokenizers.bpe import train_bpe
+from harness.data.tokenizers.load import load_tokenizer
+from harness.hf.gpt2_format import check_exact, from_config
+from tests.model.test_model import random_model, random_tokens, shape
+from tests.support.fake_hub import FakeFile, FakeHub
+from tests.support.launch import ROOT, Result, Workshop, finish
+
+TEXT = "def f(x):\n    return x + 1  # naïve 日本 🐍\r\n\n\n" * 20
+CPU = torch.device("cpu")
+
+
+def write_checkpoint(folder: Path, config: ModelConfig, **meta: Any) -> GPTModel:
+    """A folder as training leaves it, as far as exporting is concerned, with a tokenizer of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    train_bpe(iter([TEXT]), 290, folder / "tokenizer.json")
+    model = random_model(config)
+    save_file(model.public_tensors(), folder / "model.safetensors")
+    told = {"tokenizer": "tokenizer.json", "model": config.model_dump(mode="json"), **meta}
+    (folder / "meta.json").write_text(json.dumps(told))
+    return model.eval()
+
+
+def convert(path: Path, *arguments: str, expect: int | None = 0, environment: dict[str, str] | None = None) -> Result:
+    result = Workshop(path).command("convert_hf.py", *arguments, environment=environment)
+    assert expect is None or result.status == expect, result.stderr
+    return result
+
+
+def refused(path: Path, *arguments: str, says: str) -> None:
+    before = sorted(path.rglob("*"))
+    result = convert(path, *arguments, expect=2)
+    assert says in result.stderr
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    assert sorted(path.rglob("*")) == before, "nothing half-written"
+
+
+def small(**changes: Any) -> ModelConfig:
+    return shape(vocab_size=300, **changes)  # ten more than the tokenizer has: a padded head
+
+
+# Export -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("qkv_bias", [False, True])
+def test_transformers_loads_what_is_exported_as_the_same_model(tmp_path: Path, tied: bool, qkv_bias: bool) -> None:
+    config = small(tie_weights=tied, qkv_bias=qkv_bias)
+    model = write_checkpoint(tmp_path / "c", config)
+    convert(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "out"))
+    automatic: Any = AutoModelForCausalLM
+    loaded, report = automatic.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert type(loaded) is GPT2LMHeadModel
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert loaded.dtype == torch.float32
+    tokens = random_tokens(config)
+    with torch.no_grad():
+        ours, theirs = model(tokens), loaded.eval()(tokens).logits
+    assert theirs.abs().max() > 1
+    assert (ours - theirs).abs().max() < 1e-5
+    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "out")
+    own = load_tokenizer(tmp_path / "c" / "tokenizer.json")
+    assert tokenizer.encode(TEXT) == own.encode(TEXT)
+    assert tokenizer.decode(own.encode(TEXT)) == TEXT
+    assert tokenizer.eos_token_id == own.eot_token == loaded.generation_config.eos_token_id
+    assert tokenizer.model_max_length == config.context_length
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert set(modes.values()) == {0o644}, modes
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "out"]
+
+
+def test_transformers_samples_what_test_smoke_prints(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "c", small())
+    (tmp_path / "model.json").write_text(small().model_dump_json())
+    convert(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "out"))
+    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "out")
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    inputs = tokenizer("def f(", return_tensors="pt")
+    output = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+    arguments = [str(tmp_path / "model.json"), str(tmp_path / "c" / "model.safetensors"), "--prompt", "def f("]
+    printed = Workshop(tmp_path).script("test_smoke.py", *arguments, "--num-tokens", "12", "--temperature", "0").stdout
+    assert printed == tokenizer.decode(output[0], skip_special_tokens=True) + "\n"
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_half_precision_folders(tmp_path: Path, dtype: str, kind: torch.dtype) -> None:
+    write_checkpoint(tmp_path / "c", small())
+    convert(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "out"), "--dtype", dtype)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == kind
+
+
+def test_the_shape_is_found_beside_the_weights_in_the_meta_or_in_the_run(tmp_path: Path) -> None:
+    folder = tmp_path / "r" / "checkpoints" / "20260101Z000000-iteration-3"
+    write_checkpoint(folder, small())
+    meta = json.loads((folder / "meta.json").read_text())
+    shape_text = json.dumps(meta.pop("model"))
+    (folder / "meta.json").write_text(json.dumps(meta))
+    refused(tmp_path, "export", str(folder), "out", says="--model-json")
+    for number, place in enumerate((tmp_path / "r" / "model.json", folder / "model.json", tmp_path / "m.json")):
+        place.write_text(shape_text)
+        given = ["--model-json", str(place)] if place.name == "m.json" else []
+        convert(tmp_path, "export", str(folder), str(tmp_path / f"out{number}"), *given)
+        assert (tmp_path / f"out{number}" / "config.json").is_file()
+        place.unlink()
+    (tmp_path / "r" / "model.json").write_text(shape_text)
+    os.symlink(folder, tmp_path / "best")
+    convert(tmp_path, "export", str(tmp_path / "best"), str(tmp_path / "outlink"))
+    convert(tmp_path, "export", str(folder / "model.safetensors"), str(tmp_path / "outfile"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("position", "rope"), ("norm", "rmsnorm"), ("mlp", "swiglu"), ("qk_norm", True), ("n_kv_heads", 2)],
+)
+def test_levers_outside_gpt2_are_refused_by_name(key: str, value: object) -> None:
+    values = {**small().model_dump(), key: value}
+    with pytest.raises(UserError, match=f'model.json: key "{key}"'):
+        check_exact(ModelConfig.model_construct(**values))
+    check_exact(small())
+
+
+def test_what_cannot_be_exported_leaves_nothing(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "c", small())
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("x")
+    refused(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "full"), says="exists")
+    refused(tmp_path, "export", str(tmp_path / "no"), "out", says="no such folder")
+    refused(tmp_path, "export", str(tmp_path / "full"), "out", says="no model.safetensors")
+    (tmp_path / "other.json").write_text(shape(vocab_size=300, emb_dim=96).model_dump_json())
+    refused(
+        tmp_path, "export", str(tmp_path / "c"), "out", "--model-json", str(tmp_path / "other.json"), says="[300, 96]"
+    )
+    write_checkpoint(tmp_path / "few", shape())  # 97 tokens, fewer than its tokenizer
+    refused(tmp_path, "export", str(tmp_path / "few"), "out", says="another model's")
+    (tmp_path / "file").write_text("x")
+    result = convert(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "file" / "out"), expect=1)
+    assert "cannot be written" in result.stderr
+
+
+def test_a_full_disk_leaves_no_half_folder(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "c", small())
+    limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+    limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
+    command = [str(ROOT / "convert_hf.py"), "export", "c", "out"]
+    result = finish([Workshop(tmp_path).fork(command, {}, limit)], expect=1, timeout=120)
+    assert result.error_lines[0].startswith("error: out: cannot be written")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
+
+
+# Import -------------------------------------------------------------------------------------------------------------
+
+
+def hugging_face_model(folder: Path, **changes: Any) -> Any:
+    """A native GPT-2 with random weights everywhere, saved by transformers."""
+    sizes = {"vocab_size": 290, "n_positions": 24, "n_embd": 48, "n_layer": 3, "n_head": 4}
+    torch.manual_seed(5)
+    model = GPT2LMHeadModel(GPT2Config(**{**sizes, "bos_token_id": 0, "eos_token_id": 0, **changes}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.save_pretrained(folder)
+    train_bpe(iter([TEXT]), 290, folder / "tokenizer.json")
+    return model.eval()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_model_of_transformers_becomes_ours(tmp_path: Path, tied: bool, sharded: bool) -> None:
+    theirs = hugging_face_model(tmp_path / "hf", tie_word_embeddings=tied)
+    if sharded:
+        theirs.save_pretrained(tmp_path / "hf", max_shard_size="100KB")
+        assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 1
+        (tmp_path / "hf" / "model.safetensors").unlink(missing_ok=True)
+    convert(tmp_path, "import", str(tmp_path / "hf"), "small", "--runs-dir", str(tmp_path / "runs"))
+    run = tmp_path / "runs" / "small"
+    ours = load_model(run / "model.json", run / "model.safetensors", CPU)
+    assert (ours.config.tie_weights, ours.config.qkv_bias) == (tied, True)
+    tokens = random_tokens(ours.config)
+    with torch.no_grad():
+        assert (ours(tokens) - theirs(tokens).logits).abs().max() < 1e-5
+    arguments = [str(run / "model.json"), str(run / "model.safetensors"), "--prompt", "def f(", "--temperature", "0"]
+    printed = Workshop(tmp_path).script("test_smoke.py", *arguments).stdout
+    assert printed.startswith("def f(")
+    refused(tmp_path, "import", str(tmp_path / "hf"), "small", "--runs-dir", str(tmp_path / "runs"), says="exists")
+
+
+def test_there_and_back_gives_the_same_files(tmp_path: Path) -> None:
+    for number, config in enumerate((small(), small(tie_weights=True, qkv_bias=True))):
+        model = write_checkpoint(tmp_path / f"c{number}", config)
+        convert(tmp_path, "export", str(tmp_path / f"c{number}"), str(tmp_path / f"out{number}"))
+        convert(tmp_path, "import", str(tmp_path / f"out{number}"), f"r{number}", "--runs-dir", str(tmp_path))
+        back = load_file(tmp_path / f"r{number}" / "model.safetensors")
+        expected = model.public_tensors()
+        assert back.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in back.items())
+        again = ModelConfig(**json.loads((tmp_path / f"r{number}" / "model.json").read_text()))
+        assert again == config
+        tokenizers = [load_tokenizer(tmp_path / f"{place}{number}" / "tokenizer.json") for place in ("c", "r")]
+        assert tokenizers[0].encode(TEXT) == tokenizers[1].encode(TEXT)
+
+
+def test_an_older_folder_with_masks_no_prefix_and_two_tokenizer_files(tmp_path: Path) -> None:
+    """As OpenAI's GPT-2 lies on the Hub."""
+    theirs = hugging_face_model(tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    bare |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 24, 24) for layer in range(3)}
+    save_file(bare, tmp_path / "hf" / "model.safetensors")
+    content = json.loads((tmp_path / "hf" / "tokenizer.json").read_text())
+    vocabulary = {text: token for text, token in content["model"]["vocab"].items() if text != "<|endoftext|>"}
+    (tmp_path / "hf" / "vocab.json").write_text(json.dumps({**vocabulary, "<|endoftext|>": 0}))
+    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in content["model"]["merges"]]
+    (tmp_path / "hf" / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    own = load_tokenizer(tmp_path / "hf" / "tokenizer.json")
+    (tmp_path / "hf" / "tokenizer.json").unlink()
+    convert(tmp_path, "import", str(tmp_path / "hf"), "r", "--runs-dir", str(tmp_path))
+    ours = load_model(tmp_path / "r" / "model.json", tmp_path / "r" / "model.safetensors", CPU)
+    tokens = random_tokens(ours.config)
+    with torch.no_grad():
+        assert (ours(tokens) - theirs(tokens).logits).abs().max() < 1e-5
+    assert load_tokenizer(tmp_path / "r" / "tokenizer.json").encode(TEXT) == own.encode(TEXT)
+
+
+def test_test_loss_of_an_imported_model_is_that_of_transformers(tmp_path: Path) -> None:
+    shop = Workshop(tmp_path)
+    shop.add_dataset()
+    theirs = hugging_face_model(tmp_path / "hf", vocab_size=64)
+    (tmp_path / "hf" / "tokenizer.json").unlink()
+    convert(tmp_path, "import", str(tmp_path / "hf"), "r", "--runs-dir", str(tmp_path / "runs"))
+    run = tmp_path / "runs" / "r"
+    arguments = [
+        str(shop.datasets),
+        str(run / "model.json"),
+        str(run / "model.safetensors"),
+        "--dataset",
+        "local/letters",
+    ]
+    printed = shop.script("test_loss.py", *arguments, "--batch-size", "2").stdout
+    tokens = load_file(shop.datasets / "local" / "letters" / "test.safetensors")["tokens"].long()
+    rows = (len(tokens) - 1) // 48 * 2
+    inputs, targets = tokens[: rows * 24].view(rows, 24), tokens[1 : rows * 24 + 1].view(rows, 24)
+    with torch.no_grad():
+        expected = torch.nn.functional.cross_entropy(theirs(inputs).logits.flatten(0, 1), targets.flatten())
+    assert f"Loss against our test dataset: {expected:.3f}" in printed
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model_type", "llama"),
+        ("activation_function", "relu"),
+        ("layer_norm_epsilon", 1e-6),
+        ("scale_attn_by_inverse_layer_idx", True),
+        ("scale_attn_weights", False),
+        ("n_inner", 100),
+        ("n_layer", "two"),
+        ("n_layer", 2.0),
+        ("n_layer", -1),
+        ("n_layer", True),
+        ("n_embd", 50),
+        ("resid_pdrop", "x"),
+        ("attn_pdrop", 1.5),
+        ("tie_word_embeddings", "yes"),
+        ("n_embd", None),
+    ],
+)
+def test_other_architectures_are_refused_by_the_key(key: str, value: object) -> None:
+    config = {**GPT2Config(vocab_size=290, n_positions=24, n_embd=48, n_layer=3, n_head=4).to_dict(), key: value}
+    if value is None:
+        del config[key]
+    with pytest.raises(UserError, match=f'hf/config.json: key "{key}"'):
+        from_config(config, Path("hf/config.json"))
+
+
+def test_folders_that_are_no_gpt2_leave_nothing(tmp_path: Path) -> None:
+    hugging_face_model(tmp_path / "hf")
+    into = ("r", "--runs-dir", str(tmp_path / "runs"))
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    bad = {**tensors}
+    del bad["transformer.h.1.ln_2.bias"]
+    for changed, says in (
+        (bad, "tensor h.1.ln_2.bias is missing"),
+        ({**tensors, "transformer.h.0.extra": torch.ones(1)}, "extra"),
+        ({**tensors, "transformer.wpe.weight": torch.ones(30, 48)}, "[30, 48]"),
+        ({**tensors, "transformer.h.0.attn.c_attn.weight": torch.ones(48, 100)}, "c_attn.weight is [48, 100]"),
+    ):
+        save_file(changed, tmp_path / "hf" / "model.safetensors")
+        refused(tmp_path, "import", str(tmp_path / "hf"), *into, says=says)
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    (tmp_path / "hf" / "pytorch_model.bin").write_bytes(b"x")
+    refused(tmp_path, "import", str(tmp_path / "hf"), *into, says="no model.safetensors")
+    save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    refused(tmp_path, "import", str(tmp_path / "hf"), *into, says="hf/tokenizer.json: not a readable tokenizer")
+    (tmp_path / "hf" / "config.json").unlink()
+    refused(tmp_path, "import", str(tmp_path / "hf"), *into, says="config.json: no such file")
+    refused(tmp_path, "import", "../x", "../r", says="must be a plain name")
+
+
+def test_a_source_that_is_no_folder_says_whether_it_could_be_a_name(tmp_path: Path) -> None:
+    """A mistyped path is not blamed on the Hub alone, nor is a model of ours, or a part of one, another format."""
+    folder = tmp_path / "c"
+    write_checkpoint(folder, small())
+    (folder / "model.json").write_text(small().model_dump_json())
+    for source, says in (
+        ("./nothing", "./nothing: no such folder, and not the name of a model"),
+        ("c/d/e", "c/d/e: no such folder, and not the name of a model"),
+        ("c/nothing", 'c/nothing: no such folder here; as the name of a model: model "c/nothing": '),
+        ("me/nothing", 'error: me/nothing: no such folder here; as the name of a model: model "me/nothing": '),
+        ("c/model.safetensors", "c/model.safetensors: not a folder"),
+        ("c", "c: no config.json; by its model.json it is a model that all commands take"),
+    ):
+        refused(tmp_path, "import", source, "r", says=says)
+    hugging_face_model(tmp_path / "hf")
+    refused(tmp_path, "export", "hf", "out", says="convert_hf.py import hf RUN")
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    (tmp_path / "hf" / "model.safetensors").symlink_to("blobs/nowhere")
+    refused(tmp_path, "import", "hf", "r", says="hf: no model.safetensors: a part of a model")
+
+
+# The Hub ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub() -> Any:
+    with FakeHub() as running:
+        yield running
+
+
+def trained_run(shop: Workshop) -> Path:
+    """A run of some steps with its own tokenizer, a price, and a test split."""
+    shop.add_dataset()
+    shop.add_run("r", price_per_hour=36.0)
+    shop.train("r", ranks=1)
+    return shop.runs / "r"
+
+
+def test_a_run_goes_to_the_hub_and_comes_back(tmp_path: Path, hub: FakeHub) -> None:
+    """Its dataset names no tokenizer: GPT-2's, which a model of 64 tokens cannot have; it gets one of its own."""
+    shop = Workshop(tmp_path)
+    run = trained_run(shop)
+    best = Path((run / "checkpoints" / "best").resolve())
+    config = ModelConfig(**json.loads((run / "model.json").read_text()))
+    wider = config.model_copy(update={"vocab_size": 300})
+    meta = json.loads((best / "meta.json").read_text())
+    model = write_checkpoint(best, wider, **{key: meta[key] for key in meta.keys() - {"model", "tokenizer"}})
+    environment = hub.environment(tmp_path / "home") | {"HF_TOKEN": "hf_secret", "HF_HUB_OFFLINE": "0"}
+    given = ["publish", str(best), "me/tiny", "--datasets-dir", str(shop.datasets), "--license", "mit"]
+    result = convert(tmp_path, *given, environment=environment)
+    assert result.stdout == f"Uploaded to {hub.url}/me/tiny\n"
+    repository = hub.models["me/tiny"]
+    assert repository.private
+    assert {
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "training-run-chart.png",
+    } <= repository.files.keys()
+    assert {
+        "training/model.json",
+        "training/train.json",
+        "training/metrics.jsonl",
+        "training/summary.json",
+    } <= repository.files.keys()
+    check_card(repository.files["README.md"].content.decode(), run)
+    # Somebody else's machine: transformers, and our own import.
+    home = hub.environment(tmp_path / "other") | {"HF_TOKEN": "hf_secret"}
+    program = (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "import torch\n"
+        "model = AutoModelForCausalLM.from_pretrained('me/tiny').eval()\n"
+        "assert AutoTokenizer.from_pretrained('me/tiny').encode('def f(x)')\n"
+        "torch.save(model(torch.arange(16)[None]).logits.detach(), 'logits.pt')\n"
+    )
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=inherited | home, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    theirs = torch.load(tmp_path / "logits.pt", weights_only=True, map_location="cpu")
+    with torch.no_grad():
+        assert (model(torch.arange(16)[None]) - theirs).abs().max() < 1e-5
+    convert(
+        tmp_path, "import", "me/tiny", "back", "--runs-dir", str(shop.runs), environment=home | {"HF_HUB_OFFLINE": "0"}
+    )
+    back = load_file(shop.runs / "back" / "model.safetensors")
+    assert all(torch.equal(tensor, back[name]) for name, tensor in model.public_tensors().items())
+
+
+def test_another_model_in_its_place_leaves_nothing_of_the_first(tmp_path: Path, hub: FakeHub) -> None:
+    environment = hub.environment(tmp_path / "home") | {"HF_TOKEN": "hf_secret", "HF_HUB_OFFLINE": "0"}
+    write_checkpoint(tmp_path / "c", small())
+    convert(tmp_path, "publish", str(tmp_path / "c"), "me/x", environment=environment)
+    repository = hub.models["me/x"]
+    own = set(repository.files)
+    stale = {
+        "training/metrics.jsonl",
+        "training-run-chart.png",
+        "pytorch_model.bin",
+        "model-00001-of-00002.safetensors",
+    }
+    stale |= {"adapter_config.json", "vocab.json", "merges.txt", "chat_template.jinja"}
+    kept = {"examples/one.safetensors", "notes.md"}
+    for name in stale | kept:
+        repository.files[name] = FakeFile(b"old")
+    write_checkpoint(tmp_path / "c", small(tie_weights=True, n_layers=2))
+    convert(tmp_path, "publish", str(tmp_path / "c"), "me/x", environment=environment)
+    assert set(repository.files) == own | kept
+
+
+def check_card(card: str, run: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    _, front, body = card.split("---\n", 2)
+    told = yaml.safe_load(front)
+    assert told["library_name"] == "transformers"
+    assert told["license"] == "mit"
+    assert told["datasets"] == ["local/letters"]
+    [result] = told["model-index"][0]["results"]
+    loss = result["metrics"][0]["value"]
+    assert f"| test | {loss:.3f} | `local/letters`, test split |" in body
+    assert f"${summary['dollars']['total']:,.2f}" in body
+    rows = {row[1].strip(): row[3].strip() for line in body.splitlines() if len(row := line.split("|")) == 5}
+    # Of 4,000 tokens all 1,280 that training wanted were seen; three batches of 2 x 16 tokens are validated on.
+    assert rows["training"] == "`local/letters`, train split, the last steps of tokens 0 to 1,280"
+    assert rows["validation"] == "`local/letters`, validation split, tokens 0 to 96, at the last validation"
+    assert f"{summary['tokens_per_second']:,.0f} tokens per second" in body
+    assert 'from_pretrained("me/tiny")' in body
+    assert "![Losses over the training](training-run-chart.png)" in body
+    assert '"learning_rate": 0.0004' in body
+
+
+def test_a_card_of_little_is_a_card(tmp_path: Path) -> None:
+    """A checkpoint of the notebook's knows its losses; its text is printed without a Hub."""
+    write_checkpoint(tmp_path / "c", small(), train_loss=3.5, val_loss="x", global_step=7, is_best=True)
+    card = convert(tmp_path, "publish", str(tmp_path / "c"), "me/x", "--card").stdout
+    front = yaml.safe_load(card.split("---\n", 2)[1])
+    assert "license" not in front
+    assert "model-index" not in front
+    assert "| training | 3.500 | not recorded |" in card
+    assert "validation" not in card
+    assert "| global steps | 8 |" in card
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {"dataset": {"name": 5}, "train": 3, "tokens_seen": "a", "global_step": "x"},
+        {
+            "dataset": {"name": "a/b"},
+            "train": {"start_val_token": 1.5, "validation_batches": True},
+            "train_loss": 1e999,
+        },
+        {"dataset": 3, "train": [], "tokens_seen": -1, "val_loss": 2},
+    ],
+    ids=["types", "numbers", "others"],
+)
+def test_a_card_survives_what_other_programs_write(tmp_path: Path, meta: dict[str, Any]) -> None:
+    write_checkpoint(tmp_path / "c", small(), **meta)
+    text = (tmp_path / "c" / "meta.json").read_text().replace("Infinity", "1e999")
+    (tmp_path / "c" / "meta.json").write_text(text)
+    card = convert(tmp_path, "publish", str(tmp_path / "c"), "me/x", "--card").stdout
+    assert card.startswith("---\n")
+    assert "| training |" not in card
+    assert "| inf" not in card
+
+
+def test_a_card_tells_nothing_of_this_machine(tmp_path: Path) -> None:
+    hugging_face_model(tmp_path / "hf")
+    convert(tmp_path, "import", str(tmp_path / "hf"), "r", "--runs-dir", str(tmp_path / "runs"))
+    card = convert(tmp_path, "publish", str(tmp_path / "runs" / "r"), "me/x", "--card").stdout
+    assert "imported" not in card
+    assert str(tmp_path) not in card
+    (tmp_path / "runs" / "r" / "summary.json").write_text('{"device": "x"}')
+    refused(tmp_path, "publish", str(tmp_path / "runs" / "r"), "me/x", "--card", says='summary.json: key "world_size"')
+
+
+def test_what_a_publishing_may_not_do(tmp_path: Path, hub: FakeHub) -> None:
+    write_checkpoint(tmp_path / "c", small())
+    refused(tmp_path, "publish", str(tmp_path / "c"), "tiny", says="give owner/name")
+    environment = hub.environment(tmp_path / "home") | {"HF_TOKEN": "hf_secret", "HF_HUB_OFFLINE": "0"}
+    hub.upload_status = 403
+    result = convert(tmp_path, "publish", str(tmp_path / "c"), "me/x", expect=2, environment=environment)
+    assert 'model "me/x": access refused' in result.stderr
+    assert "hf_secret" not in result.stderr
+    offline = environment | {"HF_HUB_OFFLINE": "1"}
+    result = convert(tmp_path, "publish", str(tmp_path / "c"), "me/x", expect=2, environment=offline)
+    assert 'model "me/x": is on the network, but HF_HUB_OFFLINE is set' in result.stderr
+    nowhere = environment | {"HF_HUB_CACHE": "/proc/nothing"}
+    result = convert(tmp_path, "import", "me/x", "r", expect=2, environment=nowhere)
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    result = convert(tmp_path, "import", "me/nothing", "r", expect=2, environment=environment)
+    assert 'model "me/nothing": not found' in result.stderr
+    assert not (tmp_path / "runs").exists()
+    result = convert(tmp_path, "import", "me/nothing", "r", expect=2, environment={"HF_HUB_OFFLINE": "1"})
+    assert "HF_HUB_OFFLINE" in result.stderr
+
+
+@pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="needs GPT-2's vocabulary")
+def test_gpt2s_own_tokenizer_is_written_as_everyone_has_it(tmp_path: Path) -> None:
+    from harness.hf.export import export_tokenizer
+
+    export_tokenizer("gpt2", tmp_path, 1024)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    theirs: Any = AutoTokenizer.from_pretrained(tmp_path)
+    ours = load_tokenizer("gpt2")
+    text = (ROOT / "README.md").read_text() + (ROOT / "gpt.py").read_text() + TEXT
+    assert theirs.encode(text) == ours.encode(text)
+    assert (len(theirs), theirs.eos_token_id) == (50257, 50256)

@@ -1,0 +1,256 @@
+"""The notebook author's published models come in, and its own scripts' way of loading takes what goes out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, load_model, save_file
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+import gpt
+from gpt import ModelConfig
+from harness.common.errors import UserError
+from harness.data.tokenizers.bpe import train_bpe
+from harness.hf.notebook_format import check_exact, from_config
+from tests.hf.test_convert_hf import TEXT, convert, refused, write_checkpoint
+from tests.model.test_model import random_tokens, shape
+from tests.support.fake_hub import FakeDataset, FakeFile, FakeHub
+from tests.support.launch import Workshop
+from tests.support.notebook_model import NotebookModel
+
+CPU = torch.device("cpu")
+VARIANTS = [{}, {"qkv_bias": True}, {"tie_weights": True}]
+CODE = "modeling_gpjtgpt2.py"
+
+
+class PublishedConfig(PretrainedConfig):
+    """What the author's GPJTGPT2Config makes of model.json."""
+
+    model_type = "gpjtgpt2"
+
+    def __init__(self, cfg: dict[str, Any] | None = None, **others: Any) -> None:
+        self.cfg = cfg
+        if cfg is not None:
+            self.num_hidden_layers = cfg["n_layers"]
+        super().__init__(**others)
+        self.tie_word_embeddings = False
+        self.use_cache = False
+        self.bos_token_id = self.eos_token_id = self.pad_token_id = 50256
+
+
+class PublishedModel(PreTrainedModel):
+    """The author's wrapper around the book's model: what transformers saves of it is what lies on the Hub."""
+
+    config_class = PublishedConfig
+
+    def __init__(self, config: PublishedConfig) -> None:
+        super().__init__(config)
+        assert config.cfg is not None
+        if config.cfg.get("tie_weights"):
+            self._tied_weights_keys = {"model.out_head.weight": "model.tok_emb.weight"}
+        self.model = NotebookModel(ModelConfig(**config.cfg))
+        self.post_init()
+
+
+def published(folder: Path, **changes: Any) -> NotebookModel:
+    """A folder like the author's repositories, with code in it that must not run."""
+    cfg = shape(vocab_size=300, drop_rate=0.1, **changes).model_dump(exclude_unset=True)
+    torch.manual_seed(4)
+    wrapper = PublishedModel(PublishedConfig(cfg))
+    with torch.no_grad():
+        for parameter in wrapper.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    wrapper.config.auto_map = {"AutoModelForCausalLM": "modeling_gpjtgpt2.GPJTGPT2ModelForCausalLM"}
+    wrapper.save_pretrained(folder)
+    train_bpe(iter([TEXT]), 290, folder / "tokenizer.json")
+    (folder / CODE).write_text(f"open({str(folder.parent / 'ran')!r}, 'w')\nraise SystemExit('was run')\n")
+    return wrapper.model.eval()
+
+
+def loss_on_letters(model: NotebookModel, shop: Workshop) -> str:
+    tokens = load_file(shop.datasets / "local" / "letters" / "test.safetensors")["tokens"].long()
+    length = model.pos_emb.num_embeddings
+    rows = (len(tokens) - 1) // (2 * length) * 2
+    inputs, targets = tokens[: rows * length].view(rows, length), tokens[1 : rows * length + 1].view(rows, length)
+    with torch.no_grad():
+        return f"{F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()):.3f}"
+
+
+# In -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_a_published_model_becomes_a_run_of_every_command(tmp_path: Path, changes: dict[str, Any]) -> None:
+    theirs = published(tmp_path / "hf", **changes)
+    assert "model.trf_blocks.0.att.mask" in load_file(tmp_path / "hf" / "model.safetensors")
+    shop = Workshop(tmp_path)
+    shop.add_dataset()
+    convert(tmp_path, "import", str(tmp_path / "hf"), "r", "--runs-dir", str(shop.runs))
+    files = (shop.runs / "r" / "model.json", shop.runs / "r" / "model.safetensors")
+    ours = gpt.load_model(*files, CPU)
+    assert ours.config == shape(vocab_size=300, drop_rate=0.1, **changes)
+    assert load_file(files[1]).keys() == ours.public_tensors().keys()
+    tokens = random_tokens(ours.config)
+    with torch.no_grad():
+        assert theirs(tokens).abs().max() > 1
+        assert (ours(tokens) - theirs(tokens)).abs().max() < 1e-5
+    paths = [str(file) for file in files]
+    assert shop.script("test_smoke.py", *paths, "--prompt", "def f(").stdout.startswith("def f(")
+    measured = shop.script(
+        "test_loss.py", str(shop.datasets), *paths, "--dataset", "local/letters", "--batch-size", "2"
+    )
+    assert loss_on_letters(theirs, shop) in measured.stdout
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("kept", ["model.tok_emb.weight", "model.out_head.weight", None])
+def test_a_tied_pair_may_lie_there_once_or_twice(tmp_path: Path, kept: str | None) -> None:
+    theirs = published(tmp_path / "hf", tie_weights=True)
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    shared = next(tensor for name, tensor in tensors.items() if name.endswith(("tok_emb.weight", "out_head.weight")))
+    rest = {name: t for name, t in tensors.items() if not name.endswith(("tok_emb.weight", "out_head.weight"))}
+    names = [kept] if kept else ["model.tok_emb.weight", "model.out_head.weight"]
+    save_file(rest | {name: shared.clone() for name in names}, tmp_path / "hf" / "model.safetensors")
+    convert(tmp_path, "import", str(tmp_path / "hf"), "r", "--runs-dir", str(tmp_path))
+    ours = gpt.load_model(tmp_path / "r" / "model.json", tmp_path / "r" / "model.safetensors", CPU)
+    tokens = random_tokens(ours.config)
+    with torch.no_grad():
+        assert (ours(tokens) - theirs(tokens)).abs().max() < 1e-5
+
+
+def test_a_published_model_from_the_hub_brings_no_code(tmp_path: Path) -> None:
+    published(tmp_path / "hf")
+    with FakeHub() as hub:
+        content = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
+        hub.models["gpjt/tiny"] = FakeDataset({name: FakeFile(data) for name, data in content.items()})
+        environment = hub.environment(tmp_path / "home") | {"HF_HUB_OFFLINE": "0"}
+        convert(tmp_path, "import", "gpjt/tiny", "r", "--runs-dir", str(tmp_path), environment=environment)
+        assert json.loads((tmp_path / "r" / "meta.json").read_text())["imported_from"] == "gpjt/tiny"
+        asked = {request.path.rsplit("/", 1)[-1] for request in hub.requests}
+    assert {"config.json", "model.safetensors"} <= asked
+    assert CODE not in asked
+
+
+CFG = shape().model_dump(exclude_unset=True)
+LORE = {"rank": 128, "input_embeddings": False, "output_head": False, "smart_initialize": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"cfg": None}, "cfg"),
+        ({"cfg": 3}, "cfg"),
+        ({"cfg": CFG | {"moe": {"num_experts": 6, "num_active_experts": 2}}}, "cfg.moe"),
+        ({"cfg": CFG | {"lore": LORE | {"output_head": True}}}, "cfg.lore"),
+        ({"cfg": CFG | {"lore": LORE | {"input_embeddings": True}}}, "cfg.lore"),
+        ({"cfg": CFG | {"rope": True}}, "cfg.rope"),
+        ({"cfg": {key: value for key, value in CFG.items() if key != "qkv_bias"}}, "cfg.qkv_bias"),
+        ({"cfg": CFG | {"n_layers": "12"}}, "cfg.n_layers"),
+        ({"cfg": CFG | {"n_heads": 0}}, "cfg.n_heads"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings"),
+    ],
+)
+def test_other_models_of_the_author_are_refused_by_the_key(changes: dict[str, Any], key: str) -> None:
+    config = {"model_type": "gpjtgpt2", "cfg": CFG, "tie_word_embeddings": False, **changes}
+    with pytest.raises(UserError, match=f'hf/config.json: key "{key}"'):
+        from_config(config, Path("hf/config.json"))
+
+
+def test_an_experiment_that_was_turned_off_is_the_plain_model() -> None:
+    assert from_config({"cfg": CFG | {"lore": LORE}}, Path("config.json")) == CFG
+
+
+def test_damaged_folders_leave_nothing(tmp_path: Path) -> None:
+    published(tmp_path / "hf")
+    into = ("r", "--runs-dir", str(tmp_path / "runs"))
+    weights = tmp_path / "hf" / "model.safetensors"
+    whole, tensors = weights.read_bytes(), load_file(weights)
+    experts = {name.replace("ff.layers", "ff.experts.0.layers"): tensor for name, tensor in tensors.items()}
+    for changed, says in (
+        (experts, "not this model: tensor trf_blocks.0.ff.layers.0.weight [192, 48] is missing"),
+        (tensors | {"model.tok_emb.weight": torch.ones(97, 48)}, "tensor tok_emb.weight is [97, 48] in the file"),
+        (tensors | {"score.weight": torch.ones(2, 48)}, "is missing"),
+        (tensors | {"model.final_norm.scale": torch.ones(48, dtype=torch.int8)}, "int8"),
+    ):
+        save_file(changed, weights)
+        refused(tmp_path, "import", str(tmp_path / "hf"), *into, says=says)
+    weights.write_bytes(whole[: len(whole) // 2])
+    refused(tmp_path, "import", str(tmp_path / "hf"), *into, says="not a readable safetensors file")
+    weights.write_bytes(whole)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    config["cfg"]["drop_rate"] = 2
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    refused(tmp_path, "import", str(tmp_path / "hf"), *into, says='config.json: key "drop_rate"')
+
+
+# Out ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_the_notebooks_scripts_load_what_is_exported(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """By load_state_dict(load_file(...)), as its scripts began, and by safetensors' load_model, as they went on."""
+    config = shape(vocab_size=300, **changes)
+    ours = write_checkpoint(tmp_path / "c", config)
+    result = convert(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "out"), "--format", "notebook")
+    assert ("written out" in result.stderr) == config.tie_weights
+    told = json.loads((tmp_path / "out" / "model.json").read_text())
+    keys = ["vocab_size", "context_length", "emb_dim", "n_heads", "n_layers", "drop_rate", "qkv_bias"]
+    assert told == {key: getattr(config, key) for key in keys}
+    file = tmp_path / "out" / "model.safetensors"
+    tokens, targets = random_tokens(config), random_tokens(config, seed=4)
+    for load in (lambda model: model.load_state_dict(load_file(file), strict=True), lambda m: load_model(m, file)):
+        theirs = NotebookModel(ModelConfig(**told))
+        load(theirs)
+        with torch.no_grad():
+            loss, expected = (F.cross_entropy(m(tokens).flatten(0, 1), targets.flatten()) for m in (theirs, ours))
+            assert (theirs(tokens) - ours(tokens)).abs().max() < 1e-5
+        assert loss.item() == pytest.approx(expected.item(), abs=2e-6)
+    check_buffers(load_file(file), NotebookModel(config).state_dict())
+    NotebookModel(config).load_state_dict(load_file(file), strict=True)  # a tied model.json of the user's own
+
+
+def test_a_model_of_gpt2s_vocabulary_is_exported_without_it(tmp_path: Path) -> None:
+    """Which may be on the network, and which the notebook's scripts bring themselves."""
+    write_checkpoint(tmp_path / "c", shape(vocab_size=300), tokenizer="gpt2")
+    nowhere = {"TIKTOKEN_CACHE_DIR": str(tmp_path / "empty")}
+    options = ("--format", "notebook")
+    result = convert(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "out"), *options, environment=nowhere)
+    assert result.stderr == ""
+    assert json.loads((tmp_path / "out" / "meta.json").read_text())["tokenizer"] == "gpt2"
+
+
+def check_buffers(written: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert written.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (written[name].shape, written[name].dtype) == (tensor.shape, tensor.dtype)
+        if name.endswith("mask"):
+            assert torch.equal(written[name], tensor)
+
+
+def test_our_commands_read_the_export_too(tmp_path: Path) -> None:
+    ours = write_checkpoint(tmp_path / "c", shape(vocab_size=300))
+    options = ("--format", "notebook", "--dtype", "bf16")
+    result = convert(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "out"), *options)
+    assert "another one" in result.stderr, "its tokenizer is not GPT-2's"
+    files = [str(tmp_path / "out" / name) for name in ("model.json", "model.safetensors")]
+    assert Workshop(tmp_path).script("test_smoke.py", *files, "--prompt", "def f(").stdout.startswith("def f(")
+    written = load_file(files[1])
+    assert written["trf_blocks.0.att.mask"].dtype == torch.float32
+    assert torch.equal(written["tok_emb.weight"], ours.tok_emb.weight.bfloat16())
+    refused(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "out"), *options, says="exists")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("position", "rope"), ("norm", "rmsnorm"), ("mlp", "swiglu"), ("qk_norm", True), ("n_kv_heads", 2)],
+)
+def test_levers_that_the_notebook_has_not_are_refused_by_name(key: str, value: object) -> None:
+    with pytest.raises(UserError, match=f'model.json: key "{key}": '):
+        check_exact(ModelConfig.model_construct(**{**shape().model_dump(), key: value}))
+    check_exact(shape(tie_weights=True, qkv_bias=True))

@@ -1,0 +1,238 @@
+"""harness/model/cross_entropy.py against torch's own linear and cross_entropy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from harness.model.cross_entropy import CHUNK_LOGITS, linear_cross_entropy
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def inputs(rows: int, dim: int, vocab: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    """Features, weight and targets; logits with a standard deviation near 3, as in a trained model."""
+    generator = torch.Generator().manual_seed(rows * 1_000_003 + dim * 1009 + vocab)
+    features = torch.randn(rows, dim, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = (torch.randn(vocab, dim, generator=generator, dtype=torch.float64) * 3 / dim**0.5).to(dtype)
+    targets = torch.randint(vocab, (rows,), generator=generator)
+    return features, weight.requires_grad_(), targets
+
+
+def reference(features: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(features, weight), targets)
+
+
+def gradients(loss: Tensor, *leaves: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, leaves))
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pytest.mark.parametrize("rows_per_chunk", [1, 2, 7, 64, 10_000])
+@pytest.mark.parametrize(("rows", "dim", "vocab"), [(1, 1, 2), (1, 8, 33), (7, 5, 11), (64, 16, 101), (65, 3, 1009)])
+def test_equals_the_reference_in_fp64(
+    monkeypatch: pytest.MonkeyPatch, rows_per_chunk: int, rows: int, dim: int, vocab: int
+) -> None:
+    """65 rows in chunks of 2, 7 and 64 leave a ragged last chunk."""
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", rows_per_chunk * vocab)
+    features, weight, targets = inputs(rows, dim, vocab)
+    loss, expected = linear_cross_entropy(features, weight, targets), reference(features, weight, targets)
+    assert loss.dtype == torch.float64
+    assert loss.shape == ()
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    ours, theirs = gradients(loss, features, weight), gradients(expected, features, weight)
+    for actual, wanted in zip(ours, theirs, strict=True):
+        assert actual.dtype == wanted.dtype
+        torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-15)
+        assert relative_error(actual, wanted) < 1e-12
+
+
+def test_a_chunk_smaller_than_one_row_still_holds_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 1)
+    features, weight, targets = inputs(5, 4, 9)
+    torch.testing.assert_close(linear_cross_entropy(features, weight, targets), reference(features, weight, targets))
+
+
+def test_the_incoming_gradient_scales_both() -> None:
+    features, weight, targets = inputs(6, 4, 9)
+    ours = gradients(3.5 * linear_cross_entropy(features, weight, targets), features, weight)
+    theirs = gradients(3.5 * reference(features, weight, targets), features, weight)
+    for actual, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-15)
+
+
+def test_gradcheck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through checkpoint, which runs the forward again for each of gradcheck's backward passes over one graph: the
+    loss itself may give its gradients away at the first."""
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 4 * 9)
+    features, weight, targets = inputs(6, 4, 9)
+
+    def loss(features: Tensor, weight: Tensor) -> Tensor:
+        return checkpoint(linear_cross_entropy, features, weight, targets, use_reentrant=False)
+
+    assert torch.autograd.gradcheck(loss, (features, weight))
+
+
+def test_a_second_backward_pass_is_refused_or_right() -> None:
+    """The weight's gradient is scaled in place to save memory; it must never be scaled twice."""
+    features, weight, targets = inputs(6, 4, 9)
+    loss = 3 * linear_cross_entropy(features, weight, targets)
+    first = [g.clone() for g in torch.autograd.grad(loss, (features, weight), retain_graph=True)]
+    try:
+        again = torch.autograd.grad(loss, (features, weight))
+    except RuntimeError as error:
+        assert "inplace" in str(error)  # noqa: PT017 - not raising is right too
+        return
+    for one, other in zip(first, again, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_gradients_accumulate_over_microbatches() -> None:
+    features, weight, targets = inputs(12, 4, 9)
+    for half in (slice(0, 6), slice(6, 12)):
+        (linear_cross_entropy(features[half], weight, targets[half]) / 2).backward()
+    expected = gradients(reference(features, weight, targets), features, weight)
+    for leaf, wanted in zip((features, weight), expected, strict=True):
+        assert leaf.grad is not None
+        torch.testing.assert_close(leaf.grad, wanted, rtol=1e-12, atol=1e-15)
+
+
+def test_a_weight_that_is_also_the_input_embedding() -> None:
+    """Tied weights: the gradient of the head and of the embedding add up."""
+    _, weight, targets = inputs(8, 4, 9)
+    ours = gradients(linear_cross_entropy(weight[targets].tanh(), weight, targets.flip(0)), weight)
+    theirs = gradients(reference(weight[targets].tanh(), weight, targets.flip(0)), weight)
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("frozen", ["features", "weight"])
+def test_only_one_side_needs_a_gradient(frozen: str) -> None:
+    features, weight, targets = inputs(6, 4, 9)
+    leaf = weight if frozen == "features" else features
+    (features if frozen == "features" else weight).requires_grad_(False)
+    ours = gradients(linear_cross_entropy(features, weight, targets), leaf)
+    theirs = gradients(reference(features, weight, targets), leaf)
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-12, atol=1e-15)
+
+
+def test_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 4 * 9)
+    features, weight, targets = inputs(6, 4, 9)
+    with torch.no_grad():
+        loss = linear_cross_entropy(features, weight, targets)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, reference(features, weight, targets).detach(), rtol=1e-12, atol=0)
+    detached = linear_cross_entropy(features.detach(), weight.detach(), targets)
+    assert not detached.requires_grad
+    assert detached.item() == loss.item()
+
+
+def test_inputs_are_left_as_they_were() -> None:
+    features, weight, targets = inputs(6, 4, 9)
+    before = [tensor.detach().clone() for tensor in (features, weight, targets)]
+    linear_cross_entropy(features, weight, targets).backward()
+    for tensor, copy in zip((features, weight, targets), before, strict=True):
+        assert torch.equal(tensor, copy)
+
+
+def test_huge_logits_neither_overflow_nor_lose_the_loss() -> None:
+    features, weight, targets = inputs(6, 4, 9, torch.float32)
+    loss = linear_cross_entropy(features * 1e4, weight, targets)
+    torch.testing.assert_close(loss, reference(features * 1e4, weight, targets))
+    assert all(torch.isfinite(gradient).all() for gradient in gradients(loss, features, weight))
+
+
+def test_fp32_is_as_close_to_the_truth_as_torch_is() -> None:
+    features, weight, targets = inputs(64, 32, 1009, torch.float32)
+    truth = reference(features.double(), weight.double(), targets)
+    true_gradients = gradients(truth, features, weight)
+    loss = linear_cross_entropy(features, weight, targets)
+    assert loss.dtype == torch.float32
+    assert relative_error(loss, truth) < 1e-6
+    for actual, wanted in zip(gradients(loss, features, weight), true_gradients, strict=True):
+        assert actual.dtype == torch.float32
+        assert relative_error(actual, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("features_dtype", ["fp32", "half"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.02), (torch.float16, 0.003)])
+def test_autocast_is_close_to_the_truth(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tolerance: float, features_dtype: str
+) -> None:
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 10 * 1009)
+    features, weight, targets = inputs(64, 32, 1009, torch.float32)
+    truth = reference(features, weight, targets)
+    with torch.autocast("cpu", dtype=dtype):
+        given = features.to(dtype) if features_dtype == "half" else features
+        loss = linear_cross_entropy(given, weight, targets)
+    assert loss.dtype == torch.float32
+    assert relative_error(loss, truth) < tolerance / 10
+    ours, theirs = gradients(loss, features, weight), gradients(truth, features, weight)
+    for actual, wanted in zip(ours, theirs, strict=True):
+        assert actual.dtype == torch.float32, "gradients of fp32 leaves are fp32"
+        assert relative_error(actual, wanted) < tolerance
+
+
+def test_fp16_with_a_loss_scale_neither_underflows_nor_overflows() -> None:
+    """GPT-2's vocabulary and 1,024 rows: unscaled, each element of the gradient of the logits is near 2e-8, below
+    fp16's least number (6e-8)."""
+    features, weight, targets = inputs(1024, 8, 50257, torch.float32)
+    truth = gradients(reference(features, weight, targets), features, weight)
+    scale = 2.0**16
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = linear_cross_entropy(features, weight, targets)
+    scaled = gradients(loss * scale, features, weight)
+    for actual, wanted in zip(scaled, truth, strict=True):
+        assert torch.isfinite(actual).all()
+        assert relative_error(actual / scale, wanted) < 0.01
+    # Tokens that are never a target have only the small p to learn from: those are the first to vanish.
+    rare = torch.ones(weight.shape[0], dtype=torch.bool)
+    rare[targets] = False
+    assert relative_error(scaled[1][rare] / scale, truth[1][rare]) < 0.02
+
+
+MEASURE = """
+import re, sys, torch, torch.nn.functional as F
+from harness.model.cross_entropy import linear_cross_entropy
+
+def peak():
+    # Not resource.getrusage: its ru_maxrss is inherited from the parent when a process is started with vfork.
+    with open("/proc/self/status") as status:
+        return int(re.search(r"VmHWM:\\s+(\\d+) kB", status.read())[1]) / 1024
+
+torch.set_num_threads(1)
+reference = lambda f, w, t: F.cross_entropy(F.linear(f, w), t)
+loss = linear_cross_entropy if sys.argv[1] == "ours" else reference
+features = torch.randn(2048, 16, requires_grad=True)
+weight = torch.randn(50257, 16, requires_grad=True)
+targets = torch.randint(50257, (2048,))
+loss(features[:4], weight, targets[:4]).backward()
+before = peak()
+loss(features, weight, targets).backward()
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc/self/status for the peak memory")
+def test_peak_memory_is_far_below_the_references() -> None:
+    """2,048 x 50,257 logits in fp32 are 393 MiB, of which torch's own loss keeps at least two; a chunk is 64 MiB."""
+
+    def extra_mebibytes(which: str) -> float:
+        command = [sys.executable, "-c", MEASURE, which]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
+        return float(result.stdout)
+
+    ours, reference = extra_mebibytes("ours"), extra_mebibytes("reference")
+    assert reference > 700
+    assert ours < 350
+    assert ours < reference / 3

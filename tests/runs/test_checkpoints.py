@@ -1,0 +1,491 @@
+"""Checkpoints: what is written is what is read, links and modes, damage, pruning, and what a kill leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import checkpointing
+from checkpointing import Checkpoint, save_checkpoint
+from gpt import GPTModel, ModelConfig
+from harness.common.errors import RunError, UserError
+from harness.common.files import sha256
+from tests.support.launch import MODEL, Workshop
+
+STATE_FILES = ["model.safetensors", "optimizer.pt", "scaler.pt", "train_state.pt"]
+
+
+def a_checkpoint(step: int = 0, *, is_best: bool = False, **meta: Any) -> Checkpoint:
+    """A checkpoint with everything one can hold, different for each step."""
+    torch.manual_seed(step)
+    weights = GPTModel(ModelConfig(**MODEL)).public_tensors()
+    return Checkpoint(
+        weights=weights,
+        optimizer={name: {"step": torch.tensor(3.0), "exp_avg": torch.randn(4)} for name in list(weights)[:3]},
+        scaler={"scale": 65536.0, "growth_factor": 2.0, "_growth_tracker": 7},
+        train_state={"ranks": [{"random": {"cpu": torch.get_rng_state()}, "window": [1.5, float("inf")]}]},
+        meta={"global_step": step, "is_best": is_best, "tokens_seen": 128 * (step + 1), "best_step": None, **meta},
+    )
+
+
+def save_steps(folder: Path, steps: list[int], *, best: int | None = None) -> dict[int, Path]:
+    return {step: save_checkpoint(folder, a_checkpoint(step, is_best=step == best, best_step=best)) for step in steps}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    """Equal all the way down, tensors bit by bit."""
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_equal(one[key], other[key])
+    elif isinstance(one, list):
+        assert len(one) == len(other)
+        for left, right in zip(one, other, strict=True):
+            assert_equal(left, right)
+    else:
+        assert one == other
+
+
+def test_what_is_loaded_is_what_was_saved(folder: Path, tmp_path: Path) -> None:
+    tokenizer = tmp_path / "letters.json"
+    tokenizer.write_text('{"a": 1}')
+    saved = Checkpoint(**{**a_checkpoint(7, is_best=True).__dict__, "tokenizer": tokenizer})
+    path = save_checkpoint(folder, saved)
+    assert re.fullmatch(r"\d{8}Z\d{6}-iteration-7", path.name)
+    assert {file.name for file in path.iterdir()} == {*STATE_FILES, "meta.json", "letters.json"}
+    assert (path / "letters.json").read_bytes() == tokenizer.read_bytes()
+    checkpointing.verify_checkpoint(path)
+    loaded = checkpointing.load_checkpoint(path)
+    for part in ("weights", "optimizer", "scaler", "train_state"):
+        assert_equal(getattr(loaded, part), getattr(saved, part))
+    hashes = loaded.meta.pop("sha256")
+    assert len(hashes.pop("meta.json")) == 64
+    assert loaded.meta == saved.meta
+    assert hashes == {name: sha256(path / name) for name in [*STATE_FILES, "letters.json"]}
+
+
+def test_no_scaler_file_without_a_scaler(folder: Path) -> None:
+    path = save_checkpoint(folder, Checkpoint(**{**a_checkpoint().__dict__, "scaler": {}}))
+    assert not (path / "scaler.pt").exists()
+    assert checkpointing.load_checkpoint(path).scaler == {}
+
+
+def test_weights_have_public_names_without_prefixes(folder: Path) -> None:
+    path = save_checkpoint(folder, a_checkpoint())
+    with safe_open(path / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+        assert file.metadata() == {"format": "pt"}
+    assert {"tok_emb.weight", "pos_emb.weight", "out_head.weight", "trf_blocks.0.att.W_query.weight"} <= names
+    assert not [name for name in names if "module." in name or "_orig_mod." in name or "mask" in name]
+
+
+def test_latest_and_best_are_relative_links(folder: Path) -> None:
+    first = save_checkpoint(folder, a_checkpoint(0, is_best=True))
+    second = save_checkpoint(folder, a_checkpoint(5))
+    assert (folder / "latest").readlink() == Path(second.name)
+    assert (folder / "best").readlink() == Path(first.name)
+    moved = folder.rename(folder.with_name("elsewhere"))
+    assert (moved / "latest" / "meta.json").is_file()
+    assert checkpointing.find_checkpoint(moved, "best") == moved / first.name
+    assert checkpointing.choose_start(moved, None) == moved / second.name
+    assert checkpointing.choose_start(moved, first.name) == moved / first.name
+
+
+def test_nothing_to_start_from(folder: Path) -> None:
+    assert checkpointing.choose_start(folder, None) is None
+    assert checkpointing.list_checkpoints(folder) == []
+    for name in ("latest", "best", "20260101Z000000-iteration-1"):
+        with pytest.raises(UserError, match=r"no such checkpoint; there are: none"):
+            checkpointing.choose_start(folder, name)
+
+
+def test_a_link_is_never_missing_while_it_is_replaced(folder: Path) -> None:
+    """Seen from another thread that looks as often as it can."""
+    paths = list(save_steps(folder, [1, 2]).values())
+    stop, misses, looks = threading.Event(), [], 0
+
+    def look() -> None:
+        nonlocal looks
+        while not stop.is_set():
+            looks += 1
+            try:
+                os.readlink(folder / "latest")
+            except OSError as error:
+                misses.append(error)
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        for turn in range(200):
+            checkpointing.point(folder, "latest", paths[turn % 2])
+    finally:
+        stop.set()
+        watcher.join()
+    assert not misses
+    assert looks > 200
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_file_modes_follow_the_umask(folder: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        path = save_checkpoint(folder, a_checkpoint())
+    finally:
+        os.umask(before)
+    assert {oct(file.stat().st_mode & 0o777) for file in path.iterdir()} == {oct(0o666 & ~mask)}
+    assert oct(path.stat().st_mode & 0o777) == oct(0o777 & ~mask)
+
+
+def test_names_never_collide(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same step again within a second, or at a second that the clock has had before."""
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+    paths = [save_checkpoint(folder, a_checkpoint(3, count=count)) for count in range(4)]
+    assert len({path.name for path in paths}) == 4
+    assert [checkpointing.read_meta(path)["count"] for path in paths] == [0, 1, 2, 3]
+    assert [path for _, path in checkpointing.list_checkpoints(folder)] == paths, "the later one comes later"
+
+
+def test_order_is_by_global_step_not_by_the_clock(folder: Path, tmp_path: Path) -> None:
+    """A clock that was set back, and 10 after 9."""
+    paths = save_steps(folder, [9, 10, 100])
+    renamed = {
+        9: "20300101Z000000-iteration-9",
+        10: "20200101Z000000-iteration-10",
+        100: "20210101Z000000-iteration-100",
+    }
+    for step, name in renamed.items():
+        paths[step].rename(folder / name)
+    (folder / "latest").unlink()
+    checkpointing.point(folder, "latest", folder / renamed[100])
+    assert [step for step, _ in checkpointing.list_checkpoints(folder)] == [9, 10, 100]
+    checkpointing.prune(folder, 1, set())
+    assert [step for step, _ in checkpointing.list_checkpoints(folder)] == [10, 100]
+    checkpointing.go_back_to(folder, find_checkpoint_at(folder, 10), lambda: _made(tmp_path / "aside"))
+    assert checkpointing.choose_start(folder, None) == folder / renamed[10]
+
+
+def _made(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def test_other_things_in_the_folder_are_not_checkpoints(folder: Path) -> None:
+    paths = save_steps(folder, [1])
+    (folder / "notes").mkdir()
+    (folder / "20260101Z000000-iteration-9").write_text("a file")
+    (folder / "20260101Z000000-iteration-x").mkdir()
+    (folder / "my-20260101Z000000-iteration-8-backup").mkdir()
+    assert checkpointing.list_checkpoints(folder) == [(1, paths[1])]
+
+
+@pytest.mark.parametrize("file", [*STATE_FILES, "letters.json"])
+def test_verify_names_the_damaged_file(folder: Path, tmp_path: Path, file: str) -> None:
+    tokenizer = tmp_path / "letters.json"
+    tokenizer.write_text("{}")
+    path = save_checkpoint(folder, Checkpoint(**{**a_checkpoint().__dict__, "tokenizer": tokenizer}))
+    content = (path / file).read_bytes()
+    middle = len(content) // 2
+    for damaged in (content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :], content[:-1], b""):
+        (path / file).write_bytes(damaged)
+        with pytest.raises(UserError, match=f"{re.escape(str(path / file))}: damaged"):
+            checkpointing.verify_checkpoint(path)
+    (path / file).unlink()
+    with pytest.raises(UserError, match=f"{re.escape(str(path / file))}: missing"):
+        checkpointing.verify_checkpoint(path)
+    (path / file).write_bytes(content)
+    checkpointing.verify_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"global_step": "1"}', '{"global_step": null}', '{"global_step": 1, "sha256": []}']
+)
+def test_meta_json_that_is_none(folder: Path, text: str) -> None:
+    path = save_checkpoint(folder, a_checkpoint())
+    (path / "meta.json").write_text(text)
+    with pytest.raises(UserError, match=re.escape(str(path / "meta.json"))):
+        checkpointing.verify_checkpoint(path)
+
+
+def test_meta_json_without_hashes_vouches_for_nothing(folder: Path) -> None:
+    """A checkpoint's damage must not go unseen because the list of hashes is gone or short."""
+    path = save_checkpoint(folder, a_checkpoint())
+    meta = checkpointing.read_meta(path)
+    for hashes in ({}, {"optimizer.pt": meta["sha256"]["optimizer.pt"]}):
+        checkpointing.write_meta(path, {**meta, "sha256": hashes})
+        with pytest.raises(UserError):
+            checkpointing.verify_checkpoint(path)
+
+
+def test_a_changed_meta_json_is_damaged(folder: Path) -> None:
+    """Its numbers say where to go on: a digit that flips must not go unseen. How it is laid out does not matter."""
+    path = save_checkpoint(folder, a_checkpoint(7, is_best=True, tokens=1.25))
+    meta, text = checkpointing.read_meta(path), (path / "meta.json").read_text()
+    (path / "meta.json").write_text(json.dumps(dict(reversed(meta.items()))))
+    checkpointing.verify_checkpoint(path)
+    for old, new in (("1024", "1025"), ("1.25", "1.24"), ('"is_best": true', '"is_best": false'), ("tokens", "tokenr")):
+        (path / "meta.json").write_text(text.replace(old, new))
+        with pytest.raises(UserError, match=r"meta.json: damaged"):
+            checkpointing.verify_checkpoint(path)
+    del meta["sha256"]["meta.json"]  # as earlier versions wrote it
+    (path / "meta.json").write_text(json.dumps(meta))
+    checkpointing.verify_checkpoint(path)
+
+
+def test_hashes_cannot_lead_out_of_the_checkpoint(folder: Path, tmp_path: Path) -> None:
+    path = save_checkpoint(folder, a_checkpoint())
+    (tmp_path / "secret").write_text("x")
+    meta = checkpointing.read_meta(path)
+    checkpointing.write_meta(path, {**meta, "sha256": {"../../secret": "0", **meta["sha256"]}})
+    with pytest.raises(UserError, match="plain name"):
+        checkpointing.verify_checkpoint(path)
+
+
+class Malicious:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.mark,))
+
+
+@pytest.mark.parametrize("file", ["optimizer.pt", "scaler.pt", "train_state.pt"])
+@pytest.mark.parametrize("form", ["torch", "pickle"])
+def test_a_checkpoint_never_executes(folder: Path, tmp_path: Path, file: str, form: str) -> None:
+    """Even one whose hashes are right: it may come from somebody else."""
+    path, mark = save_checkpoint(folder, a_checkpoint()), tmp_path / "executed"
+    with (path / file).open("wb") as stream:
+        if form == "torch":
+            torch.save({"state": Malicious(mark)}, stream)
+        else:
+            pickle.dump({"state": Malicious(mark)}, stream)
+    with suppress(RuntimeError), (path / file).open("rb") as stream:
+        torch.load(stream, weights_only=False)  # it is not a state dict, which shows after it has been unpickled
+    assert mark.exists(), "the file would do it, if it were let"
+    mark.unlink()
+    meta = checkpointing.read_meta(path)
+    meta["sha256"][file] = sha256(path / file)
+    checkpointing.write_meta(path, meta)
+    checkpointing.verify_checkpoint(path)
+    with pytest.raises(UserError, match=f"{file}: not a readable state file") as caught:
+        checkpointing.load_checkpoint(path)
+    assert "\n" not in str(caught.value)
+    assert not mark.exists()
+
+
+def test_find_refuses_what_leads_out(folder: Path, tmp_path: Path) -> None:
+    save_steps(folder, [1])
+    outside = save_checkpoint(tmp_path / "other", a_checkpoint(2))
+    (folder / "abroad").symlink_to(outside)
+    (folder / "above").symlink_to("..")
+    (folder / "here").symlink_to(".")
+    for name in ("abroad", "above", "here"):
+        with pytest.raises(UserError, match="leads out of"):
+            checkpointing.find_checkpoint(folder, name)
+    (folder / "latest").unlink()
+    (folder / "latest").symlink_to(outside)
+    with pytest.raises(UserError, match="leads out of"):
+        checkpointing.choose_start(folder, None)
+    for name in (
+        "../other/latest",
+        "..",
+        ".",
+        "",
+        "/etc",
+        str(outside),
+        "a/b",
+        ".saving-1",
+        "latest\n",
+        "la test",
+        "x\0y",
+    ):
+        with pytest.raises(UserError) as caught:
+            checkpointing.find_checkpoint(folder, name)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_dangling_latest_is_an_error_not_a_new_start(folder: Path) -> None:
+    path = save_checkpoint(folder, a_checkpoint(1))
+    path.rename(folder.parent / "gone")
+    with pytest.raises(UserError, match="no such checkpoint"):
+        checkpointing.choose_start(folder, None)
+
+
+def test_leftovers_of_a_kill_are_cleaned(folder: Path) -> None:
+    kept = save_checkpoint(folder, a_checkpoint(1))
+    (folder / ".saving-123").mkdir()
+    (folder / ".saving-123" / "model.safetensors").write_bytes(b"half")
+    (folder / ".saving-latest-123").symlink_to(kept.name)
+    (folder / ".saving-pruned-20200101Z000000-iteration-1").mkdir()
+    (folder / f".saving-{os.getpid()}").mkdir()  # of an earlier process that had this one's number
+    path = save_checkpoint(folder, a_checkpoint(2))
+    assert {entry.name for entry in folder.iterdir()} == {kept.name, path.name, "latest"}
+    checkpointing.verify_checkpoint(kept)
+
+
+def test_prune_keeps_the_newest_and_what_has_a_name(folder: Path) -> None:
+    paths = save_steps(folder, [1, 2, 3, 4, 5, 6, 7], best=2)
+    checkpointing.prune(folder, 2, {paths[1].name})
+    assert [step for step, _ in checkpointing.list_checkpoints(folder)] == [1, 2, 5, 6, 7]
+    for path in (folder / "latest", folder / "best", paths[5]):
+        checkpointing.verify_checkpoint(path)
+    checkpointing.prune(folder, 2, set())
+    assert [step for step, _ in checkpointing.list_checkpoints(folder)] == [2, 5, 6, 7]
+    checkpointing.prune(folder, 10, set())
+    assert [step for step, _ in checkpointing.list_checkpoints(folder)] == [2, 5, 6, 7]
+    assert not list(folder.glob(".*"))
+
+
+def test_prune_without_links(folder: Path) -> None:
+    save_steps(folder, [1, 2, 3])
+    (folder / "latest").unlink()
+    checkpointing.prune(folder, 1, set())
+    assert [step for step, _ in checkpointing.list_checkpoints(folder)] == [3]
+
+
+def test_later_checkpoints_are_moved_aside_whole(folder: Path, tmp_path: Path) -> None:
+    paths = save_steps(folder, [0, 5, 10, 15], best=5)
+    assert checkpointing.go_back_to(folder, find_checkpoint_at(folder, 5), lambda: _made(tmp_path / "aside"))
+    aside = tmp_path / "aside" / "checkpoints"
+    assert sorted(path.name for path in aside.iterdir()) == [paths[10].name, paths[15].name]
+    for path in aside.iterdir():
+        checkpointing.verify_checkpoint(path)
+    assert (folder / "latest").readlink() == Path(paths[5].name)
+    assert (folder / "best").readlink() == Path(paths[5].name)
+
+
+def find_checkpoint_at(folder: Path, step: int) -> Path:
+    return next(path for at, path in checkpointing.list_checkpoints(folder) if at == step)
+
+
+def test_a_best_link_that_a_kill_left_behind_is_put_right(folder: Path) -> None:
+    """Killed after `latest` moved and before `best` did: what the checkpoint itself says of the best counts."""
+    paths = save_steps(folder, [0, 5, 10], best=10)
+    checkpointing.point(folder, "best", paths[0])
+
+    def unwanted() -> Path:
+        raise AssertionError("no folder is needed")
+
+    checkpointing.go_back_to(folder, paths[10], unwanted)
+    assert (folder / "best").readlink() == Path(paths[10].name)
+
+
+def test_nothing_later_moves_nothing(folder: Path) -> None:
+    paths = save_steps(folder, [0, 5], best=0)
+
+    def unwanted() -> Path:
+        raise AssertionError("no folder is needed")
+
+    assert not checkpointing.go_back_to(folder, find_checkpoint_at(folder, 5), unwanted)
+    assert (folder / "latest").readlink() == Path(paths[5].name)
+    assert (folder / "best").readlink() == Path(paths[0].name)
+
+
+@pytest.mark.parametrize(("steps", "best"), [([0, 5, 10], 0), ([5, 50, 60], 5), ([1, 10, 11, 20], 1)])
+def test_best_after_setting_aside_is_the_best_of_what_remains(
+    folder: Path, tmp_path: Path, steps: list[int], best: int
+) -> None:
+    """The best up to the step continued from, as that checkpoint knows it; 5 is not 50."""
+    paths = save_steps(folder, steps[:-1], best=best)
+    save_checkpoint(folder, a_checkpoint(steps[-1], is_best=True, best_step=steps[-1]))
+    checkpointing.go_back_to(folder, find_checkpoint_at(folder, steps[-2]), lambda: _made(tmp_path / "aside"))
+    assert (folder / "best").readlink() == Path(paths[best].name)
+    assert (folder / "latest").readlink() == Path(paths[steps[-2]].name)
+
+
+def test_a_folder_that_cannot_be_written_is_a_run_error(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file in the way")
+    with pytest.raises(RunError, match="cannot write the checkpoint of step 4") as caught:
+        save_checkpoint(tmp_path / "checkpoints", a_checkpoint(4))
+    assert "\n" not in str(caught.value)
+    assert (tmp_path / "checkpoints").read_text() == "a file in the way"
+
+
+STARVED = """
+import resource, checkpointing
+from harness.common.memory import _status_bytes
+write = checkpointing._write_files
+def write_without_memory(draft, checkpoint):
+    used, (_, hard) = _status_bytes("VmData"), resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (used + 2**22, hard))  # half of a thread's stack
+    write(draft, checkpoint)
+checkpointing._write_files = write_without_memory
+"""
+
+
+def test_a_save_without_memory_does_not_blame_the_disk(tmp_path: Path) -> None:
+    shop = Workshop(tmp_path)
+    shop.add_dataset()
+    run = shop.add_run()
+    result = shop.train(ranks=1, expect=1, prelude=STARVED)
+    (line,) = result.error_lines
+    assert f"{run / 'checkpoints'}: out of memory in writing the checkpoint of step 0: can't start new thread" in line
+    assert "-f finds the largest" in line
+    assert "without --restart" in line
+    assert "GiB free" not in line
+    assert list((run / "checkpoints").iterdir()) == []
+    shop.train(ranks=1)
+
+
+def test_a_failed_write_leaves_the_folder_as_it_was(folder: Path, tmp_path: Path) -> None:
+    kept = save_checkpoint(folder, a_checkpoint(1, is_best=True))
+    broken = Checkpoint(**{**a_checkpoint(2, is_best=True).__dict__, "tokenizer": tmp_path / "not there.json"})
+    with pytest.raises(RunError):
+        save_checkpoint(folder, broken)
+    assert {entry.name for entry in folder.iterdir()} == {kept.name, "latest", "best"}
+    assert (folder / "latest").readlink() == Path(kept.name)
+
+
+@pytest.fixture(scope="module")
+def real_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two ranks, fp16 scaler, a group-readable umask: a checkpoint as the command writes it."""
+    shop = Workshop(tmp_path_factory.mktemp("real"))
+    shop.add_dataset()
+    run = shop.add_run(precision="fp16", keep_checkpoints=1, checkpoint_interval=2)
+    before = os.umask(0o027)
+    try:
+        shop.train()
+    finally:
+        os.umask(before)
+    return run
+
+
+def test_the_commands_own_checkpoints(real_run: Path) -> None:
+    folder = real_run / "checkpoints"
+    assert not list(folder.glob(".*"))
+    latest = checkpointing.find_checkpoint(folder, "latest")
+    checkpointing.verify_checkpoint(latest)
+    saved = checkpointing.load_checkpoint(latest)
+    assert {file.name for file in latest.iterdir()} == {*STATE_FILES, "meta.json"}
+    assert {oct(file.stat().st_mode & 0o777) for file in latest.iterdir()} == {"0o640"}
+    assert saved.weights.keys() == GPTModel(ModelConfig(**MODEL)).public_tensors().keys()
+    assert not [name for name in (*saved.weights, *saved.optimizer) if "module." in name or "_orig_mod." in name]
+    assert len(saved.train_state["ranks"]) == 2
+    assert saved.meta["global_step"] == 9
+    assert saved.meta["tokens_seen"] == 1280
+    for key in ("model", "train", "dataset", "torch", "world_size", "val_loss", "best_loss", "best_step", "sha256"):
+        assert saved.meta[key] is not None, key
+    # keep_checkpoints 1: the newest one besides best and latest, which may be one and the same.
+    best = checkpointing.find_checkpoint(folder, "best")
+    others = {path for _, path in checkpointing.list_checkpoints(folder)} - {latest, best}
+    assert len(others) == 1

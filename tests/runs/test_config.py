@@ -1,0 +1,969 @@
+"""Loading train.json and model.json: what is accepted, what is refused, and with which words."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from harness.common.errors import UserError
+from harness.common.json_files import RunFile, json_schema, parse_config
+from harness.common.messages import nearest
+from harness.common.other_names import COUNTERPARTS, WITHOUT_KEY
+from harness.model.config import ModelConfig, load_model_config
+from harness.runs.schedule import build_schedule
+from harness.runs.train_config import TrainConfig, load_train_config
+
+# The keys that are enough to run, with the lab notebook's numbers.
+SEED_TRAIN: dict[str, Any] = {
+    "dataset": "owner/name",
+    "microbatch_size": 13,
+    "min_train_tokens": 3_260_190_720,
+    "start_train_token": 0,
+    "validation_interval": 617,
+    "validation_batches": 300,
+    "start_val_token": 50_000_000,
+}
+SEED_MODEL: dict[str, Any] = {
+    "vocab_size": 50257,
+    "context_length": 1024,
+    "emb_dim": 768,
+    "n_heads": 12,
+    "n_layers": 12,
+    "drop_rate": 0.1,
+    "qkv_bias": False,
+}
+# DESIGN section 3, row by row.
+DEFAULTS: dict[str, Any] = {
+    "initial_weights": None,
+    "random_seed": 42,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 0.0004,
+    "weight_decay": 0.1,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "decay_all_parameters": True,
+    "lr_schedule": "constant",
+    "min_lr_ratio": 0.1,
+    "clipping_max_norm": None,
+    "optimizer": "adamw",
+    "shard_optimizer": False,
+    "precision": "auto",
+    "compile": "auto",
+    "activation_checkpointing": False,
+    "checkpoint_interval": None,
+    "keep_checkpoints": None,
+    "async_checkpoint": False,
+    "weights_check_interval": None,
+    "validation_ranks": "rank0",
+    "report_interval": 10,
+    "max_skipped_steps": 10,
+    "price_per_hour": None,
+    "benchmark_interval": None,
+    "benchmark_tasks": None,
+    "benchmark_examples": 200,
+    "sample_interval": None,
+    "sample_prompt": None,
+    "global_batch_size": None,
+    "warmup_steps": None,
+    "warmup_period_percent": None,
+    "decay_period_percent": None,
+    "muon_learning_rate": None,
+}
+MODEL_DEFAULTS = {
+    "tie_weights": False,
+    "position": "learned",
+    "norm": "layernorm",
+    "mlp": "gelu",
+    "qk_norm": False,
+    "n_kv_heads": None,
+}
+
+WriteTrain = Callable[..., TrainConfig]
+WriteModel = Callable[..., ModelConfig]
+
+
+def changed(base: dict[str, Any], changes: dict[str, Any]) -> str:
+    """JSON of `base` with keys replaced, or left out where the change is `...`."""
+    return json.dumps({key: value for key, value in {**base, **changes}.items() if value is not ...})
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> WriteTrain:
+    def write_and_load(**changes: Any) -> TrainConfig:
+        path = tmp_path / "train.json"
+        path.write_text(changed(SEED_TRAIN, changes))
+        return load_train_config(path)
+
+    return write_and_load
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> WriteModel:
+    def write_and_load(**changes: Any) -> ModelConfig:
+        path = tmp_path / "model.json"
+        path.write_text(changed(SEED_MODEL, changes))
+        return load_model_config(path)
+
+    return write_and_load
+
+
+def refusal(load: Callable[..., object], *arguments: Any, **changes: Any) -> str:
+    """The message with which something is refused: one line that begins with the file's path."""
+    with pytest.raises(UserError) as caught:
+        load(*arguments, **changes)
+    message = str(caught.value)
+    assert message.splitlines() == [message], "more than one line"
+    assert re.match(r"\S+\.json(:\d+)?: ", message), "does not begin with the file"
+    return message
+
+
+# Accepted
+
+
+def test_the_seeds_keys_are_enough(train: WriteTrain, model: WriteModel) -> None:
+    assert {key: getattr(train(), key) for key in SEED_TRAIN} == SEED_TRAIN
+    assert {key: getattr(model(), key) for key in SEED_MODEL} == SEED_MODEL
+
+
+def test_defaults_are_the_tables(train: WriteTrain, model: WriteModel) -> None:
+    assert train().model_dump() == {**SEED_TRAIN, **DEFAULTS}
+    assert model().model_dump() == {**SEED_MODEL, **MODEL_DEFAULTS}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"random_seed": 0},
+        {"random_seed": 2**63 - 1},
+        {"gradient_accumulation_steps": 4},
+        {"global_batch_size": 104},
+        {"learning_rate": 0.01},
+        {"weight_decay": 0.0},
+        {"betas": [0.9, 0.95]},
+        {"eps": 1e-5},
+        {"decay_all_parameters": False},
+        {"lr_schedule": "constant", "warmup_steps": 10},
+        {"lr_schedule": "cosine", "warmup_period_percent": 5.5, "min_lr_ratio": 0.0},
+        {"lr_schedule": "wsd", "decay_period_percent": 20.0, "warmup_steps": 0},
+        {"lr_schedule": "wsd", "decay_period_percent": 50, "warmup_period_percent": 50},
+        {"clipping_max_norm": 1.0},
+        {"clipping_max_norm": None},
+        {"optimizer": "adamw"},
+        {"shard_optimizer": False},
+        {"precision": "auto"},
+        {"precision": "bf16"},
+        {"precision": "fp16"},
+        {"precision": "fp32"},
+        {"compile": True},
+        {"compile": False},
+        {"compile": "auto"},
+        {"activation_checkpointing": True},
+        {"checkpoint_interval": 100},
+        {"keep_checkpoints": 3},
+        {"validation_ranks": "all"},
+        {"report_interval": 1},
+        {"max_skipped_steps": 1},
+        {"price_per_hour": 10.32},
+        {"price_per_hour": 0.0},
+        {"sample_interval": 100, "sample_prompt": "Every effort\nmoves you ✓"},
+        {"sample_interval": 100, "sample_prompt": "x"},
+        {"min_train_tokens": -1},
+        {"min_train_tokens": 1},
+    ],
+)
+def test_every_key_of_the_table_is_accepted(train: WriteTrain, changes: dict[str, Any]) -> None:
+    config = train(**changes)
+    for key, value in changes.items():
+        assert getattr(config, key) == (tuple(value) if key == "betas" else value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tie_weights": True},
+        {"qkv_bias": True},
+        {"position": "learned"},
+        {"norm": "layernorm"},
+        {"mlp": "gelu"},
+        {"qk_norm": False},
+        {"n_kv_heads": 12},
+        {"n_kv_heads": None},
+        {"drop_rate": 0.0},
+    ],
+)
+def test_every_key_of_model_json_is_accepted(model: WriteModel, changes: dict[str, Any]) -> None:
+    config = model(**changes)
+    assert {key: getattr(config, key) for key in changes} == changes
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("learning_rate", 1), ("weight_decay", 0), ("eps", 1), ("clipping_max_norm", 1), ("price_per_hour", 10)],
+)
+def test_a_whole_number_is_a_number(train: WriteTrain, key: str, value: int) -> None:
+    result = getattr(train(**{key: value}), key)
+    assert isinstance(result, float)
+    assert result == value
+
+
+def test_drop_rate_zero_may_be_written_without_a_point(model: WriteModel) -> None:
+    assert model(drop_rate=0).drop_rate == 0.0
+
+
+def test_depth_form(tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    path.write_text('{"depth": 4, "vocab_size": 500, "context_length": 128}')
+    assert load_model_config(path).model_dump() == {
+        "vocab_size": 500,
+        "context_length": 128,
+        "emb_dim": 256,
+        "n_heads": 4,
+        "n_layers": 4,
+        "drop_rate": 0.0,
+        "qkv_bias": False,
+        **MODEL_DEFAULTS,
+    }
+
+
+def test_depth_form_takes_the_other_keys(tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    path.write_text('{"depth": 2, "vocab_size": 9, "context_length": 8, "drop_rate": 0.2, "qkv_bias": true}')
+    config = load_model_config(path)
+    assert (config.drop_rate, config.qkv_bias) == (0.2, True)
+
+
+def test_configs_cannot_be_changed(train: WriteTrain, model: WriteModel) -> None:
+    for config, key in ((train(), "learning_rate"), (model(), "emb_dim")):
+        with pytest.raises(ValueError, match="frozen"):
+            setattr(config, key, 1)
+
+
+# Refused: keys
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        ("microbatch", "microbatch_size"),
+        ("learning_rat", "learning_rate"),
+        ("grad_accumulation_steps", "gradient_accumulation_steps"),
+        ("validation_intervall", "validation_interval"),
+        ("Precision", "precision"),
+        ("warmup_step", "warmup_steps"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(train: WriteTrain, typo: str, meant: str) -> None:
+    message = refusal(train, **{typo: 1})
+    assert f'key "{typo}": unknown' in message
+    assert f'did you mean "{meant}"?' in message
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"), [("n_layer", "n_layers"), ("embed_dim", "emb_dim"), ("dropout_rate", "drop_rate")]
+)
+def test_an_unknown_model_key_names_the_nearest(model: WriteModel, typo: str, meant: str) -> None:
+    message = refusal(model, **{typo: 1})
+    assert f'key "{typo}": unknown; did you mean "{meant}"?' in message
+
+
+def test_slips_of_the_finger_get_advice() -> None:
+    """In every key of three letters or more: a letter left out, doubled or swapped with the next, and underscores left
+    out; in those of five or more a wrong letter, too."""
+    for kind in (TrainConfig, ModelConfig):
+        keys = [key for key in kind.model_fields if len(key) > 2]
+        for key in keys:
+            slips = {key.replace("_", "")}
+            for at in range(len(key)):
+                slips |= {key[:at] + key[at] + key[at:], key[:at] + key[at + 1 : at + 2] + key[at] + key[at + 2 :]}
+                slips |= {key[:at] + key[at + 1 :]} if len(key) > 3 else set()
+                slips |= {key[:at] + "~" + key[at + 1 :]} if len(key) > 4 else set()
+            assert {slip: nearest(slip, keys) for slip in slips} == dict.fromkeys(slips, key)
+
+
+def keys_of_transformers() -> set[str]:
+    transformers = pytest.importorskip("transformers")
+    models = [transformers.GPT2Config(), transformers.LlamaConfig()]
+    arguments = {each.name for each in fields(transformers.TrainingArguments)}
+    return arguments.union(*(model.to_dict() for model in models))
+
+
+# What nanoGPT, llm.c, nanochat, DeepSpeed and older transformers have besides, and what people write.
+ELSEWHERE = [
+    "epochs",
+    "max_epochs",
+    "do_train",
+    "eval_delay",
+    "deepspeed",
+    "ddp_timeout",
+    "per_gpu_train_batch_size",
+    "eval_accumulation_steps",
+    "_comment",
+    "input_val_bin",
+    "embedding_lr",
+    "unembedding_lr",
+    "scalar_lr",
+    "target_flops",
+    "target_param_data_ratio",
+    "window_pattern",
+    "model_tag",
+    "run",
+    "device_type",
+    "model",
+    "overfit_single_batch",
+    "tensorcores",
+    "flash",
+    "write_tensors",
+    "total_batch_size",
+    "n_epochs",
+    "rms_norm_eps",
+    "train_micro_batch_size_per_gpu",
+]
+
+
+def test_no_key_of_another_program_gets_advice_for_its_looks(tmp_path: Path) -> None:
+    """It is in the table, whose words are true, or it is ours, or nothing is suggested."""
+    kinds: dict[str, type[RunFile]] = {"train.json": TrainConfig, "model.json": ModelConfig}
+    names = keys_of_transformers().union(ELSEWHERE) - TrainConfig.model_fields.keys() - ModelConfig.model_fields.keys()
+    assert len(names) > 100
+    for name in sorted(names):
+        for file, kind in kinds.items():
+            with pytest.raises(UserError) as refused:
+                parse_config(kind, {name: 1}, tmp_path / file)
+            suggested = re.search(rf'key "{name}": unknown; did you mean "(\w+)"', str(refused.value))
+            assert not suggested or COUNTERPARTS[name].key == suggested[1], str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("epochs", "min_train_tokens"),
+        ("per_gpu_train_batch_size", "microbatch_size"),
+        ("input_val_bin", "dataset"),
+        ("target_flops", "min_train_tokens"),
+    ],
+)
+def test_more_names_lead_to_ours(train: WriteTrain, name: str, ours: str) -> None:
+    assert f'key "{name}": unknown; did you mean "{ours}" (' in refusal(train, **{name: 1})
+
+
+def test_a_misspelt_depth_names_depth(tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    path.write_text('{"dept": 4, "vocab_size": 500, "context_length": 128}')
+    assert 'did you mean "depth"?' in refusal(load_model_config, path)
+
+
+def test_a_key_like_no_other_has_no_suggestion(train: WriteTrain) -> None:
+    message = refusal(train, zzzzzz=1)
+    assert 'key "zzzzzz": unknown' in message
+    assert "did you mean" not in message
+
+
+# Keys of nanoGPT, llm.c, nanochat and transformers, and what each is here: by those programs' own documentation.
+FOREIGN_TRAIN = {
+    "batch_size": "microbatch_size",
+    "per_device_train_batch_size": "microbatch_size",
+    "device_batch_size": "microbatch_size",
+    "total_batch_size": "global_batch_size",
+    "max_iters": "min_train_tokens",
+    "num_iterations": "min_train_tokens",
+    "num_train_epochs": "min_train_tokens",
+    "max_steps": "min_train_tokens",
+    "warmup_iters": "warmup_steps",
+    "warmup_ratio": "warmup_period_percent",
+    "min_lr": "min_lr_ratio",
+    "learning_rate_decay_frac": "min_lr_ratio",
+    "decay_lr": "lr_schedule",
+    "lr_scheduler_type": "lr_schedule",
+    "grad_clip": "clipping_max_norm",
+    "max_grad_norm": "clipping_max_norm",
+    "beta1": "betas",
+    "beta2": "betas",
+    "adam_beta1": "betas",
+    "adam_epsilon": "eps",
+    "dtype": "precision",
+    "fp16": "precision",
+    "bf16": "precision",
+    "gradient_checkpointing": "activation_checkpointing",
+    "seed": "random_seed",
+    "eval_interval": "validation_interval",
+    "eval_steps": "validation_interval",
+    "val_loss_every": "validation_interval",
+    "eval_iters": "validation_batches",
+    "log_interval": "report_interval",
+    "logging_steps": "report_interval",
+    "save_steps": "checkpoint_interval",
+    "save_total_limit": "keep_checkpoints",
+    "sample_every": "sample_interval",
+}
+FOREIGN_MODEL = {
+    "block_size": "context_length",
+    "n_positions": "context_length",
+    "n_ctx": "context_length",
+    "max_position_embeddings": "context_length",
+    "sequence_length": "context_length",
+    "n_embd": "emb_dim",
+    "hidden_size": "emb_dim",
+    "n_head": "n_heads",
+    "num_attention_heads": "n_heads",
+    "n_layer": "n_layers",
+    "num_hidden_layers": "n_layers",
+    "dropout": "drop_rate",
+    "resid_pdrop": "drop_rate",
+    "bias": "qkv_bias",
+    "tie_word_embeddings": "tie_weights",
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN_TRAIN)
+def test_other_programs_training_keys_lead_to_ours(train: WriteTrain, model: WriteModel, name: str) -> None:
+    ours = FOREIGN_TRAIN[name]
+    assert re.search(rf'key "{name}": unknown; did you mean "{ours}"( \(.+\))?\?$', refusal(train, **{name: 1}))
+    assert f'key "{name}": unknown; did you mean "{ours}" in train.json' in refusal(model, **{name: 1})
+
+
+@pytest.mark.parametrize("name", FOREIGN_MODEL)
+def test_other_programs_model_keys_lead_to_ours(train: WriteTrain, model: WriteModel, name: str) -> None:
+    ours = FOREIGN_MODEL[name]
+    assert re.search(rf'key "{name}": unknown; did you mean "{ours}"( \(.+\))?\?$', refusal(model, **{name: 1}))
+    assert f'key "{name}": unknown; did you mean "{ours}" in model.json' in refusal(train, **{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("lr_decay_iters", "ends with the run"),
+        ("always_save_checkpoint", "keep_checkpoints"),
+        ("wandb_log", "metrics.jsonl"),
+        ("backend", "nccl on GPUs"),
+        ("resume_from_checkpoint", "the same command continues"),
+        ("n_inner", "4 x emb_dim"),
+        ("Output-Dir", "the run's own folder"),
+    ],
+)
+def test_what_other_programs_have_and_we_have_not(train: WriteTrain, model: WriteModel, name: str, words: str) -> None:
+    for write in (train, model):
+        message = refusal(write, **{name: 1})
+        assert f'key "{name}": ' in message
+        assert words in message
+        assert "did you mean" not in message
+
+
+def test_units_are_told_where_they_differ(train: WriteTrain) -> None:
+    assert "sequences per device" in refusal(train, batch_size=12)
+    assert "counted in tokens: steps x ranks x microbatch_size" in refusal(train, max_iters=600_000)
+    assert "over learning_rate" in refusal(train, min_lr=6e-5)
+    assert "times 100" in refusal(train, warmup_ratio=0.05)
+
+
+def test_a_key_under_another_programs_name_is_not_missing_besides(train: WriteTrain, model: WriteModel) -> None:
+    assert "missing" not in refusal(train, microbatch_size=..., batch_size=12)
+    assert "missing" not in refusal(model, emb_dim=..., n_embd=768)
+
+
+@pytest.mark.parametrize(("key", "value"), [("emb_dim", 768), ("depth", 12), ("tie_weights", True)])
+def test_a_model_key_in_train_json(train: WriteTrain, key: str, value: Any) -> None:
+    assert f'key "{key}": belongs in model.json' in refusal(train, **{key: value})
+
+
+@pytest.mark.parametrize("key", ["learning_rate", "precision", "minibatch_size", "compile"])
+def test_a_training_key_in_model_json(model: WriteModel, key: str) -> None:
+    assert f'key "{key}": belongs in train.json' in refusal(model, **{key: 1})
+
+
+def test_advice_leads_to_keys_that_there_are() -> None:
+    kinds: dict[str, type[RunFile]] = {"train.json": TrainConfig, "model.json": ModelConfig}
+    for name, ours in COUNTERPARTS.items():
+        assert ours.key in kinds[ours.file].model_fields, name
+        assert name not in {**TrainConfig.model_fields, **ModelConfig.model_fields}, f"{name} is a key of ours"
+    assert not COUNTERPARTS.keys() & WITHOUT_KEY.keys()
+    assert not {*TrainConfig.model_fields, *ModelConfig.model_fields} & WITHOUT_KEY.keys()
+
+
+@pytest.mark.parametrize("typo", ["minibatch_sizes", "mini_batch_size", "use_ampp", "schedule_learning_rates"])
+def test_a_deprecated_spelling_is_never_suggested(train: WriteTrain, typo: str) -> None:
+    message = refusal(train, **{typo: 1})
+    assert f'key "{typo}": unknown' in message
+    assert not re.search(r'did you mean "(minibatch_size|use_amp|schedule_learning_rate)"', message)
+
+
+def test_a_mixture_of_experts_is_named(train: WriteTrain, model: WriteModel) -> None:
+    """The notebook's newest runs: `moe` in model.json, the weight of the router's loss in train.json."""
+    message = refusal(model, moe={"num_experts": 6, "num_active_experts": 2})
+    assert 'key "moe": belongs to a mixture of experts, which is not available here' in message
+    assert "unknown" not in message
+    assert "mixture of experts" in refusal(train, moe_router_loss_scale=0.01)
+
+
+# An editor's schema
+
+
+@pytest.mark.parametrize("place", ["train.schema.json", "https://example.org/schema", ""])
+def test_the_place_of_a_schema_is_no_part_of_the_configuration(
+    train: WriteTrain, model: WriteModel, place: str
+) -> None:
+    assert train(**{"$schema": place}).model_dump() == train().model_dump()
+    assert model(**{"$schema": place}).model_dump() == model().model_dump()
+
+
+@pytest.mark.parametrize("place", [1, None, {"a": 1}])
+def test_a_schema_that_is_no_place(train: WriteTrain, model: WriteModel, place: Any) -> None:
+    for write in (train, model):
+        assert 'key "$schema": must be the place of a JSON Schema' in refusal(write, **{"$schema": place})
+
+
+@pytest.mark.parametrize("kind", [TrainConfig, ModelConfig])
+def test_an_editor_accepts_the_key_that_names_its_schema(kind: type[RunFile]) -> None:
+    schema = json_schema(kind)
+    assert schema["properties"]["$schema"]["type"] == "string"
+    assert "$schema" not in schema["required"]
+
+
+@pytest.mark.parametrize("key", ["two\nlines", "carriage\rreturn", "line\u2028separator", ""])
+def test_strange_keys_stay_on_one_line(train: WriteTrain, key: str) -> None:
+    assert "unknown" in refusal(train, **{key: 1})
+
+
+@pytest.mark.parametrize("key", ["dataset", "microbatch_size", "min_train_tokens", "start_train_token"])
+def test_a_missing_key_is_named(train: WriteTrain, key: str) -> None:
+    assert f'key "{key}": missing' in refusal(train, **{key: ...})
+
+
+@pytest.mark.parametrize("key", list(SEED_MODEL))
+def test_a_missing_model_key_is_named(model: WriteModel, key: str) -> None:
+    assert f'key "{key}": missing' in refusal(model, **{key: ...})
+
+
+def test_every_fault_is_told_at_once(train: WriteTrain) -> None:
+    message = refusal(train, dataset=..., microbatch_size="13", learning_rat=1)
+    assert 'key "dataset"' in message
+    assert 'key "microbatch_size"' in message
+    assert 'key "learning_rat"' in message
+
+
+# Refused: types and values
+
+INTEGERS = [
+    "microbatch_size",
+    "min_train_tokens",
+    "start_train_token",
+    "validation_interval",
+    "validation_batches",
+    "start_val_token",
+    "random_seed",
+    "gradient_accumulation_steps",
+    "global_batch_size",
+    "warmup_steps",
+    "checkpoint_interval",
+    "keep_checkpoints",
+    "report_interval",
+    "max_skipped_steps",
+    "sample_interval",
+]
+FLOATS = [
+    "learning_rate",
+    "weight_decay",
+    "eps",
+    "warmup_period_percent",
+    "min_lr_ratio",
+    "decay_period_percent",
+    "clipping_max_norm",
+    "muon_learning_rate",
+    "price_per_hour",
+]
+FLAGS = ["decay_all_parameters", "shard_optimizer", "activation_checkpointing", "compile"]
+CHOICES = ["lr_schedule", "optimizer", "precision", "validation_ranks", "compile"]
+
+
+@pytest.mark.parametrize("value", [True, "1", 1.5, 1.0, [1], {"a": 1}])
+@pytest.mark.parametrize("key", INTEGERS)
+def test_not_an_integer(train: WriteTrain, key: str, value: Any) -> None:
+    message = refusal(train, **{key: value})
+    assert f'key "{key}": ' in message
+    assert json.dumps(value) in message, "the message shows what was written"
+
+
+@pytest.mark.parametrize("value", [True, "0.1", [0.1], {}])
+@pytest.mark.parametrize("key", FLOATS)
+def test_not_a_number(train: WriteTrain, key: str, value: Any) -> None:
+    assert f'key "{key}": ' in refusal(train, **{key: value})
+
+
+@pytest.mark.parametrize("value", [1, 0, "true", "yes", None])
+@pytest.mark.parametrize("key", FLAGS)
+def test_not_true_or_false(train: WriteTrain, key: str, value: Any) -> None:
+    assert f'key "{key}": ' in refusal(train, **{key: value})
+
+
+@pytest.mark.parametrize("value", ["other", "", 1, None, ["fp32"]])
+@pytest.mark.parametrize("key", CHOICES)
+def test_not_a_choice(train: WriteTrain, key: str, value: Any) -> None:
+    assert f'key "{key}": ' in refusal(train, **{key: value})
+
+
+@pytest.mark.parametrize("value", [1, None, True, ["a/b"]])
+def test_not_a_string(train: WriteTrain, value: Any) -> None:
+    assert 'key "dataset": ' in refusal(train, dataset=value)
+    if value is not None:
+        assert 'key "sample_prompt": ' in refusal(train, sample_prompt=value, sample_interval=1)
+
+
+@pytest.mark.parametrize(
+    "betas",
+    [[0.9], [0.9, 0.95, 0.99], 0.9, "0.9", None, ["0.9", 0.95], [True, 0.95], [1.0, 0.9], [0.9, -0.1], {"a": 1}],
+)
+def test_impossible_betas(train: WriteTrain, betas: Any) -> None:
+    assert re.search(r'key "betas(\.\d)?": ', refusal(train, betas=betas))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("microbatch_size", 0),
+        ("min_train_tokens", 0),
+        ("min_train_tokens", -2),
+        ("start_train_token", -1),
+        ("validation_interval", 0),
+        ("validation_batches", 0),
+        ("start_val_token", -1),
+        ("random_seed", -1),
+        ("random_seed", 2**63),
+        ("gradient_accumulation_steps", 0),
+        ("global_batch_size", 0),
+        ("learning_rate", 0),
+        ("learning_rate", -0.1),
+        ("weight_decay", -0.1),
+        ("eps", 0),
+        ("warmup_steps", -1),
+        ("warmup_period_percent", -1),
+        ("warmup_period_percent", 100.5),
+        ("min_lr_ratio", -0.1),
+        ("min_lr_ratio", 1.1),
+        ("clipping_max_norm", 0),
+        ("checkpoint_interval", 0),
+        ("keep_checkpoints", 0),
+        ("report_interval", 0),
+        ("max_skipped_steps", 0),
+        ("price_per_hour", -1),
+    ],
+)
+def test_impossible_values(train: WriteTrain, key: str, value: float) -> None:
+    assert f'key "{key}": ' in refusal(train, **{key: value})
+
+
+@pytest.mark.parametrize("percent", [0, -1, 101])
+def test_impossible_decay(train: WriteTrain, percent: int) -> None:
+    assert 'key "decay_period_percent": ' in refusal(train, lr_schedule="wsd", decay_period_percent=percent)
+
+
+@pytest.mark.parametrize(
+    "key", ["learning_rate", "weight_decay", "eps", "clipping_max_norm", "price_per_hour", "min_lr_ratio"]
+)
+def test_a_number_too_large_for_a_float(tmp_path: Path, key: str) -> None:
+    path = tmp_path / "train.json"
+    path.write_text(changed(SEED_TRAIN, {key: "HUGE"}).replace('"HUGE"', "1e999"))
+    assert f'key "{key}": ' in refusal(load_train_config, path)
+
+
+@pytest.mark.parametrize("value", [True, "1", 1.5, 0, -1])
+@pytest.mark.parametrize("key", ["vocab_size", "context_length", "emb_dim", "n_heads", "n_layers", "n_kv_heads"])
+def test_impossible_model_sizes(model: WriteModel, key: str, value: Any) -> None:
+    assert f'key "{key}": ' in refusal(model, **{key: value})
+
+
+@pytest.mark.parametrize("value", [-0.1, 1, 1.0, True, "0.1"])
+def test_impossible_drop_rate(model: WriteModel, value: Any) -> None:
+    assert 'key "drop_rate": ' in refusal(model, drop_rate=value)
+
+
+@pytest.mark.parametrize("key", ["qkv_bias", "tie_weights", "qk_norm"])
+def test_model_flags_are_true_or_false(model: WriteModel, key: str) -> None:
+    assert f'key "{key}": ' in refusal(model, **{key: 1})
+
+
+# Refused: combinations
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [
+        (
+            {"gradient_accumulation_steps": 1, "global_batch_size": 104},
+            ["gradient_accumulation_steps", "global_batch_size"],
+        ),
+        ({"warmup_steps": 1, "warmup_period_percent": 1}, ["warmup_steps", "warmup_period_percent"]),
+        ({"lr_schedule": "wsd"}, ["decay_period_percent", "lr_schedule"]),
+        ({"decay_period_percent": 10}, ["decay_period_percent", "lr_schedule"]),
+        ({"lr_schedule": "cosine", "decay_period_percent": 10}, ["decay_period_percent", "lr_schedule"]),
+        (
+            {"lr_schedule": "wsd", "decay_period_percent": 60, "warmup_period_percent": 41},
+            ["decay_period_percent", "warmup_period_percent"],
+        ),
+        ({"sample_interval": 1}, ["sample_interval", "sample_prompt"]),
+        ({"sample_prompt": "def"}, ["sample_interval", "sample_prompt"]),
+        ({"validation_interval": ...}, ["validation_interval"]),
+        ({"validation_batches": ...}, ["validation_batches"]),
+        ({"start_val_token": ...}, ["start_val_token"]),
+        ({"validation_interval": ..., "checkpoint_interval": 1}, ["validation_interval"]),
+        (
+            {"validation_interval": ..., "validation_batches": ..., "start_val_token": ...},
+            ["validation_interval", "checkpoint_interval"],
+        ),
+    ],
+)
+def test_impossible_combinations(train: WriteTrain, changes: dict[str, Any], keys: list[str]) -> None:
+    message = refusal(train, **changes)
+    assert '"' + keys[0] + '"' in message
+    assert all(key in message for key in keys)
+
+
+def test_emb_dim_must_divide_among_the_heads(model: WriteModel) -> None:
+    message = refusal(model, emb_dim=770)
+    assert 'key "emb_dim": 770' in message
+    assert "768" in message
+    assert "780" in message
+
+
+@pytest.mark.parametrize("key", ["n_layers", "n_heads", "emb_dim"])
+def test_depth_and_what_it_decides(model: WriteModel, key: str) -> None:
+    sizes = {name: ... for name in ("n_layers", "n_heads", "emb_dim") if name != key}
+    message = refusal(model, depth=12, **sizes)
+    assert '"depth"' in message
+    assert f'"{key}"' in message
+
+
+@pytest.mark.parametrize("depth", [0, -1, True, "12", 1.5, 12.0, None])
+def test_impossible_depth(tmp_path: Path, depth: Any) -> None:
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps({"depth": depth, "vocab_size": 500, "context_length": 128}))
+    assert 'key "depth": ' in refusal(load_model_config, path)
+
+
+# Refused: not available yet
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("optimizer", "muon"), ("muon_learning_rate", 0.02), ("shard_optimizer", True)]
+)
+def test_training_features_to_come(train: WriteTrain, key: str, value: Any) -> None:
+    message = refusal(train, **{key: value})
+    assert f'key "{key}": ' in message
+    assert "not available yet" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("position", "rope"),
+        ("norm", "rmsnorm"),
+        ("mlp", "relu2"),
+        ("mlp", "swiglu"),
+        ("qk_norm", True),
+        ("n_kv_heads", 4),
+        ("n_kv_heads", 24),
+    ],
+)
+def test_model_features_to_come(model: WriteModel, key: str, value: Any) -> None:
+    message = refusal(model, **{key: value})
+    assert f'key "{key}": ' in message
+    assert "not available yet" in message
+
+
+# Refused: not JSON
+
+
+@pytest.fixture(params=[load_train_config, load_model_config], ids=["train.json", "model.json"])
+def load(request: pytest.FixtureRequest) -> Callable[[Path], BaseModel]:
+    return request.param
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("", 1),
+        ("{", 1),
+        ('{\n  "a": 1,\n}', 3),
+        ('{\n  "a": 1\n  "b": 2\n}', 3),
+        ("{\n\n  // comment\n}", 3),
+        ("{'a': 1}", 1),
+        ('{"a": 1} {"b": 2}', 1),
+    ],
+)
+def test_text_that_does_not_parse(load: Callable[[Path], BaseModel], tmp_path: Path, text: str, line: int) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    message = refusal(load, path)
+    if text.endswith(",\n}"):  # Python 3.13 reports a trailing comma where it stands, older ones at the brace
+        assert re.match(rf"{re.escape(str(path))}:[23]: ", message)
+    else:
+        assert message.startswith(f"{path}:{line}: ")
+
+
+@pytest.mark.parametrize("key", ["a", "two\\nlines"])
+def test_a_repeated_key(load: Callable[[Path], BaseModel], tmp_path: Path, key: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(f'{{"{key}": 1, "{key}": 1}}')
+    message = refusal(load, path)
+    assert "twice" in message
+    assert f'"{key}"' in message
+
+
+@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
+def test_numbers_that_json_does_not_have(load: Callable[[Path], BaseModel], tmp_path: Path, constant: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(f'{{"learning_rate": {constant}}}')
+    assert constant in refusal(load, path)
+
+
+@pytest.mark.parametrize("text", ["[]", "[1]", "1", '"text"', "null", "true"])
+def test_not_an_object(load: Callable[[Path], BaseModel], tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    assert "object" in refusal(load, path)
+
+
+def test_not_utf8(load: Callable[[Path], BaseModel], tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_bytes('{"dataset": "é"}'.encode("latin-1"))
+    assert "UTF-8" in refusal(load, path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{" + '"a":{' * 100_000, '{"a": ' + "1" * 5000 + "}"])
+def test_text_that_exhausts_the_parser(load: Callable[[Path], BaseModel], tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    refusal(load, path)
+
+
+def test_a_missing_file(load: Callable[[Path], BaseModel], tmp_path: Path) -> None:
+    assert "no such file" in refusal(load, tmp_path / "x.json")
+
+
+def test_a_folder_in_place_of_the_file(load: Callable[[Path], BaseModel], tmp_path: Path) -> None:
+    (tmp_path / "x.json").mkdir()
+    refusal(load, tmp_path / "x.json")
+
+
+# Upstream spellings
+
+
+def test_use_amp(train: WriteTrain) -> None:
+    assert train(use_amp=True).precision == "fp16"
+    assert train(use_amp=False).precision == "fp32"
+
+
+def test_minibatch_size(train: WriteTrain) -> None:
+    assert train(microbatch_size=..., minibatch_size=6).microbatch_size == 6
+
+
+def test_schedule_learning_rate(train: WriteTrain) -> None:
+    """The notebook's program warms up only if it is told for how long."""
+    config = train(schedule_learning_rate=True)
+    assert (config.lr_schedule, config.min_lr_ratio) == ("cosine", 0.1)
+    assert (config.warmup_period_percent, config.warmup_steps) == (None, None)
+    schedule = build_schedule(config, 30_614)
+    assert (schedule.warmup_steps, schedule.multiplier(0)) == (0, 1.0)
+
+
+def test_schedule_learning_rate_with_a_warmup_of_its_own(train: WriteTrain) -> None:
+    config = train(schedule_learning_rate=True, warmup_period_percent=2.5)
+    assert (config.lr_schedule, config.warmup_period_percent) == ("cosine", 2.5)
+    config = train(schedule_learning_rate=True, warmup_steps=7)
+    assert (config.warmup_steps, config.warmup_period_percent) == (7, None)
+
+
+def test_schedule_learning_rate_off(train: WriteTrain) -> None:
+    config = train(schedule_learning_rate=False, warmup_period_percent=5)
+    assert (config.lr_schedule, config.warmup_period_percent) == ("constant", None)
+
+
+@pytest.mark.parametrize(
+    ("old", "value", "new"),
+    [
+        ("use_amp", True, "precision"),
+        ("schedule_learning_rate", True, "lr_schedule"),
+        ("minibatch_size", 1, "microbatch_size"),
+    ],
+)
+def test_both_spellings_at_once(train: WriteTrain, old: str, value: Any, new: str) -> None:
+    message = refusal(train, **{"precision": "fp32", "lr_schedule": "cosine", old: value})
+    assert f'"{old}"' in message
+    assert f'"{new}"' in message
+
+
+@pytest.mark.parametrize("key", ["use_amp", "schedule_learning_rate"])
+@pytest.mark.parametrize("value", [1, "true", None])
+def test_upstream_flags_are_true_or_false(train: WriteTrain, key: str, value: Any) -> None:
+    assert f'key "{key}": ' in refusal(train, **{key: value})
+
+
+@pytest.mark.parametrize("value", [0, "6", True])
+def test_an_impossible_minibatch_size_is_named_as_it_was_written(train: WriteTrain, value: Any) -> None:
+    assert 'key "minibatch_size": ' in refusal(train, microbatch_size=..., minibatch_size=value)
+
+
+def test_training_without_validation(train: WriteTrain) -> None:
+    config = train(validation_interval=..., validation_batches=..., checkpoint_interval=100)
+    assert not config.validates
+    assert config.checkpoint_every == 100
+    assert config.start_val_token == 50_000_000, "the notebook's later runs have this key alone"
+
+
+def test_checkpoints_come_with_validations_unless_said_otherwise(train: WriteTrain) -> None:
+    assert train().validates
+    assert train().checkpoint_every == 617
+    assert train(checkpoint_interval=50).checkpoint_every == 50
+
+
+# Batch arithmetic
+
+
+@pytest.mark.parametrize(
+    ("microbatch_size", "global_batch_size", "world_size", "steps"),
+    [(13, 104, 8, 1), (13, 104, 1, 8), (13, 104, 4, 2), (1, 1, 1, 1), (6, 96, 2, 8)],
+)
+def test_global_batch_size_decides_the_accumulation(
+    train: WriteTrain, microbatch_size: int, global_batch_size: int, world_size: int, steps: int
+) -> None:
+    config = train(microbatch_size=microbatch_size, global_batch_size=global_batch_size)
+    assert config.accumulation_steps(world_size) == steps
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+def test_accumulation_steps_as_given(train: WriteTrain, world_size: int) -> None:
+    assert train().accumulation_steps(world_size) == 1
+    assert train(gradient_accumulation_steps=5).accumulation_steps(world_size) == 5
+
+
+@pytest.mark.parametrize(("global_batch_size", "world_size"), [(104, 3), (105, 8), (13, 2), (1, 1)])
+def test_a_global_batch_that_does_not_divide(train: WriteTrain, global_batch_size: int, world_size: int) -> None:
+    config = train(global_batch_size=global_batch_size)
+    message = refusal(config.accumulation_steps, world_size)
+    assert '"global_batch_size"' in message
+    assert "microbatch_size" in message
+    assert str(13 * world_size) in message
+
+
+# JSON Schema for editors
+
+
+@pytest.mark.parametrize(
+    ("kind", "required", "defaults"), [(TrainConfig, SEED_TRAIN, DEFAULTS), (ModelConfig, SEED_MODEL, MODEL_DEFAULTS)]
+)
+def test_json_schema_describes_every_key(
+    kind: type[BaseModel], required: dict[str, Any], defaults: dict[str, Any]
+) -> None:
+    schema = json.loads(json.dumps(kind.model_json_schema(), allow_nan=False))
+    assert set(schema["properties"]) == {*required, *defaults}
+    assert set(schema["required"]) <= set(required)
+    assert schema["additionalProperties"] is False
+    for key, entry in schema["properties"].items():
+        assert len(entry.get("description", "")) > 5, key
+    for key, default in json.loads(json.dumps(defaults)).items():
+        assert schema["properties"][key]["default"] == default, key

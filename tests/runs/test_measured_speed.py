@@ -1,0 +1,99 @@
+"""The speed in a summary rests on what was trained with its batch on its machine, wherever training went on from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import checkpointing
+from harness.common.json_files import read_json_object
+from harness.runs.throughput import Measured, measured_by, same_conditions
+from tests.support.launch import Workshop
+
+NEW_KEYS = {"foreign_tokens", "device", "microbatch_size", "accumulation_steps"}
+NEW_KEYS |= {"measured_from_step", "measured_from_tokens", "measured_from_seconds"}
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Workshop:
+    made = Workshop(tmp_path)
+    made.add_dataset()
+    return made
+
+
+def summary_of(run: Path) -> dict[str, Any]:
+    return read_json_object(run / "summary.json")
+
+
+def forget_what_is_new(checkpoint: Path) -> None:
+    """Make a checkpoint one of an earlier version."""
+    meta = read_json_object(checkpoint / "meta.json")
+    assert meta.keys() >= NEW_KEYS
+    checkpointing.write_meta(checkpoint, {key: value for key, value in meta.items() if key not in NEW_KEYS})
+
+
+def test_another_world_size_is_measured_anew(shop: Workshop) -> None:
+    """Five steps of two ranks, then ten of one; and the summary names that one, whoever writes it anew."""
+    run = shop.add_run(min_train_tokens=640)
+    shop.train(ranks=2)
+    first = summary_of(run)
+    assert first["measured"]["tokens"] == first["trained_tokens"] == 640
+    shop.add_run(min_train_tokens=1280)
+    printed = shop.train(ranks=1).stdout
+    second = summary_of(run)
+    assert (second["tokens_seen"], second["trained_tokens"], second["world_size"]) == (1280, 1280, 1)
+    seconds = second["seconds"]["training"] - second["measured"]["seconds"]
+    assert (second["measured"]["tokens"], second["measured"]["global_steps"]) == (640, 10)
+    assert seconds == pytest.approx(first["seconds"]["training"], abs=0.1)
+    assert second["tokens_per_second"] == pytest.approx(640 / second["measured"]["seconds"], rel=0.02)
+    assert "(640 tokens in " in printed
+    (run / "summary.json").unlink()
+    shop.train(ranks=2)
+    restored = summary_of(run)
+    for key in ("world_size", "microbatch_size", "accumulation_steps", "device", "trained_tokens"):
+        assert restored[key] == second[key], key
+    assert restored["measured"]["tokens"] == 640
+
+
+def test_a_checkpoint_of_an_earlier_version_is_measured_from_there(shop: Workshop) -> None:
+    """It may have counted the tokens of a notebook's checkpoint, for which it had no seconds."""
+    run = shop.add_run(min_train_tokens=640)
+    assert shop.attempt().status == 0
+    forget_what_is_new((run / "checkpoints" / "latest").resolve())
+    (run / "summary.json").unlink()
+    assert shop.attempt().status == 0
+    restored = summary_of(run)
+    assert (restored["measured"]["tokens"], restored["tokens_per_second"]) == (0, None)
+    spent = restored["seconds"]["training"]
+    assert spent > 0
+    shop.add_run(min_train_tokens=1280)
+    assert shop.attempt().status == 0
+    after = summary_of(run)
+    assert after["tokens_seen"] == 1280
+    assert (after["measured"]["tokens"], after["measured"]["global_steps"]) == (640, 10)
+    assert after["measured"]["seconds"] == pytest.approx(after["seconds"]["training"] - spent, abs=0.002)
+    assert after["tokens_per_second"] == pytest.approx(640 / after["measured"]["seconds"], rel=0.02)
+
+
+def test_conditions() -> None:
+    """What both records say must agree; what only one says (an earlier version's, another program's) may be any."""
+    now = {"world_size": 8, "device": "B200", "train": {"microbatch_size": 2, "precision": "bf16", "learning_rate": 1}}
+    assert same_conditions(now, now)
+    assert same_conditions({}, now)
+    assert same_conditions({"world_size": 8, "train": {"microbatch_size": 2, "learning_rate": 2}}, now)
+    for other in ({"world_size": 4}, {"device": "H100"}, {"train": {"microbatch_size": 1}}):
+        assert not same_conditions(other, now)
+    assert not same_conditions({"train": {"precision": "fp32"}}, now)
+
+
+def test_what_can_be_believed() -> None:
+    assert Measured(20, 2000, 10.0).is_believable
+    assert not Measured(19, 2000, 1000.0).is_believable
+    assert not Measured(2000, 2000, 9.99).is_believable
+    assert Measured(20, 2000, 10.0).tokens_per_second == 200.0
+    assert Measured(0, 0, 0.0).tokens_per_second is None
+    old = {"global_steps": 7, "tokens_seen": 70, "seconds": {"training": 2.0}}
+    assert measured_by(old) is None
+    assert measured_by(old | {"measured": {"global_steps": 1, "tokens": 3, "seconds": 0.5}}) == Measured(1, 3, 0.5)

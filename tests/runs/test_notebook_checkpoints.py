@@ -1,0 +1,243 @@
+"""Checkpoints of the lab notebook's program in every command, and as a starting point of training."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from gpt import ModelConfig, load_model
+from harness.common.json_files import read_json_object
+from tests.support.launch import MODEL, Workshop, metrics
+from tests.support.notebook_model import NotebookRun
+
+STEPS = 4
+NAME = f"20251206Z014912-iteration-{STEPS - 1}"
+# As the notebook trained: a microbatch a step and process.
+SETTINGS: dict[str, Any] = {
+    "gradient_accumulation_steps": None,
+    "min_train_tokens": 12 * 32,
+    "precision": "fp32",
+    "validation_interval": 100,
+}
+
+
+def workshop(path: Path, **shape: Any) -> tuple[Workshop, NotebookRun, Path]:
+    """A run with a notebook's checkpoint of four steps of twelve."""
+    shop = Workshop(path)
+    shop.add_dataset()
+    run = shop.add_run("r", model={"drop_rate": 0.0, **shape}, **SETTINGS)
+    config = ModelConfig(**MODEL | {"drop_rate": 0.0, **shape})
+    tokens = load_file(shop.datasets / "local" / "letters" / "train.safetensors")["tokens"]
+    notebook = NotebookRun(config, tokens, 2)
+    notebook.train(STEPS)
+    return shop, notebook, notebook.save(run / "checkpoints" / NAME)
+
+
+def weights_of(run: Path, which: str = "latest") -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / which / "model.safetensors")
+
+
+@pytest.mark.parametrize("shape", [{}, {"qkv_bias": False}, {"tie_weights": True}], ids=str)
+def test_training_goes_on_as_the_notebook_would(tmp_path: Path, shape: dict[str, Any]) -> None:
+    """The rest of the steps, with the optimizer's moments and at the next tokens, in both programs."""
+    shop, notebook, _ = workshop(tmp_path, **shape)
+    result = shop.attempt(NAME)
+    assert result.status == 0, result.stderr
+    assert "its weights and optimizer are taken, and 128 tokens are" in result.stdout
+    notebook.train(12 - STEPS)
+    state = notebook.model.state_dict()
+    ours = weights_of(shop.runs / "r")
+    assert ours.keys() == {name for name in state if not name.endswith("mask")}
+    for name, tensor in ours.items():
+        if not name.endswith("W_key.bias"):  # its gradient is nothing but rounding, which AdamW takes for a direction
+            torch.testing.assert_close(tensor, state[name], rtol=1e-4, atol=2e-6, msg=name)
+    start = weights_of(shop.runs / "r", NAME)
+    moved = {name: (tensor - start[name]).abs().max() for name, tensor in ours.items() if name in start}
+    assert min(moved[name] for name in moved if not name.endswith("W_key.bias")) > 1e-4, "the steps changed all of them"
+    meta = read_json_object(shop.runs / "r" / "checkpoints" / "latest" / "meta.json")
+    assert (meta["global_step"], meta["tokens_seen"]) == (11, 12 * 32)
+    assert [event["global_step"] for event in metrics(shop.runs / "r") if event["event"] == "train"][-1] == 11
+    # The same command again: done; and without the name it is ours that counts.
+    assert "is finished" in shop.attempt().stdout
+
+
+def test_plans_of_going_on_from_it(tmp_path: Path) -> None:
+    """Refused without its name, in the words of training; with it, what is left is what training then does."""
+    shop, _, _ = workshop(tmp_path)
+    refusals = [shop.attempt(*options) for options in ([], ["--plan"])]
+    assert [refusal.status for refusal in refusals] == [2, 2]
+    assert f"{NAME}: not written by this program" in refusals[0].stderr
+    assert refusals[1].stderr == refusals[0].stderr
+    planned = shop.attempt(NAME, "--plan", "--assume-tps", "128")
+    assert planned.status == 0, planned.stderr
+    said = " ".join(planned.stdout.split())
+    assert "done already 4 steps, 128 tokens global steps 8 more tokens 256 more" in said
+    assert "2 s training" in said
+    afresh = " ".join(shop.attempt("--plan", "--restart").stdout.split())
+    assert "global steps 12 tokens 384 " in afresh
+    (shop.datasets / "local" / "letters").rename(tmp_path / "elsewhere")
+    assert "8 more" in shop.attempt(NAME, "--plan").stdout, "without the dataset, too"
+
+
+def test_speed_and_cost_are_those_of_what_was_trained_here(tmp_path: Path) -> None:
+    """A notebook's four steps of twelve are seen, but nobody knows their seconds: the summary, the step lines and a
+    plan know the other eight only; also after more steps, after going back, and when the summary is written anew."""
+    shop, _, _ = workshop(tmp_path)
+    run = shop.add_run("r", model={"drop_rate": 0.0}, **SETTINGS, price_per_hour=3600.0, report_interval=2)
+    assert shop.attempt(NAME).status == 0
+    summary = read_json_object(run / "summary.json")
+    meta = read_json_object(run / "checkpoints" / "latest" / "meta.json")
+    for record in (summary, meta):
+        assert (record["tokens_seen"], record.get("trained_tokens", 256)) == (12 * 32, 8 * 32)
+    seconds = summary["seconds"]["training"]
+    assert summary["measured"] == {"global_steps": 8, "tokens": 8 * 32, "seconds": pytest.approx(seconds, abs=0.002)}
+    assert summary["tokens_per_second"] == pytest.approx(8 * 32 / seconds, rel=0.02)
+    # The lines of metrics, each over its own steps, come to the same seconds, but for what followed the last of them.
+    lines = [event for event in metrics(run) if event["event"] == "train"]
+    ends = [3, *(line["global_step"] for line in lines)]
+    assert ends[-1] == 11
+    rates = [line["tokens_per_second"] for line in lines]
+    took = sum((now - before) * 32 / rate for before, now, rate in zip(ends, ends[1:], rates, strict=False))
+    assert seconds / 2 < took < seconds * 1.02
+    assert summary["dollars"]["training"] == pytest.approx(seconds, rel=0.01)
+    (run / "summary.json").unlink()  # as if the process had been killed before it wrote it
+    printed = shop.attempt().stdout
+    assert "Tokens seen: 384, 256 of them trained by this program" in printed
+    assert re.search(r"^Throughput: [\d,]+ tokens/second of training \(256 tokens in [\d.]+ s: ", printed, re.MULTILINE)
+    again = read_json_object(run / "summary.json")
+    for key in ("trained_tokens", "tokens_seen", "device", "world_size"):
+        assert again[key] == summary[key]
+    assert again["measured"]["tokens"] == 8 * 32
+    assert again["tokens_per_second"] == pytest.approx(8 * 32 / again["seconds"]["training"], rel=0.02)
+    # A plan divides by the same.
+    again["measured"] |= {"global_steps": 20, "seconds": 10.0}
+    (run / "summary.json").write_text(json.dumps(again))
+    planned = " ".join(shop.attempt("--plan").stdout.split())
+    assert f"{again['tokens_per_second']:,.0f} tokens/s of training alone" in planned
+    assert "measured over 20 steps, 256 tokens" in planned
+    # Going on once more, and going back: the seconds are those of the tokens that are still there.
+    shop.add_run("r", model={"drop_rate": 0.0}, **SETTINGS | {"min_train_tokens": 16 * 32}, price_per_hour=3600.0)
+    assert shop.attempt().status == 0
+    longer = read_json_object(run / "summary.json")
+    assert (longer["trained_tokens"], longer["measured"]["tokens"]) == (12 * 32, 12 * 32)
+    assert longer["measured"]["seconds"] == pytest.approx(longer["seconds"]["training"], abs=0.002)
+    assert longer["seconds"]["training"] > seconds
+    assert shop.attempt(NAME).status == 0
+    back = read_json_object(run / "summary.json")
+    assert (back["trained_tokens"], back["measured"]["tokens"]) == (12 * 32, 12 * 32)
+    assert back["tokens_per_second"] == pytest.approx(12 * 32 / back["seconds"]["training"], rel=0.02)
+
+
+def test_without_its_optimizer_training_starts_one_afresh(tmp_path: Path) -> None:
+    shop, _, folder = workshop(tmp_path)
+    (folder / "optimizer.pt").unlink()
+    result = shop.attempt(NAME)
+    assert result.status == 0, result.stderr
+    assert "its weights are taken" in result.stdout
+
+
+def test_two_ranks_take_a_notebooks_checkpoint(tmp_path: Path) -> None:
+    """Twice the batch: its steps are taken to have seen twice as many tokens."""
+    shop, _, _ = workshop(tmp_path)
+    result = shop.train("r", NAME, ranks=2)
+    assert "256 tokens are" in result.stdout
+    meta = read_json_object(shop.runs / "r" / "checkpoints" / "latest" / "meta.json")
+    assert meta["tokens_seen"] == 12 * 32
+
+
+def test_a_notebooks_checkpoint_of_a_run_that_is_done(tmp_path: Path) -> None:
+    """Its four steps of 32 tokens are all there is to do: nothing was trained here, so there is no summary of it."""
+    shop, _, _ = workshop(tmp_path)
+    shop.add_run("r", model={"drop_rate": 0.0}, **SETTINGS | {"min_train_tokens": STEPS * 32})
+    assert "is finished" in shop.attempt(NAME).stdout
+    assert not (shop.runs / "r" / "summary.json").exists()
+
+
+def test_a_notebooks_checkpoint_is_taken_by_name_alone(tmp_path: Path) -> None:
+    shop, _, folder = workshop(tmp_path)
+    (folder.parent / "latest").symlink_to(NAME)
+    result = shop.attempt()
+    assert result.status == 2
+    words = "not written by this program; to train on from it, give its name as CHECKPOINT, or use --restart"
+    assert result.error_lines[0].endswith(words)
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "words"),
+    [
+        ("optimizer.pt", lambda path: path.write_bytes(b"x"), "not a readable state file"),
+        ("optimizer.pt", lambda path: torch.save({"state": {0: {}}}, path), "one of 1 parameters"),
+        ("model.safetensors", lambda path: save_file({"tok_emb.weight": torch.ones(1)}, path), "not this model"),
+        ("meta.json", lambda path: path.write_text('{"train_loss": 1.0}'), '"global_step"'),
+        ("meta.json", lambda path: path.write_text('{"global_step": 8}'), "iteration-3"),
+    ],
+)
+def test_damaged_notebooks_checkpoints(tmp_path: Path, file: str, damage: Any, words: str) -> None:
+    shop, _, folder = workshop(tmp_path)
+    damage(folder / file)
+    before = sorted(folder.parent.rglob("*"))
+    result = shop.attempt(NAME)
+    assert result.status == 2, result.stderr
+    assert words in result.error_lines[0]
+    assert sorted(folder.parent.rglob("*")) == before
+
+
+@pytest.mark.parametrize("shape", [{}, {"tie_weights": True}], ids=str)
+def test_the_other_commands_take_it(tmp_path: Path, shape: dict[str, Any]) -> None:
+    """test_loss.py and the export are compared with the notebook's own model."""
+    shop, notebook, folder = workshop(tmp_path, **shape)
+    files = [str(shop.runs / "r" / "model.json"), str(folder / "model.safetensors")]
+    model = load_model(Path(files[0]), Path(files[1]), torch.device("cpu"))
+    tokens = torch.arange(16)[None]
+    with torch.no_grad():
+        assert (model(tokens) - notebook.model(tokens)).abs().max() < 1e-5
+    printed = shop.script("test_loss.py", str(shop.datasets), *files, "--dataset", "local/letters").stdout
+    assert printed.startswith("Loss against our test dataset: ")
+
+
+@pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="needs GPT-2's vocabulary")
+def test_the_commands_with_text_take_it(tmp_path: Path) -> None:
+    """Its meta.json names no tokenizer: GPT-2's."""
+    shop, notebook, folder = workshop(tmp_path, vocab_size=50257, context_length=64)
+    files = [str(shop.runs / "r" / "model.json"), str(folder / "model.safetensors")]
+    assert shop.script("test_smoke.py", *files).stdout.startswith("Every effort moves you")
+    entries = [{"instruction": f"Say {number}.", "input": "", "output": "It is."} for number in range(20)]
+    (tmp_path / "d.json").write_text(json.dumps(entries))
+    options = ["--data", str(tmp_path / "d.json"), "--max-epochs", "1", "--max-new-tokens", "5", "--responses-only"]
+    assert "2 answers" in shop.script("test_ift.py", *files, *options).stdout
+    shop.script("convert_hf.py", "export", str(folder), str(tmp_path / "hf"))
+    theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    inputs = tokenizer("Every effort moves you", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        assert (theirs(inputs).logits - notebook.model(inputs)).abs().max() < 1e-5
+
+
+def test_weights_alone_are_a_starting_point(tmp_path: Path) -> None:
+    """`initial_weights`: step 0 of training begins with them, on all ranks; a fresh optimizer, another schedule."""
+    shop, _, folder = workshop(tmp_path)
+    shop.add_run(
+        "s",
+        model={"drop_rate": 0.0},
+        **SETTINGS | {"learning_rate": 1e-12},
+        initial_weights=f"../r/checkpoints/{NAME}/model.safetensors",
+    )
+    result = shop.train("s", ranks=2)
+    assert "starting from ../r/checkpoints" in result.stdout
+    start = load_file(folder / "model.safetensors")
+    for name, tensor in weights_of(shop.runs / "s").items():
+        torch.testing.assert_close(tensor, start[name], rtol=0, atol=1e-8, msg=name)
+    shop.add_run("t", model={"drop_rate": 0.0, "emb_dim": 32}, **SETTINGS, initial_weights="no.safetensors")
+    assert "no.safetensors: no such file" in shop.attempt(run="t").error_lines[0]
+    shop.add_run(
+        "t", model={"drop_rate": 0.0, "emb_dim": 32}, **SETTINGS, initial_weights=str(folder / "model.safetensors")
+    )
+    assert "not this model" in shop.attempt(run="t").error_lines[0]

@@ -1,0 +1,432 @@
+"""--plan: the arithmetic of a run against the notebook's figures and against brute force, and what it refuses."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from harness.common.errors import UserError
+from harness.model.config import load_model_config
+from harness.runs.directory import RunDirectory
+from harness.runs.experiment import Experiment
+from harness.runs.plan import make_plan
+from tests.runs.test_shipped_runs import MACHINES
+from tests.support.isolation import SHIPPED_RUNS
+from tests.support.launch import Result, Workshop, free_port
+
+COLUMNS = 80
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Workshop:
+    made = Workshop(tmp_path)
+    made.add_dataset()
+    return made
+
+
+def rows(result: Result) -> dict[str, str]:
+    """The plan's table: label → text, wrapped lines joined."""
+    assert result.status == 0, result.stderr
+    assert result.stderr == ""
+    found: dict[str, str] = {}
+    label = ""
+    for line in result.stdout[result.stdout.index("\nparameters ") :].splitlines()[1:]:
+        match = re.fullmatch(r"(\S.*?)?  +(\S.*)", line)
+        assert match, line
+        label = match[1] or label
+        found[label] = f"{found[label]} {match[2]}" if label in found else match[2]
+    return found
+
+
+def narrow(result: Result) -> None:
+    """It can be read in a terminal of 80 columns."""
+    assert result.status == 0, result.stderr
+    assert [line for line in result.stdout.splitlines() if len(line) > COLUMNS] == []
+
+
+def number(text: str) -> int:
+    match = re.match(r"[\d,]+", text)
+    assert match, text
+    return int(match[0].replace(",", ""))
+
+
+def state(folder: Path) -> dict[str, tuple[int, str]]:
+    """What lies in a folder, and when it last changed."""
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest())
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def plan_shipped(tmp_path: Path, name: str, *arguments: str) -> Result:
+    """The plan of a copy of a shipped run that keeps few checkpoints: this machine's disk may be a small one."""
+    where = Workshop(tmp_path)
+    where.add_shipped_run(name, keep_checkpoints=1)
+    before = state(where.path)
+    result = where.attempt("--plan", *arguments, run=name)
+    assert state(where.path) == before
+    return result
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_the_notebooks_figures(tmp_path: Path, name: str) -> None:
+    microbatch, price, steps, tokens = MACHINES[name]
+    found = rows(plan_shipped(tmp_path, name, "--assume-world-size", "8", "--assume-tps", "234480"))
+    assert number(found["global steps"]) == steps
+    assert number(found["tokens"]) == tokens
+    assert f"8 ranks x {microbatch} sequences x 1 accumulation" in found["global batch"]
+    assert f"= {8 * microbatch:,} sequences = {8 * microbatch * 1024:,} tokens" in found["global batch"]
+    # Step 0, every 617th, and the last one: counted one by one.
+    validations = sum(step % 617 == 0 or step == steps - 1 for step in range(steps))
+    assert number(found["validations"]) == number(found["checkpoints"]) == validations
+    assert "300 microbatches" in found["validations"]
+    parameters = load_model_config(SHIPPED_RUNS / name / "model.json").parameters
+    assert number(found["parameters"]) == parameters
+    dollars = re.search(r"\$([\d,.]+) training", found["cost"])
+    hours = re.search(r"([\d,.]+) h training", found["time"])
+    assert dollars
+    assert hours
+    assert float(hours[1]) == pytest.approx(tokens / 234480 / 3600, abs=0.005)
+    assert float(dollars[1]) == pytest.approx(tokens / 234480 / 3600 * price, abs=0.005)
+    assert not (tmp_path / "datasets").exists(), "nothing is downloaded, no folder made"
+
+
+# Tokens per second with validation, whole seconds, dollars with and without validation: the notebook's table.
+BILLS = {
+    "8xa100m40": (234_480, 13_904, 39.86, 35.56),
+    "8xh100m80": (490_249, 6_650, 44.19, 38.13),
+    "8xa100m80": (282_707, 11_532, 45.87, 39.57),
+    "8xb200m160": (778_107, 4_190, 46.46, 39.14),
+}
+
+
+@pytest.mark.parametrize("name", BILLS)
+def test_the_notebooks_bills(tmp_path: Path, name: str) -> None:
+    """Its speeds are those of its whole bill: what is planned from them is that bill, to the cent; validation is a part
+    of it, and not added to it. (B200: the table's seconds are cut to whole ones, which is 0.4 cents.)"""
+    speed, seconds, dollars, without = BILLS[name]
+    arguments = ("--assume-world-size", "8", "--assume-tps-with-validation", str(speed))
+    found = rows(plan_shipped(tmp_path, name, *arguments))
+    parts = [float(part) for part in re.findall(r"\$([\d.]+)", found["cost"])]
+    assert parts[2] == pytest.approx(dollars, abs=0.0101 if name == "8xb200m160" else 0.0001)
+    assert parts[2] == pytest.approx(parts[0] + parts[1], abs=0.011)
+    assert parts[0] == pytest.approx(without, abs=1.40), "validation's share is an estimate"
+    assert f"{speed:,} tokens/s of training and validation together (assumed)" in found["speed"]
+    hours = re.search(r"= ([\d.]+) h", found["time"])
+    assert hours
+    assert float(hours[1]) == pytest.approx(seconds / 3600, abs=0.006)
+    # Its speed of training alone gives the same plan.
+    alone = re.search(r"at ([\d,]+) tokens/s of training", found["time"])
+    assert alone
+    found = rows(plan_shipped(tmp_path, name, *arguments[:2], "--assume-tps", alone[1].replace(",", "")))
+    again = [float(part) for part in re.findall(r"\$([\d.]+)", found["cost"])]
+    assert again == pytest.approx(parts[:3] + parts[3:], abs=0.011)
+
+
+def test_without_validation_both_speeds_are_one(shop: Workshop) -> None:
+    shop.add_run(
+        validation_interval=None,
+        validation_batches=None,
+        start_val_token=None,
+        checkpoint_interval=6,
+        price_per_hour=3600.0,
+    )
+    for option in ("--assume-tps", "--assume-tps-with-validation"):
+        assert "$128.00 training + $0.00 validation" in rows(shop.attempt("--plan", option, "10"))["cost"]
+
+
+@pytest.mark.parametrize("name", ["quickstart", "test", "original"])
+def test_the_other_shipped_runs_have_plans(tmp_path: Path, name: str) -> None:
+    result = plan_shipped(tmp_path, name)
+    found = rows(result)
+    assert number(found["global steps"]) > 0
+    assert "give --assume-tps" in found["time and cost"]
+    assert not (tmp_path / "datasets").exists()
+    for key in ("learning_rate=", "weight_decay=", "betas=", "emb_dim=", "random_seed=42"):
+        assert key in result.stdout, "the resolved configuration, defaults and all"
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        {},
+        {"validation_interval": 7},
+        {"validation_interval": 1},
+        {"validation_interval": 19},
+        {"validation_interval": 1000},
+        {"checkpoint_interval": 3},
+        {"checkpoint_interval": 4, "keep_checkpoints": 1},
+        {"validation_interval": None, "validation_batches": None, "start_val_token": None, "checkpoint_interval": 6},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_counts_agree_with_brute_force(shop: Workshop, train: dict[str, Any], ranks: int) -> None:
+    shop.add_run(**train)
+    before = state(shop.runs)
+    found = rows(shop.attempt("--plan", "--assume-world-size", str(ranks)))
+    steps, batch = 0, ranks * 2 * 2 * 16
+    while steps * batch < 1280:
+        steps += 1
+    assert number(found["global steps"]) == steps
+    assert number(found["tokens"]) == steps * batch
+    values = {"validation_interval": 5, "checkpoint_interval": None, **train}
+    every = values["validation_interval"]
+    validations = sum(step % every == 0 or step == steps - 1 for step in range(steps)) if every else 0
+    every = values["checkpoint_interval"] or every
+    checkpoints = sum(step % every == 0 or step == steps - 1 for step in range(steps))
+    assert number(found["validations"]) == validations
+    assert number(found["checkpoints"]) == checkpoints
+    if not validations:
+        assert "without validation" in found["validations"]
+    assert state(shop.runs) == before
+
+
+def test_all_there_is_needs_the_dataset(shop: Workshop) -> None:
+    shop.add_run(min_train_tokens=-1)
+    assert number(rows(shop.attempt("--plan"))["global steps"]) == (4000 - 1) // 64
+    shutil.rmtree(shop.datasets)
+    assert "unknown until local/letters" in rows(shop.attempt("--plan"))["global steps"]
+    assert not shop.datasets.exists()
+
+
+def test_the_disk_of_real_checkpoints(tmp_path: Path) -> None:
+    """A run of a few MB of weights, planned, then trained: what lies in checkpoints/ is what was planned. What is done
+    already is not planned again, and a speed of four steps is not believed."""
+    shop = Workshop(tmp_path)
+    shop.add_dataset()
+    wide = {"emb_dim": 512, "n_layers": 4, "n_heads": 8}
+    run = shop.add_run(model=wide, min_train_tokens=256, validation_interval=2, price_per_hour=36.0)
+    experiment = Experiment.load(RunDirectory.find(shop.runs, "r"), shop.datasets)
+    plan = make_plan(experiment, 1, None)
+    assert "no earlier run of this shape; give --assume-tps" in rows(shop.attempt("--plan"))["time and cost"]
+    assert shop.attempt().status == 0
+    folders = [path for path in (run / "checkpoints").iterdir() if not path.is_symlink()]
+    sizes = [sum(file.stat().st_size for file in folder.iterdir()) for folder in folders]
+    assert len(sizes) == plan.checkpoints() == 3
+    assert sizes == [pytest.approx(plan.checkpoint_bytes(), rel=0.02)] * 3
+    assert sum(sizes) == pytest.approx(plan.disk_bytes(), rel=0.02)
+
+    shop.add_run("again", model=wide, min_train_tokens=2560)
+    refusal = rows(shop.attempt("--plan", run="again"))["time and cost"]
+    assert re.search(r"measured 4 steps, 256 tokens, [\d.]+ s, and less than 20 steps ", refusal)
+    assert "less than 20 steps and 10 s of training is too little to tell; give --assume-tps" in refusal
+
+    found = rows(shop.attempt("--plan"))
+    assert found["done already"] == "4 steps, 256 tokens"
+    assert found["global steps"].startswith("0 more")
+    assert number(found["checkpoints"]) == 0
+    for option in ("--assume-tps", "--assume-tps-with-validation"):
+        assert rows(shop.attempt("--plan", option, "100"))["time"] == "0 s training + 0 s validation (estimated)"
+    afresh = rows(shop.attempt("--plan", "--restart"))
+    assert "done already" not in afresh
+    assert (number(afresh["global steps"]), number(afresh["checkpoints"])) == (4, 3)
+    first = rows(shop.attempt(min(folders).name, "--plan"))
+    assert first["done already"] == "1 steps, 64 tokens"
+    assert first["global steps"].startswith("3 more")
+    shop.add_run(model=wide, min_train_tokens=640, validation_interval=2, price_per_hour=36.0)
+    found = rows(shop.attempt("--plan"))
+    assert found["global steps"].startswith("6 more")
+    assert found["tokens"].startswith("384 more")
+    assert number(found["checkpoints"]) == sum(step % 2 == 0 or step == 9 for step in range(4, 10))
+
+
+def add_summary(run: Path, experiment: Experiment, **values: Any) -> None:
+    """As a run of 30 steps in 20 s writes it, but for these values."""
+    summary = {"model": experiment.model.model_dump(mode="json"), "world_size": 1, "microbatch_size": 2}
+    summary |= {"train": experiment.config.model_dump(mode="json"), "accumulation_steps": 2, "device": "an abacus"}
+    summary |= {"tokens_per_second": 96.0, "measured": {"global_steps": 30, "tokens": 1920, "seconds": 20.0}}
+    (run / "summary.json").write_text(json.dumps(summary | values))
+
+
+def test_the_speed_of_an_earlier_run(shop: Workshop) -> None:
+    """Of the same model, batch and arithmetic, measured over long enough a time; this run's own before others."""
+    experiment = Experiment.load(RunDirectory(shop.add_run("early")), shop.datasets)
+    early = shop.runs / "early"
+    shop.add_run(price_per_hour=36.0)
+    for values in (
+        {"world_size": 2},
+        {"microbatch_size": 1},
+        {"model": experiment.model.model_dump(mode="json") | {"n_layers": 3}},
+        {"train": experiment.config.model_dump(mode="json") | {"precision": "bf16"}},
+        {"tokens_per_second": None},
+        {"measured": {"global_steps": 19, "tokens": 1216, "seconds": 20.0}},
+        {"measured": {"global_steps": 30, "tokens": 1920, "seconds": 9.9}},
+        {"measured": None},
+    ):
+        add_summary(early, experiment, **values)
+        assert "time and cost" in rows(shop.attempt("--plan")), values
+    add_summary(early, experiment)
+    found = rows(shop.attempt("--plan"))
+    assert found["speed"].startswith("96 tokens/s of training alone, without validation (measured over 30 steps, 1,920")
+    assert "20.0 s of training on an abacus, in" in found["speed"]
+    assert f"${1280 / 96 / 100:,.2f} training" in found["cost"]
+    assert "time and cost" in rows(shop.attempt("--plan", "--assume-world-size", "2"))
+    longer = {"global_steps": 300, "tokens": 19_200, "seconds": 300.0}
+    add_summary(shop.add_run("later"), experiment, tokens_per_second=64.0, measured=longer)
+    assert rows(shop.attempt("--plan"))["speed"].startswith("64 tokens/s")
+    add_summary(shop.runs / "r", experiment, tokens_per_second=80.0)
+    assert rows(shop.attempt("--plan"))["speed"].startswith("80 tokens/s")
+    # One too short to be believed does not stand in the way of others.
+    add_summary(shop.runs / "r", experiment, measured={"global_steps": 3, "tokens": 192, "seconds": 1.0})
+    assert rows(shop.attempt("--plan"))["speed"].startswith("64 tokens/s")
+    assert shop.runs.joinpath("r", "summary.json").exists()
+
+
+def test_a_short_measurement_names_the_limit_it_missed(shop: Workshop) -> None:
+    experiment = Experiment.load(RunDirectory(shop.add_run()), shop.datasets)
+    for steps, seconds, missed in ((250, 2.8, "10 s"), (19, 100.0, "20 steps"), (19, 9.9, "20 steps and 10 s")):
+        measured = {"global_steps": steps, "tokens": 1920, "seconds": seconds}
+        add_summary(shop.runs / "r", experiment, measured=measured)
+        assert f"and less than {missed} of training is too little" in rows(shop.attempt("--plan"))["time and cost"]
+
+
+def test_the_speed_in_a_summary_of_an_earlier_version_is_not_believed(shop: Workshop) -> None:
+    """It divided all tokens by its own seconds, also those that another program or machine had trained."""
+    experiment = Experiment.load(RunDirectory(shop.add_run()), shop.datasets)
+    add_summary(shop.runs / "r", experiment, global_steps=30, tokens_seen=1920, seconds={"training": 20.0})
+    summary = json.loads((shop.runs / "r" / "summary.json").read_text())
+    del summary["measured"]
+    (shop.runs / "r" / "summary.json").write_text(json.dumps(summary))
+    refusal = rows(shop.attempt("--plan"))["time and cost"]
+    assert "r/summary.json is an earlier version's, and does not say what its speed was measured over" in refusal
+    assert "give --assume-tps" in refusal
+    # It does not stand in the way of one that says it.
+    add_summary(shop.add_run("later"), experiment)
+    assert rows(shop.attempt("--plan"))["speed"].startswith("96 tokens/s")
+
+
+@pytest.mark.parametrize(("tps", "price"), [(1280, 3600.0), (2.5, 7.2), (1e6, 0.0)])
+def test_dollars_are_hours_times_the_price(shop: Workshop, tps: float, price: float) -> None:
+    shop.add_run(price_per_hour=price)
+    found = rows(shop.attempt("--plan", "--assume-tps", str(tps)))
+    hours = 1280 / tps / 3600
+    assert found["speed"] == f"{tps:,.0f} tokens/s of training alone, without validation (assumed)"
+    assert f"${hours * price:,.2f} training" in found["cost"]
+    expected = f"{hours:,.2f} h" if hours * 3600 >= 600 else f"{hours * 3600:,.0f} s"
+    assert found["time"].startswith(f"{expected} training")
+
+
+def test_no_price_no_dollars(shop: Workshop) -> None:
+    shop.add_run()
+    assert "no price_per_hour" in rows(shop.attempt("--plan", "--assume-tps", "10"))["cost"]
+
+
+def test_a_summary_that_is_none_is_no_speed(shop: Workshop) -> None:
+    for name, text in (("a", "{"), ("b", "[]"), ("c", "{}"), ("d", "\udcff"), ("e", "null")):
+        (shop.add_run(name) / "summary.json").write_text(text, errors="surrogateescape")
+    shop.add_run()
+    assert "time and cost" in rows(shop.attempt("--plan"))
+
+
+@pytest.mark.parametrize(
+    ("model", "train", "words"),
+    [
+        ({}, {"min_train_tokens": 4000}, ["train split of local/letters is too short", "4,033", "4,000"]),
+        ({}, {"warmup_steps": 100}, ["warmup_steps", "100 steps", "20 global steps"]),
+        ({"vocab_size": 60}, {}, ["train.safetensors", "token id 63", "vocabulary of 60"]),
+        ({}, {"validation_batches": 1000}, ["validation split", "too short", "32,001", "500"]),
+    ],
+    ids=["short", "warm-up", "vocabulary", "validation"],
+)
+def test_what_cannot_work_is_refused(
+    shop: Workshop, model: dict[str, Any], train: dict[str, Any], words: list[str]
+) -> None:
+    shop.add_run(model=model, **train)
+    result = shop.attempt("--plan", "--assume-tps", "100")
+    assert (result.status, result.stdout) == (2, "")
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+    assert all(word in lines[0] for word in words), lines[0]
+
+
+def test_a_disk_too_small_is_refused(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = shop.add_run(model={"emb_dim": 512}, checkpoint_interval=1)
+    experiment = Experiment.load(RunDirectory(run), shop.datasets)
+    plan = make_plan(experiment, 2, None)
+    free = plan.disk_bytes()
+    assert plan.checkpoints() == 10
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    plan.check_disk(run)
+    free -= 1
+    with pytest.raises(UserError, match=r"the run's 10 checkpoints need 0\.\d\d GiB.*keep_checkpoints") as caught:
+        plan.check_disk(run)
+    assert str(run) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    kept = shop.add_run("kept", model={"emb_dim": 512}, checkpoint_interval=1, keep_checkpoints=2)
+    smaller = Experiment.load(RunDirectory(kept), shop.datasets)
+    assert (
+        make_plan(smaller, 2, None).disk_bytes() == 5 * plan.checkpoint_bytes()
+    )  # best, latest, and one in the making
+
+
+def test_a_plan_that_no_disk_can_hold_is_printed(shop: Workshop) -> None:
+    """All of it, and then the error: whoever plans has not rented the disk yet."""
+    shop.add_run(dataset="local/elsewhere", min_train_tokens=10**13, checkpoint_interval=1, price_per_hour=36.0)
+    result = shop.attempt("--plan", "--assume-tps", "1e9")
+    assert result.status == 2
+    assert result.stderr.startswith(f"error: {shop.runs / 'r'}: the run's 156,250,000,000 checkpoints need ")
+    assert len(result.stderr.splitlines()) == 1
+    found = rows(Result(0, result.stdout, ""))
+    assert found["checkpoints"].startswith("156,250,000,000 (")
+    assert found["cost"].startswith("$100.00 training")
+
+
+def test_under_torchrun_one_rank_speaks(shop: Workshop) -> None:
+    """Each rank as torchrun starts it; a plan needs no word from the others, so one after another does as well."""
+    shop.add_run()
+    job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    results = [
+        shop.attempt("--plan", environment=job | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)
+    ]
+    assert [result.status for result in results] == [0, 0]
+    assert "2 ranks x 2 sequences x 2 accumulation" in rows(results[0])["global batch"]
+    assert results[1].stdout == results[1].stderr == ""
+
+
+def test_under_the_real_torchrun(shop: Workshop) -> None:
+    shop.add_run()
+    result = shop.torchrun("r", "--plan")
+    assert result.stdout.count("Plan for r") == 1
+    assert number(rows(Result(0, result.stdout, ""))["global steps"]) == 10
+
+
+def test_plans_fit_a_terminal(tmp_path: Path) -> None:
+    """Of the largest machine; without the dataset; with a speed measured on a device with a name."""
+    shop = Workshop(tmp_path)
+    for name in ("8xb200m160", "quickstart"):
+        narrow(plan_shipped(tmp_path, name, "--assume-world-size", "8", "--assume-tps", "778107"))
+    run = shop.add_run(min_train_tokens=-1)
+    narrow(shop.attempt("--plan"))
+    shop.add_dataset()
+    experiment = Experiment.load(RunDirectory(run), shop.datasets)
+    measured = {"global_steps": 30_614, "tokens": 3_260_268_544, "seconds": 13_904.0}
+    add_summary(run, experiment, tokens_per_second=778_107.5, device="NVIDIA A100-SXM4-40GB", measured=measured)
+    # A path as users have it: relative, from the repository root.
+    result = shop.command("ddp_train.py", "r", "datasets", "--plan")
+    assert "13,904.0 s of training on NVIDIA A100-SXM4-40GB, in runs/r/summary.json)" in rows(result)["speed"]
+    narrow(result)
+
+
+def test_long_names_fit_a_terminal(tmp_path: Path) -> None:
+    name = "a-run-with-a-name-that-somebody-thought-about-for-longer-than-was-good"
+    shop = Workshop(tmp_path)
+    shop.add_dataset(f"owner-of-datasets/{name}")
+    shop.add_run(
+        name, dataset=f"owner-of-datasets/{name}", min_train_tokens=-1, sample_interval=5, sample_prompt="x" * 70
+    )
+    result = shop.attempt("--plan", "--assume-tps", "100", run=name)
+    assert result.status == 0
+    assert [line for line in result.stdout.splitlines() if len(line) > COLUMNS and "x" * 70 not in line] == []
+    shutil.rmtree(shop.datasets)
+    result = shop.attempt("--plan", "--assume-tps", "100", run=name)
+    assert [line for line in result.stdout.splitlines() if len(line) > COLUMNS and "x" * 70 not in line] == []

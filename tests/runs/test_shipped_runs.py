@@ -1,0 +1,102 @@
+"""The runs in the repository: they load, and say what the lab notebook's did (DESIGN 7)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpt import load_model_config
+from harness.common.json_files import read_json_object
+from harness.data.loader import whole_batches
+from harness.runs.directory import RunDirectory
+from harness.runs.schedule import build_schedule
+from harness.runs.train_config import load_train_config
+from tests.support.isolation import SHIPPED_RUNS
+
+SHIPPED = ["quickstart", "test", "original", "8xa100m40", "8xa100m80", "8xh100m80", "8xb200m160"]
+
+# microbatch, dollars per hour, global steps, tokens: exact figures of the notebook's table.
+MACHINES: dict[str, tuple[int, float, int, int]] = {
+    "8xa100m40": (13, 10.32, 30_614, 3_260_268_544),
+    "8xh100m80": (27, 23.92, 14_740, 3_260_252_160),
+    "8xa100m80": (28, 14.32, 14_214, 3_260_350_464),
+    "8xb200m160": (64, 39.92, 6_219, 3_260_547_072),
+}
+GPT2_SMALL = {
+    "vocab_size": 50257,
+    "context_length": 1024,
+    "emb_dim": 768,
+    "n_heads": 12,
+    "n_layers": 12,
+    "drop_rate": 0.1,
+    "qkv_bias": False,
+}
+CHINCHILLA_TOKENS = 3_260_190_720
+FINEWEB = "gpjt/fineweb-gpt2-tokens"
+
+
+def train_json(name: str) -> dict[str, Any]:
+    return read_json_object(SHIPPED_RUNS / name / "train.json")
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_run_loads(name: str) -> None:
+    run = RunDirectory.find(SHIPPED_RUNS, name)
+    config, model = load_train_config(run.train_json), load_model_config(run.model_json)
+    assert config.min_train_tokens == -1 or config.min_train_tokens >= model.context_length
+    if config.min_train_tokens != -1:
+        world_size = 8 if name in MACHINES else 1
+        batch = world_size * config.accumulation_steps(world_size) * config.microbatch_size * model.context_length
+        build_schedule(config, whole_batches(config.min_train_tokens, 2**62, batch))  # raises if the warm-up is longer
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_the_rented_machines_have_the_notebooks_numbers(name: str) -> None:
+    microbatch, price, steps, tokens = MACHINES[name]
+    config = load_train_config(SHIPPED_RUNS / name / "train.json")
+    assert (config.microbatch_size, config.price_per_hour) == (microbatch, price)
+    assert (config.validation_interval, config.validation_batches) == (617, 300)
+    assert (config.min_train_tokens, config.start_train_token, config.start_val_token) == (CHINCHILLA_TOKENS, 0, 0)
+    assert config.dataset == FINEWEB
+    batch = 8 * config.accumulation_steps(8) * microbatch * 1024
+    assert whole_batches(config.min_train_tokens, 2**62, batch) == steps
+    assert steps * batch == tokens
+    # Nothing else is set: the defaults are the notebook's.
+    notebook = {"dataset", "microbatch_size", "min_train_tokens", "start_train_token", "price_per_hour"}
+    assert train_json(name).keys() == notebook | {"validation_interval", "validation_batches", "start_val_token"}
+
+
+@pytest.mark.parametrize("name", [*MACHINES, "original"])
+def test_the_model_is_gpt2_small(name: str) -> None:
+    assert read_json_object(SHIPPED_RUNS / name / "model.json") == GPT2_SMALL
+    assert load_model_config(SHIPPED_RUNS / name / "model.json").parameters == pytest.approx(163e6, rel=0.01)
+
+
+def test_original_is_the_run_on_one_gpu() -> None:
+    config = load_train_config(SHIPPED_RUNS / "original" / "train.json")
+    assert (config.microbatch_size, config.min_train_tokens) == (6, CHINCHILLA_TOKENS)
+    assert (config.validation_interval, config.validation_batches) == (5922, 3200)
+    assert config.dataset == FINEWEB
+
+
+def test_test_is_small_and_on_the_real_dataset() -> None:
+    config = load_train_config(SHIPPED_RUNS / "test" / "train.json")
+    assert config.dataset == FINEWEB
+    assert config.min_train_tokens <= 10**6
+
+
+def test_quickstart_needs_no_network_and_no_gpu() -> None:
+    config = load_train_config(SHIPPED_RUNS / "quickstart" / "train.json")
+    model = load_model_config(SHIPPED_RUNS / "quickstart" / "model.json")
+    assert config.dataset == "builtin/python-stdlib"
+    assert config.price_per_hour is None
+    assert model.parameters < 20e6
+    assert config.validates
+
+
+def test_quickstart_fits_the_dataset_it_trains_on() -> None:
+    from harness.data.preparation.builtin import DEFAULT_VOCAB_SIZE
+
+    model = load_model_config(SHIPPED_RUNS / "quickstart" / "model.json")
+    assert model.vocab_size == DEFAULT_VOCAB_SIZE, "smaller: refused; larger: embeddings that nothing trains"

@@ -1,0 +1,320 @@
+"""Faults from inside: what a prelude imports in each rank, before the script that is put to the test.
+
+    prelude = "from tests.support.faults import *; before(STEP, tell(15), rank=1, step=7)"
+
+Functions of the program are named by where they are, as `module:Class.function`.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import os
+import pkgutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from signal import SIGINT as SIGINT
+from signal import SIGTERM as SIGTERM
+from typing import Any
+
+import torch
+
+import harness.runs.chart
+from harness.distributed.watchdog import PLACES
+from harness.training.step import TrainStep
+
+Action = Callable[[], Any]
+
+START = "harness.distributed.world:World.start"
+END = "harness.training.job:Job.finish"
+CHECK = "harness.training.startup:check_same_everywhere"
+WARM_UP = "harness.training.job:Job.warm_up"
+LISTEN = "harness.distributed.signals:StopRequest.listen"
+BETWEEN_STEPS = "harness.training.async_writer:ForegroundWriter.check"
+STEP = "harness.training.step:TrainStep.run"
+FORWARD = "gpt:GPTModel.forward"
+UPDATE = "harness.training.step:update_weights"
+VALIDATION = "harness.training.job:Job.validate"  # on all ranks
+EVALUATION = "harness.evaluation.loss:microbatch_losses"  # on ranks that evaluate
+SAVE = "harness.training.job:Job.save"  # on all ranks
+WRITE = "checkpointing:_write_files"  # on rank 0
+SYNC = "checkpointing:sync"  # on rank 0, of each file and folder
+METRICS = "harness.runs.metrics:MetricsFile.append"  # on rank 0
+
+
+class Now:
+    """Where this rank is."""
+
+    step = -1
+
+
+# Drawing takes longer than all else in these small runs.
+harness.runs.chart.draw_training_chart = lambda *arguments, **options: None
+
+
+def own_rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def before(where: str, action: Action, *, rank: int | None = None, step: int | None = None, call: int = 0) -> None:
+    """Run `action` before the function `where`, on one rank or all: at its call number `call` (from 1) of this process,
+    or else at each; of those of global step `step` alone, if it is given."""
+    if rank not in (None, own_rank()):
+        return
+    calls = 0
+
+    def acting(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        if step in (None, Now.step):
+            calls += 1
+            if call in (0, calls):
+                action()
+        return original(*arguments, **options)
+
+    around(where, acting)
+
+
+def around(where: str, wrapper: Callable[..., Any]) -> None:
+    """Have `wrapper(original, *arguments)` called in place of the function `where`."""
+    module, _, path = where.partition(":")
+    *owners, name = path.split(".")
+    owner = pkgutil.resolve_name(f"{module}:{'.'.join(owners)}") if owners else pkgutil.resolve_name(module)
+    held = vars(owner)[name]
+    if isinstance(held, classmethod):
+        setattr(owner, name, classmethod(functools.partial(_call, wrapper, held.__func__)))
+        return
+
+    @functools.wraps(held)
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        return wrapper(held, *arguments, **options)
+
+    setattr(owner, name, wrapped)
+
+
+def _call(wrapper: Callable[..., Any], held: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    return wrapper(held, *arguments, **options)
+
+
+def in_gradients(change: Callable[[torch.Tensor], torch.Tensor | None], *, rank: int, steps: range) -> None:
+    """Have `change` make another gradient of one parameter's, on one rank, before ranks exchange it."""
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor | None:
+        return change(gradient) if Now.step in steps else None
+
+    def building(original: Callable[..., None], self: TrainStep, *arguments: Any) -> None:
+        original(self, *arguments)
+        if rank == own_rank():
+            list(self.model.parameters())[-1].register_hook(hook)
+
+    around("harness.training.step:TrainStep.__init__", building)
+
+
+def after_first_evaluated(action: Action, *, step: int) -> None:
+    """Run `action` in the validation of a global step, after its first microbatch."""
+
+    def heeding(original: Callable[..., Any], self: Any, indexes: range) -> Iterator[int]:
+        for count, index in enumerate(original(self, indexes)):
+            if count == 1 and Now.step == step:
+                action()
+            yield index
+
+    around("harness.distributed.sharing:Ranks.heeding", heeding)
+
+
+def drift_before(step: int, rank: int) -> None:
+    """Change one weight of one rank a little, before a step."""
+
+    def stepping(original: Callable[..., Any], self: TrainStep, *arguments: Any) -> Any:
+        if (Now.step, own_rank()) == (step, rank):
+            with torch.no_grad():
+                next(self.model.parameters())[0, 0] += 1e-3
+        return original(self, *arguments)
+
+    around(STEP, stepping)
+
+
+# Actions
+
+
+def tell(number: int) -> Action:
+    """Send this process a signal."""
+    return lambda: os.kill(os.getpid(), number)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def freeze() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def fail() -> None:
+    raise RuntimeError("an injected failure")
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def fill_disk() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def in_turn(*actions: Action) -> Action:
+    """Do several things, one after the other."""
+    return lambda: [action() for action in actions]
+
+
+def pause(seconds: float) -> Action:
+    return lambda: time.sleep(seconds)
+
+
+def until(path: str) -> Action:
+    """Wait for a file to be made."""
+
+    def waiting() -> None:
+        while not Path(path).exists():
+            time.sleep(0.01)
+
+    return waiting
+
+
+def note(path: str, action: Action = lambda: None) -> Action:
+    """Write down the time, then do `action`."""
+
+    def noting() -> None:
+        with Path(path).open("a") as file:
+            file.write(f"{time.time()}\n")
+        action()
+
+    return noting
+
+
+# Records
+
+
+def record_windows(folder: str) -> None:
+    """Write down the token windows of each step this rank completes, as lines "first-token tokens", into a file."""
+    handed: list[tuple[int, int]] = []
+    path = Path(folder) / f"{os.getpid()}"
+
+    def reading(original: Callable[..., Any], self: Any, start: int, count: int) -> Any:
+        handed.append((start, count - 1))  # the last one is a target only
+        return original(self, start, count)
+
+    def handing_out(original: Callable[..., Any], *arguments: Any) -> Any:
+        handed.clear()
+        return original(*arguments)
+
+    def stepping(original: Callable[..., Any], *arguments: Any) -> Any:
+        result = original(*arguments)
+        with path.open("a") as file:
+            file.writelines(f"{start} {count}\n" for start, count in handed)
+        return result
+
+    around("harness.data.dataset:TokenFile.read", reading)
+    around("harness.data.loader:MicrobatchReader.step_windows", handing_out)
+    around(STEP, stepping)
+
+
+def record_skips(folder: str) -> None:
+    """Write down, for each step of this rank, whether it was skipped."""
+    skips: list[bool] = []
+
+    def stepping(original: Callable[..., Any], *arguments: Any) -> Any:
+        result = original(*arguments)
+        skips.append(bool(result.skipped))
+        (Path(folder) / str(os.getpid())).write_text(json.dumps(skips))
+        return result
+
+    around(STEP, stepping)
+
+
+def record_seconds(where: str, path: str, *, rank: int) -> None:
+    """Write down how long each call of a function took, on one rank."""
+
+    def timing(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        began = time.perf_counter()
+        result = original(*arguments, **options)
+        with Path(path).open("a") as file:
+            file.write(f"{time.perf_counter() - began}\n")
+        return result
+
+    if rank == own_rank():
+        around(where, timing)
+
+
+def lively_scaler() -> None:
+    """A gradient scaler whose state changes within a few steps: by growth, and by an overflow at step 4."""
+
+    def scaler(original: Callable[..., Any], precision: Any) -> torch.amp.GradScaler:
+        usual = original(precision)
+        return torch.amp.GradScaler(
+            precision.device_type, init_scale=1024.0, growth_interval=3, enabled=usual.is_enabled()
+        )
+
+    around("harness.model.precision:Precision.scaler", scaler)
+    in_gradients(lambda gradient: gradient * torch.inf, rank=0, steps=range(4, 5))
+
+
+def _attending(original: Callable[..., Any], self: Any, place: str, order: int) -> Any:
+    Now.step = order // len(PLACES)
+    return original(self, place, order)
+
+
+around("harness.distributed.watchdog:Watch.attended", _attending)
+
+
+def record_handler(folder: str) -> None:
+    """Write down how often this rank's signal handler ran, and which functions it called."""
+    known: dict[str, Any] = {"runs": 0, "called": []}
+
+    def noting(original: Callable[..., Any], *arguments: Any) -> None:
+        def profile(frame: Any, event: str, argument: Any) -> None:
+            is_handler = event == "call" and frame.f_code is original.__code__
+            if event in {"call", "c_call"} and not is_handler and argument is not sys.setprofile:
+                known["called"].append(f"{frame.f_code.co_name} {argument}")
+
+        known["runs"] += 1
+        sys.setprofile(profile)
+        try:
+            original(*arguments)
+        finally:
+            sys.setprofile(None)
+
+    around("harness.distributed.signals:StopRequest._note", noting)
+    path = Path(folder) / str(os.getpid())
+    before("harness.training.reporter:Progress.close", lambda: path.write_text(json.dumps(known)))
+
+
+def signal_storm(number: int, count: int) -> None:
+    """Begin to send this process many signals, one each millisecond."""
+
+    def send() -> None:
+        for _ in range(count):
+            os.kill(os.getpid(), number)
+            time.sleep(0.001)
+
+    threading.Thread(target=send).start()
+
+
+def in_life(life: int, path: str, action: Action) -> Action:
+    """Do `action` in one life of a job that is restarted: the first, the second, ..."""
+
+    def acting() -> None:
+        with Path(path).open("a+") as file:
+            file.seek(0)
+            lived = len(file.read().splitlines()) + 1
+            if lived == life:
+                file.write("died\n")
+                file.flush()
+                action()
+
+    return acting

@@ -1,0 +1,248 @@
+"""Hostile files and names, made by hand and by hypothesis: what the fault tests of bad input share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from harness.common.errors import UserError, printable
+from harness.common.files import sha256
+from tests.support.launch import Result, Workshop, finish
+
+Check = Callable[[Any], object]
+
+# Fit to be read, whatever is in a file.
+LONGEST_LINE = 1500
+
+
+def explore(check: Check, cases: SearchStrategy[Any], count: int) -> int:
+    """Call `check` with `count` cases, the same ones every time; how many were really tried."""
+    tried = 0
+
+    @settings(
+        max_examples=count, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    )
+    @given(cases)
+    def attempt(case: Any) -> None:
+        nonlocal tried
+        tried += 1
+        check(case)
+
+    attempt()
+    return tried
+
+
+# Nothing is gained by waiting for pictures and the disk some hundred times.
+IMPATIENT = """
+import os, harness.runs.chart
+os.fsync = lambda descriptor: None
+harness.runs.chart.draw_training_chart = lambda *arguments, **options: None
+"""
+
+
+# Texts of JSON files ------------------------------------------------------------------------------------------------
+
+SCALARS: SearchStrategy[Any] = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 70),
+    st.integers(),
+    st.sampled_from([2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**64, -(2**63) - 1, 10**30, 10**400]),
+    st.floats(allow_nan=True, allow_infinity=True),
+    st.sampled_from([1e-320, 1e308, -1e308, 0.1, 0.9999999999999999]),
+    st.text(st.characters(), max_size=8),  # surrogates and control characters included
+)
+VALUES: SearchStrategy[Any] = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+# What no JSON value is written as, or only by somebody who means harm.
+STRANGE_TEXTS = st.sampled_from(
+    [
+        *("NaN", "-Infinity", "1e999", "-1e999", "1e-999", "-0", "01", "+1", "0x10", "1_000", "tru", "None", "'x'"),
+        *("9" * 3999, "9" * 5000, "[" * 100_000, "[" * 985 + "]" * 985, '{"a":' * 985 + "1" + "}" * 985),
+        *('"\\ud800"', '"\\u0000"', '"\t"', '"' + "x" * 100_000 + '"', "", "1,", "{}{}", "// 1"),
+    ]
+)
+
+
+def write(pairs: Sequence[tuple[str, str]]) -> str:
+    """The text of a JSON object, of keys as they are and values as they are written; keys may repeat."""
+    return "{" + ", ".join(f"{json.dumps(key)}: {value}" for key, value in pairs) + "}"
+
+
+def value_texts(usual: SearchStrategy[Any]) -> SearchStrategy[str]:
+    """What `usual` draws, three times in four."""
+    strange = VALUES.map(json.dumps) | STRANGE_TEXTS
+    return st.integers(1, 8).flatmap(lambda number: strange if number > 6 else usual.map(json.dumps))
+
+
+def mutations(
+    valid: dict[str, Any], plausible: dict[str, list[Any]], others: Sequence[str] = ()
+) -> SearchStrategy[str]:
+    """Texts of files that begin as `valid` and have a few keys given other values (often of the right type, from
+    `plausible`), misspelt, given twice, removed or made up; or that are any JSON."""
+    keys = sorted({*valid, *plausible, *others})
+
+    @st.composite
+    def mutate(draw: st.DrawFn) -> str:
+        pairs = [(key, json.dumps(value)) for key, value in valid.items()]
+        for _ in range(draw(st.sampled_from([1, 1, 1, 2, 2, 3, 4]))):
+            key = draw(st.sampled_from(keys))
+            usual: SearchStrategy[Any] = st.sampled_from(plausible[key]) if key in plausible else SCALARS
+            operation = draw(st.sampled_from(["set"] * 12 + ["remove", "misspell", "repeat", "add"]))
+            if operation in {"set", "remove"}:
+                pairs = [pair for pair in pairs if pair[0] != key]
+            if operation == "misspell":
+                at = draw(st.integers(0, len(key) - 1))
+                key = key[:at] + draw(st.text(max_size=2)) + key[at + 1 :]
+            if operation == "add":
+                key = draw(st.text(max_size=100))
+            if operation != "remove":
+                pairs.append((key, draw(value_texts(usual))))
+        return write(pairs)
+
+    return st.one_of(mutate(), mutate(), mutate(), mutate(), mutate(), value_texts(VALUES))
+
+
+def set_text(path: Path, text: str) -> None:
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+
+
+# Verdicts -----------------------------------------------------------------------------------------------------------
+
+# What is wrong with a whole file has no key.
+WITHOUT_KEY = (
+    *("not valid JSON", "not UTF-8", "one JSON object", "nested too deeply", "is not a JSON number", "is too large"),
+    "no such file",
+)
+
+
+def line_of(call: Callable[[], object]) -> str | None:
+    """The line with which something is refused, None if it is not. Fails for any error but UserError, and for a line
+    that is too long to be read."""
+    try:
+        call()
+    except UserError as error:
+        line = printable(str(error))  # as it is shown
+    else:
+        return None
+    assert len(line) < LONGEST_LINE
+    return line
+
+
+def refusal(load: Callable[[], object], path: Path) -> str | None:
+    """`line_of` a JSON file: it must name the file and, where there is one, the key."""
+    line = line_of(load)
+    if line is not None:
+        assert str(path) in line
+        assert 'key "' in line or 'keys "' in line or any(text in line for text in WITHOUT_KEY), line
+    return line
+
+
+def is_one_line(result: Result, *words: str) -> bool:
+    """Whether a command refused its input, which it must do with one line that has every one of `words` and exit
+    status 2, or 1 once work is under way. If it did not, it must have ended well and silently."""
+    said = result.stderr
+    assert "Traceback" not in said, said
+    lines = [line for line in said.splitlines() if line.strip()]
+    if result.status == 0:
+        assert not lines, said
+        return False
+    assert result.status in {1, 2}, said
+    assert len(lines) == 1, said
+    assert lines[0].startswith("error: "), said
+    assert lines[0].isprintable(), said
+    for word in words:
+        assert word in lines[0], f"{word!r} is not in: {lines[0]}"
+    return True
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """Every file, folder and link below a folder, with its mode and what is in it; but for the note of who trains."""
+    found = {}
+    for path in sorted(path for path in folder.rglob("*") if path.name != ".lock"):
+        mode = oct(path.lstat().st_mode)
+        if path.is_symlink():
+            found[str(path.relative_to(folder))] = f"{mode} -> {path.readlink()}"
+        else:
+            content = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+            found[str(path.relative_to(folder))] = f"{mode} {content}"
+    return found
+
+
+def same_as(before: dict[str, str], folder: Path) -> None:
+    """What was there is as it was; new files are no harm."""
+    after = tree(folder)
+    assert {name: after.get(name) for name in before} == before
+
+
+# safetensors files --------------------------------------------------------------------------------------------------
+
+
+def raw_safetensors(header: str | bytes, data: bytes = b"", length: int | None = None) -> bytes:
+    """A file of these bytes: the header's length (or another one), the header, the data."""
+    encoded = header.encode("utf-8", "surrogatepass") if isinstance(header, str) else header
+    stated = len(encoded) if length is None else length
+    return (stated % 2**64).to_bytes(8, "little") + encoded + data
+
+
+# Finished runs ------------------------------------------------------------------------------------------------------
+
+
+def finished_run(path: Path) -> Workshop:
+    """A run that has trained to its end and has all files that checkpoints may have; train.json now asks for more."""
+    made = Workshop(path)
+    made.add_dataset()
+    made.add_run(min_train_tokens=640, validation_interval=4, precision="fp16")
+    result = made.attempt()
+    assert result.status == 0, result.stderr
+    made.add_run(min_train_tokens=768, validation_interval=4, precision="fp16")
+    return made
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A finished run to be harmed again and again."""
+
+    origin: Path
+    shop: Workshop
+
+    @classmethod
+    def copy_of(cls, made: Workshop, path: Path) -> Bench:
+        return cls(made.path, Workshop(Path(shutil.copytree(made.path, path, symlinks=True))))
+
+    def reset(self) -> Path:
+        """Put everything back; the latest checkpoint."""
+        shutil.rmtree(self.shop.runs / "r")
+        shutil.copytree(self.origin / "runs" / "r", self.shop.runs / "r", symlinks=True)
+        return (self.shop.runs / "r" / "checkpoints" / "latest").resolve()
+
+    def go_on(self, *arguments: str) -> Result:
+        """The real command."""
+        processes = self.shop.start("r", *arguments, ranks=1, prelude=IMPATIENT)
+        return finish(processes, expect=None, timeout=60)
+
+    def meta(self) -> dict[str, Any]:
+        """The latest checkpoint's, but for its own hash: as earlier versions wrote it, it can be anything."""
+        meta = json.loads((self.origin / "runs" / "r" / "checkpoints" / "latest" / "meta.json").read_text())
+        meta["sha256"].pop("meta.json", None)
+        return meta
+
+
+def vouch_for(checkpoint: Path, *names: str) -> None:
+    """Give meta.json the hashes that files have now, as whoever made them would."""
+    meta = json.loads((checkpoint / "meta.json").read_text())
+    meta["sha256"] |= {name: sha256(checkpoint / name) for name in names}
+    meta["sha256"].pop("meta.json", None)  # its own, which earlier versions did not write
+    (checkpoint / "meta.json").write_text(json.dumps(meta))

@@ -1,0 +1,93 @@
+"""Keeps the tests apart from the checkout's results, from the user's caches and settings, and from devices.
+
+Importing this isolates the process that does (pytest, before it imports torch), and all that it starts: they have a
+home folder and caches of the tests' own, no way to a GPU, and none of the user's tokens. What they may not do they
+write down (`guard`), and the test in which that happened fails. It holds for Python's own system calls; a file that
+only a library in another language opens is not seen.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import site
+import tempfile
+from pathlib import Path
+
+from tests.support import guard
+
+ROOT = Path(__file__).resolve().parents[2]
+PREFIX = "ddp-pretrain-tests-"
+_temporary = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
+FOLDER = Path(_temporary.name)
+SHIPPED_RUNS = FOLDER / "runs"  # the runs of the repository, as nobody has trained them
+_GUARD, _REPORT = FOLDER / "guard", FOLDER / "trespasses"
+
+# The user's tokens, addresses and folders, and what a launcher left; TIKTOKEN_CACHE_DIR is given to tests on purpose.
+FOREIGN = ("HF_", "HUGGING_FACE_", "OPENAI_", "COLLECTIVE_TIMEOUT", "TORCHELASTIC_", "MASTER_", "XDG_", "MPLCONFIGDIR")
+LAUNCHERS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"}
+# What every process of the tests must have been given. A test that needs PYTHONPATH itself: see `on_path`.
+REQUIRED = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(_GUARD)}
+
+
+def on_path(*folders: Path) -> dict[str, str]:
+    """The variable with which a process also finds modules in these folders."""
+    return {"PYTHONPATH": os.pathsep.join([str(_GUARD), *map(str, folders)])}
+
+
+def _is_guard(folder: str) -> bool:
+    return Path(folder).name == _GUARD.name and Path(folder).parent.name.startswith(PREFIX)
+
+
+def _isolate() -> None:
+    user_site = site.getuserbase()  # where packages may be, before the home folder is another one
+    for name in [name for name in os.environ if name.startswith(FOREIGN) or name in LAUNCHERS]:
+        del os.environ[name]
+    # pytest's workers (xdist) inherit the guard of the process that has started them, and have their own.
+    inherited = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if not _is_guard(each)]
+    os.environ |= {
+        "CUDA_VISIBLE_DEVICES": "",
+        "HOME": str(FOLDER / "home"),
+        "NO_PROXY": "127.0.0.1,localhost",
+        "OMP_NUM_THREADS": "1",  # small models: a second thread spins for longer than it computes
+        "PYTHONUSERBASE": user_site,
+        "TORCHINDUCTOR_CACHE_DIR": str(FOLDER / "inductor"),
+        **on_path(*(Path(folder) for folder in inherited if folder)),
+    }
+    (FOLDER / "home").mkdir()
+    # A shell's background job, or one under nohup, would hand down that it ignores these.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    # Without bytecode each of the tests' processes would compile all of torch anew, or all of a read-only checkout.
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", None) or not os.access(ROOT / "harness", os.W_OK):
+        os.environ["PYTHONPYCACHEPREFIX"] = str(FOLDER / "bytecode")
+
+
+def _copy_shipped_runs() -> None:
+    """Their two files alone: whatever else is in a run's folder, training left it there."""
+    for file in [*ROOT.glob("runs/*/model.json"), *ROOT.glob("runs/*/train.json")]:
+        (SHIPPED_RUNS / file.parent.name).mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, SHIPPED_RUNS / file.parent.name / file.name)
+
+
+def _guard() -> None:
+    forbidden = tuple(f"{ROOT / name}/" for name in ("runs", "datasets"))
+    source = Path(guard.__file__).read_text()
+    source += f"\n\nORIGIN = {guard.__file__!r}\nwatch({forbidden!r}, {str(_REPORT)!r}, {REQUIRED!r})\n"
+    _GUARD.mkdir()
+    (_GUARD / "sitecustomize.py").write_text(source + "run_hidden(__file__)\n")
+    guard.watch(forbidden, str(_REPORT), REQUIRED)
+
+
+def trespasses() -> list[str]:
+    """What processes of the tests have done that they may not, since this was last asked."""
+    return _report.read().splitlines()
+
+
+_REPORT.touch()
+_report = _REPORT.open()
+_isolate()
+_copy_shipped_runs()
+_guard()

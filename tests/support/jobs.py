@@ -1,0 +1,88 @@
+"""Many small jobs at a time: what tests of faults at many places share."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+import checkpointing
+from tests.support.file_operations import WITHOUT_CHARTS
+from tests.support.launch import Process, Result, Workshop, finish
+
+Case = TypeVar("Case")
+Found = TypeVar("Found")
+
+# Most of a case is waiting for a rank to notice that another is gone, which takes seconds without torchrun.
+JOBS_AT_ONCE = 12
+VANISH_SECONDS = 15
+STARTING = threading.Lock()
+# For a rank that does not end: where it is.
+SAY_WHERE = "import faulthandler, signal\nfaulthandler.register(signal.SIGUSR1, all_threads=True)\n"
+# Without --exhaustive, ranks notice sooner that another is gone than they usually do.
+HASTE = "import harness.distributed.watchdog as w\nw.POLL_SECONDS, w.GONE_PATIENCE_SECONDS = 0.3, 0.5\n"
+BEFORE_ALL = [SAY_WHERE]
+
+
+def set_pace(exhaustive: bool) -> None:
+    BEFORE_ALL[:] = [SAY_WHERE] if exhaustive else [SAY_WHERE, HASTE]
+
+
+def for_each(cases: Iterable[Case], test: Callable[[Case], Found], at_once: int = JOBS_AT_ONCE) -> list[Found]:
+    """Call `test` with each of the cases, several at a time; fails as the first of them that failed."""
+    with ThreadPoolExecutor(at_once) as pool:
+        futures = [pool.submit(test, case) for case in cases]
+        try:
+            return [future.result() for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
+
+
+def start(shop: Workshop, *arguments: str, prelude: str = WITHOUT_CHARTS) -> Sequence[Process]:
+    """Workshop.start with two ranks, from any thread."""
+    with STARTING:
+        return shop.start(*arguments, prelude="".join(BEFORE_ALL) + prelude)
+
+
+def train(shop: Workshop, *arguments: str, expect: int | None = 0) -> Result:
+    """Workshop.train with two ranks, from any thread."""
+    return finish(start(shop, *arguments), expect=expect, timeout=100)
+
+
+def wait_for(process: Process, timeout: float) -> int:
+    """How it ends. One that does not is killed, and fails the test."""
+    try:
+        return process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGUSR1)
+        threading.Event().wait(1)
+        process.kill()
+        pytest.fail(f"it did not end within {timeout} s: {process.communicate(timeout=10)}")
+
+
+def ends_of(processes: Sequence[Process], timeout: float) -> Result:
+    """How rank 0 ends, and what it says. Nobody ends the other ranks then: they have `timeout` seconds to do that by
+    themselves."""
+    status = wait_for(processes[0], 100)
+    for process in processes[1:]:
+        wait_for(process, timeout)
+    return Result(status, *said(processes)[0])
+
+
+def said(processes: Sequence[Process]) -> list[tuple[str, str]]:
+    return [process.communicate(timeout=VANISH_SECONDS) for process in processes]
+
+
+def assert_named_are_whole(run: Path) -> None:
+    """Whatever has a checkpoint's name, or `latest` or `best`."""
+    folder = run / "checkpoints"
+    links = [folder / name for name in ("latest", "best") if (folder / name).is_symlink()]
+    for path in [*links, *(path for _, path in checkpointing.list_checkpoints(folder))]:
+        checkpointing.verify_checkpoint(path)

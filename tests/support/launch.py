@@ -1,0 +1,220 @@
+"""Running the real commands on small runs: what the end-to-end tests share."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from tests.support.isolation import SHIPPED_RUNS
+from tests.support.warm import ROOT as ROOT
+from tests.support.warm import WarmProcess, warm_server
+
+Process = subprocess.Popen[str] | WarmProcess
+DATASET = "local/letters"
+PATIENCE_SECONDS = 240  # for what takes two on an idle machine; below pytest's own timeout
+
+# A model that trains at thousands of tokens per second on one core, with everything a large one has.
+MODEL: dict[str, Any] = {
+    "vocab_size": 64,
+    "context_length": 16,
+    "emb_dim": 16,
+    "n_heads": 2,
+    "n_layers": 2,
+    "drop_rate": 0.1,
+    "qkv_bias": True,
+}
+TRAIN: dict[str, Any] = {
+    "dataset": DATASET,
+    "microbatch_size": 2,
+    "min_train_tokens": 1280,
+    "start_train_token": 0,
+    "validation_interval": 5,
+    "validation_batches": 3,
+    "start_val_token": 0,
+    "gradient_accumulation_steps": 2,
+    "report_interval": 3,
+}
+
+
+@dataclass
+class Workshop:
+    """A folder with runs and datasets of a test's own."""
+
+    path: Path
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def runs(self) -> Path:
+        return self.path / "runs"
+
+    @property
+    def datasets(self) -> Path:
+        return self.path / "datasets"
+
+    def add_run(self, name: str = "r", *, model: Any = None, **train: Any) -> Path:
+        """Write a run directory: MODEL and TRAIN with the given keys changed (`model`: a dict), or removed if None."""
+        folder = self.runs / name
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, values in (("model", MODEL | (model or {})), ("train", TRAIN | train)):
+            kept = {key: value for key, value in values.items() if value is not None}
+            (folder / f"{file}.json").write_text(json.dumps(kept, indent=4))
+        return folder
+
+    def add_shipped_run(self, name: str, **train: Any) -> Path:
+        """A copy of one of the repository's runs, with keys of train.json changed."""
+        folder = Path(shutil.copytree(SHIPPED_RUNS / name, self.runs / name, dirs_exist_ok=True))
+        given = json.loads((folder / "train.json").read_text())
+        (folder / "train.json").write_text(json.dumps(given | train))
+        return folder
+
+    def add_dataset(self, name: str = DATASET, *, tokens: int = 4000, seed: int = 0, largest: int = 63) -> Path:
+        """A dataset with structure to learn: each token is the one before plus a small step."""
+        folder = self.datasets / name
+        folder.mkdir(parents=True)
+        random = np.random.default_rng(seed)
+        for split, count in (("train", tokens), ("validation", 500), ("test", 500)):
+            steps = random.integers(0, 4, count)
+            save_file({"tokens": (np.cumsum(steps) % (largest + 1)).astype(np.uint16)}, folder / f"{split}.safetensors")
+        meta = {"description": "letters", "token_dtype": "uint16", "files": ["train.safetensors"]}
+        (folder / "meta.json").write_text(json.dumps(meta))
+        return folder
+
+    def train(self, *arguments: str, ranks: int = 2, expect: int | None = 0, prelude: str = "") -> Result:
+        """Run ddp_train.py on `ranks` processes to its end."""
+        return finish(self.start(*arguments, ranks=ranks, prelude=prelude), expect=expect, timeout=PATIENCE_SECONDS)
+
+    def attempt(self, *arguments: str, run: str = "r", environment: dict[str, str] | None = None) -> Result:
+        """Run ddp_train.py on one process, whatever comes of it."""
+        return self.command("ddp_train.py", *self._arguments((run, *arguments)), environment=environment)
+
+    def start(self, *arguments: str, ranks: int = 2, prelude: str = "") -> Sequence[Process]:
+        """Start ddp_train.py's processes the way torchrun does, without torchrun's own seconds of start-up.
+
+        `prelude`, Python source, runs in each of them first: where a test injects its faults.
+        """
+        command = [str(ROOT / "ddp_train.py"), *self._arguments(arguments)]
+        shared: dict[str, str] = {}
+        if ranks > 1:
+            shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {} for rank in range(ranks)]
+        return [self.fork(command, shared | place, prelude) for place in places]
+
+    def fork(self, command: list[str], variables: dict[str, str], prelude: str = "") -> WarmProcess:
+        """Start one of the root's scripts in a process that has imported torch already."""
+        return warm_server().spawn(command, self.path, self._environment(variables), prelude)
+
+    def torchrun(
+        self, *arguments: str, ranks: int = 2, expect: int | None = 0, timeout: float = PATIENCE_SECONDS
+    ) -> Result:
+        """Run ddp_train.py under the real torchrun."""
+        return finish([self.start_torchrun(*arguments, ranks=ranks)], expect=expect, timeout=timeout)
+
+    def start_torchrun(self, *arguments: str, ranks: int = 2) -> Process:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        return self.spawn([*launcher, str(ROOT / "ddp_train.py"), *self._arguments(arguments)], {})
+
+    def script(self, name: str, *arguments: str) -> Result:
+        """Run another of the root's commands, successfully."""
+        return finish([self.fork([str(ROOT / name), *arguments], {})], expect=0, timeout=PATIENCE_SECONDS)
+
+    def command(self, name: str, *arguments: str, environment: dict[str, str] | None = None) -> Result:
+        """Run one of the root's commands, whatever comes of it."""
+        return finish(
+            [self.fork([str(ROOT / name), *arguments], environment or {})], expect=None, timeout=PATIENCE_SECONDS
+        )
+
+    def _arguments(self, arguments: tuple[str, ...]) -> list[str]:
+        name = arguments[0] if arguments else "r"
+        return [name, str(self.datasets), *arguments[1:], "--runs-dir", str(self.runs)]
+
+    def spawn(self, command: list[str], variables: dict[str, str]) -> subprocess.Popen[str]:
+        """Start a process in a session of its own, on one thread, with no way to the Hub."""
+        return subprocess.Popen(
+            command,
+            cwd=self.path,
+            env=self._environment(variables),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def _environment(self, variables: dict[str, str]) -> dict[str, str]:
+        inherited = {key: value for key, value in os.environ.items() if key not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}}
+        return inherited | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | variables | self.environment
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a command ended: rank 0's exit status, and everything all ranks printed."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+    @property
+    def error_lines(self) -> list[str]:
+        """The lines of standard error that the program itself means as its last word."""
+        return [line for line in self.stderr.splitlines() if line.startswith(("error:", "stopped"))]
+
+
+def finish(processes: Sequence[Process], *, expect: int | None, timeout: float) -> Result:
+    """Wait for all processes of a job; like torchrun, end the others when rank 0 fails."""
+    outputs: list[tuple[int, str, str]] = []
+    try:
+        for process in processes:
+            if outputs and outputs[0][0] != 0:
+                process.send_signal(signal.SIGTERM)
+            stdout, stderr = process.communicate(timeout=timeout)
+            assert process.returncode is not None
+            outputs.append((process.returncode, stdout, stderr))
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.communicate(timeout=10)
+    result = Result(outputs[0][0], "".join(out for _, out, _ in outputs), "".join(err for _, _, err in outputs))
+    assert expect is None or result.status == expect, f"exit status {result.status}\n{result.stdout}\n{result.stderr}"
+    return result
+
+
+def free_port() -> int:
+    """A port that nobody has, below those that the system hands out: else one of another job's sockets could get it
+    before this job's first process does."""
+    for port in random.SystemRandom().sample(range(15_000, 32_000), 100):
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl; a line that is not strict JSON fails the test."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} in metrics.jsonl")
+
+    return [json.loads(line, parse_constant=refuse) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+# What differs between two runs that do the same: when, and how fast.
+TIMES = {"seconds", "tokens_per_second", "mfu"}
+
+
+def without_times(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in event.items() if key not in TIMES} for event in events]

@@ -1,0 +1,139 @@
+"""Running prepare_datasets.py, and what its tests compare with."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from harness.data.tokenizers.load import load_tokenizer
+from harness.data.tokenizers.tokenizer import Tokenizer
+from tests.support.isolation import ROOT, on_path
+
+SMALL = ["--train-tokenizer", "300"]  # a vocabulary that needs no network
+
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "while",
+    "42",
+    "naïve",
+    "日本",
+    "engineers",
+]
+WORDS += ["don't\tcount\r\n", "", "snow", "🐍", "flakes"]
+
+
+@dataclass
+class Preparer:
+    """A folder with inputs and datasets of a test's own."""
+
+    path: Path
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def command(self, *arguments: object) -> list[str]:
+        return [sys.executable, str(ROOT / "prepare_datasets.py"), *map(str, arguments)]
+
+    def start(self, *arguments: object, **options: Any) -> subprocess.Popen[str]:
+        """The real command in a process of its own, in this folder."""
+        return subprocess.Popen(
+            self.command(*arguments),
+            cwd=self.path,
+            env={**os.environ, **self.environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            **options,
+        )
+
+    def run(self, *arguments: object, status: int = 0) -> str:
+        """Run it to its end and check its status; what it printed, or its line on standard error."""
+        process = self.start(*arguments)
+        out, error = process.communicate(timeout=120)
+        assert process.returncode == status, out + error
+        if status:
+            assert "Traceback" not in error
+            [line] = [line for line in error.splitlines() if line.startswith("error: ")]
+            return line
+        return out
+
+    def prepare(self, source: object, name: str, *options: object) -> Path:
+        """Make the dataset datasets/me/<name>, with a small trained vocabulary unless the options say otherwise."""
+        target = self.path / "datasets" / "me" / name
+        chosen = any(str(option).startswith("--t") and "tokenizer" in str(option) for option in options)
+        self.run(source, target, *options, *([] if chosen else SMALL))
+        return target
+
+
+def texts(count: int, seed: int = 0, longest: int = 60) -> list[str]:
+    """Documents, all different, of words with spaces, line ends and characters of one to four bytes."""
+    random = np.random.default_rng(seed)
+    return [f"{number} " + " ".join(random.choice(WORDS, random.integers(1, longest))) for number in range(count)]
+
+
+def write_json_lines(path: Path, documents: Sequence[str], key: str = "text") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({key: text}) + "\n" for text in documents))
+    return path
+
+
+def splits_of(folder: Path) -> dict[str, np.ndarray]:
+    return {path.stem: load_file(path)["tokens"] for path in sorted(folder.glob("*.safetensors"))}
+
+
+def tokenizer_of(folder: Path) -> Tokenizer:
+    name = json.loads((folder / "meta.json").read_text())["tokenizer"]
+    return load_tokenizer(name if name == "gpt2" else folder / name)
+
+
+def documents_of(folder: Path, split: str) -> list[str]:
+    """The split's documents, decoded; its tokens must end with one's end."""
+    tokenizer, tokens = tokenizer_of(folder), splits_of(folder)[split]
+    ends = np.flatnonzero(tokens == tokenizer.eot_token)
+    assert len(ends)
+    assert ends[-1] == len(tokens) - 1
+    starts = [0, *(ends[:-1] + 1)]
+    return [tokenizer.decode(tokens[start:end].tolist()) for start, end in zip(starts, ends, strict=True)]
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+PLUGIN = """
+import tiktoken
+RANKS = {{bytes([value]): value for value in range(256)}}
+for text in {words!r}:
+    for end in range(2, len(text) + 1):
+        RANKS.setdefault(text[:end], len(RANKS))
+def small():
+    return {{
+        "name": "small", "pat_str": {pattern!r}, "mergeable_ranks": RANKS,
+        "special_tokens": {{"<|endoftext|>": {eot}}},
+    }}
+ENCODING_CONSTRUCTORS = {{"small": small}}
+"""
+
+
+def plugin(folder: Path, words: list[str], eot: int = 400, pattern: str = r" ?\w+|\W") -> dict[str, str]:
+    """The environment in which tiktoken has one encoding more, "small", that knows these words; `pattern` is how it
+    splits text into words."""
+    path = folder / "plugins" / "tiktoken_ext" / "small.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(PLUGIN.format(words=[word.encode() for word in words], eot=eot, pattern=pattern))
+    return on_path(folder / "plugins")

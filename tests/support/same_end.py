@@ -1,0 +1,47 @@
+"""Whether two runs came to the same end, bit for bit: what tests of continued runs share."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from tests.support.launch import metrics, without_times
+
+
+def assert_same_end(one: Path, other: Path) -> None:
+    """The last checkpoints of two runs hold the same: weights, optimizer, random states, losses."""
+    ends = [run / "checkpoints" / "latest" for run in (one, other)]
+    weights = [load_file(end / "model.safetensors") for end in ends]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    for file in ("optimizer.pt", "train_state.pt", "scaler.pt"):
+        assert (ends[0] / file).exists() == (ends[1] / file).exists()
+        if (ends[0] / file).exists():
+            states = [torch.load(end / file, weights_only=True) for end in ends]
+            assert_equal(states[0], states[1], file)
+    metas = [json.loads((end / "meta.json").read_text()) for end in ends]
+    for key in ("global_step", "tokens_seen", "train_loss", "val_loss", "best_loss", "best_step"):
+        assert metas[0][key] == metas[1][key], key
+    # Names are a time and a step; only the step is the same.
+    for link in ("latest", "best"):
+        assert len({end.with_name(link).resolve().name.partition("-")[2] for end in ends}) == 1, link
+    assert without_times(metrics(one)) == without_times(metrics(other))
+
+
+def assert_equal(one: Any, other: Any, where: str) -> None:
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other), where
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            assert_equal(one[key], other[key], f"{where}/{key}")
+    elif isinstance(one, list):
+        assert len(one) == len(other), where
+        for index, (left, right) in enumerate(zip(one, other, strict=True)):
+            assert_equal(left, right, f"{where}/{index}")
+    else:
+        assert one == other, where

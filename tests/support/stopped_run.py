@@ -1,0 +1,65 @@
+"""A run that was killed: what tests of damaged checkpoints, of disks that fail and of locks begin with."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import checkpointing
+from tests.support import file_operations
+from tests.support.file_operations import WITHOUT_CHARTS
+from tests.support.jobs import start
+from tests.support.launch import Workshop, finish
+
+# Checkpoints at steps 0, 2, 4, …; those of 0, 4, 8, … are validated and may become the best; fp16 and a tokenizer, so
+# that a checkpoint has all the files it can have.
+SETTINGS: dict[str, Any] = {
+    "min_train_tokens": 128 * 11,
+    "validation_interval": 4,
+    "checkpoint_interval": 2,
+    "report_interval": 2,
+    "learning_rate": 0.01,
+    "precision": "fp16",
+}
+FILES = ("model.safetensors", "optimizer.pt", "scaler.pt", "train_state.pt", "letters.json", "meta.json")
+SAME_END = "the end is that of a run that nothing happened to, bit for bit"
+
+
+def build_stopped_run(path: Path) -> Workshop:
+    """A run that nothing happens to, and one that was killed after step 6: `latest` is 6 and `best` is 4."""
+    shop = Workshop(path)
+    folder = shop.add_dataset(tokens=8000)
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps(meta | {"tokenizer": "letters.json"}))
+    (folder / "letters.json").write_text(json.dumps({"letters": 64}))
+    shop.add_run("straight", **SETTINGS)
+    shop.train("straight", prelude=WITHOUT_CHARTS)
+    stopped = shop.add_run("stopped", **SETTINGS)
+    result = shop.train("stopped", prelude=file_operations.prelude("save", 4, "kill", 0), expect=-signal.SIGKILL)
+    assert {path.name for path in (stopped / "checkpoints" / "latest").iterdir()} == set(FILES), result
+    assert steps_of(stopped) == ([0, 2, 4, 6], 6, 4)
+    return shop
+
+
+def steps_of(run: Path) -> tuple[list[int], int | None, int | None]:
+    """The steps of the checkpoints, of `latest` and of `best`."""
+    folder = run / "checkpoints"
+    at = {path.name: step for step, path in checkpointing.list_checkpoints(folder)}
+    latest, best = (at.get((folder / link).resolve().name) for link in ("latest", "best"))
+    return sorted(at.values()), latest, best
+
+
+def copy_of_stopped(shop: Workshop, name: str) -> Path:
+    return Path(shutil.copytree(shop.runs / "stopped", shop.runs / name, symlinks=True))
+
+
+def operations_of(shop: Workshop, call: str, number: int, *arguments: str) -> list[str]:
+    """The file operations of a call; of a run that starts, or that continues from where `stopped` is."""
+    name, path = f"count-{call.replace(' ', '-')}", shop.path / f"count-{call}"
+    run = copy_of_stopped(shop, name) if arguments else shop.add_run(name, **SETTINGS)
+    prelude = file_operations.prelude(call, number, "log", path)
+    finish(start(shop, run.name, *arguments, prelude=prelude), expect=0, timeout=60)
+    return path.read_text().splitlines()

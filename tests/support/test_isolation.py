@@ -1,0 +1,149 @@
+"""Tests touch neither what others have left in the checkout nor devices, whichever way their processes start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import pytest_runtest_teardown
+from tests.support import guard, isolation
+from tests.support.isolation import REQUIRED, ROOT, SHIPPED_RUNS, on_path
+from tests.support.launch import Workshop, finish
+
+# Only looked for, and not there unless somebody has trained.
+RESULTS = ROOT / "runs" / "quickstart" / "metrics.jsonl"
+LOOK = f"from contextlib import suppress\nwith suppress(OSError):\n    open({str(RESULTS)!r}).close()\n"
+
+
+def look() -> None:
+    with suppress(OSError):
+        RESULTS.open().close()
+
+
+def test_a_test_that_looks_at_results_fails() -> None:
+    teardown = pytest_runtest_teardown()
+    next(teardown)
+    look()
+    with pytest.raises(pytest.fail.Exception, match=r"test_a_test_that_looks.*: open .*/runs/quickstart/metrics.jsonl"):
+        next(teardown)
+
+
+def start_cold(shop: Workshop) -> None:
+    finish([shop.spawn([sys.executable, "-c", LOOK], {})], expect=0, timeout=60)
+
+
+def start_forked(shop: Workshop) -> None:
+    (shop.path / "look.py").write_text(LOOK)
+    finish([shop.fork([str(shop.path / "look.py")], {})], expect=0, timeout=60)
+
+
+def start_by_a_shell(shop: Workshop) -> None:
+    subprocess.run(["bash", "-c", '"$0" -c "$1"', sys.executable, LOOK], check=True, timeout=60)
+
+
+def start_by_a_process(shop: Workshop) -> None:
+    program = "import multiprocessing as m\nif __name__ == '__main__':\n"
+    program += "    p = m.get_context('spawn').Process(target=exec, args=(" + repr(LOOK) + ",)); p.start(); p.join()\n"
+    (shop.path / "parent.py").write_text(program)
+    subprocess.run([sys.executable, str(shop.path / "parent.py")], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("start", [start_cold, start_forked, start_by_a_shell, start_by_a_process])
+def test_a_process_that_looks_at_results_is_seen(start: Callable[[Workshop], None], tmp_path: Path) -> None:
+    assert isolation.trespasses() == []
+    start(Workshop(tmp_path))
+    (line,) = isolation.trespasses()
+    assert "test_a_process_that_looks_at_results_is_seen" in line
+    assert str(RESULTS) in line
+
+
+REACHES = {
+    "open": "open('runs/r/metrics.jsonl')",
+    "bytes": "open(b'runs/r/metrics.jsonl')",
+    "create": "os.open('runs/r/.lock', os.O_CREAT)",
+    "around": "open('elsewhere/../runs/r/model.json')",
+    "list": "os.listdir('runs')",
+    "walk": "list(os.scandir('datasets'))",
+    "here": "os.chdir('runs/r')",
+    "make": "os.mkdir('datasets')",
+    "rename": "os.rename('x', 'runs/r/x')",
+    "take": "os.rename('runs/r/x', 'x')",
+    "link": "os.symlink('x', 'runs/r/x')",
+    "remove": "os.remove('runs/r/x')",
+}
+FREE = ["open('x', 'w')", "os.listdir()", "os.makedirs('runs-of-others')", "open(0)", "os.symlink('runs', 'y')"]
+FREE += ["import shutil; os.makedirs('x2/runs/datasets'); os.mkdir('x2/datasets'); shutil.rmtree('x2')"]
+
+
+def seen(folder: Path, actions: list[str]) -> list[str]:
+    """What a process watched in `folder`, as if that were the checkout, writes down of these actions."""
+    forbidden = (f"{folder}/runs/", f"{folder}/datasets/")
+    program = "import os\nfrom tests.support import guard\n"
+    program += f"guard.watch({forbidden!r}, 'report', {REQUIRED!r})\n"
+    program += "".join(f"try: {action}\nexcept OSError: pass\n" for action in actions)
+    environment = os.environ | on_path(ROOT)
+    subprocess.run([sys.executable, "-c", program], cwd=folder, env=environment, check=True, timeout=60)
+    report = folder / "report"
+    return report.read_text().splitlines() if report.exists() else []
+
+
+@pytest.mark.parametrize("action", REACHES.values(), ids=REACHES)
+def test_each_way_to_reach_into_a_folder(action: str, tmp_path: Path) -> None:
+    (line,) = seen(tmp_path, [action])
+    assert str(tmp_path) in line
+
+
+def test_what_is_beside_them_is_free(tmp_path: Path) -> None:
+    assert seen(tmp_path, FREE) == []
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_a_program_that_is_started_with_devices_or_unwatched_is_seen(name: str) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != name}
+    subprocess.run(["true"], env=environment, check=True)
+    (line,) = isolation.trespasses()
+    assert f"['true'] is started without {name}" in line
+    subprocess.run(["true"], env=environment | {name: REQUIRED[name]}, check=True)
+    assert isolation.trespasses() == []
+
+
+def test_no_device_is_in_sight(tmp_path: Path) -> None:
+    assert torch.cuda.device_count() == 0
+    script = tmp_path / "count.py"
+    script.write_text("import os, torch; print(torch.cuda.device_count(), repr(os.environ['CUDA_VISIBLE_DEVICES']))")
+    assert finish([Workshop(tmp_path).fork([str(script)], {})], expect=0, timeout=60).stdout == "0 ''\n"
+
+
+def test_the_hidden_sitecustomize_still_runs(tmp_path: Path) -> None:
+    """And what it made stays, as a module's variables do."""
+    made = "import sys, weakref\nclass Made:\n    pass\nmade = Made()\nsys.found = weakref.ref(made)\n"
+    (tmp_path / "sitecustomize.py").write_text(made)
+    check = "import sys; assert sys.found()"
+    subprocess.run([sys.executable, "-c", check], env=os.environ | on_path(tmp_path), check=True, timeout=60)
+
+
+def test_shipped_runs_are_as_nobody_has_trained_them() -> None:
+    names = {path.name for path in SHIPPED_RUNS.rglob("*") if path.is_file()}
+    assert names == {"model.json", "train.json"}
+    assert (SHIPPED_RUNS / "quickstart").is_dir()
+
+
+def test_caches_and_settings_are_the_tests_own() -> None:
+    assert Path.home() == isolation.FOLDER / "home"
+    assert not isolation.FOLDER.is_relative_to(ROOT)
+    assert guard.__file__ == guard.ORIGIN
+    users = {"HF_TOKEN": "hf_x", "XDG_CACHE_HOME": "/nowhere", "RANK": "3", "OMP_NUM_THREADS": "7"}
+    program = f"import os, tests.support.isolation\nprint([os.environ.get(name) for name in {list(users)!r}])"
+    environment = os.environ | users | on_path(ROOT)
+    printed = subprocess.check_output([sys.executable, "-c", program], env=environment, text=True, timeout=60)
+    assert printed == "[None, None, None, '1']\n"
+    assert [line for line in isolation.trespasses() if "/tests/support/isolation.py:" not in line] == [], (
+        "it copies the runs"
+    )

@@ -1,0 +1,83 @@
+"""The real torchrun with faults in its ranks, and everything that it leaves running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.isolation import ROOT
+from tests.support.launch import Workshop
+from tests.support.two_hosts import TORCHRUN
+from tests.support.warm import WarmProcess
+
+FAULTS = "from tests.support.faults import *\n"
+# What ddp_train.py does first, before a prelude imports torch.
+FIRST = "from harness.common.libraries import configure_libraries\nconfigure_libraries()\n"
+MARK = "JOB_OF_A_TEST"  # a variable in the environment of all processes of a job
+
+
+def with_faults(shop: Workshop, run: Path, prelude: str) -> Path:
+    """A script that is ddp_train.py after `prelude`, Python source."""
+    script = shop.path / f"{run.name}.py"
+    script.write_text(
+        f"import runpy, sys\nsys.path.insert(0, {str(ROOT)!r})\n{FIRST}{prelude}\n"
+        f"runpy.run_path({str(ROOT / 'ddp_train.py')!r}, run_name='__main__')\n"
+    )
+    return script
+
+
+@dataclass(frozen=True)
+class Torchrun:
+    """A job of two ranks, processes that a torchrun has started cold."""
+
+    shop: Workshop
+    run: Path
+
+    def start(self, prelude: str, *options: str, arguments: Sequence[str] = (), faults: str = FAULTS) -> WarmProcess:
+        """Start torchrun with `options`, and ddp_train.py with `arguments` in each rank, where `faults` and `prelude`,
+        Python source, run first."""
+        script = with_faults(self.shop, self.run, faults + prelude)
+        launcher = self.shop.path / "torchrun"
+        launcher.write_text(TORCHRUN)
+        command = [self.run.name, str(self.shop.datasets), *arguments, "--runs-dir", str(self.shop.runs)]
+        launch = [str(launcher), "--standalone", "--nproc_per_node=2", *options, str(script), *command]
+        return self.shop.fork(launch, {MARK: self.mark})
+
+    @property
+    def mark(self) -> str:
+        return str(self.run)
+
+    def processes(self) -> list[int]:
+        """The pids of all processes of this job that run, wherever they have got to: torchrun and its descendants."""
+        wanted = f"{MARK}={self.mark}".encode()
+        found = []
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):
+                if entry.name.isdigit() and wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+        return found
+
+    def seconds_to_the_end(self, patience: float) -> float:
+        """Wait until no process of the job runs any more; how long that took. Those that stay are killed."""
+        began = time.monotonic()
+        while self.processes():
+            if time.monotonic() - began > patience:
+                commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in self.processes()}
+                for pid in commands:
+                    os.kill(pid, signal.SIGKILL)
+                raise AssertionError(f"alive after {patience} s: {commands}")
+            time.sleep(0.05)
+        return time.monotonic() - began
+
+
+def await_file(path: Path, process: WarmProcess) -> None:
+    deadline = time.monotonic() + 100
+    while not path.exists():
+        assert process.poll() is None, process.communicate(timeout=1)
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

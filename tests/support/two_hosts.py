@@ -1,0 +1,261 @@
+"""Two machines on this one, with a cable between them that can be cut: Linux namespaces, for tests of several nodes.
+
+    with two_hosts(tmp_path) as pair:
+        pair.first.shop.add_run("r")
+        ...
+        ends = wait_for(pair.torchrun("r"), timeout=60)
+
+Each host has a network of its own (a loopback, and one end of the cable), a host name, /etc/hosts with both names, and
+a disk: the same path, `<folder>/work`, is another directory on each. Nothing of this has a name outside: it is held by
+one process a host, and gone with it, whatever becomes of the tests.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from tests.support.launch import ROOT, Result, Workshop
+from tests.support.warm import WarmProcess, warm_server
+
+T = TypeVar("T")
+
+ADDRESSES = {"node-a": "10.77.0.1", "node-b": "10.77.0.2"}
+INTERFACE = "eth0"
+PORT = 29500
+TORCHRUN = "from torch.distributed.run import main\nmain()\n"  # what the command `torchrun` is
+# Takes this thread into namespaces of another process; 0: whichever kinds they are.
+ENTER = """
+import ctypes, os
+for kind in {kinds}:
+    with open(f"/proc/{pid}/ns/{{kind}}") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+            raise OSError(ctypes.get_errno(), "cannot enter the host's namespace", namespace.name)
+"""
+# A process of the tests' own that keeps a host's namespaces until its input ends: also if the tests are killed.
+HOLD = ["unshare", "--net", "--uts", "--mount", "--propagation=private", "sh", "-c", "echo there; exec cat"]
+
+
+@dataclass
+class Host:
+    """One of the two machines. `shop` is its disk as the tests see it; on the host itself that is at `work`."""
+
+    name: str
+    shop: Workshop
+    work: Path
+    holder: subprocess.Popen[str]
+
+    @property
+    def address(self) -> str:
+        return ADDRESSES[self.name]
+
+    def call(self, *command: str) -> None:
+        """Run one of the system's commands on this host, successfully."""
+        call(*enter(self.holder, *command))
+
+    def at_home(self, work: Callable[[], T]) -> T:
+        """The result of `work` in a thread that is in this host's network: sockets made there belong to it."""
+        results: list[T] = []
+
+        def visit() -> None:
+            exec(ENTER.format(kinds=("net",), pid=self.holder.pid), {})
+            results.append(work())
+
+        thread = threading.Thread(target=visit)
+        thread.start()
+        thread.join()
+        return results[0]
+
+    def start(self, command: Sequence[str], variables: dict[str, str]) -> WarmProcess:
+        """Start one of the root's scripts, or torchrun, on this host."""
+        launcher = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+        inherited = {key: value for key, value in os.environ.items() if key not in launcher}
+        own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **self.shop.environment}
+        entrance = ENTER.format(kinds=("net", "uts", "mnt"), pid=self.holder.pid) + f"os.chdir({str(self.work)!r})\n"
+        return warm_server().spawn(list(command), self.work, inherited | own | variables, entrance)
+
+    def training(self, name: str) -> list[str]:
+        """The command that trains the run `name`."""
+        return [str(ROOT / "ddp_train.py"), name, str(self.work / "datasets"), "--runs-dir", str(self.work / "runs")]
+
+    def workers(self) -> list[int]:
+        """The pids of what torchrun has started here: `python -u ddp_train.py ...`."""
+        return [pid for pid in self.processes() if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1] == b"-u"]
+
+    def crash(self) -> None:
+        """SIGKILL to everything that runs here."""
+        pids = self.processes()
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # all stop first, so that none sees another one die
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+    def processes(self) -> list[int]:
+        """The pids of what runs on this host, but for the holder."""
+        network = os.stat(f"/proc/{self.holder.pid}/ns/net").st_ino
+        found = []
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):
+                if entry.name.isdigit() and os.stat(entry / "ns" / "net").st_ino == network:
+                    found.append(int(entry.name))
+        return [pid for pid in found if pid != self.holder.pid]
+
+
+@dataclass
+class Pair:
+    """Both hosts, and the cable."""
+
+    first: Host
+    second: Host
+
+    @property
+    def hosts(self) -> tuple[Host, Host]:
+        return self.first, self.second
+
+    def torchrun(self, name: str, *options: str, processes: int = 1, c10d: bool = False) -> list[WarmProcess]:
+        """Start the real torchrun on both hosts, to train the run `name` with so many processes on each.
+
+        The first host is node 0; with `c10d`, torchrun chooses, and takes the one whose name comes first.
+        """
+        meeting = [f"--rdzv-id={secrets.token_hex(4)}", f"--rdzv-endpoint={self.first.address}:{PORT}"]
+        started = []
+        for rank, host in enumerate(self.hosts):
+            (host.shop.path / "torchrun").write_text(TORCHRUN)
+            place = ["--rdzv-backend=c10d", *meeting]
+            if not c10d:
+                place = [f"--node-rank={rank}", f"--master-addr={self.first.address}", f"--master-port={PORT}"]
+            launcher = [str(host.work / "torchrun"), *place, "--nnodes=2", f"--nproc-per-node={processes}", *options]
+            started.append(host.start([*launcher, *host.training(name)], {}))
+        return started
+
+    def ranks(self, name: str, *, processes: int = 1) -> list[WarmProcess]:
+        """Start so many ranks on each host as torchrun does, without torchrun and its seconds."""
+        world = {"MASTER_ADDR": self.first.address, "MASTER_PORT": str(PORT), "WORLD_SIZE": str(2 * processes)}
+        world["LOCAL_WORLD_SIZE"] = str(processes)
+        places = [(host, local) for host in self.hosts for local in range(processes)]
+        return [
+            host.start(host.training(name), {**world, "RANK": str(rank), "LOCAL_RANK": str(local)})
+            for rank, (host, local) in enumerate(places)
+        ]
+
+    def unplug(self) -> None:
+        """Take the cable out: both ends lose their carrier."""
+        self.second.call("ip", "link", "set", INTERFACE, "down")
+
+    def drop(self) -> None:
+        """Lose every packet and tell nobody, as a broken switch does: send them to a card that neither host has."""
+        for host, other in ((self.first, self.second), (self.second, self.first)):
+            host.call("ip", "neighbour", "replace", other.address, "lladdr", "02:00:00:00:00:99", "dev", INTERFACE)
+
+    def mend(self) -> None:
+        """Undo `unplug` and `drop`."""
+        for host in self.hosts:
+            host.call("ip", "link", "set", INTERFACE, "up")
+            host.call("ip", "neighbour", "flush", "dev", INTERFACE, "nud", "all")
+
+
+@contextmanager
+def two_hosts(folder: Path) -> Iterator[Pair]:
+    """Both hosts with their disks in `folder`, connected. Skips the test where this is not possible."""
+    if reason := why_not():
+        pytest.skip(reason)
+    work = folder / "work"
+    work.mkdir()
+    with ExitStack() as stack:
+        holders = [stack.enter_context(held()) for _ in ADDRESSES]
+        cable = f"ip link add {INTERFACE} type veth peer name {INTERFACE} netns {holders[1].pid}"
+        call(*enter(holders[0], *cable.split()))
+        hosts = [
+            stack.enter_context(furnished(name, holder, work)) for name, holder in zip(ADDRESSES, holders, strict=True)
+        ]
+        yield Pair(*hosts)
+
+
+@cache
+def why_not() -> str | None:
+    """What keeps this machine from being two, if anything."""
+    attempts = (
+        "ip link add eth0 type veth peer name eth1 && ip link set lo up",
+        "hostname elsewhere && mount --bind /tmp /mnt && nsenter --version",
+    )
+    try:
+        for attempt in attempts:
+            call(*HOLD[:-1], attempt)
+    except FileNotFoundError as error:
+        return f"two hosts in namespaces need {error.filename}"
+    except subprocess.CalledProcessError as error:
+        return f"two hosts in namespaces need root's rights: {error.stderr.strip()}"
+    return None
+
+
+@contextmanager
+def held() -> Iterator[subprocess.Popen[str]]:
+    """A process in namespaces of its own."""
+    holder = subprocess.Popen(HOLD, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert holder.stdin is not None
+    assert holder.stdout is not None
+    try:
+        assert holder.stdout.readline() == "there\n"
+        yield holder
+    finally:
+        holder.stdin.close()
+        holder.wait(timeout=20)
+        holder.stdout.close()
+
+
+@contextmanager
+def furnished(name: str, holder: subprocess.Popen[str], work: Path) -> Iterator[Host]:
+    """The host in the holder's namespaces: with a name, an address and a disk."""
+    disk = work.parent / name
+    disk.mkdir()
+    names = work.parent / f"{name}-hosts"
+    names.write_text("127.0.0.1 localhost\n" + "".join(f"{ip} {host}\n" for host, ip in ADDRESSES.items()))
+    for command in (
+        f"hostname {name}",
+        f"mount --bind {disk} {work}",
+        f"mount --bind {names} /etc/hosts",
+        "ip link set lo up",
+        f"ip address add {ADDRESSES[name]}/24 dev {INTERFACE}",
+        f"ip link set {INTERFACE} up",
+    ):
+        call(*enter(holder, *command.split()))
+    host = Host(name, Workshop(disk), work, holder)
+    try:
+        yield host
+    finally:
+        host.crash()
+
+
+def enter(holder: subprocess.Popen[str], *command: str) -> list[str]:
+    """The command line that runs `command` in the holder's namespaces."""
+    return ["nsenter", f"--target={holder.pid}", "--net", "--uts", "--mount", *command]
+
+
+def call(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
+
+
+def wait_for(processes: Sequence[WarmProcess], *, timeout: float) -> list[Result]:
+    """How the processes ended, in their order; all must have within the timeout, and are killed if not."""
+    deadline = time.monotonic() + timeout
+    try:
+        for process in processes:
+            process.wait(max(0.1, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        for process in processes:
+            process.kill()
+        printed = "\n".join(process.read(".out") + process.read(".err") for process in processes)
+        raise AssertionError(f"still running after {timeout:.0f} s:\n{printed}") from None
+    return [Result(process.wait(1), process.read(".out"), process.read(".err")) for process in processes]

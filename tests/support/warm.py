@@ -1,0 +1,179 @@
+"""Processes that start at once: forked from one that has imported torch already, which takes seconds.
+
+A forked process runs a root script from its first line to its own exit, in a session, a folder and an environment of
+its own, like one that was started cold.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from harness.common.files import umask
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# For each line on standard input one process, watched over by another that writes down its pid and how it ended.
+# huggingface_hub is not imported here: it reads its environment when it is.
+SERVER = """
+import atexit, gc, json, os, runpy, signal, sys, threading, traceback
+sys.path.insert(0, sys.argv[1])
+import ddp_train, checkpointing, gpt, torch, safetensors.torch
+import harness.runs.chart, harness.training.job, harness.training.batch_size_finder, harness.runs.plan
+import harness.data.fetch, harness.training.startup, torch._dynamo
+import matplotlib.figure, matplotlib.backends.backend_agg
+
+def note(path, number):
+    with open(path + ".draft", "w") as file:
+        file.write(str(number))
+    os.rename(path + ".draft", path)
+
+def become(job):
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for stream, path in ((0, "/dev/null"), (1, job["base"] + ".out"), (2, job["base"] + ".err")):
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), stream)
+    os.chdir(job["cwd"])
+    os.umask(job["umask"])
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    sys.argv = [job["script"], *job["arguments"]]
+    sys.path.insert(0, os.path.dirname(job["script"]))
+
+gc.freeze()  # so that no collection touches, and so copies, what is shared
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+for line in sys.stdin:
+    job = json.loads(line)
+    if os.fork():
+        continue
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    child = os.fork()
+    if child:
+        note(job["base"] + ".pid", child)
+        note(job["base"] + ".status", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        os._exit(0)
+    become(job)
+    status = 0
+    try:
+        exec(compile(job["prelude"], "prelude", "exec"), {})
+        runpy.run_path(job["script"], run_name="__main__")
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    # As the interpreter ends, but for taking every object apart, which takes longer than most of these commands.
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.flush()
+    os._exit(status)
+os._exit(0)
+"""
+
+
+@dataclass
+class WarmProcess:
+    """A forked process, as far as tests use `subprocess.Popen`."""
+
+    base: Path
+    pid: int
+    returncode: int | None = None
+
+    def poll(self) -> int | None:
+        status = self.base.with_suffix(".status")
+        if self.returncode is None and status.exists():
+            self.returncode = int(status.read_text())
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired([str(self.base)], timeout)
+            time.sleep(0.004)
+        assert self.returncode is not None
+        return self.returncode
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        self.wait(timeout)
+        return self.read(".out"), self.read(".err")
+
+    def read(self, suffix: str) -> str:
+        """What it has written to .out or .err so far."""
+        return self.base.with_suffix(suffix).read_text(errors="replace")
+
+    def send_signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            if self.poll() is None:
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+@dataclass
+class WarmServer:
+    """The process that others are forked from."""
+
+    path: Path
+    process: subprocess.Popen[str]
+    count: int = 0
+    writing: threading.Lock = field(default_factory=threading.Lock)
+
+    def spawn(self, command: list[str], cwd: Path, environment: dict[str, str], prelude: str = "") -> WarmProcess:
+        """Fork a process that runs `command` (a script and its arguments), after the Python source `prelude`.
+
+        Threads may call this at the same time.
+        """
+        with self.writing:
+            return self._spawn(command, cwd, environment, prelude)
+
+    def _spawn(self, command: list[str], cwd: Path, environment: dict[str, str], prelude: str) -> WarmProcess:
+        self.count += 1
+        base = self.path / str(self.count)
+        for suffix in (".out", ".err"):  # there also if it is killed before it writes
+            base.with_suffix(suffix).touch()
+        job: dict[str, Any] = {"script": command[0], "arguments": command[1:], "cwd": str(cwd), "base": str(base)}
+        job |= {"environment": environment, "prelude": prelude, "umask": umask()}
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        note = base.with_suffix(".pid")
+        while not note.exists():
+            assert self.process.poll() is None, "the server that processes are forked from has ended"
+            time.sleep(0.002)
+        return WarmProcess(base, int(note.read_text()))
+
+
+@cache
+def warm_server() -> WarmServer:
+    """The server of this test run."""
+    folder = tempfile.TemporaryDirectory(prefix="warm-")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", SERVER, str(ROOT)]
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, text=True, start_new_session=True)
+
+    def stop() -> None:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(timeout=30)
+        folder.cleanup()
+
+    atexit.register(stop)
+    return WarmServer(Path(folder.name), process)

@@ -1,0 +1,315 @@
+"""The direction of the house's imports, and what may be used where: from the sources, functions' imports too."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import os
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.support.isolation import ROOT
+
+ROOT_MODULES = {path.stem: path for path in sorted(ROOT.glob("*.py"))}
+HARNESS_MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted((ROOT / "harness").rglob("*.py"))
+}
+PACKAGES = {name for name, path in HARNESS_MODULES.items() if path.stem == "__init__"}
+SOURCES = {**ROOT_MODULES, **HARNESS_MODULES}
+TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in SOURCES.items()}
+BENCHMARKS = sorted((ROOT / "bench").glob("*.py"))
+COMMANDS = [
+    name for name in ROOT_MODULES if re.search(r"^@click\.(command|group)", ROOT_MODULES[name].read_text(), re.M)
+]
+
+# What each room of the house may import besides itself. Another package is meant with its folders; within a package
+# each folder stands for itself. docs/architecture.md says what each one is for.
+ROOMS = {
+    "harness.common": [],
+    "harness.distributed": ["harness.common"],
+    "harness.data.tokenizers": ["harness.common"],
+    "harness.data.preparation": ["harness.common", "harness.data.tokenizers"],
+    "harness.data": ["harness.common", "harness.data.preparation", "harness.data.tokenizers"],
+    "harness.model": ["harness.common"],
+    "harness.runs": ["harness.common", "harness.data", "harness.model"],
+    "harness.evaluation": ["harness.common", "harness.data", "harness.model", "harness.runs"],
+    "harness.evaluation.benchmarks": ["harness.common", "harness.data", "harness.model", "harness.evaluation"],
+    "harness.evaluation.instruct": ["harness.common", "harness.data", "harness.model", "harness.evaluation"],
+    "harness.evaluation.judge": ["harness.common", "harness.evaluation.instruct"],
+    "harness.hf": ["harness.common", "harness.data", "harness.model", "harness.runs", "harness.evaluation"],
+    "harness.analysis": ["harness.common", "harness.data", "harness.model", "harness.runs"],
+    "harness.training": [
+        *("harness.common", "harness.distributed", "harness.data", "harness.model", "harness.runs"),
+        "harness.evaluation",
+    ],
+    "gpt": ["harness.common", "harness.model"],
+    "checkpointing": [
+        *("harness.common", "harness.distributed", "harness.data", "harness.model", "harness.runs"),
+        *("harness.training", "gpt"),
+    ],
+}
+# Whatever --plan, --schema and a refusal of the command need.
+BEFORE_TORCH = [
+    "harness.distributed.environment",
+    "harness.runs.experiment",
+    "harness.model.config",
+    "harness.runs.checkpoint_folder",
+    "harness.runs.plan",
+]
+HELP_SECONDS = 1.0  # of a processor: those on the clock are the machine's business
+SLOW = {"torch", "matplotlib", "transformers", "openai", "lm_eval"}
+
+
+def imported(node: ast.AST) -> list[str]:
+    """Dotted names of what an import statement brings: `from a import b` brings a, and perhaps the module a.b."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "relative imports hide the direction"
+        return [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return []
+
+
+def for_types_only(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def all_imports(tree: ast.AST) -> list[str]:
+    """Every import in the source, wherever it stands."""
+    return [name for node in ast.walk(tree) for name in imported(node)]
+
+
+def imports_at_load(tree: ast.AST) -> Iterator[str]:
+    """The imports that run when the module is loaded: not those in functions, nor those for type checkers."""
+    for node in ast.iter_child_nodes(tree):
+        if not for_types_only(node) and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield from imported(node)
+            yield from imports_at_load(node)
+
+
+def is_or_below(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")
+
+
+def users_of(*modules: str) -> set[str]:
+    """The sources that import one of `modules`, or reach it as an attribute (torch.distributed.barrier())."""
+    users = {
+        source
+        for source, tree in TREES.items()
+        if any(is_or_below(name, module) for name in all_imports(tree) for module in modules)
+    }
+    return users | {source for source in TREES if attributes_of(source) & set(modules)}
+
+
+@cache
+def attributes_of(source: str) -> set[str]:
+    """Whatever a source writes with dots."""
+    return {ast.unparse(node) for node in ast.walk(TREES[source]) if isinstance(node, ast.Attribute)}
+
+
+def loaded_with(module: str) -> set[str]:
+    """The modules of harness that loading `module` loads, itself included."""
+    found, waiting = set(), [module]
+    while waiting:
+        name = waiting.pop()
+        if name in HARNESS_MODULES and name not in found:
+            found.add(name)
+            waiting += imports_at_load(TREES[name])
+    return found
+
+
+def test_the_sources_are_seen() -> None:
+    assert {"ddp_train", "gpt", "checkpointing", "test_smoke", "test_loss"} <= ROOT_MODULES.keys()
+    assert {
+        "harness.distributed.world",
+        "harness.runs.train_config",
+        "harness.runs.directory",
+        "harness.runs.chart",
+    } <= HARNESS_MODULES.keys()
+    assert {"ddp_train", "test_smoke", "test_loss"} <= set(COMMANDS)
+    assert "harness.training.job" in all_imports(TREES["ddp_train"]), "function-level imports are read"
+    assert "harness.training.job" not in set(imports_at_load(TREES["ddp_train"]))
+
+
+def room_of(module: str) -> str | None:
+    """The line of ROOMS that a module belongs to: the longest that it is or lies below."""
+    return max((room for room in ROOMS if is_or_below(module, room)), key=len, default=None)
+
+
+def package_of(room: str) -> str:
+    return ".".join(room.split(".")[:2])
+
+
+def may_import(room: str, other: str | None) -> bool:
+    """A package that is allowed is so with its folders; within a package, each folder stands for itself."""
+    if other is None or other in {room, *ROOMS[room]}:
+        return other is not None
+    return package_of(other) != package_of(room) and package_of(other) in ROOMS[room]
+
+
+def modules_imported(module: str) -> set[str]:
+    """Sources of ours that a module imports, wherever in it: functions and what is for type checkers, too."""
+    return {name for name in all_imports(TREES[module]) if name in SOURCES and name != module} - PACKAGES
+
+
+@pytest.mark.parametrize("module", [module for module in SOURCES if room_of(module)])
+def test_imports_go_in_the_directions_of_the_table(module: str) -> None:
+    room = room_of(module)
+    assert room is not None
+    wrong = {name for name in modules_imported(module) if not may_import(room, room_of(name))}
+    assert not wrong, f"{module}, in {room}"
+
+
+def test_nothing_below_the_root_imports_commands_or_tests() -> None:
+    for module in HARNESS_MODULES:
+        assert not {name.split(".")[0] for name in all_imports(TREES[module])} & {*ROOT_MODULES, "tests", "bench"}
+
+
+def test_the_table_has_every_package_and_no_circle() -> None:
+    assert PACKAGES - {"harness"} <= ROOMS.keys()
+    for room, allowed in ROOMS.items():
+        for other in allowed:
+            assert room not in ROOMS[other], f"{room} and {other}"
+            assert set(ROOMS[other]) <= {*ROOMS, room}
+
+
+def test_packages_hold_one_paragraph_and_nothing_else() -> None:
+    for package in PACKAGES:
+        tree = TREES[package]
+        paragraph = ast.get_docstring(tree)
+        assert len(tree.body) == 1, package
+        assert paragraph, package
+        assert "\n\n" not in paragraph, package
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_command_imports_another(command: str) -> None:
+    assert not set(all_imports(TREES[command])) & (set(COMMANDS) - {command})
+
+
+def test_collectives_are_called_in_world_and_optim_only() -> None:
+    assert users_of("torch.distributed") <= {"harness.distributed.world", "harness.training.optimizer"}
+    assert users_of("torch.distributed") >= {"harness.distributed.world"}, "this test finds them"
+
+
+def test_the_ddp_wrap_is_in_ddp_train_only() -> None:
+    wraps = ("torch.nn.parallel", "torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed")
+    assert users_of(*wraps) == {"ddp_train"}
+    mentioned = {name for name, path in SOURCES.items() if "DistributedDataParallel" in path.read_text()}
+    assert mentioned == {"ddp_train"}
+
+
+def test_matplotlib_is_imported_in_charts_only() -> None:
+    assert users_of("matplotlib") == {"harness.runs.chart"}
+
+
+@pytest.mark.parametrize("module", BEFORE_TORCH)
+def test_what_is_told_before_torch_is_loaded_loads_no_torch(module: str) -> None:
+    loaders = {
+        name
+        for name in loaded_with(module)
+        if any(is_or_below(each, library) for each in imports_at_load(TREES[name]) for library in SLOW)
+    }
+    assert not loaders, f"{module} loads {sorted(loaders)} when it is imported"
+
+
+def test_harness_has_no_import_cycle() -> None:
+    finished: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, f"cycle: {' -> '.join([*path[path.index(module) :], module])}"
+        if module in finished:
+            return
+        for name in sorted({name for name in imports_at_load(TREES[module]) if name in HARNESS_MODULES}):
+            visit(name, (*path, module))
+        finished.add(module)
+
+    for module in HARNESS_MODULES:
+        visit(module, ())
+    assert finished == HARNESS_MODULES.keys()
+
+
+def test_torch_load_never_trusts_a_file() -> None:
+    calls = 0
+    for path in [*SOURCES.values(), *BENCHMARKS]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            options = {option.arg: ast.unparse(option.value) for option in node.keywords}
+            where = f"{path.name}:{node.lineno}"
+            assert options.get("weights_only", "True") == "True", where
+            if ast.unparse(node.func) == "torch.load":
+                calls += 1
+                assert options.get("weights_only") == "True", where
+                assert options.get("map_location") == "'cpu'", where
+            assert ast.unparse(node.func) not in {"pickle.load", "pickle.loads"}, where
+    assert calls, "this test finds them"
+
+
+def test_root_names_shadow_no_library() -> None:
+    taken = {*importlib.metadata.packages_distributions(), *sys.stdlib_module_names, "datasets", "tokenizers"}
+    assert not {*ROOT_MODULES, "harness"} & taken
+
+
+def seconds_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_useful_quick_and_without_torch(command: str) -> None:
+    program = (
+        "import runpy, sys\n"
+        f"sys.argv = ['{command}.py', '--help']\n"
+        "try:\n"
+        f"    runpy.run_path({str(ROOT_MODULES[command])!r}, run_name='__main__')\n"
+        "finally:\n"
+        f"    print('loaded:', *sorted({SLOW} & sys.modules.keys()), file=sys.stderr)\n"
+    )
+    seconds = []
+    for _ in range(3):  # the code is as fast as its fastest run
+        start = seconds_of_children()
+        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        seconds.append(seconds_of_children() - start)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == "loaded:\n"
+        assert done.stdout.startswith("Usage: ")
+        if seconds[-1] < HELP_SECONDS / 2:
+            break
+    assert min(seconds) < HELP_SECONDS
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+    documented = [line for line in done.stdout.splitlines() if line.startswith("  ")]
+    assert len(documented) >= 5
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_into_a_full_disk_is_one_line(command: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        asked = [sys.executable, str(ROOT_MODULES[command]), "--help"]
+        done = subprocess.run(asked, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.stderr == "error: standard output: No space left on device\n"
+    assert done.returncode == 1
+
+
+def test_help_to_a_reader_who_has_gone_is_quiet() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    asked = [sys.executable, str(ROOT_MODULES["ddp_train"]), "--help"]
+    done = subprocess.run(asked, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writing)
+    assert done.stderr == ""
+
+
+def test_the_tests_do_not_lie_in_the_root() -> None:
+    """Root `test_*.py` are commands: pytest must look into tests/ only."""
+    assert 'testpaths = ["tests"]' in (ROOT / "pyproject.toml").read_text()
+    assert not {path.stem for path in (ROOT / "tests").glob("*.py")} & ROOT_MODULES.keys()
+    assert Path(__file__).parent.name == "tests"

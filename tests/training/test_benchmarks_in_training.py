@@ -1,0 +1,301 @@
+"""Benchmarks while a model trains: the same numbers on any number of ranks, and nothing else of the run changes."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+import harness.runs.chart
+from gpt import GPTModel, ModelConfig, load_model
+from harness.data.tokenizers.bpe import train_bpe
+from harness.data.tokenizers.load import load_tokenizer
+from harness.distributed.sharing import Ranks, StopAsked
+from harness.distributed.watchdog import NoWatch
+from harness.distributed.world import World
+from harness.evaluation.likelihood import Scorer
+from harness.model.precision import Precision
+from harness.training.evaluations import EvaluationFailed, Sharing
+from tests.support.benchmark_files import sentence, write_task
+from tests.support.launch import Workshop, finish, metrics, without_times
+from tests.support.same_end import assert_same_end
+
+VOCAB_SIZE = 300
+SHAPE: dict[str, Any] = {"vocab_size": VOCAB_SIZE + 4, "context_length": 24}
+TASKS = ("choice", "last_word", "generate")
+EXAMPLES = 5
+FP32 = Precision("fp32", "cpu")
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    """A dataset with a tokenizer of its own, and three tasks."""
+    folder = tmp_path_factory.mktemp("benchmarks")
+    shop = Workshop(folder, {"HF_HOME": str(folder / "hf")})
+    place = shop.datasets / "local" / "text"
+    place.mkdir(parents=True)
+    draw = random.Random(0)
+    lines = [sentence(draw, 60) for _ in range(120)]
+    train_bpe(iter(lines), VOCAB_SIZE, place / "tokenizer.json")
+    tokenizer = load_tokenizer(place / "tokenizer.json")
+    tokens = np.concatenate([tokenizer.encode_to_numpy(line) for line in lines]).astype(np.uint16)
+    for split in ("train", "validation"):
+        save_file({"tokens": tokens}, place / f"{split}.safetensors")
+    meta = {"description": "text", "token_dtype": "uint16", "files": [], "tokenizer": "tokenizer.json"}
+    (place / "meta.json").write_text(json.dumps(meta))
+    for kind in TASKS:
+        write_task(folder, kind, count=8)
+    return shop
+
+
+def add_run(shop: Workshop, name: str, **train: Any) -> Path:
+    keys = {"dataset": "local/text", "min_train_tokens": 1900, "validation_interval": 4, "learning_rate": 0.01}
+    return shop.add_run(name, model=SHAPE, **keys | train)
+
+
+def with_benchmarks(shop: Workshop) -> dict[str, Any]:
+    paths = [str(shop.path / f"{kind}.yaml") for kind in TASKS]
+    return {"benchmark_interval": 4, "benchmark_tasks": paths, "benchmark_examples": EXAMPLES}
+
+
+@pytest.fixture(scope="module")
+def straight(shop: Workshop) -> Path:
+    run = add_run(shop, "straight", **with_benchmarks(shop))
+    shop.train("straight")
+    return run
+
+
+def test_scores_are_in_the_metrics_and_the_summary(shop: Workshop, straight: Path) -> None:
+    events = metrics(straight)
+    found = [event for event in events if event["event"] == "benchmark"]
+    assert [event["global_step"] for event in found] == [step for step in (0, 4, 8, 9) for _ in range(5)]
+    names = [("choice", "acc"), ("choice", "acc_norm"), ("last_word", "perplexity"), ("last_word", "acc")]
+    assert [(event["task"], event["metric"]) for event in found[:5]] == [*names, ("generate", "exact_match")]
+    for event in found:
+        assert event["examples"] == EXAMPLES
+        assert event["tokens_seen"] == (event["global_step"] + 1) * 192
+        assert event.keys() == {"event", "global_step", "tokens_seen", "seconds", "task", "metric", "value", "stderr", "examples"}  # fmt: skip  # noqa: E501
+    order = [event["event"] for event in events if event["global_step"] == 4]
+    assert order == ["train", "validation", *["benchmark"] * 5, "checkpoint"]
+    assert json.loads((straight / "summary.json").read_text())["seconds"]["benchmarks"] > 0
+    lines = harness.runs.chart.benchmark_lines(events)
+    assert list(lines) == ["choice, acc_norm", "last_word, acc", "generate, exact_match"]
+    assert [step for step, _ in lines["choice, acc_norm"]] == [0, 4, 8, 9]
+
+
+def test_two_ranks_get_what_one_process_gets(shop: Workshop, straight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit: the weights of the last checkpoint, evaluated here."""
+    import datasets
+
+    from harness.evaluation.benchmarks import run as benchmarks
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(shop.path / "hf" / "datasets"))
+    weights = straight / "checkpoints" / "latest" / "model.safetensors"
+    model = load_model(straight / "model.json", weights, torch.device("cpu"))
+    tokenizer = load_tokenizer(shop.datasets / "local" / "text" / "tokenizer.json")
+    loaded = benchmarks.load(with_benchmarks(shop)["benchmark_tasks"])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the run's ranks
+    try:
+        results = benchmarks.run(loaded, Scorer(model, FP32, VOCAB_SIZE, 2), tokenizer, limit=EXAMPLES)
+    finally:
+        torch.set_num_threads(threads)
+    here = [asdict(score) for name in loaded.asked for score in benchmarks.scores(results, name)]
+    there = [event for event in metrics(straight) if event["event"] == "benchmark"][-len(here) :]
+    assert [{key: event[key] for key in here[0]} for event in there] == here
+
+
+def test_a_run_with_benchmarks_ends_as_one_without(shop: Workshop, straight: Path) -> None:
+    run = add_run(shop, "without")
+    shop.train("without")
+    assert "benchmarks" not in json.loads((run / "summary.json").read_text())["seconds"]
+    heights = [picture_height(folder / "training-run-chart.png") for folder in (straight, run)]
+    assert heights[0] > heights[1], "a panel more"
+    others = [event for event in metrics(straight) if event["event"] != "benchmark"]
+    assert without_times(others) == without_times(metrics(run))
+    (straight / "all-metrics.jsonl").write_text((straight / "metrics.jsonl").read_text())
+    try:
+        (straight / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in others))
+        assert_same_end(straight, run)
+    finally:
+        (straight / "all-metrics.jsonl").replace(straight / "metrics.jsonl")
+
+
+def picture_height(path: Path) -> int:
+    """Of a PNG file: the second number of its header."""
+    return int.from_bytes(path.read_bytes()[20:24], "big")
+
+
+# A signal in the middle of a step's benchmarks, between kinds of requests, to rank 1 alone.
+SIGNAL = """
+import os, signal, time
+from harness.training.evaluations import Sharing
+share, calls = Sharing.__call__, []
+def interrupted(self, work, batches):
+    calls.append(self.ranks.step)
+    if calls.count(STEP) == 2 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+    return share(self, work, batches)
+Sharing.__call__ = interrupted
+"""
+
+
+def test_a_run_stopped_in_the_middle_of_benchmarks_ends_as_one_that_was_not(
+    shop: Workshop, straight: Path, exhaustive: bool
+) -> None:
+    """After the last step, and before on the way."""
+    run = add_run(shop, "stopped", **with_benchmarks(shop))
+    for step, before in [(4, 1), (9, 3)] if exhaustive else [(9, 3)]:
+        prelude = SIGNAL.replace("STEP", str(step))
+        stopped = finish(shop.start("stopped", prelude=prelude), expect=128 + signal.SIGTERM, timeout=120)
+        assert f"stopped by SIGTERM after global step {step}; to continue" in stopped.stderr
+        assert len([event for event in metrics(run) if event["event"] == "benchmark"]) == 5 * before
+        meta = json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())
+        assert (meta["benchmarks_due"], meta["validation_due"], meta["planned"]) == (True, False, False)
+    shop.train("stopped")
+    assert_same_end(straight, run)
+
+
+def test_a_failure_while_training_is_a_warning(shop: Workshop) -> None:
+    run = add_run(shop, "failing", **with_benchmarks(shop) | {"benchmark_tasks": [str(shop.path / "choice.yaml")]})
+    prelude = """
+from harness.evaluation.likelihood import Scorer
+score, calls = Scorer._score_batch, []
+def failing(self, batch):
+    calls.append(batch)
+    if len(calls) == 2:
+        raise OSError("no space")
+    return score(self, batch)
+Scorer._score_batch = failing
+"""
+    done = shop.train("failing", ranks=1, prelude=prelude)
+    assert done.stderr.count("global step 0: no benchmarks: OSError: no space") == 1
+    found = [event["global_step"] for event in metrics(run) if event["event"] == "benchmark"]
+    assert found[0] == 4
+    assert found[-1] == metrics(run)[-1]["global_step"]
+
+
+def test_what_is_wrong_is_told_before_the_first_step(shop: Workshop) -> None:
+    run = add_run(shop, "wrong", benchmark_interval=4, benchmark_tasks=[str(shop.path / "gone.yaml")])
+    done = shop.train("wrong", ranks=1, expect=2)
+    assert done.error_lines == [f"error: {shop.path}/gone.yaml: no such task file"]
+    assert not (run / "metrics.jsonl").exists()
+
+
+# Sharing out, on ranks that are threads
+
+
+class Meeting:
+    """Where threads that play ranks exchange values."""
+
+    def __init__(self, size: int) -> None:
+        self.values: list[Any] = [None] * size
+        self.barrier = threading.Barrier(size, timeout=30)
+
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        self.values[rank] = value
+        self.barrier.wait()
+        found = list(self.values)
+        self.barrier.wait()
+        return found
+
+
+def on_ranks(size: int, work: Callable[[Sharing], Any], stopping: Sequence[int] = ()) -> list[Any]:
+    """What `work` returns or raises on each of `size` ranks; those in `stopping` are asked to stop."""
+    meeting, found = Meeting(size), [None] * size
+
+    class ThreadWorld(World):
+        def gather(self, value: Any) -> list[Any]:
+            return meeting.gather(self.rank, value)
+
+    def play(rank: int) -> None:
+        world = ThreadWorld(rank, rank, size, size, torch.device("cpu"), NoWatch())
+        try:
+            found[rank] = work(Sharing(Ranks(world, True, lambda: rank in stopping, 0, "benchmarks")))
+        except Exception as error:
+            found[rank] = error  # type: ignore[call-overload]
+
+    threads = [threading.Thread(target=play, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+@cache
+def small_model() -> GPTModel:
+    torch.manual_seed(0)
+    config = ModelConfig(**SHAPE, emb_dim=16, n_heads=2, n_layers=1, drop_rate=0.1, qkv_bias=False)
+    return GPTModel(config).eval()  # for good: threads use it at the same time
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 9])
+def test_shares_make_the_same_whole(size: int) -> None:
+    """Nine ranks are more than there are batches."""
+    draw = random.Random(size)
+    pairs = [(draw.choices(range(VOCAB_SIZE), k=draw.randint(1, 40)), [draw.randrange(300)] * 3) for _ in range(20)]
+    scorer = Scorer(small_model(), FP32, VOCAB_SIZE, 3)
+    expected = scorer.score(pairs)
+    assert on_ranks(size, lambda sharing: scorer.sharing(sharing).score(pairs)) == [expected] * size
+
+
+def test_a_rank_that_fails_or_stops_ends_it_for_all() -> None:
+    def failing(sharing: Sharing) -> Any:
+        def work(batch: int) -> int:
+            if batch == 4:
+                raise ValueError("a faulty\nbatch")
+            return batch
+
+        return sharing(work, range(6))
+
+    found = on_ranks(3, failing)
+    assert [type(each) for each in found] == [EvaluationFailed] * 3
+    assert {str(each) for each in found} == {"ValueError: a faulty batch"}
+    found = on_ranks(3, lambda sharing: sharing(lambda batch: batch, range(6)), stopping=[2])
+    assert [type(each) for each in found] == [StopAsked] * 3
+
+
+def test_a_failure_outside_the_batches_reaches_ranks_inside_them(shop: Workshop) -> None:
+    """lm-eval's own part fails on one rank alone, while the others evaluate."""
+    from harness.data.tokenizers.tokenizer import Tokenizer
+    from harness.evaluation.benchmarks.tasks import Benchmarks
+    from harness.training.evaluations import RunBenchmarks
+
+    class Broken(Benchmarks):
+        def to_load(self) -> dict[str, Any]:
+            raise OSError("no space")
+
+    tokenizer: Tokenizer = load_tokenizer(shop.datasets / "local" / "text" / "tokenizer.json")
+    scorer = Scorer(small_model(), FP32, VOCAB_SIZE, 2)
+
+    def work(sharing: Sharing) -> Any:
+        if sharing.ranks.world.rank == 1:
+            return RunBenchmarks(Broken({}, {}, []), scorer, tokenizer, 3).scores(sharing.ranks)
+        return sharing(lambda batch: batch, range(4))
+
+    found = on_ranks(2, work)
+    assert [str(each) for each in found] == ["OSError: no space"] * 2
+    assert [type(each) for each in found] == [EvaluationFailed] * 2
+
+
+def test_a_compiled_model_is_not_compiled_for_every_length() -> None:
+    model, calls = GPTModel(small_model().config), list[Any]()
+    model._compiled_call_impl = calls.append  # where nn.Module.compile puts what calls of the module then run
+    pairs = [([1] * length, [2, 3]) for length in range(1, 9)]
+    assert len(Scorer(model, FP32, VOCAB_SIZE, 1).score(pairs)) == 8
+    assert not calls
+    model(torch.tensor([[1, 2]]))
+    assert calls, "this test sees a call"

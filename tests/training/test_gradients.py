@@ -1,0 +1,105 @@
+"""Data parallelism is only a way to compute: the gradient does not depend on how a global batch is spread."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.launch import Workshop, finish, free_port
+
+# Builds the model and the step as training does, in fp64, and saves for each run the gradient of the first global batch
+# and the buckets that were exchanged for it.
+WORKER = """
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_train import build_bare_step
+from harness.data.dataset import Dataset
+from harness.data.loader import MicrobatchReader
+from harness.distributed.world import World
+from harness.runs.directory import RunDirectory
+from harness.runs.experiment import Experiment
+
+runs, datasets, out, *names = sys.argv[1:]
+world = World.start()
+results = {}
+for name in names:
+    experiment = Experiment.load(RunDirectory.find(Path(runs), name), Path(datasets))
+    step = build_bare_step(experiment, world.device)
+    model = step.model.double()
+    exchanged = []
+    if world.size > 1:
+        step.model = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=0.5)
+
+        def count(group, bucket, exchanged=exchanged):
+            exchanged.append(bucket.index())
+            return allreduce_hook(group, bucket)
+
+        step.model.register_comm_hook(None, count)
+    dataset = Dataset.open(Path(datasets), experiment.config.dataset)
+    reader = MicrobatchReader(dataset.split("train"), 0, experiment.shape(world.size))
+    for _ in range(2):  # the first time, DDP has one bucket; it then arranges several
+        step.forget_gradients()
+        exchanged.clear()
+        step.accumulate(reader.step_windows(0, world.rank))
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    results[name] = {"gradients": gradients, "exchanged": exchanged}
+if world.is_main:
+    torch.save(results, out)
+world.stop()
+os._exit(0)  # a Python hook may still wait for the interpreter lock in one of gloo's threads, which ends in an abort
+"""
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Any]:
+    """By (ranks, accumulation steps): the first optimizer step on the same 16 sequences."""
+    shop = Workshop(tmp_path_factory.mktemp("gradients"))
+    shop.add_dataset()
+    return {(ranks, steps): result for ranks in (1, 2, 4) for steps, result in _first_steps(shop, ranks).items()}
+
+
+def _first_steps(shop: Workshop, ranks: int) -> dict[int, Any]:
+    names = {f"w{ranks}a{steps}": steps for steps in (1, 2, 4)}
+    for name, steps in names.items():
+        # Embeddings of a megabyte each, so that there are several buckets.
+        model = {"drop_rate": 0.0, "vocab_size": 2048, "emb_dim": 64}
+        shop.add_run(name, model=model, microbatch_size=16 // ranks // steps, gradient_accumulation_steps=steps)
+    out = shop.path / f"{ranks}.pt"
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    (shop.path / "worker.py").write_text(WORKER)
+    command = [str(shop.path / "worker.py"), str(shop.runs), str(shop.datasets), str(out), *names]
+    processes = [shop.fork(command, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
+    finish(processes, expect=0, timeout=120)
+    return {names[name]: result for name, result in torch.load(out, weights_only=True).items()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+def test_the_gradient_does_not_depend_on_the_spread(
+    steps: dict[tuple[int, int], Any], ranks: int, accumulation: int
+) -> None:
+    reference = steps[1, 1]["gradients"]
+    gradients = steps[ranks, accumulation]["gradients"]
+    assert gradients.keys() == reference.keys()
+    for name, gradient in gradients.items():
+        assert gradient.dtype == torch.float64
+        assert gradient.abs().max() > 0
+        torch.testing.assert_close(gradient, reference[name], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gradients_are_exchanged_once_per_step(steps: dict[tuple[int, int], Any], ranks: int) -> None:
+    """As many reductions with four accumulation steps as with one: each bucket once."""
+    once = steps[ranks, 1]["exchanged"]
+    assert sorted(once) == list(range(len(once)))
+    assert len(once) > 1
+    assert sorted(steps[ranks, 4]["exchanged"]) == sorted(once)

@@ -1,0 +1,214 @@
+"""What is measured is true: losses of a window, validation shared out or not, speed, dollars, charts, samples."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from gpt import GPTModel, ModelConfig
+from harness.data.dataset import TokenFile
+from harness.data.loader import BatchShape, MicrobatchReader, Window
+from harness.distributed.sharing import Ranks
+from harness.distributed.world import World
+from harness.evaluation.generation import Sampling, choose, sample_tokens
+from harness.evaluation.loss import bits_per_byte
+from harness.model.precision import Precision
+from harness.runs.chart import draw_training_chart
+from harness.runs.metrics import MetricsFile, read_metrics
+from harness.runs.throughput import Speed, peak_flops
+from harness.runs.train_config import TrainConfig
+from harness.training.clock import Clock
+from harness.training.evaluations import validation_loss
+from harness.training.loss_meter import LossWindow
+from harness.training.optimizer import build_optimizer, update_weights
+from harness.training.step import StepResult, TrainStep
+
+CPU = torch.device("cpu")
+ALONE = World(0, 0, 1, 1, CPU)
+CONFIG = ModelConfig(vocab_size=50, context_length=8, emb_dim=16, n_heads=2, n_layers=1, drop_rate=0.2, qkv_bias=False)
+TRAIN = TrainConfig(
+    dataset="a/b", microbatch_size=2, min_train_tokens=1, start_train_token=0, checkpoint_interval=1, learning_rate=0.01
+)
+
+
+def result(*losses: float, norm: float = 1.0, skipped: float = 0.0) -> StepResult:
+    return StepResult(torch.tensor(losses, dtype=torch.float64), torch.tensor(norm), torch.tensor(skipped))
+
+
+def test_a_window_reports_means_extremes_and_rows_of_skipped_steps() -> None:
+    window = LossWindow(CPU)
+    for step in (result(4.0, 3.0, norm=2.0), result(5.0, 1.0, norm=9.0), result(2.0, 3.0, skipped=1.0)):
+        window.add(step)
+    report = window.report(ALONE)
+    assert (report.loss, report.loss_min, report.loss_max) == (3.0, 1.0, 5.0)
+    assert (report.microbatches, report.gradient_norm) == (6, 9.0)
+    assert (report.skipped_steps, report.skipped_in_a_row) == (1, 1)
+    # A row of skipped steps goes on over a report.
+    for _ in range(2):
+        window.add(result(1.0, skipped=1.0))
+    assert window.report(ALONE).skipped_in_a_row == 3
+
+
+def test_a_window_with_nan_reports_nan_and_valid_json(tmp_path: Path) -> None:
+    window = LossWindow(CPU)
+    window.add(result(1.0))
+    window.add(result(math.nan, norm=math.inf, skipped=1.0))
+    report = window.report(ALONE)
+    assert math.isnan(report.loss)
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.append("train", loss=report.loss, norm=report.gradient_norm, steps=3)
+    assert json.loads(metrics.path.read_text()) == {"event": "train", "loss": None, "norm": None, "steps": 3}
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.01])
+def test_a_step_is_torchs_adamw_with_clipping(max_norm: float | None) -> None:
+    torch.manual_seed(0)
+    ours, theirs = torch.nn.Linear(7, 5), torch.nn.Linear(7, 5)
+    theirs.load_state_dict(ours.state_dict())
+    optimizer = build_optimizer(ours, TRAIN)
+    reference = torch.optim.AdamW(theirs.parameters(), lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+    for _ in range(5):
+        x = torch.randn(3, 7)
+        for model in (ours, theirs):
+            model.zero_grad()
+            model(x).square().sum().backward()
+        norm, skipped = update_weights(optimizer, Precision("fp32", "cpu").scaler(), max_norm=max_norm)
+        expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm or math.inf)
+        reference.step()
+        torch.testing.assert_close(norm, expected)
+        assert skipped == 0
+    for left, right in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(precision: str) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    optimizer, scaler = build_optimizer(model, TRAIN), Precision(precision, "cpu").scaler()
+    for _ in range(2):
+        scaler.scale(model(torch.randn(2, 4)).sum()).backward()
+        update_weights(optimizer, scaler, max_norm=1.0)
+        model.zero_grad()
+    weights = [parameter.clone() for parameter in model.parameters()]
+    state = [{key: value.clone() for key, value in values.items()} for values in optimizer.state.values()]
+    scaler.scale(model(torch.full((2, 4), math.inf)).sum()).backward()
+    _, skipped = update_weights(optimizer, scaler, max_norm=1.0)
+    assert skipped == 1
+    assert all(map(torch.equal, weights, model.parameters()))
+    for before, after in zip(state, optimizer.state.values(), strict=True):
+        assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_weight_decay_on_matrices_only() -> None:
+    model = GPTModel(CONFIG)
+    groups = build_optimizer(model, TRAIN.model_copy(update={"decay_all_parameters": False})).param_groups
+    assert {parameter.dim() for parameter in groups[0]["params"]} == {2}
+    assert {parameter.dim() for parameter in groups[1]["params"]} == {1}
+    assert (groups[0]["weight_decay"], groups[1]["weight_decay"]) == (0.1, 0.0)
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+
+
+def test_validation_is_the_mean_without_dropout_and_leaves_the_mode_and_random_state(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = GPTModel(CONFIG).train()
+    path = tmp_path / "validation.safetensors"
+    tokens = np.random.default_rng(0).integers(0, 50, 200).astype(np.uint16)
+    save_file({"tokens": tokens}, path)
+    reader = MicrobatchReader(TokenFile(path), 3, BatchShape(1, 1, 2, 8))
+    before = torch.get_rng_state()
+    loss = validation_loss(model, reader, 4, Precision("fp32", "cpu"), Ranks(ALONE, False, lambda: False, 0))
+    assert model.training
+    assert torch.equal(before, torch.get_rng_state())
+    window = torch.from_numpy(tokens[3 : 3 + 4 * 16 + 1].astype(np.int64))
+    logits = model.eval()(window[:-1].view(8, 8))
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), window[1:])
+    assert loss == pytest.approx(expected.item(), rel=1e-6)
+    assert validation_loss(model, reader, 4, Precision("fp32", "cpu"), Ranks(ALONE, True, lambda: False, 0)) == loss
+    assert validation_loss(model, reader, 4, Precision("fp32", "cpu"), Ranks(ALONE, True, lambda: True, 0)) is None
+
+
+def test_accumulation_in_half_precision_scales_and_unscales() -> None:
+    """fp16's gradient scale does not show in the gradient norm that is reported and clipped by."""
+    norms = {}
+    for name in ("fp32", "fp16"):
+        torch.manual_seed(0)
+        model = GPTModel(CONFIG.model_copy(update={"drop_rate": 0.0}))
+        step = TrainStep(model, build_optimizer(model, TRAIN), Precision(name, "cpu"), TRAIN)
+        tokens = np.arange(17, dtype=np.uint16)
+        norms[name] = step.run([Window(tokens, 8)], 1.0).gradient_norm.item()
+    assert norms["fp16"] == pytest.approx(norms["fp32"], rel=0.01)
+
+
+def test_greedy_top_k_and_seeds() -> None:
+    torch.manual_seed(0)
+    model = GPTModel(CONFIG).train()
+    logits = torch.tensor([0.0, 3.0, 1.0, 2.9])
+    generator = torch.Generator().manual_seed(0)
+    assert choose(logits, Sampling(0, 3), generator) == 1
+    assert {choose(logits, Sampling(1.0, 2), generator) for _ in range(200)} == {1, 3}
+    assert {choose(logits, Sampling(5.0, None), generator) for _ in range(400)} == {0, 1, 2, 3}
+    state = torch.get_rng_state()
+    texts = []
+    for seed in (1, 1, 2):
+        stream = sample_tokens(model, [5] * 20, Sampling(1.0, None, seed), vocab_size=40)
+        texts.append([next(stream) for _ in range(12)])
+    assert texts[0] == texts[1] != texts[2]
+    assert max(texts[0] + texts[2]) < 40
+    assert torch.equal(state, torch.get_rng_state())
+    assert model.training
+
+
+def test_frequencies_of_samples_are_the_softmax() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.tensor([0.0, 1.0, 2.0])
+    counts = np.bincount([choose(logits, Sampling(0.5, None), generator) for _ in range(4000)], minlength=3) / 4000
+    assert counts == pytest.approx(torch.softmax(logits / 0.5, 0).numpy(), abs=0.03)
+
+
+def test_bits_per_byte_dollars_and_mfu() -> None:
+    assert bits_per_byte(math.log(2) * 8, 4.0) == pytest.approx(2.0)  # 8 bits per token of 4 bytes
+    speed = Speed(flops_per_token=10**9, peak_flops=312e12, price_per_hour=10.32)
+    # The notebook's first machine: 13,904 seconds at 10.32 dollars an hour.
+    assert speed.dollars(13_904) == pytest.approx(39.86, abs=0.005)
+    assert speed.mfu(31_200) == pytest.approx(0.1)
+    assert Speed(1, None, None).mfu(1) is None
+    assert peak_flops("NVIDIA A100-SXM4-40GB") == 312e12
+    assert peak_flops("NVIDIA H100 80GB HBM3") == peak_flops("NVIDIA H200") == 989e12
+    assert peak_flops("x86_64 CPU") is None
+
+
+def test_the_clock_counts_each_second_once() -> None:
+    clock = Clock()
+    clock.add({"training": 100.0})
+    with clock.phase("training"), clock.phase("validation"):
+        pass
+    seconds = clock.now()
+    assert seconds["training"] == pytest.approx(100, abs=0.1)
+    assert sum(seconds.values()) == pytest.approx(clock.total, abs=0.1)
+
+
+def test_a_chart_of_a_run_is_drawn_even_while_its_file_is_being_written(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    for step in range(0, 300, 3):
+        loss = 3 + 7 * math.exp(-step / 50)
+        metrics.append("train", global_step=step, loss=loss, loss_min=loss - 0.3, loss_max=loss + 0.3)
+        if step % 60 == 0:
+            metrics.append("validation", global_step=step, loss=loss + 0.1)
+    metrics.append("train", global_step=300, loss=math.nan, loss_min=math.nan, loss_max=math.nan)
+    with metrics.path.open("a") as file:
+        file.write('{"event": "train", "global_st')
+    assert len(read_metrics(metrics.path)) == 106
+    picture = tmp_path / "chart.png"
+    draw_training_chart(metrics.path, picture, title="a run")
+    pixels = matplotlib.image.imread(picture)
+    assert pixels.shape[0] >= 700
+    assert pixels.shape[1] >= 1200
+    assert len(np.unique(pixels.reshape(-1, pixels.shape[-1]), axis=0)) > 50

@@ -1,0 +1,134 @@
+"""The real training command, end to end, on two gloo ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from tests.support.launch import Result, Workshop, metrics
+
+STEPS = 10  # 1,280 tokens in global batches of 2 ranks x 2 sequences x 2 accumulation steps x 16 tokens
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workshop, Path, Result]:
+    shop = Workshop(tmp_path_factory.mktemp("training"))
+    shop.add_dataset()
+    run = shop.add_run(price_per_hour=7.2, clipping_max_norm=1.0, learning_rate=0.01, lr_schedule="cosine")
+    return shop, run, shop.torchrun()
+
+
+def test_every_report_is_there_and_strict_json(trained: tuple[Workshop, Path, Result]) -> None:
+    _, run, _ = trained
+    events = metrics(run)
+    steps = {
+        kind: [event["global_step"] for event in events if event["event"] == kind]
+        for kind in ("train", "validation", "checkpoint")
+    }
+    # Every third step, and wherever there is a validation: every fifth, and the last.
+    assert steps == {"train": [0, 3, 5, 6, 9], "validation": [0, 5, 9], "checkpoint": [0, 5, 9]}
+    for event in events:
+        assert event["tokens_seen"] == (event["global_step"] + 1) * 128
+        assert event["seconds"] > 0
+    train = [event for event in events if event["event"] == "train"]
+    assert all(event["loss_min"] <= event["loss"] <= event["loss_max"] for event in train)
+    assert [event["learning_rate"] for event in train][-1] == pytest.approx(0.001)
+
+
+def test_it_learns(trained: tuple[Workshop, Path, Result]) -> None:
+    losses = [event["loss"] for event in metrics(trained[1]) if event["event"] == "validation"]
+    assert losses[0] == pytest.approx(math.log(64), rel=0.05)
+    assert losses[-1] < losses[0] - 0.2
+
+
+def test_checkpoints_chart_and_links(trained: tuple[Workshop, Path, Result]) -> None:
+    _, run, _ = trained
+    folders = sorted(path.name for path in (run / "checkpoints").iterdir() if not path.is_symlink())
+    assert [re.fullmatch(r"\d{8}Z\d{6}-iteration-(\d+)", name).group(1) for name in folders] == ["0", "5", "9"]  # type: ignore[union-attr]
+    assert (run / "checkpoints" / "latest").readlink() == Path(folders[-1])
+    assert (run / "checkpoints" / "best").readlink() == Path(folders[-1])
+    meta = json.loads((run / "checkpoints" / "best" / "meta.json").read_text())
+    assert meta["is_best"]
+    assert meta["global_step"] == 9
+    with safe_open(run / "checkpoints" / "best" / "model.safetensors", "pt") as file:
+        assert "trf_blocks.1.att.W_query.weight" in file.keys()  # noqa: SIM118
+        assert not any(name.startswith(("module.", "_orig_mod.")) for name in file.keys())  # noqa: SIM118
+    assert (run / "training-run-chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_summary_and_what_is_printed(trained: tuple[Workshop, Path, Result]) -> None:
+    _, run, result = trained
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["tokens_seen"] == STEPS * 128
+    assert summary["world_size"] == 2
+    seconds = summary["seconds"]
+    assert seconds["total"] == pytest.approx(sum(seconds[phase] for phase in seconds if phase != "total"), abs=0.01)
+    assert summary["dollars"]["training"] == pytest.approx(seconds["training"] * 0.002, abs=1e-4)
+    assert f"Final validation loss: {summary['final_validation_loss']:.3f}" in result.stdout
+    assert result.stdout.count("Training complete") == 1  # rank 0 alone speaks
+    assert "global step 9/9  loss" in result.stdout
+
+
+def test_a_finished_run_says_so_and_changes_nothing(trained: tuple[Workshop, Path, Result]) -> None:
+    shop, run, _ = trained
+
+    def times() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != ".lock"}
+
+    before = times()
+    result = shop.train(ranks=2)
+    assert "r is finished: 10 global steps" in result.stdout
+    assert times() == before
+
+
+def test_smoke_and_loss_work_on_the_checkpoint(trained: tuple[Workshop, Path, Result]) -> None:
+    shop, run, _ = trained
+    weights = str(run / "checkpoints" / "best" / "model.safetensors")
+    loss = shop.script("test_loss.py", str(shop.datasets), str(run / "model.json"), weights)
+    printed = re.match(r"Loss against our test dataset: (\d\.\d{3})\n", loss.stdout)
+    assert printed, loss.stdout
+    assert float(printed.group(1)) == pytest.approx(metrics(run)[-2]["loss"], abs=0.3)
+
+
+def test_one_process_without_torchrun(tmp_path: Path) -> None:
+    shop = Workshop(tmp_path)
+    shop.add_dataset()
+    run = shop.add_run(validation_interval=None, validation_batches=None, start_val_token=None, checkpoint_interval=4)
+    shop.train(ranks=1)
+    events = metrics(run)
+    assert [event["global_step"] for event in events if event["event"] == "checkpoint"] == [0, 4, 8, 12, 16, 19]
+    meta = json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())
+    # Without validation the training loss since the last checkpoint decides which is best.
+    assert meta["best_loss"] == min(
+        json.loads((path / "meta.json").read_text())["train_loss"] for path in (run / "checkpoints").glob("2*")
+    )
+    assert meta["val_loss"] is None
+
+
+def test_validation_on_all_ranks_prints_the_same_number(tmp_path: Path) -> None:
+    shop = Workshop(tmp_path)
+    shop.add_dataset()
+    common = {"min_train_tokens": 256, "validation_batches": 5, "validation_interval": 1}
+    alone = shop.add_run("alone", **common)
+    shared = shop.add_run("shared", validation_ranks="all", **common)
+    shop.train("alone")
+    shop.train("shared")
+    losses = [[event["loss"] for event in metrics(run) if event["event"] == "validation"] for run in (alone, shared)]
+    assert len(losses[0]) == 2
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_trains(tmp_path: Path, precision: str) -> None:
+    shop = Workshop(tmp_path)
+    shop.add_dataset()
+    run = shop.add_run(precision=precision, learning_rate=0.01)
+    shop.train(ranks=1)
+    losses = [event["loss"] for event in metrics(run) if event["event"] == "validation"]
+    assert losses[-1] < losses[0] - 0.2
+    assert (run / "checkpoints" / "latest" / "scaler.pt").exists() == (precision == "fp16")
