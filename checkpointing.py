@@ -256,7 +256,7 @@ def _load_state(path: Path) -> dict[str, Any]:
         ) from None
 
 
-def go_back_to(folder: Path, start: Path, make_aside: Callable[[], Path]) -> bool:
+def rewind_to(folder: Path, start: Path, make_aside: Callable[[], Path]) -> bool:
     """Make the checkpoint `start` the latest: those of later steps move to a new folder, and the links point to what
     remains. Returns whether anything was moved."""
     meta = read_meta(start)

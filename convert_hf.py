@@ -127,7 +127,7 @@ def open_model(checkpoint: Path, model_json: Path | None) -> tuple[ModelFiles, G
 
     files = ModelFiles.find(checkpoint, model_json)
     model = GPTModel(parse_config(ModelConfig, files.shape, files.shape_source))
-    model.load_public_tensors(load_weights(files.weights), files.weights)
+    model.load_checkpoint_tensors(load_weights(files.weights), files.weights)
     return files, model.eval()
 
 
@@ -152,7 +152,7 @@ def check_shape(source: Path, shape: dict[str, Any], tensors: dict[str, Any]) ->
     from harness.common.json_files import parse_config
 
     model = GPTModel(parse_config(ModelConfig, shape, source / "config.json"))
-    model.load_public_tensors(tensors, source)
+    model.load_checkpoint_tensors(tensors, source)
 
 
 def gather_facts(files: ModelFiles, model: GPTModel, name: str, options: dict[str, Any]) -> tuple[Any, Any]:

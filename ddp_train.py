@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.common.errors import StoppedError, UserError, one_line_errors, say_last
+from harness.common.errors import RunStopped, UserError, one_line_errors, say_last
 from harness.common.lasting_output import outlive_readers
 from harness.common.launcher import end_with_torchrun
 from harness.common.libraries import configure_libraries
 from harness.common.options import POSITIVE, Command, check_options
 from harness.distributed.signals import described
-from harness.distributed.watchdog import order
+from harness.distributed.watchdog import Place
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from harness.runs.experiment import Experiment, Position
     from harness.training.clock import Clock
     from harness.training.job import Job
-    from harness.training.loss_meter import Report
-    from harness.training.step import TrainStep
+    from harness.training.loss_meter import TrainMetrics
+    from harness.training.step import OptimizerStep
 
 
 LONG_STEP_SECONDS = 2
@@ -46,26 +46,26 @@ class Trainer:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.tally = job.tally
+        self.state = job.state
         self.last_step = job.position.total_steps - 1
 
     def train(self) -> None:
-        """Run all steps that are left; raises StoppedError if a signal asked for an early end."""
+        """Run all steps that are left; raises RunStopped if a signal asked for an early end."""
         job = self.job
         job.stop.listen()
         outlive_readers(job.stop.hang_up)
-        job.progress.start()
-        job.world.watch.is_stopping = lambda: bool(job.stop.signal)
+        job.console.start()
+        job.world.watchdog.is_stopping = lambda: bool(job.stop.signal)
         if job.due:  # a signal came in the middle of it
             self.after_step(job.position.first_step - 1, first=job.due)
         # Whether any rank was asked to stop is found out while the next step computes.
-        vote, seconds = job.world.vote(job.stop.signal, 0), 0.0
+        vote, seconds = job.world.async_max(job.stop.signal, 0), 0.0
         for step in range(job.position.first_step, job.position.total_steps):
             stop_signal, longest = vote.result()
             if stop_signal:
                 self.stop(stop_signal)
             job.writer.check()
-            vote, began = job.world.vote(job.stop.signal, int(seconds)), time.monotonic()
+            vote, began = job.world.async_max(job.stop.signal, int(seconds)), time.monotonic()
             with job.clock.phase("training"):
                 self.train_step(step)
                 if self.is_reporting_step(step):
@@ -97,12 +97,12 @@ class Trainer:
 
     def train_step(self, step: int) -> None:
         job = self.job
-        with job.world.watch.attended(f"global step {step}", order(step, "step")):
-            windows = job.reader.step_windows(step - job.position.first_step, job.world.rank)
-            job.window.add(job.step.run(windows, job.schedule.multiplier(step)))
-        self.tally.global_step = step
-        self.tally.tokens_seen += job.shape.global_tokens
-        job.progress.advance()
+        with job.world.watchdog.guard(Place(step, "step")):
+            windows = job.loader.microbatches(step - job.position.first_step, job.world.rank)
+            job.meter.add(job.step.run(windows, job.schedule.multiplier(step)))
+        self.state.global_step = step
+        self.state.tokens_seen += job.shape.global_tokens
+        job.console.advance()
 
     def is_due(self, step: int, interval: int | None) -> bool:
         """Decided from the global step alone, so that every rank decides alike."""
@@ -124,20 +124,20 @@ class Trainer:
         return any(self.is_due(step, interval) for interval in intervals)
 
     def report(self, step: int) -> None:
-        with self.job.world.watch.attended(f"the device's work of global step {step}", order(step, "report")):
-            self.job.window.settle()
-        report = self.job.window.report(self.job.world)
-        self.tally.train_loss = report.loss
-        self.tally.loss_sum += report.loss * report.microbatches
-        self.tally.loss_count += report.microbatches
-        self.tally.skipped_steps += report.skipped_steps
+        with self.job.world.watchdog.guard(Place(step, "report")):
+            self.job.meter.synchronize()
+        report = self.job.meter.report(self.job.world)
+        self.state.train_loss = report.loss
+        self.state.loss_sum += report.loss * report.microbatches
+        self.state.loss_count += report.microbatches
+        self.state.skipped_steps += report.skipped_steps
         self.job.record_report(report)
         self.refuse_divergence(step, report)
 
-    def refuse_divergence(self, step: int, report: Report) -> None:
+    def refuse_divergence(self, step: int, report: TrainMetrics) -> None:
         """Every rank has the same report, and so comes to the same end."""
         if report.skipped_in_a_row >= self.job.config.max_skipped_steps:
-            raise self.job.world.verdict(
+            raise self.job.world.collective_error(
                 f"gradients were not finite in {report.skipped_in_a_row} steps in a row up to global step {step} "
                 "(train.json: max_skipped_steps); lower learning_rate or set clipping_max_norm, and go back to an "
                 "earlier checkpoint by its name"
@@ -149,7 +149,7 @@ class Trainer:
         if loss is None:  # torchrun kills after 30 seconds: no time to wait for the end
             self.stop(max(self.job.world.gather(self.job.stop.signal)), due="validation")
         else:
-            self.tally.val_loss = loss
+            self.state.val_loss = loss
             self.job.record_validation(loss)
 
     def benchmark(self) -> None:
@@ -162,31 +162,31 @@ class Trainer:
 
     def checkpoint(self, step: int) -> None:
         """Save, and point `best` here if the loss that decides is the lowest yet."""
-        job, tally = self.job, self.tally
-        tally.train_loss = tally.loss_sum / tally.loss_count if tally.loss_count else None
-        deciding = tally.train_loss
+        job, state = self.job, self.state
+        state.train_loss = state.loss_sum / state.loss_count if state.loss_count else None
+        deciding = state.train_loss
         if job.config.validates:
-            deciding = tally.val_loss if self.is_validation_step(step) else None
-        is_best = deciding is not None and deciding < (tally.best_loss if tally.best_loss is not None else float("inf"))
+            deciding = state.val_loss if self.is_validation_step(step) else None
+        is_best = deciding is not None and deciding < (state.best_loss if state.best_loss is not None else float("inf"))
         if is_best:
-            tally.best_loss, tally.best_step = deciding, step
-        tally.loss_sum, tally.loss_count = 0.0, 0
+            state.best_loss, state.best_step = deciding, step
+        state.loss_sum, state.loss_count = 0.0, 0
         job.save(is_best=is_best, planned=True)
         self.stop_if_asked(step)  # meanwhile; no further step, and no further save
 
     def stop(self, signal_number: int, *, due: str | None = None) -> None:
         """Leave a checkpoint of the last step done, wherever it fell, and say how to go on."""
-        job, step = self.job, self.tally.global_step
+        job, step = self.job, self.state.global_step
         if due or (step >= job.position.first_step and not self.is_checkpoint_step(step)):
             job.save(due=due)
         job.finish_saving()
         done = f"after global step {step}" if step >= 0 else "before the first step"
-        job.progress.close()
+        job.console.close()
         if job.world.is_main:
             remedy = "to continue, run the same command again (without --restart or a CHECKPOINT)"
             say_last(f"stopped by {described(signal_number)} {done}; {remedy}")
         job.world.barrier()
-        raise StoppedError(signal_number)
+        raise RunStopped(signal_number)
 
 
 @click.command(cls=Command)
@@ -248,9 +248,9 @@ def main(run: str, datasets_dir: Path, checkpoint: str | None, **options: Any) -
 
 def say_start(experiment: Experiment) -> None:
     """The next line takes seconds: torch is loaded, and the processes meet."""
-    from harness.distributed.environment import is_speaker, world_size
+    from harness.distributed.environment import is_rank0, world_size
 
-    if is_speaker():
+    if is_rank0():
         count = world_size()
         click.echo(f"{experiment.run.path.name}: starting {count} {'process' if count == 1 else 'processes'}")
 
@@ -267,10 +267,10 @@ def print_schema(context: click.Context, kind: str | None) -> None:
 
 
 def print_plan(experiment: Experiment, checkpoint: str | None, options: dict[str, Any]) -> None:
-    from harness.distributed.environment import is_speaker, world_size
+    from harness.distributed.environment import is_rank0, world_size
     from harness.runs.plan import assumed_speed, describe_plan, make_plan, plan_speed, planned_start
 
-    if not is_speaker():
+    if not is_rank0():
         return
     ranks = options["assume_world_size"] or world_size()
     meta = None if options["restart"] else planned_start(experiment, ranks, checkpoint)
@@ -282,21 +282,21 @@ def print_plan(experiment: Experiment, checkpoint: str | None, options: dict[str
 
 
 def find_max_microbatch(experiment: Experiment, memory_limit_gib: float | None, *, write: bool) -> None:
-    from harness.data.dataset import check_vocabulary
+    from harness.data.dataset import check_token_ids
     from harness.distributed.world import World
-    from harness.training.batch_size_finder import load_libraries, search_microbatch, write_microbatch_size
+    from harness.training.batch_size_finder import find_max_microbatch, load_libraries, write_microbatch_size
     from harness.training.rehearsal import Rehearsal
     from harness.training.startup import fetch_dataset
 
     world = World.start()
     remark_on_machine(experiment, world)
     dataset = fetch_dataset(world, experiment.datasets_dir, experiment.config.dataset, experiment.splits)
-    world.on_each_node(lambda: check_vocabulary(dataset, "train", experiment.model.vocab_size))
+    world.on_each_node(lambda: check_token_ids(dataset, "train", experiment.model.vocab_size))
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as first:
         tiny = experiment.tiny()
         load_libraries(tiny, world, dataset, Rehearsal(world, partial(build_rehearsal, tiny, dataset, Path(first))))
         rehearsal = Rehearsal(world, partial(build_rehearsal, experiment, dataset, Path(folder)))
-        found = search_microbatch(experiment, world, dataset, rehearsal, memory_limit_gib)
+        found = find_max_microbatch(experiment, world, dataset, rehearsal, memory_limit_gib)
     remark_on_validation(experiment, found, world, dataset)
     if write:
         written = world.on_rank0(lambda: write_microbatch_size(experiment, found, world.size))
@@ -320,9 +320,9 @@ def build_rehearsal(experiment: Experiment, dataset: Dataset, folder: Path, worl
 def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> None:
     """Start, continue, or find that there is nothing left to do."""
     import checkpointing
-    from harness.distributed.signals import StopRequest
+    from harness.distributed.signals import StopSignal
     from harness.distributed.world import World
-    from harness.runs.checkpoint_folder import completed
+    from harness.runs.checkpoint_folder import upgrade_notebook_meta
     from harness.runs.plan import make_plan
     from harness.training.clock import Clock
     from harness.training.job import explained_failures
@@ -343,7 +343,7 @@ def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> N
     if world.on_rank0(lambda: lock.began_before or not restart):
         refuse_wrong_machine(world, run)
     if meta:
-        meta = completed(meta, experiment.identity(dataset), experiment.shape(world.size).global_tokens)
+        meta = upgrade_notebook_meta(meta, experiment.provenance(dataset), experiment.shape(world.size).global_tokens)
         clock.add(meta.get("seconds", {}))
     # The plan's checks are the run's: short data, unknown tokens, a long warm-up or a full disk end it here.
     plan = world.on_each_node(lambda: make_plan(experiment, world.size, meta))
@@ -353,10 +353,10 @@ def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> N
     if meta and position.is_finished and not (meta.get("validation_due") or meta.get("benchmarks_due")):
         say(world, f"{run.path.name} is finished: {position.first_step:,} global steps; --restart trains it again")
         if start and checkpoint is None:
-            world.on_rank0(partial(put_in_order, run, start, meta))  # a kill in the last save may not have left it so
+            world.on_rank0(partial(rewind, run, start, meta))  # a kill in the last save may not have left it so
         restore_summary(experiment, world, meta)
     else:
-        stop = StopRequest()
+        stop = StopSignal()
         with explained_failures(experiment.config.microbatch_size, stop):
             job = build_job(experiment, world, dataset, clock, position)
             job.stop = stop
@@ -416,21 +416,21 @@ def refuse_wrong_machine(world: World, run: RunDirectory) -> None:
 
 def restore_summary(experiment: Experiment, world: World, meta: dict[str, Any]) -> None:
     """Write the summary of a finished run whose process ended before it could, from the last checkpoint."""
-    from harness.runs.checkpoint_meta import Tally
+    from harness.runs.checkpoint_meta import TrainState
     from harness.runs.metrics import PHASES
     from harness.runs.summary import summarise, write_summary
-    from harness.runs.throughput import Speed, as_recorded, peak_flops
+    from harness.runs.throughput import Throughput, as_recorded, peak_flops
     from harness.training.startup import measure_machine
 
     if experiment.run.summary.exists() or not meta.get("seconds"):  # nothing of it was trained here
         return
     # Not necessarily those of today.
     machine, shape = as_recorded(measure_machine(world), meta), as_recorded(experiment.shape(world.size), meta)
-    speed = Speed(experiment.model.flops_per_token, peak_flops(machine.device), experiment.config.price_per_hour)
+    speed = Throughput(experiment.model.flops_per_token, peak_flops(machine.device), experiment.config.price_per_hour)
     seconds = dict.fromkeys(PHASES, 0.0) | meta.get("seconds", {})
-    summary = summarise(Tally.from_meta(meta), seconds, speed, machine, shape)
-    identity = {key: meta.get(key) for key in ("model", "parameters", "train", "dataset")}
-    world.on_rank0(lambda: write_summary(experiment.run, summary | identity))
+    summary = summarise(TrainState.from_meta(meta), seconds, speed, machine, shape)
+    provenance = {key: meta.get(key) for key in ("model", "parameters", "train", "dataset")}
+    world.on_rank0(lambda: write_summary(experiment.run, summary | provenance))
 
 
 def begin(job: Job, start: Path | None) -> None:
@@ -446,14 +446,14 @@ def begin(job: Job, start: Path | None) -> None:
         aside = world.on_rank0(run.set_results_aside)
         if aside:
             say(world, f"Earlier results are now in {aside}")
-        size = f"{job.identity['parameters']:,} parameters, {world.size} x {world.device.type}"
+        size = f"{job.provenance['parameters']:,} parameters, {world.size} x {world.device.type}"
         say(world, f"{run.path.name}: {size}, {left}")
         say_where(job)
         if initial:
             say(world, f"  starting from {job.config.initial_weights}")
         job.begin()
         return
-    saved = checkpointing.Checkpoint(**world.share(lambda: vars(checkpointing.load_checkpoint(start))))
+    saved = checkpointing.Checkpoint(**world.broadcast(lambda: vars(checkpointing.load_checkpoint(start))))
     job.resume(saved, start)
     job.protected.add(start.name)
     say(world, f"{run.path.name}: continuing from {start.name}, {left} to go")
@@ -462,9 +462,9 @@ def begin(job: Job, start: Path | None) -> None:
         taken = "weights and optimizer" if saved.optimizer else "weights"
         say(world, f"  not written by this program: its {taken} are taken, and {position.tokens_seen:,} tokens are")
         say(world, "  counted as seen: its global steps, with this run's batch")
-    for change in changed_settings(saved.meta.get("train", {}), job.identity["train"]):
+    for change in changed_settings(saved.meta.get("train", {}), job.provenance["train"]):
         say(world, f"  train.json has changed since: {change}")
-    world.on_rank0(lambda: put_in_order(run, start, saved.meta))
+    world.on_rank0(lambda: rewind(run, start, saved.meta))
 
 
 def load_initial_weights(job: Job) -> bool:
@@ -474,20 +474,20 @@ def load_initial_weights(job: Job) -> bool:
     if job.config.initial_weights is None:
         return False
     path = job.run.path / job.config.initial_weights
-    job.model.load_public_tensors(job.world.share(lambda: load_weights(path)), path)
+    job.model.load_checkpoint_tensors(job.world.broadcast(lambda: load_weights(path)), path)
     return True
 
 
-def put_in_order(run: RunDirectory, start: Path, meta: dict[str, Any]) -> None:
+def rewind(run: RunDirectory, start: Path, meta: dict[str, Any]) -> None:
     """Make links and metrics those of the checkpoint `start`, wherever the process that saved it ended; what came after
     it is kept aside. Rank 0 only."""
     import checkpointing
     from harness.runs.metrics import MetricsFile
 
     make_aside = cache(run.new_aside)  # one folder for all of it, if there is anything
-    if checkpointing.go_back_to(run.checkpoints, start, make_aside):
+    if checkpointing.rewind_to(run.checkpoints, start, make_aside):
         run.set_pictures_aside(make_aside())
-    MetricsFile(run.metrics).go_back_to(meta, make_aside)
+    MetricsFile(run.metrics).rewind_to(meta, make_aside)
 
 
 def say_where(job: Job) -> None:
@@ -503,7 +503,7 @@ def say(world: World, text: str) -> None:
         click.echo(text)
 
 
-def build_bare_step(experiment: Experiment, device: torch.device) -> TrainStep:
+def build_bare_step(experiment: Experiment, device: torch.device) -> OptimizerStep:
     """Model, optimizer and step on one device. The same weights on every rank."""
     from gpt import GPTModel
     from harness.common.memory import give_back_at_once
@@ -511,7 +511,7 @@ def build_bare_step(experiment: Experiment, device: torch.device) -> TrainStep:
     from harness.model.precision import Precision
     from harness.training.optimizer import build_optimizer
     from harness.training.rng import seed_alike
-    from harness.training.step import TrainStep
+    from harness.training.step import OptimizerStep
 
     config = experiment.config
     if device.type == "cpu":
@@ -521,7 +521,7 @@ def build_bare_step(experiment: Experiment, device: torch.device) -> TrainStep:
     attend_with_exact_dropout(experiment.model.drop_rate, device)
     if should_compile(config.compile, device):
         model.compile()  # in place: the module and its parameters keep their names
-    return TrainStep(model, build_optimizer(model, config), Precision.resolve(config.precision, device), config)
+    return OptimizerStep(model, build_optimizer(model, config), Precision.resolve(config.precision, device), config)
 
 
 def build_job(experiment: Experiment, world: World, dataset: Dataset, clock: Clock, position: Position) -> Job:
@@ -530,15 +530,15 @@ def build_job(experiment: Experiment, world: World, dataset: Dataset, clock: Clo
 
     import checkpointing
     from harness.runs.schedule import build_schedule
-    from harness.runs.throughput import Speed, peak_flops
-    from harness.training.async_writer import BackgroundWriter, ForegroundWriter
+    from harness.runs.throughput import Throughput, peak_flops
+    from harness.training.async_writer import AsyncWriter, SyncWriter
     from harness.training.job import Job
 
     run, config, shape = experiment.run, experiment.config, experiment.shape(world.size)
     checkpointing.check_tokenizer(dataset.tokenizer)
     step = build_bare_step(experiment, world.device)
     model = step.model
-    step.before_exchange = world.watch.beat
+    step.before_exchange = world.watchdog.beat
     if world.size > 1:
         devices = [world.device] if world.device.type == "cuda" else None
         step.model = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
@@ -558,11 +558,11 @@ def build_job(experiment: Experiment, world: World, dataset: Dataset, clock: Clo
         schedule=build_schedule(config, position.total_steps),
         model=model,
         step=step,
-        speed=Speed(experiment.model.flops_per_token, peak_flops(world.device_name), config.price_per_hour),
+        speed=Throughput(experiment.model.flops_per_token, peak_flops(world.device_name), config.price_per_hour),
         clock=clock,
-        identity=experiment.identity(dataset),
+        provenance=experiment.provenance(dataset),
         write_checkpoint=write_checkpoint,
-        writer=BackgroundWriter() if config.async_checkpoint else ForegroundWriter(),
+        writer=AsyncWriter() if config.async_checkpoint else SyncWriter(),
     )
 
 

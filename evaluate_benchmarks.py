@@ -71,14 +71,14 @@ def evaluate(model_json: Path, weights: Path, specs: list[str], options: dict[st
     from harness.evaluation.benchmarks.tasks import check_installed
     from harness.evaluation.likelihood import Scorer
     from harness.model.precision import Precision
-    from harness.runs.model_folder import check_vocabulary, tokenizer_of
+    from harness.runs.model_folder import check_tokenizer_fits, tokenizer_of
 
     check_installed()
     if options["output"]:
         check_output(options["output"])
     device = only_device()
     model, tokenizer = load_model(model_json, weights, device), tokenizer_of(weights)
-    check_vocabulary(tokenizer, model.config.vocab_size, weights)
+    check_tokenizer_fits(tokenizer, model.config.vocab_size, weights)
     precision = Precision.resolve(options["precision"], device)
     scorer = Scorer(model, precision, tokenizer.vocab_size, options["batch_size"])
     benchmarks = load(specs, options["num_fewshot"])
@@ -88,9 +88,9 @@ def evaluate(model_json: Path, weights: Path, specs: list[str], options: dict[st
         click.echo(line)
     if options["output"]:
         config = model.config.model_dump(mode="json")
-        identity = {"weights": str(weights), "sha256": sha256(weights), "config": config}
+        provenance = {"weights": str(weights), "sha256": sha256(weights), "config": config}
         settings = {key: options[key] for key in ("limit", "num_fewshot", "batch_size")}
-        about = {"model": identity, "settings": {"tasks": specs, **settings, "precision": precision.name}}
+        about = {"model": provenance, "settings": {"tasks": specs, **settings, "precision": precision.name}}
         write_results(options["output"], results, about)
 
 

@@ -19,7 +19,7 @@ from harness.model.config import ModelConfig as ModelConfig
 from harness.model.config import load_model_config as load_model_config
 from harness.model.cross_entropy import linear_cross_entropy
 from harness.model.inference import KeyValueCache, LayerCache
-from harness.model.weights import accept, copy_into, load_weights, public_views
+from harness.model.weights import checkpoint_views, from_checkpoint_names, load_into, load_weights
 
 INIT_STD = 0.02
 WEIGHT_BYTES = 4  # fp32, made on the CPU first
@@ -165,22 +165,22 @@ class GPTModel(nn.Module):
             x_BxTxC = block(x_BxTxC, layer)
         return self.final_norm(x_BxTxC)
 
-    def public_tensors(self) -> dict[str, Tensor]:
+    def to_checkpoint_names(self) -> dict[str, Tensor]:
         """The weights under the names of this model family's published checkpoints: CPU, contiguous, unshared."""
-        return {name: tensor.to("cpu", copy=True) for name, tensor in public_views(self.state_dict()).items()}
+        return {name: tensor.to("cpu", copy=True) for name, tensor in checkpoint_views(self.state_dict()).items()}
 
-    def load_public_tensors(self, tensors: dict[str, Tensor], source: Path) -> None:
+    def load_checkpoint_tensors(self, tensors: dict[str, Tensor], source: Path) -> None:
         """Set the weights from tensors under their public names.
 
         Raises UserError, naming `source`, the tensors and both shapes, when they are another model's; the weights are
         then untouched.
         """
         state = self.state_dict()
-        copy_into(state, accept(tensors, state, tied=self.config.tie_weights, source=source))
+        load_into(state, from_checkpoint_names(tensors, state, tied=self.config.tie_weights, source=source))
 
 
 def load_model(model_json: Path, weights: Path, device: torch.device) -> GPTModel:
     """A model in evaluation mode with the weights of a safetensors file. Raises UserError if the two do not match."""
     model = GPTModel(load_model_config(model_json))
-    model.load_public_tensors(load_weights(weights), weights)
+    model.load_checkpoint_tensors(load_weights(weights), weights)
     return model.to(device).eval()

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from harness.common.errors import RunError, StoppedError, UserError, one_line_errors
+from harness.common.errors import RunError, RunStopped, UserError, one_line_errors
 from harness.common.options import Command, FiniteNumber
 from harness.evaluation.judge.client import NOTEBOOK_JUDGE
 from harness.evaluation.judge.prompt import JUDGE_PROMPT, JUDGE_PROMPT_HELP
@@ -63,7 +63,7 @@ def main(responses: tuple[Path, ...], **options: Any) -> None:
         cache = options["cache"] or min(path.absolute() for path in responses).parent / "judgements.jsonl"
         try:
             judgement = judge(models, settings, cache)
-        except StoppedError:
+        except RunStopped:
             click.echo("stopped by SIGINT; the same command goes on from there", err=True)
             raise
         report = JudgeReport.of(judgement, settings, prices)

@@ -17,7 +17,7 @@ import click
 from click.core import ParameterSource
 
 from harness.common.errors import UserError, one_line_errors, printable
-from harness.common.messages import counted, is_hub_name, is_unicode, listed
+from harness.common.messages import abbreviated, document_count, is_hub_name, is_unicode
 from harness.common.options import Command, FiniteNumber
 
 GO_WITH = {  # the other options that mean something with these
@@ -111,7 +111,7 @@ def check_options(input_: str | None, output_dir: Path | None, options: dict[str
         given = [key for key in options if source(key) is ParameterSource.COMMANDLINE]
         strange = [option_of(key) for key in given if key not in {mode, *GO_WITH[mode]}]
         if strange:
-            raise UserError(f"{listed(strange)}: not with {option_of(mode)}")
+            raise UserError(f"{abbreviated(strange)}: not with {option_of(mode)}")
     if options["token_dtype"] and not options["from_bin"]:
         raise UserError("--token-dtype belongs with --from-bin")
     if options["tokenizer"] and options["train_tokenizer"]:
@@ -135,7 +135,9 @@ def make(input_: str, output_dir: Path, options: dict[str, Any]) -> None:
     output_dir = without_dots(output_dir)
     made = make_dataset(input_, output_dir, options)
     for split in made.splits:
-        click.echo(f"{split.name}: {split.tokens:,} tokens, {counted(split.documents)}, {split.bytes:,} bytes of text")
+        click.echo(
+            f"{split.name}: {split.tokens:,} tokens, {document_count(split.documents)}, {split.bytes:,} bytes of text"
+        )
     click.echo(f"{output_dir} is whole")
     for line in next_steps(output_dir, made.vocab_size):
         click.echo(f"  {line}")

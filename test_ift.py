@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.common.errors import RunError, StoppedError, UserError, one_line_errors
+from harness.common.errors import RunError, RunStopped, UserError, one_line_errors
 from harness.common.files import check_writable
 from harness.common.libraries import configure_libraries
 from harness.common.messages import as_unicode, is_unicode
@@ -114,10 +114,10 @@ def open_model(model_json: Path, model_safetensors: Path) -> tuple[GPTModel, Tok
     """Raises UserError if the files do not belong together."""
     from gpt import load_model
     from harness.common.device import only_device
-    from harness.runs.model_folder import check_vocabulary, tokenizer_of
+    from harness.runs.model_folder import check_tokenizer_fits, tokenizer_of
 
     model, tokenizer = load_model(model_json, model_safetensors, only_device()), tokenizer_of(model_safetensors)
-    check_vocabulary(tokenizer, model.config.vocab_size, model_safetensors)
+    check_tokenizer_fits(tokenizer, model.config.vocab_size, model_safetensors)
     return model, tokenizer
 
 
@@ -181,7 +181,7 @@ def save(model: GPTModel, source: Path, folder: Path, facts: dict[str, Any]) -> 
     from harness.runs.model_folder import tokenizer_file_of, write_model
 
     shape, tokenizer = model.config.model_dump(mode="json"), tokenizer_file_of(source)
-    write_model(folder, shape, model.public_tensors(), tokenizer=tokenizer, facts=facts)
+    write_model(folder, shape, model.to_checkpoint_names(), tokenizer=tokenizer, facts=facts)
     click.echo(f"{folder}: the fine-tuned model")
 
 
@@ -196,7 +196,7 @@ def score(responses: Responses, settings: Any, path: Path) -> None:
         click.echo("\n".join(report.lines()))
         if (shortfall := report.shortfall()) is not None:
             raise RunError(shortfall)
-    except StoppedError:
+    except RunStopped:
         click.echo(f"stopped by SIGINT; the answers are kept: {again} goes on from there", err=True)
         raise
     except (UserError, RunError) as error:  # nothing has to be trained again

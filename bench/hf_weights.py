@@ -21,7 +21,7 @@ def peer_of(model: GPTModel, attention: str = "sdpa") -> GPT2LMHeadModel:
     Where `model` has no query, key and value biases, the peer's (it always has them) are zero.
     """
     peer = GPT2LMHeadModel(peer_config(model.config, attention))
-    tensors = to_tensors(model.public_tensors(), model.config)
+    tensors = to_tensors(model.to_checkpoint_names(), model.config)
     peer.load_state_dict({PEER_HEAD: tensors[f"{PREFIX}wte.weight"], **tensors})
     peer.loss_type = "ForCausalLM"
     peer.train()

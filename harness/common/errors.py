@@ -41,7 +41,7 @@ class PeerError(RunError):
     """Another rank failed and tells its own story; this rank only leaves. Its message is for when that one cannot."""
 
 
-class StoppedError(RunError):
+class RunStopped(RunError):  # noqa: N818 - the orderly end of a run
     """A signal ended the run in an orderly way, and the user has been told. Exit status 128 + the signal's number, as
     shells have it."""
 
@@ -74,7 +74,7 @@ def one_line_errors() -> Iterator[None]:
     except KeyboardInterrupt:  # before or after training, which takes note of it itself
         if _local_rank() == 0:
             print("stopped by SIGINT", file=sys.stderr, flush=True)
-        _leave(StoppedError(signal.SIGINT))
+        _leave(RunStopped(signal.SIGINT))
     except Exception:
         if "LOCAL_RANK" not in os.environ:
             raise
@@ -154,7 +154,7 @@ def _leave(error: UserError | RunError) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)
         time.sleep(SPEAKER_PATIENCE_SECONDS)
-    if not isinstance(error, StoppedError) and not TOLD.is_set():
+    if not isinstance(error, RunStopped) and not TOLD.is_set():
         tell(str(error))
     # Not sys.exit: interpreter shutdown would wait for communication threads whose peers may already be gone.
     if sys.stdout is not None:  # None: it was closed from the beginning

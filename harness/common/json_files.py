@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from harness.common.errors import UserError
-from harness.common.messages import is_unicode, nearest, shown
+from harness.common.messages import is_unicode, nearest, quoted
 from harness.common.other_names import advice
 
 Config = TypeVar("Config", bound=BaseModel)
@@ -38,7 +38,7 @@ class RunFile(BaseModel):
         if not isinstance(raw, dict) or SCHEMA_KEY not in raw:
             return raw
         if not isinstance(raw[SCHEMA_KEY], str):
-            raise ValueError(f'key "{SCHEMA_KEY}": must be the place of a JSON Schema, not {shown(raw[SCHEMA_KEY])}')
+            raise ValueError(f'key "{SCHEMA_KEY}": must be the place of a JSON Schema, not {quoted(raw[SCHEMA_KEY])}')
         return {key: value for key, value in raw.items() if key != SCHEMA_KEY}
 
 
@@ -79,7 +79,7 @@ def _unknown_key(key: str, kind: type[BaseModel]) -> tuple[str | None, str]:
 
 
 def _describe(fault: Any, kind: type[BaseModel]) -> str:
-    key = shown(".".join(str(part) for part in fault["loc"] if not _is_union_branch(part)))
+    key = quoted(".".join(str(part) for part in fault["loc"] if not _is_union_branch(part)))
     if fault["type"] == "extra_forbidden":
         return f"key {key}: {_unknown_key(str(fault['loc'][0]), kind)[1]}"
     if fault["type"] == "missing":
@@ -87,7 +87,7 @@ def _describe(fault: Any, kind: type[BaseModel]) -> str:
     if fault["type"] == "value_error":
         return str(fault["ctx"]["error"])
     message = fault["msg"][0].lower() + fault["msg"][1:]
-    return f"key {key}: {message}, not {shown(fault['input'])}"
+    return f"key {key}: {message}, not {quoted(fault['input'])}"
 
 
 def _is_union_branch(part: int | str) -> bool:
@@ -138,9 +138,9 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
-            raise ValueError(f"key {shown(key)}: given twice")
+            raise ValueError(f"key {quoted(key)}: given twice")
         if not is_unicode(key):
-            raise ValueError(f"key {shown(key)}: half of a surrogate pair is not a character")
+            raise ValueError(f"key {quoted(key)}: half of a surrogate pair is not a character")
         result[key] = value
     return result
 

@@ -12,7 +12,7 @@ SHOWN_CHARACTERS = 60
 ALIKE = 0.75  # of difflib's ratio: half of it, and `epochs` is like `eps`
 
 
-def shown(value: Any) -> str:
+def quoted(value: Any) -> str:
     """A value of a JSON file as it is written there, cut to what fits a line."""
     try:
         text = json.dumps(value, default=str)
@@ -30,13 +30,13 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
     return next(iter(swapped or difflib.get_close_matches(name, known, n=1, cutoff=ALIKE)), None)
 
 
-def listed(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
+def abbreviated(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
     """The first names, and how many there are beyond."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return separator.join(names[:most]) + more
 
 
-def counted(documents: int) -> str:
+def document_count(documents: int) -> str:
     """How many documents end in a split."""
     if documents < 2:
         return "1 document" if documents else "a part of a document"

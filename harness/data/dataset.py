@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from harness.common.errors import UserError
 from harness.common.files import check_inside, check_name
 from harness.common.json_files import Count, parse_config, read_json_object
-from harness.common.messages import shown
+from harness.common.messages import quoted
 
 if TYPE_CHECKING:
     pass
@@ -126,11 +126,13 @@ class Dataset:
         for file in meta.files.values() if isinstance(meta.files, dict) else meta.files:
             if file.endswith((".safetensors", ".json")) and not _is_file(folder, file):
                 raise UserError(
-                    f"{folder}: incomplete: meta.json lists {shown(file)}; complete the folder or move it away"
+                    f"{folder}: incomplete: meta.json lists {quoted(file)}; complete the folder or move it away"
                 )
         dataset = cls(name or "/".join(folder.resolve().parts[-2:]), folder, meta)
         if isinstance(dataset.tokenizer, Path) and not _is_file(folder, dataset.tokenizer.name):
-            raise UserError(f'{meta_path}: key "tokenizer": {shown(meta.tokenizer)} is missing; put it into the folder')
+            raise UserError(
+                f'{meta_path}: key "tokenizer": {quoted(meta.tokenizer)} is missing; put it into the folder'
+            )
         return dataset
 
     def has_split(self, split: str) -> bool:
@@ -172,10 +174,10 @@ def dataset_folder(datasets_dir: Path, name: str) -> Path:
     """DATASETS_DIR/owner/name. Raises UserError for a name of another form, or for a file in the folder's place."""
     parts = name.split("/")
     if len(parts) != 2:
-        raise UserError(f"dataset {shown(name)}: must be owner/name, as on the Hugging Face Hub")
+        raise UserError(f"dataset {quoted(name)}: must be owner/name, as on the Hugging Face Hub")
     if max(map(len, parts)) > LONGEST_NAME:
-        raise UserError(f"dataset {shown(name)}: longer than {LONGEST_NAME} characters")
-    owner, short = (check_name(part, f"dataset {shown(name)}") for part in parts)
+        raise UserError(f"dataset {quoted(name)}: longer than {LONGEST_NAME} characters")
+    owner, short = (check_name(part, f"dataset {quoted(name)}") for part in parts)
     for folder in (datasets_dir, datasets_dir / owner, datasets_dir / owner / short):
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{folder}: is a file, but must be a folder for datasets; move it or name another place")
@@ -200,7 +202,7 @@ def is_present(datasets_dir: Path, name: str, splits: list[str]) -> bool:
     return True
 
 
-def check_vocabulary(dataset: Dataset, split: str, vocab_size: int) -> None:
+def check_token_ids(dataset: Dataset, split: str, vocab_size: int) -> None:
     """Find a token id the model has no embedding for, before training does.
 
     The scan's result is remembered beside the dataset folders (never inside a user's own). Raises UserError naming the

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     pass
 
 
-def bring(datasets_dir: Path, name: str, splits: list[str]) -> None:
+def ensure_dataset(datasets_dir: Path, name: str, splits: list[str]) -> None:
     """Make sure that DATASETS_DIR/<name> holds the splits. A folder that does is left alone, with no network call."""
     folder = dataset_folder(datasets_dir, name)
     if not is_present(datasets_dir, name, splits):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class BatchShape:
+class BatchLayout:
     """How one optimizer step's tokens are spread over ranks and accumulation steps."""
 
     world_size: int
@@ -33,7 +33,7 @@ class BatchShape:
         return self.world_size * self.accumulation_steps * self.microbatch_tokens
 
 
-def whole_batches(wanted: int, available: int, batch_tokens: int) -> int:
+def num_whole_batches(wanted: int, available: int, batch_tokens: int) -> int:
     """The smallest whole number of batches that holds at least `wanted` tokens; -1 wanted: as many as there are.
 
     `available` counts the tokens in the file from the slice's start; one more than the batches is needed, as the last
@@ -51,13 +51,13 @@ def whole_batches(wanted: int, available: int, batch_tokens: int) -> int:
 
 
 @dataclass(frozen=True)
-class Window:
+class Microbatch:
     """A microbatch as it lies in the file: B·T tokens and one more, since targets are inputs shifted by one."""
 
     tokens: np.ndarray
     context_length: int
 
-    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def to(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets, (B, T) each, as int64 on `device`."""
         import torch  # here, since looking into a dataset does without it
 
@@ -67,21 +67,21 @@ class Window:
         return tokens[:-1].view(-1, self.context_length), tokens[1:].view(-1, self.context_length)
 
 
-class MicrobatchReader:
+class TokenLoader:
     """Consecutive microbatches of a split from a starting token."""
 
-    def __init__(self, tokens: TokenFile, start_token: int, shape: BatchShape) -> None:
+    def __init__(self, tokens: TokenFile, start_token: int, shape: BatchLayout) -> None:
         self.tokens = tokens
         self.start_token = start_token
         self.shape = shape
 
-    def window(self, index: int) -> Window:
+    def microbatch(self, index: int) -> Microbatch:
         """Microbatch `index`, counted from the start token."""
         size = self.shape.microbatch_tokens
-        return Window(self.tokens.read(self.start_token + index * size, size + 1), self.shape.context_length)
+        return Microbatch(self.tokens.read(self.start_token + index * size, size + 1), self.shape.context_length)
 
-    def step_windows(self, step: int, rank: int) -> list[Window]:
+    def microbatches(self, step: int, rank: int) -> list[Microbatch]:
         """What `rank` trains on in the slice's `step`: in accumulation step a of A, microbatch
         (step·A + a)·world_size + rank."""
         steps, size = self.shape.accumulation_steps, self.shape.world_size
-        return [self.window((step * steps + a) * size + rank) for a in range(steps)]
+        return [self.microbatch((step * steps + a) * size + rank) for a in range(steps)]

@@ -14,7 +14,7 @@ import numpy as np
 
 from harness.common.errors import RunError, printable
 from harness.common.files import sha256
-from harness.common.messages import counted, shown
+from harness.common.messages import document_count, quoted
 from harness.data.dataset import SCAN_CHUNK_TOKENS, Dataset, TokenFile
 from harness.data.preparation.splits import SPLITS
 from harness.data.tokenizers.load import load_tokenizer
@@ -93,7 +93,7 @@ def _tokenizer_faults(dataset: Dataset, tokenizer: Tokenizer) -> Iterator[str]:
     for key, found in (("vocab_size", tokenizer.vocab_size), ("eot_token", tokenizer.eot_token)):
         said = getattr(dataset.meta, key, None)
         if said is not None and said != found:
-            yield f"meta.json: {key} is {shown(said)}, but the tokenizer has {found:,}"
+            yield f"meta.json: {key} is {quoted(said)}, but the tokenizer has {found:,}"
     said = (dataset.meta.model_extra or {}).get("tokenizer_sha256")
     if isinstance(dataset.tokenizer, Path) and said is not None and sha256(dataset.tokenizer) != said:
         yield f"{dataset.tokenizer.name}: its SHA-256 is not the one in meta.json"
@@ -106,7 +106,7 @@ def _faults(dataset: Dataset, split: str, tokenizer: Tokenizer) -> Iterator[str]
     if said and said.sha256 and sha256(tokens.path) != said.sha256:
         yield "its SHA-256 is not the one in meta.json"
     if dataset.meta.token_dtype not in {None, tokens.dtype}:
-        yield f"holds {tokens.dtype}, but meta.json says {shown(dataset.meta.token_dtype)}"
+        yield f"holds {tokens.dtype}, but meta.json says {quoted(dataset.meta.token_dtype)}"
     facts = survey(tokens, tokenizer)
     if facts.largest >= tokenizer.vocab_size:
         yield f"token id {facts.largest} is beyond the tokenizer's {tokenizer.vocab_size:,}"
@@ -134,7 +134,7 @@ def _describe_split(split: str, tokens: TokenFile, tokenizer: Tokenizer) -> Iter
     per_token = f", {facts.bytes / facts.tokens:.2f} a token" if facts.tokens else ""
     yield ""
     yield f"{split}: {facts.tokens:,} tokens ({tokens.dtype}), {facts.bytes:,} bytes of text{per_token}"
-    yield f"  {counted(facts.documents)}; tokens per document (the longest has {facts.longest:,}):"
+    yield f"  {document_count(facts.documents)}; tokens per document (the longest has {facts.longest:,}):"
     yield from _histogram(facts.lengths.tolist())
     start = tokenizer.decode(tokens.read(0, SHOWN_TOKENS).tolist())
     lines = [line for line in start.splitlines() if line.strip()]

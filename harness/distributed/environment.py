@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 
 from harness.common.errors import UserError
-from harness.common.messages import shown
+from harness.common.messages import quoted
 
 # In the order of Place's fields.
 COUNTS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -50,7 +50,7 @@ def local_world_size() -> int:
     return place().local_world_size
 
 
-def is_speaker() -> bool:
+def is_rank0() -> bool:
     """Whether this process is rank 0, which speaks for all. Raises UserError like `place`."""
     return rank() == 0
 
@@ -81,7 +81,7 @@ def place() -> Place:
 def _number(name: str) -> int:
     text = os.environ[name]
     if not re.fullmatch(r"[0-9]{1,9}", text):
-        raise _stray(f"{name} is {shown(text)}, which is not a whole number")
+        raise _stray(f"{name} is {quoted(text)}, which is not a whole number")
     return int(text)
 
 

@@ -25,7 +25,7 @@ class Store(Protocol):
     def check(self, keys: list[str]) -> bool: ...
 
 
-def name_this_life(store: Store, rank: int, size: int, patience_seconds: float) -> str:
+def agree_on_restart_id(store: Store, rank: int, size: int, patience_seconds: float) -> str:
     """A name that all `size` ranks of this life of the job have, and no other life's. Returns when all are there.
 
     Raises RunError naming a rank that has not come in time.

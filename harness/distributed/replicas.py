@@ -11,7 +11,7 @@ PIECE = 2**22  # numbers at a time: torch widens a whole operand before it sums
 
 
 @torch.no_grad()
-def fingerprint(model: nn.Module) -> list[int]:
+def weight_checksums(model: nn.Module) -> list[int]:
     """For each parameter (fp32), in order, the sum of its numbers' bit patterns. Waits for the device."""
     return torch.stack([_sum_of_bits(parameter) for parameter in model.parameters()]).tolist()
 

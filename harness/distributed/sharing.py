@@ -8,13 +8,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from harness.distributed.watchdog import order
+from harness.distributed.watchdog import Place
 
 if TYPE_CHECKING:
     from harness.distributed.world import World
 
 
-class StopAsked(Exception):  # noqa: N818 - not an error
+class StopRequested(Exception):  # noqa: N818 - not an error
     """Ends an evaluation whose process was asked to stop."""
 
 
@@ -30,15 +30,15 @@ class Ranks:
 
     def at_work(self, indexes: range) -> AbstractContextManager[object]:
         """The watch's attention, for a rank that has microbatches to evaluate and does not only wait."""
-        place = order(self.step, self.place)
+        place = Place(self.step, self.place)
         if indexes:
-            return self.world.watch.attended(f"the {self.place} of global step {self.step}", place)
-        self.world.watch.passed(place)
+            return self.world.watchdog.guard(place)
+        self.world.watchdog.idle(place)
         return contextlib.nullcontext()
 
     def heeding(self, indexes: Iterable[int]) -> Iterator[int]:
         for index in indexes:
             if self.stop():
-                raise StopAsked
+                raise StopRequested
             yield index
-            self.world.watch.beat()
+            self.world.watchdog.beat()

@@ -11,7 +11,7 @@ from harness.common import launcher
 STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
-class StopRequest:
+class StopSignal:
     """Remembers that a signal came; the training loop asks between steps.
 
     The handler only takes a note: a collective there could run in the middle of another one.

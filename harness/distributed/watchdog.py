@@ -3,7 +3,7 @@
 A gradient exchange waits for a rank that does not come, and cannot say which one that is. So every rank tells the
 others, through the store at which they met, how far it is; threads of their own do that, and judge, whatever the main
 thread waits for. Long work of one rank (a download, a save, a validation that goes on) is no fault: only time without
-progress inside `attended` counts.
+progress inside `guard` counts.
 """
 
 from __future__ import annotations
@@ -26,15 +26,33 @@ POLLS_IN_TIMEOUT = 5
 # A rank that ends because of an error tells it itself, and its peers' main threads hear of it: let them speak first.
 GONE_PATIENCE_SECONDS = 5.0
 SILENT_EXIT_SECONDS = 2.0
-PASSED = 2**53
+IDLE = 2**53
 
 
-PLACES = ("step", "report", "validation", "benchmarks", "check")
+# What ranks do in a global step and may be stuck in, in this order, and how it is told.
+PLACES = {
+    "step": "global step {}",
+    "report": "the device's work of global step {}",
+    "validation": "the validation of global step {}",
+    "benchmarks": "the benchmarks of global step {}",
+    "check": "the check of weights after global step {}",
+}
 
 
-def order(step: int, place: str) -> int:
-    """The places of a global step in the order in which ranks come to them."""
-    return len(PLACES) * step + PLACES.index(place)
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is: in the global step `step`, at the one of PLACES that is called `name`."""
+
+    step: int
+    name: str
+
+    @property
+    def order(self) -> int:
+        """Grows from place to place, and is the same on all ranks."""
+        return len(PLACES) * self.step + list(PLACES).index(self.name)
+
+    def __str__(self) -> str:
+        return PLACES[self.name].format(self.step)
 
 
 class Store(Protocol):
@@ -45,14 +63,14 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True)
-class Sign:
+class Heartbeat:
     """What a rank says of itself from time to time."""
 
     number: int  # counts the signs themselves
     process: ProcessName
     place: str
     progress: list[int]  # the rank with less of it is behind
-    stalled: float | None  # seconds without progress; None outside `attended`
+    stalled: float | None  # seconds without progress; None outside `guard`
     stopping: bool  # a signal has asked it to stop
     leaving: bool = False  # it has noticed a fault, and has told the user, or left that to a neighbour
 
@@ -60,22 +78,22 @@ class Sign:
         return json.dumps(asdict(self))
 
     @classmethod
-    def decode(cls, text: bytes) -> Sign:
+    def decode(cls, text: bytes) -> Heartbeat:
         values = json.loads(text)
         return cls(**{**values, "process": ProcessName(**values["process"])})
 
 
 @dataclass
-class Heard:
+class LastHeartbeat:
     """The last new sign of a rank, and when it came by this process's clock."""
 
-    sign: Sign
+    sign: Heartbeat
     at: float
     gone_since: float | None = None
 
 
-class Watch:
-    """This rank's eye on all of them. `beat` and `attended` are for the main thread, and cost next to nothing."""
+class Watchdog:
+    """This rank's eye on all of them. `beat` and `guard` are for the main thread, and cost next to nothing."""
 
     def __init__(self, rank: int, timeout_seconds: float) -> None:
         self.rank = rank
@@ -88,24 +106,23 @@ class Watch:
         self._leaving = False
         self._frozen_until = 0.0
         self._contact = time.monotonic()
-        self._heard: list[Heard] = []
-        self._say: Callable[[Sign], None] = lambda sign: None
+        self._heard: list[LastHeartbeat] = []
+        self._say: Callable[[Heartbeat], None] = lambda sign: None
 
     @contextmanager
-    def attended(self, place: str, order: int) -> Iterator[None]:
-        """Inside, standing still for longer than the timeout is a fault. `order` grows from place to place, and is the
-        same on all ranks."""
-        self._place, self._progress = place, [order, 0]
+    def guard(self, place: Place) -> Iterator[None]:
+        """Inside, standing still for longer than the timeout is a fault."""
+        self._place, self._progress = str(place), [place.order, 0]
         self._since = time.monotonic()
         try:
             yield
         finally:
-            self.passed(order)
+            self.idle(place)
 
-    def passed(self, order: int) -> None:
+    def idle(self, place: Place) -> None:
         """This rank has nothing left to do at a place, and may take its time, or waits for the others."""
         self._since = None
-        self._progress = [order, PASSED]
+        self._progress = [place.order, IDLE]
 
     def beat(self) -> None:
         """The main thread has got a part further inside the place it is at; the same parts on all ranks."""
@@ -120,7 +137,7 @@ class Watch:
         self._say(self._sign(0))
         meet()
         now = time.monotonic()
-        self._heard = [Heard(Sign.decode(text), now) for text in store.multi_get(keys)]
+        self._heard = [LastHeartbeat(Heartbeat.decode(text), now) for text in store.multi_get(keys)]
         # Apart, because a store behind a cut network answers a call neither with a value nor with an error.
         threading.Thread(target=self._talk, args=(store, keys), daemon=True, name="watch-talk").start()
         threading.Thread(target=self._look, daemon=True, name="watch-look").start()
@@ -133,10 +150,10 @@ class Watch:
         """No more signs, and no more judging; what is under way may still end."""
         self._ended.set()
 
-    def _sign(self, number: int) -> Sign:
+    def _sign(self, number: int) -> Heartbeat:
         since = self._since
         stalled = None if since is None else time.monotonic() - since
-        return Sign(number, self.process, self._place, self._progress, stalled, self.is_stopping(), self._leaving)
+        return Heartbeat(number, self.process, self._place, self._progress, stalled, self.is_stopping(), self._leaving)
 
     @property
     def _pause(self) -> float:
@@ -149,7 +166,7 @@ class Watch:
             number += 1
             try:
                 self._say(self._sign(number))
-                signs = [Sign.decode(text) for text in store.multi_get(keys)]
+                signs = [Heartbeat.decode(text) for text in store.multi_get(keys)]
             except RuntimeError:  # no contact: `_look` counts the seconds
                 continue
             self._contact = now = time.monotonic()
@@ -220,7 +237,7 @@ class Watch:
                     gone.append(rank)
         return gone
 
-    def _find_stuck(self, signs: Sequence[Sign]) -> tuple[str, list[int]] | None:
+    def _find_stuck(self, signs: Sequence[Heartbeat]) -> tuple[str, list[int]] | None:
         """The ranks that are behind all others, if they stand still where they should not."""
         earliest = min(sign.progress for sign in signs)
         behind = [rank for rank, sign in enumerate(signs) if sign.progress == earliest]
@@ -241,7 +258,7 @@ class Watch:
 
     def _announce(self) -> None:
         with suppress(RuntimeError):  # the store may be what is gone
-            self._say(self._sign(PASSED))
+            self._say(self._sign(IDLE))
 
     def _leave(self, fault: str, about: Sequence[int]) -> None:
         """End this process; of each machine's ranks one says why."""
@@ -259,7 +276,7 @@ class Watch:
         os._exit(1)
 
 
-class NoWatch(Watch):
+class NoWatchdog(Watchdog):
     """For a world of one process, which has nobody to wait for."""
 
     def __init__(self) -> None:

@@ -21,8 +21,8 @@ from harness.common.device import choose_device
 from harness.common.errors import PeerError, RunError, UserError
 from harness.common.launcher import started_by_torchrun
 from harness.distributed.environment import place
-from harness.distributed.rendezvous import name_this_life
-from harness.distributed.watchdog import NoWatch, Watch
+from harness.distributed.rendezvous import agree_on_restart_id
+from harness.distributed.watchdog import NoWatchdog, Watchdog
 
 Leaf = TypeVar("Leaf")
 
@@ -62,7 +62,7 @@ WAITING_SECONDS = 15.0  # without a word
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RankResult:
     """What one rank's part of some shared work came to."""
 
     value: Any = None
@@ -70,7 +70,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Hole:
+class TensorSlot:
     """Stands for a tensor that travels by itself."""
 
     index: int
@@ -91,7 +91,7 @@ def leaving_with_peers() -> Iterator[None]:
         raise PeerError("the connection to another rank is gone") from None
 
 
-class Vote:
+class PendingMax:
     """Questions to all ranks that are answered while they compute."""
 
     def __init__(self, ballot: torch.Tensor, pending: Any) -> None:
@@ -116,7 +116,7 @@ class World:
     size: int
     local_size: int
     device: torch.device
-    watch: Watch = field(default_factory=NoWatch)
+    watchdog: Watchdog = field(default_factory=NoWatchdog)
     control: Any = None
 
     @classmethod
@@ -141,7 +141,7 @@ class World:
         # The store is in torchrun's process, which may be killed meanwhile.
         with leaving_with_peers(), _long_wait_told(rank, size):
             store, _, _ = next(rendezvous("env://", timeout=patience))
-            life = name_this_life(store, rank, size, patience.total_seconds())
+            life = agree_on_restart_id(store, rank, size, patience.total_seconds())
         with _explained_addresses():
             dist.init_process_group(
                 backend,
@@ -153,15 +153,15 @@ class World:
             )
         with _explained_addresses():
             control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
-        world = cls(rank, local_rank, size, local_size, device, Watch(rank, timeout), control)
-        world.watch.start(PrefixStore(life, _own_connection()), size, world.barrier)
+        world = cls(rank, local_rank, size, local_size, device, Watchdog(rank, timeout), control)
+        world.watchdog.start(PrefixStore(life, _own_connection()), size, world.barrier)
         return world
 
     def stop(self) -> None:
         """Leave the world after every rank has got here."""
         if self.size > 1:
             self.barrier()
-            self.watch.stop()
+            self.watchdog.stop()
             dist.destroy_process_group()
 
     @property
@@ -198,19 +198,19 @@ class World:
             dist.all_gather_object(values, value, group=self.control)
         return values
 
-    def agree(self, verdict: bool) -> bool:
+    def all_true(self, value: bool) -> bool:
         """True if it is true on every rank."""
-        return all(self.gather(verdict))
+        return all(self.gather(value))
 
-    def vote(self, *numbers: int) -> Vote:
+    def async_max(self, *numbers: int) -> PendingMax:
         """Start finding the largest of each of `numbers` on any rank without waiting for it."""
         ballot = torch.tensor(numbers)
         pending = None
         if self.size > 1:
             pending = dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
-        return Vote(ballot, pending)
+        return PendingMax(ballot, pending)
 
-    def verdict(self, message: str) -> RunError:
+    def collective_error(self, message: str) -> RunError:
         """The error of a conclusion that every rank has come to, so that one of them tells it."""
         return RunError(message) if self.is_main else PeerError(message)
 
@@ -221,18 +221,18 @@ class World:
         """
         return self._on_some(work, mine=self.is_main)[0]
 
-    def share(self, work: Callable[[], Any]) -> Any:
+    def broadcast(self, work: Callable[[], Any]) -> Any:
         """Run `work` on rank 0; its result (dicts and lists of tensors and plain values) on every rank, on the CPU.
 
         An error of rank 0 is raised as `on_rank0` has it.
         """
         tensors: list[torch.Tensor] = []
 
-        def take_out(tensor: torch.Tensor) -> Hole:
+        def take_out(tensor: torch.Tensor) -> TensorSlot:
             tensors.append(tensor.cpu())
-            return Hole(len(tensors) - 1, tuple(tensor.shape), tensor.dtype)
+            return TensorSlot(len(tensors) - 1, tuple(tensor.shape), tensor.dtype)
 
-        def put_back(hole: Hole) -> torch.Tensor:
+        def put_back(hole: TensorSlot) -> torch.Tensor:
             tensor = tensors[hole.index] if self.is_main else torch.empty(hole.shape, dtype=hole.dtype)
             if self.size > 1:
                 with leaving_with_peers():
@@ -240,7 +240,7 @@ class World:
             return tensor
 
         outline = self.on_rank0(lambda: replace_leaves(work(), torch.Tensor, take_out))
-        return replace_leaves(outline, Hole, put_back)
+        return replace_leaves(outline, TensorSlot, put_back)
 
     def on_each_node(self, work: Callable[[], T]) -> T:
         """Run `work` on each node's first process while the others wait; the node's own result on every rank."""
@@ -248,14 +248,14 @@ class World:
         return outcomes[self.rank - self.local_rank]
 
     def _on_some(self, work: Callable[[], T], *, mine: bool) -> list[Any]:
-        outcome, raised = Outcome(), None
+        outcome, raised = RankResult(), None
         if mine:
             try:
-                outcome = Outcome(value=work())
+                outcome = RankResult(value=work())
             except (UserError, RunError) as error:
-                outcome, raised = Outcome(error=str(error)), error
+                outcome, raised = RankResult(error=str(error)), error
             except Exception as error:
-                self.gather(Outcome(error=repr(error)))
+                self.gather(RankResult(error=repr(error)))
                 raise
         outcomes = self.gather(outcome)
         if raised is not None:

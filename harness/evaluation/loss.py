@@ -15,9 +15,9 @@ from torch import nn
 from tqdm import tqdm
 
 from harness.common.errors import UserError
-from harness.data.dataset import Dataset, TokenFile, check_vocabulary
-from harness.data.fetch import bring
-from harness.data.loader import BatchShape, MicrobatchReader, Window
+from harness.data.dataset import Dataset, TokenFile, check_token_ids
+from harness.data.fetch import ensure_dataset
+from harness.data.loader import BatchLayout, Microbatch, TokenLoader
 from harness.data.tokenizers.load import load_tokenizer
 from harness.data.tokenizers.tiktoken_files import load_encoding_offline
 from harness.model.inference import evaluating
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     pass
 
 
-def microbatch_losses(model: nn.Module, windows: Iterable[Window], precision: Precision) -> list[float]:
-    """The loss of each window, in order, with dropout off; the model's mode is put back afterwards."""
+def microbatch_losses(model: nn.Module, microbatches: Iterable[Microbatch], precision: Precision) -> list[float]:
+    """The loss of each microbatch, in order, with dropout off; the model's mode is put back afterwards."""
     device = next(model.parameters()).device
     with evaluating(model), precision.autocast():
-        losses = [model(*window.on(device)).double() for window in windows]
+        losses = [model(*microbatch.to(device)).double() for microbatch in microbatches]
     return torch.stack(losses).tolist() if losses else []
 
 
@@ -71,7 +71,7 @@ def measure_test_loss(
     batch_size, precision. Raises UserError if there is no such dataset or slice.
     """
     name = str(options["dataset"] or dataset_of(weights) or NOTEBOOK_DATASET)
-    bring(datasets_dir, name, [str(options["split"])] if options["split"] else [])
+    ensure_dataset(datasets_dir, name, [str(options["split"])] if options["split"] else [])
     dataset = Dataset.open(datasets_dir, name)
     slice_ = TestSlice.choose(dataset, options)
     device = next(model.parameters()).device
@@ -118,21 +118,21 @@ def _is_long(tokens: TokenFile) -> bool:
 
 def describe_slice(dataset: Dataset, slice_: TestSlice, context_length: int) -> str:
     """The split, and the tokens of it that a model with this context predicts from."""
-    reader, count = _reader(dataset, slice_, context_length)
-    end = slice_.start_token + count * reader.shape.microbatch_tokens
+    loader, count = _reader(dataset, slice_, context_length)
+    end = slice_.start_token + count * loader.shape.microbatch_tokens
     batches = f"{count:,} batch{'es' if count > 1 else ''} of {slice_.batch_size} x {context_length:,}"
-    return f"{slice_.split} split, tokens {slice_.start_token:,} to {end:,} of {len(reader.tokens):,} ({batches})"
+    return f"{slice_.split} split, tokens {slice_.start_token:,} to {end:,} of {len(loader.tokens):,} ({batches})"
 
 
 def slice_loss(model: nn.Module, dataset: Dataset, slice_: TestSlice, precision: Precision) -> float:
     """Mean loss of `model` over a slice, with a progress bar. Raises UserError if the split is too short for it."""
     config: Any = model.config
-    check_vocabulary(dataset, slice_.split, config.vocab_size)
-    reader, count = _reader(dataset, slice_, config.context_length)
+    check_token_ids(dataset, slice_.split, config.vocab_size)
+    loader, count = _reader(dataset, slice_, config.context_length)
     # tqdm by itself shows nothing on a terminal that does not tell its size.
     columns, lines = shutil.get_terminal_size()
     indexes = tqdm(range(count), unit="batch", ncols=columns, nrows=lines, disable=not sys.stderr.isatty())
-    return mean(microbatch_losses(model, map(reader.window, indexes), precision))
+    return mean(microbatch_losses(model, map(loader.microbatch, indexes), precision))
 
 
 def slice_bytes_per_token(dataset: Dataset, slice_: TestSlice, context_length: int) -> float | None:
@@ -140,24 +140,24 @@ def slice_bytes_per_token(dataset: Dataset, slice_: TestSlice, context_length: i
 
     None if there is none for these tokens on this machine (GPT-2's vocabulary is not downloaded for it), or no text.
     """
-    reader, count = _reader(dataset, slice_, context_length)
+    loader, count = _reader(dataset, slice_, context_length)
     on_disk = isinstance(dataset.tokenizer, Path)
     tokenizer = load_tokenizer(dataset.tokenizer) if on_disk else load_encoding_offline("gpt2")
     if tokenizer is None:
         return None
     lengths, total = tokenizer.token_byte_lengths(), 0
     for index in range(count):
-        targets = reader.window(index).tokens[1:]
+        targets = loader.microbatch(index).tokens[1:]
         if int(targets.max()) >= len(lengths):  # some other tokenizer's, which meta.json does not name
             return None
         total += int(lengths[targets].sum())
-    return total / (count * reader.shape.microbatch_tokens) or None
+    return total / (count * loader.shape.microbatch_tokens) or None
 
 
-def _reader(dataset: Dataset, slice_: TestSlice, context_length: int) -> tuple[MicrobatchReader, int]:
+def _reader(dataset: Dataset, slice_: TestSlice, context_length: int) -> tuple[TokenLoader, int]:
     """The slice's microbatches, and how many they are. Raises UserError if the split is too short for it."""
     tokens = dataset.split(slice_.split)
-    shape = BatchShape(1, 1, slice_.batch_size, context_length)
+    shape = BatchLayout(1, 1, slice_.batch_size, context_length)
     there = (len(tokens) - slice_.start_token - 1) // shape.microbatch_tokens
     count = min(there, slice_.at_most or there) if slice_.batches is None else slice_.batches
     if not 0 < count <= there:
@@ -168,7 +168,7 @@ def _reader(dataset: Dataset, slice_: TestSlice, context_length: int) -> tuple[M
             f"{slice_.batch_size} sequences of {context_length:,} tokens from {slice_.start_token:,}), but there are "
             f"{len(tokens):,}; see --start-token, --batches, --batch-size"
         )
-    return MicrobatchReader(tokens, slice_.start_token, shape), count
+    return TokenLoader(tokens, slice_.start_token, shape), count
 
 
 def bits_per_byte(loss: float, bytes_per_token: float) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from harness.common.errors import UserError
-from harness.common.messages import is_unicode, shown
+from harness.common.messages import is_unicode, quoted
 from harness.data.tokenizers.tokenizer import Tokenizer
 from harness.evaluation.generation import (
     Sampling,
@@ -48,7 +48,7 @@ def _json_string(line: str, place: str) -> str:
     except (ValueError, RecursionError):
         raise UserError(f'{place}: not JSON; each line is a prompt in quotes: "like this"') from None
     if not isinstance(value, str) or not value or not is_unicode(value):
-        raise UserError(f'{place}: {shown(value)} is not a prompt; each line is a text in quotes: "like this"')
+        raise UserError(f'{place}: {quoted(value)} is not a prompt; each line is a text in quotes: "like this"')
     return value
 
 

@@ -18,7 +18,7 @@ from harness.data.tokenizers.tiktoken_files import SUFFIX, read_encoding
 from harness.data.tokenizers.tokenizer import END_OF_TEXT
 from harness.hf.gpt2_format import check_exact, to_config, to_tensors
 from harness.model.weights import WEIGHTS, save_weights
-from harness.runs.model_folder import ModelFiles, check_vocabulary, tokenizer_file_of
+from harness.runs.model_folder import ModelFiles, check_tokenizer_fits, tokenizer_file_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -32,9 +32,9 @@ def export_model(model: Any, files: ModelFiles, folder: Path, dtype: str) -> Non
     check_exact(model.config)
     tokenizer = tokenizer_file_of(files.weights)
     loaded = load_tokenizer(tokenizer)
-    check_vocabulary(loaded, model.config.vocab_size, files.weights)
+    check_tokenizer_fits(loaded, model.config.vocab_size, files.weights)
     with new_folder(folder) as draft:
-        tensors = to_tensors(model.public_tensors(), model.config)
+        tensors = to_tensors(model.to_checkpoint_names(), model.config)
         converted = {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}
         save_weights(converted, draft / WEIGHTS)
         config = to_config(model.config, loaded.eot_token, str(DTYPES[dtype]).removeprefix("torch."))

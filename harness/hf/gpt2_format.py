@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from harness.common.errors import UserError
-from harness.common.messages import listed, shown
+from harness.common.messages import abbreviated, quoted
 from harness.model.weights import EMBEDDING, HEAD, PARTS
 
 PREFIX = "transformer."
@@ -50,8 +50,8 @@ def check_exact(shape: Any) -> None:
     for lever, native in LEVERS.items():
         if getattr(shape, lever) != native:
             raise UserError(
-                f'model.json: key "{lever}": {shown(getattr(shape, lever))} has no native class in transformers that '
-                f"computes the same; {shown(native)} has"
+                f'model.json: key "{lever}": {quoted(getattr(shape, lever))} has no native class in transformers that '
+                f"computes the same; {quoted(native)} has"
             )
     if shape.n_kv_heads not in (None, shape.n_heads):
         raise UserError('model.json: key "n_kv_heads": no native class in transformers computes the same; leave it out')
@@ -109,12 +109,12 @@ def from_config(config: dict[str, Any], source: Path) -> dict[str, Any]:
     """
     if config.get("model_type") != "gpt2":
         raise UserError(
-            f'{source}: key "model_type": {shown(config.get("model_type"))}; "gpt2" and "gpjtgpt2" can be imported'
+            f'{source}: key "model_type": {quoted(config.get("model_type"))}; "gpt2" and "gpjtgpt2" can be imported'
         )
     for key, computed in FIXED.items():
         if config.get(key, computed[0]) not in computed:
             raise UserError(
-                f'{source}: key "{key}": {shown(config[key])} is not GPT-2 as we have it: {shown(computed[0])}'
+                f'{source}: key "{key}": {quoted(config[key])} is not GPT-2 as we have it: {quoted(computed[0])}'
             )
     sizes = {
         "vocab_size": "vocab_size",
@@ -126,16 +126,16 @@ def from_config(config: dict[str, Any], source: Path) -> dict[str, Any]:
     for key in sizes:
         size = config.get(key)
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            fault = f"{shown(size)} is not a whole number from 1 on" if key in config else "missing"
+            fault = f"{quoted(size)} is not a whole number from 1 on" if key in config else "missing"
             raise UserError(f'{source}: key "{key}": {fault}')
     if config["n_embd"] % config["n_head"]:
         raise UserError(f'{source}: key "n_embd": {config["n_embd"]} is not a multiple of n_head, {config["n_head"]}')
     inner = config.get("n_inner")
     if inner is not None and inner != 4 * config["n_embd"]:
-        raise UserError(f'{source}: key "n_inner": {shown(inner)} is not four times n_embd, as ours is')
+        raise UserError(f'{source}: key "n_inner": {quoted(inner)} is not four times n_embd, as ours is')
     tied = config.get("tie_word_embeddings", True)
     if not isinstance(tied, bool):
-        raise UserError(f'{source}: key "tie_word_embeddings": {shown(tied)} is not true or false')
+        raise UserError(f'{source}: key "tie_word_embeddings": {quoted(tied)} is not true or false')
     shape = {own: config[key] for key, own in sizes.items()}
     return {**shape, "drop_rate": _drop_rate(config, source), "qkv_bias": True, "tie_weights": tied}
 
@@ -145,7 +145,7 @@ def _drop_rate(config: dict[str, Any], source: Path) -> float:
     rates = [config.get(key, 0.1) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
     for key, rate in zip(("resid_pdrop", "embd_pdrop", "attn_pdrop"), rates, strict=True):
         if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < 1:
-            raise UserError(f'{source}: key "{key}": {shown(rate)} is not a rate of dropout')
+            raise UserError(f'{source}: key "{key}": {quoted(rate)} is not a rate of dropout')
     return float(rates[0])
 
 
@@ -180,7 +180,7 @@ def from_tensors(theirs: dict[str, Tensor], layers: int, source: Path) -> dict[s
             ours[f"{block}.{own}"] = take(f"{there}.{name}")
     surplus = sorted(name for name in offered if not name.endswith((".attn.bias", ".attn.masked_bias")))
     if surplus:
-        raise UserError(f"{source}: not a GPT-2: it also has {listed(surplus, 2)}")
+        raise UserError(f"{source}: not a GPT-2: it also has {abbreviated(surplus, 2)}")
     return ours
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from harness.data.tokenizers.load import load_tokenizer
 from harness.hf.export import DTYPES
 from harness.hf.notebook_format import check_exact, to_model_json, to_tensors
-from harness.runs.model_folder import ModelFiles, check_vocabulary, tokenizer_file_of, write_model
+from harness.runs.model_folder import ModelFiles, check_tokenizer_fits, tokenizer_file_of, write_model
 
 
 def export_for_notebook(model: Any, files: ModelFiles, folder: Path, dtype: str) -> list[str]:
@@ -21,8 +21,8 @@ def export_for_notebook(model: Any, files: ModelFiles, folder: Path, dtype: str)
     check_exact(model.config)
     tokenizer = tokenizer_file_of(files.weights)
     if isinstance(tokenizer, Path):  # GPT-2's own is not written, nor needed
-        check_vocabulary(load_tokenizer(tokenizer), model.config.vocab_size, files.weights)
-    weights = {name: tensor.to(DTYPES[dtype]) for name, tensor in model.public_tensors().items()}
+        check_tokenizer_fits(load_tokenizer(tokenizer), model.config.vocab_size, files.weights)
+    weights = {name: tensor.to(DTYPES[dtype]) for name, tensor in model.to_checkpoint_names().items()}
     shape = to_model_json(model.config)
     write_model(folder, shape, to_tensors(weights, model.config), tokenizer=tokenizer, facts={})
     return _notes(model.config.tie_weights, tokenizer)

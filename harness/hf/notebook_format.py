@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from harness.common.errors import UserError
-from harness.common.messages import listed, shown
+from harness.common.messages import abbreviated, quoted
 from harness.hf.gpt2_format import LEVERS
 from harness.model.weights import EMBEDDING, HEAD
 
@@ -37,13 +37,13 @@ def from_config(config: dict[str, Any], source: Path) -> dict[str, Any]:
     """
     shape = config.get("cfg")
     if not isinstance(shape, dict):
-        raise UserError(f'{source}: key "cfg": {"missing" if shape is None else f"{shown(shape)} is not an object"}')
+        raise UserError(f'{source}: key "cfg": {"missing" if shape is None else f"{quoted(shape)} is not an object"}')
     missing = [key for key in KEYS if key not in shape]
     if missing:
         raise UserError(f'{source}: key "cfg.{missing[0]}": missing')
     for key in SIZES:
         if not isinstance(shape[key], int) or isinstance(shape[key], bool) or shape[key] < 1:
-            raise UserError(f'{source}: key "cfg.{key}": {shown(shape[key])} is not a whole number from 1 on')
+            raise UserError(f'{source}: key "cfg.{key}": {quoted(shape[key])} is not a whole number from 1 on')
     known = {key: value for key, value in shape.items() if key in {*KEYS, TIED}}
     for key in sorted(shape.keys() - known.keys()):
         _check_without_effect(key, shape[key], source)
@@ -77,7 +77,7 @@ def check_exact(shape: Any) -> None:
     if shape.n_kv_heads not in (None, shape.n_heads):
         other.append("n_kv_heads")
     if other:
-        keys = listed([f'key "{lever}": {shown(getattr(shape, lever))}' for lever in other])
+        keys = abbreviated([f'key "{lever}": {quoted(getattr(shape, lever))}' for lever in other])
         raise UserError(f"model.json: {keys}: the notebook's program has no such model")
 
 

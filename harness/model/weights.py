@@ -12,7 +12,7 @@ from torch import Tensor
 
 from harness.common.errors import UserError
 from harness.common.files import umask
-from harness.common.messages import listed
+from harness.common.messages import abbreviated
 
 WEIGHTS, MODEL_JSON = "model.safetensors", "model.json"
 
@@ -26,7 +26,7 @@ WRAPPERS = ("module.", "_orig_mod.")
 SHOWN_DIFFERENCES = 3
 
 
-def public_views(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def checkpoint_views(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """A model's state under the public names: views, nothing is copied."""
     views: dict[str, Tensor] = {}
     for name, tensor in state.items():
@@ -38,7 +38,9 @@ def public_views(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return views
 
 
-def accept(offered: dict[str, Tensor], state: dict[str, Tensor], *, tied: bool, source: Path) -> dict[str, Tensor]:
+def from_checkpoint_names(
+    offered: dict[str, Tensor], state: dict[str, Tensor], *, tied: bool, source: Path
+) -> dict[str, Tensor]:
     """What a file offers, as the tensors of a model with this state.
 
     `att.mask` buffers, the prefix of a wrapper around the model, and either half of a tied pair may be there or not.
@@ -49,10 +51,10 @@ def accept(offered: dict[str, Tensor], state: dict[str, Tensor], *, tied: bool, 
         for one, other in ((HEAD, EMBEDDING), (EMBEDDING, HEAD)):
             if one not in tensors and other in tensors:
                 tensors[one] = tensors[other]
-    wanted = public_views(state)
+    wanted = checkpoint_views(state)
     faults = _differences(tensors, wanted)
     if faults:
-        raise UserError(f"{source}: not this model: {listed(faults, SHOWN_DIFFERENCES, separator='; ')}")
+        raise UserError(f"{source}: not this model: {abbreviated(faults, SHOWN_DIFFERENCES, separator='; ')}")
     if tied and not torch.equal(tensors[HEAD], tensors[EMBEDDING]):
         raise UserError(f'{source}: not this model: "tie_weights" is true but out_head and tok_emb differ')
     return tensors
@@ -82,8 +84,8 @@ def _differences(offered: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[
 
 
 @torch.no_grad()
-def copy_into(state: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
-    """Set a model's own tensors from those that `accept` has returned."""
+def load_into(state: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+    """Set a model's own tensors from those that `from_checkpoint_names` has returned."""
     for name, tensor in state.items():
         if FUSED in name:
             for part, piece in zip(PARTS, tensor.chunk(len(PARTS)), strict=True):

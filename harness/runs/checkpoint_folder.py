@@ -68,11 +68,11 @@ def is_notebooks(meta: dict[str, Any]) -> bool:
     return not OWN_KEYS & meta.keys()
 
 
-def completed(meta: dict[str, Any], identity: dict[str, Any], global_tokens: int) -> dict[str, Any]:
-    """A notebook's meta.json with what ours would say: it belongs to the run that it is put into (`identity`), and saw
-    `global_tokens` tokens in each step, of which nobody has recorded the seconds. One of ours is returned as it is."""
+def upgrade_notebook_meta(meta: dict[str, Any], provenance: dict[str, Any], global_tokens: int) -> dict[str, Any]:
+    """A notebook's meta.json with what ours would say: it belongs to the run that it is put into (`provenance`), and
+    saw `global_tokens` tokens in each step, of which nobody has recorded the seconds. One of ours stays as it is."""
     if not is_notebooks(meta):
         return meta
     seen = (meta["global_step"] + 1) * global_tokens
     unmeasured = {"seconds": {}, "foreign_tokens": seen, "measured_from_tokens": seen, "measured_from_seconds": 0.0}
-    return {**meta, **identity, "tokens_seen": seen, **unmeasured, "measured_from_step": meta["global_step"]}
+    return {**meta, **provenance, "tokens_seen": seen, **unmeasured, "measured_from_step": meta["global_step"]}

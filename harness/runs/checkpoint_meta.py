@@ -68,7 +68,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 @dataclass
-class Tally:
+class TrainState:
     """What a run has come to so far: the same on every rank, and in every checkpoint's meta.json."""
 
     global_step: int = -1  # the last one done
@@ -87,15 +87,15 @@ class Tally:
     measured_from_seconds: float = 0.0  # of training
 
     @classmethod
-    def from_meta(cls, meta: dict[str, Any]) -> Tally:
+    def from_meta(cls, meta: dict[str, Any]) -> TrainState:
         values = {key: meta[key] for key in asdict(cls()) if key in meta}
         if values.get("loss_sum", 0.0) is None:  # JSON's way to say that it was not finite
             values["loss_sum"] = math.nan
-        tally = cls(**values)
+        state = cls(**values)
         if "measured_from_step" not in meta:
             # An earlier version's: some of its tokens may be another program's, and its seconds another machine's.
-            tally.measure_from_here(meta.get("seconds", {}).get("training", 0.0))
-        return tally
+            state.measure_from_here(meta.get("seconds", {}).get("training", 0.0))
+        return state
 
     @property
     def trained_tokens(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.common.errors import UserError
 from harness.data.dataset import Dataset, dataset_folder
-from harness.data.loader import BatchShape, whole_batches
+from harness.data.loader import BatchLayout, num_whole_batches
 from harness.model.config import ModelConfig, load_model_config
 from harness.runs.directory import RunDirectory
 from harness.runs.schedule import build_schedule
@@ -35,7 +35,7 @@ class Position:
 
 
 def find_position(
-    config: TrainConfig, shape: BatchShape, split_tokens: int, *, steps_done: int = 0, tokens_seen: int = 0
+    config: TrainConfig, shape: BatchLayout, split_tokens: int, *, steps_done: int = 0, tokens_seen: int = 0
 ) -> Position:
     """The position after `steps_done` global steps that saw `tokens_seen` tokens, for the batch shape of today.
 
@@ -51,7 +51,7 @@ def find_position(
         exhausted = tokens_seen >= wanted
         wanted = max(1, wanted - tokens_seen)
     try:
-        steps = 0 if exhausted else whole_batches(wanted, available, shape.global_tokens)
+        steps = 0 if exhausted else num_whole_batches(wanted, available, shape.global_tokens)
     except UserError as error:
         raise UserError(
             f'the train split of {config.dataset} is too short: from token {start:,} (train.json: "start_train_token") '
@@ -80,7 +80,7 @@ def check_continuable(meta: dict[str, Any], path: Path, now: dict[str, Any]) -> 
             )
 
 
-def same_yardstick(then: dict[str, Any], now: dict[str, Any]) -> bool:
+def comparable_losses(then: dict[str, Any], now: dict[str, Any]) -> bool:
     """Whether losses that decide which checkpoint is best are measured on the same text under both settings."""
     validates = [settings.get("validation_interval") is not None for settings in (then, now)]
     keys = ("validation_batches", "start_val_token", "microbatch_size")
@@ -141,11 +141,11 @@ class Experiment:
         """The splits that training reads."""
         return ["train", "validation"] if self.config.validates else ["train"]
 
-    def shape(self, world_size: int) -> BatchShape:
+    def shape(self, world_size: int) -> BatchLayout:
         steps = self.config.accumulation_steps(world_size)
-        return BatchShape(world_size, steps, self.config.microbatch_size, self.model.context_length)
+        return BatchLayout(world_size, steps, self.config.microbatch_size, self.model.context_length)
 
-    def position(self, shape: BatchShape, split_tokens: int, meta: dict[str, Any] | None) -> Position:
+    def position(self, shape: BatchLayout, split_tokens: int, meta: dict[str, Any] | None) -> Position:
         """Where training goes on after the checkpoint that `meta` describes, or starts without one.
 
         Raises UserError if the split is too short, or the warm-up longer than the run.
@@ -155,7 +155,7 @@ class Experiment:
         build_schedule(self.config, position.total_steps)
         return position
 
-    def identity(self, dataset: Dataset) -> dict[str, Any]:
+    def provenance(self, dataset: Dataset) -> dict[str, Any]:
         """What a checkpoint of this experiment belongs to, as JSON has it."""
         return {
             "model": self.model.model_dump(mode="json"),
@@ -164,7 +164,7 @@ class Experiment:
             "dataset": {"name": self.config.dataset, **dataset.fingerprint()},
         }
 
-    def check_validation_slice(self, shape: BatchShape, dataset: Dataset) -> None:
+    def check_validation_slice(self, shape: BatchLayout, dataset: Dataset) -> None:
         """Raises UserError if the validation split is too short for train.json's slice of it."""
         config = self.config
         if config.validation_batches is None or config.start_val_token is None:
@@ -179,4 +179,4 @@ class Experiment:
 
     def check_checkpoint(self, meta: dict[str, Any], dataset: Dataset) -> None:
         """Raises UserError if the checkpoint that `meta` describes is another experiment's."""
-        check_continuable(meta, self.run.checkpoints, self.identity(dataset))
+        check_continuable(meta, self.run.checkpoints, self.provenance(dataset))

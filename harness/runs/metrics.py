@@ -46,7 +46,7 @@ class MetricsFile:
                 raise RunError(f"{rest}: cannot set later metrics aside: {error.strerror}") from None
             os.truncate(self.path, size)
 
-    def go_back_to(self, meta: dict[str, Any], make_aside: Callable[[], Path]) -> None:
+    def rewind_to(self, meta: dict[str, Any], make_aside: Callable[[], Path]) -> None:
         """Cut the file back to where the checkpoint with this meta.json was made; what came after is kept aside."""
         size = meta.get("metrics_bytes", 0)
         own = self.line_at(size) if meta.get("planned") else None

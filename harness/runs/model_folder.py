@@ -89,7 +89,7 @@ def write_meta(draft: Path, shape: dict[str, Any], **values: Any) -> None:
     replace_text(draft / META, json.dumps({"model": shape, **values}, indent=2, allow_nan=False) + "\n")
 
 
-def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, weights: Path) -> None:
+def check_tokenizer_fits(tokenizer: Tokenizer, vocab_size: int, weights: Path) -> None:
     """Raises UserError for a tokenizer with tokens that a model of `vocab_size` does not have; it may have more."""
     if tokenizer.vocab_size > vocab_size:
         raise UserError(

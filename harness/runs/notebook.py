@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.model.weights import FUSED, HEAD, PARTS, public_views
+from harness.model.weights import FUSED, HEAD, PARTS, checkpoint_views
 
 # The order of a block's parameters there, which is that of the book's classes.
 BLOCK_ORDER = (
@@ -33,7 +33,7 @@ def optimizer_by_name(saved: dict[str, Any], state: dict[str, Tensor]) -> dict[s
     `state` is the model's own. Raises KeyError, TypeError, ValueError, AttributeError or RuntimeError if it is another
     model's, or something else.
     """
-    shapes = {name: tensor.shape for name, tensor in public_views(state).items()}
+    shapes = {name: tensor.shape for name, tensor in checkpoint_views(state).items()}
     names = _notebook_order(list(shapes), tied=state[HEAD].data_ptr() == state["tok_emb.weight"].data_ptr())
     numbered = saved["state"]
     if sorted(numbered) != list(range(len(names))):

@@ -14,9 +14,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from harness.common.errors import UserError
-from harness.data.dataset import Dataset, check_vocabulary, is_present
-from harness.data.loader import BatchShape
-from harness.runs.checkpoint_folder import choose_start, completed, read_meta, refuse_unnamed
+from harness.data.dataset import Dataset, check_token_ids, is_present
+from harness.data.loader import BatchLayout
+from harness.runs.checkpoint_folder import choose_start, read_meta, refuse_unnamed, upgrade_notebook_meta
 from harness.runs.experiment import Experiment, Position
 from harness.runs.throughput import Measured, measured_by, same_kernels
 from harness.runs.train_config import TrainConfig
@@ -36,7 +36,7 @@ class Plan:
     config: TrainConfig
     parameters: int
     flops_per_token: int
-    shape: BatchShape
+    shape: BatchLayout
     position: Position | None
 
     def validations(self) -> int:
@@ -198,7 +198,7 @@ def make_plan(experiment: Experiment, world_size: int, meta: dict[str, Any] | No
             experiment.check_checkpoint(meta, dataset)
         experiment.check_validation_slice(shape, dataset)
         for split in experiment.splits:
-            check_vocabulary(dataset, split, model.vocab_size)
+            check_token_ids(dataset, split, model.vocab_size)
         position = experiment.position(shape, len(dataset.split("train")), meta)
     elif config.min_train_tokens != -1:
         position = experiment.position(shape, sys.maxsize, meta)
@@ -214,11 +214,11 @@ def planned_start(experiment: Experiment, world_size: int, checkpoint: str | Non
     meta, config = read_meta(start), experiment.config
     refuse_unnamed(start, meta, checkpoint)
     here = is_present(experiment.datasets_dir, config.dataset, experiment.splits)
-    identity = experiment.identity(Dataset.open(experiment.datasets_dir, config.dataset)) if here else {}
-    return completed(meta, identity, experiment.shape(world_size).global_tokens)
+    provenance = experiment.provenance(Dataset.open(experiment.datasets_dir, config.dataset)) if here else {}
+    return upgrade_notebook_meta(meta, provenance, experiment.shape(world_size).global_tokens)
 
 
-def plan_speed(experiment: Experiment, shape: BatchShape, assumed: PlannedSpeed | None) -> PlannedSpeed:
+def plan_speed(experiment: Experiment, shape: BatchLayout, assumed: PlannedSpeed | None) -> PlannedSpeed:
     """The assumed speed, or the one that an earlier run of this model and batch has measured."""
     if assumed is not None:
         return assumed

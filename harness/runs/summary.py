@@ -10,11 +10,11 @@ import torch
 
 from harness.common.errors import RunError
 from harness.common.files import replace_text
-from harness.data.loader import BatchShape
-from harness.runs.checkpoint_meta import Tally
+from harness.data.loader import BatchLayout
+from harness.runs.checkpoint_meta import TrainState
 from harness.runs.directory import RunDirectory
 from harness.runs.metrics import finite
-from harness.runs.throughput import Speed
+from harness.runs.throughput import Throughput
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Machine:
 
 
 def summarise(
-    tally: Tally, seconds: dict[str, float], speed: Speed, machine: Machine, shape: BatchShape
+    state: TrainState, seconds: dict[str, float], speed: Throughput, machine: Machine, shape: BatchLayout
 ) -> dict[str, Any]:
     """summary.json without the run's configuration.
 
@@ -36,23 +36,23 @@ def summarise(
     """
     # What a run never does has no place in its summary.
     seconds = {phase: spent for phase, spent in seconds.items() if spent or phase != "benchmarks"}
-    measured = tally.measured(seconds["training"])
+    measured = state.measured(seconds["training"])
     rate = measured.tokens_per_second
     mfu = None if rate is None else speed.mfu(rate / machine.world_size)
     total = sum(seconds.values())
     dollars = {phase: round(speed.dollars(spent) or 0, 4) for phase, spent in {**seconds, "total": total}.items()}
     return {
         "seconds": {**{phase: round(spent, 3) for phase, spent in seconds.items()}, "total": round(total, 3)},
-        "tokens_seen": tally.tokens_seen,
-        "trained_tokens": tally.trained_tokens,
+        "tokens_seen": state.tokens_seen,
+        "trained_tokens": state.trained_tokens,
         "tokens_per_second": None if rate is None else round(rate, 1),
         "measured": {**asdict(measured), "seconds": round(measured.seconds, 3)},
-        "global_steps": tally.global_step + 1,
-        "final_train_loss": finite(tally.train_loss),
-        "final_validation_loss": finite(tally.val_loss),
-        "best_loss": finite(tally.best_loss),
-        "best_step": tally.best_step,
-        "skipped_steps": tally.skipped_steps,
+        "global_steps": state.global_step + 1,
+        "final_train_loss": finite(state.train_loss),
+        "final_validation_loss": finite(state.val_loss),
+        "best_loss": finite(state.best_loss),
+        "best_step": state.best_step,
+        "skipped_steps": state.skipped_steps,
         "flops_per_token": speed.flops_per_token,
         "mfu": None if mfu is None else round(mfu, 4),
         "peak_memory_gib": round(machine.peak_memory_gib, 3),

@@ -108,7 +108,7 @@ def peak_flops(device_name: str) -> float | None:
 
 
 @dataclass(frozen=True)
-class Speed:
+class Throughput:
     """Turns tokens and seconds into the numbers people compare."""
 
     flops_per_token: int

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 
-class ForegroundWriter:
+class SyncWriter:
     """Does the work when it is asked to."""
 
     def submit(self, work: Callable[[], None]) -> None:
@@ -19,7 +19,7 @@ class ForegroundWriter:
         """Return when nothing is left to do; raises like `check`."""
 
 
-class BackgroundWriter(ForegroundWriter):
+class AsyncWriter(SyncWriter):
     """Does one piece of work at a time in a thread of its own."""
 
     def __init__(self) -> None:

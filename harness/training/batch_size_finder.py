@@ -26,12 +26,12 @@ from harness.common.memory import (
 )
 from harness.common.statistics import fit_line
 from harness.data.dataset import Dataset, TokenFile
-from harness.data.loader import Window
+from harness.data.loader import Microbatch
 from harness.distributed.world import World
 from harness.evaluation.loss import microbatch_losses
 from harness.runs.experiment import Experiment
 from harness.training.rehearsal import Rehearsal
-from harness.training.step import StepResult, TrainStep
+from harness.training.step import OptimizerStep, StepResult
 
 GUESSES = 4
 
@@ -76,7 +76,7 @@ class MicrobatchProbe:
     in one.
     """
 
-    build_step: Callable[[], TrainStep]
+    build_step: Callable[[], OptimizerStep]
     world: World
     tokens: TokenFile
     start_token: int
@@ -89,7 +89,7 @@ class MicrobatchProbe:
     peaks: list[tuple[int, int]] = field(default_factory=list)  # (sequences, bytes) of what fitted
     largest: int = 0  # that fitted
     seconds_each: float = 0.0  # per sequence, in the last probe
-    _step: TrainStep | None = None
+    _step: OptimizerStep | None = None
     _rehearsed: bool = False
     _began: float = field(default_factory=time.monotonic)
 
@@ -103,7 +103,7 @@ class MicrobatchProbe:
             self.seconds_each = (time.monotonic() - began) / microbatch_size
         # Outside the handler of the error, whose traceback holds the tensors that did not fit.
         release_memory(self.world.device)
-        verdict = self.world.agree(fitted)
+        verdict = self.world.all_true(fitted)
         if verdict:
             self.largest = microbatch_size
         if verdict and peak is not None:
@@ -116,7 +116,7 @@ class MicrobatchProbe:
         """Say what is tried next, and how long it will take, as far as that is known."""
         about = self.seconds_each * microbatch_size
         over = time.monotonic() - self._began + about > SEARCH_SECONDS and self.world.device.type == "cpu"
-        if not self.world.agree(not (over and self.largest)):
+        if not self.world.all_true(not (over and self.largest)):
             raise SearchTooLong(f"trying {microbatch_size} would take about {about:,.0f} s")
         if self.world.is_main:
             print(f"trying {microbatch_size}{f', about {about:,.0f} s' if about else ''} ...", flush=True)
@@ -133,15 +133,15 @@ class MicrobatchProbe:
         try:
             if self._step is None:
                 self._step = self.build_step()
-            windows = [self._window(microbatch_size)] * min(self.accumulation_steps, PROBE_ACCUMULATION)
-            result = self._step.run(windows, multiplier=0.0)
+            microbatches = [self._window(microbatch_size)] * min(self.accumulation_steps, PROBE_ACCUMULATION)
+            result = self._step.run(microbatches, multiplier=0.0)
             if not self._rehearsed:
                 self.rehearse(result)
                 self._rehearsed = True
             if self.validates:
-                microbatch_losses(self._step.model, windows[:1], self._step.precision)
+                microbatch_losses(self._step.model, microbatches[:1], self._step.precision)
             for _ in range(PROBE_STEPS[self.world.device.type] - 1):
-                result = self._step.run(windows, multiplier=0.0)
+                result = self._step.run(microbatches, multiplier=0.0)
             result.losses_A.tolist()  # waits for the device, where the error would come up
         except (RuntimeError, MemoryError, OSError, ImportError, RunError) as error:
             if not is_out_of_memory(error):
@@ -149,16 +149,16 @@ class MicrobatchProbe:
             return False
         return True
 
-    def _window(self, microbatch_size: int) -> Window:
+    def _window(self, microbatch_size: int) -> Microbatch:
         tokens = self.tokens.read(self.start_token, microbatch_size * self.context_length + 1)
-        return Window(np.minimum(tokens, min(self.largest_token, np.iinfo(tokens.dtype).max)), self.context_length)
+        return Microbatch(np.minimum(tokens, min(self.largest_token, np.iinfo(tokens.dtype).max)), self.context_length)
 
     def memory_line(self) -> tuple[float, float] | None:
         """Bytes per sequence and fixed bytes, fitted to the peaks; None if fewer than two sizes fitted."""
         return fit_line([(float(size), float(peak)) for size, peak in self.peaks])
 
 
-def search_microbatch(
+def find_max_microbatch(
     experiment: Experiment,
     world: World,
     dataset: Dataset,
@@ -198,7 +198,9 @@ def search_microbatch(
     except SearchTooLong as reason:
         found, too_long = probe.largest, str(reason)
     if not found:
-        raise world.verdict(f"not even a microbatch of 1 fits in {limit:.2f} GiB; use a smaller model or context")
+        raise world.collective_error(
+            f"not even a microbatch of 1 fits in {limit:.2f} GiB; use a smaller model or context"
+        )
     if world.is_main:
         print(f"Max microbatch size was {found}")
         if too_long:
@@ -219,8 +221,8 @@ def search_microbatch(
 def refuse_small_limit(world: World, limit_gib: float) -> None:
     """Raises RunError, on every rank, if a rank's program leaves nothing of the limit. Collective."""
     needed = math.ceil(max(world.gather(program_gib(world.device))) * 100) / 100
-    if not world.agree(room_gib(world.device, limit_gib) > 0):
-        raise world.verdict(
+    if not world.all_true(room_gib(world.device, limit_gib) > 0):
+        raise world.collective_error(
             f"the program alone takes {needed:.2f} GiB, and the limit is {limit_gib:.2f} GiB; raise --memory-limit-gib"
         )
 
@@ -247,10 +249,10 @@ def load_libraries(experiment: Experiment, world: World, dataset: Dataset, rehea
         rehearse=rehearsal.rehearse,
         largest_token=experiment.model.vocab_size - 1,
     )
-    loaded = world.agree(probe.trains(1))
+    loaded = world.all_true(probe.trains(1))
     release_memory(world.device)
     if not loaded:
-        raise world.verdict("the program alone takes more memory than this process may have (ulimit -d)")
+        raise world.collective_error("the program alone takes more memory than this process may have (ulimit -d)")
 
 
 def write_microbatch_size(experiment: Experiment, found: int, world_size: int) -> int:

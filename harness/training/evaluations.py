@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from harness.common.errors import RunError, UserError
-from harness.data.loader import MicrobatchReader
+from harness.data.loader import TokenLoader
 from harness.data.tokenizers.tokenizer import Tokenizer
-from harness.distributed.sharing import Ranks, StopAsked
+from harness.distributed.sharing import Ranks, StopRequested
 from harness.distributed.world import World
 from harness.evaluation.benchmarks.run import Score, load, run, scores
 from harness.evaluation.benchmarks.tasks import REASON_CHARACTERS, Benchmarks, prepare
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 
 def validation_loss(
-    model: nn.Module, reader: MicrobatchReader, count: int, precision: Precision, ranks: Ranks
+    model: nn.Module, loader: TokenLoader, count: int, precision: Precision, ranks: Ranks
 ) -> float | None:
-    """Mean loss over the reader's first `count` microbatches, or None if a rank was asked to stop meanwhile.
+    """Mean loss over the loader's first `count` microbatches, or None if a rank was asked to stop meanwhile.
 
     On rank 0 alone or shared out, all ranks return the same number: the losses are summed in the microbatches' order.
     """
     world = ranks.world
     mine = range(world.rank, count, world.size) if ranks.shared else range(count if world.is_main else 0)
     losses: list[float] | None = None
-    with contextlib.suppress(StopAsked), ranks.at_work(mine):
-        losses = microbatch_losses(model, map(reader.window, ranks.heeding(mine)), precision)
+    with contextlib.suppress(StopRequested), ranks.at_work(mine):
+        losses = microbatch_losses(model, map(loader.microbatch, ranks.heeding(mine)), precision)
     gathered = world.gather(losses)
     shares = [share for share in gathered if share is not None]
     if len(shares) < world.size:
@@ -70,14 +70,14 @@ class Sharing:
         self.ranks = ranks
 
     def __call__(self, work: Callable[[Any], Any], batches: Sequence[Any]) -> list[Any]:
-        """Raises StopAsked or EvaluationFailed, on every rank, if a rank was asked to stop, or failed."""
+        """Raises StopRequested or EvaluationFailed, on every rank, if a rank was asked to stop, or failed."""
         rank, size = self.ranks.world.rank, self.ranks.world.size
         mine = range(rank, len(batches), size)
         found: list[Any] | Failure | None = None
         try:
             with self.ranks.at_work(mine):
                 found = [work(batches[index]) for index in self.ranks.heeding(mine)]
-        except StopAsked:
+        except StopRequested:
             pass
         except Exception as error:  # the others wait for what this rank has to say
             found = Failure.of(error)
@@ -92,7 +92,7 @@ class Sharing:
         if failures:
             raise EvaluationFailed(failures[0].reason)
         if any(each is None for each in values):
-            raise StopAsked
+            raise StopRequested
         return values
 
 
@@ -135,13 +135,13 @@ class RunBenchmarks:
         try:
             try:
                 results = run(self.benchmarks, self.scorer.sharing(sharing), self.tokenizer, limit=self.examples)
-            except (StopAsked, EvaluationFailed, RunError):  # known to all ranks, or another rank is gone
+            except (StopRequested, EvaluationFailed, RunError):  # known to all ranks, or another rank is gone
                 raise
             except Exception as error:
                 sharing.exchange(Failure.of(error))
                 raise
             sharing.exchange("done")
-        except StopAsked:
+        except StopRequested:
             return None
         return list(_main_scores(results, self.benchmarks.asked))
 

@@ -11,41 +11,41 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from harness.common.errors import SPEAKER_PATIENCE_SECONDS, PeerError, RunError, StoppedError, UserError
+from harness.common.errors import SPEAKER_PATIENCE_SECONDS, PeerError, RunError, RunStopped, UserError
 from harness.common.memory import is_out_of_memory
 from harness.data.dataset import Dataset
-from harness.data.loader import BatchShape, MicrobatchReader
+from harness.data.loader import BatchLayout, TokenLoader
 from harness.data.tokenizers.load import load_tokenizer
-from harness.distributed.replicas import describe_divergence, fingerprint
+from harness.distributed.replicas import describe_divergence, weight_checksums
 from harness.distributed.sharing import Ranks
-from harness.distributed.signals import StopRequest
-from harness.distributed.watchdog import order
+from harness.distributed.signals import StopSignal
+from harness.distributed.watchdog import Place
 from harness.distributed.world import World, leaving_with_peers
 from harness.evaluation.generation import Sampling, continue_text
-from harness.runs.checkpoint_folder import completed
-from harness.runs.checkpoint_meta import Tally
+from harness.runs.checkpoint_folder import upgrade_notebook_meta
+from harness.runs.checkpoint_meta import TrainState
 from harness.runs.directory import RunDirectory
-from harness.runs.experiment import Position, same_yardstick
+from harness.runs.experiment import Position, comparable_losses
 from harness.runs.metrics import MetricsFile, finite
 from harness.runs.schedule import Schedule
 from harness.runs.summary import summarise, write_summary
-from harness.runs.throughput import Speed, same_conditions
+from harness.runs.throughput import Throughput, same_conditions
 from harness.runs.train_config import TrainConfig
-from harness.training.async_writer import ForegroundWriter
+from harness.training.async_writer import SyncWriter
 from harness.training.clock import Clock
 from harness.training.evaluations import validation_loss
-from harness.training.loss_meter import LossWindow, Report, report_values
-from harness.training.reporter import Progress
+from harness.training.loss_meter import LossMeter, TrainMetrics, metric_values
+from harness.training.reporter import Console
 from harness.training.rng import seed_for_rank
 from harness.training.startup import measure_machine
 from harness.training.state import (
     capture_optimizer,
     capture_ranks,
-    restore_notebooks,
+    load_notebook_optimizer,
     restore_optimizer,
     restore_ranks,
 )
-from harness.training.step import TrainStep
+from harness.training.step import OptimizerStep
 
 if TYPE_CHECKING:
     from harness.evaluation.benchmarks.run import Score
@@ -65,26 +65,26 @@ class Job:
     run: RunDirectory
     config: TrainConfig
     dataset: Dataset
-    shape: BatchShape
+    shape: BatchLayout
     position: Position
     schedule: Schedule
     model: Any  # a GPTModel, bare: what is saved, evaluated and sampled from
-    step: TrainStep  # holds the model as it is trained: wrapped, if there are several ranks
-    speed: Speed
+    step: OptimizerStep  # holds the model as it is trained: wrapped, if there are several ranks
+    speed: Throughput
     clock: Clock
-    identity: dict[str, Any]  # what a checkpoint belongs to: model, train, dataset
+    provenance: dict[str, Any]  # what a checkpoint belongs to: model, train, dataset
     write_checkpoint: Callable[[dict[str, Any], set[str]], None]
-    writer: ForegroundWriter
-    tally: Tally = field(default_factory=Tally)
-    stop: StopRequest = field(default_factory=StopRequest)
+    writer: SyncWriter
+    state: TrainState = field(default_factory=TrainState)
+    stop: StopSignal = field(default_factory=StopSignal)
     benchmarks: RunBenchmarks | None = None
     protected: set[str] = field(default_factory=set)  # checkpoints that keep_checkpoints never removes
 
     def __post_init__(self) -> None:
-        self.reader = MicrobatchReader(self.dataset.split("train"), self.position.start_token, self.shape)
-        self.window = LossWindow(self.world.device)
+        self.loader = TokenLoader(self.dataset.split("train"), self.position.start_token, self.shape)
+        self.meter = LossMeter(self.world.device)
         self.metrics = MetricsFile(self.run.metrics)
-        self.progress = Progress(self.position.total_steps, self.position.first_step, visible=self.world.is_main)
+        self.console = Console(self.position.total_steps, self.position.first_step, visible=self.world.is_main)
         self.due: str | None = None  # what a signal interrupted after the last step: "validation" or "benchmarks"
         self._seconds_at_start = dict(self.clock.seconds)
         self._last_report = (self.position.tokens_seen, self.clock.seconds["training"])
@@ -95,21 +95,21 @@ class Job:
         It compiles what is compiled, and lets DDP arrange its buckets in the order gradients come in, which it does
         after the first exchange: a continued run then adds up gradients in the same order as one that never stopped.
         """
-        self.step.accumulate([self.reader.window(0)])
+        self.step.accumulate([self.loader.microbatch(0)])
         self.step.forget_gradients()
 
     def validate(self) -> float | None:
         """Mean loss over train.json's validation slice, or None if a rank was asked to stop; the same on every rank."""
         assert self.config.validation_batches is not None
         assert self.config.start_val_token is not None
-        reader = MicrobatchReader(self.dataset.split("validation"), self.config.start_val_token, self.shape)
-        shared, step = self.config.validation_ranks == "all", self.tally.global_step
+        loader = TokenLoader(self.dataset.split("validation"), self.config.start_val_token, self.shape)
+        shared, step = self.config.validation_ranks == "all", self.state.global_step
         ranks = Ranks(self.world, shared, self.is_stopping, step)
-        return validation_loss(self.model, reader, self.config.validation_batches, self.step.precision, ranks)
+        return validation_loss(self.model, loader, self.config.validation_batches, self.step.precision, ranks)
 
     def is_stopping(self) -> bool:
         """Whether a signal has asked this rank to stop, or another one, as far as is known."""
-        return bool(self.stop.signal) or self.world.watch.is_anyone_stopping()
+        return bool(self.stop.signal) or self.world.watchdog.is_anyone_stopping()
 
     def load_benchmarks(self) -> None:
         """Get ready for train.json's benchmarks, if there are any. Collective. UserError if they cannot be had."""
@@ -128,7 +128,7 @@ class Job:
         from harness.training.evaluations import EvaluationFailed
 
         assert self.benchmarks is not None, "loaded before the first step"
-        step = self.tally.global_step
+        step = self.state.global_step
         try:
             return self.benchmarks.scores(Ranks(self.world, True, self.is_stopping, step, "benchmarks"))
         except EvaluationFailed as error:
@@ -143,24 +143,24 @@ class Job:
         for score in scores:
             self._append("benchmark", **asdict(score))
         said = ", ".join(f"{score.task} {score.metric} {score.value:.4g}" for score in scores)
-        self.progress.say(f"global step {self.tally.global_step}: {said}")
+        self.console.say(f"global step {self.state.global_step}: {said}")
         self.draw_chart()
 
-    def record_report(self, report: Report) -> None:
+    def record_report(self, report: TrainMetrics) -> None:
         """A line of metrics, and the newest numbers for whoever watches."""
         if not self.world.is_main:
             return
-        tokens, seconds = self.tally.tokens_seen, self.clock.now()["training"]
+        tokens, seconds = self.state.tokens_seen, self.clock.now()["training"]
         tokens_per_second = (tokens - self._last_report[0]) / max(seconds - self._last_report[1], 1e-9)
         self._last_report = (tokens, seconds)
         mfu = self.speed.mfu(tokens_per_second / self.world.size)
         rates = {"tokens_per_second": round(tokens_per_second, 1), "mfu": mfu}
         rate = self.step.optimizer.param_groups[0]["lr"]
-        self._append("train", **report_values(report), learning_rate=rate, **rates)
+        self._append("train", **metric_values(report), learning_rate=rate, **rates)
         shown = {"loss": f"{report.loss:.3f}", "tps": f"{tokens_per_second:,.0f}"}
         if mfu is not None:
             shown["mfu"] = f"{mfu:.1%}"
-        self.progress.show(self.tally.global_step, {**shown, **self._dollars()})
+        self.console.show(self.state.global_step, {**shown, **self._dollars()})
 
     def _dollars(self) -> dict[str, str]:
         """Spent so far and projected for the whole run, at the pace since this process started."""
@@ -169,15 +169,15 @@ class Job:
             return {}
         seconds = self.clock.now()
         here = sum(seconds[phase] - self._seconds_at_start[phase] for phase in seconds if phase != "setup")
-        done = self.tally.global_step + 1 - self.position.first_step
-        remaining = self.position.total_steps - self.tally.global_step - 1
+        done = self.state.global_step + 1 - self.position.first_step
+        remaining = self.position.total_steps - self.state.global_step - 1
         return {"$": f"{so_far:,.2f} of {so_far + (self.speed.dollars(here * remaining / done) or 0):,.2f}"}
 
     def record_validation(self, loss: float) -> None:
         if not self.world.is_main:
             return
         self._append("validation", loss=loss)
-        self.progress.say(f"global step {self.tally.global_step}: validation loss {loss:.3f}")
+        self.console.say(f"global step {self.state.global_step}: validation loss {loss:.3f}")
         self.draw_chart()
 
     def draw_chart(self) -> None:
@@ -196,7 +196,7 @@ class Job:
         state = {"is_best": is_best, "planned": planned, **{f"{place}_due": due == place for place in INTERRUPTIBLE}}
         with self.clock.phase("checkpointing"):
             self.check_weights()
-            ranks = capture_ranks(self.window, self.world)
+            ranks = capture_ranks(self.meter, self.world)
             self.world.on_rank0(lambda: self._save_on_rank0(ranks, state))
         if planned and self.world.is_main:
             self._append("checkpoint", is_best=is_best)
@@ -205,15 +205,15 @@ class Job:
 
     def check_weights(self) -> None:
         """Raises RunError if the ranks' weights are no longer the same. Collective."""
-        step, own = self.tally.global_step, list[int]()
+        step, own = self.state.global_step, list[int]()
         if self.world.size > 1:
-            with self.world.watch.attended(f"the check of weights after global step {step}", order(step, "check")):
-                own = fingerprint(self.model)
+            with self.world.watchdog.guard(Place(step, "check")):
+                own = weight_checksums(self.model)
         prints = self.world.gather(own)
         difference = describe_divergence(prints, self.model)
         if difference:
-            raise self.world.verdict(
-                f"{difference} after global step {self.tally.global_step}: a device or its memory is faulty; the "
+            raise self.world.collective_error(
+                f"{difference} after global step {self.state.global_step}: a device or its memory is faulty; the "
                 "checkpoints there are were checked before they were written: leave that device out, and run the "
                 "command again to continue"
             )
@@ -237,7 +237,7 @@ class Job:
         self.writer.wait()  # before there is a second copy of the weights
         tokenizer = self.dataset.tokenizer
         meta = {
-            **{key: finite(value) for key, value in asdict(self.tally).items()},
+            **{key: finite(value) for key, value in asdict(self.state).items()},
             **state,
             "seconds": self.clock.now(),
             "metrics_bytes": self.metrics.size(),
@@ -247,11 +247,11 @@ class Job:
             "device": self.world.device_name,
             "tokenizer": tokenizer.name if isinstance(tokenizer, Path) else tokenizer,
             "torch": torch.__version__,
-            **self.identity,
+            **self.provenance,
         }
         optimizer, scaler = capture_optimizer(self.step, self.model)
         parts = {
-            "weights": self.model.public_tensors(),
+            "weights": self.model.to_checkpoint_names(),
             "optimizer": optimizer,
             "scaler": scaler,
             "train_state": ranks,
@@ -270,29 +270,29 @@ class Job:
 
         Raises UserError if it is another model's.
         """
-        self.model.load_public_tensors(saved.weights, source)
+        self.model.load_checkpoint_tensors(saved.weights, source)
         self.warm_up()
         seed, first_step = self.config.random_seed, self.position.first_step
-        meta = completed(saved.meta, self.identity, self.shape.global_tokens)
+        meta = upgrade_notebook_meta(saved.meta, self.provenance, self.shape.global_tokens)
         try:
             if meta is saved.meta:
                 restore_optimizer(self.step, self.model, (saved.optimizer, saved.scaler))
-                restore_ranks(saved.train_state, self.window, self.world, seed=seed, step=first_step)
+                restore_ranks(saved.train_state, self.meter, self.world, seed=seed, step=first_step)
             else:
-                restore_notebooks(self.step, self.model, (saved.optimizer, saved.scaler))
+                load_notebook_optimizer(self.step, self.model, (saved.optimizer, saved.scaler))
                 seed_for_rank(seed, self.world.rank, first_step)
         except UserError as error:
             raise UserError(f"{source}/{error}; use another checkpoint by its name, or --restart") from None
-        self.tally = Tally.from_meta(meta)
-        now = {**self.identity, "world_size": self.world.size, "device": self.world.device_name}
+        self.state = TrainState.from_meta(meta)
+        now = {**self.provenance, "world_size": self.world.size, "device": self.world.device_name}
         if not same_conditions(meta, now):  # the speed is that of today's batch on today's machine
-            self.tally.measure_from_here(self._seconds_at_start["training"])
+            self.state.measure_from_here(self._seconds_at_start["training"])
         self.due = next((place for place in INTERRUPTIBLE if meta.get(f"{place}_due")), None)
-        if meta is not saved.meta or not same_yardstick(meta.get("train", {}), self.identity["train"]):
-            self.tally.forget_best()
+        if meta is not saved.meta or not comparable_losses(meta.get("train", {}), self.provenance["train"]):
+            self.state.forget_best()
 
     def _append(self, event: str, **values: Any) -> None:
-        place = {"global_step": self.tally.global_step, "tokens_seen": self.tally.tokens_seen}
+        place = {"global_step": self.state.global_step, "tokens_seen": self.state.tokens_seen}
         self.metrics.append(event, **place, seconds=round(self.clock.total, 3), **values)
 
     def print_sample(self) -> None:
@@ -302,31 +302,31 @@ class Job:
         try:
             text = continue_text(self.model, tokenizer, self.config.sample_prompt, SAMPLE_TOKENS, sampling)
         except RunError as error:  # whether the run goes on is for others to decide
-            self.progress.say(f"global step {self.tally.global_step}: no sample: {error}")
+            self.console.say(f"global step {self.state.global_step}: no sample: {error}")
             return
         self._append("sample", text=text)
-        self.progress.say(f"global step {self.tally.global_step}: {text}")
+        self.console.say(f"global step {self.state.global_step}: {text}")
 
     def finish(self) -> None:
         """Write and print the summary. Collective."""
         self.finish_saving()
-        self.progress.close()
+        self.console.close()
         machine = measure_machine(self.world)
         if self.world.is_main:
-            summary = summarise(self.tally, self.clock.now(), self.speed, machine, self.shape)
-            write_summary(self.run, summary | self.identity)
+            summary = summarise(self.state, self.clock.now(), self.speed, machine, self.shape)
+            write_summary(self.run, summary | self.provenance)
             self.draw_chart()
 
 
 @contextmanager
-def explained_failures(microbatch_size: int, stop: StopRequest) -> Iterator[None]:
+def explained_failures(microbatch_size: int, stop: StopSignal) -> Iterator[None]:
     """Turn an out-of-memory on this rank, or another rank's end, into a line that says what to do, or into silence."""
     try:
         with leaving_with_peers():
             yield
     except PeerError:
         if stop.signal:  # torchrun has told us to go already
-            raise StoppedError(stop.signal) from None
+            raise RunStopped(stop.signal) from None
         raise
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):

@@ -14,7 +14,7 @@ from harness.training.step import StepResult
 
 
 @dataclass(frozen=True)
-class Report:
+class TrainMetrics:
     """What happened on all ranks since the last report."""
 
     loss: float
@@ -26,7 +26,7 @@ class Report:
     skipped_in_a_row: int
 
 
-class LossWindow:
+class LossMeter:
     """Gathers steps' results on the device, without waiting for any of them, until a report asks."""
 
     # Columns of the tensor that holds it all, fp64.
@@ -57,11 +57,11 @@ class LossWindow:
             ]
         )
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until the device has done the steps that were added."""
         self._values = self._values.cpu().to(self._values.device)
 
-    def report(self, world: World) -> Report:
+    def report(self, world: World) -> TrainMetrics:
         """Wait for the device, combine all ranks' windows and begin a new one; the same report on every rank."""
         ranks = world.gather(self._values.tolist())
         sums, counts, minima, maxima, norms, skipped, rows, longest = zip(*ranks, strict=True)
@@ -69,7 +69,7 @@ class LossWindow:
         following[self.ROW] = rows[0]
         self._values = following.to(self._values.device)
         # A gradient is the same on every rank, so that rank 0 speaks for its norm and for what was skipped.
-        return Report(
+        return TrainMetrics(
             loss=_total(sums) / sum(counts),
             loss_min=math.nan if math.isnan(_total(sums)) else min(minima),
             loss_max=math.nan if math.isnan(_total(sums)) else max(maxima),
@@ -99,7 +99,7 @@ def _total(sums: tuple[float, ...]) -> float:
     return math.fsum(sums) if all(map(math.isfinite, sums)) else math.nan
 
 
-def report_values(report: Report) -> dict[str, Any]:
+def metric_values(report: TrainMetrics) -> dict[str, Any]:
     """A report as metrics.jsonl has it."""
     values = asdict(report)
     del values["microbatches"], values["skipped_in_a_row"]

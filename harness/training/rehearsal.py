@@ -10,10 +10,10 @@ from typing import Any
 
 from harness.common.errors import RunError, UserError
 from harness.common.memory import is_out_of_memory
-from harness.distributed.replicas import fingerprint
+from harness.distributed.replicas import weight_checksums
 from harness.distributed.world import World
 from harness.training.job import Job
-from harness.training.step import StepResult, TrainStep
+from harness.training.step import OptimizerStep, StepResult
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Rehearsal:
     kept: list[Any] = field(default_factory=list)
     _job: Job | None = None
 
-    def build_step(self) -> TrainStep:
+    def build_step(self) -> OptimizerStep:
         silent = World(1, self.world.local_rank, 1, 1, self.world.device)  # no progress is shown to anyone but rank 0
         self._job = self.build_job(silent)
         self._job.world = replace(silent, rank=0)
@@ -39,12 +39,12 @@ class Rehearsal:
         job = self._job
         if job is None or self.world.device.type != "cpu":
             return
-        fingerprint(job.model)
+        weight_checksums(job.model)
         if not self.world.is_main:
             return
-        job.tally.global_step = 0
-        job.window.add(result)
-        report = job.window.report(job.world)
+        job.state.global_step = 0
+        job.meter.add(result)
+        report = job.meter.report(job.world)
         job.record_report(report)
         self._draw(job, report.loss)
         try:

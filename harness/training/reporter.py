@@ -8,8 +8,8 @@ from typing import Any
 from tqdm import tqdm
 
 
-class Progress:
-    """Progress over global steps."""
+class Console:
+    """Progress over global steps, and the newest numbers."""
 
     def __init__(self, total: int, done: int, *, visible: bool) -> None:
         self.total = total

@@ -11,18 +11,18 @@ from torch import nn
 from harness.common.errors import UserError
 from harness.distributed.world import World
 from harness.runs.notebook import optimizer_by_name
-from harness.training.loss_meter import LossWindow
+from harness.training.loss_meter import LossMeter
 from harness.training.optimizer import load_optimizer_state, optimizer_state
 from harness.training.rng import random_state, seed_for_rank, set_random_state
-from harness.training.step import TrainStep
+from harness.training.step import OptimizerStep
 
 
-def capture_ranks(window: LossWindow, world: World) -> dict[str, Any]:
+def capture_ranks(meter: LossMeter, world: World) -> dict[str, Any]:
     """What each rank has of its own: its random state and the losses it has not reported yet. Collective."""
-    return {"ranks": world.gather({"random": random_state(world.device), "window": window.state()})}
+    return {"ranks": world.gather({"random": random_state(world.device), "window": meter.state()})}
 
 
-def restore_ranks(saved: dict[str, Any], window: LossWindow, world: World, *, seed: int, step: int) -> None:
+def restore_ranks(saved: dict[str, Any], meter: LossMeter, world: World, *, seed: int, step: int) -> None:
     """Put this rank's own state back; with another number of ranks than before, give it a new one of its own.
 
     Raises UserError for a state of something else.
@@ -34,21 +34,21 @@ def restore_ranks(saved: dict[str, Any], window: LossWindow, world: World, *, se
         if not ranks:
             raise ValueError("no ranks")
         if len(ranks) == world.size:
-            own_window, own_random = ranks[world.rank]
-            window.load_state(own_window)
+            own_losses, own_random = ranks[world.rank]
+            meter.load_state(own_losses)
             set_random_state(own_random, world.device)
             return
         seed_for_rank(seed, world.rank, step)
         if world.is_main:
-            window.load_merged([values for values, _ in ranks])
+            meter.load_merged([values for values, _ in ranks])
 
 
-def capture_optimizer(step: TrainStep, model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+def capture_optimizer(step: OptimizerStep, model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """The optimizer's and the scaler's states."""
     return optimizer_state(step.optimizer, model), step.scaler.state_dict()
 
 
-def restore_optimizer(step: TrainStep, model: nn.Module, saved: tuple[dict[str, Any], dict[str, Any]]) -> None:
+def restore_optimizer(step: OptimizerStep, model: nn.Module, saved: tuple[dict[str, Any], dict[str, Any]]) -> None:
     """Raises UserError, naming the file, for states of something else."""
     optimizer, scaler = saved
     with explaining("optimizer.pt"):
@@ -58,7 +58,9 @@ def restore_optimizer(step: TrainStep, model: nn.Module, saved: tuple[dict[str, 
             step.scaler.load_state_dict({key: _number(scaler[key]) for key in step.scaler.state_dict()})
 
 
-def restore_notebooks(step: TrainStep, model: nn.Module, saved: tuple[dict[str, Any], dict[str, Any]]) -> None:
+def load_notebook_optimizer(
+    step: OptimizerStep, model: nn.Module, saved: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
     """`restore_optimizer` of a notebook's states; without an optimizer's, it starts afresh."""
     optimizer, scaler = saved
     if optimizer:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from harness.data.loader import Window
+from harness.data.loader import Microbatch
 from harness.model.precision import Precision
 from harness.runs.train_config import TrainConfig
 from harness.training.optimizer import set_learning_rate, update_weights
@@ -24,7 +24,7 @@ class StepResult:
     skipped: Tensor
 
 
-class TrainStep:
+class OptimizerStep:
     """Runs optimizer steps on a model, wrapped for data-parallel training or bare."""
 
     def __init__(
@@ -42,26 +42,26 @@ class TrainStep:
         first = next(model.parameters())
         first.register_post_accumulate_grad_hook(lambda _: self.before_exchange())
 
-    def run(self, windows: Sequence[Window], multiplier: float) -> StepResult:
+    def run(self, microbatches: Sequence[Microbatch], multiplier: float) -> StepResult:
         """One step over this rank's microbatches at `multiplier` times the peak learning rate."""
-        losses = self.accumulate(windows)
+        losses = self.accumulate(microbatches)
         set_learning_rate(self.optimizer, self.config.learning_rate * multiplier)
         norm, skipped = update_weights(self.optimizer, self.scaler, max_norm=self.config.clipping_max_norm)
         self.forget_gradients()
         return StepResult(losses, norm, skipped)
 
-    def accumulate(self, windows: Sequence[Window]) -> Tensor:
-        """Forward and backward over the windows; the mean gradient over them, and over ranks, is then in `.grad`."""
+    def accumulate(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        """Forward and backward over the microbatches; the mean gradient over them, and ranks, is then in `.grad`."""
         losses = []
-        for index, window in enumerate(windows):
-            inputs_BxT, targets_BxT = window.on(self.device)
+        for index, microbatch in enumerate(microbatches):
+            inputs_BxT, targets_BxT = microbatch.to(self.device)
             # Off before the forward: DDP decides there whether this backward exchanges gradients.
-            with self._gradient_exchange(last=index == len(windows) - 1):
+            with self._gradient_exchange(last=index == len(microbatches) - 1):
                 with self.precision.autocast():
                     loss = self.model(inputs_BxT, targets_BxT)
-                if index == len(windows) - 1:
+                if index == len(microbatches) - 1:
                     self.before_exchange()
-                self.scaler.scale(loss / len(windows)).backward()
+                self.scaler.scale(loss / len(microbatches)).backward()
             losses.append(loss.detach().double())
         return torch.stack(losses)
 

@@ -297,8 +297,8 @@ def test_a_mistyped_dataset_leaves_nothing(hub: FakeHub, tmp_path: Path) -> None
     datasets = tmp_path / "datasets"
     program = (
         "import sys\nfrom pathlib import Path\nfrom harness.common.errors import one_line_errors\n"
-        "from harness.data.fetch import bring\nwith one_line_errors():\n"
-        "    bring(Path(sys.argv[1]), 'someone/corpse', ['train'])\n"
+        "from harness.data.fetch import ensure_dataset\nwith one_line_errors():\n"
+        "    ensure_dataset(Path(sys.argv[1]), 'someone/corpse', ['train'])\n"
     )
     environment = {**os.environ, **hub.environment(tmp_path / "hf")}
     for kept in ([], ["someone", "someone/other"]):

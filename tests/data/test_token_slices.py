@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from harness.common.errors import UserError
-from harness.data.dataset import Dataset, TokenFile, check_vocabulary
-from harness.data.loader import BatchShape, MicrobatchReader, whole_batches
+from harness.data.dataset import Dataset, TokenFile, check_token_ids
+from harness.data.loader import BatchLayout, TokenLoader, num_whole_batches
 from harness.runs.experiment import find_position
 from harness.runs.train_config import load_train_config
 from tests.support.isolation import SHIPPED_RUNS
@@ -36,7 +36,7 @@ NOTEBOOK = {
 @pytest.mark.parametrize("name", NOTEBOOK)
 def test_the_notebooks_token_counts(name: str) -> None:
     config = load_train_config(SHIPPED_RUNS / name / "train.json")
-    shape = BatchShape(8, config.accumulation_steps(8), config.microbatch_size, 1024)
+    shape = BatchLayout(8, config.accumulation_steps(8), config.microbatch_size, 1024)
     position = find_position(config, shape, FINEWEB_TOKENS)
     assert (position.total_steps * shape.global_tokens, position.total_steps) == NOTEBOOK[name]
 
@@ -44,19 +44,19 @@ def test_the_notebooks_token_counts(name: str) -> None:
 @given(wanted=st.integers(1, 10**6), extra=st.integers(0, 10**5), batch=st.integers(1, 10**5))
 def test_the_smallest_whole_number_of_batches(wanted: int, extra: int, batch: int) -> None:
     batches = -(-wanted // batch)
-    assert whole_batches(wanted, batches * batch + 1 + extra, batch) == batches
+    assert num_whole_batches(wanted, batches * batch + 1 + extra, batch) == batches
     assert batches * batch >= wanted > (batches - 1) * batch
     with pytest.raises(UserError, match=rf"wanted {batches * batch + 1:,} tokens, but there are {batches * batch:,}"):
-        whole_batches(wanted, batches * batch, batch)
+        num_whole_batches(wanted, batches * batch, batch)
 
 
 @given(available=st.integers(0, 10**6), batch=st.integers(1, 10**4))
 def test_minus_one_takes_every_whole_batch(available: int, batch: int) -> None:
     if available < batch + 1:
         with pytest.raises(UserError):
-            whole_batches(-1, available, batch)
+            num_whole_batches(-1, available, batch)
     else:
-        batches = whole_batches(-1, available, batch)
+        batches = num_whole_batches(-1, available, batch)
         assert batches * batch + 1 <= available < (batches + 1) * batch + 1
 
 
@@ -74,15 +74,15 @@ def test_every_token_is_trained_on_once_and_in_order(
     path = tmp_path_factory.getbasetemp() / "counting.safetensors"
     if not path.exists():
         save_file({"tokens": np.arange(1000, dtype=np.uint16)}, path)
-    shape = BatchShape(ranks, accumulation, microbatch, context)
-    reader = MicrobatchReader(TokenFile(path), start, shape)
+    shape = BatchLayout(ranks, accumulation, microbatch, context)
+    loader = TokenLoader(TokenFile(path), start, shape)
     steps = 3
     inputs, targets = [], []
     for step in range(steps):
-        windows = [reader.step_windows(step, rank) for rank in range(ranks)]
+        microbatches = [loader.microbatches(step, rank) for rank in range(ranks)]
         for a in range(accumulation):
             for rank in range(ranks):  # microbatch (step * A + a) * world_size + rank
-                x_BxT, y_BxT = windows[rank][a].on(torch.device("cpu"))
+                x_BxT, y_BxT = microbatches[rank][a].to(torch.device("cpu"))
                 assert x_BxT.shape == y_BxT.shape == (microbatch, context)
                 inputs += x_BxT.flatten().tolist()
                 targets += y_BxT.flatten().tolist()
@@ -120,17 +120,17 @@ def test_the_vocabulary_scan_is_exact_and_remembered(tmp_path: Path) -> None:
     dataset = Dataset.open(shop.datasets, "local/letters")
     largest = dataset.split("train").largest_token()
     assert largest == 40
-    check_vocabulary(dataset, "train", 41)
+    check_token_ids(dataset, "train", 41)
     with pytest.raises(UserError, match=r"train.safetensors: token id 40 is beyond the model's vocabulary of 40"):
-        check_vocabulary(dataset, "train", 40)
+        check_token_ids(dataset, "train", 40)
     assert sorted(folder.iterdir()) == before  # a user's folder is not written to
     memory = next((shop.datasets / ".scans").glob("*--train.json"))
     # What is remembered is used, and forgotten when the file changes.
     memory.write_text(memory.read_text().replace('"largest_token": 40', '"largest_token": 99'))
     with pytest.raises(UserError, match="token id 99"):
-        check_vocabulary(dataset, "train", 41)
+        check_token_ids(dataset, "train", 41)
     save_file({"tokens": np.array([1, 2, 3], dtype=np.uint16)}, folder / "train.safetensors")
-    check_vocabulary(Dataset.open(shop.datasets, "local/letters"), "train", 4)
+    check_token_ids(Dataset.open(shop.datasets, "local/letters"), "train", 4)
 
 
 def test_the_fingerprint_sees_another_dataset(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def without(*names: str, **changes: str) -> dict[str, str]:
 def test_without_a_launcher_this_is_the_only_process(monkeypatch: pytest.MonkeyPatch) -> None:
     set_all(monkeypatch, {})
     assert environment.place() == environment.Place(0, 0, 1, 1)
-    assert environment.is_speaker()
+    assert environment.is_rank0()
 
 
 def test_where_ranks_would_meet_says_nothing_of_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +43,7 @@ def test_a_rank_of_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     set_all(monkeypatch, WHOLE)
     found = [environment.rank(), environment.local_rank(), environment.world_size(), environment.local_world_size()]
     assert found == [9, 1, 16, 8]
-    assert not environment.is_speaker()
+    assert not environment.is_rank0()
 
 
 def test_a_world_of_one_needs_no_place_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:

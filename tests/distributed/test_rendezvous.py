@@ -8,14 +8,14 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from harness.common.errors import RunError
-from harness.distributed.rendezvous import name_this_life
+from harness.distributed.rendezvous import agree_on_restart_id
 
 SIZE = 4
 
 
 def live(store: HashStore, ranks: range = range(SIZE), patience: float = 20.0) -> list[str]:
     with ThreadPoolExecutor(SIZE) as pool:
-        return list(pool.map(lambda rank: name_this_life(store, rank, SIZE, patience), ranks))
+        return list(pool.map(lambda rank: agree_on_restart_id(store, rank, SIZE, patience), ranks))
 
 
 def test_every_life_has_a_name_of_its_own() -> None:

@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import nn
 
-from harness.distributed.replicas import PIECE, describe_divergence, fingerprint
+from harness.distributed.replicas import PIECE, describe_divergence, weight_checksums
 
 
 def test_one_bit_changes_the_fingerprint_of_its_tensor_alone() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, PIECE // 2), nn.LayerNorm(7))  # a tensor of more than one piece
-    before = fingerprint(model)
-    assert before == fingerprint(model)
+    before = weight_checksums(model)
+    assert before == weight_checksums(model)
     for index, parameter in enumerate(model.parameters()):
         with torch.no_grad():
             parameter.view(-1).view(torch.int32)[-1] ^= 1
-        after = fingerprint(model)
+        after = weight_checksums(model)
         assert [at for at in range(4) if after[at] != before[at]] == [index]
         before = after
 
@@ -27,14 +27,14 @@ def test_the_sum_is_that_of_the_bit_patterns() -> None:
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[1.0, -2.0]]))
     # IEEE 754: 1.0 is 0x3F800000, -2.0 is 0xC0000000, which as a signed number is negative.
-    assert fingerprint(model) == [0x3F800000 + 0xC0000000 - 2**32]
+    assert weight_checksums(model) == [0x3F800000 + 0xC0000000 - 2**32]
 
 
 def test_not_a_number_compares_by_its_bits() -> None:
     model = nn.Linear(2, 1)
     with torch.no_grad():
         model.weight.fill_(float("nan"))
-    assert describe_divergence([fingerprint(model), fingerprint(model)], model) is None
+    assert describe_divergence([weight_checksums(model), weight_checksums(model)], model) is None
 
 
 @pytest.mark.parametrize(

@@ -12,26 +12,34 @@ from dataclasses import replace
 import pytest
 
 from harness.common.lock import ProcessName
-from harness.distributed.watchdog import GONE_PATIENCE_SECONDS, PASSED, Heard, NoWatch, Sign, Watch
+from harness.distributed.watchdog import (
+    GONE_PATIENCE_SECONDS,
+    IDLE,
+    Heartbeat,
+    LastHeartbeat,
+    NoWatchdog,
+    Place,
+    Watchdog,
+)
 
 TIMEOUT = 10.0
 ELSEWHERE = ProcessName("another", 1, "another boot")
 
 
-def sign(order: int, part: int, stalled: float | None) -> Sign:
-    return Sign(1, ELSEWHERE, f"place {order}", [order, part], stalled, stopping=False)
+def sign(order: int, part: int, stalled: float | None) -> Heartbeat:
+    return Heartbeat(1, ELSEWHERE, f"place {order}", [order, part], stalled, stopping=False)
 
 
-def watching(*signs: Sign, at: float = 0.0) -> Watch:
+def watching(*signs: Heartbeat, at: float = 0.0) -> Watchdog:
     """Rank 0's watch, having just heard these signs."""
-    watch = Watch(0, TIMEOUT)
+    watch = Watchdog(0, TIMEOUT)
     watch._contact = at
-    watch._heard = [Heard(each, at) for each in signs]
+    watch._heard = [LastHeartbeat(each, at) for each in signs]
     return watch
 
 
-def at_leisure(order: int) -> Sign:
-    return sign(order, PASSED, None)
+def at_leisure(order: int) -> Heartbeat:
+    return sign(order, IDLE, None)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +57,7 @@ def at_leisure(order: int) -> Sign:
         ([at_leisure(-1), at_leisure(-1)], None),  # a download before the first step
     ],
 )
-def test_who_is_stuck(signs: list[Sign], guilty: list[int] | None) -> None:
+def test_who_is_stuck(signs: list[Heartbeat], guilty: list[int] | None) -> None:
     found = watching(*signs)._find_fault(0.0)
     assert (found and found[1]) == guilty
     if found and guilty:
@@ -70,7 +78,7 @@ def test_all_in_one_exchange_is_nobodys_fault() -> None:
     assert found == ("no rank got beyond place 4 for 11 s: a device or the network does not answer", [])
 
 
-def hear_from_rank0(watch: Watch, now: float) -> None:
+def hear_from_rank0(watch: Watchdog, now: float) -> None:
     watch._heard[0].at = watch._contact = now
 
 
@@ -142,13 +150,13 @@ class DictStore:
 
 def test_signs_travel_through_the_store() -> None:
     store, meeting = DictStore(), threading.Barrier(2)
-    watches = [Watch(rank, timeout_seconds=0.5) for rank in range(2)]
+    watches = [Watchdog(rank, timeout_seconds=0.5) for rank in range(2)]
     other = threading.Thread(target=watches[1].start, args=(store, 2, meeting.wait))
     other.start()
     watches[0].start(store, 2, meeting.wait)
     other.join()
     try:
-        with watches[1].attended("global step 3", 6):
+        with watches[1].guard(Place(3, "step")):
             watches[1].beat()
             deadline = time.monotonic() + 5
             while watches[0]._heard[1].sign.progress != [6, 1]:
@@ -156,7 +164,7 @@ def test_signs_travel_through_the_store() -> None:
                 time.sleep(0.01)
             assert watches[0]._heard[1].sign.place == "global step 3"
             assert watches[0]._heard[1].sign.stalled is not None
-        while watches[0]._heard[1].sign.progress != [6, PASSED]:
+        while watches[0]._heard[1].sign.progress != [6, IDLE]:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert watches[0]._heard[1].sign.stalled is None
@@ -166,8 +174,8 @@ def test_signs_travel_through_the_store() -> None:
 
 
 def test_alone_there_is_nothing_to_watch() -> None:
-    watch = NoWatch()
-    with watch.attended("global step 0", 0):
+    watch = NoWatchdog()
+    with watch.guard(Place(0, "step")):
         watch.beat()
-    watch.passed(1)
+    watch.idle(Place(0, "step"))
     watch.stop()

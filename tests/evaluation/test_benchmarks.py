@@ -99,7 +99,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
     learn(model, [tokenizer.encode(line) for line in lines])
     (folder / "model.json").write_text(model.config.model_dump_json())
     (folder / "meta.json").write_text('{"tokenizer": "tokenizer.json"}')
-    save_file(model.public_tensors(), folder / "model.safetensors")
+    save_file(model.to_checkpoint_names(), folder / "model.safetensors")
     return Subject(folder, model.eval(), tokenizer)
 
 
@@ -348,7 +348,7 @@ def test_the_tokenizer_of_another_model_is_refused(subject: Subject, tmp_path: P
     small = GPTModel(ModelConfig.model_validate_json((tmp_path / "model.json").read_text()))
     for name in ("meta.json", "tokenizer.json"):
         (tmp_path / name).write_text((subject.folder / name).read_text())
-    save_file(small.public_tensors(), tmp_path / "model.safetensors")
+    save_file(small.to_checkpoint_names(), tmp_path / "model.safetensors")
     model = [str(tmp_path / "model.json"), str(tmp_path / "model.safetensors")]
     done = Workshop(tmp_path).command("evaluate_benchmarks.py", *model, "--tasks", "x")
     assert done.status == 2

@@ -126,7 +126,7 @@ def model_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     train_bpe(iter(["the quick brown fox jumps over the lazy dog é " * 20]), 280, folder / "tokenizer.json")
     config = shape(vocab_size=280)
     (folder / "model.json").write_text(config.model_dump_json())
-    save_file(random_model(config).public_tensors(), folder / "model.safetensors")
+    save_file(random_model(config).to_checkpoint_names(), folder / "model.safetensors")
     (folder / "meta.json").write_text(json.dumps({"tokenizer": "tokenizer.json"}))
     return folder / "model.json", folder / "model.safetensors"
 

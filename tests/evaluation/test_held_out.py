@@ -34,7 +34,7 @@ def shop(tmp_path: Path) -> Workshop:
 def add_weights(run: Path) -> GPTModel:
     torch.manual_seed(5)
     model = GPTModel(ModelConfig(**json.loads((run / "model.json").read_text())))
-    save_tensors(dict(model.public_tensors()), run / "model.safetensors")
+    save_tensors(dict(model.to_checkpoint_names()), run / "model.safetensors")
     return model.eval()
 
 

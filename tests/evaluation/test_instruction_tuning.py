@@ -273,7 +273,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory, data: Path, tokenizer: Tokeni
     folder.mkdir(parents=True)
     model = tiny()
     (shop.runs / "r" / "model.json").write_text(model.config.model_dump_json())
-    save_weights(model.public_tensors(), folder / "model.safetensors")
+    save_weights(model.to_checkpoint_names(), folder / "model.safetensors")
     (folder / "tokenizer.json").write_bytes((data.parent / "tokenizer.json").read_bytes())
     (folder / "meta.json").write_text(json.dumps({"tokenizer": "tokenizer.json"}))
     (shop.runs / "r" / "checkpoints" / "best").symlink_to(folder.name)
@@ -347,7 +347,7 @@ def test_bad_input_is_one_line_before_anything_is_trained(shop: Workshop, data: 
     bad = tmp_path / "bad.json"
     bad.write_text(json.dumps([*ENTRIES, {"instruction": "x", "input": ""}]))
     weights = tmp_path / "other.safetensors"
-    save_weights(tiny(emb_dim=64).public_tensors(), weights)
+    save_weights(tiny(emb_dim=64).to_checkpoint_names(), weights)
     no_key = {"OPENAI_API_KEY": ""}
     for result, words in (
         (ift(shop, "--data", str(bad), "--responses-only"), ["bad.json: entry 41", '"output"']),

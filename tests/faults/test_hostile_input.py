@@ -23,9 +23,9 @@ from safetensors.torch import load_file, save_file
 
 import checkpointing
 from gpt import GPTModel, ModelConfig, load_model_config
-from harness.data.dataset import Dataset, TokenFile, check_vocabulary, dataset_folder
+from harness.data.dataset import Dataset, TokenFile, check_token_ids, dataset_folder
 from harness.model.weights import load_weights
-from harness.runs.checkpoint_meta import Tally
+from harness.runs.checkpoint_meta import TrainState
 from harness.runs.directory import RunDirectory
 from harness.runs.experiment import Experiment
 from harness.runs.plan import PlannedSpeed, describe_plan, make_plan
@@ -309,7 +309,7 @@ def test_safetensors(tmp_path: Path, exhaustive: bool, evidence: Evidence) -> No
             assert len(tokens) == min(100, len(file))
             assert file.largest_token() == (int(tokens.max()) if len(tokens) else -1)
             assert file.fingerprint()
-        line = line_of(lambda: model.load_public_tensors(load_weights(path), path))
+        line = line_of(lambda: model.load_checkpoint_tensors(load_weights(path), path))
         assert line is not None
         assert f"{path}: not " in line  # this model, or readable
 
@@ -414,21 +414,21 @@ def test_dataset_meta(shop: Workshop, exhaustive: bool, evidence: Evidence) -> N
 @pytest.mark.fault("the memory of a token scan is anything")
 def test_scan_memory(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
     dataset = Dataset.open(shop.datasets, DATASET)
-    check_vocabulary(dataset, "train", 64)
+    check_token_ids(dataset, "train", 64)
     memory = next((shop.datasets / ".scans").iterdir())
     right = json.loads(memory.read_text())
 
     def check(text: str) -> None:
         set_text(memory, text)
         # It knows, or scans again; a number there that is too large is believed, as it might be a scan's.
-        line = line_of(lambda: check_vocabulary(dataset, "train", 64))
+        line = line_of(lambda: check_token_ids(dataset, "train", 64))
         assert line is None or "beyond the model's vocabulary" in line
 
     values = [right["file"], [0, 0], 5, None]
     texts = mutations(right, {"file": values, "largest_token": [63, 1.5, "63", 1e308, None, [], 2**70]})
     tried = explore(check, texts, 500 if exhaustive else 100)
     memory.write_text(json.dumps(right))
-    check_vocabulary(dataset, "train", 64)
+    check_token_ids(dataset, "train", 64)
     evidence(
         injected="any JSON, and any text, in place of what the last scan for token ids found",
         times=tried,
@@ -520,9 +520,9 @@ def test_checkpoint_meta(bench: Bench, exhaustive: bool, evidence: Evidence) -> 
             return
         meta = checkpointing.read_meta(latest)
         assert latest.name.endswith(f"-iteration-{meta['global_step']}")
-        tally = Tally.from_meta(meta)
-        assert tally.tokens_seen >= 0
-        assert tally.best_loss is None or tally.best_loss < math.inf
+        state = TrainState.from_meta(meta)
+        assert state.tokens_seen >= 0
+        assert state.best_loss is None or state.best_loss < math.inf
         assert sum(meta.get("seconds", {}).values()) < math.inf
 
     tried = explore(check, mutations(bench.meta(), PLAUSIBLE_CHECKPOINT), 2000 if exhaustive else 200)

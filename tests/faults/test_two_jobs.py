@@ -32,9 +32,9 @@ def shop(stopped_shop: Workshop) -> Workshop:
 # After the third step, when metrics have been written.
 LONG_STEPS = """
 import itertools, time
-from harness.training.step import TrainStep
-run, steps = TrainStep.run, itertools.count()
-TrainStep.run = lambda self, *values: (next(steps) > 2 and time.sleep(100), run(self, *values))[1]
+from harness.training.step import OptimizerStep
+run, steps = OptimizerStep.run, itertools.count()
+OptimizerStep.run = lambda self, *values: (next(steps) > 2 and time.sleep(100), run(self, *values))[1]
 """
 WITHOUT_LOCKS = """
 import errno, fcntl, os

@@ -33,7 +33,7 @@ def write_checkpoint(folder: Path, config: ModelConfig, **meta: Any) -> GPTModel
     folder.mkdir(parents=True, exist_ok=True)
     train_bpe(iter([TEXT]), 290, folder / "tokenizer.json")
     model = random_model(config)
-    save_file(model.public_tensors(), folder / "model.safetensors")
+    save_file(model.to_checkpoint_names(), folder / "model.safetensors")
     told = {"tokenizer": "tokenizer.json", "model": config.model_dump(mode="json"), **meta}
     (folder / "meta.json").write_text(json.dumps(told))
     return model.eval()
@@ -209,7 +209,7 @@ def test_there_and_back_gives_the_same_files(tmp_path: Path) -> None:
         convert(tmp_path, "export", str(tmp_path / f"c{number}"), str(tmp_path / f"out{number}"))
         convert(tmp_path, "import", str(tmp_path / f"out{number}"), f"r{number}", "--runs-dir", str(tmp_path))
         back = load_file(tmp_path / f"r{number}" / "model.safetensors")
-        expected = model.public_tensors()
+        expected = model.to_checkpoint_names()
         assert back.keys() == expected.keys()
         assert all(torch.equal(tensor, expected[name]) for name, tensor in back.items())
         again = ModelConfig(**json.loads((tmp_path / f"r{number}" / "model.json").read_text()))
@@ -404,7 +404,7 @@ def test_a_run_goes_to_the_hub_and_comes_back(tmp_path: Path, hub: FakeHub) -> N
         tmp_path, "import", "me/tiny", "back", "--runs-dir", str(shop.runs), environment=home | {"HF_HUB_OFFLINE": "0"}
     )
     back = load_file(shop.runs / "back" / "model.safetensors")
-    assert all(torch.equal(tensor, back[name]) for name, tensor in model.public_tensors().items())
+    assert all(torch.equal(tensor, back[name]) for name, tensor in model.to_checkpoint_names().items())
 
 
 def test_another_model_in_its_place_leaves_nothing_of_the_first(tmp_path: Path, hub: FakeHub) -> None:

@@ -139,7 +139,7 @@ def test_initial_spread_of_the_weights() -> None:
 def test_equal_seeds_give_equal_weights() -> None:
     def build(seed: int) -> dict[str, Tensor]:
         torch.manual_seed(seed)
-        return GPTModel(shape()).public_tensors()
+        return GPTModel(shape()).to_checkpoint_names()
 
     first, again, other = build(1), build(1), build(2)
     assert all(torch.equal(first[name], again[name]) for name in first)
@@ -216,7 +216,7 @@ def public_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("qkv_bias", [False, True])
 def test_public_names_and_shapes(tied: bool, qkv_bias: bool) -> None:
     config = shape(tie_weights=tied, qkv_bias=qkv_bias)
-    tensors = GPTModel(config).public_tensors()
+    tensors = GPTModel(config).to_checkpoint_names()
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == public_shapes(config)
 
 
@@ -225,11 +225,11 @@ def test_public_names_and_shapes(tied: bool, qkv_bias: bool) -> None:
 def test_weights_survive_the_round_trip_bit_for_bit(tied: bool, qkv_bias: bool) -> None:
     config = shape(tie_weights=tied, qkv_bias=qkv_bias)
     model = random_model(config)
-    tensors = model.public_tensors()
+    tensors = model.to_checkpoint_names()
     torch.manual_seed(99)
     other = GPTModel(config)
-    other.load_public_tensors(tensors, SOURCE)
-    again = other.public_tensors()
+    other.load_checkpoint_tensors(tensors, SOURCE)
+    again = other.to_checkpoint_names()
     assert again.keys() == tensors.keys()
     assert all(torch.equal(again[name], tensors[name]) for name in tensors)
     tokens = random_tokens(config)
@@ -239,7 +239,7 @@ def test_weights_survive_the_round_trip_bit_for_bit(tied: bool, qkv_bias: bool) 
 
 def test_public_tensors_share_no_memory() -> None:
     model = random_model(shape(tie_weights=True))
-    tensors = model.public_tensors()
+    tensors = model.to_checkpoint_names()
     storages = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
     assert len(storages) == len(tensors)
     assert storages.isdisjoint(parameter.untyped_storage().data_ptr() for parameter in model.parameters())
@@ -253,7 +253,7 @@ def test_public_tensors_do_not_depend_on_how_query_key_and_value_are_held() -> N
     """Attention recomputed from the public tensors alone, as an unfused model would."""
     config = shape(n_layers=1, qkv_bias=True)
     model = random_model(config)
-    attention, tensors = block_of(model, 0).att, model.public_tensors()
+    attention, tensors = block_of(model, 0).att, model.to_checkpoint_names()
     x_BxTxC = torch.randn(2, config.context_length, config.emb_dim)
 
     def project(part: str, x: Tensor) -> Tensor:
@@ -273,31 +273,31 @@ def test_public_tensors_do_not_depend_on_how_query_key_and_value_are_held() -> N
 
 def test_files_with_attention_masks_load() -> None:
     model = random_model(shape())
-    tensors = model.public_tensors()
+    tensors = model.to_checkpoint_names()
     size = model.config.context_length
     masks = {f"trf_blocks.{layer}.att.mask": torch.ones(size, size).triu(1) for layer in range(model.config.n_layers)}
     other = GPTModel(model.config)
-    other.load_public_tensors({**tensors, **masks}, SOURCE)
-    assert all(torch.equal(tensor, tensors[name]) for name, tensor in other.public_tensors().items())
+    other.load_checkpoint_tensors({**tensors, **masks}, SOURCE)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in other.to_checkpoint_names().items())
 
 
 @pytest.mark.parametrize("left_out", ["out_head.weight", "tok_emb.weight"])
 def test_a_tied_model_loads_files_with_either_half_of_the_pair(left_out: str) -> None:
     """safetensors' save_model keeps one name of a shared tensor: the first in the alphabet."""
     model = random_model(shape(tie_weights=True))
-    tensors = model.public_tensors()
+    tensors = model.to_checkpoint_names()
     del tensors[left_out]
     other = GPTModel(model.config)
-    other.load_public_tensors(tensors, SOURCE)
+    other.load_checkpoint_tensors(tensors, SOURCE)
     assert torch.equal(other.out_head.weight, model.out_head.weight)
 
 
 def test_half_precision_files_load_into_fp32() -> None:
     model = random_model(shape())
-    tensors = {name: tensor.bfloat16() for name, tensor in model.public_tensors().items()}
+    tensors = {name: tensor.bfloat16() for name, tensor in model.to_checkpoint_names().items()}
     other = GPTModel(model.config)
-    other.load_public_tensors(tensors, SOURCE)
-    assert all(torch.equal(tensor, tensors[name].float()) for name, tensor in other.public_tensors().items())
+    other.load_checkpoint_tensors(tensors, SOURCE)
+    assert all(torch.equal(tensor, tensors[name].float()) for name, tensor in other.to_checkpoint_names().items())
 
 
 Damage = Callable[[dict[str, Tensor]], object]
@@ -320,27 +320,27 @@ Damage = Callable[[dict[str, Tensor]], object]
 )
 def test_another_models_tensors_are_refused_by_name(name: str, damage: Damage, tied: bool) -> None:
     model = random_model(shape(tie_weights=tied))
-    tensors = {key: tensor + 1 for key, tensor in model.public_tensors().items()}
+    tensors = {key: tensor + 1 for key, tensor in model.to_checkpoint_names().items()}
     damage(tensors)
     assert_refused(model, tensors, name)
 
 
 def test_an_untied_file_is_refused_by_a_tied_model() -> None:
     model = random_model(shape(tie_weights=True))
-    assert_refused(model, random_model(shape()).public_tensors(), "out_head")
+    assert_refused(model, random_model(shape()).to_checkpoint_names(), "out_head")
 
 
 @pytest.mark.parametrize("name", ["out_head.weight", "tok_emb.weight"])
 def test_an_untied_model_needs_head_and_embedding(name: str) -> None:
     model = random_model(shape())
-    tensors = model.public_tensors()
+    tensors = model.to_checkpoint_names()
     del tensors[name]
     assert_refused(model, tensors, name)
 
 
 def test_a_tied_model_needs_one_of_head_and_embedding() -> None:
     model = random_model(shape(tie_weights=True))
-    tensors = model.public_tensors()
+    tensors = model.to_checkpoint_names()
     del tensors["out_head.weight"], tensors["tok_emb.weight"]
     assert_refused(model, tensors, "tok_emb.weight")
 
@@ -348,32 +348,32 @@ def test_a_tied_model_needs_one_of_head_and_embedding() -> None:
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
 def test_files_of_wrapped_models_load(prefix: str) -> None:
     model = random_model(shape())
-    tensors = model.public_tensors()
+    tensors = model.to_checkpoint_names()
     masks = {f"trf_blocks.{layer}.att.mask": torch.ones(24, 24) for layer in range(model.config.n_layers)}
     other = GPTModel(model.config)
-    other.load_public_tensors({prefix + name: tensor for name, tensor in {**tensors, **masks}.items()}, SOURCE)
-    assert all(torch.equal(tensor, tensors[name]) for name, tensor in other.public_tensors().items())
+    other.load_checkpoint_tensors({prefix + name: tensor for name, tensor in {**tensors, **masks}.items()}, SOURCE)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in other.to_checkpoint_names().items())
 
 
 def test_a_refusal_names_what_differs_and_counts_the_rest() -> None:
     model = random_model(shape())
-    tensors = random_model(shape(emb_dim=64)).public_tensors()
+    tensors = random_model(shape(emb_dim=64)).to_checkpoint_names()
     with pytest.raises(UserError) as caught:
-        model.load_public_tensors(tensors, SOURCE)
+        model.load_checkpoint_tensors(tensors, SOURCE)
     message = str(caught.value)
     assert "tensor tok_emb.weight is [97, 64] in the file, [97, 48] in model.json; tensor pos_emb.weight is" in message
     assert f"and {len(tensors) - 3} more" in message
 
 
 def assert_refused(model: GPTModel, tensors: dict[str, Tensor], name: str) -> None:
-    before = model.public_tensors()
+    before = model.to_checkpoint_names()
     with pytest.raises(UserError) as caught:
-        model.load_public_tensors(tensors, SOURCE)
+        model.load_checkpoint_tensors(tensors, SOURCE)
     message = str(caught.value)
     assert name in message
     assert str(SOURCE) in message
     assert "\n" not in message
-    assert all(torch.equal(tensor, before[key]) for key, tensor in model.public_tensors().items())
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.to_checkpoint_names().items())
 
 
 def test_depth_form_of_model_json(tmp_path: Path) -> None:

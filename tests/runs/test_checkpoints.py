@@ -29,7 +29,7 @@ STATE_FILES = ["model.safetensors", "optimizer.pt", "scaler.pt", "train_state.pt
 def a_checkpoint(step: int = 0, *, is_best: bool = False, **meta: Any) -> Checkpoint:
     """A checkpoint with everything one can hold, different for each step."""
     torch.manual_seed(step)
-    weights = GPTModel(ModelConfig(**MODEL)).public_tensors()
+    weights = GPTModel(ModelConfig(**MODEL)).to_checkpoint_names()
     return Checkpoint(
         weights=weights,
         optimizer={name: {"step": torch.tensor(3.0), "exp_avg": torch.randn(4)} for name in list(weights)[:3]},
@@ -181,7 +181,7 @@ def test_order_is_by_global_step_not_by_the_clock(folder: Path, tmp_path: Path) 
     assert [step for step, _ in checkpointing.list_checkpoints(folder)] == [9, 10, 100]
     checkpointing.prune(folder, 1, set())
     assert [step for step, _ in checkpointing.list_checkpoints(folder)] == [10, 100]
-    checkpointing.go_back_to(folder, find_checkpoint_at(folder, 10), lambda: _made(tmp_path / "aside"))
+    checkpointing.rewind_to(folder, find_checkpoint_at(folder, 10), lambda: _made(tmp_path / "aside"))
     assert checkpointing.choose_start(folder, None) == folder / renamed[10]
 
 
@@ -365,7 +365,7 @@ def test_prune_without_links(folder: Path) -> None:
 
 def test_later_checkpoints_are_moved_aside_whole(folder: Path, tmp_path: Path) -> None:
     paths = save_steps(folder, [0, 5, 10, 15], best=5)
-    assert checkpointing.go_back_to(folder, find_checkpoint_at(folder, 5), lambda: _made(tmp_path / "aside"))
+    assert checkpointing.rewind_to(folder, find_checkpoint_at(folder, 5), lambda: _made(tmp_path / "aside"))
     aside = tmp_path / "aside" / "checkpoints"
     assert sorted(path.name for path in aside.iterdir()) == [paths[10].name, paths[15].name]
     for path in aside.iterdir():
@@ -386,7 +386,7 @@ def test_a_best_link_that_a_kill_left_behind_is_put_right(folder: Path) -> None:
     def unwanted() -> Path:
         raise AssertionError("no folder is needed")
 
-    checkpointing.go_back_to(folder, paths[10], unwanted)
+    checkpointing.rewind_to(folder, paths[10], unwanted)
     assert (folder / "best").readlink() == Path(paths[10].name)
 
 
@@ -396,7 +396,7 @@ def test_nothing_later_moves_nothing(folder: Path) -> None:
     def unwanted() -> Path:
         raise AssertionError("no folder is needed")
 
-    assert not checkpointing.go_back_to(folder, find_checkpoint_at(folder, 5), unwanted)
+    assert not checkpointing.rewind_to(folder, find_checkpoint_at(folder, 5), unwanted)
     assert (folder / "latest").readlink() == Path(paths[5].name)
     assert (folder / "best").readlink() == Path(paths[0].name)
 
@@ -408,7 +408,7 @@ def test_best_after_setting_aside_is_the_best_of_what_remains(
     """The best up to the step continued from, as that checkpoint knows it; 5 is not 50."""
     paths = save_steps(folder, steps[:-1], best=best)
     save_checkpoint(folder, a_checkpoint(steps[-1], is_best=True, best_step=steps[-1]))
-    checkpointing.go_back_to(folder, find_checkpoint_at(folder, steps[-2]), lambda: _made(tmp_path / "aside"))
+    checkpointing.rewind_to(folder, find_checkpoint_at(folder, steps[-2]), lambda: _made(tmp_path / "aside"))
     assert (folder / "best").readlink() == Path(paths[best].name)
     assert (folder / "latest").readlink() == Path(paths[steps[-2]].name)
 
@@ -478,7 +478,7 @@ def test_the_commands_own_checkpoints(real_run: Path) -> None:
     saved = checkpointing.load_checkpoint(latest)
     assert {file.name for file in latest.iterdir()} == {*STATE_FILES, "meta.json"}
     assert {oct(file.stat().st_mode & 0o777) for file in latest.iterdir()} == {"0o640"}
-    assert saved.weights.keys() == GPTModel(ModelConfig(**MODEL)).public_tensors().keys()
+    assert saved.weights.keys() == GPTModel(ModelConfig(**MODEL)).to_checkpoint_names().keys()
     assert not [name for name in (*saved.weights, *saved.optimizer) if "module." in name or "_orig_mod." in name]
     assert len(saved.train_state["ranks"]) == 2
     assert saved.meta["global_step"] == 9

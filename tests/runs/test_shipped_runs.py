@@ -8,7 +8,7 @@ import pytest
 
 from gpt import load_model_config
 from harness.common.json_files import read_json_object
-from harness.data.loader import whole_batches
+from harness.data.loader import num_whole_batches
 from harness.runs.directory import RunDirectory
 from harness.runs.schedule import build_schedule
 from harness.runs.train_config import load_train_config
@@ -48,7 +48,9 @@ def test_every_run_loads(name: str) -> None:
     if config.min_train_tokens != -1:
         world_size = 8 if name in MACHINES else 1
         batch = world_size * config.accumulation_steps(world_size) * config.microbatch_size * model.context_length
-        build_schedule(config, whole_batches(config.min_train_tokens, 2**62, batch))  # raises if the warm-up is longer
+        build_schedule(
+            config, num_whole_batches(config.min_train_tokens, 2**62, batch)
+        )  # raises if the warm-up is longer
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -60,7 +62,7 @@ def test_the_rented_machines_have_the_notebooks_numbers(name: str) -> None:
     assert (config.min_train_tokens, config.start_train_token, config.start_val_token) == (CHINCHILLA_TOKENS, 0, 0)
     assert config.dataset == FINEWEB
     batch = 8 * config.accumulation_steps(8) * microbatch * 1024
-    assert whole_batches(config.min_train_tokens, 2**62, batch) == steps
+    assert num_whole_batches(config.min_train_tokens, 2**62, batch) == steps
     assert steps * batch == tokens
     # Nothing else is set: the defaults are the notebook's.
     notebook = {"dataset", "microbatch_size", "min_train_tokens", "start_train_token", "price_per_hour"}

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 import harness.runs.chart
-from harness.distributed.watchdog import PLACES
-from harness.training.step import TrainStep
+from harness.distributed.watchdog import Place
+from harness.training.step import OptimizerStep
 
 Action = Callable[[], Any]
 
@@ -34,9 +34,9 @@ START = "harness.distributed.world:World.start"
 END = "harness.training.job:Job.finish"
 CHECK = "harness.training.startup:check_same_everywhere"
 WARM_UP = "harness.training.job:Job.warm_up"
-LISTEN = "harness.distributed.signals:StopRequest.listen"
-BETWEEN_STEPS = "harness.training.async_writer:ForegroundWriter.check"
-STEP = "harness.training.step:TrainStep.run"
+LISTEN = "harness.distributed.signals:StopSignal.listen"
+BETWEEN_STEPS = "harness.training.async_writer:SyncWriter.check"
+STEP = "harness.training.step:OptimizerStep.run"
 FORWARD = "gpt:GPTModel.forward"
 UPDATE = "harness.training.step:update_weights"
 VALIDATION = "harness.training.job:Job.validate"  # on all ranks
@@ -106,12 +106,12 @@ def in_gradients(change: Callable[[torch.Tensor], torch.Tensor | None], *, rank:
     def hook(gradient: torch.Tensor) -> torch.Tensor | None:
         return change(gradient) if Now.step in steps else None
 
-    def building(original: Callable[..., None], self: TrainStep, *arguments: Any) -> None:
+    def building(original: Callable[..., None], self: OptimizerStep, *arguments: Any) -> None:
         original(self, *arguments)
         if rank == own_rank():
             list(self.model.parameters())[-1].register_hook(hook)
 
-    around("harness.training.step:TrainStep.__init__", building)
+    around("harness.training.step:OptimizerStep.__init__", building)
 
 
 def after_first_evaluated(action: Action, *, step: int) -> None:
@@ -129,7 +129,7 @@ def after_first_evaluated(action: Action, *, step: int) -> None:
 def drift_before(step: int, rank: int) -> None:
     """Change one weight of one rank a little, before a step."""
 
-    def stepping(original: Callable[..., Any], self: TrainStep, *arguments: Any) -> Any:
+    def stepping(original: Callable[..., Any], self: OptimizerStep, *arguments: Any) -> Any:
         if (Now.step, own_rank()) == (step, rank):
             with torch.no_grad():
                 next(self.model.parameters())[0, 0] += 1e-3
@@ -220,7 +220,7 @@ def record_windows(folder: str) -> None:
         return result
 
     around("harness.data.dataset:TokenFile.read", reading)
-    around("harness.data.loader:MicrobatchReader.step_windows", handing_out)
+    around("harness.data.loader:TokenLoader.microbatches", handing_out)
     around(STEP, stepping)
 
 
@@ -264,12 +264,12 @@ def lively_scaler() -> None:
     in_gradients(lambda gradient: gradient * torch.inf, rank=0, steps=range(4, 5))
 
 
-def _attending(original: Callable[..., Any], self: Any, place: str, order: int) -> Any:
-    Now.step = order // len(PLACES)
-    return original(self, place, order)
+def _attending(original: Callable[..., Any], self: Any, place: Place) -> Any:
+    Now.step = place.step
+    return original(self, place)
 
 
-around("harness.distributed.watchdog:Watch.attended", _attending)
+around("harness.distributed.watchdog:Watchdog.guard", _attending)
 
 
 def record_handler(folder: str) -> None:
@@ -289,9 +289,9 @@ def record_handler(folder: str) -> None:
         finally:
             sys.setprofile(None)
 
-    around("harness.distributed.signals:StopRequest._note", noting)
+    around("harness.distributed.signals:StopSignal._note", noting)
     path = Path(folder) / str(os.getpid())
-    before("harness.training.reporter:Progress.close", lambda: path.write_text(json.dumps(known)))
+    before("harness.training.reporter:Console.close", lambda: path.write_text(json.dumps(known)))
 
 
 def signal_storm(number: int, count: int) -> None:

@@ -25,12 +25,12 @@ AUDITED = {"os.mkdir", "os.rename", "os.symlink", "os.link", "os.remove", "os.rm
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 CALLS = {  # what a number counts operations of, by a short name
     "save": "harness.training.job:Job.save",
-    "background save": "harness.training.async_writer:BackgroundWriter._run",
+    "background save": "harness.training.async_writer:AsyncWriter._run",
     "metrics": "harness.runs.metrics:MetricsFile.append",
     "chart": "harness.runs.chart:draw_training_chart",
     "end": "harness.training.job:Job.finish",
-    "going back": "checkpointing:go_back_to",
-    "cutting the metrics": "harness.runs.metrics:MetricsFile.go_back_to",
+    "going back": "checkpointing:rewind_to",
+    "cutting the metrics": "harness.runs.metrics:MetricsFile.rewind_to",
     "moving aside": "harness.runs.directory:RunDirectory.set_results_aside",
     "summary": "harness.runs.summary:replace_text",
     "lock": "harness.runs.directory:RunDirectory.lock",

@@ -21,8 +21,8 @@ import harness.runs.chart
 from gpt import GPTModel, ModelConfig, load_model
 from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
-from harness.distributed.sharing import Ranks, StopAsked
-from harness.distributed.watchdog import NoWatch
+from harness.distributed.sharing import Ranks, StopRequested
+from harness.distributed.watchdog import NoWatchdog
 from harness.distributed.world import World
 from harness.evaluation.likelihood import Scorer
 from harness.model.precision import Precision
@@ -221,7 +221,7 @@ def on_ranks(size: int, work: Callable[[Sharing], Any], stopping: Sequence[int] 
             return meeting.gather(self.rank, value)
 
     def play(rank: int) -> None:
-        world = ThreadWorld(rank, rank, size, size, torch.device("cpu"), NoWatch())
+        world = ThreadWorld(rank, rank, size, size, torch.device("cpu"), NoWatchdog())
         try:
             found[rank] = work(Sharing(Ranks(world, True, lambda: rank in stopping, 0, "benchmarks")))
         except Exception as error:
@@ -265,7 +265,7 @@ def test_a_rank_that_fails_or_stops_ends_it_for_all() -> None:
     assert [type(each) for each in found] == [EvaluationFailed] * 3
     assert {str(each) for each in found} == {"ValueError: a faulty batch"}
     found = on_ranks(3, lambda sharing: sharing(lambda batch: batch, range(6)), stopping=[2])
-    assert [type(each) for each in found] == [StopAsked] * 3
+    assert [type(each) for each in found] == [StopRequested] * 3
 
 
 def test_a_failure_outside_the_batches_reaches_ranks_inside_them(shop: Workshop) -> None:

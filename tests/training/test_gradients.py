@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_train import build_bare_step
 from harness.data.dataset import Dataset
-from harness.data.loader import MicrobatchReader
+from harness.data.loader import TokenLoader
 from harness.distributed.world import World
 from harness.runs.directory import RunDirectory
 from harness.runs.experiment import Experiment
@@ -44,11 +44,11 @@ for name in names:
 
         step.model.register_comm_hook(None, count)
     dataset = Dataset.open(Path(datasets), experiment.config.dataset)
-    reader = MicrobatchReader(dataset.split("train"), 0, experiment.shape(world.size))
+    loader = TokenLoader(dataset.split("train"), 0, experiment.shape(world.size))
     for _ in range(2):  # the first time, DDP has one bucket; it then arranges several
         step.forget_gradients()
         exchanged.clear()
-        step.accumulate(reader.step_windows(0, world.rank))
+        step.accumulate(loader.microbatches(0, world.rank))
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     results[name] = {"gradients": gradients, "exchanged": exchanged}
 if world.is_main:

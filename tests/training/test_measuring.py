@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from gpt import GPTModel, ModelConfig
 from harness.data.dataset import TokenFile
-from harness.data.loader import BatchShape, MicrobatchReader, Window
+from harness.data.loader import BatchLayout, Microbatch, TokenLoader
 from harness.distributed.sharing import Ranks
 from harness.distributed.world import World
 from harness.evaluation.generation import Sampling, choose, sample_tokens
@@ -22,13 +22,13 @@ from harness.evaluation.loss import bits_per_byte
 from harness.model.precision import Precision
 from harness.runs.chart import draw_training_chart
 from harness.runs.metrics import MetricsFile, read_metrics
-from harness.runs.throughput import Speed, peak_flops
+from harness.runs.throughput import Throughput, peak_flops
 from harness.runs.train_config import TrainConfig
 from harness.training.clock import Clock
 from harness.training.evaluations import validation_loss
-from harness.training.loss_meter import LossWindow
+from harness.training.loss_meter import LossMeter
 from harness.training.optimizer import build_optimizer, update_weights
-from harness.training.step import StepResult, TrainStep
+from harness.training.step import OptimizerStep, StepResult
 
 CPU = torch.device("cpu")
 ALONE = World(0, 0, 1, 1, CPU)
@@ -43,7 +43,7 @@ def result(*losses: float, norm: float = 1.0, skipped: float = 0.0) -> StepResul
 
 
 def test_a_window_reports_means_extremes_and_rows_of_skipped_steps() -> None:
-    window = LossWindow(CPU)
+    window = LossMeter(CPU)
     for step in (result(4.0, 3.0, norm=2.0), result(5.0, 1.0, norm=9.0), result(2.0, 3.0, skipped=1.0)):
         window.add(step)
     report = window.report(ALONE)
@@ -57,7 +57,7 @@ def test_a_window_reports_means_extremes_and_rows_of_skipped_steps() -> None:
 
 
 def test_a_window_with_nan_reports_nan_and_valid_json(tmp_path: Path) -> None:
-    window = LossWindow(CPU)
+    window = LossMeter(CPU)
     window.add(result(1.0))
     window.add(result(math.nan, norm=math.inf, skipped=1.0))
     report = window.report(ALONE)
@@ -122,7 +122,7 @@ def test_validation_is_the_mean_without_dropout_and_leaves_the_mode_and_random_s
     path = tmp_path / "validation.safetensors"
     tokens = np.random.default_rng(0).integers(0, 50, 200).astype(np.uint16)
     save_file({"tokens": tokens}, path)
-    reader = MicrobatchReader(TokenFile(path), 3, BatchShape(1, 1, 2, 8))
+    reader = TokenLoader(TokenFile(path), 3, BatchLayout(1, 1, 2, 8))
     before = torch.get_rng_state()
     loss = validation_loss(model, reader, 4, Precision("fp32", "cpu"), Ranks(ALONE, False, lambda: False, 0))
     assert model.training
@@ -141,9 +141,9 @@ def test_accumulation_in_half_precision_scales_and_unscales() -> None:
     for name in ("fp32", "fp16"):
         torch.manual_seed(0)
         model = GPTModel(CONFIG.model_copy(update={"drop_rate": 0.0}))
-        step = TrainStep(model, build_optimizer(model, TRAIN), Precision(name, "cpu"), TRAIN)
+        step = OptimizerStep(model, build_optimizer(model, TRAIN), Precision(name, "cpu"), TRAIN)
         tokens = np.arange(17, dtype=np.uint16)
-        norms[name] = step.run([Window(tokens, 8)], 1.0).gradient_norm.item()
+        norms[name] = step.run([Microbatch(tokens, 8)], 1.0).gradient_norm.item()
     assert norms["fp16"] == pytest.approx(norms["fp32"], rel=0.01)
 
 
@@ -175,11 +175,11 @@ def test_frequencies_of_samples_are_the_softmax() -> None:
 
 def test_bits_per_byte_dollars_and_mfu() -> None:
     assert bits_per_byte(math.log(2) * 8, 4.0) == pytest.approx(2.0)  # 8 bits per token of 4 bytes
-    speed = Speed(flops_per_token=10**9, peak_flops=312e12, price_per_hour=10.32)
+    speed = Throughput(flops_per_token=10**9, peak_flops=312e12, price_per_hour=10.32)
     # The notebook's first machine: 13,904 seconds at 10.32 dollars an hour.
     assert speed.dollars(13_904) == pytest.approx(39.86, abs=0.005)
     assert speed.mfu(31_200) == pytest.approx(0.1)
-    assert Speed(1, None, None).mfu(1) is None
+    assert Throughput(1, None, None).mfu(1) is None
     assert peak_flops("NVIDIA A100-SXM4-40GB") == 312e12
     assert peak_flops("NVIDIA H100 80GB HBM3") == peak_flops("NVIDIA H200") == 989e12
     assert peak_flops("x86_64 CPU") is None

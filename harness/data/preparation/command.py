@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness.common.errors import RunError, StoppedError, UserError, place_of, printable
+from harness.common.errors import RunError, RunStopped, UserError, place_of, printable
 from harness.common.files import version_of
-from harness.common.messages import listed
+from harness.common.messages import abbreviated
 from harness.data.preparation.documents import TextFormat
 from harness.data.preparation.encoder_processes import EncoderProcesses
 from harness.data.preparation.encoding import default_workers
@@ -23,8 +23,8 @@ from harness.data.preparation.new_tokenizer import TokenizerChoice, sample_texts
 from harness.data.preparation.pipeline import Preparation, Recipe
 from harness.data.preparation.progress import ReadingProgress
 from harness.data.preparation.sources import find_source
-from harness.data.preparation.splits import Shares, Split, write_dataset_meta
-from harness.data.preparation.token_shards import check_vocabulary, find_shards, import_shards
+from harness.data.preparation.splits import Split, SplitSizes, write_dataset_meta
+from harness.data.preparation.token_shards import check_token_ids, find_shards, import_shards
 from harness.data.preparation.work_folder import WorkFolder, check_target
 from harness.data.tokenizers.load import load_tokenizer
 
@@ -49,7 +49,7 @@ class Made:
 def make_dataset(input_: str, target: Path, options: dict[str, Any]) -> Made:
     """Make the dataset folder `target`, or finish one that was interrupted. `options` are those of the command.
 
-    Raises UserError if nothing could be done, RunError and StoppedError if the same command can go on from there.
+    Raises UserError if nothing could be done, RunError and RunStopped if the same command can go on from there.
     """
     work = WorkFolder(target)
     check_target(target, overwrite=True)  # before anything is made there
@@ -74,7 +74,7 @@ def _left_in_order(work: WorkFolder) -> Iterator[None]:
         raise
     except KeyboardInterrupt:
         print("stopped by SIGINT; the same command goes on from there", file=sys.stderr, flush=True)
-        raise StoppedError(signal.SIGINT) from None
+        raise RunStopped(signal.SIGINT) from None
     except OSError as error:
         where = place_of(error) or work.path
         raise RunError(f"{where}: {error.strerror or error}; mend that, and the same command goes on") from None
@@ -88,12 +88,12 @@ def _from_text(input_: str, work: WorkFolder, options: dict[str, Any]) -> Made:
     separator = options["document_separator"]
     replaced = REPLACED[min(options["replace_invalid"], 2)]
     form = TextFormat(options["text_column"], separator and _unescaped(separator), TOLERATED[replaced])
-    shares = Shares(options["validation_fraction"], options["test_fraction"])
-    recipe = Recipe(form, shares, options["shuffle_seed"])
+    sizes = SplitSizes(options["validation_fraction"], options["test_fraction"])
+    recipe = Recipe(form, sizes, options["shuffle_seed"])
     fixed = {key: options[key] for key in DECIDING_OPTIONS} | {"replace_invalid": replaced}
     source = find_source(input_, options, work.path)
     if source.ignored:
-        names = printable(listed(source.ignored))
+        names = printable(abbreviated(source.ignored))
         print(f"not read, as no text by their names, or links to folders: {names}", file=sys.stderr, flush=True)
     choice = TokenizerChoice(options["tokenizer"], options["train_tokenizer"])
     fingerprint = choice.check()
@@ -117,10 +117,10 @@ def _from_shards(input_: str, work: WorkFolder, options: dict[str, Any]) -> Made
     begun_with |= {"tokenizer": choice.name, "tokenizer_file_sha256": choice.check()}
     by_split = find_shards(input_, options["token_dtype"])
     shards = list(itertools.chain.from_iterable(by_split.values()))
-    check_vocabulary(shards, choice.name)
+    check_token_ids(shards, choice.name)
     if options["restart"]:
         work.clear()
-    work.take_up(begun_with, [[str(shard.path), version_of(shard.path.stat())] for shard in shards])
+    work.resume_or_begin(begun_with, [[str(shard.path), version_of(shard.path.stat())] for shard in shards])
     name = choice.bring(list, work.dataset)  # no texts: a known one is not trained
     tokenizer = load_tokenizer(_place(name, work))
     splits = [import_shards(split, own, tokenizer, work.dataset) for split, own in sorted(by_split.items())]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from harness.common.errors import RunError, UserError
-from harness.common.messages import listed, nearest, shown
+from harness.common.messages import abbreviated, nearest, quoted
 from harness.data.preparation.binary_content import HEAD_BYTES, identify
 from harness.data.preparation.invalid_text import (
     CONVERT,
@@ -159,21 +159,21 @@ def _check_column(file: TextFile, form: TextFormat, schema: Any) -> None:
     import pyarrow.types as types
 
     if schema.names.count(form.text_column) > 1:
-        raise UserError(f"{file.path}: two columns {shown(form.text_column)}; name another one, or rename one of them")
+        raise UserError(f"{file.path}: two columns {quoted(form.text_column)}; name another one, or rename one of them")
     if form.text_column not in schema.names:
         raise missing_column(f"{file.path}", form.text_column, schema.names)
     kind = schema.field(form.text_column).type
     if types.is_dictionary(kind):
         kind = kind.value_type
     if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
-        raise UserError(f"{file.path}: column {shown(form.text_column)} holds {kind}, not text; name another one")
+        raise UserError(f"{file.path}: column {quoted(form.text_column)} holds {kind}, not text; name another one")
 
 
 def missing_column(where: str, column: str, names: list[str]) -> UserError:
     """The error for a text column that is not there, with those that are."""
     likely = nearest(column, names)
     hint = f"--text-column {likely or 'NAME'}"
-    return UserError(f"{where}: no column {shown(column)}; there is {listed(names, 20) or 'none'}: give {hint}")
+    return UserError(f"{where}: no column {quoted(column)}; there is {abbreviated(names, 20) or 'none'}: give {hint}")
 
 
 # JSON lines --------------------------------------------------------------------------------------------------------
@@ -203,12 +203,14 @@ def _text_of_line(where: str, form: TextFormat, line: bytes, invalid: InvalidTex
         hint = "this is a JSON array; write one object a line" if is_array else "mend or remove it"
         raise RunError(f"{where}: not JSON ({str(error)[:80]}); {hint}") from None
     if not isinstance(value, dict):
-        raise RunError(f"{where}: not an object but {shown(value)[:60]}; write one object a line")
+        raise RunError(f"{where}: not an object but {quoted(value)[:60]}; write one object a line")
     if form.text_column not in value:
         raise missing_column(where, form.text_column, list(value))
     text = value[form.text_column]
     if text is not None and not isinstance(text, str):
-        raise RunError(f"{where}: key {shown(form.text_column)} holds {shown(text)[:60]}, not text; mend or remove it")
+        raise RunError(
+            f"{where}: key {quoted(form.text_column)} holds {quoted(text)[:60]}, not text; mend or remove it"
+        )
     invalid.count(replacements(line) if invalid.tolerated else 0, len(line))
     return _well_formed(text or "", where, invalid)
 

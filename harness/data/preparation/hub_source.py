@@ -14,7 +14,7 @@ from huggingface_hub import constants
 
 from harness.common.errors import UserError
 from harness.common.hub import HubFile, HubWork, find_fault, list_files
-from harness.common.messages import listed
+from harness.common.messages import abbreviated
 from harness.data.preparation.text_files import TextFile, is_surely_text, kind_of
 
 AGAIN = "running the same command again goes on where it stopped"
@@ -43,7 +43,7 @@ class HubText:
         wanted = [file for file in there if _is_wanted(file.path, include)]
         wanted.sort(key=lambda file: file.path)
         if not wanted:
-            seen = listed([file.path for file in there])
+            seen = abbreviated([file.path for file in there])
             raise UserError(f'dataset "{name}": no parquet, JSON lines or text files {_by(include)}; it has {seen}')
         files = [
             TextFile(number, file.path, Path(file.path), file.size or 0, file.sha256 or file.git_sha1 or "")

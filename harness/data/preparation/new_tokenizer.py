@@ -12,7 +12,7 @@ from harness.common.files import sha256
 from harness.data.preparation.batches import batches
 from harness.data.preparation.pipeline import Recipe
 from harness.data.preparation.sources import TextSource, read_file
-from harness.data.preparation.splits import Shares
+from harness.data.preparation.splits import SplitSizes
 from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
 from harness.data.tokenizers.tiktoken_files import SUFFIX, encoding_file, known_encodings
@@ -82,7 +82,7 @@ def sample_texts(source: TextSource, recipe: Recipe) -> list[str]:
     texts = [
         text for file in files for text in _first(_texts(source, recipe, file.number), SAMPLE_CHARACTERS // len(files))
     ]
-    return texts if recipe.shuffle_seed is not None else _without_held_out(texts, recipe.shares)
+    return texts if recipe.shuffle_seed is not None else _without_held_out(texts, recipe.sizes)
 
 
 def _texts(source: TextSource, recipe: Recipe, number: int) -> Iterator[str]:
@@ -91,9 +91,9 @@ def _texts(source: TextSource, recipe: Recipe, number: int) -> Iterator[str]:
             yield piece.text
 
 
-def _without_held_out(texts: list[str], shares: Shares) -> list[str]:
+def _without_held_out(texts: list[str], sizes: SplitSizes) -> list[str]:
     """Without the last part: if the sample is all there is, the splits hold that out."""
-    return list(_first(texts, round(sum(map(len, texts)) * (1 - shares.validation - shares.test))))
+    return list(_first(texts, round(sum(map(len, texts)) * (1 - sizes.validation - sizes.test))))
 
 
 def _first(texts: Iterable[str], characters: int) -> Iterator[str]:

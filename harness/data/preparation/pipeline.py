@@ -15,7 +15,7 @@ from harness.data.preparation.encoding import Encoded, encode_batches, token_dty
 from harness.data.preparation.journal import Journal, Mark
 from harness.data.preparation.shuffle import shuffle
 from harness.data.preparation.sources import TextSource, read_source
-from harness.data.preparation.splits import Shares, Split, share_out, write_splits
+from harness.data.preparation.splits import Split, SplitSizes, assign_splits, write_splits
 from harness.data.preparation.token_stream import StreamSize, TokenStream
 from harness.data.preparation.work_folder import WorkFolder
 from harness.data.tokenizers.tokenizer import Tokenizer
@@ -30,7 +30,7 @@ class Recipe:
     """What decides which bytes are in a dataset, besides text and tokenizer."""
 
     form: TextFormat = field(default_factory=TextFormat)
-    shares: Shares = field(default_factory=Shares)
+    sizes: SplitSizes = field(default_factory=SplitSizes)
     shuffle_seed: int | None = None
 
 
@@ -50,7 +50,7 @@ class Preparation:
         Raises UserError if interrupted work had other options or if what it has read has changed.
         """
         files = [[file.name, file.version] for file in source.files]
-        journal = work.take_up(options, files)
+        journal = work.resume_or_begin(options, files)
         return cls(work, source, recipe, journal)
 
     def run(self, tokenizer: Tokenizer, encoders: EncoderProcesses, show: Show) -> list[Split]:
@@ -68,7 +68,7 @@ class Preparation:
         if self.recipe.shuffle_seed is not None:
             stream = self._shuffled(stream, self.recipe.shuffle_seed)
         if self.journal.phase != "shared out":
-            self.journal.splits = [asdict(split) for split in share_out(stream, self.recipe.shares, tokenizer)]
+            self.journal.splits = [asdict(split) for split in assign_splits(stream, self.recipe.sizes, tokenizer)]
             self._enter("shared out")
         splits = [Split(**split) for split in self.journal.splits]
         write_splits(stream, splits, self.work.dataset)

@@ -21,7 +21,7 @@ LINE_END_SEARCH = 4096  # tokens
 
 
 @dataclass(frozen=True)
-class Shares:
+class SplitSizes:
     """Parts of all documents; the rest is for training."""
 
     validation: float = 0.01
@@ -39,16 +39,16 @@ class Split:
     bytes: int
 
 
-def share_out(stream: TokenStream, shares: Shares, tokenizer: Tokenizer) -> list[Split]:
+def assign_splits(stream: TokenStream, sizes: SplitSizes, tokenizer: Tokenizer) -> list[Split]:
     """Train, test and validation, in this order: the last documents are for validation, those before them for testing.
 
     Where there are too few documents for that (one book), the last tokens are, from the beginning of a line on.
     Raises UserError if a split would have no text at all.
     """
-    counts = {name: round(share * stream.size.documents) for name, share in _wanted(shares).items()}
+    counts = {name: round(share * stream.size.documents) for name, share in _wanted(sizes).items()}
     counts = {"train": stream.size.documents - sum(counts.values()), **counts}
     splits = by_documents(stream, counts) if all(count > 0 for count in counts.values()) else None
-    splits = splits or _by_tokens(stream, shares, tokenizer)
+    splits = splits or _by_tokens(stream, sizes, tokenizer)
     for split in splits:
         if not split.bytes:
             raise UserError(
@@ -58,8 +58,8 @@ def share_out(stream: TokenStream, shares: Shares, tokenizer: Tokenizer) -> list
     return splits
 
 
-def _wanted(shares: Shares) -> dict[str, float]:
-    return {name: share for name, share in (("test", shares.test), ("validation", shares.validation)) if share}
+def _wanted(sizes: SplitSizes) -> dict[str, float]:
+    return {name: share for name, share in (("test", sizes.test), ("validation", sizes.validation)) if share}
 
 
 def by_documents(stream: TokenStream, counts: dict[str, int]) -> list[Split]:
@@ -78,8 +78,8 @@ def by_documents(stream: TokenStream, counts: dict[str, int]) -> list[Split]:
     ]
 
 
-def _by_tokens(stream: TokenStream, shares: Shares, tokenizer: Tokenizer) -> list[Split]:
-    wanted = _wanted(shares)
+def _by_tokens(stream: TokenStream, sizes: SplitSizes, tokenizer: Tokenizer) -> list[Split]:
+    wanted = _wanted(sizes)
     total = stream.size.tokens
     bounds = [0]
     for at in range(len(wanted)):

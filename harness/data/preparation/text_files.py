@@ -8,7 +8,7 @@ from pathlib import Path
 
 from harness.common.errors import UserError
 from harness.common.files import version_of
-from harness.common.messages import listed, shown
+from harness.common.messages import abbreviated, quoted
 
 COMPRESSIONS = (".gz", ".zst")
 TOKEN_SUFFIXES = (".bin", ".npy")
@@ -70,10 +70,10 @@ def find_text_files(pattern: str) -> tuple[list[TextFile], list[str]]:
         names = {path: path.as_posix() for path in wanted}
     if not wanted:
         kinds = "*.parquet, *.jsonl, *.txt, also with .gz or .zst"
-        seen = f"; what there is: {listed(others)}" if others else ""
+        seen = f"; what there is: {abbreviated(others)}" if others else ""
         if any(Path(name).suffix.lower() in TOKEN_SUFFIXES for name in others):
             seen += "; files of tokens go in with --from-bin"
-        raise UserError(f"{shown(pattern)}: no input files here (a folder with {kinds}, or a glob in quotes){seen}")
+        raise UserError(f"{quoted(pattern)}: no input files here (a folder with {kinds}, or a glob in quotes){seen}")
     ordered = sorted(wanted, key=lambda path: names[path])
     return [_text_file(number, names[path], path) for number, path in enumerate(ordered)], others
 

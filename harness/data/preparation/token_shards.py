@@ -15,7 +15,7 @@ import numpy as np
 
 from harness.common.errors import UserError, printable
 from harness.common.files import sync
-from harness.common.messages import is_unicode, listed
+from harness.common.messages import abbreviated, is_unicode
 from harness.data.preparation.encoding import token_dtype
 from harness.data.preparation.splits import Split
 from harness.data.preparation.text_files import TOKEN_SUFFIXES
@@ -60,7 +60,7 @@ def _paths(pattern: str) -> list[Path]:
     return sorted(found)
 
 
-def check_vocabulary(shards: Sequence[TokenShard], tokenizer: str | None) -> None:
+def check_token_ids(shards: Sequence[TokenShard], tokenizer: str | None) -> None:
     """Say what is assumed of files without a header. `tokenizer` is what the user says: None is GPT-2's.
 
     Raises UserError where nanoGPT has noted another vocabulary beside them: its numbers are tokens of GPT-2, too.
@@ -74,7 +74,7 @@ def check_vocabulary(shards: Sequence[TokenShard], tokenizer: str | None) -> Non
                 "a rule, not GPT-2's; prepare their text instead, or give their --tokenizer"
             )
     if untold:
-        names = printable(listed([shard.path.name for shard in untold]))
+        names = printable(abbreviated([shard.path.name for shard in untold]))
         what = f"{untold[0].dtype.name} tokens of {'GPT-2' if tokenizer is None else printable(tokenizer)}"
         print(f"no header, read as {what} ({DTYPE_OPTION}, --tokenizer): {names}", file=sys.stderr, flush=True)
 

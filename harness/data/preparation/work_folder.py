@@ -13,7 +13,7 @@ from typing import Any
 from harness.common.errors import UserError
 from harness.common.files import check_name, replace_text, sync
 from harness.common.lock import RunLock
-from harness.common.messages import listed
+from harness.common.messages import abbreviated
 from harness.data.preparation.journal import Journal
 from harness.data.preparation.splits import SPLITS
 
@@ -38,7 +38,8 @@ def check_target(target: Path, *, overwrite: bool) -> None:
             raise UserError(f"{target}: exists; name another folder, or replace it with --overwrite")
         if others := _not_of_a_dataset(target):
             raise UserError(
-                f"{target}: holds {listed(others)}, which is no part of a dataset and would be deleted; move it away"
+                f"{target}: holds {abbreviated(others)}, which is no part of a dataset and would be deleted; "
+                "move it away"
             )
 
 
@@ -131,7 +132,7 @@ class WorkFolder:
         self.lock.unlink()
         self.path.rmdir()
 
-    def take_up(self, options: dict[str, Any], files: list[list[str]]) -> Journal:
+    def resume_or_begin(self, options: dict[str, Any], files: list[list[str]]) -> Journal:
         """The journal of the work that was interrupted here, or of new work with these options on these files.
 
         Raises UserError if that work had other options, and has come further than its beginning.

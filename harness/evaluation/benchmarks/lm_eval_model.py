@@ -11,7 +11,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 
 from harness.common.errors import UserError
-from harness.common.messages import listed
+from harness.common.messages import abbreviated
 from harness.data.tokenizers.tokenizer import Tokenizer
 from harness.evaluation.generation import GREEDY, Sampling, continue_batch, until, without_end
 from harness.evaluation.likelihood import Scorer
@@ -124,7 +124,7 @@ class Settings:
         temperature = float(known["temperature"]) if known.get("do_sample") else 0.0
         strange = sorted(key for key in known.keys() - KNOWN_SETTINGS if temperature)
         if strange:
-            raise UserError(f"{whose}: generation_kwargs: cannot sample with {listed(strange)}; use another task")
+            raise UserError(f"{whose}: generation_kwargs: cannot sample with {abbreviated(strange)}; use another task")
         stops = known.get("until") or []
         stops = [stops] if isinstance(stops, str) else stops
         top_k = int(known["top_k"]) if temperature and known.get("top_k") else None

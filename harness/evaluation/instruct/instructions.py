@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.common.errors import UserError
 from harness.common.json_files import read_json
-from harness.common.messages import is_unicode, shown
+from harness.common.messages import is_unicode, quoted
 
 # The data of the book that this lineage of models follows: Raschka, Build a Large Language Model (From Scratch), ch. 7.
 BOOK_DATA = (
@@ -75,13 +75,13 @@ def load_instructions(path: Path) -> list[Instruction]:
 
 def _entry(value: Any, place: str) -> Instruction:
     if not isinstance(value, dict):
-        raise UserError(f"{place}: {shown(value)} is not an object with {', '.join(FIELDS)}")
+        raise UserError(f"{place}: {quoted(value)} is not an object with {', '.join(FIELDS)}")
     for field in FIELDS:
         if field not in value:
             hint = ' ("" where there is none)' if field == "input" else ""
             raise UserError(f"{place}: key {json.dumps(field)}: missing{hint}")
         if not isinstance(value[field], str) or not is_unicode(value[field]):
-            raise UserError(f"{place}: key {json.dumps(field)}: {shown(value[field])} is not text")
+            raise UserError(f"{place}: key {json.dumps(field)}: {quoted(value[field])} is not text")
     if not value["instruction"].strip():
         raise UserError(f'{place}: key "instruction": empty')
     return Instruction(*(value[field] for field in FIELDS))

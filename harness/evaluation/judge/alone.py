@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from harness.common.messages import shown
+from harness.common.messages import quoted
 from harness.evaluation.instruct.responses import Response
 from harness.evaluation.judge.prompt import InvalidAnswerError, Prompt
 
@@ -66,7 +66,7 @@ class AlonePrompt(Prompt):
         if not stripped:
             raise InvalidAnswerError("an empty answer")
         if not INTEGER.fullmatch(stripped) or int(stripped) > LARGEST:
-            raise InvalidAnswerError(f"{shown(stripped)} is not an integer from 0 to {LARGEST}")
+            raise InvalidAnswerError(f"{quoted(stripped)} is not an integer from 0 to {LARGEST}")
         return {NAME: float(stripped)}
 
 

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.common.errors import RunError, UserError, printable
-from harness.common.messages import is_unicode, shown
+from harness.common.messages import is_unicode, quoted
 from harness.evaluation.instruct.responses import Count
 from harness.evaluation.judge.prompt import InvalidAnswerError
 
@@ -57,7 +57,7 @@ class Endpoint:
         """Without `base_url` the one in OPENAI_BASE_URL, else OpenAI's. Raises UserError if it is no address, or if
         `model` is no name."""
         if not model or not is_unicode(model):
-            raise UserError(f"the judge: {shown(model)} is not the name of a model")
+            raise UserError(f"the judge: {quoted(model)} is not the name of a model")
         url = base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL
         fault = _url_fault(url)
         if fault:
@@ -76,7 +76,7 @@ def _url_fault(url: str) -> str | None:
             return f"no name or password belongs in it, the key is taken from {KEY_VARIABLE}"
         if parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0 and url.isprintable():
             return None
-    return f"{shown(url)} is not the address of a server"
+    return f"{quoted(url)} is not the address of a server"
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class JudgeClient:
         try:
             completion = _Completion.model_validate_json(body)
         except ValidationError:
-            said = self.without_key(shown(body[:200].decode(errors="replace")))
+            said = self.without_key(quoted(body[:200].decode(errors="replace")))
             raise InvalidAnswerError(f"not the reply of a chat: {said}") from None
         message = completion.choices[0].message
         reply = Reply(message.content or "", refusal=message.refusal)

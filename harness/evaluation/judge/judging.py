@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.common.errors import StoppedError
+from harness.common.errors import RunStopped
 from harness.evaluation.instruct.responses import Responses
 from harness.evaluation.judge.alone import alone_prompt
 from harness.evaluation.judge.cache import JudgeCache, Record
@@ -83,7 +83,7 @@ def _ask_missing(asks: Sequence[Ask], settings: JudgeSettings, cache: JudgeCache
     try:
         return requests.run(list(missing.values()))
     except KeyboardInterrupt:
-        raise StoppedError(signal.SIGINT) from None
+        raise RunStopped(signal.SIGINT) from None
 
 
 def _all_asks(models: Sequence[Responses], settings: JudgeSettings) -> list[Ask]:

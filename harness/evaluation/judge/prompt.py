@@ -13,7 +13,7 @@ import click
 from pydantic import Field, TypeAdapter, ValidationError
 
 from harness.common.json_files import strict_json
-from harness.common.messages import listed, shown
+from harness.common.messages import abbreviated, quoted
 from harness.evaluation.instruct.responses import Response
 
 JUDGE_PROMPT = click.Choice(["together", "book", "notebook"])
@@ -125,15 +125,15 @@ def parse_scores(text: str, names: Sequence[str]) -> dict[str, float]:
     try:
         value = strict_json(fenced[1] if fenced else text)
     except json.JSONDecodeError:
-        raise InvalidAnswerError(f"not JSON: {shown(text)}") from None
+        raise InvalidAnswerError(f"not JSON: {quoted(text)}") from None
     except (ValueError, RecursionError) as error:
         raise InvalidAnswerError(f"not valid JSON: {error}") from None
     try:
         scores = SCORES.validate_python(value)
     except ValidationError as error:
         fault = error.errors()[0]
-        key = f"{shown(str(fault['loc'][0]))}: " if fault["loc"] else ""
-        raise InvalidAnswerError(f"{key}{shown(fault['input'])} is not {_wanted(bool(key))}") from None
+        key = f"{quoted(str(fault['loc'][0]))}: " if fault["loc"] else ""
+        raise InvalidAnswerError(f"{key}{quoted(fault['input'])} is not {_wanted(bool(key))}") from None
     _check_names(list(scores), names)
     return scores
 
@@ -143,9 +143,9 @@ def _wanted(is_score: bool) -> str:
 
 
 def _check_names(found: Sequence[str], names: Sequence[str]) -> None:
-    unknown = [shown(name) for name in found if name not in names]
+    unknown = [quoted(name) for name in found if name not in names]
     if unknown:
-        raise InvalidAnswerError(f"scores for {listed(unknown)}, which no answer is called")
+        raise InvalidAnswerError(f"scores for {abbreviated(unknown)}, which no answer is called")
     missing = [name for name in names if name not in found]
     if missing:
-        raise InvalidAnswerError(f"no score for {listed(missing)}")
+        raise InvalidAnswerError(f"no score for {abbreviated(missing)}")

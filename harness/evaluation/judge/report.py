@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from harness.common.errors import printable
-from harness.common.messages import listed
+from harness.common.messages import abbreviated
 from harness.common.statistics import Estimate
 from harness.evaluation.judge.alone import WORDINGS
 from harness.evaluation.judge.judging import Judgement, Tokens
@@ -90,7 +90,7 @@ class JudgeReport:
             return None
         prompts = 1 if self.settings.judges_together else len(self.judgement.labels)
         asked = len(self.judgement.scores) * self.settings.repeats * prompts
-        where = listed([str(number) for number in dict.fromkeys(each.question for each in missing)])
+        where = abbreviated([str(number) for number in dict.fromkeys(each.question for each in missing)])
         return (
             f"{self.settings.endpoint.name}: no valid answer to {len(missing):,} of {asked:,} prompts, after "
             f"{self.settings.attempts} attempts each (question {where}; the last one: {missing[-1].reason}); "
