@@ -319,9 +319,9 @@ def build_rehearsal(experiment: Experiment, dataset: Dataset, folder: Path, worl
 
 def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> None:
     """Start, continue, or find that there is nothing left to do."""
-    import checkpointing
     from harness.distributed.signals import StopSignal
     from harness.distributed.world import World
+    from harness.runs import checkpoints
     from harness.runs.checkpoint_folder import upgrade_notebook_meta
     from harness.runs.plan import make_plan
     from harness.training.clock import Clock
@@ -336,8 +336,8 @@ def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> N
 
     def choose_start() -> tuple[Path, dict[str, Any]] | None:
         if lock.began_before:  # torchrun has restarted its workers: what the user asked for was done the first time
-            return checkpointing.open_start(run.checkpoints, None)
-        return None if restart else checkpointing.open_start(run.checkpoints, checkpoint)
+            return checkpoints.open_start(run.checkpoints, None)
+        return None if restart else checkpoints.open_start(run.checkpoints, checkpoint)
 
     start, meta = world.on_rank0(choose_start) or (None, None)
     if world.on_rank0(lambda: lock.began_before or not restart):
@@ -401,9 +401,9 @@ def next_commands(experiment: Experiment) -> str:
 
 def refuse_wrong_machine(world: World, run: RunDirectory) -> None:
     """Raises UserError if another machine than rank 0's has later checkpoints of this run, which would start again."""
-    import checkpointing
+    from harness.runs import checkpoints
 
-    steps = [at for at, _ in checkpointing.list_checkpoints(run.checkpoints)]
+    steps = [at for at, _ in checkpoints.list_checkpoints(run.checkpoints)]
     (newest, _), *others = world.gather((max(steps, default=-1), socket.gethostname()))
     found, host = max(others, default=(newest, ""))
     if found > newest:
@@ -435,7 +435,7 @@ def restore_summary(experiment: Experiment, world: World, meta: dict[str, Any]) 
 
 def begin(job: Job, start: Path | None) -> None:
     """Put the job where the checkpoint at `start` left it, or make way for a run from the beginning."""
-    import checkpointing
+    from harness.runs import checkpoints
     from harness.runs.checkpoint_folder import is_notebooks
     from harness.runs.experiment import changed_settings
 
@@ -453,7 +453,7 @@ def begin(job: Job, start: Path | None) -> None:
             say(world, f"  starting from {job.config.initial_weights}")
         job.begin()
         return
-    saved = checkpointing.Checkpoint(**world.broadcast(lambda: vars(checkpointing.load_checkpoint(start))))
+    saved = checkpoints.Checkpoint(**world.broadcast(lambda: vars(checkpoints.load_checkpoint(start))))
     job.resume(saved, start)
     job.protected.add(start.name)
     say(world, f"{run.path.name}: continuing from {start.name}, {left} to go")
@@ -481,11 +481,11 @@ def load_initial_weights(job: Job) -> bool:
 def rewind(run: RunDirectory, start: Path, meta: dict[str, Any]) -> None:
     """Make links and metrics those of the checkpoint `start`, wherever the process that saved it ended; what came after
     it is kept aside. Rank 0 only."""
-    import checkpointing
+    from harness.runs import checkpoints
     from harness.runs.metrics import MetricsFile
 
     make_aside = cache(run.new_aside)  # one folder for all of it, if there is anything
-    if checkpointing.rewind_to(run.checkpoints, start, make_aside):
+    if checkpoints.rewind_to(run.checkpoints, start, make_aside):
         run.set_pictures_aside(make_aside())
     MetricsFile(run.metrics).rewind_to(meta, make_aside)
 
@@ -528,14 +528,14 @@ def build_job(experiment: Experiment, world: World, dataset: Dataset, clock: Clo
     """Everything the loop drives, with fresh weights."""
     from torch.nn.parallel import DistributedDataParallel
 
-    import checkpointing
+    from harness.runs import checkpoints
     from harness.runs.schedule import build_schedule
     from harness.runs.throughput import Throughput, peak_flops
     from harness.training.async_writer import AsyncWriter, SyncWriter
     from harness.training.job import Job
 
     run, config, shape = experiment.run, experiment.config, experiment.shape(world.size)
-    checkpointing.check_tokenizer(dataset.tokenizer)
+    checkpoints.check_tokenizer(dataset.tokenizer)
     step = build_bare_step(experiment, world.device)
     model = step.model
     step.before_exchange = world.watchdog.beat
@@ -544,9 +544,9 @@ def build_job(experiment: Experiment, world: World, dataset: Dataset, clock: Clo
         step.model = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
 
     def write_checkpoint(parts: dict[str, Any], protected: set[str]) -> None:
-        path = checkpointing.save_checkpoint(run.checkpoints, checkpointing.Checkpoint(**parts))
+        path = checkpoints.save_checkpoint(run.checkpoints, checkpoints.Checkpoint(**parts))
         if config.keep_checkpoints is not None:
-            checkpointing.prune(run.checkpoints, config.keep_checkpoints, {path.name} | protected)
+            checkpoints.prune(run.checkpoints, config.keep_checkpoints, {path.name} | protected)
 
     return Job(
         world=world,

@@ -266,7 +266,7 @@ class Job:
         seed_for_rank(self.config.random_seed, self.world.rank)
 
     def resume(self, saved: Any, source: Path) -> None:
-        """Take over what a checkpoint (checkpointing.Checkpoint) read from `source` holds.
+        """Take over what a checkpoint (checkpoints.Checkpoint) read from `source` holds.
 
         Raises UserError if it is another model's.
         """

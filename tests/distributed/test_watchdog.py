@@ -159,7 +159,7 @@ def test_signs_travel_through_the_store() -> None:
         with watches[1].guard(Place(3, "step")):
             watches[1].beat()
             deadline = time.monotonic() + 5
-            while watches[0]._heard[1].sign.progress != [6, 1]:
+            while watches[0]._heard[1].sign.progress != [Place(3, "step").order, 1]:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             assert watches[0]._heard[1].sign.place == "global step 3"

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointing import list_checkpoints
+from harness.runs.checkpoints import list_checkpoints
 from tests.conftest import Evidence
 from tests.support.jobs import for_each
 from tests.support.launch import Workshop

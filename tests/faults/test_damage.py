@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-import checkpointing
 from harness.common.errors import UserError
+from harness.runs import checkpoints
 from tests.conftest import Evidence
 from tests.support.jobs import for_each, train
 from tests.support.launch import Workshop
@@ -109,7 +109,7 @@ def test_damaged_latest(shop: Workshop, exhaustive: bool, evidence: Evidence) ->
         refused = train(shop, run.name, expect=2)
         (line,) = refused.error_lines
         assert damage.words in line, line
-        offered = next(path.name for step, path in checkpointing.list_checkpoints(run / "checkpoints") if step == 4)
+        offered = next(path.name for step, path in checkpoints.list_checkpoints(run / "checkpoints") if step == 4)
         if damage.file or damage.do == lead_out:
             assert f"the newest whole checkpoint is {offered}: give that name as CHECKPOINT" in line
         train(shop, run.name, offered)
@@ -134,7 +134,7 @@ def test_damaged_best(shop: Workshop, exhaustive: bool, evidence: Evidence) -> N
         damage.to(run / "checkpoints" / "best")
         train(shop, run.name)
         assert_same_end(shop.runs / "straight", run)
-        checkpointing.verify_checkpoint(run / "checkpoints" / "best")
+        checkpoints.verify_checkpoint(run / "checkpoints" / "best")
 
     cases = [*few(FILE_DAMAGES, exhaustive), *LINK_DAMAGES, Damage("missing", Path.unlink)]
     for_each(enumerate(cases), try_one)
@@ -171,7 +171,7 @@ def become_a_copy(path: Path) -> None:
 @pytest.mark.fault("every checkpoint is damaged")
 def test_all_damaged(shop: Workshop, evidence: Evidence) -> None:
     run = copy_of_stopped(shop, "all-damaged")
-    folders = [path for _, path in checkpointing.list_checkpoints(run / "checkpoints")]
+    folders = [path for _, path in checkpoints.list_checkpoints(run / "checkpoints")]
     for path, file in zip(folders, FILES, strict=False):
         cut(path / file)
     (line,) = train(shop, run.name, expect=2).error_lines
@@ -195,7 +195,7 @@ def test_any_bit_is_found(shop: Workshop, tmp_path: Path, exhaustive: bool, evid
     """In this process: what every start calls first."""
     checkpoint = shutil.copytree((shop.runs / "stopped" / "checkpoints" / "latest").resolve(), tmp_path / "checkpoint")
     dice, tried, harmless = random.Random(0), 0, 0
-    meta = checkpointing.read_meta(checkpoint)
+    meta = checkpoints.read_meta(checkpoint)
     for file in FILES:
         content = (checkpoint / file).read_bytes()
         most = len(content) if exhaustive and file == "meta.json" else 400 if exhaustive else 40
@@ -208,7 +208,7 @@ def test_any_bit_is_found(shop: Workshop, tmp_path: Path, exhaustive: bool, evid
                 assert str(checkpoint) in found
             else:  # 1E-08 is 1e-08
                 assert file == "meta.json"
-                assert checkpointing.read_meta(checkpoint) == meta
+                assert checkpoints.read_meta(checkpoint) == meta
                 harmless += 1
         (checkpoint / file).write_bytes(content)
         assert not verdict(checkpoint)
@@ -224,7 +224,7 @@ def test_any_bit_is_found(shop: Workshop, tmp_path: Path, exhaustive: bool, evid
 def verdict(checkpoint: Path) -> str:
     """What is wrong with it, or nothing."""
     try:
-        checkpointing.verify_checkpoint(checkpoint)
+        checkpoints.verify_checkpoint(checkpoint)
     except UserError as error:
         return str(error)
     return ""

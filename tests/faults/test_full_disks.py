@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-import checkpointing
+from harness.runs import checkpoints
 from tests.conftest import Evidence
 from tests.support import file_operations
 from tests.support.file_operations import WITHOUT_CHARTS
@@ -181,13 +181,13 @@ def fill_a_continued_run(shop: Workshop, case: tuple[list[str], Full]) -> None:
         assert_survived(shop, run, *arguments)
         assert (run / "summary.json").exists()
         for aside in (run / "aside").rglob("*-iteration-*"):
-            checkpointing.verify_checkpoint(aside)
+            checkpoints.verify_checkpoint(aside)
 
 
 @pytest.mark.fault("disk full while results are moved")
 @pytest.mark.timeout(900)
 def test_disk_full_while_results_are_moved(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
-    earlier = next(path for step, path in checkpointing.list_checkpoints(shop.runs / "stopped" / "checkpoints") if step)
+    earlier = next(path for step, path in checkpoints.list_checkpoints(shop.runs / "stopped" / "checkpoints") if step)
     cases = stages(shop, "moving aside", ["--restart"])
     cases += stages(shop, "going back", [earlier.name]) + stages(shop, "cutting the metrics", [earlier.name])
     cases = cases if exhaustive else cases[3::12]

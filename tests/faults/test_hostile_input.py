@@ -21,10 +21,10 @@ import torch
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-import checkpointing
 from gpt import GPTModel, ModelConfig, load_model_config
 from harness.data.dataset import Dataset, TokenFile, check_token_ids, dataset_folder
 from harness.model.weights import load_weights
+from harness.runs import checkpoints
 from harness.runs.checkpoint_meta import TrainState
 from harness.runs.directory import RunDirectory
 from harness.runs.experiment import Experiment
@@ -515,10 +515,10 @@ def test_checkpoint_meta(bench: Bench, exhaustive: bool, evidence: Evidence) -> 
     def check(text: str) -> None:
         nonlocal refused
         set_text(latest / "meta.json", text)
-        if refusal(lambda: checkpointing.read_meta(latest), latest / "meta.json"):
+        if refusal(lambda: checkpoints.read_meta(latest), latest / "meta.json"):
             refused += 1
             return
-        meta = checkpointing.read_meta(latest)
+        meta = checkpoints.read_meta(latest)
         assert latest.name.endswith(f"-iteration-{meta['global_step']}")
         state = TrainState.from_meta(meta)
         assert state.tokens_seen >= 0
@@ -648,14 +648,14 @@ NAMES = st.text(ALPHABET, max_size=20) | st.sampled_from(
 @pytest.mark.fault("names are anything")
 def test_names(bench: Bench, exhaustive: bool, evidence: Evidence) -> None:
     """As run, as dataset and as checkpoint: a folder that lies where it must, or a line."""
-    runs, datasets, checkpoints = bench.shop.runs, bench.shop.datasets, bench.shop.runs / "r" / "checkpoints"
+    runs, datasets, folder = bench.shop.runs, bench.shop.datasets, bench.shop.runs / "r" / "checkpoints"
     before, refused = tree(bench.shop.path), 0
 
     def check(name: str) -> None:
         nonlocal refused
         finders: list[tuple[Callable[[], Path], Path]] = [
             (lambda: RunDirectory.find(runs, name).path, runs),
-            (lambda: checkpointing.find_checkpoint(checkpoints, name), checkpoints),
+            (lambda: checkpoints.find_checkpoint(folder, name), folder),
             (lambda: dataset_folder(datasets, f"local/{name}"), datasets / "local"),
             (lambda: dataset_folder(datasets, f"{name}/x").parent, datasets),
         ]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import checkpointing
+from harness.runs import checkpoints
 from tests.conftest import Evidence
 from tests.support import file_operations
 from tests.support.file_operations import WITHOUT_CHARTS
@@ -24,22 +24,24 @@ def shop(stopped_shop: Workshop) -> Workshop:
 
 
 AFTER_EACH_PRUNE = """
-import json, os, checkpointing
-prune = checkpointing.prune
+import json, os
+from harness.runs import checkpoints
+prune = checkpoints.prune
 def noted(folder, keep, protected):
     prune(folder, keep, protected)
-    names = [path.name for _, path in checkpointing.list_checkpoints(folder)]
+    names = [path.name for _, path in checkpoints.list_checkpoints(folder)]
     links = {{link: os.path.basename(os.path.realpath(folder / link)) for link in ("latest", "best")}}
     with open({path!r}, "a") as file:
         file.write(json.dumps({{"names": names, **links}}) + chr(10))
-checkpointing.prune = noted
+checkpoints.prune = noted
 """
 # At each checkpoint it is a day earlier than at the one before.
 CLOCK_BACKWARDS = """
-import checkpointing, itertools, time, types
+import itertools, time, types
+from harness.runs import checkpoints
 days = itertools.count()
-checkpointing.time = types.SimpleNamespace(**vars(time))
-checkpointing.time.time = lambda: time.time() - 86400 * next(days)
+checkpoints.time = types.SimpleNamespace(**vars(time))
+checkpoints.time.time = lambda: time.time() - 86400 * next(days)
 """
 
 
@@ -71,7 +73,7 @@ def test_what_is_kept(shop: Workshop, exhaustive: bool, evidence: Evidence) -> N
         wait_for(start(shop, run.name, prelude=watch + stop)[0], 60)
         times += assert_kept(path, keep, None)
         folder, path = run / "checkpoints", path.with_name(f"kept-{keep}-again")
-        oldest = next(path.name for step, path in checkpointing.list_checkpoints(folder) if step)
+        oldest = next(path.name for step, path in checkpoints.list_checkpoints(folder) if step)
         watch = WITHOUT_CHARTS + AFTER_EACH_PRUNE.format(path=str(path)) + CLOCK_BACKWARDS
         time.sleep(0.1)
         (folder / "latest").unlink()  # and nothing says which one is the newest, but its step

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from checkpointing import list_checkpoints, verify_checkpoint
+from harness.runs.checkpoints import list_checkpoints, verify_checkpoint
 from tests.conftest import Evidence
 from tests.support.launch import Workshop, finish, metrics
 from tests.support.same_end import assert_same_end
@@ -137,8 +137,8 @@ def assert_same_checkpoint(one: Path, other: Path) -> None:
 # How far the third save is: at its beginning, at each flush (four files, the draft, the folder, it again after each of
 # the links), at the links.
 MOMENTS = ["WRITE, {action}, call=3"]
-MOMENTS += [f"'checkpointing:sync', {{action}}, call={call}" for call in range(17, 25)]
-MOMENTS += [f"'checkpointing:point', {{action}}, call={call}" for call in (5, 6)]
+MOMENTS += [f"'harness.runs.checkpoints:sync', {{action}}, call={call}" for call in range(17, 25)]
+MOMENTS += [f"'harness.runs.checkpoints:point', {{action}}, call={call}" for call in (5, 6)]
 
 
 def every_moment(exhaustive: bool) -> Sequence[str]:

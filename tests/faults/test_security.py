@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-import checkpointing
 from harness.common.files import sha256
+from harness.runs import checkpoints
 from tests.commands.test_bad_input import refused, tree
 from tests.conftest import Evidence
 from tests.support.fake_hub import FakeHub
@@ -70,8 +70,8 @@ def test_pickles_never_execute(shop: Workshop, tmp_path: Path, evidence: Evidenc
         torch.save({"ranks": payloads[name], "state": {}}, latest / file)
         meta = json.loads(whole[1])
         meta["sha256"][file] = sha256(latest / file)
-        checkpointing.write_meta(latest.resolve(), meta)
-        checkpointing.verify_checkpoint(latest.resolve())
+        checkpoints.write_meta(latest.resolve(), meta)
+        checkpoints.verify_checkpoint(latest.resolve())
         result = shop.train(expect=None, prelude=WITHOUT_CHARTS)
         refused(result, file, "not a readable state file")
         assert not mark.exists(), (file, name)
@@ -100,7 +100,7 @@ def outside(tmp_path: Path) -> Path:
 def test_names_stay_in_their_folders(shop: Workshop, tmp_path: Path, evidence: Evidence) -> None:
     run, elsewhere = shop.runs / "r", outside(tmp_path)
     folder = run / "checkpoints"
-    _, inside = checkpointing.list_checkpoints(folder)[0]
+    _, inside = checkpoints.list_checkpoints(folder)[0]
     stranger = Path(shutil.copytree(inside, tmp_path / inside.name))
     cases: list[tuple[Path, Path, tuple[str, ...]]] = [
         (shop.runs / "linked", Path(shutil.copytree(run, tmp_path / "another", symlinks=True)), ("linked",)),
@@ -149,7 +149,7 @@ def test_nothing_outside_is_deleted(shop: Workshop, tmp_path: Path, evidence: Ev
     (folder / ".saving-2").mkdir()
     (folder / ".saving-2" / "inner").symlink_to(elsewhere / "inner")
     (folder / "20200101Z000000-iteration-1").symlink_to(elsewhere)
-    old = checkpointing.list_checkpoints(folder)[0][1]
+    old = checkpoints.list_checkpoints(folder)[0][1]
     (old / "notes").symlink_to(elsewhere)
     (run / "aside").symlink_to(tmp_path / "larger-disk")
     (tmp_path / "larger-disk").mkdir()

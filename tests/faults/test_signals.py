@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from checkpointing import list_checkpoints
+from harness.runs.checkpoints import list_checkpoints
 from tests.conftest import Evidence
 from tests.data.test_fetching import NAME, corpus
 from tests.support.fake_hub import FakeHub

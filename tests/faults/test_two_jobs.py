@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-import checkpointing
 from harness.common.lock import ProcessName
+from harness.runs import checkpoints
 from tests.conftest import Evidence
 from tests.support import file_operations
 from tests.support.file_operations import WITHOUT_CHARTS
@@ -138,7 +138,7 @@ def test_torchrun_restarts_its_workers(shop: Workshop, exhaustive: bool, evidenc
         assert f"continuing from {latest}" in again.stdout
         assert_same_end(shop.runs / "straight", run)
 
-    earlier = next(path for step, path in checkpointing.list_checkpoints(shop.runs / "stopped" / "checkpoints") if step)
+    earlier = next(path for step, path in checkpoints.list_checkpoints(shop.runs / "stopped" / "checkpoints") if step)
     for_each(["--restart", earlier.name], try_one)
     evidence(
         injected="rank 0 killed in a save after --restart or a CHECKPOINT was asked for, and started again with the "

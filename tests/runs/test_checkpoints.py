@@ -16,11 +16,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-import checkpointing
-from checkpointing import Checkpoint, save_checkpoint
 from gpt import GPTModel, ModelConfig
 from harness.common.errors import RunError, UserError
 from harness.common.files import sha256
+from harness.runs import checkpoints
+from harness.runs.checkpoints import Checkpoint, save_checkpoint
 from tests.support.launch import MODEL, Workshop
 
 STATE_FILES = ["model.safetensors", "optimizer.pt", "scaler.pt", "train_state.pt"]
@@ -74,8 +74,8 @@ def test_what_is_loaded_is_what_was_saved(folder: Path, tmp_path: Path) -> None:
     assert re.fullmatch(r"\d{8}Z\d{6}-iteration-7", path.name)
     assert {file.name for file in path.iterdir()} == {*STATE_FILES, "meta.json", "letters.json"}
     assert (path / "letters.json").read_bytes() == tokenizer.read_bytes()
-    checkpointing.verify_checkpoint(path)
-    loaded = checkpointing.load_checkpoint(path)
+    checkpoints.verify_checkpoint(path)
+    loaded = checkpoints.load_checkpoint(path)
     for part in ("weights", "optimizer", "scaler", "train_state"):
         assert_equal(getattr(loaded, part), getattr(saved, part))
     hashes = loaded.meta.pop("sha256")
@@ -87,7 +87,7 @@ def test_what_is_loaded_is_what_was_saved(folder: Path, tmp_path: Path) -> None:
 def test_no_scaler_file_without_a_scaler(folder: Path) -> None:
     path = save_checkpoint(folder, Checkpoint(**{**a_checkpoint().__dict__, "scaler": {}}))
     assert not (path / "scaler.pt").exists()
-    assert checkpointing.load_checkpoint(path).scaler == {}
+    assert checkpoints.load_checkpoint(path).scaler == {}
 
 
 def test_weights_have_public_names_without_prefixes(folder: Path) -> None:
@@ -106,17 +106,17 @@ def test_latest_and_best_are_relative_links(folder: Path) -> None:
     assert (folder / "best").readlink() == Path(first.name)
     moved = folder.rename(folder.with_name("elsewhere"))
     assert (moved / "latest" / "meta.json").is_file()
-    assert checkpointing.find_checkpoint(moved, "best") == moved / first.name
-    assert checkpointing.choose_start(moved, None) == moved / second.name
-    assert checkpointing.choose_start(moved, first.name) == moved / first.name
+    assert checkpoints.find_checkpoint(moved, "best") == moved / first.name
+    assert checkpoints.choose_start(moved, None) == moved / second.name
+    assert checkpoints.choose_start(moved, first.name) == moved / first.name
 
 
 def test_nothing_to_start_from(folder: Path) -> None:
-    assert checkpointing.choose_start(folder, None) is None
-    assert checkpointing.list_checkpoints(folder) == []
+    assert checkpoints.choose_start(folder, None) is None
+    assert checkpoints.list_checkpoints(folder) == []
     for name in ("latest", "best", "20260101Z000000-iteration-1"):
         with pytest.raises(UserError, match=r"no such checkpoint; there are: none"):
-            checkpointing.choose_start(folder, name)
+            checkpoints.choose_start(folder, name)
 
 
 def test_a_link_is_never_missing_while_it_is_replaced(folder: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_link_is_never_missing_while_it_is_replaced(folder: Path) -> None:
     watcher.start()
     try:
         for turn in range(200):
-            checkpointing.point(folder, "latest", paths[turn % 2])
+            checkpoints.point(folder, "latest", paths[turn % 2])
     finally:
         stop.set()
         watcher.join()
@@ -162,8 +162,8 @@ def test_names_never_collide(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(time, "time", lambda: now)
     paths = [save_checkpoint(folder, a_checkpoint(3, count=count)) for count in range(4)]
     assert len({path.name for path in paths}) == 4
-    assert [checkpointing.read_meta(path)["count"] for path in paths] == [0, 1, 2, 3]
-    assert [path for _, path in checkpointing.list_checkpoints(folder)] == paths, "the later one comes later"
+    assert [checkpoints.read_meta(path)["count"] for path in paths] == [0, 1, 2, 3]
+    assert [path for _, path in checkpoints.list_checkpoints(folder)] == paths, "the later one comes later"
 
 
 def test_order_is_by_global_step_not_by_the_clock(folder: Path, tmp_path: Path) -> None:
@@ -177,12 +177,12 @@ def test_order_is_by_global_step_not_by_the_clock(folder: Path, tmp_path: Path) 
     for step, name in renamed.items():
         paths[step].rename(folder / name)
     (folder / "latest").unlink()
-    checkpointing.point(folder, "latest", folder / renamed[100])
-    assert [step for step, _ in checkpointing.list_checkpoints(folder)] == [9, 10, 100]
-    checkpointing.prune(folder, 1, set())
-    assert [step for step, _ in checkpointing.list_checkpoints(folder)] == [10, 100]
-    checkpointing.rewind_to(folder, find_checkpoint_at(folder, 10), lambda: _made(tmp_path / "aside"))
-    assert checkpointing.choose_start(folder, None) == folder / renamed[10]
+    checkpoints.point(folder, "latest", folder / renamed[100])
+    assert [step for step, _ in checkpoints.list_checkpoints(folder)] == [9, 10, 100]
+    checkpoints.prune(folder, 1, set())
+    assert [step for step, _ in checkpoints.list_checkpoints(folder)] == [10, 100]
+    checkpoints.rewind_to(folder, find_checkpoint_at(folder, 10), lambda: _made(tmp_path / "aside"))
+    assert checkpoints.choose_start(folder, None) == folder / renamed[10]
 
 
 def _made(path: Path) -> Path:
@@ -196,7 +196,7 @@ def test_other_things_in_the_folder_are_not_checkpoints(folder: Path) -> None:
     (folder / "20260101Z000000-iteration-9").write_text("a file")
     (folder / "20260101Z000000-iteration-x").mkdir()
     (folder / "my-20260101Z000000-iteration-8-backup").mkdir()
-    assert checkpointing.list_checkpoints(folder) == [(1, paths[1])]
+    assert checkpoints.list_checkpoints(folder) == [(1, paths[1])]
 
 
 @pytest.mark.parametrize("file", [*STATE_FILES, "letters.json"])
@@ -209,12 +209,12 @@ def test_verify_names_the_damaged_file(folder: Path, tmp_path: Path, file: str) 
     for damaged in (content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :], content[:-1], b""):
         (path / file).write_bytes(damaged)
         with pytest.raises(UserError, match=f"{re.escape(str(path / file))}: damaged"):
-            checkpointing.verify_checkpoint(path)
+            checkpoints.verify_checkpoint(path)
     (path / file).unlink()
     with pytest.raises(UserError, match=f"{re.escape(str(path / file))}: missing"):
-        checkpointing.verify_checkpoint(path)
+        checkpoints.verify_checkpoint(path)
     (path / file).write_bytes(content)
-    checkpointing.verify_checkpoint(path)
+    checkpoints.verify_checkpoint(path)
 
 
 @pytest.mark.parametrize(
@@ -224,41 +224,41 @@ def test_meta_json_that_is_none(folder: Path, text: str) -> None:
     path = save_checkpoint(folder, a_checkpoint())
     (path / "meta.json").write_text(text)
     with pytest.raises(UserError, match=re.escape(str(path / "meta.json"))):
-        checkpointing.verify_checkpoint(path)
+        checkpoints.verify_checkpoint(path)
 
 
 def test_meta_json_without_hashes_vouches_for_nothing(folder: Path) -> None:
     """A checkpoint's damage must not go unseen because the list of hashes is gone or short."""
     path = save_checkpoint(folder, a_checkpoint())
-    meta = checkpointing.read_meta(path)
+    meta = checkpoints.read_meta(path)
     for hashes in ({}, {"optimizer.pt": meta["sha256"]["optimizer.pt"]}):
-        checkpointing.write_meta(path, {**meta, "sha256": hashes})
+        checkpoints.write_meta(path, {**meta, "sha256": hashes})
         with pytest.raises(UserError):
-            checkpointing.verify_checkpoint(path)
+            checkpoints.verify_checkpoint(path)
 
 
 def test_a_changed_meta_json_is_damaged(folder: Path) -> None:
     """Its numbers say where to go on: a digit that flips must not go unseen. How it is laid out does not matter."""
     path = save_checkpoint(folder, a_checkpoint(7, is_best=True, tokens=1.25))
-    meta, text = checkpointing.read_meta(path), (path / "meta.json").read_text()
+    meta, text = checkpoints.read_meta(path), (path / "meta.json").read_text()
     (path / "meta.json").write_text(json.dumps(dict(reversed(meta.items()))))
-    checkpointing.verify_checkpoint(path)
+    checkpoints.verify_checkpoint(path)
     for old, new in (("1024", "1025"), ("1.25", "1.24"), ('"is_best": true', '"is_best": false'), ("tokens", "tokenr")):
         (path / "meta.json").write_text(text.replace(old, new))
         with pytest.raises(UserError, match=r"meta.json: damaged"):
-            checkpointing.verify_checkpoint(path)
+            checkpoints.verify_checkpoint(path)
     del meta["sha256"]["meta.json"]  # as earlier versions wrote it
     (path / "meta.json").write_text(json.dumps(meta))
-    checkpointing.verify_checkpoint(path)
+    checkpoints.verify_checkpoint(path)
 
 
 def test_hashes_cannot_lead_out_of_the_checkpoint(folder: Path, tmp_path: Path) -> None:
     path = save_checkpoint(folder, a_checkpoint())
     (tmp_path / "secret").write_text("x")
-    meta = checkpointing.read_meta(path)
-    checkpointing.write_meta(path, {**meta, "sha256": {"../../secret": "0", **meta["sha256"]}})
+    meta = checkpoints.read_meta(path)
+    checkpoints.write_meta(path, {**meta, "sha256": {"../../secret": "0", **meta["sha256"]}})
     with pytest.raises(UserError, match="plain name"):
-        checkpointing.verify_checkpoint(path)
+        checkpoints.verify_checkpoint(path)
 
 
 class Malicious:
@@ -283,12 +283,12 @@ def test_a_checkpoint_never_executes(folder: Path, tmp_path: Path, file: str, fo
         torch.load(stream, weights_only=False)  # it is not a state dict, which shows after it has been unpickled
     assert mark.exists(), "the file would do it, if it were let"
     mark.unlink()
-    meta = checkpointing.read_meta(path)
+    meta = checkpoints.read_meta(path)
     meta["sha256"][file] = sha256(path / file)
-    checkpointing.write_meta(path, meta)
-    checkpointing.verify_checkpoint(path)
+    checkpoints.write_meta(path, meta)
+    checkpoints.verify_checkpoint(path)
     with pytest.raises(UserError, match=f"{file}: not a readable state file") as caught:
-        checkpointing.load_checkpoint(path)
+        checkpoints.load_checkpoint(path)
     assert "\n" not in str(caught.value)
     assert not mark.exists()
 
@@ -301,11 +301,11 @@ def test_find_refuses_what_leads_out(folder: Path, tmp_path: Path) -> None:
     (folder / "here").symlink_to(".")
     for name in ("abroad", "above", "here"):
         with pytest.raises(UserError, match="leads out of"):
-            checkpointing.find_checkpoint(folder, name)
+            checkpoints.find_checkpoint(folder, name)
     (folder / "latest").unlink()
     (folder / "latest").symlink_to(outside)
     with pytest.raises(UserError, match="leads out of"):
-        checkpointing.choose_start(folder, None)
+        checkpoints.choose_start(folder, None)
     for name in (
         "../other/latest",
         "..",
@@ -320,7 +320,7 @@ def test_find_refuses_what_leads_out(folder: Path, tmp_path: Path) -> None:
         "x\0y",
     ):
         with pytest.raises(UserError) as caught:
-            checkpointing.find_checkpoint(folder, name)
+            checkpoints.find_checkpoint(folder, name)
         assert "\n" not in str(caught.value)
 
 
@@ -328,7 +328,7 @@ def test_a_dangling_latest_is_an_error_not_a_new_start(folder: Path) -> None:
     path = save_checkpoint(folder, a_checkpoint(1))
     path.rename(folder.parent / "gone")
     with pytest.raises(UserError, match="no such checkpoint"):
-        checkpointing.choose_start(folder, None)
+        checkpoints.choose_start(folder, None)
 
 
 def test_leftovers_of_a_kill_are_cleaned(folder: Path) -> None:
@@ -340,53 +340,53 @@ def test_leftovers_of_a_kill_are_cleaned(folder: Path) -> None:
     (folder / f".saving-{os.getpid()}").mkdir()  # of an earlier process that had this one's number
     path = save_checkpoint(folder, a_checkpoint(2))
     assert {entry.name for entry in folder.iterdir()} == {kept.name, path.name, "latest"}
-    checkpointing.verify_checkpoint(kept)
+    checkpoints.verify_checkpoint(kept)
 
 
 def test_prune_keeps_the_newest_and_what_has_a_name(folder: Path) -> None:
     paths = save_steps(folder, [1, 2, 3, 4, 5, 6, 7], best=2)
-    checkpointing.prune(folder, 2, {paths[1].name})
-    assert [step for step, _ in checkpointing.list_checkpoints(folder)] == [1, 2, 5, 6, 7]
+    checkpoints.prune(folder, 2, {paths[1].name})
+    assert [step for step, _ in checkpoints.list_checkpoints(folder)] == [1, 2, 5, 6, 7]
     for path in (folder / "latest", folder / "best", paths[5]):
-        checkpointing.verify_checkpoint(path)
-    checkpointing.prune(folder, 2, set())
-    assert [step for step, _ in checkpointing.list_checkpoints(folder)] == [2, 5, 6, 7]
-    checkpointing.prune(folder, 10, set())
-    assert [step for step, _ in checkpointing.list_checkpoints(folder)] == [2, 5, 6, 7]
+        checkpoints.verify_checkpoint(path)
+    checkpoints.prune(folder, 2, set())
+    assert [step for step, _ in checkpoints.list_checkpoints(folder)] == [2, 5, 6, 7]
+    checkpoints.prune(folder, 10, set())
+    assert [step for step, _ in checkpoints.list_checkpoints(folder)] == [2, 5, 6, 7]
     assert not list(folder.glob(".*"))
 
 
 def test_prune_without_links(folder: Path) -> None:
     save_steps(folder, [1, 2, 3])
     (folder / "latest").unlink()
-    checkpointing.prune(folder, 1, set())
-    assert [step for step, _ in checkpointing.list_checkpoints(folder)] == [3]
+    checkpoints.prune(folder, 1, set())
+    assert [step for step, _ in checkpoints.list_checkpoints(folder)] == [3]
 
 
 def test_later_checkpoints_are_moved_aside_whole(folder: Path, tmp_path: Path) -> None:
     paths = save_steps(folder, [0, 5, 10, 15], best=5)
-    assert checkpointing.rewind_to(folder, find_checkpoint_at(folder, 5), lambda: _made(tmp_path / "aside"))
+    assert checkpoints.rewind_to(folder, find_checkpoint_at(folder, 5), lambda: _made(tmp_path / "aside"))
     aside = tmp_path / "aside" / "checkpoints"
     assert sorted(path.name for path in aside.iterdir()) == [paths[10].name, paths[15].name]
     for path in aside.iterdir():
-        checkpointing.verify_checkpoint(path)
+        checkpoints.verify_checkpoint(path)
     assert (folder / "latest").readlink() == Path(paths[5].name)
     assert (folder / "best").readlink() == Path(paths[5].name)
 
 
 def find_checkpoint_at(folder: Path, step: int) -> Path:
-    return next(path for at, path in checkpointing.list_checkpoints(folder) if at == step)
+    return next(path for at, path in checkpoints.list_checkpoints(folder) if at == step)
 
 
 def test_a_best_link_that_a_kill_left_behind_is_put_right(folder: Path) -> None:
     """Killed after `latest` moved and before `best` did: what the checkpoint itself says of the best counts."""
     paths = save_steps(folder, [0, 5, 10], best=10)
-    checkpointing.point(folder, "best", paths[0])
+    checkpoints.point(folder, "best", paths[0])
 
     def unwanted() -> Path:
         raise AssertionError("no folder is needed")
 
-    checkpointing.rewind_to(folder, paths[10], unwanted)
+    checkpoints.rewind_to(folder, paths[10], unwanted)
     assert (folder / "best").readlink() == Path(paths[10].name)
 
 
@@ -396,7 +396,7 @@ def test_nothing_later_moves_nothing(folder: Path) -> None:
     def unwanted() -> Path:
         raise AssertionError("no folder is needed")
 
-    assert not checkpointing.rewind_to(folder, find_checkpoint_at(folder, 5), unwanted)
+    assert not checkpoints.rewind_to(folder, find_checkpoint_at(folder, 5), unwanted)
     assert (folder / "latest").readlink() == Path(paths[5].name)
     assert (folder / "best").readlink() == Path(paths[0].name)
 
@@ -408,7 +408,7 @@ def test_best_after_setting_aside_is_the_best_of_what_remains(
     """The best up to the step continued from, as that checkpoint knows it; 5 is not 50."""
     paths = save_steps(folder, steps[:-1], best=best)
     save_checkpoint(folder, a_checkpoint(steps[-1], is_best=True, best_step=steps[-1]))
-    checkpointing.rewind_to(folder, find_checkpoint_at(folder, steps[-2]), lambda: _made(tmp_path / "aside"))
+    checkpoints.rewind_to(folder, find_checkpoint_at(folder, steps[-2]), lambda: _made(tmp_path / "aside"))
     assert (folder / "best").readlink() == Path(paths[best].name)
     assert (folder / "latest").readlink() == Path(paths[steps[-2]].name)
 
@@ -422,14 +422,15 @@ def test_a_folder_that_cannot_be_written_is_a_run_error(tmp_path: Path) -> None:
 
 
 STARVED = """
-import resource, checkpointing
+import resource
+from harness.runs import checkpoints
 from harness.common.memory import _status_bytes
-write = checkpointing._write_files
+write = checkpoints._write_files
 def write_without_memory(draft, checkpoint):
     used, (_, hard) = _status_bytes("VmData"), resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (used + 2**22, hard))  # half of a thread's stack
     write(draft, checkpoint)
-checkpointing._write_files = write_without_memory
+checkpoints._write_files = write_without_memory
 """
 
 
@@ -473,9 +474,9 @@ def real_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_commands_own_checkpoints(real_run: Path) -> None:
     folder = real_run / "checkpoints"
     assert not list(folder.glob(".*"))
-    latest = checkpointing.find_checkpoint(folder, "latest")
-    checkpointing.verify_checkpoint(latest)
-    saved = checkpointing.load_checkpoint(latest)
+    latest = checkpoints.find_checkpoint(folder, "latest")
+    checkpoints.verify_checkpoint(latest)
+    saved = checkpoints.load_checkpoint(latest)
     assert {file.name for file in latest.iterdir()} == {*STATE_FILES, "meta.json"}
     assert {oct(file.stat().st_mode & 0o777) for file in latest.iterdir()} == {"0o640"}
     assert saved.weights.keys() == GPTModel(ModelConfig(**MODEL)).to_checkpoint_names().keys()
@@ -486,6 +487,6 @@ def test_the_commands_own_checkpoints(real_run: Path) -> None:
     for key in ("model", "train", "dataset", "torch", "world_size", "val_loss", "best_loss", "best_step", "sha256"):
         assert saved.meta[key] is not None, key
     # keep_checkpoints 1: the newest one besides best and latest, which may be one and the same.
-    best = checkpointing.find_checkpoint(folder, "best")
-    others = {path for _, path in checkpointing.list_checkpoints(folder)} - {latest, best}
+    best = checkpoints.find_checkpoint(folder, "best")
+    others = {path for _, path in checkpoints.list_checkpoints(folder)} - {latest, best}
     assert len(others) == 1

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-import checkpointing
 from harness.common.json_files import read_json_object
+from harness.runs import checkpoints
 from harness.runs.throughput import Measured, measured_by, same_conditions
 from tests.support.launch import Workshop
 
@@ -31,7 +31,7 @@ def forget_what_is_new(checkpoint: Path) -> None:
     """Make a checkpoint one of an earlier version."""
     meta = read_json_object(checkpoint / "meta.json")
     assert meta.keys() >= NEW_KEYS
-    checkpointing.write_meta(checkpoint, {key: value for key, value in meta.items() if key not in NEW_KEYS})
+    checkpoints.write_meta(checkpoint, {key: value for key, value in meta.items() if key not in NEW_KEYS})
 
 
 def test_another_world_size_is_measured_anew(shop: Workshop) -> None:

@@ -42,8 +42,8 @@ UPDATE = "harness.training.step:update_weights"
 VALIDATION = "harness.training.job:Job.validate"  # on all ranks
 EVALUATION = "harness.evaluation.loss:microbatch_losses"  # on ranks that evaluate
 SAVE = "harness.training.job:Job.save"  # on all ranks
-WRITE = "checkpointing:_write_files"  # on rank 0
-SYNC = "checkpointing:sync"  # on rank 0, of each file and folder
+WRITE = "harness.runs.checkpoints:_write_files"  # on rank 0
+SYNC = "harness.runs.checkpoints:sync"  # on rank 0, of each file and folder
 METRICS = "harness.runs.metrics:MetricsFile.append"  # on rank 0
 
 

@@ -29,7 +29,7 @@ CALLS = {  # what a number counts operations of, by a short name
     "metrics": "harness.runs.metrics:MetricsFile.append",
     "chart": "harness.runs.chart:draw_training_chart",
     "end": "harness.training.job:Job.finish",
-    "going back": "checkpointing:rewind_to",
+    "going back": "harness.runs.checkpoints:rewind_to",
     "cutting the metrics": "harness.runs.metrics:MetricsFile.rewind_to",
     "moving aside": "harness.runs.directory:RunDirectory.set_results_aside",
     "summary": "harness.runs.summary:replace_text",

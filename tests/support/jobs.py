@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import pytest
 
-import checkpointing
+from harness.runs import checkpoints
 from tests.support.file_operations import WITHOUT_CHARTS
 from tests.support.launch import Process, Result, Workshop, finish
 
@@ -84,5 +84,5 @@ def assert_named_are_whole(run: Path) -> None:
     """Whatever has a checkpoint's name, or `latest` or `best`."""
     folder = run / "checkpoints"
     links = [folder / name for name in ("latest", "best") if (folder / name).is_symlink()]
-    for path in [*links, *(path for _, path in checkpointing.list_checkpoints(folder))]:
-        checkpointing.verify_checkpoint(path)
+    for path in [*links, *(path for _, path in checkpoints.list_checkpoints(folder))]:
+        checkpoints.verify_checkpoint(path)

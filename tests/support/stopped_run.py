@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import checkpointing
+from harness.runs import checkpoints
 from tests.support import file_operations
 from tests.support.file_operations import WITHOUT_CHARTS
 from tests.support.jobs import start
@@ -47,7 +47,7 @@ def build_stopped_run(path: Path) -> Workshop:
 def steps_of(run: Path) -> tuple[list[int], int | None, int | None]:
     """The steps of the checkpoints, of `latest` and of `best`."""
     folder = run / "checkpoints"
-    at = {path.name: step for step, path in checkpointing.list_checkpoints(folder)}
+    at = {path.name: step for step, path in checkpoints.list_checkpoints(folder)}
     latest, best = (at.get((folder / link).resolve().name) for link in ("latest", "best"))
     return sorted(at.values()), latest, best
 

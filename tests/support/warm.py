@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SERVER = """
 import atexit, gc, json, os, runpy, signal, sys, threading, traceback
 sys.path.insert(0, sys.argv[1])
-import ddp_train, checkpointing, gpt, torch, safetensors.torch
+import ddp_train, harness.runs.checkpoints, gpt, torch, safetensors.torch
 import harness.runs.chart, harness.training.job, harness.training.batch_size_finder, harness.runs.plan
 import harness.data.fetch, harness.training.startup, torch._dynamo
 import matplotlib.figure, matplotlib.backends.backend_agg

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from checkpointing import list_checkpoints
+from harness.runs.checkpoints import list_checkpoints
 from tests.support.launch import Process, Workshop, finish, metrics
 from tests.support.same_end import assert_same_end
 

@@ -1,5 +1,4 @@
-"""Checkpoints: what one holds; saving, verifying, loading and pruning them. harness/runs/checkpoint_folder.py
-finds them.
+"""Checkpoints: what one holds; saving, verifying, loading and pruning them; checkpoint_folder.py finds them.
 
 A checkpoint is a folder `<YYYYMMDDZHHMMSS>-iteration-<step>`. It is written under a hidden name, flushed to disk and
 renamed, and the links `latest` and `best` are replaced in one rename each, so that whatever has a name is whole.
