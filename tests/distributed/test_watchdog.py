@@ -164,7 +164,7 @@ def test_signs_travel_through_the_store() -> None:
                 time.sleep(0.01)
             assert watches[0]._heard[1].sign.place == "global step 3"
             assert watches[0]._heard[1].sign.stalled is not None
-        while watches[0]._heard[1].sign.progress != [6, IDLE]:
+        while watches[0]._heard[1].sign.progress != [Place(3, "step").order, IDLE]:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert watches[0]._heard[1].sign.stalled is None
