@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from harness.data.dataset import Dataset
     from harness.distributed.world import World
+    from harness.runs.checkpoint_meta import CheckpointMeta
     from harness.runs.directory import RunDirectory
     from harness.runs.experiment import Experiment, Position
     from harness.training.clock import Clock
@@ -322,7 +323,7 @@ def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> N
     from harness.distributed.signals import StopSignal
     from harness.distributed.world import World
     from harness.runs import checkpoints
-    from harness.runs.checkpoint_folder import upgrade_notebook_meta
+    from harness.runs.checkpoint_meta import upgrade_notebook_meta
     from harness.runs.plan import make_plan
     from harness.training.clock import Clock
     from harness.training.job import explained_failures
@@ -334,7 +335,7 @@ def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> N
     dataset = fetch_dataset(world, experiment.datasets_dir, experiment.config.dataset, experiment.splits)
     check_same_everywhere(experiment, world, dataset)
 
-    def choose_start() -> tuple[Path, dict[str, Any]] | None:
+    def choose_start() -> tuple[Path, CheckpointMeta] | None:
         if lock.began_before:  # torchrun has restarted its workers: what the user asked for was done the first time
             return checkpoints.open_start(run.checkpoints, None)
         return None if restart else checkpoints.open_start(run.checkpoints, checkpoint)
@@ -344,13 +345,13 @@ def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> N
         refuse_wrong_machine(world, run)
     if meta:
         meta = upgrade_notebook_meta(meta, experiment.provenance(dataset), experiment.shape(world.size).global_tokens)
-        clock.add(meta.get("seconds", {}))
+        clock.add(meta.seconds)
     # The plan's checks are the run's: short data, unknown tokens, a long warm-up or a full disk end it here.
     plan = world.on_each_node(lambda: make_plan(experiment, world.size, meta))
     world.on_rank0(lambda: plan.check_disk(run.path))
     position = plan.position
     assert position is not None, "the dataset is here"
-    if meta and position.is_finished and not (meta.get("validation_due") or meta.get("benchmarks_due")):
+    if meta and position.is_finished and not meta.due:
         say(world, f"{run.path.name} is finished: {position.first_step:,} global steps; --restart trains it again")
         if start and checkpoint is None:
             world.on_rank0(partial(rewind, run, start, meta))  # a kill in the last save may not have left it so
@@ -414,29 +415,28 @@ def refuse_wrong_machine(world: World, run: RunDirectory) -> None:
         )
 
 
-def restore_summary(experiment: Experiment, world: World, meta: dict[str, Any]) -> None:
+def restore_summary(experiment: Experiment, world: World, meta: CheckpointMeta) -> None:
     """Write the summary of a finished run whose process ended before it could, from the last checkpoint."""
-    from harness.runs.checkpoint_meta import TrainState
+    from harness.runs.checkpoint_meta import as_recorded
     from harness.runs.metrics import PHASES
     from harness.runs.summary import summarise, write_summary
-    from harness.runs.throughput import Throughput, as_recorded, peak_flops
+    from harness.runs.throughput import Throughput, peak_flops
     from harness.training.startup import measure_machine
 
-    if experiment.run.summary.exists() or not meta.get("seconds"):  # nothing of it was trained here
+    if experiment.run.summary.exists() or not meta.seconds:  # nothing of it was trained here
         return
     # Not necessarily those of today.
     machine, shape = as_recorded(measure_machine(world), meta), as_recorded(experiment.shape(world.size), meta)
     speed = Throughput(experiment.model.flops_per_token, peak_flops(machine.device), experiment.config.price_per_hour)
-    seconds = dict.fromkeys(PHASES, 0.0) | meta.get("seconds", {})
-    summary = summarise(TrainState.from_meta(meta), seconds, speed, machine, shape)
-    provenance = {key: meta.get(key) for key in ("model", "parameters", "train", "dataset")}
+    seconds = dict.fromkeys(PHASES, 0.0) | meta.seconds
+    summary = summarise(meta.state(), seconds, speed, machine, shape)
+    provenance = {key: getattr(meta, key) for key in ("model", "parameters", "train", "dataset")}
     world.on_rank0(lambda: write_summary(experiment.run, summary | provenance))
 
 
 def begin(job: Job, start: Path | None) -> None:
     """Put the job where the checkpoint at `start` left it, or make way for a run from the beginning."""
     from harness.runs import checkpoints
-    from harness.runs.checkpoint_folder import is_notebooks
     from harness.runs.experiment import changed_settings
 
     world, run, position = job.world, job.run, job.position
@@ -446,7 +446,7 @@ def begin(job: Job, start: Path | None) -> None:
         aside = world.on_rank0(run.set_results_aside)
         if aside:
             say(world, f"Earlier results are now in {aside}")
-        size = f"{job.provenance['parameters']:,} parameters, {world.size} x {world.device.type}"
+        size = f"{job.provenance.parameters:,} parameters, {world.size} x {world.device.type}"
         say(world, f"{run.path.name}: {size}, {left}")
         say_where(job)
         if initial:
@@ -458,11 +458,11 @@ def begin(job: Job, start: Path | None) -> None:
     job.protected.add(start.name)
     say(world, f"{run.path.name}: continuing from {start.name}, {left} to go")
     say_where(job)
-    if is_notebooks(saved.meta):
+    if saved.meta.is_notebooks:
         taken = "weights and optimizer" if saved.optimizer else "weights"
         say(world, f"  not written by this program: its {taken} are taken, and {position.tokens_seen:,} tokens are")
         say(world, "  counted as seen: its global steps, with this run's batch")
-    for change in changed_settings(saved.meta.get("train", {}), job.provenance["train"]):
+    for change in changed_settings(saved.meta, job.provenance):
         say(world, f"  train.json has changed since: {change}")
     world.on_rank0(lambda: rewind(run, start, saved.meta))
 
@@ -478,7 +478,7 @@ def load_initial_weights(job: Job) -> bool:
     return True
 
 
-def rewind(run: RunDirectory, start: Path, meta: dict[str, Any]) -> None:
+def rewind(run: RunDirectory, start: Path, meta: CheckpointMeta) -> None:
     """Make links and metrics those of the checkpoint `start`, wherever the process that saved it ended; what came after
     it is kept aside. Rank 0 only."""
     from harness.runs import checkpoints

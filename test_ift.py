@@ -152,7 +152,7 @@ def facts_of(data: Path, splits: InstructionSplits, tuning: FineTuning, options:
     from dataclasses import asdict
 
     from harness.common.files import sha256
-    from harness.runs.metrics import finite
+    from harness.common.json_files import finite
 
     used = {key: options[key] for key in ("learning_rate", "max_epochs", "max_new_tokens", "seed", "answers_only")}
     about = {

@@ -5,6 +5,7 @@ the remedy.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
@@ -153,6 +154,11 @@ def _whole_number(digits: str) -> int:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
+
+
+def finite(value: Any) -> Any:
+    """`value`, or None for a float that is not finite, which JSON cannot say."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def json_schema(kind: type[RunFile]) -> dict[str, Any]:

@@ -1,19 +1,15 @@
-"""Which checkpoints a run has, which one it continues from, and what that one says of itself. Without torch."""
+"""Which checkpoints a run has, and which one it continues from. Without torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from harness.common.errors import UserError
 from harness.common.files import check_name
-from harness.runs.checkpoint_meta import read_manifest
+from harness.runs.checkpoint_meta import CheckpointMeta
 from harness.runs.directory import CHECKPOINT_NAME
 
 LATEST, BEST = "latest", "best"
-META = "meta.json"
-# What every checkpoint of ours says of itself. The lab notebook's have train_loss, val_loss, global_step and is_best.
-OWN_KEYS = {"sha256", "model", "train", "tokens_seen"}
 FOREIGN = "not written by this program; to train on from it, give its name as CHECKPOINT"
 
 
@@ -52,27 +48,7 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match.group(1)), path) for match, path in found if match)
 
 
-def read_meta(path: Path) -> dict[str, Any]:
-    """A checkpoint's meta.json. Raises UserError if it is not one."""
-    return read_manifest(path / META)
-
-
-def refuse_unnamed(start: Path, meta: dict[str, Any], name: str | None) -> None:
+def refuse_unnamed(start: Path, meta: CheckpointMeta, name: str | None) -> None:
     """Raises UserError for a notebook's checkpoint that was not asked for by its name."""
-    if name is None and is_notebooks(meta):
+    if name is None and meta.is_notebooks:
         raise UserError(f"{start}: {FOREIGN}, or use --restart")
-
-
-def is_notebooks(meta: dict[str, Any]) -> bool:
-    """Whether a meta.json is the notebook's, rather than a damaged one of ours."""
-    return not OWN_KEYS & meta.keys()
-
-
-def upgrade_notebook_meta(meta: dict[str, Any], provenance: dict[str, Any], global_tokens: int) -> dict[str, Any]:
-    """A notebook's meta.json with what ours would say: it belongs to the run that it is put into (`provenance`), and
-    saw `global_tokens` tokens in each step, of which nobody has recorded the seconds. One of ours stays as it is."""
-    if not is_notebooks(meta):
-        return meta
-    seen = (meta["global_step"] + 1) * global_tokens
-    unmeasured = {"seconds": {}, "foreign_tokens": seen, "measured_from_tokens": seen, "measured_from_seconds": 0.0}
-    return {**meta, **provenance, "tokens_seen": seen, **unmeasured, "measured_from_step": meta["global_step"]}

@@ -1,70 +1,37 @@
-"""What a checkpoint's meta.json may hold: it may come from an earlier version, another program, or an enemy."""
+"""What a checkpoint says of itself, in its meta.json: written and read through one class.
+
+The file may come from an earlier version, another program, or an enemy.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from harness.common.errors import UserError
-from harness.common.json_files import parse_config, read_json_object
+from harness.common.json_files import finite, parse_config, read_json_object
 from harness.runs.directory import CHECKPOINT_NAME
-from harness.runs.throughput import Measured
+from harness.runs.throughput import Conditions, Measured
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    Recorded = TypeVar("Recorded", bound=DataclassInstance)
+
+META = "meta.json"
+# What every checkpoint of ours says of itself. The lab notebook's have train_loss, val_loss, global_step and is_best.
+OWN_KEYS = {"sha256", "model", "train", "tokens_seen"}
 
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 Seconds = Annotated[float, Field(ge=0, lt=1e12)]
 Ranks = Annotated[int, Field(ge=1, lt=2**31)]
 Loss = Annotated[float, Field(allow_inf_nan=False)]
-
-
-class Manifest(BaseModel):
-    """The keys that continuing reads; only the step must be there. What belongs together (model, dataset, train.json)
-    is compared with the run's own by whoever continues it."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    global_step: Count
-    tokens_seen: Count = 0
-    seconds: dict[str, Seconds] = {}
-    sha256: dict[str, str] = {}
-    train: dict[str, Any] = {}
-    train_loss: Loss | None = None
-    val_loss: Loss | None = None
-    best_loss: Loss | None = None
-    best_step: Count | None = None
-    skipped_steps: Count = 0
-    loss_sum: Loss | None = 0.0
-    loss_count: Count = 0
-    is_best: bool = False
-    planned: bool = False
-    validation_due: bool = False
-    benchmarks_due: bool = False
-    metrics_bytes: Count = 0
-    foreign_tokens: Count = 0
-    measured_from_step: Annotated[int, Field(ge=-1, lt=2**62)] = -1
-    measured_from_tokens: Count = 0
-    measured_from_seconds: Seconds = 0.0
-    device: str | None = None
-    world_size: Ranks | None = None
-    microbatch_size: Count | None = None
-    accumulation_steps: Count | None = None
-
-
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The object in the meta.json at `path`. Raises UserError naming the key that cannot be a checkpoint's."""
-    meta = read_json_object(path)
-    try:
-        parsed = parse_config(Manifest, meta, path)
-    except UserError as error:
-        fault = str(error).removeprefix(f"{path}: ")
-        raise UserError(f"{path}: not the meta.json of a checkpoint of this program: {fault}") from None
-    name = CHECKPOINT_NAME.fullmatch(path.parent.resolve().name)
-    if name and int(name.group(1)) != parsed.global_step:
-        raise UserError(f'{path}: key "global_step": {parsed.global_step}, but the folder is called {name.group()}')
-    return meta
 
 
 @dataclass
@@ -86,16 +53,9 @@ class TrainState:
     measured_from_tokens: int = 0
     measured_from_seconds: float = 0.0  # of training
 
-    @classmethod
-    def from_meta(cls, meta: dict[str, Any]) -> TrainState:
-        values = {key: meta[key] for key in asdict(cls()) if key in meta}
-        if values.get("loss_sum", 0.0) is None:  # JSON's way to say that it was not finite
-            values["loss_sum"] = math.nan
-        state = cls(**values)
-        if "measured_from_step" not in meta:
-            # An earlier version's: some of its tokens may be another program's, and its seconds another machine's.
-            state.measure_from_here(meta.get("seconds", {}).get("training", 0.0))
-        return state
+    def values(self) -> dict[str, Any]:
+        """By the names that they have in meta.json; null for what is not finite."""
+        return {key: finite(value) for key, value in asdict(self).items()}
 
     @property
     def trained_tokens(self) -> int:
@@ -118,3 +78,137 @@ class TrainState:
     def forget_best(self) -> None:
         """Losses from here on are measured on other text, and cannot be compared with those before."""
         self.best_loss = self.best_step = self.val_loss = None
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What a checkpoint belongs to, as JSON has it: model.json, train.json and the dataset's name and fingerprint."""
+
+    model: dict[str, Any]
+    parameters: int
+    train: dict[str, Any]
+    dataset: dict[str, Any]
+
+
+class CheckpointMeta(BaseModel):
+    """A meta.json. Only the step must be there, and unknown keys are kept: earlier versions wrote fewer, and the
+    notebook others. What belongs together is compared with the run's own by whoever continues it.
+
+    The order of the fields is that of the keys in the file.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    # A TrainState's
+    global_step: Count
+    tokens_seen: Count = 0
+    train_loss: Loss | None = None
+    val_loss: Loss | None = None
+    best_loss: Loss | None = None
+    best_step: Count | None = None
+    skipped_steps: Count = 0
+    loss_sum: Loss | None = 0.0  # null where it is not finite
+    loss_count: Count = 0
+    foreign_tokens: Count = 0
+    measured_from_step: Annotated[int, Field(ge=-1, lt=2**62)] = -1
+    measured_from_tokens: Count = 0
+    measured_from_seconds: Seconds = 0.0
+    # The occasion
+    is_best: bool = False
+    planned: bool = False  # by train.json, rather than asked for by a signal
+    validation_due: bool = False  # a signal came before the step's validation was done
+    benchmarks_due: bool = False
+    # Where and how it was trained
+    seconds: dict[str, Seconds] = {}  # by phase
+    metrics_bytes: Count = 0  # size of metrics.jsonl
+    world_size: Ranks | None = None
+    microbatch_size: Count | None = None
+    accumulation_steps: Count | None = None
+    device: str | None = None
+    tokenizer: str | None = None  # "gpt2", or the name of a file beside this one
+    torch: str | None = None
+    # A Provenance's
+    model: dict[str, Any] | None = None
+    parameters: Count | None = None
+    train: dict[str, Any] = {}
+    dataset: dict[str, Any] | None = None
+    sha256: dict[str, str] = {}  # of the files beside this one, and of this one's own values
+
+    def state(self) -> TrainState:
+        """The run's state when the checkpoint was saved."""
+        state = TrainState(**{field.name: getattr(self, field.name) for field in fields(TrainState)})
+        if self.loss_sum is None:
+            state.loss_sum = math.nan
+        if "measured_from_step" not in self.model_fields_set:
+            # An earlier version's: some of its tokens may be another program's, and its seconds another machine's.
+            state.measure_from_here(self.seconds.get("training", 0.0))
+        return state
+
+    @property
+    def due(self) -> str | None:
+        """What a signal interrupted after the step, and what comes after it is still to be done, too."""
+        return "validation" if self.validation_due else "benchmarks" if self.benchmarks_due else None
+
+    @property
+    def is_notebooks(self) -> bool:
+        """Whether it is the notebook's, rather than a damaged one of ours."""
+        return not OWN_KEYS & self.model_fields_set
+
+    @property
+    def conditions(self) -> Conditions:
+        return Conditions(self.world_size, self.device, self.train)
+
+
+def read_meta(path: Path) -> CheckpointMeta:
+    """What the checkpoint `path` says of itself. Raises UserError naming the key that cannot be a checkpoint's."""
+    file = path / META
+    raw = read_json_object(file)
+    try:
+        meta = parse_config(CheckpointMeta, raw, file)
+    except UserError as error:
+        fault = str(error).removeprefix(f"{file}: ")
+        raise UserError(f"{file}: not the meta.json of a checkpoint of this program: {fault}") from None
+    name = CHECKPOINT_NAME.fullmatch(path.resolve().name)
+    if name and int(name.group(1)) != meta.global_step:
+        raise UserError(f'{file}: key "global_step": {meta.global_step}, but the folder is called {name.group()}')
+    return meta
+
+
+def verify_meta(path: Path) -> None:
+    """Raises UserError if the values in the meta.json of the checkpoint `path` are not those whose hash it holds, if it
+    holds one: earlier versions wrote none."""
+    values = read_json_object(path / META)  # as they stand there, unknown keys among them
+    if values["sha256"].get(META, own := _own_sha256(values)) != own:
+        raise UserError(f"{path / META}: damaged (its values do not have the SHA-256 that it holds)")
+
+
+def write_meta(path: Path, meta: CheckpointMeta) -> None:
+    """Write a checkpoint's meta.json, with a SHA-256 of its own values among those of the other files."""
+    values = meta.model_dump(exclude_unset=True)
+    values["sha256"] = {**meta.sha256, META: _own_sha256(values)}
+    (path / META).write_text(json.dumps(values, indent=2) + "\n")
+
+
+def _own_sha256(values: dict[str, Any]) -> str:
+    """Of the values, however they are laid out, but for the place of this hash itself."""
+    others = {name: value for name, value in values.get("sha256", {}).items() if name != META}
+    return hashlib.sha256(json.dumps({**values, "sha256": others}, sort_keys=True).encode()).hexdigest()
+
+
+def upgrade_notebook_meta(meta: CheckpointMeta, provenance: Provenance | None, global_tokens: int) -> CheckpointMeta:
+    """A notebook's meta.json with what ours would say: it belongs to the run that it is put into (`provenance`, if that
+    is known yet), and saw `global_tokens` tokens in each step, of which nobody has recorded the seconds. One of ours
+    stays as it is."""
+    if not meta.is_notebooks:
+        return meta
+    seen = (meta.global_step + 1) * global_tokens
+    unmeasured = {"seconds": {}, "foreign_tokens": seen, "measured_from_tokens": seen, "measured_from_seconds": 0.0}
+    belongs = vars(provenance) if provenance else {}
+    added = {"tokens_seen": seen, **unmeasured, "measured_from_step": meta.global_step}
+    return meta.model_copy(update={**belongs, **added})
+
+
+def as_recorded(value: Recorded, meta: CheckpointMeta) -> Recorded:
+    """A machine or a batch layout as a checkpoint's meta.json names it; what that does not say stays."""
+    recorded = {each.name: getattr(meta, each.name, None) for each in fields(value)}
+    return replace(value, **{name: found for name, found in recorded.items() if found})

@@ -6,8 +6,6 @@ renamed, and the links `latest` and `best` are replaced in one rename each, so t
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
 import time
@@ -27,11 +25,11 @@ from harness.common.errors import RunError, UserError
 from harness.common.files import check_name, move, sha256, sync
 from harness.common.memory import is_out_of_memory, says_out_of_memory
 from harness.model.weights import load_weights, save_weights
-from harness.runs.checkpoint_folder import BEST, FOREIGN, LATEST, META, is_notebooks, refuse_unnamed
+from harness.runs.checkpoint_folder import BEST, FOREIGN, LATEST, refuse_unnamed
 from harness.runs.checkpoint_folder import choose_start as choose_start
 from harness.runs.checkpoint_folder import find_checkpoint as find_checkpoint
 from harness.runs.checkpoint_folder import list_checkpoints as list_checkpoints
-from harness.runs.checkpoint_folder import read_meta as read_meta
+from harness.runs.checkpoint_meta import META, CheckpointMeta, read_meta, verify_meta, write_meta
 
 TEMPORARY_PREFIX = ".saving-"
 WEIGHTS, OPTIMIZER, SCALER, TRAIN_STATE = "model.safetensors", "optimizer.pt", "scaler.pt", "train_state.pt"
@@ -45,7 +43,7 @@ class Checkpoint:
     optimizer: dict[str, Any]
     scaler: dict[str, Any]  # empty without fp16
     train_state: dict[str, Any]  # random states by rank, and what was not yet reported
-    meta: dict[str, Any]
+    meta: CheckpointMeta
     tokenizer: Path | None = None  # to be copied in, unless it is GPT-2's
 
 
@@ -61,17 +59,17 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         draft.mkdir()
         try:
             _write_files(draft, checkpoint)
-            final = _free_name(folder, checkpoint.meta["global_step"])
+            final = _free_name(folder, checkpoint.meta.global_step)
             draft.rename(final)
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise
         sync(folder)
         point(folder, LATEST, final)
-        if checkpoint.meta["is_best"]:
+        if checkpoint.meta.is_best:
             point(folder, BEST, final)
     except (OSError, RuntimeError, MemoryError, SafetensorError) as error:
-        raise RunError(f"{folder}: {_failure(error, folder, checkpoint.meta['global_step'])}") from None
+        raise RunError(f"{folder}: {_failure(error, folder, checkpoint.meta.global_step)}") from None
     return final
 
 
@@ -114,7 +112,7 @@ def _write_files(draft: Path, checkpoint: Checkpoint) -> None:
     names = sorted(path.name for path in draft.iterdir())
     with ThreadPoolExecutor() as pool:
         hashes = dict(zip(names, pool.map(lambda name: sha256(draft / name), names), strict=True))
-    write_meta(draft, {**checkpoint.meta, "sha256": hashes})
+    write_meta(draft, checkpoint.meta.model_copy(update={"sha256": hashes}))
     for path in draft.iterdir():
         sync(path)
     sync(draft)
@@ -124,18 +122,6 @@ def check_tokenizer(tokenizer: str | Path) -> None:
     """Raises UserError for a tokenizer's file that would take the place of a checkpoint's own."""
     if isinstance(tokenizer, Path) and tokenizer.name in (WEIGHTS, OPTIMIZER, SCALER, TRAIN_STATE, META):
         raise UserError(f"{tokenizer}: a tokenizer's file cannot have the name of a checkpoint's; rename it")
-
-
-def write_meta(path: Path, meta: dict[str, Any]) -> None:
-    """Write a checkpoint's meta.json, with a SHA-256 of its own values among those of the other files."""
-    sealed = {**meta, "sha256": {**meta["sha256"], META: _own_sha256(meta)}}
-    (path / META).write_text(json.dumps(sealed, indent=2) + "\n")
-
-
-def _own_sha256(meta: dict[str, Any]) -> str:
-    """Of the values, however they are laid out, but for the place of this hash itself."""
-    others = {name: value for name, value in meta["sha256"].items() if name != META}
-    return hashlib.sha256(json.dumps({**meta, "sha256": others}, sort_keys=True).encode()).hexdigest()
 
 
 def _free_name(folder: Path, step: int) -> Path:
@@ -171,7 +157,7 @@ def point(folder: Path, link: str, target: Path) -> None:
     sync(folder)
 
 
-def open_start(folder: Path, name: str | None) -> tuple[Path, dict[str, Any]] | None:
+def open_start(folder: Path, name: str | None) -> tuple[Path, CheckpointMeta] | None:
     """The checkpoint to continue from, verified, with its meta.json; None where there is nothing to continue. Only for
     the run's one process: what a killed one left half-written is removed.
 
@@ -184,7 +170,7 @@ def open_start(folder: Path, name: str | None) -> tuple[Path, dict[str, Any]] | 
         if start is None:
             return None
         meta = read_meta(start)
-        if not is_notebooks(meta):
+        if not meta.is_notebooks:
             verify_checkpoint(start)
     except UserError as error:
         whole = newest_whole(folder)
@@ -208,13 +194,13 @@ def newest_whole(folder: Path) -> Path | None:
 def verify_checkpoint(path: Path) -> None:
     """Compare every file with meta.json's hashes. Raises UserError naming the first that is missing or damaged."""
     meta = read_meta(path)
-    if is_notebooks(meta):
+    if meta.is_notebooks:
         raise UserError(f"{path}: {FOREIGN}")
     if (path / META).resolve().parent != path.resolve():
         raise UserError(f"{path / META}: leads out of the checkpoint")
-    hashes = dict(meta.get("sha256", {}))
-    if META in hashes and hashes.pop(META) != _own_sha256(meta):  # earlier versions wrote none
-        raise UserError(f"{path / META}: damaged (its values do not have the SHA-256 that it holds)")
+    if META in meta.sha256:
+        verify_meta(path)
+    hashes = {name: expected for name, expected in meta.sha256.items() if name != META}
     for name in (WEIGHTS, OPTIMIZER, TRAIN_STATE, *([SCALER] if (path / SCALER).exists() else [])):
         if name not in hashes:
             raise UserError(f"{path / META}: damaged: no SHA-256 of {name}")
@@ -232,7 +218,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint that `open_start` has found. Raises UserError naming a file that cannot be read."""
     meta = read_meta(path)
     has_scaler = (path / SCALER).exists()
-    foreign = is_notebooks(meta)
+    foreign = meta.is_notebooks
     return Checkpoint(
         weights=load_weights(path / WEIGHTS),
         optimizer={} if foreign and not (path / OPTIMIZER).exists() else _load_state(path / OPTIMIZER),
@@ -259,11 +245,11 @@ def rewind_to(folder: Path, start: Path, make_aside: Callable[[], Path]) -> bool
     """Make the checkpoint `start` the latest: those of later steps move to a new folder, and the links point to what
     remains. Returns whether anything was moved."""
     meta = read_meta(start)
-    later = [path for at, path in list_checkpoints(folder) if at > meta["global_step"]]
+    later = [path for at, path in list_checkpoints(folder) if at > meta.global_step]
     if not _leads_to(folder / LATEST, start):
         point(folder, LATEST, start)  # first, so that it never dangles
     # A kill between the two links, or a best among the later ones: what `start` knows of the best is right.
-    best = [path for at, path in list_checkpoints(folder) if at == meta.get("best_step")]
+    best = [path for at, path in list_checkpoints(folder) if at == meta.best_step]
     if best and not _leads_to(folder / BEST, best[-1]):
         point(folder, BEST, best[-1])
     elif not best and (folder / BEST).is_symlink():

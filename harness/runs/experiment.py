@@ -12,6 +12,7 @@ from harness.common.errors import UserError
 from harness.data.dataset import Dataset, dataset_folder
 from harness.data.loader import BatchLayout, num_whole_batches
 from harness.model.config import ModelConfig, load_model_config
+from harness.runs.checkpoint_meta import CheckpointMeta, Provenance
 from harness.runs.directory import RunDirectory
 from harness.runs.schedule import build_schedule
 from harness.runs.train_config import TrainConfig, load_train_config
@@ -60,35 +61,37 @@ def find_position(
     return Position(steps_done, steps_done + steps, start, tokens_seen)
 
 
-def check_continuable(meta: dict[str, Any], path: Path, now: dict[str, Any]) -> None:
+def check_continuable(meta: CheckpointMeta, path: Path, now: Provenance) -> None:
     """Raises UserError, showing the difference, if the checkpoint at `path` belongs to another model or dataset, or
     its tokens were counted from another place, than `now`'s."""
     for part in ("model", "dataset"):
-        then, today = meta.get(part), now[part]
+        then, today = getattr(meta, part), getattr(now, part)
         if part == "dataset" and isinstance(then, dict):  # a run may have gone without the validation split
             both = then.keys() & today.keys()
             then, today = ({key: side[key] for key in sorted(both)} for side in (then, today))
         difference = first_difference(then, today)
         if difference:
             raise UserError(f"{path}: made with another {part}: {difference}; put it back, or use --restart")
-    then = meta.get("train") or {}
     for key in POSITION_KEYS:
-        if then.get(key) != now["train"].get(key):
+        then, today = meta.train.get(key), now.train.get(key)
+        if then != today:
             raise UserError(
-                f'{path}: made with "{key}": {then.get(key)}, but train.json has {now["train"].get(key)}; '
-                "put it back, or use --restart"
+                f'{path}: made with "{key}": {then}, but train.json has {today}; put it back, or use --restart'
             )
 
 
-def comparable_losses(then: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Whether losses that decide which checkpoint is best are measured on the same text under both settings."""
+def comparable_losses(meta: CheckpointMeta, provenance: Provenance) -> bool:
+    """Whether losses that decide which checkpoint is best are measured on the same text today as in the run up to a
+    checkpoint."""
+    then, now = meta.train, provenance.train
     validates = [settings.get("validation_interval") is not None for settings in (then, now)]
     keys = ("validation_batches", "start_val_token", "microbatch_size")
     return validates[0] == validates[1] and (not validates[0] or all(then.get(key) == now.get(key) for key in keys))
 
 
-def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def changed_settings(meta: CheckpointMeta, provenance: Provenance) -> list[str]:
     """The keys of train.json that changed since a checkpoint, as "key: old -> new"."""
+    then, now = meta.train, provenance.train
     return [f"{key}: {then.get(key)} -> {now[key]}" for key in now if key in then and then[key] != now[key]]
 
 
@@ -145,24 +148,24 @@ class Experiment:
         steps = self.config.accumulation_steps(world_size)
         return BatchLayout(world_size, steps, self.config.microbatch_size, self.model.context_length)
 
-    def position(self, shape: BatchLayout, split_tokens: int, meta: dict[str, Any] | None) -> Position:
+    def position(self, shape: BatchLayout, split_tokens: int, meta: CheckpointMeta | None) -> Position:
         """Where training goes on after the checkpoint that `meta` describes, or starts without one.
 
         Raises UserError if the split is too short, or the warm-up longer than the run.
         """
-        done = {"steps_done": meta["global_step"] + 1, "tokens_seen": meta.get("tokens_seen", 0)} if meta else {}
+        done = {"steps_done": meta.global_step + 1, "tokens_seen": meta.tokens_seen} if meta else {}
         position = find_position(self.config, shape, split_tokens, **done)
         build_schedule(self.config, position.total_steps)
         return position
 
-    def provenance(self, dataset: Dataset) -> dict[str, Any]:
-        """What a checkpoint of this experiment belongs to, as JSON has it."""
-        return {
-            "model": self.model.model_dump(mode="json"),
-            "parameters": self.model.parameters,
-            "train": self.config.model_dump(mode="json"),
-            "dataset": {"name": self.config.dataset, **dataset.fingerprint()},
-        }
+    def provenance(self, dataset: Dataset) -> Provenance:
+        """What a checkpoint of this experiment belongs to."""
+        return Provenance(
+            model=self.model.model_dump(mode="json"),
+            parameters=self.model.parameters,
+            train=self.config.model_dump(mode="json"),
+            dataset={"name": self.config.dataset, **dataset.fingerprint()},
+        )
 
     def check_validation_slice(self, shape: BatchLayout, dataset: Dataset) -> None:
         """Raises UserError if the validation split is too short for train.json's slice of it."""
@@ -177,6 +180,6 @@ class Experiment:
                 f"start_val_token + validation_batches x microbatch), but there are {there:,}; lower one of them"
             )
 
-    def check_checkpoint(self, meta: dict[str, Any], dataset: Dataset) -> None:
+    def check_checkpoint(self, meta: CheckpointMeta, dataset: Dataset) -> None:
         """Raises UserError if the checkpoint that `meta` describes is another experiment's."""
         check_continuable(meta, self.run.checkpoints, self.provenance(dataset))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from harness.common.errors import RunError
+from harness.common.json_files import finite
+from harness.runs.checkpoint_meta import CheckpointMeta
 
 PHASES = ("setup", "training", "validation", "benchmarks", "checkpointing")
 
@@ -46,19 +47,19 @@ class MetricsFile:
                 raise RunError(f"{rest}: cannot set later metrics aside: {error.strerror}") from None
             os.truncate(self.path, size)
 
-    def rewind_to(self, meta: dict[str, Any], make_aside: Callable[[], Path]) -> None:
+    def rewind_to(self, meta: CheckpointMeta, make_aside: Callable[[], Path]) -> None:
         """Cut the file back to where the checkpoint with this meta.json was made; what came after is kept aside."""
-        size = meta.get("metrics_bytes", 0)
-        own = self.line_at(size) if meta.get("planned") else None
-        has_line = own is not None and (own.get("event"), own.get("global_step")) == ("checkpoint", meta["global_step"])
+        size = meta.metrics_bytes
+        own = self.line_at(size) if meta.planned else None
+        has_line = own is not None and (own.get("event"), own.get("global_step")) == ("checkpoint", meta.global_step)
         self.cut(self.end_of_line(size) if has_line else size, make_aside)
-        if meta.get("planned") and not has_line:  # the process ended between the checkpoint and its line
-            place = {"global_step": meta["global_step"], "tokens_seen": meta.get("tokens_seen", 0)}
+        if meta.planned and not has_line:  # the process ended between the checkpoint and its line
+            place = {"global_step": meta.global_step, "tokens_seen": meta.tokens_seen}
             self.append(
                 "checkpoint",
                 **place,
-                seconds=round(sum(meta.get("seconds", {}).values()), 3),
-                is_best=meta.get("is_best", False),
+                seconds=round(sum(meta.seconds.values()), 3),
+                is_best=meta.is_best,
             )
 
     def line_at(self, start: int) -> dict[str, Any] | None:
@@ -74,11 +75,6 @@ class MetricsFile:
     def end_of_line(self, start: int) -> int:
         """The byte after the line that begins at `start`."""
         return start + self.path.read_bytes()[start:].index(b"\n") + 1
-
-
-def finite(value: Any) -> Any:
-    """`value`, or None for a float that is not finite."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

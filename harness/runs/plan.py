@@ -16,7 +16,8 @@ from pydantic import BaseModel
 from harness.common.errors import UserError
 from harness.data.dataset import Dataset, check_token_ids, is_present
 from harness.data.loader import BatchLayout
-from harness.runs.checkpoint_folder import choose_start, read_meta, refuse_unnamed, upgrade_notebook_meta
+from harness.runs.checkpoint_folder import choose_start, refuse_unnamed
+from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, upgrade_notebook_meta
 from harness.runs.experiment import Experiment, Position
 from harness.runs.throughput import Measured, measured_by, same_kernels
 from harness.runs.train_config import TrainConfig
@@ -184,7 +185,7 @@ def _wrap(text: str, following: str) -> list[str]:
     return textwrap.wrap(text, COLUMNS, subsequent_indent=following, break_on_hyphens=False, drop_whitespace=True)
 
 
-def make_plan(experiment: Experiment, world_size: int, meta: dict[str, Any] | None) -> Plan:
+def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | None) -> Plan:
     """The plan of what is left to do after the checkpoint that `meta` describes, or of the whole run.
 
     The dataset is consulted if it is on this machine. Raises UserError for what cannot work.
@@ -205,7 +206,7 @@ def make_plan(experiment: Experiment, world_size: int, meta: dict[str, Any] | No
     return Plan(experiment.run.path.name, config, model.parameters, model.flops_per_token, shape, position)
 
 
-def planned_start(experiment: Experiment, world_size: int, checkpoint: str | None) -> dict[str, Any] | None:
+def planned_start(experiment: Experiment, world_size: int, checkpoint: str | None) -> CheckpointMeta | None:
     """The meta.json of the checkpoint that training would continue from: the named one, or the latest; None if it would
     start. A notebook's is completed, and refused where training would refuse it. Raises UserError."""
     start = choose_start(experiment.run.checkpoints, checkpoint)
@@ -214,7 +215,7 @@ def planned_start(experiment: Experiment, world_size: int, checkpoint: str | Non
     meta, config = read_meta(start), experiment.config
     refuse_unnamed(start, meta, checkpoint)
     here = is_present(experiment.datasets_dir, config.dataset, experiment.splits)
-    provenance = experiment.provenance(Dataset.open(experiment.datasets_dir, config.dataset)) if here else {}
+    provenance = experiment.provenance(Dataset.open(experiment.datasets_dir, config.dataset)) if here else None
     return upgrade_notebook_meta(meta, provenance, experiment.shape(world_size).global_tokens)
 
 

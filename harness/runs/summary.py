@@ -10,10 +10,10 @@ import torch
 
 from harness.common.errors import RunError
 from harness.common.files import replace_text
+from harness.common.json_files import finite
 from harness.data.loader import BatchLayout
 from harness.runs.checkpoint_meta import TrainState
 from harness.runs.directory import RunDirectory
-from harness.runs.metrics import finite
 from harness.runs.throughput import Throughput
 
 

@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-
-if TYPE_CHECKING:
-    Recorded = TypeVar("Recorded", bound=DataclassInstance)
+from dataclasses import dataclass
+from typing import Any
 
 # Keys of train.json that decide, with the model and the number of ranks, how long a step takes.
 BATCH_KEYS = ("microbatch_size", "gradient_accumulation_steps", "global_batch_size")
@@ -48,10 +41,21 @@ class Measured:
         return " and ".join(steps + seconds)
 
 
-def same_conditions(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether steps take as long under both records (`world_size`, `device`, `train`), as far as both say."""
-    trained, train = then.get("train") or {}, now.get("train") or {}
-    return _agree(then, now, ("world_size", "device")) and _agree(trained, train, (*BATCH_KEYS, *KERNEL_KEYS))
+@dataclass(frozen=True)
+class Conditions:
+    """What, besides the model, decides how long a step takes; None where a record does not say it."""
+
+    world_size: int | None
+    device: str | None
+    train: Mapping[str, Any]  # train.json, as far as it was recorded
+
+
+def same_conditions(then: Conditions, now: Conditions) -> bool:
+    """Whether steps take as long under both, as far as both say."""
+    machines = ((then.world_size, now.world_size), (then.device, now.device))
+    if any(None not in pair and pair[0] != pair[1] for pair in machines):
+        return False
+    return _agree(then.train, now.train, (*BATCH_KEYS, *KERNEL_KEYS))
 
 
 def same_kernels(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
@@ -61,11 +65,6 @@ def same_kernels(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
 def _agree(then: Mapping[str, Any], now: Mapping[str, Any], keys: tuple[str, ...]) -> bool:
     return all(then[key] == now[key] for key in keys if key in then and key in now)
-
-
-def as_recorded(value: Recorded, meta: Mapping[str, Any]) -> Recorded:
-    """A machine or a batch shape as a checkpoint's meta.json names it; what that does not say stays."""
-    return replace(value, **{each.name: meta[each.name] for each in fields(value) if meta.get(each.name)})
 
 
 def measured_by(summary: Mapping[str, Any]) -> Measured | None:

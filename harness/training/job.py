@@ -22,14 +22,13 @@ from harness.distributed.signals import StopSignal
 from harness.distributed.watchdog import Place
 from harness.distributed.world import World, leaving_with_peers
 from harness.evaluation.generation import Sampling, continue_text
-from harness.runs.checkpoint_folder import upgrade_notebook_meta
-from harness.runs.checkpoint_meta import TrainState
+from harness.runs.checkpoint_meta import CheckpointMeta, Provenance, TrainState, upgrade_notebook_meta
 from harness.runs.directory import RunDirectory
 from harness.runs.experiment import Position, comparable_losses
-from harness.runs.metrics import MetricsFile, finite
+from harness.runs.metrics import MetricsFile
 from harness.runs.schedule import Schedule
 from harness.runs.summary import summarise, write_summary
-from harness.runs.throughput import Throughput, same_conditions
+from harness.runs.throughput import Conditions, Throughput, same_conditions
 from harness.runs.train_config import TrainConfig
 from harness.training.async_writer import SyncWriter
 from harness.training.clock import Clock
@@ -72,7 +71,7 @@ class Job:
     step: OptimizerStep  # holds the model as it is trained: wrapped, if there are several ranks
     speed: Throughput
     clock: Clock
-    provenance: dict[str, Any]  # what a checkpoint belongs to: model, train, dataset
+    provenance: Provenance
     write_checkpoint: Callable[[dict[str, Any], set[str]], None]
     writer: SyncWriter
     state: TrainState = field(default_factory=TrainState)
@@ -233,22 +232,22 @@ class Job:
                 self.writer.wait(SPEAKER_PATIENCE_SECONDS)
             raise
 
-    def _save_on_rank0(self, ranks: dict[str, Any], state: dict[str, bool]) -> None:
+    def _save_on_rank0(self, ranks: dict[str, Any], state: dict[str, Any]) -> None:
         self.writer.wait()  # before there is a second copy of the weights
         tokenizer = self.dataset.tokenizer
-        meta = {
-            **{key: finite(value) for key, value in asdict(self.state).items()},
+        meta = CheckpointMeta(
+            **self.state.values(),
             **state,
-            "seconds": self.clock.now(),
-            "metrics_bytes": self.metrics.size(),
-            "world_size": self.world.size,
-            "microbatch_size": self.shape.microbatch_size,
-            "accumulation_steps": self.shape.accumulation_steps,
-            "device": self.world.device_name,
-            "tokenizer": tokenizer.name if isinstance(tokenizer, Path) else tokenizer,
-            "torch": torch.__version__,
-            **self.provenance,
-        }
+            seconds=self.clock.now(),
+            metrics_bytes=self.metrics.size(),
+            world_size=self.world.size,
+            microbatch_size=self.shape.microbatch_size,
+            accumulation_steps=self.shape.accumulation_steps,
+            device=self.world.device_name,
+            tokenizer=tokenizer.name if isinstance(tokenizer, Path) else tokenizer,
+            torch=torch.__version__,
+            **vars(self.provenance),
+        )
         optimizer, scaler = capture_optimizer(self.step, self.model)
         parts = {
             "weights": self.model.to_checkpoint_names(),
@@ -283,12 +282,12 @@ class Job:
                 seed_for_rank(seed, self.world.rank, first_step)
         except UserError as error:
             raise UserError(f"{source}/{error}; use another checkpoint by its name, or --restart") from None
-        self.state = TrainState.from_meta(meta)
-        now = {**self.provenance, "world_size": self.world.size, "device": self.world.device_name}
-        if not same_conditions(meta, now):  # the speed is that of today's batch on today's machine
+        self.state = meta.state()
+        now = Conditions(self.world.size, self.world.device_name, self.provenance.train)
+        if not same_conditions(meta.conditions, now):  # the speed is that of today's batch on today's machine
             self.state.measure_from_here(self._seconds_at_start["training"])
-        self.due = next((place for place in INTERRUPTIBLE if meta.get(f"{place}_due")), None)
-        if meta is not saved.meta or not comparable_losses(meta.get("train", {}), self.provenance["train"]):
+        self.due = meta.due
+        if meta is not saved.meta or not comparable_losses(meta, self.provenance):
             self.state.forget_best()
 
     def _append(self, event: str, **values: Any) -> None:
@@ -314,7 +313,7 @@ class Job:
         machine = measure_machine(self.world)
         if self.world.is_main:
             summary = summarise(self.state, self.clock.now(), self.speed, machine, self.shape)
-            write_summary(self.run, summary | self.provenance)
+            write_summary(self.run, summary | vars(self.provenance))
             self.draw_chart()
 
 

@@ -27,7 +27,7 @@ def check_same_everywhere(experiment: Experiment, world: World, dataset: Dataset
     files = (("model", experiment.run.model_json), ("train", experiment.run.train_json), ("dataset", "dataset"))
     for rank, (host, provenance) in enumerate(others, start=1):
         for part, file in files:
-            difference = first_difference(expected[part], provenance[part])
+            difference = first_difference(getattr(expected, part), getattr(provenance, part))
             if difference:
                 raise UserError(
                     f"{file}: not the same on {first_host} (rank 0) and {host} (rank {rank}): {difference}; "

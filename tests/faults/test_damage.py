@@ -16,6 +16,7 @@ import pytest
 
 from harness.common.errors import UserError
 from harness.runs import checkpoints
+from harness.runs.checkpoint_meta import read_meta
 from tests.conftest import Evidence
 from tests.support.jobs import for_each, train
 from tests.support.launch import Workshop
@@ -195,7 +196,7 @@ def test_any_bit_is_found(shop: Workshop, tmp_path: Path, exhaustive: bool, evid
     """In this process: what every start calls first."""
     checkpoint = shutil.copytree((shop.runs / "stopped" / "checkpoints" / "latest").resolve(), tmp_path / "checkpoint")
     dice, tried, harmless = random.Random(0), 0, 0
-    meta = checkpoints.read_meta(checkpoint)
+    meta = read_meta(checkpoint)
     for file in FILES:
         content = (checkpoint / file).read_bytes()
         most = len(content) if exhaustive and file == "meta.json" else 400 if exhaustive else 40
@@ -208,7 +209,7 @@ def test_any_bit_is_found(shop: Workshop, tmp_path: Path, exhaustive: bool, evid
                 assert str(checkpoint) in found
             else:  # 1E-08 is 1e-08
                 assert file == "meta.json"
-                assert checkpoints.read_meta(checkpoint) == meta
+                assert read_meta(checkpoint) == meta
                 harmless += 1
         (checkpoint / file).write_bytes(content)
         assert not verdict(checkpoint)

@@ -25,7 +25,7 @@ from gpt import GPTModel, ModelConfig, load_model_config
 from harness.data.dataset import Dataset, TokenFile, check_token_ids, dataset_folder
 from harness.model.weights import load_weights
 from harness.runs import checkpoints
-from harness.runs.checkpoint_meta import TrainState
+from harness.runs.checkpoint_meta import read_meta
 from harness.runs.directory import RunDirectory
 from harness.runs.experiment import Experiment
 from harness.runs.plan import PlannedSpeed, describe_plan, make_plan
@@ -515,15 +515,15 @@ def test_checkpoint_meta(bench: Bench, exhaustive: bool, evidence: Evidence) -> 
     def check(text: str) -> None:
         nonlocal refused
         set_text(latest / "meta.json", text)
-        if refusal(lambda: checkpoints.read_meta(latest), latest / "meta.json"):
+        if refusal(lambda: read_meta(latest), latest / "meta.json"):
             refused += 1
             return
-        meta = checkpoints.read_meta(latest)
-        assert latest.name.endswith(f"-iteration-{meta['global_step']}")
-        state = TrainState.from_meta(meta)
+        meta = read_meta(latest)
+        assert latest.name.endswith(f"-iteration-{meta.global_step}")
+        state = meta.state()
         assert state.tokens_seen >= 0
         assert state.best_loss is None or state.best_loss < math.inf
-        assert sum(meta.get("seconds", {}).values()) < math.inf
+        assert sum(meta.seconds.values()) < math.inf
 
     tried = explore(check, mutations(bench.meta(), PLAUSIBLE_CHECKPOINT), 2000 if exhaustive else 200)
     evidence(

@@ -18,6 +18,7 @@ import torch
 
 from harness.common.files import sha256
 from harness.runs import checkpoints
+from harness.runs.checkpoint_meta import CheckpointMeta, write_meta
 from tests.commands.test_bad_input import refused, tree
 from tests.conftest import Evidence
 from tests.support.fake_hub import FakeHub
@@ -70,7 +71,7 @@ def test_pickles_never_execute(shop: Workshop, tmp_path: Path, evidence: Evidenc
         torch.save({"ranks": payloads[name], "state": {}}, latest / file)
         meta = json.loads(whole[1])
         meta["sha256"][file] = sha256(latest / file)
-        checkpoints.write_meta(latest.resolve(), meta)
+        write_meta(latest.resolve(), CheckpointMeta(**meta))
         checkpoints.verify_checkpoint(latest.resolve())
         result = shop.train(expect=None, prelude=WITHOUT_CHARTS)
         refused(result, file, "not a readable state file")

@@ -20,6 +20,7 @@ from gpt import GPTModel, ModelConfig
 from harness.common.errors import RunError, UserError
 from harness.common.files import sha256
 from harness.runs import checkpoints
+from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, write_meta
 from harness.runs.checkpoints import Checkpoint, save_checkpoint
 from tests.support.launch import MODEL, Workshop
 
@@ -35,7 +36,9 @@ def a_checkpoint(step: int = 0, *, is_best: bool = False, **meta: Any) -> Checkp
         optimizer={name: {"step": torch.tensor(3.0), "exp_avg": torch.randn(4)} for name in list(weights)[:3]},
         scaler={"scale": 65536.0, "growth_factor": 2.0, "_growth_tracker": 7},
         train_state={"ranks": [{"random": {"cpu": torch.get_rng_state()}, "window": [1.5, float("inf")]}]},
-        meta={"global_step": step, "is_best": is_best, "tokens_seen": 128 * (step + 1), "best_step": None, **meta},
+        meta=CheckpointMeta(
+            **{"global_step": step, "is_best": is_best, "tokens_seen": 128 * (step + 1), "best_step": None, **meta}
+        ),
     )
 
 
@@ -78,9 +81,9 @@ def test_what_is_loaded_is_what_was_saved(folder: Path, tmp_path: Path) -> None:
     loaded = checkpoints.load_checkpoint(path)
     for part in ("weights", "optimizer", "scaler", "train_state"):
         assert_equal(getattr(loaded, part), getattr(saved, part))
-    hashes = loaded.meta.pop("sha256")
+    hashes = loaded.meta.sha256
     assert len(hashes.pop("meta.json")) == 64
-    assert loaded.meta == saved.meta
+    assert loaded.meta == saved.meta.model_copy(update={"sha256": hashes})
     assert hashes == {name: sha256(path / name) for name in [*STATE_FILES, "letters.json"]}
 
 
@@ -162,7 +165,7 @@ def test_names_never_collide(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(time, "time", lambda: now)
     paths = [save_checkpoint(folder, a_checkpoint(3, count=count)) for count in range(4)]
     assert len({path.name for path in paths}) == 4
-    assert [checkpoints.read_meta(path)["count"] for path in paths] == [0, 1, 2, 3]
+    assert [read_meta(path).model_extra for path in paths] == [{"count": count} for count in range(4)]
     assert [path for _, path in checkpoints.list_checkpoints(folder)] == paths, "the later one comes later"
 
 
@@ -230,9 +233,9 @@ def test_meta_json_that_is_none(folder: Path, text: str) -> None:
 def test_meta_json_without_hashes_vouches_for_nothing(folder: Path) -> None:
     """A checkpoint's damage must not go unseen because the list of hashes is gone or short."""
     path = save_checkpoint(folder, a_checkpoint())
-    meta = checkpoints.read_meta(path)
-    for hashes in ({}, {"optimizer.pt": meta["sha256"]["optimizer.pt"]}):
-        checkpoints.write_meta(path, {**meta, "sha256": hashes})
+    meta = read_meta(path)
+    for hashes in ({}, {"optimizer.pt": meta.sha256["optimizer.pt"]}):
+        write_meta(path, meta.model_copy(update={"sha256": hashes}))
         with pytest.raises(UserError):
             checkpoints.verify_checkpoint(path)
 
@@ -240,7 +243,8 @@ def test_meta_json_without_hashes_vouches_for_nothing(folder: Path) -> None:
 def test_a_changed_meta_json_is_damaged(folder: Path) -> None:
     """Its numbers say where to go on: a digit that flips must not go unseen. How it is laid out does not matter."""
     path = save_checkpoint(folder, a_checkpoint(7, is_best=True, tokens=1.25))
-    meta, text = checkpoints.read_meta(path), (path / "meta.json").read_text()
+    text = (path / "meta.json").read_text()
+    meta = json.loads(text)
     (path / "meta.json").write_text(json.dumps(dict(reversed(meta.items()))))
     checkpoints.verify_checkpoint(path)
     for old, new in (("1024", "1025"), ("1.25", "1.24"), ('"is_best": true', '"is_best": false'), ("tokens", "tokenr")):
@@ -255,8 +259,8 @@ def test_a_changed_meta_json_is_damaged(folder: Path) -> None:
 def test_hashes_cannot_lead_out_of_the_checkpoint(folder: Path, tmp_path: Path) -> None:
     path = save_checkpoint(folder, a_checkpoint())
     (tmp_path / "secret").write_text("x")
-    meta = checkpoints.read_meta(path)
-    checkpoints.write_meta(path, {**meta, "sha256": {"../../secret": "0", **meta["sha256"]}})
+    meta = read_meta(path)
+    write_meta(path, meta.model_copy(update={"sha256": {"../../secret": "0", **meta.sha256}}))
     with pytest.raises(UserError, match="plain name"):
         checkpoints.verify_checkpoint(path)
 
@@ -283,9 +287,9 @@ def test_a_checkpoint_never_executes(folder: Path, tmp_path: Path, file: str, fo
         torch.load(stream, weights_only=False)  # it is not a state dict, which shows after it has been unpickled
     assert mark.exists(), "the file would do it, if it were let"
     mark.unlink()
-    meta = checkpoints.read_meta(path)
-    meta["sha256"][file] = sha256(path / file)
-    checkpoints.write_meta(path, meta)
+    meta = read_meta(path)
+    meta.sha256[file] = sha256(path / file)
+    write_meta(path, meta)
     checkpoints.verify_checkpoint(path)
     with pytest.raises(UserError, match=f"{file}: not a readable state file") as caught:
         checkpoints.load_checkpoint(path)
@@ -424,6 +428,7 @@ def test_a_folder_that_cannot_be_written_is_a_run_error(tmp_path: Path) -> None:
 STARVED = """
 import resource
 from harness.runs import checkpoints
+from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, write_meta
 from harness.common.memory import _status_bytes
 write = checkpoints._write_files
 def write_without_memory(draft, checkpoint):
@@ -482,10 +487,10 @@ def test_the_commands_own_checkpoints(real_run: Path) -> None:
     assert saved.weights.keys() == GPTModel(ModelConfig(**MODEL)).to_checkpoint_names().keys()
     assert not [name for name in (*saved.weights, *saved.optimizer) if "module." in name or "_orig_mod." in name]
     assert len(saved.train_state["ranks"]) == 2
-    assert saved.meta["global_step"] == 9
-    assert saved.meta["tokens_seen"] == 1280
+    assert saved.meta.global_step == 9
+    assert saved.meta.tokens_seen == 1280
     for key in ("model", "train", "dataset", "torch", "world_size", "val_loss", "best_loss", "best_step", "sha256"):
-        assert saved.meta[key] is not None, key
+        assert getattr(saved.meta, key) is not None, key
     # keep_checkpoints 1: the newest one besides best and latest, which may be one and the same.
     best = checkpoints.find_checkpoint(folder, "best")
     others = {path for _, path in checkpoints.list_checkpoints(folder)} - {latest, best}

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from harness.common.json_files import read_json_object
-from harness.runs import checkpoints
-from harness.runs.throughput import Measured, measured_by, same_conditions
+from harness.runs.checkpoint_meta import CheckpointMeta, write_meta
+from harness.runs.throughput import Conditions, Measured, measured_by, same_conditions
 from tests.support.launch import Workshop
 
 NEW_KEYS = {"foreign_tokens", "device", "microbatch_size", "accumulation_steps"}
@@ -31,7 +31,7 @@ def forget_what_is_new(checkpoint: Path) -> None:
     """Make a checkpoint one of an earlier version."""
     meta = read_json_object(checkpoint / "meta.json")
     assert meta.keys() >= NEW_KEYS
-    checkpoints.write_meta(checkpoint, {key: value for key, value in meta.items() if key not in NEW_KEYS})
+    write_meta(checkpoint, CheckpointMeta(**{key: value for key, value in meta.items() if key not in NEW_KEYS}))
 
 
 def test_another_world_size_is_measured_anew(shop: Workshop) -> None:
@@ -79,13 +79,17 @@ def test_a_checkpoint_of_an_earlier_version_is_measured_from_there(shop: Worksho
 
 def test_conditions() -> None:
     """What both records say must agree; what only one says (an earlier version's, another program's) may be any."""
-    now = {"world_size": 8, "device": "B200", "train": {"microbatch_size": 2, "precision": "bf16", "learning_rate": 1}}
+    now = Conditions(8, "B200", {"microbatch_size": 2, "precision": "bf16", "learning_rate": 1})
     assert same_conditions(now, now)
-    assert same_conditions({}, now)
-    assert same_conditions({"world_size": 8, "train": {"microbatch_size": 2, "learning_rate": 2}}, now)
-    for other in ({"world_size": 4}, {"device": "H100"}, {"train": {"microbatch_size": 1}}):
+    assert same_conditions(Conditions(None, None, {}), now)
+    assert same_conditions(Conditions(8, None, {"microbatch_size": 2, "learning_rate": 2}), now)
+    for other in (
+        Conditions(4, None, {}),
+        Conditions(None, "H100", {}),
+        Conditions(None, None, {"microbatch_size": 1}),
+    ):
         assert not same_conditions(other, now)
-    assert not same_conditions({"train": {"precision": "fp32"}}, now)
+    assert not same_conditions(Conditions(None, None, {"precision": "fp32"}), now)
 
 
 def test_what_can_be_believed() -> None:
