@@ -31,6 +31,15 @@ class Position:
     tokens_seen: int  # before it
 
     @property
+    def last_step(self) -> int:
+        return self.total_steps - 1
+
+    def is_due(self, step: int, interval: int | None) -> bool:
+        """Whether what is done every `interval` steps, and after the last one, is done after this one: decided from the
+        global step alone, so that every rank decides alike."""
+        return interval is not None and (step % interval == 0 or step == self.last_step)
+
+    @property
     def is_finished(self) -> bool:
         return self.first_step >= self.total_steps
 
@@ -144,7 +153,7 @@ class Experiment:
         """The splits that training reads."""
         return ["train", "validation"] if self.config.validates else ["train"]
 
-    def shape(self, world_size: int) -> BatchLayout:
+    def layout(self, world_size: int) -> BatchLayout:
         steps = self.config.accumulation_steps(world_size)
         return BatchLayout(world_size, steps, self.config.microbatch_size, self.model.context_length)
 

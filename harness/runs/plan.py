@@ -192,7 +192,7 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
 
     The dataset is consulted if it is on this machine. Raises UserError for what cannot work.
     """
-    shape = experiment.shape(world_size)
+    shape = experiment.layout(world_size)
     config, model = experiment.config, experiment.model
     position = None
     if is_present(experiment.datasets_dir, config.dataset, experiment.splits):
@@ -218,7 +218,7 @@ def planned_start(experiment: Experiment, world_size: int, checkpoint: str | Non
     refuse_unnamed(start, meta, checkpoint)
     here = is_present(experiment.datasets_dir, config.dataset, experiment.splits)
     provenance = experiment.provenance(Dataset.open(experiment.datasets_dir, config.dataset)) if here else None
-    return upgrade_notebook_meta(meta, provenance, experiment.shape(world_size).global_tokens)
+    return upgrade_notebook_meta(meta, provenance, experiment.layout(world_size).global_tokens)
 
 
 def plan_speed(experiment: Experiment, shape: BatchLayout, assumed: PlannedSpeed | None) -> PlannedSpeed:

@@ -1,4 +1,4 @@
-"""The losses of a window of steps, gathered on the device and reported for all ranks together."""
+"""The losses of the steps between two reports, gathered on the device and reported for all ranks together."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class LossMeter:
         """Wait until the device has done the steps that were added."""
         self._values = self._values.cpu().to(self._values.device)
 
-    def report(self, world: World) -> TrainMetrics:
-        """Wait for the device, combine all ranks' windows and begin a new one; the same report on every rank."""
+    def reduce(self, world: World) -> TrainMetrics:
+        """Wait for the device, combine what all ranks have added, and begin anew; the same on every rank."""
         ranks = world.gather(self._values.tolist())
         sums, counts, minima, maxima, norms, skipped, rows, longest = zip(*ranks, strict=True)
         following = self._empty()
@@ -99,8 +99,8 @@ def _total(sums: tuple[float, ...]) -> float:
     return math.fsum(sums) if all(map(math.isfinite, sums)) else math.nan
 
 
-def metric_values(report: TrainMetrics) -> dict[str, Any]:
-    """A report as metrics.jsonl has it."""
-    values = asdict(report)
+def metric_values(metrics: TrainMetrics) -> dict[str, Any]:
+    """The metrics as metrics.jsonl has it."""
+    values = asdict(metrics)
     del values["microbatches"], values["skipped_in_a_row"]
     return values
