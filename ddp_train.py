@@ -55,7 +55,6 @@ class Trainer:
         job.stop.listen()
         outlive_readers(job.stop.hang_up)
         job.console.start()
-        job.world.watchdog.is_stopping = lambda: bool(job.stop.signal)
         if job.due:  # a signal came in the middle of it
             self.after_step(job.position.first_step - 1, first=job.due)
         # Whether any rank was asked to stop is found out while the next step computes.
@@ -288,7 +287,7 @@ def find_max_microbatch(experiment: Experiment, memory_limit_gib: float | None, 
     from harness.training.rehearsal import Rehearsal
     from harness.training.startup import fetch_dataset
 
-    world = World.start()
+    world = World.join()
     remark_on_machine(experiment, world)
     dataset = fetch_dataset(world, experiment.datasets_dir, experiment.config.dataset, experiment.splits)
     world.on_each_node(lambda: check_token_ids(dataset, "train", experiment.model.vocab_size))
@@ -302,7 +301,7 @@ def find_max_microbatch(experiment: Experiment, memory_limit_gib: float | None, 
         written = world.on_rank0(lambda: write_microbatch_size(experiment, found, world.size))
         if world.is_main:
             click.echo(f"{experiment.run.train_json}: microbatch_size is now {written}")
-    world.stop()
+    world.leave()
 
 
 def build_rehearsal(experiment: Experiment, dataset: Dataset, folder: Path, world: World) -> Job:
@@ -328,7 +327,8 @@ def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> N
     from harness.training.job import explained_failures
     from harness.training.startup import check_same_everywhere, fetch_dataset
 
-    clock, world, run = Clock(), World.start(), experiment.run
+    stop = StopSignal()
+    clock, world, run = Clock(), World.join(lambda: bool(stop.signal)), experiment.run
     remark_on_machine(experiment, world)
     lock = world.on_rank0(run.lock)
     dataset = fetch_dataset(world, experiment.datasets_dir, experiment.config.dataset, experiment.splits)
@@ -356,7 +356,6 @@ def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> N
             world.on_rank0(partial(rewind, run, start, meta))  # a kill in the last save may not have left it so
         restore_summary(experiment, world, meta)
     else:
-        stop = StopSignal()
         with explained_failures(experiment.config.microbatch_size, stop):
             job = build_job(experiment, world, dataset, clock, position)
             job.stop = stop
@@ -367,7 +366,7 @@ def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> N
                 Trainer(job).train()
             job.finish()
         say(world, next_commands(experiment))
-    world.stop()
+    world.leave()
 
 
 def remark_on_machine(experiment: Experiment, world: World) -> None:

@@ -16,11 +16,12 @@ from harness.common.memory import is_out_of_memory
 from harness.data.dataset import Dataset
 from harness.data.loader import BatchLayout, TokenLoader
 from harness.data.tokenizers.load import load_tokenizer
+from harness.distributed.connection_errors import leaving_with_peers
 from harness.distributed.replicas import describe_divergence, weight_checksums
 from harness.distributed.sharing import Ranks
 from harness.distributed.signals import StopSignal
 from harness.distributed.watchdog import Place
-from harness.distributed.world import World, leaving_with_peers
+from harness.distributed.world import World
 from harness.evaluation.generation import Sampling, continue_text
 from harness.runs.checkpoint_folder import upgrade_notebook_meta
 from harness.runs.checkpoint_meta import TrainState

@@ -30,7 +30,7 @@ from harness.training.step import OptimizerStep
 
 Action = Callable[[], Any]
 
-START = "harness.distributed.world:World.start"
+START = "harness.distributed.world:World.join"
 END = "harness.training.job:Job.finish"
 CHECK = "harness.training.startup:check_same_everywhere"
 WARM_UP = "harness.training.job:Job.warm_up"
