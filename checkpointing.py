@@ -73,7 +73,7 @@ class Checkpointer:
         self._take_up(saved, self.start.checkpoint)
         self.protected.add(self.start.checkpoint.name)
         self._say_continuing(saved, self.start.checkpoint)
-        self.world.on_rank0(lambda: rewind(self.run, self.start.checkpoint, saved.meta))
+        self.world.on_rank0(partial(rewind, self.run, self.start.checkpoint, saved.meta))
 
     def _begin(self) -> None:
         """Load the weights that train.json names, if it does, and set earlier results aside."""
@@ -181,15 +181,16 @@ class Checkpointer:
             raise
 
     def _deciding_loss(self, state: TrainState) -> float | None:
-        """The loss by which checkpoints are compared: validation's, of those saved right after one, if there are any."""
+        """The loss by which checkpoints are compared: validation's, for those right after one, if there is any."""
         if not self.config.validates:
             return state.train_loss
-        return state.val_loss if self.start.position.is_due(state.global_step, self.config.validation_interval) else None
+        is_validated = self.start.position.is_due(state.global_step, self.config.validation_interval)
+        return state.val_loss if is_validated else None
 
     def _save(
         self, state: TrainState, *, is_best: bool = False, planned: bool = False, during: str | None = None
     ) -> None:
-        occasion = {"is_best": is_best, "planned": planned}
+        occasion: dict[str, Any] = {"is_best": is_best, "planned": planned}
         occasion |= {f"{place}_due": during == place for place in ("validation", "benchmarks")}
         with self.start.clock.phase("checkpointing"):
             self.check_weights(state)
@@ -200,7 +201,7 @@ class Checkpointer:
             self.world.on_rank0(lambda: self._write(parts, self._meta(state, occasion)))
         self.saved_step = state.global_step
 
-    def _meta(self, state: TrainState, occasion: dict[str, bool]) -> CheckpointMeta:
+    def _meta(self, state: TrainState, occasion: dict[str, Any]) -> CheckpointMeta:
         tokenizer = self.start.dataset.tokenizer
         return CheckpointMeta(
             **state.values(),

@@ -16,7 +16,7 @@ from harness.common.messages import quoted
 
 # In the order of Place's fields.
 COUNTS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-MEETING_PLACE = ("MASTER_ADDR", "MASTER_PORT")
+RENDEZVOUS_ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 LARGEST_PORT = 65535
 
 
@@ -74,7 +74,7 @@ def place() -> Place:
         if not fits:
             raise _stray(f"{name}={os.environ[name]} is impossible with {bound}={os.environ[bound]}")
     if found.world_size > 1:
-        _check_meeting_place()
+        _check_rendezvous_address()
     return found
 
 
@@ -85,8 +85,8 @@ def _number(name: str) -> int:
     return int(text)
 
 
-def _check_meeting_place() -> None:
-    for name in MEETING_PLACE:
+def _check_rendezvous_address() -> None:
+    for name in RENDEZVOUS_ADDRESS:
         if not os.environ.get(name):
             raise _stray(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {name}, where the ranks meet, is not set")
     if not 1 <= _number("MASTER_PORT") <= LARGEST_PORT:

@@ -11,6 +11,7 @@ from harness.distributed.signals import StopRequested, StopSignal
 from harness.distributed.watchdog import Place
 from harness.distributed.world import World
 
+
 @dataclass(frozen=True)
 class Ranks:
     """Who works: rank 0 alone, or all, each on every world-size-th piece; and whether they are asked to leave off."""

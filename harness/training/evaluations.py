@@ -8,26 +8,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from harness.common.errors import RunError, UserError
 from harness.data.loader import TokenLoader
-from harness.data.tokenizers.tokenizer import Tokenizer
 from harness.data.tokenizers.load import load_tokenizer
+from harness.data.tokenizers.tokenizer import Tokenizer
 from harness.distributed.sharing import Ranks
 from harness.distributed.signals import StopRequested, StopSignal
 from harness.distributed.watchdog import Place
-from harness.evaluation.generation import Sampling, continue_text
-from harness.training.startup import Start
-from harness.training.step import OptimizerStep
 from harness.distributed.world import World
 from harness.evaluation.benchmarks.run import Score, load, run, scores
 from harness.evaluation.benchmarks.tasks import REASON_CHARACTERS, Benchmarks, prepare
+from harness.evaluation.generation import Sampling, continue_text
 from harness.evaluation.likelihood import Scorer
 from harness.evaluation.loss import mean, microbatch_losses
-from harness.model.inference import LanguageModel
-from harness.model.precision import Precision
 from harness.runs.train_config import TrainConfig
+from harness.training.startup import Start
+from harness.training.step import OptimizerStep
 
 SAMPLE_TOKENS = 50
 
@@ -66,24 +62,10 @@ class Evaluations:
         assert start_token is not None
         loader = TokenLoader(self.dataset.split("validation"), start_token, self.layout)
         ranks = Ranks(self.world, self.config.validation_ranks == "all", self.stop, Place(step, "validation"))
-        losses = self._microbatch_losses(loader, count, ranks)
+        losses = losses_over_ranks(self.model, loader, count, self.precision, ranks)
         if losses is None:
             raise StopRequested(max(self.world.gather(self.stop.signal)), during="validation")
         return mean(losses)
-
-    def _microbatch_losses(self, loader: TokenLoader, count: int, ranks: Ranks) -> list[float] | None:
-        """In the microbatches' order, so that however they are shared out their sum is the same."""
-        world = self.world
-        mine = range(world.rank, count, world.size) if ranks.shared else range(count if world.is_main else 0)
-        losses: list[float] | None = None
-        with contextlib.suppress(StopRequested), ranks.at_work(mine):
-            losses = microbatch_losses(self.model, map(loader.microbatch, ranks.heeding(mine)), self.precision)
-        parts = [part for part in world.gather(losses) if part is not None]
-        if len(parts) < world.size:
-            return None
-        if not ranks.shared:
-            return parts[0]
-        return [parts[index % world.size][index // world.size] for index in range(count)]
 
     def benchmark_scores(self, step: int) -> list[Score]:
         """The scores of train.json's benchmarks. If they cannot be had, that is a warning, and there are none.
@@ -113,6 +95,24 @@ class Evaluations:
             return Sample(continue_text(self.model, tokenizer, prompt, SAMPLE_TOKENS, sampling))
         except RunError as error:  # whether the run goes on is for others to decide
             return Sample("", str(error))
+
+
+def losses_over_ranks(
+    model: nn.Module, loader: TokenLoader, count: int, precision: Precision, ranks: Ranks
+) -> list[float] | None:
+    """The losses of the loader's first `count` microbatches, in their order, so that their sum is the same however they
+    are shared out; None if a rank was asked to stop meanwhile. The same on every rank."""
+    world = ranks.world
+    mine = range(world.rank, count, world.size) if ranks.shared else range(count if world.is_main else 0)
+    losses: list[float] | None = None
+    with contextlib.suppress(StopRequested), ranks.at_work(mine):
+        losses = microbatch_losses(model, map(loader.microbatch, ranks.heeding(mine)), precision)
+    parts = [part for part in world.gather(losses) if part is not None]
+    if len(parts) < world.size:
+        return None
+    if not ranks.shared:
+        return parts[0]
+    return [parts[index % world.size][index // world.size] for index in range(count)]
 
 
 class EvaluationFailed(Exception):  # noqa: N818 - the run goes on

@@ -1,4 +1,4 @@
-"""What a run says and writes down as it goes: a bar or plain lines, metrics.jsonl, the chart, and at the end the summary.
+"""What a run says and writes down as it goes: a bar or plain lines, metrics.jsonl, the chart, the summary at the end.
 
 Every rank calls the same methods; rank 0 alone does anything.
 """

@@ -17,8 +17,9 @@ from harness.common.memory import is_out_of_memory
 from harness.data.dataset import Dataset
 from harness.data.fetch import ensure_dataset
 from harness.data.loader import BatchLayout
+from harness.distributed.connection_errors import leaving_with_peers
 from harness.distributed.signals import StopSignal
-from harness.distributed.world import World, leaving_with_peers
+from harness.distributed.world import World
 from harness.model.kernels import not_compiled
 from harness.runs import checkpoints
 from harness.runs.checkpoint_meta import CheckpointMeta, Provenance, TrainState, upgrade_notebook_meta

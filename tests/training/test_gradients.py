@@ -29,7 +29,7 @@ from harness.runs.experiment import Experiment
 from harness.training.step import build_step
 
 runs, datasets, out, *names = sys.argv[1:]
-world = World.start()
+world = World.join()
 results = {}
 for name in names:
     experiment = Experiment.load(RunDirectory.find(Path(runs), name), Path(datasets))
@@ -54,7 +54,7 @@ for name in names:
     results[name] = {"gradients": gradients, "exchanged": exchanged}
 if world.is_main:
     torch.save(results, out)
-world.stop()
+world.leave()
 os._exit(0)  # a Python hook may still wait for the interpreter lock in one of gloo's threads, which ends in an abort
 """
 

@@ -402,7 +402,7 @@ def test_a_probe_leaves_the_process_usable(base_gib: float, workshop: Workshop) 
         "from harness.distributed.world import World\n"
         "from harness.training.batch_size_finder import MicrobatchProbe; from harness.data.dataset import Dataset\n"
         "from harness.common.memory import *\n"
-        "world = World.start(); runs, datasets = Path(sys.argv[2]), Path(sys.argv[3])\n"
+        "world = World.join(); runs, datasets = Path(sys.argv[2]), Path(sys.argv[3])\n"
         "e = Experiment.load(RunDirectory.find(runs, 'r'), datasets)\n"
         "tokens = Dataset.open(datasets, e.config.dataset).split('train')\n"
         "limit_memory(world.device, float(sys.argv[4]), 1)\n"
