@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import socket
-import tempfile
 import time
 from dataclasses import replace
 from functools import cache, partial
@@ -284,26 +283,12 @@ def print_plan(experiment: Experiment, checkpoint: str | None, options: dict[str
 
 
 def find_max_microbatch(experiment: Experiment, memory_limit_gib: float | None, *, write: bool) -> None:
-    from harness.data.dataset import check_token_ids
     from harness.distributed.world import World
-    from harness.training.batch_size_finder import find_max_microbatch, load_libraries, write_microbatch_size
-    from harness.training.rehearsal import Rehearsal
-    from harness.training.startup import fetch_dataset
+    from harness.training.batch_size_finder import report_max_microbatch
 
     world = World.start()
     remark_on_machine(experiment, world)
-    dataset = fetch_dataset(world, experiment.datasets_dir, experiment.config.dataset, experiment.splits)
-    world.on_each_node(lambda: check_token_ids(dataset, "train", experiment.model.vocab_size))
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as first:
-        tiny = experiment.tiny()
-        load_libraries(tiny, world, dataset, Rehearsal(world, partial(build_rehearsal, tiny, dataset, Path(first))))
-        rehearsal = Rehearsal(world, partial(build_rehearsal, experiment, dataset, Path(folder)))
-        found = find_max_microbatch(experiment, world, dataset, rehearsal, memory_limit_gib)
-    remark_on_validation(experiment, found, world, dataset)
-    if write:
-        written = world.on_rank0(lambda: write_microbatch_size(experiment, found, world.size))
-        if world.is_main:
-            click.echo(f"{experiment.run.train_json}: microbatch_size is now {written}")
+    report_max_microbatch(experiment, world, build_rehearsal, memory_limit_gib, write=write)
     world.stop()
 
 
@@ -380,17 +365,6 @@ def remark_on_machine(experiment: Experiment, world: World) -> None:
     for remark in (idle_gpus(world.device, world.local_size), not_compiled(experiment.config.compile, world.device)):
         if remark is not None:
             say(world, f"note: {remark}")
-
-
-def remark_on_validation(experiment: Experiment, microbatch_size: int, world: World, dataset: Dataset) -> None:
-    """Say what else training with this microbatch wants: a microbatch that fits the memory may be too large for the
-    validation split."""
-    config = experiment.config.model_copy(update={"microbatch_size": microbatch_size})
-    changed = replace(experiment, config=config)
-    try:
-        changed.check_validation_slice(changed.shape(world.size), dataset)
-    except UserError as error:
-        say(world, f"note: with a microbatch of {microbatch_size}, {error}")
 
 
 def next_commands(experiment: Experiment) -> str:
