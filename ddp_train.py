@@ -19,6 +19,8 @@ from harness.common.lasting_output import outlive_readers
 from harness.common.launcher import end_with_torchrun
 from harness.common.libraries import configure_libraries
 from harness.common.options import POSITIVE, Command, check_options
+from harness.distributed.signals import StopRequested
+from harness.distributed.watchdog import Place
 
 if TYPE_CHECKING:
     import torch
@@ -37,9 +39,6 @@ if TYPE_CHECKING:
     from harness.training.reporter import Reporter
     from harness.training.startup import Start
     from harness.training.step import OptimizerStep
-
-# What may be due after a step, in the order in which it is done.
-AFTER_A_STEP = ("report", "validation", "benchmarks", "sample", "checkpoint", "weights_check")
 
 
 @dataclass
@@ -60,8 +59,6 @@ class Trainer:
 
     def train(self) -> None:
         """Run the steps that are left. Raises RunStopped, after a checkpoint, if a signal asked any rank to end."""
-        from harness.distributed.signals import StopRequested
-
         self.stop.listen()
         outlive_readers(self.stop.hang_up)
         self.reporter.console.start()
@@ -81,8 +78,6 @@ class Trainer:
 
     def train_step(self, step: int) -> None:
         """One update of the weights. The device may still be busy with it afterwards."""
-        from harness.distributed.watchdog import Place
-
         with self.start.clock.phase("training"), self.world.watchdog.guard(Place(step, "step")):
             microbatches = self.loader.microbatches(step - self.start.position.first_step, self.world.rank)
             self.meter.add(self.step.run(microbatches, self.schedule.multiplier(step)))
@@ -92,7 +87,7 @@ class Trainer:
 
     def after_step(self, step: int, *, first: str = "report") -> None:
         """What is due after a step, from `first` on; all of it before the checkpoint, so that that knows of it."""
-        due = self.due(step, first)
+        due = due_after(step, self.start.position, self.start.experiment.config, first=first)
         if "report" in due:
             self.report(step)
         if "validation" in due:
@@ -112,26 +107,8 @@ class Trainer:
         elif "weights_check" in due:
             self.checkpointer.check_weights(self.state)
 
-    def due(self, step: int, first: str) -> set[str]:
-        """Of AFTER_A_STEP, from `first` on, what is due after this step: the same on all ranks."""
-        config, is_due = self.start.experiment.config, self.start.position.is_due
-        intervals = {
-            "validation": config.validation_interval,
-            "benchmarks": config.benchmark_interval,
-            "sample": config.sample_interval,
-            "checkpoint": config.checkpoint_every,
-            "weights_check": config.weights_check_interval,
-        }
-        due = {name for name, interval in intervals.items() if is_due(step, interval)}
-        # A validation or a checkpoint waits for the device anyway, and wants to know the loss up to here.
-        if is_due(step, config.report_interval) or due & {"validation", "checkpoint"}:
-            due.add("report")
-        return due & set(AFTER_A_STEP[AFTER_A_STEP.index(first) :])
-
     def report(self, step: int) -> None:
         """Wait for the device, and tell the losses since the last report. Raises RunError for a run that diverges."""
-        from harness.distributed.watchdog import Place
-
         with self.start.clock.phase("training"):
             with self.world.watchdog.guard(Place(step, "report")):
                 self.meter.synchronize()
@@ -186,7 +163,7 @@ def main(run: str, datasets_dir: Path, checkpoint: str | None, **options: Any) -
     configure_libraries()
     with one_line_errors():
         check_options(checkpoint, options)
-        from harness.distributed.environment import place
+        from harness.distributed.environment import announce, place
         from harness.runs.directory import RunDirectory
         from harness.runs.experiment import Experiment
 
@@ -194,22 +171,17 @@ def main(run: str, datasets_dir: Path, checkpoint: str | None, **options: Any) -
         found = RunDirectory.find(options["runs_dir"], run)
         experiment = Experiment.load(found, datasets_dir)
         if options["plan"]:
-            print_plan(experiment, checkpoint, options)
+            from harness.runs.plan import print_plan
+
+            print_plan(experiment, checkpoint, PlanOptions(**{key: options[key] for key in PLAN_KEYS}))
             return
-        say_start(experiment)
+        announce(run)
         if options["find"]:
-            find_microbatch(experiment, options["memory_limit_gib"], write=options["write"])
+            from harness.training.batch_size_finder import report_max_microbatch
+
+            report_max_microbatch(experiment, build_rehearsal, options["memory_limit_gib"], write=options["write"])
         else:
             train(experiment, checkpoint, restart=options["restart"])
-
-
-def say_start(experiment: Experiment) -> None:
-    """The next line takes seconds: torch is loaded, and the processes meet."""
-    from harness.distributed.environment import is_rank0, world_size
-
-    if is_rank0():
-        count = world_size()
-        click.echo(f"{experiment.run.path.name}: starting {count} {'process' if count == 1 else 'processes'}")
 
 
 def print_schema(context: click.Context, kind: str | None) -> None:
@@ -221,32 +193,6 @@ def print_schema(context: click.Context, kind: str | None) -> None:
 
     click.echo(json.dumps(json_schema(TrainConfig if kind == "train" else ModelConfig), indent=2))
     context.exit()
-
-
-def print_plan(experiment: Experiment, checkpoint: str | None, options: dict[str, Any]) -> None:
-    from harness.distributed.environment import is_rank0, world_size
-    from harness.runs.plan import assumed_speed, describe_plan, make_plan, plan_speed, planned_start
-
-    if not is_rank0():
-        return
-    ranks = options["assume_world_size"] or world_size()
-    meta = None if options["restart"] else planned_start(experiment, ranks, checkpoint)
-    plan = make_plan(experiment, ranks, meta)
-    assumed = assumed_speed(options["assume_tps"], options["assume_tps_with_validation"])
-    click.echo(describe_plan(plan, experiment.model, plan_speed(experiment, plan.shape, assumed)))
-    if options["assume_world_size"] is None:  # else it is another machine's disk that counts
-        plan.check_disk(experiment.run.path)
-
-
-def find_microbatch(experiment: Experiment, memory_limit_gib: float | None, *, write: bool) -> None:
-    from harness.distributed.world import World
-    from harness.training.batch_size_finder import report_max_microbatch
-    from harness.training.startup import remark_on_machine
-
-    world = World.join()
-    remark_on_machine(experiment, world)
-    report_max_microbatch(experiment, world, build_rehearsal, memory_limit_gib, write=write)
-    world.leave()
 
 
 def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> None:

@@ -10,9 +10,12 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from harness.common import launcher
-from harness.distributed.world import World
+
+if TYPE_CHECKING:
+    from harness.distributed.world import World
 
 # SIGHUP: the terminal has been closed, or the connection to it has broken. SIGQUIT: Ctrl-\\, which torchrun passes on.
 STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from harness.common.errors import RunError, UserError
 from harness.data.loader import TokenLoader
 from harness.data.tokenizers.load import load_tokenizer
@@ -22,6 +24,7 @@ from harness.evaluation.generation import Sampling, continue_text
 from harness.evaluation.likelihood import Scorer
 from harness.evaluation.loss import mean, microbatch_losses
 from harness.runs.train_config import TrainConfig
+from harness.model.precision import Precision
 from harness.training.startup import Start
 from harness.training.step import OptimizerStep
 

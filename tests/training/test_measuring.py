@@ -83,14 +83,16 @@ def test_validation_is_the_mean_without_dropout_and_leaves_the_mode_and_random_s
         stop.signal = signal
         return Ranks(ALONE, shared, stop, Place(0, "validation"))
 
-    loss = mean(losses_over_ranks(model, reader, 4, precision, ranks(shared=False)))
+    losses = losses_over_ranks(model, reader, 4, precision, ranks(shared=False))
+    assert losses is not None
+    loss = mean(losses)
     assert model.training
     assert torch.equal(before, torch.get_rng_state())
     window = torch.from_numpy(tokens[3 : 3 + 4 * 16 + 1].astype(np.int64))
     logits = model.eval()(window[:-1].view(8, 8))
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), window[1:])
     assert loss == pytest.approx(expected.item(), rel=1e-6)
-    assert mean(losses_over_ranks(model, reader, 4, precision, ranks(shared=True))) == loss
+    assert losses_over_ranks(model, reader, 4, precision, ranks(shared=True)) == losses
     assert losses_over_ranks(model, reader, 4, precision, ranks(shared=True, signal=15)) is None
 
 
