@@ -417,9 +417,9 @@ def refuse_wrong_machine(world: World, run: RunDirectory) -> None:
 
 def restore_summary(experiment: Experiment, world: World, meta: CheckpointMeta) -> None:
     """Write the summary of a finished run whose process ended before it could, from the last checkpoint."""
-    from harness.runs.checkpoint_meta import as_recorded
+    from harness.runs.checkpoint_meta import Provenance, as_recorded
     from harness.runs.metrics import PHASES
-    from harness.runs.summary import summarise, write_summary
+    from harness.runs.summary import Outcome, summarise, write_summary
     from harness.runs.throughput import Throughput, peak_flops
     from harness.training.startup import measure_machine
 
@@ -429,9 +429,10 @@ def restore_summary(experiment: Experiment, world: World, meta: CheckpointMeta) 
     machine, shape = as_recorded(measure_machine(world), meta), as_recorded(experiment.shape(world.size), meta)
     speed = Throughput(experiment.model.flops_per_token, peak_flops(machine.device), experiment.config.price_per_hour)
     seconds = dict.fromkeys(PHASES, 0.0) | meta.seconds
-    summary = summarise(meta.state(), seconds, speed, machine, shape)
-    provenance = {key: getattr(meta, key) for key in ("model", "parameters", "train", "dataset")}
-    world.on_rank0(lambda: write_summary(experiment.run, summary | provenance))
+    provenance = Provenance(meta.model or {}, experiment.model.parameters, meta.train, meta.dataset or {})
+    outcome = Outcome(meta.state(), seconds, speed, machine, shape)
+    summary = summarise(experiment.run.path.name, outcome, provenance)
+    world.on_rank0(lambda: write_summary(experiment.run, summary))
 
 
 def begin(job: Job, start: Path | None) -> None:

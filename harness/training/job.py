@@ -25,9 +25,17 @@ from harness.evaluation.generation import Sampling, continue_text
 from harness.runs.checkpoint_meta import CheckpointMeta, Provenance, TrainState, upgrade_notebook_meta
 from harness.runs.directory import RunDirectory
 from harness.runs.experiment import Position, comparable_losses
-from harness.runs.metrics import MetricsFile
+from harness.runs.metrics import (
+    BenchmarkEvent,
+    CheckpointEvent,
+    Event,
+    MetricsFile,
+    SampleEvent,
+    TrainEvent,
+    ValidationEvent,
+)
 from harness.runs.schedule import Schedule
-from harness.runs.summary import summarise, write_summary
+from harness.runs.summary import Outcome, summarise, write_summary
 from harness.runs.throughput import Conditions, Throughput, same_conditions
 from harness.runs.train_config import TrainConfig
 from harness.training.async_writer import SyncWriter
@@ -140,7 +148,7 @@ class Job:
         if not self.world.is_main or not scores:
             return
         for score in scores:
-            self._append("benchmark", **asdict(score))
+            self._append(BenchmarkEvent, **asdict(score))
         said = ", ".join(f"{score.task} {score.metric} {score.value:.4g}" for score in scores)
         self.console.say(f"global step {self.state.global_step}: {said}")
         self.draw_chart()
@@ -155,7 +163,7 @@ class Job:
         mfu = self.speed.mfu(tokens_per_second / self.world.size)
         rates = {"tokens_per_second": round(tokens_per_second, 1), "mfu": mfu}
         rate = self.step.optimizer.param_groups[0]["lr"]
-        self._append("train", **metric_values(report), learning_rate=rate, **rates)
+        self._append(TrainEvent, **metric_values(report), learning_rate=rate, **rates)
         shown = {"loss": f"{report.loss:.3f}", "tps": f"{tokens_per_second:,.0f}"}
         if mfu is not None:
             shown["mfu"] = f"{mfu:.1%}"
@@ -175,7 +183,7 @@ class Job:
     def record_validation(self, loss: float) -> None:
         if not self.world.is_main:
             return
-        self._append("validation", loss=loss)
+        self._append(ValidationEvent, loss=loss)
         self.console.say(f"global step {self.state.global_step}: validation loss {loss:.3f}")
         self.draw_chart()
 
@@ -198,7 +206,7 @@ class Job:
             ranks = capture_ranks(self.meter, self.world)
             self.world.on_rank0(lambda: self._save_on_rank0(ranks, state))
         if planned and self.world.is_main:
-            self._append("checkpoint", is_best=is_best)
+            self._append(CheckpointEvent, is_best=is_best)
             if not self.config.validates:
                 self.draw_chart()
 
@@ -290,9 +298,9 @@ class Job:
         if meta is not saved.meta or not comparable_losses(meta, self.provenance):
             self.state.forget_best()
 
-    def _append(self, event: str, **values: Any) -> None:
-        place = {"global_step": self.state.global_step, "tokens_seen": self.state.tokens_seen}
-        self.metrics.append(event, **place, seconds=round(self.clock.total, 3), **values)
+    def _append(self, kind: type[Event], **values: Any) -> None:
+        place: dict[str, Any] = {"global_step": self.state.global_step, "tokens_seen": self.state.tokens_seen}
+        self.metrics.append(kind(**place, seconds=round(self.clock.total, 3), **values))
 
     def print_sample(self) -> None:
         """Continue train.json's `sample_prompt` with the model as it is. Rank 0 only."""
@@ -303,7 +311,7 @@ class Job:
         except RunError as error:  # whether the run goes on is for others to decide
             self.console.say(f"global step {self.state.global_step}: no sample: {error}")
             return
-        self._append("sample", text=text)
+        self._append(SampleEvent, text=text)
         self.console.say(f"global step {self.state.global_step}: {text}")
 
     def finish(self) -> None:
@@ -312,8 +320,8 @@ class Job:
         self.console.close()
         machine = measure_machine(self.world)
         if self.world.is_main:
-            summary = summarise(self.state, self.clock.now(), self.speed, machine, self.shape)
-            write_summary(self.run, summary | vars(self.provenance))
+            outcome = Outcome(self.state, self.clock.now(), self.speed, machine, self.shape)
+            write_summary(self.run, summarise(self.run.path.name, outcome, self.provenance))
             self.draw_chart()
 
 

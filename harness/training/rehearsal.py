@@ -12,6 +12,7 @@ from harness.common.errors import RunError, UserError
 from harness.common.memory import is_out_of_memory
 from harness.distributed.replicas import weight_checksums
 from harness.distributed.world import World
+from harness.runs.metrics import ValidationEvent
 from harness.training.job import Job
 from harness.training.step import OptimizerStep, StepResult
 
@@ -60,7 +61,7 @@ class Rehearsal:
     def _draw(self, job: Job, loss: float) -> None:
         from harness.runs.chart import draw_training_chart
 
-        job.metrics.append("validation", global_step=0, loss=loss)
+        job.metrics.append(ValidationEvent(global_step=0, loss=loss))
         try:
             draw_training_chart(job.run.metrics, job.run.chart, title=job.run.path.name)
         except Exception as error:
