@@ -158,18 +158,16 @@ def check_shape(source: Path, shape: dict[str, Any], tensors: dict[str, Any]) ->
 def gather_facts(files: ModelFiles, model: GPTModel, name: str, options: dict[str, Any]) -> tuple[Any, Any]:
     """The run that made the model, if it is known, and what its card is made of."""
     from harness.common.device import only_device
-    from harness.common.json_files import parse_config, read_json_object
     from harness.evaluation.loss import measure_test_loss
-    from harness.hf.model_card import ModelFacts, RunSummary
+    from harness.hf.model_card import ModelFacts
     from harness.runs.directory import RunDirectory
+    from harness.runs.summary import read_summary
 
     run = RunDirectory(files.run) if files.run else None
     test = None
     if options["datasets_dir"]:
         test = measure_test_loss(model.to(only_device()), files.weights, options["datasets_dir"])
-    summary = (
-        parse_config(RunSummary, read_json_object(run.summary), run.summary) if run and run.summary.is_file() else None
-    )
+    summary = read_summary(run.summary) if run and run.summary.is_file() else None
     has_chart = run is not None and run.chart.is_file()
     facts = ModelFacts(name, model.config, files.meta, summary, test, options["license_"], has_chart)
     return run, facts

@@ -1,13 +1,11 @@
 """Train a GPT-2-class model: a run directory in, a trained and measured model out.
 
-The loop is `Trainer`, and what happens after a step is its `after_step`. Below it stand the command and the making of
-all that the loop drives. One process per device under torchrun, or plain `python` on one device. Modules that need
-torch are imported where they are used, so that --help answers at once.
+The loop is `Trainer`; what happens after a step is its `after_step`. One process per device under torchrun, or plain
+`python` on one. What needs torch is imported where it is used, so that --help answers at once.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,17 +17,17 @@ from harness.common.lasting_output import outlive_readers
 from harness.common.launcher import end_with_torchrun
 from harness.common.libraries import configure_libraries
 from harness.common.options import POSITIVE, Command, check_options
-from harness.distributed.signals import StopRequested
+from harness.distributed.signals import StopRequested, StopSignal
 from harness.distributed.watchdog import Place
+from harness.runs.intervals import due_after
+from harness.runs.schemas import print_schema
 
 if TYPE_CHECKING:
     import torch
 
     from checkpointing import Checkpointer
-    from gpt import GPTModel
     from harness.data.dataset import Dataset
     from harness.data.loader import TokenLoader
-    from harness.distributed.signals import StopSignal
     from harness.distributed.world import World
     from harness.runs.checkpoint_meta import TrainState
     from harness.runs.experiment import Experiment
@@ -51,7 +49,7 @@ class Trainer:
     state: TrainState
     loader: TokenLoader
     schedule: Schedule
-    step: OptimizerStep
+    optimizer_step: OptimizerStep
     meter: LossMeter
     evaluations: Evaluations
     reporter: Reporter
@@ -80,7 +78,7 @@ class Trainer:
         """One update of the weights. The device may still be busy with it afterwards."""
         with self.start.clock.phase("training"), self.world.watchdog.guard(Place(step, "step")):
             microbatches = self.loader.microbatches(step - self.start.position.first_step, self.world.rank)
-            self.meter.add(self.step.run(microbatches, self.schedule.multiplier(step)))
+            self.meter.add(self.optimizer_step.run(microbatches, self.schedule.multiplier(step)))
         self.state.global_step = step
         self.state.tokens_seen += self.start.layout.global_tokens
         self.reporter.console.advance()
@@ -114,13 +112,8 @@ class Trainer:
                 self.meter.synchronize()
             metrics = self.meter.reduce(self.world)
             self.state.add_report(metrics.loss, metrics.microbatches, metrics.skipped_steps)
-            self.reporter.training(metrics, self.state, self.step.optimizer.learning_rate)
-        if metrics.skipped_in_a_row >= self.start.experiment.config.max_skipped_steps:
-            raise self.world.collective_error(
-                f"gradients were not finite in {metrics.skipped_in_a_row} steps in a row up to global step {step} "
-                "(train.json: max_skipped_steps); lower learning_rate or set clipping_max_norm, and go back to an "
-                "earlier checkpoint by its name"
-            )
+            self.reporter.training(metrics, self.state, self.optimizer_step.optimizer.learning_rate)
+        metrics.check_divergence(step, self.start.experiment.config.max_skipped_steps, self.world)
 
 
 @click.command(cls=Command)
@@ -145,7 +138,7 @@ class Trainer:
     type=click.Choice(["train", "model"]),
     is_eager=True,
     expose_value=False,
-    callback=lambda context, _, kind: print_schema(context, kind),
+    callback=print_schema,
     help="Print the JSON Schema of train.json or model.json, for editors.",
 )
 def main(run: str, datasets_dir: Path, checkpoint: str | None, **options: Any) -> None:
@@ -163,7 +156,7 @@ def main(run: str, datasets_dir: Path, checkpoint: str | None, **options: Any) -
     configure_libraries()
     with one_line_errors():
         check_options(checkpoint, options)
-        from harness.distributed.environment import announce, place
+        from harness.distributed.environment import announce, is_rank0, place, world_size
         from harness.runs.directory import RunDirectory
         from harness.runs.experiment import Experiment
 
@@ -171,11 +164,12 @@ def main(run: str, datasets_dir: Path, checkpoint: str | None, **options: Any) -
         found = RunDirectory.find(options["runs_dir"], run)
         experiment = Experiment.load(found, datasets_dir)
         if options["plan"]:
-            from harness.runs.plan import print_plan
+            from harness.runs.plan import Assumptions, print_plan
 
-            print_plan(experiment, checkpoint, PlanOptions(**{key: options[key] for key in PLAN_KEYS}))
+            if is_rank0():
+                print_plan(experiment, checkpoint, world_size(), Assumptions.of(options))
             return
-        announce(run)
+        announce(found.path.name)
         if options["find"]:
             from harness.training.batch_size_finder import report_max_microbatch
 
@@ -184,21 +178,9 @@ def main(run: str, datasets_dir: Path, checkpoint: str | None, **options: Any) -
             train(experiment, checkpoint, restart=options["restart"])
 
 
-def print_schema(context: click.Context, kind: str | None) -> None:
-    if kind is None:
-        return
-    from harness.common.json_files import json_schema
-    from harness.model.config import ModelConfig
-    from harness.runs.train_config import TrainConfig
-
-    click.echo(json.dumps(json_schema(TrainConfig if kind == "train" else ModelConfig), indent=2))
-    context.exit()
-
-
 def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> None:
     """Start, continue, or find that there is nothing left to do."""
     from checkpointing import leave_finished
-    from harness.distributed.signals import StopSignal
     from harness.distributed.world import World
     from harness.training import startup
     from harness.training.clock import Clock
@@ -225,22 +207,26 @@ def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
     from torch.nn.parallel import DistributedDataParallel
 
     from checkpointing import Checkpointer
+    from gpt import GPTModel
     from harness.data.loader import TokenLoader
+    from harness.model.kernels import choose_kernels
     from harness.runs.schedule import build_schedule
     from harness.training.evaluations import Evaluations
     from harness.training.loss_meter import LossMeter
     from harness.training.reporter import Reporter
+    from harness.training.rng import seed_alike
     from harness.training.step import build_step
 
     config, position = start.experiment.config, start.position
-    model = build_model(start.experiment, world.device)
+    seed_alike(config.random_seed)  # every rank draws the same weights
+    model = GPTModel(start.experiment.model, recompute_blocks=config.activation_checkpointing).to(world.device)
+    choose_kernels(model, start.experiment.model.drop_rate, world.device, compiled=config.compile)
     trained: torch.nn.Module = model
     if world.size > 1:
         devices = [world.device] if world.device.type == "cuda" else None
         trained = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
     step = build_step(model, trained, config, before_exchange=world.watchdog.beat)
-    meter = LossMeter(world.device)
-    reporter = Reporter(start, world)
+    meter, reporter = LossMeter(world.device), Reporter(start, world)
     return Trainer(
         start,
         world,
@@ -248,7 +234,7 @@ def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
         state=start.state(world),
         loader=TokenLoader(start.dataset.split("train"), position.start_token, start.layout),
         schedule=build_schedule(config, position.total_steps),
-        step=step,
+        optimizer_step=step,
         meter=meter,
         evaluations=Evaluations(start, world, step, stop),
         reporter=reporter,
@@ -256,27 +242,8 @@ def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
     )
 
 
-def build_model(experiment: Experiment, device: torch.device) -> GPTModel:
-    """The model on one device. The same weights on every rank."""
-    from gpt import GPTModel
-    from harness.common.memory import give_back_at_once
-    from harness.model.kernels import attend_with_exact_dropout, should_compile
-    from harness.training.rng import seed_alike
-
-    config = experiment.config
-    if device.type == "cpu":
-        give_back_at_once()
-    seed_alike(config.random_seed)
-    model = GPTModel(experiment.model, recompute_blocks=config.activation_checkpointing).to(device)
-    attend_with_exact_dropout(experiment.model.drop_rate, device)
-    if should_compile(config.compile, device):
-        model.compile()  # in place: the module and its parameters keep their names
-    return model
-
-
 def build_rehearsal(experiment: Experiment, dataset: Dataset, folder: Path, world: World) -> Trainer:
     """For the search for a microbatch: what trains on one sequence a step, and leaves its results in `folder`."""
-    from harness.distributed.signals import StopSignal
     from harness.training.startup import Start
 
     return build_trainer(Start.rehearsal(experiment, dataset, folder), world, StopSignal())

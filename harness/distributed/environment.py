@@ -55,6 +55,13 @@ def is_rank0() -> bool:
     return rank() == 0
 
 
+def announce(run: str) -> None:
+    """Say on rank 0 that ranks are starting: the next line takes seconds, in which torch is loaded and they meet."""
+    if is_rank0():
+        count = world_size()
+        print(f"{run}: starting {count} {'process' if count == 1 else 'processes'}", flush=True)
+
+
 def place() -> Place:
     """All four numbers, checked. Raises UserError naming a variable that is missing beside the others, or that is not a
     number, or not a possible one."""

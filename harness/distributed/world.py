@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from harness.common.device import choose_device
 from harness.common.errors import PeerError, RunError, UserError
+from harness.common.memory import give_back_at_once
 from harness.distributed import rendezvous, tensor_codec
 from harness.distributed.connection_errors import leaving_with_peers
 from harness.distributed.environment import place
@@ -67,6 +68,8 @@ class World:
         """
         here = place()
         device = choose_device(here.local_rank, here.local_world_size)
+        if device.type == "cpu":
+            give_back_at_once()
         if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here.local_world_size))
         numbers = here.rank, here.local_rank, here.world_size, here.local_world_size

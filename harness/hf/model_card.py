@@ -7,29 +7,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from harness.evaluation.instruct.instructions import Instruction
 from harness.evaluation.loss import TestLoss
+from harness.runs.summary import RunSummary
 
 CHART = "training-run-chart.png"
 NOT_RECORDED = "not recorded"
-
-
-class RunSummary(BaseModel):
-    """What a card tells of a run's summary.json."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    world_size: int
-    device: str
-    tokens_per_second: float | None
-    seconds: dict[str, float]
-    dollars: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -182,13 +169,14 @@ def _training_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
         yield "machine", f"{summary.world_size} × {_plain(summary.device)}"
         if summary.tokens_per_second is not None:
             yield "speed", f"{summary.tokens_per_second:,.0f} tokens per second"
-        yield "time of the whole run", _phases(summary.seconds, "{:,.0f} s")
+        if summary.seconds:
+            yield "time of the whole run", _phases(summary.seconds, "{:,.0f} s")
         if summary.dollars:
             yield "cost of the whole run", _phases(summary.dollars, "${:,.2f}")
     yield "made with", "ddp-pretrain" + (f", torch {_plain(meta['torch'])}" if meta.get("torch") else "")
 
 
-def _phases(amounts: dict[str, float], form: str) -> str:
+def _phases(amounts: Mapping[str, float], form: str) -> str:
     parts = ", ".join(f"{phase} {form.format(amount)}" for phase, amount in amounts.items() if phase != "total")
     return f"{form.format(amounts.get('total', sum(amounts.values())))} ({parts})"
 

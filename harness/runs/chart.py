@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
-from harness.runs.metrics import read_metrics
+from harness.runs.metrics import BenchmarkEvent, Event, TrainEvent, ValidationEvent, read_metrics
 
 matplotlib.use("Agg")  # machines without a display
 
@@ -30,8 +31,8 @@ def draw_training_chart(metrics: Path, picture: Path, title: str) -> None:
     """Draw training loss (mean, and the range of its microbatches) and validation loss over global steps, and
     below them, if there are any, the accuracies in benchmarks."""
     events = read_metrics(metrics)
-    train = [event for event in events if event["event"] == "train" and event.get("loss") is not None]
-    validation = [event for event in events if event["event"] == "validation" and event.get("loss") is not None]
+    train = [event for event in events if isinstance(event, TrainEvent) and event.loss is not None]
+    validation = [event for event in events if isinstance(event, ValidationEvent) and event.loss is not None]
     accuracies = benchmark_lines(events)
     with plt.xkcd() if (font := xkcd_font()) else plt.style.context("default"):
         if font:
@@ -40,7 +41,7 @@ def draw_training_chart(metrics: Path, picture: Path, title: str) -> None:
         try:
             _draw_train(panels[0], train)
             _draw_validation(panels[0], validation)
-            _dress(panels[0], title, train + validation)
+            _dress(panels[0], title, [*train, *validation])
             if accuracies:
                 _draw_benchmarks(panels[1], accuracies)
                 panels[0].set_xlabel("")
@@ -49,12 +50,12 @@ def draw_training_chart(metrics: Path, picture: Path, title: str) -> None:
             plt.close(figure)
 
 
-def benchmark_lines(events: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+def benchmark_lines(events: Sequence[Event]) -> dict[str, list[tuple[int, float]]]:
     """What to draw of the benchmarks: a label, and its points (global step, value), for each task with an accuracy."""
     found: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for event in events:
-        if event["event"] == "benchmark" and event.get("value") is not None:
-            found.setdefault((event["task"], event["metric"]), []).append((event["global_step"], event["value"]))
+        if isinstance(event, BenchmarkEvent) and event.value is not None:
+            found.setdefault((event.task, event.metric), []).append((event.global_step, event.value))
     lines = {}
     for task in dict.fromkeys(task for task, _ in found):
         metrics = {metric.partition(",")[0]: metric for name, metric in reversed(found) if name == task}
@@ -92,24 +93,28 @@ def xkcd_font() -> str | None:
     return next((font.name for font in font_manager.fontManager.ttflist if "xkcd" in font.name.lower()), None)
 
 
-def _draw_train(axes: Axes, events: list[dict[str, Any]]) -> None:
-    steps = [event["global_step"] for event in events]
-    low, high = ([event[f"loss_{end}"] for event in events] for end in ("min", "max"))
+def _draw_train(axes: Axes, events: list[TrainEvent]) -> None:
+    steps = [event.global_step for event in events]
+    losses, low, high = ([getattr(event, key) for event in events] for key in ("loss", "loss_min", "loss_max"))
     axes.fill_between(steps, low, high, color=TRAIN_COLOUR, alpha=0.18, linewidth=0, label="training, min–max")
-    axes.plot(steps, [event["loss"] for event in events], color=TRAIN_COLOUR, linewidth=1.4, label="training, mean")
+    axes.plot(steps, losses, color=TRAIN_COLOUR, linewidth=1.4, label="training, mean")
 
 
-def _draw_validation(axes: Axes, events: list[dict[str, Any]]) -> None:
+def _draw_validation(axes: Axes, events: list[ValidationEvent]) -> None:
     if not events:
         return
-    steps, losses = zip(*[(event["global_step"], event["loss"]) for event in events], strict=True)
+    steps, losses = [event.global_step for event in events], _losses(events)
     axes.plot(steps, losses, color=VALIDATION_COLOUR, linewidth=1.6, marker="o", markersize=3.5, label="validation")
     step, loss = min(zip(steps, losses, strict=True), key=lambda point: point[1])
     label = f"best: {loss:.3f} at step {step:,}"
     axes.plot([step], [loss], color=VALIDATION_COLOUR, marker="*", markersize=13, linestyle="none", label=label)
 
 
-def _dress(axes: Axes, title: str, events: list[dict[str, Any]]) -> None:
+def _losses(events: Sequence[TrainEvent | ValidationEvent]) -> list[float]:
+    return [event.loss for event in events if event.loss is not None]
+
+
+def _dress(axes: Axes, title: str, events: Sequence[TrainEvent | ValidationEvent]) -> None:
     axes.set_title(title)
     axes.set_xlabel("global step")
     axes.set_ylabel("loss (nats per token)")
@@ -118,8 +123,8 @@ def _dress(axes: Axes, title: str, events: list[dict[str, Any]]) -> None:
     axes.set_xlim(left=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25, linewidth=0.6)
-    last = max((event["global_step"] for event in events), default=0)
-    settled = [event["loss"] for event in events if event["global_step"] >= WARM_PART * last]
+    last = max((event.global_step for event in events), default=0)
+    settled = _losses([event for event in events if event.global_step >= WARM_PART * last])
     if len(settled) > 10 and all(map(math.isfinite, settled)):
         axes.set_ylim(top=max(settled) * HEADROOM)
     if events:

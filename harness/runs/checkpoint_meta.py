@@ -70,9 +70,9 @@ class TrainState:
     def measured(self, training_seconds: float) -> Measured:
         """The training that the speed is measured over, after so many seconds of it in all."""
         return Measured(
-            self.global_step - self.measured_from_step,
-            self.tokens_seen - self.measured_from_tokens,
-            training_seconds - self.measured_from_seconds,
+            global_steps=self.global_step - self.measured_from_step,
+            tokens=self.tokens_seen - self.measured_from_tokens,
+            seconds=training_seconds - self.measured_from_seconds,
         )
 
     def add_report(self, loss: float, microbatches: int, skipped_steps: int) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from harness.runs.experiment import Position
-from harness.runs.train_config import TrainConfig
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from harness.runs.experiment import Position
+    from harness.runs.train_config import TrainConfig
 
 # In the order in which it is done.
 AFTER_A_STEP = ("report", "validation", "benchmarks", "sample", "checkpoint", "weights_check")

@@ -1,4 +1,6 @@
-"""What is measured in a run: time by phase, speed, dollars, and the file it goes to."""
+"""What is measured in a run, step by step: events, and the file that they go to. Written and read through one class
+for each kind of event.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,95 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from harness.common.errors import RunError
 from harness.common.json_files import finite
 from harness.runs.checkpoint_meta import CheckpointMeta
 
 PHASES = ("setup", "training", "validation", "benchmarks", "checkpointing")
+
+Number = Annotated[int | float, BeforeValidator(finite)]
+# None where it is not finite, which JSON cannot say, or where an earlier version did not write it.
+MaybeNumber = Annotated[int | float | None, BeforeValidator(finite)]
+
+
+class Event(BaseModel):
+    """One line of metrics.jsonl: where the run was, and after how many seconds in all.
+
+    The order of the fields is that of the keys in the line. Lines of earlier versions may have fewer, and others.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
+
+    event: str
+    global_step: int
+    tokens_seen: int = 0
+    seconds: MaybeNumber = None
+
+
+class TrainEvent(Event):
+    """What happened on all ranks since the last report."""
+
+    event: str = "train"
+    loss: MaybeNumber = None
+    loss_min: MaybeNumber = None
+    loss_max: MaybeNumber = None
+    gradient_norm: MaybeNumber = None
+    skipped_steps: int = 0
+    learning_rate: MaybeNumber = None
+    tokens_per_second: MaybeNumber = None
+    mfu: MaybeNumber = None
+
+
+class ValidationEvent(Event):
+    """A validation's mean loss."""
+
+    event: str = "validation"
+    loss: MaybeNumber = None
+
+
+class CheckpointEvent(Event):
+    """A checkpoint that train.json asked for."""
+
+    event: str = "checkpoint"
+    is_best: bool = False
+
+
+class BenchmarkEvent(Event):
+    """One metric of a benchmark task or group."""
+
+    event: str = "benchmark"
+    task: str
+    metric: str
+    value: MaybeNumber = None
+    stderr: MaybeNumber = None
+    examples: int = 0
+
+
+class SampleEvent(Event):
+    """What the model made of train.json's `sample_prompt`."""
+
+    event: str = "sample"
+    text: str = ""
+
+
+KINDS: dict[str, type[Event]] = {
+    str(kind.model_fields["event"].default): kind
+    for kind in (TrainEvent, ValidationEvent, CheckpointEvent, BenchmarkEvent, SampleEvent)
+}
+
+
+def parse_event(line: str | bytes) -> Event | None:
+    """The event in a line; None if there is none in it."""
+    try:
+        values = json.loads(line)
+        kind = KINDS.get(str(values.get("event")), Event) if isinstance(values, dict) else Event
+        return kind.model_validate(values)
+    except (ValueError, RecursionError):  # what does not parse, or is none of ours
+        return None
 
 
 class MetricsFile:
@@ -21,9 +105,9 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def append(self, event: str, **values: Any) -> None:
-        """Write one line; numbers that JSON cannot say (NaN, infinity) become null. Raises RunError if it cannot."""
-        line = json.dumps({"event": event, **{key: finite(value) for key, value in values.items()}}, allow_nan=False)
+    def append(self, event: Event) -> None:
+        """Write one line. Raises RunError if it cannot."""
+        line = json.dumps({"event": event.event, **event.model_dump(exclude_unset=True)}, allow_nan=False)
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
@@ -50,39 +134,31 @@ class MetricsFile:
     def rewind_to(self, meta: CheckpointMeta, make_aside: Callable[[], Path]) -> None:
         """Cut the file back to where the checkpoint with this meta.json was made; what came after is kept aside."""
         size = meta.metrics_bytes
-        own = self.line_at(size) if meta.planned else None
-        has_line = own is not None and (own.get("event"), own.get("global_step")) == ("checkpoint", meta.global_step)
+        own = self.event_at(size) if meta.planned else None
+        has_line = isinstance(own, CheckpointEvent) and own.global_step == meta.global_step
         self.cut(self.end_of_line(size) if has_line else size, make_aside)
         if meta.planned and not has_line:  # the process ended between the checkpoint and its line
-            place = {"global_step": meta.global_step, "tokens_seen": meta.tokens_seen}
             self.append(
-                "checkpoint",
-                **place,
-                seconds=round(sum(meta.seconds.values()), 3),
-                is_best=meta.is_best,
+                CheckpointEvent(
+                    global_step=meta.global_step,
+                    tokens_seen=meta.tokens_seen,
+                    seconds=round(sum(meta.seconds.values()), 3),
+                    is_best=meta.is_best,
+                )
             )
 
-    def line_at(self, start: int) -> dict[str, Any] | None:
+    def event_at(self, start: int) -> Event | None:
         """The event whose line begins at byte `start`, if there is a whole one."""
         rest = self.path.read_bytes()[start:] if self.path.exists() else b""
         line, end, _ = rest.partition(b"\n")
-        try:
-            event = json.loads(line) if end else None
-        except (ValueError, RecursionError):
-            return None
-        return event if isinstance(event, dict) else None
+        return parse_event(line) if end else None
 
     def end_of_line(self, start: int) -> int:
         """The byte after the line that begins at `start`."""
         return start + self.path.read_bytes()[start:].index(b"\n") + 1
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[Event]:
     """The events of a metrics.jsonl; a last line that a crash cut off is left out."""
-    events = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            events.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return events
+    events = (parse_event(line) for line in path.read_text(encoding="utf-8").splitlines())
+    return [event for event in events if event is not None]

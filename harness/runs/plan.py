@@ -7,6 +7,8 @@ import math
 import shutil
 import sys
 import textwrap
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,8 @@ from harness.runs.checkpoint_folder import choose_start, refuse_unnamed
 from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, upgrade_notebook_meta
 from harness.runs.experiment import Experiment, Position
 from harness.runs.optimizer_state import optimizer_state_bytes
-from harness.runs.throughput import Measured, measured_by, same_kernels
+from harness.runs.summary import RunSummary, read_summary
+from harness.runs.throughput import Measured, same_kernels
 from harness.runs.train_config import TrainConfig
 
 GIB = 2**30
@@ -225,14 +228,8 @@ def plan_speed(experiment: Experiment, shape: BatchLayout, assumed: PlannedSpeed
     """The assumed speed, or the one that an earlier run of this model and batch has measured."""
     if assumed is not None:
         return assumed
-    wanted = {
-        "model": experiment.model.model_dump(mode="json"),
-        "world_size": shape.world_size,
-        "microbatch_size": shape.microbatch_size,
-        "accumulation_steps": shape.accumulation_steps,
-    }
-    run, train = experiment.run.path, experiment.config.model_dump(mode="json")
-    found = earlier_speeds(run.parent, wanted, train)
+    run = experiment.run.path
+    found = earlier_speeds(run.parent, experiment, shape)
     best = max(found, key=lambda earlier: earlier.preference(run), default=None)
     if best is None:
         return PlannedSpeed(None, f"no earlier run of this shape; {GIVE_A_SPEED}")
@@ -274,19 +271,47 @@ class EarlierSpeed:
         return PlannedSpeed(None, f"{self.summary} measured {over}, and {short}; {GIVE_A_SPEED}")
 
 
-def earlier_speeds(runs_dir: Path, wanted: dict[str, Any], train: dict[str, Any]) -> list[EarlierSpeed]:
-    """The speeds that the runs in `runs_dir` have measured, if their summary.json has the `wanted` values, and their
-    train.json let a step take as long as `train` does."""
+def earlier_speeds(runs_dir: Path, experiment: Experiment, shape: BatchLayout) -> list[EarlierSpeed]:
+    """The speeds that runs in `runs_dir` have measured with this model and batch, if their train.json let a step take
+    as long as this one's does."""
+    model, train = experiment.model.model_dump(mode="json"), experiment.config.model_dump(mode="json")
     found = []
     for path in sorted(runs_dir.glob("*/summary.json")):
-        try:
-            summary = json.loads(path.read_text())
-            if not all(summary[key] == value for key, value in wanted.items()):
-                continue
-            if not same_kernels(summary.get("train", {}), train):
-                continue
-            speed = float(summary["tokens_per_second"])
-            found.append(EarlierSpeed(path, speed, measured_by(summary), str(summary["device"])))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
-            continue  # not a summary of ours; a plan does not depend on it
-    return [earlier for earlier in found if 0 < earlier.tokens_per_second < math.inf]
+        with suppress(UserError):  # not a summary of ours; a plan does not depend on it
+            summary = read_summary(path)
+            speed = summary.tokens_per_second
+            is_alike = summary.model == model and _layout(summary) == _layout(shape)
+            if is_alike and same_kernels(summary.train, train) and speed is not None and 0 < speed < math.inf:
+                found.append(EarlierSpeed(path, speed, summary.measured, summary.device))
+    return found
+
+
+def _layout(record: RunSummary | BatchLayout) -> tuple[int | None, ...]:
+    return record.world_size, record.microbatch_size, record.accumulation_steps
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What a plan is to go by, where it is not what there is: the command's options."""
+
+    tokens_per_second: float | None = None
+    tokens_per_second_with_validation: float | None = None
+    world_size: int | None = None
+    restart: bool = False
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Assumptions:
+        """Of ddp_train.py's options by their names."""
+        speeds = options["assume_tps"], options["assume_tps_with_validation"]
+        return cls(*speeds, options["assume_world_size"], options["restart"])
+
+
+def print_plan(experiment: Experiment, checkpoint: str | None, ranks: int, assumed: Assumptions) -> None:
+    """Print what the command would do with `checkpoint` (None: with the latest) on so many ranks, if no other number is
+    assumed. Raises UserError for what training would refuse."""
+    ranks = assumed.world_size or ranks
+    plan = make_plan(experiment, ranks, None if assumed.restart else planned_start(experiment, ranks, checkpoint))
+    speed = assumed_speed(assumed.tokens_per_second, assumed.tokens_per_second_with_validation)
+    print(describe_plan(plan, experiment.model, plan_speed(experiment, plan.shape, speed)), flush=True)
+    if assumed.world_size is None:  # else it is another machine's disk that counts
+        plan.check_disk(experiment.run.path)

@@ -1,20 +1,21 @@
-"""The end of a run in numbers: what summary.json holds and what is printed."""
+"""The end of a run in numbers: what summary.json holds and what is printed. Written and read through one class."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import torch
+from pydantic import BaseModel, ConfigDict
 
 from harness.common.errors import RunError
 from harness.common.files import replace_text
-from harness.common.json_files import finite
+from harness.common.json_files import finite, parse_config, read_json_object
 from harness.data.loader import BatchLayout
-from harness.runs.checkpoint_meta import TrainState
+from harness.runs.checkpoint_meta import Provenance, TrainState
 from harness.runs.directory import RunDirectory
-from harness.runs.throughput import Throughput
+from harness.runs.throughput import Measured, Throughput
 
 
 @dataclass(frozen=True)
@@ -26,48 +27,106 @@ class Machine:
     peak_memory_gib: float
 
 
-def summarise(
-    state: TrainState, seconds: dict[str, float], speed: Throughput, machine: Machine, shape: BatchLayout
-) -> dict[str, Any]:
-    """summary.json without the run's configuration.
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to, and what it took: what its summary is worked out from."""
 
-    Rates are per second of training, not of validation or saving, over what this program trained with the batch and on
-    the machine that the summary names; None if that is nothing.
+    state: TrainState
+    seconds: dict[str, float]  # by phase
+    throughput: Throughput
+    machine: Machine
+    shape: BatchLayout
+
+
+class RunSummary(BaseModel):
+    """A summary.json. An earlier version's has fewer keys: what has a default may not be in it. Unknown keys are kept.
+
+    The order of the fields is that of the keys in the file.
     """
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    run: str = ""
+    seconds: dict[str, float] = {}  # by phase, and in total
+    tokens_seen: int | None = None
+    trained_tokens: int | None = None  # of those seen, the ones that the seconds of training belong to
+    # Per second of training, over what this program trained with the batch and on the machine named below; null if that
+    # is nothing.
+    tokens_per_second: float | None = None
+    measured: Measured | None = None  # None: an earlier version's, whose speed divided all tokens by its own seconds
+    global_steps: int | None = None
+    final_train_loss: float | None = None
+    final_validation_loss: float | None = None
+    best_loss: float | None = None
+    best_step: int | None = None
+    skipped_steps: int = 0
+    flops_per_token: int | None = None
+    mfu: float | None = None
+    peak_memory_gib: float | None = None
+    dollars: dict[str, int | float] | None = None  # by phase, and in total
+    device: str
+    world_size: int
+    microbatch_size: int | None = None
+    accumulation_steps: int | None = None
+    torch: str | None = None
+    # A Provenance's
+    model: dict[str, Any] | None = None
+    parameters: int | None = None
+    train: dict[str, Any] = {}
+    dataset: dict[str, Any] | None = None
+
+
+def read_summary(path: Path) -> RunSummary:
+    """Read a summary.json. Raises UserError naming the key that cannot be one's."""
+    return parse_config(RunSummary, read_json_object(path), path)
+
+
+def summarise(run: str, outcome: Outcome, provenance: Provenance) -> RunSummary:
+    """The summary of the run of this name."""
+    import torch
+
+    state, machine, throughput = outcome.state, outcome.machine, outcome.throughput
     # What a run never does has no place in its summary.
-    seconds = {phase: spent for phase, spent in seconds.items() if spent or phase != "benchmarks"}
+    seconds = {phase: spent for phase, spent in outcome.seconds.items() if spent or phase != "benchmarks"}
+    total = sum(seconds.values())
     measured = state.measured(seconds["training"])
     rate = measured.tokens_per_second
-    mfu = None if rate is None else speed.mfu(rate / machine.world_size)
-    total = sum(seconds.values())
-    dollars = {phase: round(speed.dollars(spent) or 0, 4) for phase, spent in {**seconds, "total": total}.items()}
-    return {
-        "seconds": {**{phase: round(spent, 3) for phase, spent in seconds.items()}, "total": round(total, 3)},
-        "tokens_seen": state.tokens_seen,
-        "trained_tokens": state.trained_tokens,
-        "tokens_per_second": None if rate is None else round(rate, 1),
-        "measured": {**asdict(measured), "seconds": round(measured.seconds, 3)},
-        "global_steps": state.global_step + 1,
-        "final_train_loss": finite(state.train_loss),
-        "final_validation_loss": finite(state.val_loss),
-        "best_loss": finite(state.best_loss),
-        "best_step": state.best_step,
-        "skipped_steps": state.skipped_steps,
-        "flops_per_token": speed.flops_per_token,
-        "mfu": None if mfu is None else round(mfu, 4),
-        "peak_memory_gib": round(machine.peak_memory_gib, 3),
-        "dollars": None if speed.price_per_hour is None else dollars,
-        "device": machine.device,
-        "world_size": machine.world_size,
-        "microbatch_size": shape.microbatch_size,
-        "accumulation_steps": shape.accumulation_steps,
-        "torch": torch.__version__,
-    }
+    mfu = None if rate is None else throughput.mfu(rate / machine.world_size)
+    return RunSummary(
+        run=run,
+        seconds={**{phase: round(spent, 3) for phase, spent in seconds.items()}, "total": round(total, 3)},
+        tokens_seen=state.tokens_seen,
+        trained_tokens=state.trained_tokens,
+        tokens_per_second=None if rate is None else round(rate, 1),
+        measured=measured.model_copy(update={"seconds": round(measured.seconds, 3)}),
+        global_steps=state.global_step + 1,
+        final_train_loss=finite(state.train_loss),
+        final_validation_loss=finite(state.val_loss),
+        best_loss=finite(state.best_loss),
+        best_step=state.best_step,
+        skipped_steps=state.skipped_steps,
+        flops_per_token=throughput.flops_per_token,
+        mfu=None if mfu is None else round(mfu, 4),
+        peak_memory_gib=round(machine.peak_memory_gib, 3),
+        dollars=_dollars(throughput, {**seconds, "total": total}),
+        device=machine.device,
+        world_size=machine.world_size,
+        microbatch_size=outcome.shape.microbatch_size,
+        accumulation_steps=outcome.shape.accumulation_steps,
+        torch=str(torch.__version__),
+        **vars(provenance),
+    )
 
 
-def write_summary(run: RunDirectory, summary: dict[str, Any]) -> None:
+def _dollars(throughput: Throughput, seconds: dict[str, float]) -> dict[str, int | float] | None:
+    if throughput.price_per_hour is None:
+        return None
+    return {phase: round(throughput.dollars(spent) or 0, 4) for phase, spent in seconds.items()}
+
+
+def write_summary(run: RunDirectory, summary: RunSummary) -> None:
     """Write and print a run's summary. Raises RunError if it cannot be written."""
-    text = json.dumps({"run": run.path.name, **summary}, indent=2, allow_nan=False)
+    text = json.dumps(summary.model_dump(exclude_unset=True), indent=2, allow_nan=False)
     try:
         replace_text(run.summary, text + "\n")
     except OSError as error:
@@ -75,42 +134,42 @@ def write_summary(run: RunDirectory, summary: dict[str, Any]) -> None:
     print("\n" + describe_summary(summary), flush=True)
 
 
-def describe_summary(summary: dict[str, Any]) -> str:
-    """The summary for a terminal."""
-    seconds, dollars = summary["seconds"], summary["dollars"]
+def describe_summary(summary: RunSummary) -> str:
+    """The summary, with all that today's have, for a terminal."""
+    seconds, dollars = summary.seconds, summary.dollars
     lines = [
         f"Training complete in {seconds['total']:,.3f} seconds",
         "  " + ", ".join(f"{phase} {seconds[phase]:,.1f} s" for phase in seconds if phase != "total"),
-        f"Tokens seen: {summary['tokens_seen']:,}{_foreign(summary)}",
+        f"Tokens seen: {summary.tokens_seen:,}{_foreign(summary)}",
         f"Throughput: {_throughput(summary)}",
     ]
-    if summary["mfu"] is not None:
-        lines.append(f"MFU: {summary['mfu']:.1%}")
-    lines.append(f"Peak memory: {summary['peak_memory_gib']:.2f} GiB per device")
-    if summary["skipped_steps"]:
-        lines.append(f"Skipped steps (gradients not finite): {summary['skipped_steps']:,}")
-    lines.append(f"Final train loss: {_loss(summary['final_train_loss'])}")
-    if summary["final_validation_loss"] is not None:
-        lines.append(f"Final validation loss: {_loss(summary['final_validation_loss'])}")
-    if summary["best_step"] is not None:
-        lines.append(f"Best loss: {_loss(summary['best_loss'])} at global step {summary['best_step']}")
+    if summary.mfu is not None:
+        lines.append(f"MFU: {summary.mfu:.1%}")
+    lines.append(f"Peak memory: {summary.peak_memory_gib:.2f} GiB per device")
+    if summary.skipped_steps:
+        lines.append(f"Skipped steps (gradients not finite): {summary.skipped_steps:,}")
+    lines.append(f"Final train loss: {_loss(summary.final_train_loss)}")
+    if summary.final_validation_loss is not None:
+        lines.append(f"Final validation loss: {_loss(summary.final_validation_loss)}")
+    if summary.best_step is not None:
+        lines.append(f"Best loss: {_loss(summary.best_loss)} at global step {summary.best_step}")
     if dollars is not None:
         phases = ", ".join(f"{phase} ${cost:,.2f}" for phase, cost in dollars.items() if phase != "total")
         lines.append(f"Cost: ${dollars['total']:,.2f} ({phases})")
     return "\n".join(lines)
 
 
-def _foreign(summary: dict[str, Any]) -> str:
-    trained = summary["trained_tokens"]
-    return "" if trained == summary["tokens_seen"] else f", {trained:,} of them trained by this program"
+def _foreign(summary: RunSummary) -> str:
+    trained = summary.trained_tokens
+    return "" if trained == summary.tokens_seen else f", {trained:,} of them trained by this program"
 
 
-def _throughput(summary: dict[str, Any]) -> str:
-    rate, measured = summary["tokens_per_second"], summary["measured"]
-    if rate is None:
+def _throughput(summary: RunSummary) -> str:
+    rate, measured = summary.tokens_per_second, summary.measured
+    if rate is None or measured is None:
         return "not measured: nothing is known to be trained with this batch on this machine"
-    over = f" ({measured['tokens']:,} tokens in {measured['seconds']:,.1f} s: with this batch on this machine)"
-    return f"{rate:,.0f} tokens/second of training{'' if measured['tokens'] == summary['tokens_seen'] else over}"
+    over = f" ({measured.tokens:,} tokens in {measured.seconds:,.1f} s: with this batch on this machine)"
+    return f"{rate:,.0f} tokens/second of training{'' if measured.tokens == summary.tokens_seen else over}"
 
 
 def _loss(value: float | None) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
 # Keys of train.json that decide, with the model and the number of ranks, how long a step takes.
 BATCH_KEYS = ("microbatch_size", "gradient_accumulation_steps", "global_batch_size")
 KERNEL_KEYS = ("precision", "compile", "activation_checkpointing", "optimizer", "shard_optimizer")
@@ -15,9 +17,10 @@ BELIEVED_STEPS = 20
 BELIEVED_SECONDS = 10.0
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(BaseModel):
     """The training behind a speed: only what this program did itself, with one batch on one machine."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
 
     global_steps: int
     tokens: int
@@ -65,18 +68,6 @@ def same_kernels(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
 def _agree(then: Mapping[str, Any], now: Mapping[str, Any], keys: tuple[str, ...]) -> bool:
     return all(then[key] == now[key] for key in keys if key in then and key in now)
-
-
-def measured_by(summary: Mapping[str, Any]) -> Measured | None:
-    """What the speed in a summary.json rests on; None for an earlier version's, which did not say it: it divided all
-    tokens, those of other programs and machines, too, by its own seconds.
-
-    Raises KeyError, TypeError or ValueError if that is none of ours.
-    """
-    if "measured" not in summary:
-        return None
-    found = summary["measured"]
-    return Measured(int(found["global_steps"]), int(found["tokens"]), float(found["seconds"]))
 
 
 # Dense peak in 16-bit matrix products with fp32 accumulation, FLOP/s, from NVIDIA's data sheets; the first name found

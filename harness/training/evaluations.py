@@ -23,8 +23,8 @@ from harness.evaluation.benchmarks.tasks import REASON_CHARACTERS, Benchmarks, p
 from harness.evaluation.generation import Sampling, continue_text
 from harness.evaluation.likelihood import Scorer
 from harness.evaluation.loss import mean, microbatch_losses
-from harness.runs.train_config import TrainConfig
 from harness.model.precision import Precision
+from harness.runs.train_config import TrainConfig
 from harness.training.startup import Start
 from harness.training.step import OptimizerStep
 

@@ -25,6 +25,16 @@ class TrainMetrics:
     skipped_steps: int
     skipped_in_a_row: int
 
+    def check_divergence(self, step: int, max_skipped_steps: int, world: World) -> None:
+        """Raises RunError if too many steps in a row were skipped. Every rank has the same metrics, and so comes to the
+        same end."""
+        if self.skipped_in_a_row >= max_skipped_steps:
+            raise world.collective_error(
+                f"gradients were not finite in {self.skipped_in_a_row} steps in a row up to global step {step} "
+                "(train.json: max_skipped_steps); lower learning_rate or set clipping_max_norm, and go back to an "
+                "earlier checkpoint by its name"
+            )
+
 
 class LossMeter:
     """Gathers steps' results on the device, without waiting for any of them, until a report asks."""

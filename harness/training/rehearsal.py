@@ -13,6 +13,7 @@ from harness.common.memory import is_out_of_memory
 from harness.distributed.replicas import weight_checksums
 from harness.distributed.world import World
 from harness.runs.checkpoint_meta import TrainState
+from harness.runs.metrics import ValidationEvent
 from harness.training.evaluations import Evaluations
 from harness.training.loss_meter import LossMeter
 from harness.training.reporter import Reporter
@@ -31,7 +32,7 @@ class Trainer(Protocol):
 
     world: World  # of this process alone
     state: TrainState
-    step: OptimizerStep
+    optimizer_step: OptimizerStep
     meter: LossMeter
     evaluations: Evaluations
     reporter: Reporter
@@ -50,7 +51,7 @@ class Rehearsal:
 
     def build_step(self) -> OptimizerStep:
         self._trainer = self.build_trainer(World(0, self.world.local_rank, 1, 1, self.world.device))
-        return self._trainer.step
+        return self._trainer.optimizer_step
 
     def rehearse(self, result: StepResult) -> None:
         """Report, draw, save and sample as after a step. On a GPU nothing of that takes its memory.
@@ -60,13 +61,13 @@ class Rehearsal:
         trainer = self._trainer
         if trainer is None or self.world.device.type != "cpu":
             return
-        weight_checksums(trainer.step.bare_model)
+        weight_checksums(trainer.optimizer_step.bare_model)
         if not self.world.is_main:
             return
         trainer.state.global_step = 0
         trainer.meter.add(result)
         metrics = trainer.meter.reduce(trainer.world)
-        trainer.reporter.training(metrics, trainer.state, trainer.step.optimizer.learning_rate)
+        trainer.reporter.training(metrics, trainer.state, trainer.optimizer_step.optimizer.learning_rate)
         self._draw(trainer, metrics.loss)
         try:
             trainer.checkpointer.save(trainer.state)
@@ -83,7 +84,7 @@ class Rehearsal:
         from harness.runs.chart import draw_training_chart
 
         run = trainer.reporter.run
-        trainer.reporter.metrics.append("validation", global_step=0, loss=loss)
+        trainer.reporter.metrics.append(ValidationEvent(global_step=0, loss=loss))
         try:
             draw_training_chart(run.metrics, run.chart, title=run.path.name)
         except Exception as error:

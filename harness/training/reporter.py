@@ -18,9 +18,18 @@ from harness.common.memory import GIB, peak_bytes
 from harness.distributed.signals import described
 from harness.distributed.world import World
 from harness.evaluation.benchmarks.run import Score
-from harness.runs.checkpoint_meta import CheckpointMeta, TrainState, as_recorded
-from harness.runs.metrics import PHASES, MetricsFile
-from harness.runs.summary import Machine, summarise, write_summary
+from harness.runs.checkpoint_meta import Provenance, TrainState, as_recorded
+from harness.runs.metrics import (
+    PHASES,
+    BenchmarkEvent,
+    CheckpointEvent,
+    Event,
+    MetricsFile,
+    SampleEvent,
+    TrainEvent,
+    ValidationEvent,
+)
+from harness.runs.summary import Machine, Outcome, summarise, write_summary
 from harness.runs.throughput import Throughput, peak_flops
 from harness.training.evaluations import Sample
 from harness.training.loss_meter import TrainMetrics, metric_values
@@ -96,7 +105,7 @@ class Reporter:
         self._last_report = (tokens, seconds)
         mfu = self.throughput.mfu(tokens_per_second / self.world.size)
         rates = {"tokens_per_second": round(tokens_per_second, 1), "mfu": mfu}
-        self._append("train", state, **metric_values(metrics), learning_rate=learning_rate, **rates)
+        self._append(TrainEvent, state, **metric_values(metrics), learning_rate=learning_rate, **rates)
         shown = {"loss": f"{metrics.loss:.3f}", "tps": f"{tokens_per_second:,.0f}"}
         if mfu is not None:
             shown["mfu"] = f"{mfu:.1%}"
@@ -105,7 +114,7 @@ class Reporter:
     def validation(self, loss: float, state: TrainState) -> None:
         if not self.world.is_main:
             return
-        self._append("validation", state, loss=loss)
+        self._append(ValidationEvent, state, loss=loss)
         self.console.say(f"global step {state.global_step}: validation loss {loss:.3f}")
         self.draw_chart()
 
@@ -114,7 +123,7 @@ class Reporter:
         if not self.world.is_main or not scores:
             return
         for score in scores:
-            self._append("benchmark", state, **asdict(score))
+            self._append(BenchmarkEvent, state, **asdict(score))
         said = ", ".join(f"{score.task} {score.metric} {score.value:.4g}" for score in scores)
         self.console.say(f"global step {state.global_step}: {said}")
         self.draw_chart()
@@ -125,13 +134,13 @@ class Reporter:
         if sample.failure:
             self.console.say(f"global step {state.global_step}: no sample: {sample.failure}")
             return
-        self._append("sample", state, text=sample.text)
+        self._append(SampleEvent, state, text=sample.text)
         self.console.say(f"global step {state.global_step}: {sample.text}")
 
     def checkpoint(self, state: TrainState, *, is_best: bool) -> None:
         if not self.world.is_main:
             return
-        self._append("checkpoint", state, is_best=is_best)
+        self._append(CheckpointEvent, state, is_best=is_best)
         if not self.start.experiment.config.validates:
             self.draw_chart()
 
@@ -150,8 +159,8 @@ class Reporter:
         self.console.close()
         machine = measure_machine(self.world)
         if self.world.is_main:
-            summary = summarise(state, self.clock.now(), self.throughput, machine, self.start.layout)
-            write_summary(self.run, summary | vars(self.start.provenance))
+            outcome = Outcome(state, self.clock.now(), self.throughput, machine, self.start.layout)
+            write_summary(self.run, summarise(self.run.path.name, outcome, self.start.provenance))
             self.draw_chart()
 
     def draw_chart(self) -> None:
@@ -163,9 +172,9 @@ class Reporter:
         except Exception as error:
             warnings.warn(f"{self.run.chart}: no chart: {error}", stacklevel=2)
 
-    def _append(self, event: str, state: TrainState, **values: Any) -> None:
-        place = {"global_step": state.global_step, "tokens_seen": state.tokens_seen}
-        self.metrics.append(event, **place, seconds=round(self.clock.total, 3), **values)
+    def _append(self, kind: type[Event], state: TrainState, **values: Any) -> None:
+        place: dict[str, Any] = {"global_step": state.global_step, "tokens_seen": state.tokens_seen}
+        self.metrics.append(kind(**place, seconds=round(self.clock.total, 3), **values))
 
     def _dollars(self, state: TrainState) -> dict[str, str]:
         """Spent so far and projected for the whole run, at the pace since this process started."""
@@ -197,9 +206,6 @@ def restore_summary(start: Start, world: World) -> None:
     # Not necessarily those of today.
     machine, layout = as_recorded(measure_machine(world), meta), as_recorded(start.layout, meta)
     seconds = dict.fromkeys(PHASES, 0.0) | meta.seconds
-    summary = summarise(meta.state(), seconds, throughput_on(start, machine.device), machine, layout)
-    world.on_rank0(lambda: write_summary(run, summary | provenance_of(meta)))
-
-
-def provenance_of(meta: CheckpointMeta) -> dict[str, Any]:
-    return {key: getattr(meta, key) for key in ("model", "parameters", "train", "dataset")}
+    provenance = Provenance(meta.model or {}, start.experiment.model.parameters, meta.train, meta.dataset or {})
+    outcome = Outcome(meta.state(), seconds, throughput_on(start, machine.device), machine, layout)
+    world.on_rank0(lambda: write_summary(run, summarise(run.path.name, outcome, provenance)))

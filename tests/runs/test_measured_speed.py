@@ -9,7 +9,8 @@ import pytest
 
 from harness.common.json_files import read_json_object
 from harness.runs.checkpoint_meta import CheckpointMeta, write_meta
-from harness.runs.throughput import Conditions, Measured, measured_by, same_conditions
+from harness.runs.summary import RunSummary
+from harness.runs.throughput import Conditions, Measured, same_conditions
 from tests.support.launch import Workshop
 
 NEW_KEYS = {"foreign_tokens", "device", "microbatch_size", "accumulation_steps"}
@@ -93,11 +94,15 @@ def test_conditions() -> None:
 
 
 def test_what_can_be_believed() -> None:
-    assert Measured(20, 2000, 10.0).is_believable
-    assert not Measured(19, 2000, 1000.0).is_believable
-    assert not Measured(2000, 2000, 9.99).is_believable
-    assert Measured(20, 2000, 10.0).tokens_per_second == 200.0
-    assert Measured(0, 0, 0.0).tokens_per_second is None
-    old = {"global_steps": 7, "tokens_seen": 70, "seconds": {"training": 2.0}}
-    assert measured_by(old) is None
-    assert measured_by(old | {"measured": {"global_steps": 1, "tokens": 3, "seconds": 0.5}}) == Measured(1, 3, 0.5)
+    def measured(steps: int, tokens: int, seconds: float) -> Measured:
+        return Measured(global_steps=steps, tokens=tokens, seconds=seconds)
+
+    assert measured(20, 2000, 10.0).is_believable
+    assert not measured(19, 2000, 1000.0).is_believable
+    assert not measured(2000, 2000, 9.99).is_believable
+    assert measured(20, 2000, 10.0).tokens_per_second == 200.0
+    assert measured(0, 0, 0.0).tokens_per_second is None
+    old = {"global_steps": 7, "tokens_seen": 70, "seconds": {"training": 2.0}, "device": "x", "world_size": 1}
+    assert RunSummary.model_validate(old).measured is None
+    new = RunSummary.model_validate(old | {"measured": {"global_steps": 1, "tokens": 3, "seconds": 0.5}})
+    assert new.measured == measured(1, 3, 0.5)

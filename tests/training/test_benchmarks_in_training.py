@@ -27,6 +27,7 @@ from harness.distributed.watchdog import NoWatchdog, Place
 from harness.distributed.world import World
 from harness.evaluation.likelihood import Scorer
 from harness.model.precision import Precision
+from harness.runs.metrics import read_metrics
 from harness.training.evaluations import EvaluationFailed, Sharing
 from tests.support.benchmark_files import sentence, write_task
 from tests.support.launch import Workshop, finish, metrics, without_times
@@ -90,7 +91,7 @@ def test_scores_are_in_the_metrics_and_the_summary(shop: Workshop, straight: Pat
     order = [event["event"] for event in events if event["global_step"] == 4]
     assert order == ["train", "validation", *["benchmark"] * 5, "checkpoint"]
     assert json.loads((straight / "summary.json").read_text())["seconds"]["benchmarks"] > 0
-    lines = harness.runs.chart.benchmark_lines(events)
+    lines = harness.runs.chart.benchmark_lines(read_metrics(straight / "metrics.jsonl"))
     assert list(lines) == ["choice, acc_norm", "last_word, acc", "generate, exact_match"]
     assert [step for step, _ in lines["choice, acc_norm"]] == [0, 4, 8, 9]
 

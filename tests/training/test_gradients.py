@@ -20,7 +20,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_train import build_model
+from gpt import GPTModel
 from harness.data.dataset import Dataset
 from harness.data.loader import TokenLoader
 from harness.distributed.world import World
@@ -33,7 +33,8 @@ world = World.join()
 results = {}
 for name in names:
     experiment = Experiment.load(RunDirectory.find(Path(runs), name), Path(datasets))
-    model = trained = build_model(experiment, world.device).double()
+    torch.manual_seed(experiment.config.random_seed)
+    model = trained = GPTModel(experiment.model).double()
     exchanged = []
     if world.size > 1:
         trained = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=0.5)

@@ -23,7 +23,7 @@ from harness.evaluation.generation import Sampling, choose, sample_tokens
 from harness.evaluation.loss import bits_per_byte, mean
 from harness.model.precision import Precision
 from harness.runs.chart import draw_training_chart
-from harness.runs.metrics import MetricsFile, read_metrics
+from harness.runs.metrics import MetricsFile, TrainEvent, ValidationEvent, read_metrics
 from harness.runs.throughput import Throughput, peak_flops
 from harness.runs.train_config import TrainConfig
 from harness.training.clock import Clock
@@ -65,8 +65,9 @@ def test_a_window_with_nan_reports_nan_and_valid_json(tmp_path: Path) -> None:
     report = window.reduce(ALONE)
     assert math.isnan(report.loss)
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    metrics.append("train", loss=report.loss, norm=report.gradient_norm, steps=3)
-    assert json.loads(metrics.path.read_text()) == {"event": "train", "loss": None, "norm": None, "steps": 3}
+    metrics.append(TrainEvent(global_step=3, loss=report.loss, gradient_norm=report.gradient_norm, skipped_steps=1))
+    values = {"event": "train", "global_step": 3, "loss": None, "gradient_norm": None, "skipped_steps": 1}
+    assert json.loads(metrics.path.read_text()) == values
 
 
 def test_validation_is_the_mean_without_dropout_and_leaves_the_mode_and_random_state(tmp_path: Path) -> None:
@@ -160,10 +161,10 @@ def test_a_chart_of_a_run_is_drawn_even_while_its_file_is_being_written(tmp_path
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     for step in range(0, 300, 3):
         loss = 3 + 7 * math.exp(-step / 50)
-        metrics.append("train", global_step=step, loss=loss, loss_min=loss - 0.3, loss_max=loss + 0.3)
+        metrics.append(TrainEvent(global_step=step, loss=loss, loss_min=loss - 0.3, loss_max=loss + 0.3))
         if step % 60 == 0:
-            metrics.append("validation", global_step=step, loss=loss + 0.1)
-    metrics.append("train", global_step=300, loss=math.nan, loss_min=math.nan, loss_max=math.nan)
+            metrics.append(ValidationEvent(global_step=step, loss=loss + 0.1))
+    metrics.append(TrainEvent(global_step=300, loss=math.nan, loss_min=math.nan, loss_max=math.nan))
     with metrics.path.open("a") as file:
         file.write('{"event": "train", "global_st')
     assert len(read_metrics(metrics.path)) == 106

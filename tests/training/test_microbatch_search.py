@@ -396,8 +396,8 @@ def test_a_probe_leaves_the_process_usable(base_gib: float, workshop: Workshop) 
     """The verdict on a size does not depend on the sizes tried before it: small, far too large, small again."""
     program = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from functools import partial; from pathlib import Path\n"
-        "import ddp_train, gpt\n"
+        "from pathlib import Path\n"
+        "import gpt; from harness.training.step import build_step\n"
         "from harness.runs.experiment import Experiment; from harness.runs.directory import RunDirectory\n"
         "from harness.distributed.world import World\n"
         "from harness.training.batch_size_finder import MicrobatchProbe; from harness.data.dataset import Dataset\n"
@@ -406,7 +406,9 @@ def test_a_probe_leaves_the_process_usable(base_gib: float, workshop: Workshop) 
         "e = Experiment.load(RunDirectory.find(runs, 'r'), datasets)\n"
         "tokens = Dataset.open(datasets, e.config.dataset).split('train')\n"
         "limit_memory(world.device, float(sys.argv[4]), 1)\n"
-        "build = partial(ddp_train.build_bare_step, e, world.device)\n"
+        "def build():\n"
+        "    model = gpt.GPTModel(e.model)\n"
+        "    return build_step(model, model, e.config)\n"
         "probe = MicrobatchProbe(build, world, tokens, 0, e.model.context_length)\n"
         "for n in (2, 150, 1, 40, 2, 190, 3, 1): probe.fits(n)\n"
     )

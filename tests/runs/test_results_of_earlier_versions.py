@@ -1,0 +1,157 @@
+"""What an earlier version of this program has left of a run is read, and gone on with, as it would have done itself.
+
+The folders in fixtures/ were written by the version before `CheckpointMeta`, `RunSummary` and the events were classes:
+`one_rank` and `two_ranks` are runs trained to their end, of which one checkpoint on the way was kept. In `older` there
+are files with the keys of a version yet before that one.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from harness.common.files import sha256
+from harness.runs.checkpoint_meta import META, CheckpointMeta, read_meta, write_meta
+from harness.runs.checkpoints import list_checkpoints, load_checkpoint, verify_checkpoint
+from harness.runs.directory import RunDirectory
+from harness.runs.metrics import Event, MetricsFile, TrainEvent, ValidationEvent, read_metrics
+from harness.runs.summary import RunSummary, read_summary, write_summary
+from tests.support.launch import Workshop
+from tests.support.same_end import assert_same_end
+
+FIXTURES = Path(__file__).parent / "fixtures"
+RUNS = ("one_rank", "two_ranks")
+
+
+def checkpoint_of(run: Path) -> Path:
+    [(_, path)] = list_checkpoints(run / "checkpoints")
+    return path
+
+
+def this_cpu() -> str:
+    """What decides which instructions torch computes with, and so the last bits of its results."""
+    first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    known = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
+    named = [known.get(key, "?") for key in ("model name", "cpu family", "model", "stepping")]
+    return ", ".join([*named, torch.backends.cpu.get_cpu_capability()])
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    made = Workshop(tmp_path_factory.mktemp("earlier"))
+    made.add_dataset(largest=15)
+    return made
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_goes_on_and_ends_as_it_did(shop: Workshop, name: str) -> None:
+    """And as one that this version trains from its beginning."""
+    written_by = json.loads((FIXTURES / name / "written_by.json").read_text())
+    run = Path(shutil.copytree(FIXTURES / name, shop.runs / name))
+    straight = shop.runs / f"{name}-straight"
+    straight.mkdir()
+    for file in ("model.json", "train.json"):
+        shutil.copy(run / file, straight)
+    said = shop.train(name, checkpoint_of(run).name, ranks=written_by["ranks"]).stdout
+    assert f"continuing from {checkpoint_of(FIXTURES / name).name}" in said
+    assert "train.json has changed" not in said
+    shop.train(straight.name, ranks=written_by["ranks"])
+    ends = [folder / "checkpoints" / "latest" for folder in (run, straight)]
+    assert read_meta(ends[0]).global_step == written_by["final_step"]
+    one, other = (load_file(end / "model.safetensors") for end in ends)
+    assert one.keys() == other.keys()
+    assert all(torch.allclose(tensor, other[key], atol=1e-3) for key, tensor in one.items())
+    summary = read_summary(run / "summary.json")
+    assert summary.measured is not None
+    assert summary.measured.tokens == summary.tokens_seen, "its seconds were measured on such a machine, too"
+    # Another processor or version of torch may have made other last bits, from the first step on.
+    if (written_by["cpu"], written_by["torch"]) == (this_cpu(), torch.__version__):
+        assert_same_end(straight, run)
+        assert sha256(ends[0] / "model.safetensors") == written_by["final_weights_sha256"]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_checkpoint_is_whole_and_says_what_it_said(name: str, tmp_path: Path) -> None:
+    path = checkpoint_of(FIXTURES / name)
+    verify_checkpoint(path)
+    loaded = load_checkpoint(path)  # tensors and plain values only: as every checkpoint, with weights_only
+    assert len(loaded.train_state["ranks"]) == loaded.meta.world_size == (1 if name == "one_rank" else 2)
+    assert not loaded.meta.model_extra
+    state = loaded.meta.state()
+    assert (state.global_step, state.best_step, state.measured_from_step) == (5, 5, -1)
+    assert state.values() == {key: value for key, value in raw_meta(path).items() if key in vars(state)}
+    hashes = {key: value for key, value in loaded.meta.sha256.items() if key != META}
+    write_meta(tmp_path, loaded.meta.model_copy(update={"sha256": hashes}))
+    assert (tmp_path / META).read_bytes() == (path / META).read_bytes()
+
+
+def raw_meta(path: Path) -> dict[str, object]:
+    return json.loads((path / META).read_text())
+
+
+def test_todays_files_have_the_same_keys_in_the_same_order(shop: Workshop) -> None:
+    run = Path(shutil.copytree(FIXTURES / "one_rank", shop.runs / "keys"))
+    shop.train("keys", "--restart", ranks=1)
+    assert list(raw_meta(run / "checkpoints" / "latest")) == list(raw_meta(checkpoint_of(FIXTURES / "one_rank")))
+    then, now = (json.loads((folder / "summary.json").read_text()) for folder in (FIXTURES / "one_rank", run))
+    assert [list(then), list(then["seconds"]), list(then["measured"])] == [
+        *(list(now), list(now["seconds"]), list(now["measured"]))
+    ]
+    then, now = ((folder / "metrics.jsonl").read_text().splitlines() for folder in (FIXTURES / "one_rank", run))
+    assert [list(json.loads(line)) for line in then] == [list(json.loads(line)) for line in now]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_summary_is_read_and_written_as_it_was(name: str, tmp_path: Path) -> None:
+    summary = read_summary(FIXTURES / name / "summary.json")
+    assert not summary.model_extra
+    assert summary.tokens_seen == summary.trained_tokens == 1280
+    assert summary.model == json.loads((checkpoint_of(FIXTURES / name) / META).read_text())["model"]
+    write_summary(RunDirectory(tmp_path), summary)
+    assert (tmp_path / "summary.json").read_bytes() == (FIXTURES / name / "summary.json").read_bytes()
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_metrics_are_read_and_written_as_they_were(name: str, tmp_path: Path) -> None:
+    events = read_metrics(FIXTURES / name / "metrics.jsonl")
+    again = MetricsFile(tmp_path / "metrics.jsonl")
+    for event in events:
+        assert type(event) is not Event
+        assert not event.model_extra
+        again.append(event)
+    assert again.path.read_bytes() == (FIXTURES / name / "metrics.jsonl").read_bytes()
+
+
+def test_files_with_fewer_keys() -> None:
+    """Their tokens and seconds may be another program's or machine's: the speed is measured from there."""
+    meta = CheckpointMeta.model_validate_json((FIXTURES / "older" / META).read_text())
+    state = meta.state()
+    assert (state.measured_from_step, state.measured_from_tokens) == (meta.global_step, meta.tokens_seen)
+    assert state.measured_from_seconds == meta.seconds["training"] > 0
+    assert (meta.due, meta.is_notebooks, meta.device) == (None, False, None)
+    summary = read_summary(FIXTURES / "older" / "summary.json")
+    assert (summary.measured, summary.trained_tokens) == (None, None)
+    assert summary.tokens_per_second is not None
+    assert isinstance(summary, RunSummary)
+
+
+def test_lines_with_other_keys(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [
+        '{"event": "train", "global_step": 1, "loss": NaN, "temperature": 3}',
+        '{"event": "later", "global_step": 2}',
+    ]
+    path.write_text(
+        "\n".join([*lines, '{"event": "validation"}', "5", '{"event": "validation", "global_step": 3, "lo'])
+    )
+    train, other = read_metrics(path)
+    assert isinstance(train, TrainEvent)
+    assert (train.loss, train.mfu, train.model_extra) == (None, None, {"temperature": 3})
+    assert (type(other), other.event) == (Event, "later")
+    MetricsFile(path).append(ValidationEvent(global_step=3, loss=float("inf")))
+    assert path.read_text().endswith('{"event": "validation", "global_step": 3, "loss": null}\n')
