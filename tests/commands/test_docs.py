@@ -66,7 +66,10 @@ def anchors_of(document: Path) -> set[str]:
 
 
 def links_of(document: Path) -> list[str]:
-    targets = re.findall(r"\]\(([^)\s]+)\)", prose_of(document))
+    """The places of this repository that a page leads to, by [text](place) or by [text][name] and [name]: place."""
+    text = prose_of(document)
+    places = dict(re.findall(r"^\[([\w-]+)\]: (\S+)$", text, re.MULTILINE))
+    targets = re.findall(r"\]\(([^)\s]+)\)", text) + [places[name] for name in re.findall(r"\]\[([\w-]+)\]", text)]
     return [target for target in targets if not target.startswith(("https://", "http://", "mailto:"))]
 
 
