@@ -20,7 +20,7 @@ from harness.common.options import POSITIVE, Command, check_options
 from harness.distributed.signals import StopRequested, StopSignal
 from harness.distributed.watchdog import Place
 from harness.runs.intervals import due_after
-from harness.runs.schemas import print_schema
+from harness.runs.schemas import schema_option
 
 if TYPE_CHECKING:
     import torch
@@ -133,14 +133,7 @@ class Trainer:
 @click.option("--assume-world-size", type=click.IntRange(min=1), help="With --plan: as if there were N ranks.")
 @click.option("--restart", is_flag=True, help="Move earlier results to RUN/aside and start again.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
-@click.option(
-    "--schema",
-    type=click.Choice(["train", "model"]),
-    is_eager=True,
-    expose_value=False,
-    callback=print_schema,
-    help="Print the JSON Schema of train.json or model.json, for editors.",
-)
+@schema_option
 def main(run: str, datasets_dir: Path, checkpoint: str | None, **options: Any) -> None:
     """Train RUN (a folder in runs/ with model.json and train.json) on its dataset, kept in DATASETS_DIR.
 

@@ -17,3 +17,13 @@ def print_schema(context: click.Context, _: click.Parameter, kind: str | None) -
 
     click.echo(json.dumps(json_schema(TrainConfig if kind == "train" else ModelConfig), indent=2))
     context.exit()
+
+
+schema_option = click.option(
+    "--schema",
+    type=click.Choice(["train", "model"]),
+    is_eager=True,
+    expose_value=False,
+    callback=print_schema,
+    help="Print the JSON Schema of train.json or model.json, for editors.",
+)
