@@ -6,13 +6,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from harness.common.errors import UserError
 from harness.common.files import atomic_file, replace_text, sha256, sync
 from harness.data.preparation.encoding import token_dtype
+from harness.data.preparation.options import Recorded
 from harness.data.preparation.token_stream import HEADER_BYTES, TokenStream, copy_range, write_header
 from harness.data.tokenizers.tokenizer import Tokenizer
 
@@ -132,28 +132,39 @@ def write_splits(stream: TokenStream, splits: list[Split], folder: Path) -> None
         sync(folder)
 
 
+@dataclass(frozen=True)
+class About:
+    """What only the maker of a dataset knows of it, in its meta.json's words."""
+
+    description: str
+    source: dict[str, Recorded]
+
+
 def write_dataset_meta(
-    folder: Path, splits: Sequence[Split], tokenizer: Tokenizer, tokenizer_name: str, about: dict[str, Any]
+    folder: Path, splits: Sequence[Split], tokenizer: Tokenizer, tokenizer_name: str, about: About
 ) -> None:
-    """Describe the splits in `folder`. `about` holds what only the maker knows: "description" and "source".
+    """Describe the splits in `folder`, in its meta.json.
 
     Nothing in it depends on when or where it was made: the same text gives the same bytes.
     """
     files = [f"{split.name}.safetensors" for split in splits]
     meta = {
-        "description": about["description"],
+        "description": about.description,
         "token_dtype": token_dtype(tokenizer.vocab_size).name,
         "files": files if tokenizer_name == "gpt2" else [*files, tokenizer_name],
         "tokenizer": tokenizer_name,
         "vocab_size": tokenizer.vocab_size,
         "eot_token": tokenizer.eot_token,
         **({} if tokenizer_name == "gpt2" else {"tokenizer_sha256": sha256(folder / tokenizer_name)}),
-        "splits": {split.name: _facts(folder, split) for split in splits},
-        "source": about["source"],
+        "splits": {
+            split.name: {
+                "documents": split.documents,
+                "tokens": split.tokens,
+                "bytes": split.bytes,
+                "sha256": sha256(folder / f"{split.name}.safetensors"),
+            }
+            for split in splits
+        },
+        "source": about.source,
     }
     replace_text(folder / "meta.json", json.dumps(meta, indent=2, ensure_ascii=False) + "\n")
-
-
-def _facts(folder: Path, split: Split) -> dict[str, int | str]:
-    digest = sha256(folder / f"{split.name}.safetensors")
-    return {"documents": split.documents, "tokens": split.tokens, "bytes": split.bytes, "sha256": digest}
