@@ -70,18 +70,18 @@ class Microbatch:
 class TokenLoader:
     """Consecutive microbatches of a split from a starting token."""
 
-    def __init__(self, tokens: TokenFile, start_token: int, shape: BatchLayout) -> None:
+    def __init__(self, tokens: TokenFile, start_token: int, layout: BatchLayout) -> None:
         self.tokens = tokens
         self.start_token = start_token
-        self.shape = shape
+        self.layout = layout
 
     def microbatch(self, index: int) -> Microbatch:
         """Microbatch `index`, counted from the start token."""
-        size = self.shape.microbatch_tokens
-        return Microbatch(self.tokens.read(self.start_token + index * size, size + 1), self.shape.context_length)
+        size = self.layout.microbatch_tokens
+        return Microbatch(self.tokens.read(self.start_token + index * size, size + 1), self.layout.context_length)
 
     def microbatches(self, step: int, rank: int) -> list[Microbatch]:
         """What `rank` trains on in the slice's `step`: in accumulation step a of A, microbatch
         (step·A + a)·world_size + rank."""
-        steps, size = self.shape.accumulation_steps, self.shape.world_size
+        steps, size = self.layout.accumulation_steps, self.layout.world_size
         return [self.microbatch((step * steps + a) * size + rank) for a in range(steps)]

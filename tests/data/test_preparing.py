@@ -393,7 +393,14 @@ def test_interrupted_work_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(_tokenizer_file(tmp_path))
     write_json_lines(tmp_path / "texts" / "a.jsonl", DOCUMENTS[:1000])
     (tmp_path / "texts" / "b.jsonl").write_text("broken\n")
-    arguments: list[object] = ["texts", "out", "--tokenizer", "tokenizer.json", "--replace-invalid", "--replace-invalid"]
+    arguments: list[object] = [
+        "texts",
+        "out",
+        "--tokenizer",
+        "tokenizer.json",
+        "--replace-invalid",
+        "--replace-invalid",
+    ]
     arguments += ["--shuffle-seed", 5, "--test-fraction", 0.1, "--document-separator", r"\n\n"]
     mine.run(*arguments, status=1)
     journal = (tmp_path / ".out.partial" / "journal.json").read_text()
