@@ -6,7 +6,8 @@ import socket
 from pathlib import Path
 
 from harness.common.errors import UserError
-from harness.common.memory import GIB, peak_bytes
+from harness.common.memory import peak_bytes
+from harness.common.units import GIB
 from harness.data.dataset import Dataset
 from harness.data.fetch import ensure_dataset
 from harness.distributed.world import World

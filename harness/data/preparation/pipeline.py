@@ -63,7 +63,7 @@ class Preparation:
         dtype = token_dtype(tokenizer.vocab_size)
         stream = TokenStream(self.work.path / "text.tokens", dtype)
         if self.journal.phase == "reading":
-            self._read(stream, encoders, show)
+            self._tokenize(stream, encoders, show)
         stream.size = self.journal.here.size
         if not stream.size.documents:
             raise UserError(f"{self.source.name}: no documents with text ({self.journal.here.empty:,} are empty)")
@@ -76,7 +76,7 @@ class Preparation:
         write_splits(stream, splits, self.work.dataset)
         return splits
 
-    def _read(self, stream: TokenStream, encoders: EncoderProcesses, show: Show) -> None:
+    def _tokenize(self, stream: TokenStream, encoders: EncoderProcesses, show: Show) -> None:
         here = self.journal.here
         stream.open_at(here.size)
         pieces = read_source(self.source, self.recipe.form, here.file, here.documents)
