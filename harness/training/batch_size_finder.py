@@ -23,7 +23,6 @@ import numpy as np
 from harness.common.errors import RunError, UserError
 from harness.common.files import replace_text
 from harness.common.memory import (
-    GIB,
     HEADROOM_BYTES,
     PeakMeter,
     is_out_of_memory,
@@ -34,6 +33,7 @@ from harness.common.memory import (
     settle_cpu_memory,
 )
 from harness.common.statistics import fit_line
+from harness.common.units import GIB
 from harness.data.dataset import Dataset, TokenFile, check_token_ids
 from harness.data.loader import Microbatch
 from harness.distributed.world import World

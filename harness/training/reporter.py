@@ -14,7 +14,8 @@ from typing import Any
 from tqdm import tqdm
 
 from harness.common.errors import say_last
-from harness.common.memory import GIB, peak_bytes
+from harness.common.memory import peak_bytes
+from harness.common.units import GIB
 from harness.distributed.signals import described
 from harness.distributed.world import World
 from harness.evaluation.benchmarks.run import Score
