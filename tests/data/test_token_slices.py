@@ -36,9 +36,9 @@ NOTEBOOK = {
 @pytest.mark.parametrize("name", NOTEBOOK)
 def test_the_notebooks_token_counts(name: str) -> None:
     config = load_train_config(SHIPPED_RUNS / name / "train.json")
-    shape = BatchLayout(8, config.accumulation_steps(8), config.microbatch_size, 1024)
-    position = find_position(config, shape, FINEWEB_TOKENS)
-    assert (position.total_steps * shape.global_tokens, position.total_steps) == NOTEBOOK[name]
+    layout = BatchLayout(8, config.accumulation_steps(8), config.microbatch_size, 1024)
+    position = find_position(config, layout, FINEWEB_TOKENS)
+    assert (position.total_steps * layout.global_tokens, position.total_steps) == NOTEBOOK[name]
 
 
 @given(wanted=st.integers(1, 10**6), extra=st.integers(0, 10**5), batch=st.integers(1, 10**5))
@@ -74,8 +74,8 @@ def test_every_token_is_trained_on_once_and_in_order(
     path = tmp_path_factory.getbasetemp() / "counting.safetensors"
     if not path.exists():
         save_file({"tokens": np.arange(1000, dtype=np.uint16)}, path)
-    shape = BatchLayout(ranks, accumulation, microbatch, context)
-    loader = TokenLoader(TokenFile(path), start, shape)
+    layout = BatchLayout(ranks, accumulation, microbatch, context)
+    loader = TokenLoader(TokenFile(path), start, layout)
     steps = 3
     inputs, targets = [], []
     for step in range(steps):
@@ -86,7 +86,7 @@ def test_every_token_is_trained_on_once_and_in_order(
                 assert x_BxT.shape == y_BxT.shape == (microbatch, context)
                 inputs += x_BxT.flatten().tolist()
                 targets += y_BxT.flatten().tolist()
-    count = steps * shape.global_tokens
+    count = steps * layout.global_tokens
     assert inputs == list(range(start, start + count))
     assert targets == list(range(start + 1, start + count + 1))
 

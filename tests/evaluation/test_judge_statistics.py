@@ -9,33 +9,20 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from harness.common.statistics import RESAMPLES, question_means, resampled_means
 from harness.evaluation.judge.statistics import compare, win_rate
 
 RANDOM = np.random.default_rng(7)
 
 
-def test_repeats_are_averaged_and_unanswered_questions_left_out() -> None:
+def test_questions_without_answers_count_for_no_model() -> None:
     nothing = [math.nan, math.nan]
     scores = np.array([[[10, 20], [30, 20]], [nothing, [50, 60]], [nothing, nothing]])
-    assert question_means(scores).tolist() == [[20, 20], [50, 60]]
     comparison = compare(scores, seed=0)
     assert comparison is not None
     assert comparison.questions == 2
     assert [mean.value for mean in comparison.means] == [35, 40]
     assert comparison.ranking == (1, 0)
     assert compare(scores[2:], seed=0) is None
-
-
-def test_means_of_resamples_have_their_exact_distribution() -> None:
-    """Of two questions, a resample has both, or one of them twice: a quarter, a half, a quarter."""
-    resampled = resampled_means(np.array([[0.0, 7.0], [100.0, 7.0]]), seed=1)
-    assert resampled.shape == (RESAMPLES, 2)
-    values, counts = np.unique(resampled[:, 0], return_counts=True)
-    assert values.tolist() == [0, 50, 100]
-    deviation = math.sqrt(RESAMPLES * 0.25 * 0.75)
-    assert abs(counts - RESAMPLES * np.array([0.25, 0.5, 0.25])).max() < 5 * deviation
-    assert (resampled[:, 1] == 7).all()
 
 
 def test_models_share_their_resamples() -> None:

@@ -4,42 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
-from harness.common.errors import UserError
-from harness.common.json_files import RunFile, json_schema, parse_config
-from harness.common.messages import nearest
-from harness.common.other_names import COUNTERPARTS, WITHOUT_KEY
+from harness.common.json_files import RunFile, json_schema
 from harness.model.config import ModelConfig, load_model_config
 from harness.runs.schedule import build_schedule
 from harness.runs.train_config import TrainConfig, load_train_config
+from tests.support.configs import SEED_MODEL, SEED_TRAIN, WriteModel, WriteTrain, changed, refusal
 
-# The keys that are enough to run, with the lab notebook's numbers.
-SEED_TRAIN: dict[str, Any] = {
-    "dataset": "owner/name",
-    "microbatch_size": 13,
-    "min_train_tokens": 3_260_190_720,
-    "start_train_token": 0,
-    "validation_interval": 617,
-    "validation_batches": 300,
-    "start_val_token": 50_000_000,
-}
-SEED_MODEL: dict[str, Any] = {
-    "vocab_size": 50257,
-    "context_length": 1024,
-    "emb_dim": 768,
-    "n_heads": 12,
-    "n_layers": 12,
-    "drop_rate": 0.1,
-    "qkv_bias": False,
-}
-# DESIGN section 3, row by row.
+# The keys that may be left out, and what each is then.
 DEFAULTS: dict[str, Any] = {
     "initial_weights": None,
     "random_seed": 42,
@@ -84,45 +61,6 @@ MODEL_DEFAULTS = {
     "qk_norm": False,
     "n_kv_heads": None,
 }
-
-WriteTrain = Callable[..., TrainConfig]
-WriteModel = Callable[..., ModelConfig]
-
-
-def changed(base: dict[str, Any], changes: dict[str, Any]) -> str:
-    """JSON of `base` with keys replaced, or left out where the change is `...`."""
-    return json.dumps({key: value for key, value in {**base, **changes}.items() if value is not ...})
-
-
-@pytest.fixture
-def train(tmp_path: Path) -> WriteTrain:
-    def write_and_load(**changes: Any) -> TrainConfig:
-        path = tmp_path / "train.json"
-        path.write_text(changed(SEED_TRAIN, changes))
-        return load_train_config(path)
-
-    return write_and_load
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> WriteModel:
-    def write_and_load(**changes: Any) -> ModelConfig:
-        path = tmp_path / "model.json"
-        path.write_text(changed(SEED_MODEL, changes))
-        return load_model_config(path)
-
-    return write_and_load
-
-
-def refusal(load: Callable[..., object], *arguments: Any, **changes: Any) -> str:
-    """The message with which something is refused: one line that begins with the file's path."""
-    with pytest.raises(UserError) as caught:
-        load(*arguments, **changes)
-    message = str(caught.value)
-    assert message.splitlines() == [message], "more than one line"
-    assert re.match(r"\S+\.json(:\d+)?: ", message), "does not begin with the file"
-    return message
-
 
 # Accepted
 
@@ -273,86 +211,6 @@ def test_an_unknown_model_key_names_the_nearest(model: WriteModel, typo: str, me
     assert f'key "{typo}": unknown; did you mean "{meant}"?' in message
 
 
-def test_slips_of_the_finger_get_advice() -> None:
-    """In every key of three letters or more: a letter left out, doubled or swapped with the next, and underscores left
-    out; in those of five or more a wrong letter, too."""
-    for kind in (TrainConfig, ModelConfig):
-        keys = [key for key in kind.model_fields if len(key) > 2]
-        for key in keys:
-            slips = {key.replace("_", "")}
-            for at in range(len(key)):
-                slips |= {key[:at] + key[at] + key[at:], key[:at] + key[at + 1 : at + 2] + key[at] + key[at + 2 :]}
-                slips |= {key[:at] + key[at + 1 :]} if len(key) > 3 else set()
-                slips |= {key[:at] + "~" + key[at + 1 :]} if len(key) > 4 else set()
-            assert {slip: nearest(slip, keys) for slip in slips} == dict.fromkeys(slips, key)
-
-
-def keys_of_transformers() -> set[str]:
-    transformers = pytest.importorskip("transformers")
-    models = [transformers.GPT2Config(), transformers.LlamaConfig()]
-    arguments = {each.name for each in fields(transformers.TrainingArguments)}
-    return arguments.union(*(model.to_dict() for model in models))
-
-
-# What nanoGPT, llm.c, nanochat, DeepSpeed and older transformers have besides, and what people write.
-ELSEWHERE = [
-    "epochs",
-    "max_epochs",
-    "do_train",
-    "eval_delay",
-    "deepspeed",
-    "ddp_timeout",
-    "per_gpu_train_batch_size",
-    "eval_accumulation_steps",
-    "_comment",
-    "input_val_bin",
-    "embedding_lr",
-    "unembedding_lr",
-    "scalar_lr",
-    "target_flops",
-    "target_param_data_ratio",
-    "window_pattern",
-    "model_tag",
-    "run",
-    "device_type",
-    "model",
-    "overfit_single_batch",
-    "tensorcores",
-    "flash",
-    "write_tensors",
-    "total_batch_size",
-    "n_epochs",
-    "rms_norm_eps",
-    "train_micro_batch_size_per_gpu",
-]
-
-
-def test_no_key_of_another_program_gets_advice_for_its_looks(tmp_path: Path) -> None:
-    """It is in the table, whose words are true, or it is ours, or nothing is suggested."""
-    kinds: dict[str, type[RunFile]] = {"train.json": TrainConfig, "model.json": ModelConfig}
-    names = keys_of_transformers().union(ELSEWHERE) - TrainConfig.model_fields.keys() - ModelConfig.model_fields.keys()
-    assert len(names) > 100
-    for name in sorted(names):
-        for file, kind in kinds.items():
-            with pytest.raises(UserError) as refused:
-                parse_config(kind, {name: 1}, tmp_path / file)
-            suggested = re.search(rf'key "{name}": unknown; did you mean "(\w+)"', str(refused.value))
-            assert not suggested or COUNTERPARTS[name].key == suggested[1], str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "ours"),
-    [
-        ("epochs", "min_train_tokens"),
-        ("per_gpu_train_batch_size", "microbatch_size"),
-        ("input_val_bin", "dataset"),
-        ("target_flops", "min_train_tokens"),
-    ],
-)
-def test_more_names_lead_to_ours(train: WriteTrain, name: str, ours: str) -> None:
-    assert f'key "{name}": unknown; did you mean "{ours}" (' in refusal(train, **{name: 1})
-
-
 def test_a_misspelt_depth_names_depth(tmp_path: Path) -> None:
     path = tmp_path / "model.json"
     path.write_text('{"dept": 4, "vocab_size": 500, "context_length": 128}')
@@ -365,108 +223,6 @@ def test_a_key_like_no_other_has_no_suggestion(train: WriteTrain) -> None:
     assert "did you mean" not in message
 
 
-# Keys of nanoGPT, llm.c, nanochat and transformers, and what each is here: by those programs' own documentation.
-FOREIGN_TRAIN = {
-    "batch_size": "microbatch_size",
-    "per_device_train_batch_size": "microbatch_size",
-    "device_batch_size": "microbatch_size",
-    "total_batch_size": "global_batch_size",
-    "max_iters": "min_train_tokens",
-    "num_iterations": "min_train_tokens",
-    "num_train_epochs": "min_train_tokens",
-    "max_steps": "min_train_tokens",
-    "warmup_iters": "warmup_steps",
-    "warmup_ratio": "warmup_period_percent",
-    "min_lr": "min_lr_ratio",
-    "learning_rate_decay_frac": "min_lr_ratio",
-    "decay_lr": "lr_schedule",
-    "lr_scheduler_type": "lr_schedule",
-    "grad_clip": "clipping_max_norm",
-    "max_grad_norm": "clipping_max_norm",
-    "beta1": "betas",
-    "beta2": "betas",
-    "adam_beta1": "betas",
-    "adam_epsilon": "eps",
-    "dtype": "precision",
-    "fp16": "precision",
-    "bf16": "precision",
-    "gradient_checkpointing": "activation_checkpointing",
-    "seed": "random_seed",
-    "eval_interval": "validation_interval",
-    "eval_steps": "validation_interval",
-    "val_loss_every": "validation_interval",
-    "eval_iters": "validation_batches",
-    "log_interval": "report_interval",
-    "logging_steps": "report_interval",
-    "save_steps": "checkpoint_interval",
-    "save_total_limit": "keep_checkpoints",
-    "sample_every": "sample_interval",
-}
-FOREIGN_MODEL = {
-    "block_size": "context_length",
-    "n_positions": "context_length",
-    "n_ctx": "context_length",
-    "max_position_embeddings": "context_length",
-    "sequence_length": "context_length",
-    "n_embd": "emb_dim",
-    "hidden_size": "emb_dim",
-    "n_head": "n_heads",
-    "num_attention_heads": "n_heads",
-    "n_layer": "n_layers",
-    "num_hidden_layers": "n_layers",
-    "dropout": "drop_rate",
-    "resid_pdrop": "drop_rate",
-    "bias": "qkv_bias",
-    "tie_word_embeddings": "tie_weights",
-}
-
-
-@pytest.mark.parametrize("name", FOREIGN_TRAIN)
-def test_other_programs_training_keys_lead_to_ours(train: WriteTrain, model: WriteModel, name: str) -> None:
-    ours = FOREIGN_TRAIN[name]
-    assert re.search(rf'key "{name}": unknown; did you mean "{ours}"( \(.+\))?\?$', refusal(train, **{name: 1}))
-    assert f'key "{name}": unknown; did you mean "{ours}" in train.json' in refusal(model, **{name: 1})
-
-
-@pytest.mark.parametrize("name", FOREIGN_MODEL)
-def test_other_programs_model_keys_lead_to_ours(train: WriteTrain, model: WriteModel, name: str) -> None:
-    ours = FOREIGN_MODEL[name]
-    assert re.search(rf'key "{name}": unknown; did you mean "{ours}"( \(.+\))?\?$', refusal(model, **{name: 1}))
-    assert f'key "{name}": unknown; did you mean "{ours}" in model.json' in refusal(train, **{name: 1})
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("lr_decay_iters", "ends with the run"),
-        ("always_save_checkpoint", "keep_checkpoints"),
-        ("wandb_log", "metrics.jsonl"),
-        ("backend", "nccl on GPUs"),
-        ("resume_from_checkpoint", "the same command continues"),
-        ("n_inner", "4 x emb_dim"),
-        ("Output-Dir", "the run's own folder"),
-    ],
-)
-def test_what_other_programs_have_and_we_have_not(train: WriteTrain, model: WriteModel, name: str, words: str) -> None:
-    for write in (train, model):
-        message = refusal(write, **{name: 1})
-        assert f'key "{name}": ' in message
-        assert words in message
-        assert "did you mean" not in message
-
-
-def test_units_are_told_where_they_differ(train: WriteTrain) -> None:
-    assert "sequences per device" in refusal(train, batch_size=12)
-    assert "counted in tokens: steps x ranks x microbatch_size" in refusal(train, max_iters=600_000)
-    assert "over learning_rate" in refusal(train, min_lr=6e-5)
-    assert "times 100" in refusal(train, warmup_ratio=0.05)
-
-
-def test_a_key_under_another_programs_name_is_not_missing_besides(train: WriteTrain, model: WriteModel) -> None:
-    assert "missing" not in refusal(train, microbatch_size=..., batch_size=12)
-    assert "missing" not in refusal(model, emb_dim=..., n_embd=768)
-
-
 @pytest.mark.parametrize(("key", "value"), [("emb_dim", 768), ("depth", 12), ("tie_weights", True)])
 def test_a_model_key_in_train_json(train: WriteTrain, key: str, value: Any) -> None:
     assert f'key "{key}": belongs in model.json' in refusal(train, **{key: value})
@@ -477,28 +233,11 @@ def test_a_training_key_in_model_json(model: WriteModel, key: str) -> None:
     assert f'key "{key}": belongs in train.json' in refusal(model, **{key: 1})
 
 
-def test_advice_leads_to_keys_that_there_are() -> None:
-    kinds: dict[str, type[RunFile]] = {"train.json": TrainConfig, "model.json": ModelConfig}
-    for name, ours in COUNTERPARTS.items():
-        assert ours.key in kinds[ours.file].model_fields, name
-        assert name not in {**TrainConfig.model_fields, **ModelConfig.model_fields}, f"{name} is a key of ours"
-    assert not COUNTERPARTS.keys() & WITHOUT_KEY.keys()
-    assert not {*TrainConfig.model_fields, *ModelConfig.model_fields} & WITHOUT_KEY.keys()
-
-
 @pytest.mark.parametrize("typo", ["minibatch_sizes", "mini_batch_size", "use_ampp", "schedule_learning_rates"])
 def test_a_deprecated_spelling_is_never_suggested(train: WriteTrain, typo: str) -> None:
     message = refusal(train, **{typo: 1})
     assert f'key "{typo}": unknown' in message
     assert not re.search(r'did you mean "(minibatch_size|use_amp|schedule_learning_rate)"', message)
-
-
-def test_a_mixture_of_experts_is_named(train: WriteTrain, model: WriteModel) -> None:
-    """The notebook's newest runs: `moe` in model.json, the weight of the router's loss in train.json."""
-    message = refusal(model, moe={"num_experts": 6, "num_active_experts": 2})
-    assert 'key "moe": belongs to a mixture of experts, which is not available here' in message
-    assert "unknown" not in message
-    assert "mixture of experts" in refusal(train, moe_router_loss_scale=0.01)
 
 
 # An editor's schema
@@ -773,81 +512,6 @@ def test_model_features_to_come(model: WriteModel, key: str, value: Any) -> None
     message = refusal(model, **{key: value})
     assert f'key "{key}": ' in message
     assert "not available yet" in message
-
-
-# Refused: not JSON
-
-
-@pytest.fixture(params=[load_train_config, load_model_config], ids=["train.json", "model.json"])
-def load(request: pytest.FixtureRequest) -> Callable[[Path], BaseModel]:
-    return request.param
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("", 1),
-        ("{", 1),
-        ('{\n  "a": 1,\n}', 3),
-        ('{\n  "a": 1\n  "b": 2\n}', 3),
-        ("{\n\n  // comment\n}", 3),
-        ("{'a': 1}", 1),
-        ('{"a": 1} {"b": 2}', 1),
-    ],
-)
-def test_text_that_does_not_parse(load: Callable[[Path], BaseModel], tmp_path: Path, text: str, line: int) -> None:
-    path = tmp_path / "x.json"
-    path.write_text(text)
-    message = refusal(load, path)
-    if text.endswith(",\n}"):  # Python 3.13 reports a trailing comma where it stands, older ones at the brace
-        assert re.match(rf"{re.escape(str(path))}:[23]: ", message)
-    else:
-        assert message.startswith(f"{path}:{line}: ")
-
-
-@pytest.mark.parametrize("key", ["a", "two\\nlines"])
-def test_a_repeated_key(load: Callable[[Path], BaseModel], tmp_path: Path, key: str) -> None:
-    path = tmp_path / "x.json"
-    path.write_text(f'{{"{key}": 1, "{key}": 1}}')
-    message = refusal(load, path)
-    assert "twice" in message
-    assert f'"{key}"' in message
-
-
-@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
-def test_numbers_that_json_does_not_have(load: Callable[[Path], BaseModel], tmp_path: Path, constant: str) -> None:
-    path = tmp_path / "x.json"
-    path.write_text(f'{{"learning_rate": {constant}}}')
-    assert constant in refusal(load, path)
-
-
-@pytest.mark.parametrize("text", ["[]", "[1]", "1", '"text"', "null", "true"])
-def test_not_an_object(load: Callable[[Path], BaseModel], tmp_path: Path, text: str) -> None:
-    path = tmp_path / "x.json"
-    path.write_text(text)
-    assert "object" in refusal(load, path)
-
-
-def test_not_utf8(load: Callable[[Path], BaseModel], tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    path.write_bytes('{"dataset": "é"}'.encode("latin-1"))
-    assert "UTF-8" in refusal(load, path)
-
-
-@pytest.mark.parametrize("text", ["[" * 100_000, "{" + '"a":{' * 100_000, '{"a": ' + "1" * 5000 + "}"])
-def test_text_that_exhausts_the_parser(load: Callable[[Path], BaseModel], tmp_path: Path, text: str) -> None:
-    path = tmp_path / "x.json"
-    path.write_text(text)
-    refusal(load, path)
-
-
-def test_a_missing_file(load: Callable[[Path], BaseModel], tmp_path: Path) -> None:
-    assert "no such file" in refusal(load, tmp_path / "x.json")
-
-
-def test_a_folder_in_place_of_the_file(load: Callable[[Path], BaseModel], tmp_path: Path) -> None:
-    (tmp_path / "x.json").mkdir()
-    refusal(load, tmp_path / "x.json")
 
 
 # Upstream spellings

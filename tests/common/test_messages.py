@@ -1,0 +1,74 @@
+"""Words for messages about what a user has written."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.common.messages import (
+    SHOWN_CHARACTERS,
+    abbreviated,
+    as_unicode,
+    document_count,
+    is_hub_name,
+    is_unicode,
+    nearest,
+    quoted,
+)
+from harness.model.config import ModelConfig
+from harness.runs.train_config import TrainConfig
+
+
+def test_slips_of_the_finger_get_advice() -> None:
+    """In every key of three letters or more: a letter left out, doubled or swapped with the next, and underscores left
+    out; in those of five or more a wrong letter, too."""
+    for kind in (TrainConfig, ModelConfig):
+        keys = [key for key in kind.model_fields if len(key) > 2]
+        for key in keys:
+            slips = {key.replace("_", "")}
+            for at in range(len(key)):
+                slips |= {key[:at] + key[at] + key[at:], key[:at] + key[at + 1 : at + 2] + key[at] + key[at + 2 :]}
+                slips |= {key[:at] + key[at + 1 :]} if len(key) > 3 else set()
+                slips |= {key[:at] + "~" + key[at + 1 :]} if len(key) > 4 else set()
+            assert {slip: nearest(slip, keys) for slip in slips} == dict.fromkeys(slips, key)
+
+
+def test_nothing_is_near_to_a_name_of_its_own() -> None:
+    assert nearest("epochs", ["eps", "betas"]) is None
+    assert nearest("x" * (SHOWN_CHARACTERS + 1), ["x" * SHOWN_CHARACTERS]) is None
+
+
+def test_values_are_quoted_as_json_has_them_and_fit_a_line() -> None:
+    assert quoted({"a": [None, True, "two\nlines"]}) == r'{"a": [null, true, "two\nlines"]}'
+    assert quoted("x" * 100) == '"' + "x" * (SHOWN_CHARACTERS - 1) + "..."
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert quoted(deep) == "something deeply nested"
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [([], ""), (["a", "b"], "a, b"), (list("abcde"), "a, b, c, d, e"), (["a"] * 1005, "a, a, a, a, a and 1,000 more")],
+)
+def test_long_lists_are_abbreviated(names: list[str], shown: str) -> None:
+    assert abbreviated(names) == shown
+
+
+@pytest.mark.parametrize(
+    ("documents", "shown"), [(0, "a part of a document"), (1, "1 document"), (1234, "1,234 documents")]
+)
+def test_documents_are_counted(documents: int, shown: str) -> None:
+    assert document_count(documents) == shown
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"), [("a/b", True), ("a-1/b.c_d", True), ("a", False), ("a/b/c", False), ("a/ b", False)]
+)
+def test_names_of_the_hub(name: str, is_one: bool) -> None:
+    assert is_hub_name(name) == is_one
+
+
+def test_what_no_file_can_take() -> None:
+    assert is_unicode("naïve")
+    assert not is_unicode("\udce9")
+    assert as_unicode("caf\udce9") == "caf?"

@@ -1,0 +1,40 @@
+"""Means, resamples and intervals: against closed forms and scipy."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from harness.common.statistics import RESAMPLES, estimate, fit_line, question_means, resampled_means
+
+
+def test_repeats_are_averaged_and_unanswered_questions_left_out() -> None:
+    nothing = [math.nan, math.nan]
+    scores = np.array([[[10, 20], [30, 20]], [nothing, [50, 60]], [nothing, nothing]])
+    assert question_means(scores).tolist() == [[20, 20], [50, 60]]
+
+
+def test_means_of_resamples_have_their_exact_distribution() -> None:
+    """Of two questions, a resample has both, or one of them twice: a quarter, a half, a quarter."""
+    resampled = resampled_means(np.array([[0.0, 7.0], [100.0, 7.0]]), seed=1)
+    assert resampled.shape == (RESAMPLES, 2)
+    values, counts = np.unique(resampled[:, 0], return_counts=True)
+    assert values.tolist() == [0, 50, 100]
+    deviation = math.sqrt(RESAMPLES * 0.25 * 0.75)
+    assert abs(counts - RESAMPLES * np.array([0.25, 0.5, 0.25])).max() < 5 * deviation
+    assert (resampled[:, 1] == 7).all()
+
+
+def test_an_interval_holds_the_middle_of_the_resamples() -> None:
+    interval = estimate(3, np.arange(1001.0))
+    assert (interval.value, interval.low, interval.high) == pytest.approx((3, 25, 975))
+
+
+def test_the_line_is_that_of_scipy() -> None:
+    points = [(1.0, 2.0), (2.0, 5.0), (4.0, 4.0), (7.0, 11.0)]
+    theirs = scipy.stats.linregress(*np.transpose(points))
+    assert fit_line(points) == pytest.approx((theirs.slope, theirs.intercept))
+    assert fit_line([(2.0, 1.0), (2.0, 3.0)]) is None

@@ -1,0 +1,201 @@
+"""What other programs call their settings: where such a key in train.json or model.json leads to."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from harness.common.errors import UserError
+from harness.common.json_files import RunFile, parse_config
+from harness.common.other_names import COUNTERPARTS, WITHOUT_KEY
+from harness.model.config import ModelConfig
+from harness.runs.train_config import TrainConfig
+from tests.support.configs import WriteModel, WriteTrain, refusal
+
+
+def keys_of_transformers() -> set[str]:
+    transformers = pytest.importorskip("transformers")
+    models = [transformers.GPT2Config(), transformers.LlamaConfig()]
+    arguments = {each.name for each in fields(transformers.TrainingArguments)}
+    return arguments.union(*(model.to_dict() for model in models))
+
+
+# What nanoGPT, llm.c, nanochat, DeepSpeed and older transformers have besides, and what people write.
+ELSEWHERE = [
+    "epochs",
+    "max_epochs",
+    "do_train",
+    "eval_delay",
+    "deepspeed",
+    "ddp_timeout",
+    "per_gpu_train_batch_size",
+    "eval_accumulation_steps",
+    "_comment",
+    "input_val_bin",
+    "embedding_lr",
+    "unembedding_lr",
+    "scalar_lr",
+    "target_flops",
+    "target_param_data_ratio",
+    "window_pattern",
+    "model_tag",
+    "run",
+    "device_type",
+    "model",
+    "overfit_single_batch",
+    "tensorcores",
+    "flash",
+    "write_tensors",
+    "total_batch_size",
+    "n_epochs",
+    "rms_norm_eps",
+    "train_micro_batch_size_per_gpu",
+]
+
+
+def test_no_key_of_another_program_gets_advice_for_its_looks(tmp_path: Path) -> None:
+    """It is in the table, whose words are true, or it is ours, or nothing is suggested."""
+    kinds: dict[str, type[RunFile]] = {"train.json": TrainConfig, "model.json": ModelConfig}
+    names = keys_of_transformers().union(ELSEWHERE) - TrainConfig.model_fields.keys() - ModelConfig.model_fields.keys()
+    assert len(names) > 100
+    for name in sorted(names):
+        for file, kind in kinds.items():
+            with pytest.raises(UserError) as refused:
+                parse_config(kind, {name: 1}, tmp_path / file)
+            suggested = re.search(rf'key "{name}": unknown; did you mean "(\w+)"', str(refused.value))
+            assert not suggested or COUNTERPARTS[name].key == suggested[1], str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("epochs", "min_train_tokens"),
+        ("per_gpu_train_batch_size", "microbatch_size"),
+        ("input_val_bin", "dataset"),
+        ("target_flops", "min_train_tokens"),
+    ],
+)
+def test_more_names_lead_to_ours(train: WriteTrain, name: str, ours: str) -> None:
+    assert f'key "{name}": unknown; did you mean "{ours}" (' in refusal(train, **{name: 1})
+
+
+# Keys of nanoGPT, llm.c, nanochat and transformers, and what each is here: by those programs' own documentation.
+FOREIGN_TRAIN = {
+    "batch_size": "microbatch_size",
+    "per_device_train_batch_size": "microbatch_size",
+    "device_batch_size": "microbatch_size",
+    "total_batch_size": "global_batch_size",
+    "max_iters": "min_train_tokens",
+    "num_iterations": "min_train_tokens",
+    "num_train_epochs": "min_train_tokens",
+    "max_steps": "min_train_tokens",
+    "warmup_iters": "warmup_steps",
+    "warmup_ratio": "warmup_period_percent",
+    "min_lr": "min_lr_ratio",
+    "learning_rate_decay_frac": "min_lr_ratio",
+    "decay_lr": "lr_schedule",
+    "lr_scheduler_type": "lr_schedule",
+    "grad_clip": "clipping_max_norm",
+    "max_grad_norm": "clipping_max_norm",
+    "beta1": "betas",
+    "beta2": "betas",
+    "adam_beta1": "betas",
+    "adam_epsilon": "eps",
+    "dtype": "precision",
+    "fp16": "precision",
+    "bf16": "precision",
+    "gradient_checkpointing": "activation_checkpointing",
+    "seed": "random_seed",
+    "eval_interval": "validation_interval",
+    "eval_steps": "validation_interval",
+    "val_loss_every": "validation_interval",
+    "eval_iters": "validation_batches",
+    "log_interval": "report_interval",
+    "logging_steps": "report_interval",
+    "save_steps": "checkpoint_interval",
+    "save_total_limit": "keep_checkpoints",
+    "sample_every": "sample_interval",
+}
+FOREIGN_MODEL = {
+    "block_size": "context_length",
+    "n_positions": "context_length",
+    "n_ctx": "context_length",
+    "max_position_embeddings": "context_length",
+    "sequence_length": "context_length",
+    "n_embd": "emb_dim",
+    "hidden_size": "emb_dim",
+    "n_head": "n_heads",
+    "num_attention_heads": "n_heads",
+    "n_layer": "n_layers",
+    "num_hidden_layers": "n_layers",
+    "dropout": "drop_rate",
+    "resid_pdrop": "drop_rate",
+    "bias": "qkv_bias",
+    "tie_word_embeddings": "tie_weights",
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN_TRAIN)
+def test_other_programs_training_keys_lead_to_ours(train: WriteTrain, model: WriteModel, name: str) -> None:
+    ours = FOREIGN_TRAIN[name]
+    assert re.search(rf'key "{name}": unknown; did you mean "{ours}"( \(.+\))?\?$', refusal(train, **{name: 1}))
+    assert f'key "{name}": unknown; did you mean "{ours}" in train.json' in refusal(model, **{name: 1})
+
+
+@pytest.mark.parametrize("name", FOREIGN_MODEL)
+def test_other_programs_model_keys_lead_to_ours(train: WriteTrain, model: WriteModel, name: str) -> None:
+    ours = FOREIGN_MODEL[name]
+    assert re.search(rf'key "{name}": unknown; did you mean "{ours}"( \(.+\))?\?$', refusal(model, **{name: 1}))
+    assert f'key "{name}": unknown; did you mean "{ours}" in model.json' in refusal(train, **{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("lr_decay_iters", "ends with the run"),
+        ("always_save_checkpoint", "keep_checkpoints"),
+        ("wandb_log", "metrics.jsonl"),
+        ("backend", "nccl on GPUs"),
+        ("resume_from_checkpoint", "the same command continues"),
+        ("n_inner", "4 x emb_dim"),
+        ("Output-Dir", "the run's own folder"),
+    ],
+)
+def test_what_other_programs_have_and_we_have_not(train: WriteTrain, model: WriteModel, name: str, words: str) -> None:
+    for write in (train, model):
+        message = refusal(write, **{name: 1})
+        assert f'key "{name}": ' in message
+        assert words in message
+        assert "did you mean" not in message
+
+
+def test_units_are_told_where_they_differ(train: WriteTrain) -> None:
+    assert "sequences per device" in refusal(train, batch_size=12)
+    assert "counted in tokens: steps x ranks x microbatch_size" in refusal(train, max_iters=600_000)
+    assert "over learning_rate" in refusal(train, min_lr=6e-5)
+    assert "times 100" in refusal(train, warmup_ratio=0.05)
+
+
+def test_a_key_under_another_programs_name_is_not_missing_besides(train: WriteTrain, model: WriteModel) -> None:
+    assert "missing" not in refusal(train, microbatch_size=..., batch_size=12)
+    assert "missing" not in refusal(model, emb_dim=..., n_embd=768)
+
+
+def test_advice_leads_to_keys_that_there_are() -> None:
+    kinds: dict[str, type[RunFile]] = {"train.json": TrainConfig, "model.json": ModelConfig}
+    for name, ours in COUNTERPARTS.items():
+        assert ours.key in kinds[ours.file].model_fields, name
+        assert name not in {**TrainConfig.model_fields, **ModelConfig.model_fields}, f"{name} is a key of ours"
+    assert not COUNTERPARTS.keys() & WITHOUT_KEY.keys()
+    assert not {*TrainConfig.model_fields, *ModelConfig.model_fields} & WITHOUT_KEY.keys()
+
+
+def test_a_mixture_of_experts_is_named(train: WriteTrain, model: WriteModel) -> None:
+    """The notebook's newest runs: `moe` in model.json, the weight of the router's loss in train.json."""
+    message = refusal(model, moe={"num_experts": 6, "num_active_experts": 2})
+    assert 'key "moe": belongs to a mixture of experts, which is not available here' in message
+    assert "unknown" not in message
+    assert "mixture of experts" in refusal(train, moe_router_loss_scale=0.01)

@@ -1,0 +1,75 @@
+"""The two JSON files of a run, as the tests write them, and how a refusal of one has to look."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.common.errors import UserError
+from harness.model.config import ModelConfig, load_model_config
+from harness.runs.train_config import TrainConfig, load_train_config
+
+# The keys that are enough to run, with the lab notebook's numbers.
+SEED_TRAIN: dict[str, Any] = {
+    "dataset": "owner/name",
+    "microbatch_size": 13,
+    "min_train_tokens": 3_260_190_720,
+    "start_train_token": 0,
+    "validation_interval": 617,
+    "validation_batches": 300,
+    "start_val_token": 50_000_000,
+}
+SEED_MODEL: dict[str, Any] = {
+    "vocab_size": 50257,
+    "context_length": 1024,
+    "emb_dim": 768,
+    "n_heads": 12,
+    "n_layers": 12,
+    "drop_rate": 0.1,
+    "qkv_bias": False,
+}
+
+WriteTrain = Callable[..., TrainConfig]
+WriteModel = Callable[..., ModelConfig]
+
+
+def changed(base: dict[str, Any], changes: dict[str, Any]) -> str:
+    """JSON of `base` with keys replaced, or left out where the change is `...`."""
+    return json.dumps({key: value for key, value in {**base, **changes}.items() if value is not ...})
+
+
+def train_in(folder: Path) -> WriteTrain:
+    """Writes a train.json with some keys changed into a folder, and loads it."""
+
+    def write_and_load(**changes: Any) -> TrainConfig:
+        path = folder / "train.json"
+        path.write_text(changed(SEED_TRAIN, changes))
+        return load_train_config(path)
+
+    return write_and_load
+
+
+def model_in(folder: Path) -> WriteModel:
+    """The same of a model.json."""
+
+    def write_and_load(**changes: Any) -> ModelConfig:
+        path = folder / "model.json"
+        path.write_text(changed(SEED_MODEL, changes))
+        return load_model_config(path)
+
+    return write_and_load
+
+
+def refusal(load: Callable[..., object], *arguments: Any, **changes: Any) -> str:
+    """The message with which something is refused: one line that begins with the file's path."""
+    with pytest.raises(UserError) as caught:
+        load(*arguments, **changes)
+    message = str(caught.value)
+    assert message.splitlines() == [message], "more than one line"
+    assert re.match(r"\S+\.json(:\d+)?: ", message), "does not begin with the file"
+    return message
