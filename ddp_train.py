@@ -27,7 +27,9 @@ from harness.distributed.watchdog import Place
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
+    from gpt import GPTModel
     from harness.data.dataset import Dataset
     from harness.distributed.world import World
     from harness.runs.checkpoint_meta import CheckpointMeta
@@ -505,14 +507,19 @@ def say(world: World, text: str) -> None:
 
 
 def build_bare_step(experiment: Experiment, device: torch.device) -> OptimizerStep:
-    """Model, optimizer and step on one device. The same weights on every rank."""
+    """Model, optimizer and step on one device."""
+    from harness.training.step import build_step
+
+    model = build_model(experiment, device)
+    return build_step(model, model, experiment.config)
+
+
+def build_model(experiment: Experiment, device: torch.device) -> GPTModel:
+    """The model on one device. The same weights on every rank."""
     from gpt import GPTModel
     from harness.common.memory import give_back_at_once
     from harness.model.kernels import attend_with_exact_dropout, should_compile
-    from harness.model.precision import Precision
-    from harness.training.optimizer import build_optimizer
     from harness.training.rng import seed_alike
-    from harness.training.step import OptimizerStep
 
     config = experiment.config
     if device.type == "cpu":
@@ -522,7 +529,7 @@ def build_bare_step(experiment: Experiment, device: torch.device) -> OptimizerSt
     attend_with_exact_dropout(experiment.model.drop_rate, device)
     if should_compile(config.compile, device):
         model.compile()  # in place: the module and its parameters keep their names
-    return OptimizerStep(model, build_optimizer(model, config), Precision.resolve(config.precision, device), config)
+    return model
 
 
 def build_job(experiment: Experiment, world: World, dataset: Dataset, clock: Clock, position: Position) -> Job:
@@ -534,15 +541,16 @@ def build_job(experiment: Experiment, world: World, dataset: Dataset, clock: Clo
     from harness.runs.throughput import Throughput, peak_flops
     from harness.training.async_writer import AsyncWriter, SyncWriter
     from harness.training.job import Job
+    from harness.training.step import build_step
 
     run, config, shape = experiment.run, experiment.config, experiment.shape(world.size)
     checkpoints.check_tokenizer(dataset.tokenizer)
-    step = build_bare_step(experiment, world.device)
-    model = step.model
-    step.before_exchange = world.watchdog.beat
+    model = build_model(experiment, world.device)
+    trained: nn.Module = model
     if world.size > 1:
         devices = [world.device] if world.device.type == "cuda" else None
-        step.model = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+        trained = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+    step = build_step(model, trained, config, before_exchange=world.watchdog.beat)
 
     def write_checkpoint(parts: dict[str, Any], protected: set[str]) -> None:
         path = checkpoints.save_checkpoint(run.checkpoints, checkpoints.Checkpoint(**parts))

@@ -19,7 +19,7 @@ from harness.model.config import ModelConfig as ModelConfig
 from harness.model.config import load_model_config as load_model_config
 from harness.model.cross_entropy import linear_cross_entropy
 from harness.model.inference import KeyValueCache, LayerCache
-from harness.model.weights import checkpoint_views, from_checkpoint_names, load_into, load_weights
+from harness.model.weights import checkpoint_views, from_checkpoint_names, load_into, load_weights, qkv_sizes
 
 INIT_STD = 0.02
 WEIGHT_BYTES = 4  # fp32, made on the CPU first
@@ -44,13 +44,14 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.n_heads = config.n_heads
         self.drop_rate = config.drop_rate
-        self.qkv = nn.Linear(config.emb_dim, 3 * config.emb_dim, bias=config.qkv_bias)
+        self.qkv_sizes = qkv_sizes(config)
+        self.qkv = nn.Linear(config.emb_dim, sum(self.qkv_sizes), bias=config.qkv_bias)
         self.out_proj = nn.Linear(config.emb_dim, config.emb_dim)
 
     def forward(self, x_BxTxC: Tensor, cache: LayerCache | None = None) -> Tensor:
         q, k, v = (
             part.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)  # BxHxTxD
-            for part in self.qkv(x_BxTxC).chunk(3, dim=-1)
+            for part in self.qkv(x_BxTxC).split(self.qkv_sizes, dim=-1)
         )
         if cache is None:
             drop_rate = self.drop_rate if self.training else 0.0
@@ -167,7 +168,8 @@ class GPTModel(nn.Module):
 
     def to_checkpoint_names(self) -> dict[str, Tensor]:
         """The weights under the names of this model family's published checkpoints: CPU, contiguous, unshared."""
-        return {name: tensor.to("cpu", copy=True) for name, tensor in checkpoint_views(self.state_dict()).items()}
+        views = checkpoint_views(self.state_dict(), self.config)
+        return {name: tensor.to("cpu", copy=True) for name, tensor in views.items()}
 
     def load_checkpoint_tensors(self, tensors: dict[str, Tensor], source: Path) -> None:
         """Set the weights from tensors under their public names.
@@ -176,7 +178,7 @@ class GPTModel(nn.Module):
         then untouched.
         """
         state = self.state_dict()
-        load_into(state, from_checkpoint_names(tensors, state, tied=self.config.tie_weights, source=source))
+        load_into(state, from_checkpoint_names(tensors, state, self.config, source), self.config)
 
 
 def load_model(model_json: Path, weights: Path, device: torch.device) -> GPTModel:

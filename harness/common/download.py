@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
 from harness.common.errors import UserError
-from harness.common.files import sync
+from harness.common.files import atomic_file
 
 TIMEOUT_SECONDS = 30.0
 LARGEST_BYTES = 2**30
@@ -41,25 +41,27 @@ def _cache() -> Path:
 
 
 def _download(url: str, path: Path, check: Callable[[Path], object]) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as answer, draft.open("wb") as file:
-            expected, taken = answer.headers.get("Content-Length"), 0
-            while chunk := answer.read(CHUNK_BYTES):
-                taken += len(chunk)
-                if taken > LARGEST_BYTES:
-                    raise OSError(f"more than {LARGEST_BYTES:,} bytes")
-                file.write(chunk)
-            if expected is not None and taken != int(expected):  # urllib takes a connection cut short for an end
-                raise OSError(f"ended after {taken:,} of {int(expected):,} bytes")
-        sync(draft)
-        check(draft)
-        draft.replace(path)
-    except UserError as error:
-        raise UserError(str(error).replace(str(draft), url)) from None
+        with atomic_file(path) as draft:
+            _fetch(url, draft)
+            try:
+                check(draft)
+            except UserError as error:
+                raise UserError(str(error).replace(str(draft), url)) from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
         raise UserError(f"{url}: cannot be downloaded to {path.parent}: {reason}; give a file by --data") from None
-    finally:
-        draft.unlink(missing_ok=True)
+
+
+def _fetch(url: str, file: Path) -> None:
+    """Raises OSError, too, for more than anyone would want, and for less than was announced."""
+    with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as answer, file.open("wb") as stream:
+        expected, taken = answer.headers.get("Content-Length"), 0
+        while chunk := answer.read(CHUNK_BYTES):
+            taken += len(chunk)
+            if taken > LARGEST_BYTES:
+                raise OSError(f"more than {LARGEST_BYTES:,} bytes")
+            stream.write(chunk)
+        if expected is not None and taken != int(expected):  # urllib takes a connection cut short for an end
+            raise OSError(f"ended after {taken:,} of {int(expected):,} bytes")

@@ -1,22 +1,28 @@
-"""Small file operations that must not lose anything: flush, hash, replace, move."""
+"""Files and folders that must not be lost: they are flushed and hashed, appear whole under their names, and move whole.
+
+`atomic_file` and `atomic_folder` are the ways for a new one to appear; what others must not read half, they write.
+"""
 
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from harness.common.errors import RunError, UserError
+from harness.common.lock import ProcessName
 
 HASH_CHUNK_BYTES = 2**22
+LONGEST_NAME = 200  # file systems take 255 bytes, and drafts add to a name
+SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 
 
 def sha256(path: Path) -> str:
@@ -53,17 +59,72 @@ def check_writable(folder: Path) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """Give a file new contents in one rename: a reader sees the old ones or the new ones, never a part."""
-    path = path.resolve()  # a link stays one
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.unlink(missing_ok=True)  # whatever it is: a link there would lead the text elsewhere
+    with atomic_file(path.resolve()) as draft:  # a link stays one
+        draft.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def atomic_file(final: Path, draft: Path | None = None) -> Iterator[Path]:
+    """The path of a hidden file beside `final`, to be written in the body: at its end, all of it being on the disk, it
+    takes the place of `final` in one rename. If the body fails, it is removed, and `final` is as it was.
+
+    `draft` is that path; by default its name has this process's number, so that processes do not meet there.
+    """
+    draft = draft or final.with_name(f".{final.name}.{os.getpid()}")
+    draft.unlink(missing_ok=True)  # whatever it is: a link there would lead the contents elsewhere
     try:
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
+        yield draft
+        sync(draft)
+        draft.replace(final)
     finally:
         draft.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(final: Path) -> Iterator[Path]:
+    """A hidden folder beside `final`, to be filled in the body: at its end, all of it being on the disk, it gets the
+    name `final` in one rename. If the body fails, it is removed. What killed processes left of theirs is, too.
+
+    Raises OSError, and leaves `final` as it was, if that is there and anything but an empty folder.
+    """
+    final = final.absolute()
+    final.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{final.name}.partial-"
+    _remove_abandoned(final.parent, prefix)
+    with draft_folder(final.with_name(f"{prefix}{os.getpid()}")) as draft:
+        yield draft
+        rename_whole(draft, lambda: final)
+
+
+def _remove_abandoned(folder: Path, prefix: str) -> None:
+    """Remove the drafts in `folder` whose processes are gone, or had this process's number before it."""
+    own = ProcessName.own()
+    for path in folder.glob(f"{glob.escape(prefix)}*"):
+        pid = path.name.removeprefix(prefix)
+        if pid.isdecimal() and (int(pid) == own.pid or replace(own, pid=int(pid)).is_gone()):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def draft_folder(draft: Path) -> Iterator[Path]:
+    """A new folder that is removed with all that is in it if the body fails; `rename_whole` ends a body that does
+    not."""
+    draft.mkdir()
+    try:
+        yield draft
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def rename_whole(draft: Path, choose_name: Callable[[], Path]) -> Path:
+    """Have the disk take all that is in a folder, and then give it another name beside its own, chosen only then: the
+    new path. What bears that name is whole, also after a power cut."""
+    for path in [*draft.rglob("*"), draft]:
+        sync(path)
+    final = draft.rename(choose_name())
+    sync(final.parent)
+    return final
 
 
 def move(path: Path, target: Path) -> None:
@@ -107,10 +168,6 @@ def umask() -> int:
     return current
 
 
-LONGEST_NAME = 200  # file systems take 255 bytes, and drafts add to a name
-SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
-
-
 def check_name(name: str, what: str) -> str:
     """Return `name` if it is one plain path component. Raises UserError for `..`, a slash or a hidden name."""
     if len(name) > LONGEST_NAME:
@@ -125,28 +182,3 @@ def check_inside(path: Path, folder: Path, option: str) -> None:
     real = os.path.realpath(path)
     if not real.startswith(os.path.join(os.path.realpath(folder), "")):
         raise UserError(f"{path}: leads out of {folder}, to {real}; name its real place by {option}, or move it")
-
-
-@contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
-    """A hidden folder that takes the place of `folder` in one rename when all is written and on the disk.
-
-    Raises UserError if `folder` has something in it, RunError if the disk refuses.
-    """
-    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
-        raise UserError(f"{folder}: exists; give another place, or move it away")
-    draft = folder.absolute().with_name(f".{folder.absolute().name}.partial-{os.getpid()}")
-    try:
-        draft.parent.mkdir(parents=True, exist_ok=True)
-        draft.mkdir()
-        try:
-            yield draft
-            for path in [*draft.rglob("*"), draft]:
-                sync(path)
-            draft.rename(folder)
-            sync(draft.parent)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
-    except (OSError, SafetensorError) as error:  # safetensors wraps a full disk in an exception of its own
-        reason = getattr(error, "strerror", None) or error
-        raise RunError(f"{folder}: cannot be written: {reason}") from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 
 from harness.common.errors import UserError
-from harness.common.files import check_inside, check_name
+from harness.common.files import atomic_file, check_inside, check_name
 from harness.common.json_files import Count, parse_config, read_json_object
 from harness.common.messages import quoted
 
@@ -243,10 +242,8 @@ def _remembered_largest(dataset: Dataset, tokens: TokenFile) -> int:
     largest = tokens.largest_token()
     try:
         memory.parent.mkdir(exist_ok=True)
-        draft = memory.with_suffix(f".{os.getpid()}.tmp")
-        draft.unlink(missing_ok=True)  # whatever it is: a link there would lead the text elsewhere
-        draft.write_text(json.dumps({"file": key, "largest_token": largest}))
-        draft.replace(memory)
+        with atomic_file(memory) as draft:
+            draft.write_text(json.dumps({"file": key, "largest_token": largest}))
     except OSError:
         pass  # a read-only datasets folder: scan again next time
     return largest

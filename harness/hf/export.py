@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from harness.common.errors import UserError
-from harness.common.files import new_folder, replace_text
+from harness.common.files import replace_text
 from harness.data.tokenizers.bpe import character_of_byte
 from harness.data.tokenizers.load import ROUND_TRIP_PROBE, load_tokenizer
 from harness.data.tokenizers.tiktoken_files import SUFFIX, read_encoding
 from harness.data.tokenizers.tokenizer import END_OF_TEXT
 from harness.hf.gpt2_format import check_exact, to_config, to_tensors
 from harness.model.weights import WEIGHTS, save_weights
-from harness.runs.model_folder import ModelFiles, check_tokenizer_fits, tokenizer_file_of
+from harness.runs.model_folder import ModelFiles, check_tokenizer_fits, new_folder, tokenizer_file_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

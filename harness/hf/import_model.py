@@ -11,12 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from harness.common.errors import UserError
-from harness.common.files import new_folder, replace_text
+from harness.common.files import replace_text
 from harness.common.json_files import read_json_object
 from harness.data.tokenizers.load import load_tokenizer
 from harness.hf import gpt2_format, notebook_format
 from harness.model.weights import MODEL_JSON, WEIGHTS, load_weights
-from harness.runs.model_folder import fill, write_meta
+from harness.runs.model_folder import fill, new_folder, write_meta
 
 CONFIG, INDEX, TOKENIZER = "config.json", "model.safetensors.index.json", "tokenizer.json"
 WANTED = [CONFIG, WEIGHTS, INDEX, "model-*.safetensors", TOKENIZER, "vocab.json", "merges.txt"]

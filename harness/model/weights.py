@@ -13,9 +13,9 @@ from torch import Tensor
 from harness.common.errors import UserError
 from harness.common.files import umask
 from harness.common.messages import abbreviated
+from harness.model.config import ModelConfig
 
-WEIGHTS, MODEL_JSON = "model.safetensors", "model.json"
-
+WEIGHTS, MODEL_JSON, META = "model.safetensors", "model.json", "meta.json"
 
 PARTS = ("W_query", "W_key", "W_value")
 FUSED = ".att.qkv."
@@ -26,36 +26,50 @@ WRAPPERS = ("module.", "_orig_mod.")
 SHOWN_DIFFERENCES = 3
 
 
-def checkpoint_views(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def qkv_sizes(config: ModelConfig) -> tuple[int, int, int]:
+    """Rows of the fused tensor that are query, key and value: there may be fewer heads of the latter two."""
+    head_dim = config.emb_dim // config.n_heads
+    kv_size = (config.n_kv_heads or config.n_heads) * head_dim
+    return config.n_heads * head_dim, kv_size, kv_size
+
+
+def checkpoint_names(name: str) -> list[str]:
+    """The names that a model's tensor has in checkpoints: a fused one is several there."""
+    return [name.replace("qkv", part) for part in PARTS] if FUSED in name else [name]
+
+
+def split_fused(name: str, tensor: Tensor, config: ModelConfig) -> dict[str, Tensor]:
+    """A model's tensor by its names in checkpoints: views, nothing is copied."""
+    pieces = tensor.split(qkv_sizes(config)) if FUSED in name else (tensor,)
+    return dict(zip(checkpoint_names(name), pieces, strict=True))
+
+
+def checkpoint_views(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """A model's state under the public names: views, nothing is copied."""
     views: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        if FUSED in name:
-            for part, piece in zip(PARTS, tensor.detach().chunk(len(PARTS)), strict=True):
-                views[name.replace("qkv", part)] = piece
-        else:
-            views[name] = tensor.detach()
+        views.update(split_fused(name, tensor.detach(), config))
     return views
 
 
 def from_checkpoint_names(
-    offered: dict[str, Tensor], state: dict[str, Tensor], *, tied: bool, source: Path
+    offered: dict[str, Tensor], state: dict[str, Tensor], config: ModelConfig, source: Path
 ) -> dict[str, Tensor]:
-    """What a file offers, as the tensors of a model with this state.
+    """What a file offers, as the tensors of the model that `config` describes, which has this state.
 
     `att.mask` buffers, the prefix of a wrapper around the model, and either half of a tied pair may be there or not.
     Raises UserError, naming `source` and what differs, if it is another model's file.
     """
     tensors = _without_wrapper({name: tensor for name, tensor in offered.items() if not name.endswith(".att.mask")})
-    if tied:  # files of such models hold the shared tensor twice, or under one name or the other
+    if config.tie_weights:  # files of such models hold the shared tensor twice, or under one name or the other
         for one, other in ((HEAD, EMBEDDING), (EMBEDDING, HEAD)):
             if one not in tensors and other in tensors:
                 tensors[one] = tensors[other]
-    wanted = checkpoint_views(state)
+    wanted = checkpoint_views(state, config)
     faults = _differences(tensors, wanted)
     if faults:
         raise UserError(f"{source}: not this model: {abbreviated(faults, SHOWN_DIFFERENCES, separator='; ')}")
-    if tied and not torch.equal(tensors[HEAD], tensors[EMBEDDING]):
+    if config.tie_weights and not torch.equal(tensors[HEAD], tensors[EMBEDDING]):
         raise UserError(f'{source}: not this model: "tie_weights" is true but out_head and tok_emb differ')
     return tensors
 
@@ -84,17 +98,11 @@ def _differences(offered: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[
 
 
 @torch.no_grad()
-def load_into(state: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+def load_into(state: dict[str, Tensor], tensors: dict[str, Tensor], config: ModelConfig) -> None:
     """Set a model's own tensors from those that `from_checkpoint_names` has returned."""
     for name, tensor in state.items():
-        if FUSED in name:
-            for part, piece in zip(PARTS, tensor.chunk(len(PARTS)), strict=True):
-                piece.copy_(tensors[name.replace("qkv", part)])
-        else:
-            tensor.copy_(tensors[name])
-
-
-META = "meta.json"
+        for checkpoint_name, piece in split_fused(name, tensor, config).items():
+            piece.copy_(tensors[checkpoint_name])
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from harness.common.errors import RunError, UserError
-from harness.common.files import check_name, move, sha256, sync
+from harness.common.files import check_name, draft_folder, move, rename_whole, sha256, sync
 from harness.common.memory import is_out_of_memory, says_out_of_memory
 from harness.model.weights import load_weights, save_weights
 from harness.runs.checkpoint_folder import BEST, FOREIGN, LATEST, refuse_unnamed
@@ -55,16 +56,9 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     try:
         folder.mkdir(exist_ok=True)
         _remove_leftovers(folder)
-        draft = folder / f"{TEMPORARY_PREFIX}{os.getpid()}"
-        draft.mkdir()
-        try:
+        with draft_folder(folder / f"{TEMPORARY_PREFIX}{os.getpid()}") as draft:
             _write_files(draft, checkpoint)
-            final = _free_name(folder, checkpoint.meta.global_step)
-            draft.rename(final)
-        except BaseException:
-            shutil.rmtree(draft, ignore_errors=True)
-            raise
-        sync(folder)
+            final = rename_whole(draft, partial(_free_name, folder, checkpoint.meta.global_step))
         point(folder, LATEST, final)
         if checkpoint.meta.is_best:
             point(folder, BEST, final)
@@ -113,9 +107,6 @@ def _write_files(draft: Path, checkpoint: Checkpoint) -> None:
     with ThreadPoolExecutor() as pool:
         hashes = dict(zip(names, pool.map(lambda name: sha256(draft / name), names), strict=True))
     write_meta(draft, checkpoint.meta.model_copy(update={"sha256": hashes}))
-    for path in draft.iterdir():
-        sync(path)
-    sync(draft)
 
 
 def check_tokenizer(tokenizer: str | Path) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor
 
-from harness.common.errors import UserError
-from harness.common.files import check_name, new_folder, replace_text
+from harness.common.errors import RunError, UserError
+from harness.common.files import atomic_folder, check_name, replace_text
 from harness.common.json_files import read_json_object
 from harness.data.tokenizers.load import load_tokenizer
 from harness.data.tokenizers.tokenizer import Tokenizer
@@ -60,6 +63,22 @@ class ModelFiles:
         folder = Path(self.weights.parent.resolve())
         run = folder.parent.parent if folder.parent.name == "checkpoints" else folder
         return run if (run / MODEL_JSON).is_file() else None
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to be filled in the body, which then appears whole as `folder` (see `atomic_folder`).
+
+    Raises UserError if `folder` has something in it, RunError if the disk refuses.
+    """
+    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
+        raise UserError(f"{folder}: exists; give another place, or move it away")
+    try:
+        with atomic_folder(folder) as draft:
+            yield draft
+    except (OSError, SafetensorError) as error:  # safetensors wraps a full disk in an exception of its own
+        reason = getattr(error, "strerror", None) or error
+        raise RunError(f"{folder}: cannot be written: {reason}") from None
 
 
 def write_model(

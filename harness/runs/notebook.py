@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.model.weights import FUSED, HEAD, PARTS, checkpoint_views
+from harness.model.config import ModelConfig
+from harness.model.weights import checkpoint_names, split_fused
 
 # The order of a block's parameters there, which is that of the book's classes.
 BLOCK_ORDER = (
@@ -24,33 +25,52 @@ BLOCK_ORDER = (
     "norm1",
     "norm2",
 )
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def optimizer_by_name(saved: dict[str, Any], state: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """AdamW's state, numbered by the notebook's order of parameters, by our own parameters' names.
+def optimizer_by_name(
+    saved: dict[str, Any], shapes: dict[str, dict[str, torch.Size]], config: ModelConfig
+) -> dict[str, dict[str, Tensor]]:
+    """A notebook's optimizer state, numbered by its order of parameters, as one of `shapes`: by our own parameters'
+    names, what the run's optimizer keeps of each, in fp32.
 
-    `state` is the model's own. Raises KeyError, TypeError, ValueError, AttributeError or RuntimeError if it is another
-    model's, or something else.
+    Raises KeyError, TypeError, ValueError, AttributeError or RuntimeError if it is another model's or optimizer's, or
+    something else.
     """
-    shapes = {name: tensor.shape for name, tensor in checkpoint_views(state).items()}
-    names = _notebook_order(list(shapes), tied=state[HEAD].data_ptr() == state["tok_emb.weight"].data_ptr())
+    wanted = _shapes_in_checkpoints(shapes, config)
+    names = _notebook_order(list(wanted), tied=config.tie_weights)
     numbered = saved["state"]
     if sorted(numbered) != list(range(len(names))):
         raise ValueError(f"the state is one of {len(numbered)} parameters, the model has {len(names)}")
-    public = {name: numbered[index] for index, name in enumerate(names)}
-    for name, moments in public.items():
-        for moment in MOMENTS:
-            if moments[moment].shape != shapes[name]:
-                raise ValueError(f"{moment} of {name} is {list(moments[moment].shape)}, not {list(shapes[name])}")
-    return {name: _fused(public, name) for name in state if name in public or FUSED in name}
+    found = {name: numbered[index] for index, name in enumerate(names)}
+    for name, state in found.items():
+        for key, shape in wanted[name].items():
+            if state[key].shape != shape:
+                raise ValueError(f"{key} of {name} is {list(state[key].shape)}, not {list(shape)}")
+    return {name: _fused([found[part] for part in checkpoint_names(name)], shapes[name]) for name in shapes}
 
 
-def _fused(public: dict[str, dict[str, Tensor]], name: str) -> dict[str, Tensor]:
-    """One of our parameters' state: a fused one's is that of its parts together."""
-    parts = [public[name.replace("qkv", part)] for part in PARTS] if FUSED in name else [public[name]]
-    step = torch.as_tensor(parts[0]["step"], dtype=torch.float32).reshape(())
-    return {"step": step, **{moment: torch.cat([part[moment].float() for part in parts]) for moment in MOMENTS}}
+def _shapes_in_checkpoints(
+    shapes: dict[str, dict[str, torch.Size]], config: ModelConfig
+) -> dict[str, dict[str, torch.Size]]:
+    """The shapes of all that is cut where a fused parameter is, by the names that parameters have in checkpoints."""
+    cut: dict[str, dict[str, torch.Size]] = {part: {} for name in shapes for part in checkpoint_names(name)}
+    for name, state in shapes.items():
+        for key, shape in state.items():
+            if shape:  # a number is not cut
+                pieces = split_fused(name, torch.empty(shape, device="meta"), config)
+                for part, piece in pieces.items():
+                    cut[part][key] = piece.shape
+    return cut
+
+
+def _fused(parts: list[dict[str, Any]], shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
+    """One of our parameters' state: a fused one's is that of its parts together, whose numbers are the same."""
+    return {
+        key: torch.cat([part[key].float() for part in parts])
+        if shape
+        else torch.as_tensor(parts[0][key], dtype=torch.float32).reshape(())
+        for key, shape in shapes.items()
+    }
 
 
 def _notebook_order(names: list[str], *, tied: bool) -> list[str]:

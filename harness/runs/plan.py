@@ -20,13 +20,14 @@ from harness.data.loader import BatchLayout
 from harness.runs.checkpoint_folder import choose_start, refuse_unnamed
 from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, upgrade_notebook_meta
 from harness.runs.experiment import Experiment, Position
+from harness.runs.optimizer_state import optimizer_state_bytes
 from harness.runs.summary import RunSummary, read_summary
 from harness.runs.throughput import Measured, same_kernels
 from harness.runs.train_config import TrainConfig
 
 GIB = 2**30
 COLUMNS = 79
-WEIGHT_BYTES, OPTIMIZER_BYTES = 4, 8  # per parameter: fp32 weights; AdamW's two fp32 averages
+WEIGHT_BYTES = 4  # per parameter: fp32
 GIVE_A_SPEED = "give --assume-tps or --assume-tps-with-validation"
 OTHER_BYTES = 2**20  # the rest of a checkpoint: random states, tokenizer, meta.json
 
@@ -61,7 +62,8 @@ class Plan:
 
     def checkpoint_bytes(self) -> int:
         """Size of one checkpoint on disk."""
-        return self.parameters * (WEIGHT_BYTES + OPTIMIZER_BYTES) + OTHER_BYTES
+        weights, optimizer = self.parameters * WEIGHT_BYTES, optimizer_state_bytes(self.config, self.parameters)
+        return weights + optimizer + OTHER_BYTES
 
     def disk_bytes(self) -> int:
         """The most that the checkpoints of this plan occupy at once."""

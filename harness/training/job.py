@@ -162,7 +162,7 @@ class Job:
         self._last_report = (tokens, seconds)
         mfu = self.speed.mfu(tokens_per_second / self.world.size)
         rates = {"tokens_per_second": round(tokens_per_second, 1), "mfu": mfu}
-        rate = self.step.optimizer.param_groups[0]["lr"]
+        rate = self.step.optimizer.learning_rate
         self._append(TrainEvent, **metric_values(report), learning_rate=rate, **rates)
         shown = {"loss": f"{report.loss:.3f}", "tps": f"{tokens_per_second:,.0f}"}
         if mfu is not None:
@@ -204,7 +204,10 @@ class Job:
         with self.clock.phase("checkpointing"):
             self.check_weights()
             ranks = capture_ranks(self.meter, self.world)
-            self.world.on_rank0(lambda: self._save_on_rank0(ranks, state))
+            self.world.on_rank0(self.writer.wait)  # before there is a second copy of the weights
+            optimizer, scaler = capture_optimizer(self.step, self.world)
+            parts = {"train_state": ranks, "optimizer": optimizer, "scaler": scaler}
+            self.world.on_rank0(lambda: self._save_on_rank0(parts, state))
         if planned and self.world.is_main:
             self._append(CheckpointEvent, is_best=is_best)
             if not self.config.validates:
@@ -240,8 +243,7 @@ class Job:
                 self.writer.wait(SPEAKER_PATIENCE_SECONDS)
             raise
 
-    def _save_on_rank0(self, ranks: dict[str, Any], state: dict[str, Any]) -> None:
-        self.writer.wait()  # before there is a second copy of the weights
+    def _save_on_rank0(self, captured: dict[str, Any], state: dict[str, Any]) -> None:
         tokenizer = self.dataset.tokenizer
         meta = CheckpointMeta(
             **self.state.values(),
@@ -256,12 +258,9 @@ class Job:
             torch=torch.__version__,
             **vars(self.provenance),
         )
-        optimizer, scaler = capture_optimizer(self.step, self.model)
         parts = {
+            **captured,
             "weights": self.model.to_checkpoint_names(),
-            "optimizer": optimizer,
-            "scaler": scaler,
-            "train_state": ranks,
             "meta": meta,
             "tokenizer": tokenizer if isinstance(tokenizer, Path) else None,
         }
@@ -283,10 +282,10 @@ class Job:
         meta = upgrade_notebook_meta(saved.meta, self.provenance, self.shape.global_tokens)
         try:
             if meta is saved.meta:
-                restore_optimizer(self.step, self.model, (saved.optimizer, saved.scaler))
+                restore_optimizer(self.step, (saved.optimizer, saved.scaler))
                 restore_ranks(saved.train_state, self.meter, self.world, seed=seed, step=first_step)
             else:
-                load_notebook_optimizer(self.step, self.model, (saved.optimizer, saved.scaler))
+                load_notebook_optimizer(self.step, self.model.config, (saved.optimizer, saved.scaler))
                 seed_for_rank(seed, self.world.rank, first_step)
         except UserError as error:
             raise UserError(f"{source}/{error}; use another checkpoint by its name, or --restart") from None

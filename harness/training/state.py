@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
-
 from harness.common.errors import UserError
 from harness.distributed.world import World
+from harness.model.config import ModelConfig
 from harness.runs.notebook import optimizer_by_name
 from harness.training.loss_meter import LossMeter
-from harness.training.optimizer import load_optimizer_state, optimizer_state
 from harness.training.rng import random_state, seed_for_rank, set_random_state
 from harness.training.step import OptimizerStep
 
@@ -43,29 +41,32 @@ def restore_ranks(saved: dict[str, Any], meter: LossMeter, world: World, *, seed
             meter.load_merged([values for values, _ in ranks])
 
 
-def capture_optimizer(step: OptimizerStep, model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The optimizer's and the scaler's states."""
-    return optimizer_state(step.optimizer, model), step.scaler.state_dict()
+def capture_optimizer(step: OptimizerStep, world: World) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The optimizer's and the scaler's states: rank 0's are the ones to save. Collective."""
+    return step.optimizer.named_state(world), step.scaler.state_dict()
 
 
-def restore_optimizer(step: OptimizerStep, model: nn.Module, saved: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    """Raises UserError, naming the file, for states of something else."""
+def restore_optimizer(step: OptimizerStep, saved: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    """Take over what `capture_optimizer` has given on rank 0; called on every rank.
+
+    Raises UserError, naming the file, for states of something else.
+    """
     optimizer, scaler = saved
     with explaining("optimizer.pt"):
-        load_optimizer_state(step.optimizer, model, optimizer)
+        step.optimizer.load_named_state(optimizer)
     if scaler and step.scaler.is_enabled():
         with explaining("scaler.pt"):
             step.scaler.load_state_dict({key: _number(scaler[key]) for key in step.scaler.state_dict()})
 
 
 def load_notebook_optimizer(
-    step: OptimizerStep, model: nn.Module, saved: tuple[dict[str, Any], dict[str, Any]]
+    step: OptimizerStep, config: ModelConfig, saved: tuple[dict[str, Any], dict[str, Any]]
 ) -> None:
     """`restore_optimizer` of a notebook's states; without an optimizer's, it starts afresh."""
     optimizer, scaler = saved
     if optimizer:
         with explaining("optimizer.pt"):
-            restore_optimizer(step, model, (optimizer_by_name(optimizer, model.state_dict()), scaler))
+            restore_optimizer(step, (optimizer_by_name(optimizer, step.optimizer.state_shapes(), config), scaler))
 
 
 def _number(value: Any) -> float | int:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from harness.data.loader import Microbatch
 from harness.model.precision import Precision
 from harness.runs.train_config import TrainConfig
-from harness.training.optimizer import set_learning_rate, update_weights
+from harness.training.optimizer import Optimizer, build_optimizer
 
 
 @dataclass(frozen=True)
@@ -28,25 +28,33 @@ class OptimizerStep:
     """Runs optimizer steps on a model, wrapped for data-parallel training or bare."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision, config: TrainConfig
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        precision: Precision,
+        config: TrainConfig,
+        before_exchange: Callable[[], None] = lambda: None,
     ) -> None:
-        """`model(inputs, targets)` returns the mean loss; its parameters' device is where everything happens."""
+        """`model(inputs, targets)` returns the mean loss; its parameters' device is where everything happens.
+
+        `before_exchange` is called where this rank has done its own work of a step and goes on with the others.
+        """
         self.model = model
         self.optimizer = optimizer
         self.precision = precision
-        self.config = config
+        self.max_norm = config.clipping_max_norm
         self.scaler = precision.scaler()
         self.device = next(model.parameters()).device
-        self.before_exchange: Callable[[], None] = lambda: None
+        self.before_exchange = before_exchange
         # The first parameter's gradient comes last: a rank that has it waits for the others, one without is behind.
         first = next(model.parameters())
-        first.register_post_accumulate_grad_hook(lambda _: self.before_exchange())
+        first.register_post_accumulate_grad_hook(lambda _: before_exchange())
 
     def run(self, microbatches: Sequence[Microbatch], multiplier: float) -> StepResult:
-        """One step over this rank's microbatches at `multiplier` times the peak learning rate."""
+        """One step over this rank's microbatches at `multiplier` times the peak learning rates."""
         losses = self.accumulate(microbatches)
-        set_learning_rate(self.optimizer, self.config.learning_rate * multiplier)
-        norm, skipped = update_weights(self.optimizer, self.scaler, max_norm=self.config.clipping_max_norm)
+        self.optimizer.set_multiplier(multiplier)
+        norm, skipped = self.optimizer.update(self.scaler, self.max_norm)
         self.forget_gradients()
         return StepResult(losses, norm, skipped)
 
@@ -66,10 +74,19 @@ class OptimizerStep:
         return torch.stack(losses)
 
     def forget_gradients(self) -> None:
-        """Zero the gradients in place: under DDP they are views into its communication buckets, which stay."""
-        self.optimizer.zero_grad(set_to_none=False)
+        """Make the gradients those of no microbatch."""
+        self.optimizer.zero_grad()
 
     def _gradient_exchange(self, *, last: bool) -> AbstractContextManager[object]:
         if last or not hasattr(self.model, "no_sync"):
             return nullcontext()
         return self.model.no_sync()  # type: ignore[operator]
+
+
+def build_step(
+    model: nn.Module, trained: nn.Module, config: TrainConfig, before_exchange: Callable[[], None] = lambda: None
+) -> OptimizerStep:
+    """The step that train.json describes for `model`; `trained` is the model as it is trained, wrapped or the same."""
+    device = next(model.parameters()).device
+    precision = Precision.resolve(config.precision, device)
+    return OptimizerStep(trained, build_optimizer(model, config), precision, config, before_exchange)

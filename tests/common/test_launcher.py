@@ -30,7 +30,7 @@ WORKER = """
 import os, pathlib, sys, time
 sys.path.insert(0, {root!r})
 {before}
-from harness import launcher
+from harness.common import launcher
 launcher.POLL_SECONDS = 0.05
 launcher.end_with_torchrun()
 pathlib.Path({mark!r}).write_text(str(os.getpid()))

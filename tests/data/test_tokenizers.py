@@ -153,7 +153,7 @@ def test_a_tokenizer_that_changes_text_is_refused(
 def test_without_network_and_cache_gpt2_fails_with_one_line(tmp_path: Path) -> None:
     code = (
         "from harness.common.errors import one_line_errors\n"
-        "from harness.data.tokenizers.tokenizer import load_tokenizer\n"
+        "from harness.data.tokenizers.load import load_tokenizer\n"
         "with one_line_errors(): load_tokenizer('gpt2')"
     )
     nowhere = "http://127.0.0.1:9"

@@ -675,7 +675,7 @@ def test_wrong_commands_end_with_one_line_and_leave_nothing(bench: Bench) -> Non
 def test_the_readmes_example_needs_no_account(bench: Bench) -> None:
     """The server as it is started by hand, the files that it writes, and the command that it prints."""
     write_responses(bench.folder / "ift-responses.json", bench.models[0])
-    (shown,) = re.findall(r"`uv run (tests/fake_judge\.py [^`]*)`", README)
+    (shown,) = re.findall(r"`uv run (tests/support/fake_judge\.py [^`]*)`", README)
     script, *options = shown.replace("runs/quickstart/ift-responses.json", "ift-responses.json").split()
     command = [sys.executable, str(ROOT / script), *options, "--port", "0"]
     server = subprocess.Popen(command, cwd=bench.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

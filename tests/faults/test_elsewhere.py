@@ -218,7 +218,7 @@ def test_drafts_that_are_links(tmp_path: Path, outside: Path, evidence: Evidence
     run = shop.add_run(min_train_tokens=64)
     names = ["runs/r/.summary.json.{pid}"]
     names += [f"runs/r/checkpoints/.saving-{what}{{pid}}" for what in ("", "latest-", "best-")]
-    names += [f"datasets/.scans/local--letters--{split}.{{pid}}.tmp" for split in ("train", "validation")]
+    names += [f"datasets/.scans/.local--letters--{split}.json.{{pid}}" for split in ("train", "validation")]
     plant = "import os\n" + "".join(
         f"path = {str(shop.path / name)!r}.format(pid=os.getpid())\n"
         "os.makedirs(os.path.dirname(path), exist_ok=True)\n"

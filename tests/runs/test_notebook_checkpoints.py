@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gpt import ModelConfig, load_model
 from harness.common.json_files import read_json_object
+from harness.runs.notebook import optimizer_by_name
 from tests.support.launch import MODEL, Workshop, metrics
 from tests.support.notebook_model import NotebookRun
 
@@ -241,3 +242,35 @@ def test_weights_alone_are_a_starting_point(tmp_path: Path) -> None:
         "t", model={"drop_rate": 0.0, "emb_dim": 32}, **SETTINGS, initial_weights=str(folder / "model.safetensors")
     )
     assert "not this model" in shop.attempt(run="t").error_lines[0]
+
+
+def test_moments_of_fewer_key_and_value_heads_are_joined_in_their_order() -> None:
+    """A notebook has its query, key and value apart; of another number of heads, they are of other sizes."""
+    config = ModelConfig(**MODEL | {"n_heads": 4}).model_copy(update={"n_kv_heads": 2})  # heads of 4
+
+    def adamw(*shape: int) -> dict[str, torch.Size]:
+        return {"step": torch.Size(), "exp_avg": torch.Size(shape), "exp_avg_sq": torch.Size(shape)}
+
+    qkv = "trf_blocks.0.att.qkv.weight"
+    shapes = {name: adamw(6, 16) for name in ("tok_emb.weight", "pos_emb.weight", "out_head.weight")}
+    shapes |= {qkv: adamw(32, 16), "final_norm.scale": adamw(16)}
+    # Embeddings, query, key, value, the norm, the head.
+    numbered: dict[int, dict[str, Any]] = {
+        index: {"step": 3.0, "exp_avg": torch.randn(*rows), "exp_avg_sq": torch.rand(*rows).double()}
+        for index, rows in enumerate([(6, 16), (6, 16), (16, 16), (8, 16), (8, 16), (16,), (6, 16)])
+    }
+    ours = optimizer_by_name({"state": numbered}, shapes, config)
+    assert ours.keys() == shapes.keys()
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(ours[qkv][key], torch.cat([numbered[index][key].float() for index in (2, 3, 4)]))
+        assert torch.equal(ours["out_head.weight"][key], numbered[6][key].float())
+    for name, state in ours.items():
+        assert {key: value.shape for key, value in state.items()} == shapes[name]
+        assert {value.dtype for value in state.values()} == {torch.float32}
+        assert state["step"] == 3
+    with pytest.raises(
+        ValueError, match=re.escape("exp_avg of trf_blocks.0.att.W_key.weight is [8, 16], not [16, 16]")
+    ):
+        optimizer_by_name(
+            {"state": numbered}, shapes | {qkv: adamw(48, 16)}, config.model_copy(update={"n_kv_heads": 4})
+        )

@@ -38,7 +38,7 @@ LISTEN = "harness.distributed.signals:StopSignal.listen"
 BETWEEN_STEPS = "harness.training.async_writer:SyncWriter.check"
 STEP = "harness.training.step:OptimizerStep.run"
 FORWARD = "gpt:GPTModel.forward"
-UPDATE = "harness.training.step:update_weights"
+UPDATE = "harness.training.optimizer:AdamW.update"
 VALIDATION = "harness.training.job:Job.validate"  # on all ranks
 EVALUATION = "harness.evaluation.loss:microbatch_losses"  # on ranks that evaluate
 SAVE = "harness.training.job:Job.save"  # on all ranks
@@ -106,8 +106,8 @@ def in_gradients(change: Callable[[torch.Tensor], torch.Tensor | None], *, rank:
     def hook(gradient: torch.Tensor) -> torch.Tensor | None:
         return change(gradient) if Now.step in steps else None
 
-    def building(original: Callable[..., None], self: OptimizerStep, *arguments: Any) -> None:
-        original(self, *arguments)
+    def building(original: Callable[..., None], self: OptimizerStep, *arguments: Any, **options: Any) -> None:
+        original(self, *arguments, **options)
         if rank == own_rank():
             list(self.model.parameters())[-1].register_hook(hook)
 

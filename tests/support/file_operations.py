@@ -179,9 +179,9 @@ class Operations:
 
         os.fsync = watched_fsync  # type: ignore[assignment]
         io.open = builtins.open = watched_open
-        import harness.runs.model_folder
+        import harness.model.weights
 
-        harness.runs.model_folder.save_file = self._watched_save_file(harness.runs.model_folder.save_file)  # type: ignore[attr-defined]
+        harness.model.weights.save_file = self._watched_save_file(harness.model.weights.save_file)  # type: ignore[attr-defined]
 
     def _audit(self, event: str, values: tuple[Any, ...]) -> None:
         if not self.counts:

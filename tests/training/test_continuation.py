@@ -138,7 +138,7 @@ def test_stopped_in_a_validation_and_continued(shop: Workshop) -> None:
     """A validation may outlast torchrun's patience: it is left off, and done when the run goes on."""
     settings = COMMON | {"min_train_tokens": 512, "validation_interval": 2, "validation_batches": 15}
     run = shop.add_run("validating", **settings)
-    slow = "import time, harness.evaluation.loss as e; f = e.Ranks.heeding\n"
+    slow = "import time, harness.distributed.sharing as e; f = e.Ranks.heeding\n"
     slow += "def g(self, i):\n    for x in f(self, i):\n        time.sleep(0.3); yield x\n"
     (process,) = shop.start("validating", ranks=1, prelude=slow + "e.Ranks.heeding = g")
     path = run / "metrics.jsonl"

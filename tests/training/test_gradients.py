@@ -20,29 +20,30 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_train import build_bare_step
+from ddp_train import build_model
 from harness.data.dataset import Dataset
 from harness.data.loader import TokenLoader
 from harness.distributed.world import World
 from harness.runs.directory import RunDirectory
 from harness.runs.experiment import Experiment
+from harness.training.step import build_step
 
 runs, datasets, out, *names = sys.argv[1:]
 world = World.start()
 results = {}
 for name in names:
     experiment = Experiment.load(RunDirectory.find(Path(runs), name), Path(datasets))
-    step = build_bare_step(experiment, world.device)
-    model = step.model.double()
+    model = trained = build_model(experiment, world.device).double()
     exchanged = []
     if world.size > 1:
-        step.model = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=0.5)
+        trained = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=0.5)
 
         def count(group, bucket, exchanged=exchanged):
             exchanged.append(bucket.index())
             return allreduce_hook(group, bucket)
 
-        step.model.register_comm_hook(None, count)
+        trained.register_comm_hook(None, count)
+    step = build_step(model, trained, experiment.config)
     dataset = Dataset.open(Path(datasets), experiment.config.dataset)
     loader = TokenLoader(dataset.split("train"), 0, experiment.shape(world.size))
     for _ in range(2):  # the first time, DDP has one bucket; it then arranges several

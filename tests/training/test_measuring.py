@@ -27,7 +27,7 @@ from harness.runs.train_config import TrainConfig
 from harness.training.clock import Clock
 from harness.training.evaluations import validation_loss
 from harness.training.loss_meter import LossMeter
-from harness.training.optimizer import build_optimizer, update_weights
+from harness.training.optimizer import build_optimizer
 from harness.training.step import OptimizerStep, StepResult
 
 CPU = torch.device("cpu")
@@ -66,55 +66,6 @@ def test_a_window_with_nan_reports_nan_and_valid_json(tmp_path: Path) -> None:
     metrics.append(TrainEvent(global_step=3, loss=report.loss, gradient_norm=report.gradient_norm, skipped_steps=1))
     values = {"event": "train", "global_step": 3, "loss": None, "gradient_norm": None, "skipped_steps": 1}
     assert json.loads(metrics.path.read_text()) == values
-
-
-@pytest.mark.parametrize("max_norm", [None, 0.01])
-def test_a_step_is_torchs_adamw_with_clipping(max_norm: float | None) -> None:
-    torch.manual_seed(0)
-    ours, theirs = torch.nn.Linear(7, 5), torch.nn.Linear(7, 5)
-    theirs.load_state_dict(ours.state_dict())
-    optimizer = build_optimizer(ours, TRAIN)
-    reference = torch.optim.AdamW(theirs.parameters(), lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
-    for _ in range(5):
-        x = torch.randn(3, 7)
-        for model in (ours, theirs):
-            model.zero_grad()
-            model(x).square().sum().backward()
-        norm, skipped = update_weights(optimizer, Precision("fp32", "cpu").scaler(), max_norm=max_norm)
-        expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm or math.inf)
-        reference.step()
-        torch.testing.assert_close(norm, expected)
-        assert skipped == 0
-    for left, right in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(precision: str) -> None:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 4)
-    optimizer, scaler = build_optimizer(model, TRAIN), Precision(precision, "cpu").scaler()
-    for _ in range(2):
-        scaler.scale(model(torch.randn(2, 4)).sum()).backward()
-        update_weights(optimizer, scaler, max_norm=1.0)
-        model.zero_grad()
-    weights = [parameter.clone() for parameter in model.parameters()]
-    state = [{key: value.clone() for key, value in values.items()} for values in optimizer.state.values()]
-    scaler.scale(model(torch.full((2, 4), math.inf)).sum()).backward()
-    _, skipped = update_weights(optimizer, scaler, max_norm=1.0)
-    assert skipped == 1
-    assert all(map(torch.equal, weights, model.parameters()))
-    for before, after in zip(state, optimizer.state.values(), strict=True):
-        assert all(torch.equal(before[key], after[key]) for key in before)
-
-
-def test_weight_decay_on_matrices_only() -> None:
-    model = GPTModel(CONFIG)
-    groups = build_optimizer(model, TRAIN.model_copy(update={"decay_all_parameters": False})).param_groups
-    assert {parameter.dim() for parameter in groups[0]["params"]} == {2}
-    assert {parameter.dim() for parameter in groups[1]["params"]} == {1}
-    assert (groups[0]["weight_decay"], groups[1]["weight_decay"]) == (0.1, 0.0)
-    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
 
 
 def test_validation_is_the_mean_without_dropout_and_leaves_the_mode_and_random_state(tmp_path: Path) -> None:

@@ -6,18 +6,15 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
-import shutil
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from harness.common.errors import UserError
-from harness.common.files import sync
+from harness.common.files import atomic_folder
 from harness.data.preparation.batches import batches
 from harness.data.preparation.documents import Piece
 from harness.data.preparation.encoding import default_workers, encode, encode_batches, token_dtype
@@ -51,8 +48,12 @@ def build_python_stdlib(folder: Path, vocab_size: int = DEFAULT_VOCAB_SIZE) -> N
     if folder.is_dir() and any(folder.iterdir()):
         raise UserError(f"{folder}: incomplete; move it away, and it is built again")
     splits = split_documents(read_documents())
-    with _appearing_whole(folder) as partial:
-        _write_dataset(partial, splits, vocab_size)
+    try:
+        with atomic_folder(folder) as draft:
+            _write_dataset(draft, splits, vocab_size)
+    except OSError as error:
+        if not _is_whole(folder):  # another process may have built the same in the meantime: its files are as good
+            raise UserError(f"{folder}: cannot be written: {error.strerror or error}") from None
 
 
 BUILTIN_DATASETS: dict[str, Callable[[Path], None]] = {"builtin/python-stdlib": build_python_stdlib}
@@ -134,50 +135,3 @@ def _is_whole(folder: Path) -> bool:
     """meta.json is part of a folder that appeared by one rename; the files could have been removed since."""
     names = ("meta.json", "tokenizer.json", *(f"{split}.safetensors" for split in SPLITS))
     return all((folder / name).is_file() for name in names)
-
-
-@contextmanager
-def _appearing_whole(folder: Path) -> Iterator[Path]:
-    """A hidden folder beside `folder` to write into, renamed to `folder` at the end and removed on failure."""
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(folder)
-        partial.mkdir()
-        yield partial
-        for path in [*partial.iterdir(), partial]:
-            sync(path)
-        _rename_unless_there(partial, folder)
-        sync(folder.parent)
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _rename_unless_there(partial: Path, folder: Path) -> None:
-    """Another process may have built the same in the meantime: its files are as good."""
-    try:
-        partial.rename(folder)
-    except OSError:
-        if not _is_whole(folder):
-            raise
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Remove what builds of processes that are gone (or that had this process's id) left half-written."""
-    prefix = f".{folder.name}.partial-"
-    for leftover in folder.parent.glob(f"{prefix}*"):
-        pid = leftover.name.removeprefix(prefix)
-        if pid.isdecimal() and (int(pid) == os.getpid() or not _is_alive(int(pid))):
-            shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):  # the latter: a number that no process has
-        return False
-    except PermissionError:  # another user's
-        return True
-    return True

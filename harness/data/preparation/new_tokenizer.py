@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.common.errors import UserError
-from harness.common.files import sha256
+from harness.common.files import atomic_file, sha256
 from harness.data.preparation.batches import batches
 from harness.data.preparation.pipeline import Recipe
 from harness.data.preparation.sources import TextSource, read_file
@@ -49,10 +49,10 @@ class TokenizerChoice:
             return "gpt2"
         path = folder / self._file_name()
         if not path.exists():
-            draft = path.with_name(f".{path.name}")
-            self._write(draft, sample)
-            load_tokenizer(draft)
-            draft.rename(path)
+            # The name's end tells the format; without a process's number, what a killed one left is found again.
+            with atomic_file(path, path.with_name(f".{path.name}")) as draft:
+                self._write(draft, sample)
+                load_tokenizer(draft)
         return path.name
 
     def _file_name(self) -> str:

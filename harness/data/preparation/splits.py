@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from harness.common.errors import UserError
-from harness.common.files import replace_text, sha256, sync
+from harness.common.files import atomic_file, replace_text, sha256, sync
 from harness.data.preparation.encoding import token_dtype
 from harness.data.preparation.token_stream import HEADER_BYTES, TokenStream, copy_range, write_header
 from harness.data.tokenizers.tokenizer import Tokenizer
@@ -120,11 +120,10 @@ def write_splits(stream: TokenStream, splits: list[Split], folder: Path) -> None
     for split in others:
         path = folder / f"{split.name}.safetensors"
         if not path.exists():
-            draft = path.with_suffix(".draft")
-            draft.write_bytes(bytes(HEADER_BYTES))
-            copy_range(stream.path, draft, HEADER_BYTES + split.start * width, split.tokens * width)
-            write_header(draft, stream.dtype, split.tokens)
-            draft.rename(path)
+            with atomic_file(path, path.with_suffix(".draft")) as draft:
+                draft.write_bytes(bytes(HEADER_BYTES))
+                copy_range(stream.path, draft, HEADER_BYTES + split.start * width, split.tokens * width)
+                write_header(draft, stream.dtype, split.tokens)
     sync(folder)
     path = folder / "train.safetensors"
     if not path.exists():  # only now: it cuts off what the others were copied from
