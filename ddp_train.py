@@ -232,13 +232,17 @@ def main(run: str, datasets_dir: Path, checkpoint: str | None, **options: Any) -
     configure_libraries()
     with one_line_errors():
         check_options(checkpoint, options)
-        from harness.distributed.environment import place
+        from harness.data.fetch import check_obtainable
+        from harness.distributed.environment import local_rank, place
         from harness.runs.directory import RunDirectory
         from harness.runs.experiment import Experiment
 
         place()  # first: a launcher's leftovers would make this another run than was meant
         found = RunDirectory.find(options["runs_dir"], run)
         experiment = Experiment.load(found, datasets_dir)
+        # One process of each machine asks the Hub, as one will download.
+        ask_hub = not options["plan"] and local_rank() == 0
+        check_obtainable(datasets_dir, experiment.config.dataset, experiment.splits, ask_hub=ask_hub)
         if options["plan"]:
             print_plan(experiment, checkpoint, options)
             return
@@ -271,6 +275,7 @@ def print_schema(context: click.Context, kind: str | None) -> None:
 
 def print_plan(experiment: Experiment, checkpoint: str | None, options: dict[str, Any]) -> None:
     from harness.distributed.environment import is_rank0, world_size
+    from harness.model.tensor_names import check_weights_file
     from harness.runs.plan import assumed_speed, describe_plan, make_plan, plan_speed, planned_start
 
     if not is_rank0():
@@ -278,6 +283,8 @@ def print_plan(experiment: Experiment, checkpoint: str | None, options: dict[str
     ranks = options["assume_world_size"] or world_size()
     meta = None if options["restart"] else planned_start(experiment, ranks, checkpoint)
     plan = make_plan(experiment, ranks, meta)
+    if plan.initial_weights is not None:
+        check_weights_file(plan.initial_weights, experiment.model)
     assumed = assumed_speed(options["assume_tps"], options["assume_tps_with_validation"])
     click.echo(describe_plan(plan, experiment.model, plan_speed(experiment, plan.shape, assumed)))
     if options["assume_world_size"] is None:  # else it is another machine's disk that counts
