@@ -149,13 +149,17 @@ def main(run: str, datasets_dir: Path, checkpoint: str | None, **options: Any) -
     configure_libraries()
     with one_line_errors():
         check_options(checkpoint, options)
-        from harness.distributed.environment import announce, is_rank0, place, world_size
+        from harness.data.fetch import check_obtainable
+        from harness.distributed.environment import announce, is_rank0, local_rank, place, world_size
         from harness.runs.directory import RunDirectory
         from harness.runs.experiment import Experiment
 
         place()  # first: a launcher's leftovers would make this another run than was meant
         found = RunDirectory.find(options["runs_dir"], run)
         experiment = Experiment.load(found, datasets_dir)
+        # One process of each machine asks the Hub, as one will download.
+        ask_hub = not options["plan"] and local_rank() == 0
+        check_obtainable(datasets_dir, experiment.config.dataset, experiment.splits, ask_hub=ask_hub)
         if options["plan"]:
             from harness.runs.plan import Assumptions, print_plan
 

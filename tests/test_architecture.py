@@ -63,9 +63,14 @@ BEFORE_TORCH = [
     "harness.model.config",
     "harness.runs.checkpoint_folder",
     "harness.runs.plan",
+    "harness.runs.checkpoint_meta",
+    "harness.runs.summary",
+    "harness.runs.metrics",
+    "harness.model.tensor_names",
+    "harness.data.fetch",
 ]
 HELP_SECONDS = 1.0  # of a processor: those on the clock are the machine's business
-SLOW = {"torch", "matplotlib", "transformers", "openai", "lm_eval"}
+SLOW = {"torch", "matplotlib", "transformers", "openai", "lm_eval", "pyarrow", "huggingface_hub"}
 
 
 def imported(node: ast.AST) -> list[str]:

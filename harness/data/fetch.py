@@ -31,12 +31,32 @@ def ensure_dataset(datasets_dir: Path, name: str, splits: list[str]) -> None:
     Dataset.open(datasets_dir, name)
 
 
+def check_obtainable(datasets_dir: Path, name: str, splits: list[str], *, ask_hub: bool) -> None:
+    """Raises UserError, as `ensure_dataset` would, for a dataset that is not on this machine and cannot be had, as far
+    as can be told without bringing it: by the Hub's answer, with `ask_hub`, else without the network."""
+    if is_present(datasets_dir, name, splits):
+        return
+    if name.startswith("builtin/"):
+        _check_builtin(name)
+    elif ask_hub:
+        from harness.common.hub import list_files
+        from harness.data.hub_download import Download
+
+        list_files(Download(name, dataset_folder(datasets_dir, name)).work)
+
+
+def _check_builtin(name: str) -> None:
+    from harness.data.preparation.builtin import BUILTIN_DATASETS
+
+    if name not in BUILTIN_DATASETS:
+        raise UserError(f'train.json: key "dataset": no {name}; there is {", ".join(BUILTIN_DATASETS)}')
+
+
 def _make(folder: Path, name: str) -> None:
     if name.startswith("builtin/"):
         from harness.data.preparation.builtin import BUILTIN_DATASETS
 
-        if name not in BUILTIN_DATASETS:
-            raise UserError(f'train.json: key "dataset": no {name}; there is {", ".join(BUILTIN_DATASETS)}')
+        _check_builtin(name)
         print(f"Building {name} in {folder} ...", flush=True)
         BUILTIN_DATASETS[name](folder)
         return

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from harness.common.errors import UserError
 from harness.common.messages import abbreviated, quoted
-from harness.model.weights import EMBEDDING, HEAD, PARTS
+from harness.model.tensor_names import EMBEDDING, HEAD
+from harness.model.weights import PARTS
 
 PREFIX = "transformer."
 PEER_HEAD = "lm_head.weight"

@@ -17,7 +17,7 @@ from torch import Tensor
 from harness.common.errors import UserError
 from harness.common.messages import abbreviated, quoted
 from harness.hf.gpt2_format import LEVERS
-from harness.model.weights import EMBEDDING, HEAD
+from harness.model.tensor_names import EMBEDDING, HEAD
 
 MODEL_TYPE = "gpjtgpt2"
 PREFIX = "model."

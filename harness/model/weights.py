@@ -12,18 +12,13 @@ from torch import Tensor
 
 from harness.common.errors import UserError
 from harness.common.files import umask
-from harness.common.messages import abbreviated
 from harness.model.config import ModelConfig
+from harness.model.tensor_names import EMBEDDING, HEAD, TensorKind, check_tensors, public_names
 
 WEIGHTS, MODEL_JSON, META = "model.safetensors", "model.json", "meta.json"
 
 PARTS = ("W_query", "W_key", "W_value")
 FUSED = ".att.qkv."
-EMBEDDING, HEAD = "tok_emb.weight", "out_head.weight"
-LOADABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-# What wrappers put before every name when a wrapped model is saved in place of the model itself.
-WRAPPERS = ("module.", "_orig_mod.")
-SHOWN_DIFFERENCES = 3
 
 
 def qkv_sizes(config: ModelConfig) -> tuple[int, int, int]:
@@ -60,41 +55,13 @@ def from_checkpoint_names(
     `att.mask` buffers, the prefix of a wrapper around the model, and either half of a tied pair may be there or not.
     Raises UserError, naming `source` and what differs, if it is another model's file.
     """
-    tensors = _without_wrapper({name: tensor for name, tensor in offered.items() if not name.endswith(".att.mask")})
-    if config.tie_weights:  # files of such models hold the shared tensor twice, or under one name or the other
-        for one, other in ((HEAD, EMBEDDING), (EMBEDDING, HEAD)):
-            if one not in tensors and other in tensors:
-                tensors[one] = tensors[other]
-    wanted = checkpoint_views(state, config)
-    faults = _differences(tensors, wanted)
-    if faults:
-        raise UserError(f"{source}: not this model: {abbreviated(faults, SHOWN_DIFFERENCES, separator='; ')}")
+    tensors = public_names(offered, tied=config.tie_weights)
+    kinds = {name: TensorKind(tuple(each.shape), str(each.dtype)[len("torch.") :]) for name, each in tensors.items()}
+    wanted = {name: tuple(tensor.shape) for name, tensor in checkpoint_views(state, config).items()}
+    check_tensors(kinds, wanted, source)
     if config.tie_weights and not torch.equal(tensors[HEAD], tensors[EMBEDDING]):
         raise UserError(f'{source}: not this model: "tie_weights" is true but out_head and tok_emb differ')
     return tensors
-
-
-def _without_wrapper(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    for prefix in WRAPPERS:
-        if tensors and all(name.startswith(prefix) for name in tensors):
-            return _without_wrapper({name.removeprefix(prefix): tensor for name, tensor in tensors.items()})
-    return tensors
-
-
-def _differences(offered: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
-    """How the file's tensors differ from the model's, in the model's order, then the file's own."""
-    faults = []
-    for name, tensor in wanted.items():
-        if name not in offered:
-            faults.append(f"tensor {name} {list(tensor.shape)} is missing")
-        elif offered[name].shape != tensor.shape:
-            faults.append(
-                f"tensor {name} is {list(offered[name].shape)} in the file, {list(tensor.shape)} in model.json"
-            )
-        elif offered[name].dtype not in LOADABLE:
-            kind = str(offered[name].dtype).removeprefix("torch.")
-            faults.append(f"tensor {name} is {kind}; weights are fp32, fp16 or bf16")
-    return faults + [f"tensor {name} is not in model.json's shape" for name in sorted(offered.keys() - wanted.keys())]
 
 
 @torch.no_grad()

@@ -153,6 +153,12 @@ class Experiment:
         """The splits that training reads."""
         return ["train", "validation"] if self.config.validates else ["train"]
 
+    @property
+    def initial_weights(self) -> Path | None:
+        """The file that train.json says to start from."""
+        named = self.config.initial_weights
+        return None if named is None else self.run.path / named
+
     def layout(self, world_size: int) -> BatchLayout:
         steps = self.config.accumulation_steps(world_size)
         return BatchLayout(world_size, steps, self.config.microbatch_size, self.model.context_length)

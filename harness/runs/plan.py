@@ -9,15 +9,17 @@ import sys
 import textwrap
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
 from harness.common.errors import UserError
+from harness.common.units import GIB
 from harness.data.dataset import Dataset, check_token_ids, is_present
 from harness.data.loader import BatchLayout
+from harness.model.tensor_names import check_weights_file
 from harness.runs.checkpoint_folder import choose_start, refuse_unnamed
 from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, upgrade_notebook_meta
 from harness.runs.experiment import Experiment, Position
@@ -26,11 +28,20 @@ from harness.runs.summary import RunSummary, read_summary
 from harness.runs.throughput import Measured, same_kernels
 from harness.runs.train_config import TrainConfig
 
-GIB = 2**30
 COLUMNS = 79
 WEIGHT_BYTES = 4  # per parameter: fp32
+# Keys of train.json that say what is evaluated, and so how long it takes.
+BENCHMARK_KEYS = ("benchmark_interval", "benchmark_tasks", "benchmark_examples")
 GIVE_A_SPEED = "give --assume-tps or --assume-tps-with-validation"
 OTHER_BYTES = 2**20  # the rest of a checkpoint: random states, tokenizer, meta.json
+
+
+def times_due(steps: range, every: int) -> int:
+    """How many of the steps are a multiple of `every`, or the last."""
+    if not steps:
+        return 0
+    # Counted, not walked through: there may be more steps than anyone can wait for.
+    return steps[-1] // every - (steps[0] - 1) // every + (steps[-1] % every != 0)
 
 
 @dataclass(frozen=True)
@@ -43,9 +54,15 @@ class Plan:
     flops_per_token: int
     shape: BatchLayout
     position: Position | None
+    initial_weights: Path | None = None  # the file that the run will start from, if it is one
 
     def validations(self) -> int:
         every = self.config.validation_interval
+        return self._times(every) if every else 0
+
+    def benchmarks(self) -> int:
+        """How often train.json's benchmark tasks will be evaluated."""
+        every = self.config.benchmark_interval
         return self._times(every) if every else 0
 
     def checkpoints(self) -> int:
@@ -55,11 +72,7 @@ class Plan:
     def _times(self, every: int) -> int:
         """Steps of this plan that are a multiple of `every`, or the last."""
         assert self.position is not None
-        first, last = self.position.first_step, self.position.total_steps - 1
-        if first > last:
-            return 0
-        # Counted, not walked through: there may be more steps than anyone can wait for.
-        return last // every - (first - 1) // every + (last % every != 0)
+        return times_due(range(self.position.first_step, self.position.total_steps), every)
 
     def checkpoint_bytes(self) -> int:
         """Size of one checkpoint on disk."""
@@ -96,6 +109,7 @@ class PlannedSpeed:
     tokens_per_second: float | None
     source: str
     includes_validation: bool = False  # over training and validation together; else over training alone
+    benchmark_seconds: float | None = None  # of evaluating all of train.json's benchmark tasks once
 
 
 def describe_plan(plan: Plan, model: BaseModel, speed: PlannedSpeed) -> str:
@@ -105,6 +119,7 @@ def describe_plan(plan: Plan, model: BaseModel, speed: PlannedSpeed) -> str:
     lines += _settings("model.json", model.model_dump()) + _settings("train.json", config.model_dump())
     rows = [
         ("parameters", f"{plan.parameters:,}"),
+        *([("starts from", str(plan.initial_weights))] if plan.initial_weights else []),
         ("FLOPs per token", f"{plan.flops_per_token:,}"),
         (
             "global batch",
@@ -126,8 +141,19 @@ def _work_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
         rows = [("done already", done), ("global steps", more), ("tokens", f"{plan.tokens():,} more")]
     each = f"{config.validation_batches} microbatches" if config.validates else "without validation"
     disk = f"{plan.disk_bytes() / GIB:.2f} GiB at most, {plan.checkpoint_bytes() / GIB:.2f} each"
-    rows += [("validations", f"{plan.validations():,} ({each})"), ("checkpoints", f"{plan.checkpoints():,} ({disk})")]
-    return rows + _time_rows(plan, speed)
+    rows += [("validations", f"{plan.validations():,} ({each})"), *_benchmark_rows(plan, speed)]
+    return [*rows, ("checkpoints", f"{plan.checkpoints():,} ({disk})"), *_time_rows(plan, speed)]
+
+
+def _benchmark_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
+    tasks = plan.config.benchmark_tasks
+    if tasks is None:
+        return []
+    each = f"{', '.join(tasks)}; {plan.config.benchmark_examples:,} examples each"
+    said = f"{plan.benchmarks():,} ({each})"
+    if speed.benchmark_seconds is None:
+        said += "\nhow long they take is not known, and not counted"
+    return [("benchmarks", said)]
 
 
 def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
@@ -140,7 +166,11 @@ def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
     time = f"{_hours(training)} training + {_hours(validating)} validation (estimated)"
     if speed.includes_validation and training:
         time += f"\n= {_hours(training + validating)}, at {plan.tokens() / training:,.0f} tokens/s of training"
-    return [("speed", said), ("time", time), ("cost", _cost(plan.config.price_per_hour, training, validating))]
+    parts = {"training": training, "validation": validating}
+    if plan.benchmarks() and speed.benchmark_seconds is not None:
+        parts["benchmarks"] = plan.benchmarks() * speed.benchmark_seconds
+        time += f"\n+ {_hours(parts['benchmarks'])} benchmarks, as this run's earlier ones"
+    return [("speed", said), ("time", time), ("cost", _cost(plan.config.price_per_hour, parts))]
 
 
 def _seconds(plan: Plan, tokens_per_second: float, includes_validation: bool) -> tuple[float, float]:
@@ -156,11 +186,12 @@ def _seconds(plan: Plan, tokens_per_second: float, includes_validation: bool) ->
     return training, validating
 
 
-def _cost(price: float | None, training: float, validating: float) -> str:
+def _cost(price: float | None, seconds: dict[str, float]) -> str:
     if price is None:
         return "unknown: no price_per_hour in train.json"
-    parts = [seconds * price / 3600 for seconds in (training, validating)]
-    return f"${parts[0]:,.2f} training + ${parts[1]:,.2f} validation = ${sum(parts):,.2f} at ${price}/h"
+    dollars = {part: spent * price / 3600 for part, spent in seconds.items()}
+    parts = " + ".join(f"${cost:,.2f} {part}" for part, cost in dollars.items())
+    return f"{parts} = ${sum(dollars.values()):,.2f} at ${price}/h"
 
 
 def _hours(seconds: float) -> str:
@@ -208,7 +239,8 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
         position = experiment.position(shape, len(dataset.split("train")), meta)
     elif config.min_train_tokens != -1:
         position = experiment.position(shape, sys.maxsize, meta)
-    return Plan(experiment.run.path.name, config, model.parameters, model.flops_per_token, shape, position)
+    initial = experiment.initial_weights if meta is None else None
+    return Plan(experiment.run.path.name, config, model.parameters, model.flops_per_token, shape, position, initial)
 
 
 def planned_start(experiment: Experiment, world_size: int, checkpoint: str | None) -> CheckpointMeta | None:
@@ -225,9 +257,29 @@ def planned_start(experiment: Experiment, world_size: int, checkpoint: str | Non
 
 
 def plan_speed(experiment: Experiment, shape: BatchLayout, assumed: PlannedSpeed | None) -> PlannedSpeed:
-    """The assumed speed, or the one that an earlier run of this model and batch has measured."""
-    if assumed is not None:
-        return assumed
+    """The assumed speed, or the one that an earlier run of this model and batch has measured; and how long this run's
+    earlier benchmarks took."""
+    speed = assumed or _measured_speed(experiment, shape)
+    return replace(speed, benchmark_seconds=earlier_benchmark_seconds(experiment, shape))
+
+
+def earlier_benchmark_seconds(experiment: Experiment, shape: BatchLayout) -> float | None:
+    """Seconds of evaluating the benchmark tasks once, by this run's own summary.json; None if that does not say it of
+    today's tasks on as many ranks."""
+    try:
+        summary = read_summary(experiment.run.summary)
+    except UserError:
+        return None
+    now = experiment.config.model_dump(mode="json")
+    is_alike = all(summary.train.get(key) == now[key] for key in BENCHMARK_KEYS)
+    spent = summary.seconds.get("benchmarks", 0.0)
+    every, steps = experiment.config.benchmark_interval, summary.global_steps or 0
+    if every is None or not is_alike or summary.world_size != shape.world_size or steps < 1 or not 0 < spent < math.inf:
+        return None
+    return spent / times_due(range(steps), every)
+
+
+def _measured_speed(experiment: Experiment, shape: BatchLayout) -> PlannedSpeed:
     run = experiment.run.path
     found = earlier_speeds(run.parent, experiment, shape)
     best = max(found, key=lambda earlier: earlier.preference(run), default=None)
@@ -311,6 +363,8 @@ def print_plan(experiment: Experiment, checkpoint: str | None, ranks: int, assum
     assumed. Raises UserError for what training would refuse."""
     ranks = assumed.world_size or ranks
     plan = make_plan(experiment, ranks, None if assumed.restart else planned_start(experiment, ranks, checkpoint))
+    if plan.initial_weights is not None:
+        check_weights_file(plan.initial_weights, experiment.model)
     speed = assumed_speed(assumed.tokens_per_second, assumed.tokens_per_second_with_validation)
     print(describe_plan(plan, experiment.model, plan_speed(experiment, plan.shape, speed)), flush=True)
     if assumed.world_size is None:  # else it is another machine's disk that counts

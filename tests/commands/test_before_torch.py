@@ -6,37 +6,44 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from harness.common.errors import SPEAKER_PATIENCE_SECONDS
+from tests.support.fake_hub import FakeHub
 from tests.support.launch import ROOT, Result, Workshop, finish, free_port
 
 # CPU seconds of the fastest of a few attempts: what else the machine does says nothing of the program. Torch takes 3.
-CPU_SECONDS = 1.5
+CPU_SECONDS = 1.0
 ATTEMPTS = 3
+# Neither plans, schemas nor refusals need them; a name that only the Hub can refuse needs the Hub's library.
+BARRED = ("torch", "pyarrow", "matplotlib", "huggingface_hub")
+WITH_HUB = ("torch", "pyarrow", "matplotlib")
 WITHOUT_TORCH = """
 import runpy, sys
-sys.modules["torch"] = None  # importing it is an error
+for library in {barred!r}:
+    sys.modules[library] = None  # importing it is an error
 sys.argv = sys.argv[1:]
 sys.path.insert(0, {root!r})
 runpy.run_path({root!r} + "/" + sys.argv[0], run_name="__main__")
 """
 
 
-def cold(shop: Workshop, *arguments: str) -> tuple[Result, float]:
+def cold(shop: Workshop, *arguments: str, barred: Sequence[str] = BARRED) -> tuple[Result, float]:
     """ddp_train.py in a process that cannot load torch, and the CPU seconds it took."""
-    program = [sys.executable, "-c", WITHOUT_TORCH.format(root=str(ROOT)), "ddp_train.py", *arguments]
+    source = WITHOUT_TORCH.format(root=str(ROOT), barred=tuple(barred))
+    program = [sys.executable, "-c", source, "ddp_train.py", *arguments]
     before = os.times()
     result = finish([shop.spawn(program, {})], expect=None, timeout=60)
     after = os.times()
     return result, sum(after[2:4]) - sum(before[2:4])
 
 
-def quickly(shop: Workshop, *arguments: str) -> Result:
+def quickly(shop: Workshop, *arguments: str, barred: Sequence[str] = BARRED) -> Result:
     for _ in range(ATTEMPTS):
-        result, seconds = cold(shop, *arguments)
+        result, seconds = cold(shop, *arguments, barred=barred)
         assert "Traceback" not in result.stderr, result.stderr
         if seconds < CPU_SECONDS:
             return result
@@ -69,6 +76,41 @@ def test_a_misspelt_key(shop: Workshop, there: tuple[str, ...], file: str) -> No
     result = quickly(shop, "r", *there)
     assert result.status == 2
     assert f'r/{file}: key "lerning_rate": unknown' in result.stderr
+
+
+@pytest.mark.parametrize("option", [(), ("--plan",)], ids=["train", "plan"])
+def test_a_builtin_dataset_that_there_is_not(shop: Workshop, there: tuple[str, ...], option: tuple[str, ...]) -> None:
+    shop.add_run(dataset="builtin/python-stdlb")
+    result = quickly(shop, "r", *there, *option)
+    assert result.status == 2
+    assert 'key "dataset": no builtin/python-stdlb; there is builtin/python-stdlib' in result.stderr
+
+
+def test_a_dataset_that_the_hub_has_not(shop: Workshop, there: tuple[str, ...]) -> None:
+    """Asked before torch is loaded; a plan asks nobody."""
+    shop.add_run(dataset="someone/corpse")
+    with FakeHub() as hub:
+        shop.environment.update(hub.environment(shop.path / "hf"), HF_HUB_OFFLINE="0")
+        result = quickly(shop, "r", *there, barred=WITH_HUB)
+        assert result.status == 2
+        assert 'dataset "someone/corpse": not found on the Hugging Face Hub' in result.stderr
+        asked = len(hub.requests)
+        assert asked
+        assert "global steps" in quickly(shop, "r", *there, "--plan").stdout
+        assert len(hub.requests) == asked
+    assert not (shop.datasets / "someone").exists()
+
+
+def test_the_hub_is_asked_by_one_process_of_a_machine(shop: Workshop, there: tuple[str, ...]) -> None:
+    """Another rank goes on: what is refused there is refused once."""
+    shop.add_run(dataset="someone/corpse")
+    with FakeHub() as hub:
+        shop.environment.update(hub.environment(shop.path / "hf"), HF_HUB_OFFLINE="0")
+        place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        shop.environment.update(place, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+        result, _ = cold(shop, "r", *there)
+        assert "ModuleNotFoundError" in result.stderr, "it has come to where torch is needed"
+        assert not hub.requests
 
 
 @pytest.mark.parametrize("option", ["train", "model"])

@@ -430,3 +430,70 @@ def test_long_names_fit_a_terminal(tmp_path: Path) -> None:
     shutil.rmtree(shop.datasets)
     result = shop.attempt("--plan", "--assume-tps", "100", run=name)
     assert [line for line in result.stdout.splitlines() if len(line) > COLUMNS and "x" * 70 not in line] == []
+
+
+# Benchmarks, and weights to start from
+
+BENCHMARKS: dict[str, Any] = {
+    "benchmark_interval": 4,
+    "benchmark_tasks": ["piqa", "arc_easy"],
+    "benchmark_examples": 50,
+}
+
+
+def test_benchmarks_are_counted_and_their_time_said_to_be_unknown(shop: Workshop) -> None:
+    """Twenty steps: after 0, 4, 8, 12, 16 and the last."""
+    shop.add_run(**BENCHMARKS, price_per_hour=36.0)
+    result = shop.attempt("--plan", "--assume-tps", "64")
+    found = rows(result)
+    assert (
+        found["benchmarks"] == "6 (piqa, arc_easy; 50 examples each) how long they take is not known, and not counted"
+    )
+    assert "benchmarks" not in found["time"] + found["cost"]
+    assert list(found).index("benchmarks") == list(found).index("validations") + 1
+    narrow(result)
+    shop.add_run(price_per_hour=36.0)
+    assert "benchmarks" not in rows(shop.attempt("--plan", "--assume-tps", "64"))
+
+
+def test_benchmarks_take_as_long_as_this_runs_earlier_ones(shop: Workshop) -> None:
+    """Of a summary of 9 steps, with evaluations after 0, 4 and 8."""
+    run = shop.add_run(**BENCHMARKS, price_per_hour=36.0)
+    experiment = Experiment.load(RunDirectory(run), shop.datasets)
+    alike = {"global_steps": 9, "seconds": {"training": 20.0, "benchmarks": 30.0, "total": 50.0}}
+    add_summary(run, experiment, **alike)
+    for arguments in ((), ("--assume-tps", "96"), ("--assume-tps-with-validation", "96")):
+        found = rows(shop.attempt("--plan", *arguments))
+        assert found["benchmarks"] == "6 (piqa, arc_easy; 50 examples each)"
+        assert "+ 60 s benchmarks, as this run's earlier ones" in found["time"]
+        assert " + $0.60 benchmarks = $" in found["cost"]
+        parts = [float(part) for part in re.findall(r"\$([\d.]+)", found["cost"])]
+        assert parts[3] == pytest.approx(sum(parts[:3]), abs=0.011)
+    narrow(shop.attempt("--plan"))
+    other_tasks = experiment.config.model_dump(mode="json") | {"benchmark_examples": 51}
+    for values in ({"train": other_tasks}, {"seconds": {"training": 20.0}}, {"world_size": 2}, {"global_steps": None}):
+        add_summary(run, experiment, **alike | values)
+        assert "not counted" in rows(shop.attempt("--plan", "--assume-tps", "96"))["benchmarks"], values
+
+
+def test_a_plan_names_and_checks_the_weights_to_start_from(shop: Workshop, tmp_path: Path) -> None:
+    """As training would, where it starts; one that goes on does not need them."""
+    weights = tmp_path / "runs" / "r" / "start.safetensors"
+    shop.add_run(initial_weights="start.safetensors")
+    assert shop.attempt("--plan").error_lines == [f"error: {weights}: no such file"]
+    weights.write_bytes(b"not one")
+    assert f"{weights}: not a readable safetensors file" in shop.attempt("--plan").error_lines[0]
+    shop.add_run("other", model={"emb_dim": 32}, min_train_tokens=64)
+    assert shop.attempt(run="other").status == 0
+    shutil.copy(shop.runs / "other" / "checkpoints" / "latest" / "model.safetensors", weights)
+    planned, trained = shop.attempt("--plan"), shop.attempt()
+    assert "not this model: tensor tok_emb.weight is [64, 32] in the file, [64, 16] in model.json" in planned.stderr
+    assert planned.error_lines == trained.error_lines
+    shop.add_run("like", min_train_tokens=64)
+    assert shop.attempt(run="like").status == 0
+    shutil.copy(shop.runs / "like" / "checkpoints" / "latest" / "model.safetensors", weights)
+    assert rows(shop.attempt("--plan"))["starts from"].replace(" ", "") == str(weights)
+    assert shop.attempt().status == 0
+    weights.unlink()
+    assert "starts from" not in rows(shop.attempt("--plan"))
+    assert "no such file" in shop.attempt("--plan", "--restart").stderr

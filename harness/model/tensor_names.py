@@ -1,0 +1,114 @@
+"""The tensors of published checkpoints of this model family: their names, shapes and types. Without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from safetensors import SafetensorError, safe_open
+
+from harness.common.errors import UserError
+from harness.common.messages import abbreviated
+from harness.model.config import ModelConfig
+
+EMBEDDING, HEAD = "tok_emb.weight", "out_head.weight"
+# What wrappers put before every name when a wrapped model is saved in place of the model itself.
+WRAPPERS = ("module.", "_orig_mod.")
+LOADABLE = ("float64", "float32", "float16", "bfloat16")
+SHOWN_DIFFERENCES = 3
+# safetensors' names of types, where torch's are not those in small letters.
+TORCH_TYPES = {
+    **{f"{short}{bits}": f"{long}{bits}" for short, long in (("F", "float"), ("I", "int")) for bits in (16, 32, 64)},
+    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+    "I8": "int8",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
+
+Offered = TypeVar("Offered")
+
+
+class TensorKind(NamedTuple):
+    """What tells a tensor from others before it is read. The type is by torch's name."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def public_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a model, by its public name, in the model's order."""
+    width = config.emb_dim
+    kv_rows = (config.n_kv_heads or config.n_heads) * (width // config.n_heads)
+    rows = {"W_query": width, "W_key": kv_rows, "W_value": kv_rows}
+    block: dict[str, tuple[int, ...]] = {"norm1.scale": (width,), "norm1.shift": (width,)}
+    block |= {f"att.{part}.weight": (count, width) for part, count in rows.items()}
+    block |= {f"att.{part}.bias": (count,) for part, count in rows.items() if config.qkv_bias}
+    block |= {"att.out_proj.weight": (width, width), "att.out_proj.bias": (width,)}
+    block |= {"norm2.scale": (width,), "norm2.shift": (width,)}
+    block |= {"ff.layers.0.weight": (4 * width, width), "ff.layers.0.bias": (4 * width,)}
+    block |= {"ff.layers.2.weight": (width, 4 * width), "ff.layers.2.bias": (width,)}
+    return {
+        EMBEDDING: (config.vocab_size, width),
+        "pos_emb.weight": (config.context_length, width),
+        **{f"trf_blocks.{at}.{name}": shape for at in range(config.n_layers) for name, shape in block.items()},
+        "final_norm.scale": (width,),
+        "final_norm.shift": (width,),
+        HEAD: (config.vocab_size, width),
+    }
+
+
+def public_names(offered: Mapping[str, Offered], *, tied: bool) -> dict[str, Offered]:
+    """What a file offers, under the public names: `att.mask` buffers, the prefix of a wrapper around the model, and
+    either half of a tied pair may be there or not."""
+    found = _without_wrapper({name: value for name, value in offered.items() if not name.endswith(".att.mask")})
+    if tied:  # files of such models hold the shared tensor twice, or under one name or the other
+        for one, other in ((HEAD, EMBEDDING), (EMBEDDING, HEAD)):
+            if one not in found and other in found:
+                found[one] = found[other]
+    return found
+
+
+def _without_wrapper(offered: dict[str, Offered]) -> dict[str, Offered]:
+    for prefix in WRAPPERS:
+        if offered and all(name.startswith(prefix) for name in offered):
+            return _without_wrapper({name.removeprefix(prefix): value for name, value in offered.items()})
+    return offered
+
+
+def check_tensors(offered: Mapping[str, TensorKind], wanted: Mapping[str, tuple[int, ...]], source: Path) -> None:
+    """Raises UserError, naming `source` and what differs, if a file offers another model's tensors."""
+    faults = _differences(offered, wanted)
+    if faults:
+        raise UserError(f"{source}: not this model: {abbreviated(faults, SHOWN_DIFFERENCES, separator='; ')}")
+
+
+def _differences(offered: Mapping[str, TensorKind], wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """How the file's tensors differ from the model's, in the model's order, then the file's own."""
+    faults = []
+    for name, shape in wanted.items():
+        if name not in offered:
+            faults.append(f"tensor {name} {list(shape)} is missing")
+        elif offered[name].shape != shape:
+            faults.append(f"tensor {name} is {list(offered[name].shape)} in the file, {list(shape)} in model.json")
+        elif offered[name].dtype not in LOADABLE:
+            faults.append(f"tensor {name} is {offered[name].dtype}; weights are fp32, fp16 or bf16")
+    return faults + [f"tensor {name} is not in model.json's shape" for name in sorted(offered.keys() - wanted.keys())]
+
+
+def check_weights_file(path: Path, config: ModelConfig) -> None:
+    """Raises UserError, from the file's header alone, if a safetensors file is missing, damaged or another model's."""
+    try:
+        with safe_open(path, "numpy") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+            kinds = {name: _kind(each.get_shape(), each.get_dtype()) for name, each in slices.items()}
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: not a readable safetensors file: {error}") from None
+    check_tensors(public_names(kinds, tied=config.tie_weights), public_shapes(config), path)
+
+
+def _kind(shape: list[int], dtype: str) -> TensorKind:
+    return TensorKind(tuple(shape), TORCH_TYPES.get(dtype, dtype.lower()))
