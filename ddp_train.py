@@ -150,11 +150,11 @@ def main(run: str, datasets_dir: Path, checkpoint: str | None, **options: Any) -
     with one_line_errors():
         check_options(checkpoint, options)
         from harness.data.fetch import check_obtainable
-        from harness.distributed.environment import announce, is_rank0, local_rank, place, world_size
+        from harness.distributed.environment import announce, is_rank0, local_rank, read_ranking, world_size
         from harness.runs.directory import RunDirectory
         from harness.runs.experiment import Experiment
 
-        place()  # first: a launcher's leftovers would make this another run than was meant
+        read_ranking()  # first: a launcher's leftovers would make this another run than was meant
         found = RunDirectory.find(options["runs_dir"], run)
         experiment = Experiment.load(found, datasets_dir)
         # One process of each machine asks the Hub, as one will download.

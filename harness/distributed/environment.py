@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from harness.common.errors import UserError
 from harness.common.messages import quoted
 
-# In the order of Place's fields.
+# In the order of Ranking's fields.
 COUNTS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 RENDEZVOUS_ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 LARGEST_PORT = 65535
 
 
 @dataclass(frozen=True)
-class Place:
+class Ranking:
     """One process among all (`rank` of `world_size`), and among those of its machine."""
 
     rank: int = 0
@@ -31,27 +31,27 @@ class Place:
 
 
 def rank() -> int:
-    """This process's number among all ranks of the job; 0 without a launcher. Raises UserError like `place`."""
-    return place().rank
+    """This process's number among all ranks of the job; 0 without a launcher. Raises UserError like `read_ranking`."""
+    return read_ranking().rank
 
 
 def local_rank() -> int:
-    """This process's number among the ranks of its machine; 0 without a launcher. Raises UserError like `place`."""
-    return place().local_rank
+    """This process's number among its machine's ranks; 0 without a launcher. Raises UserError like `read_ranking`."""
+    return read_ranking().local_rank
 
 
 def world_size() -> int:
-    """The number of ranks; 1 without a launcher. Raises UserError like `place`."""
-    return place().world_size
+    """The number of ranks; 1 without a launcher. Raises UserError like `read_ranking`."""
+    return read_ranking().world_size
 
 
 def local_world_size() -> int:
-    """The number of ranks on this machine; 1 without a launcher. Raises UserError like `place`."""
-    return place().local_world_size
+    """The number of ranks on this machine; 1 without a launcher. Raises UserError like `read_ranking`."""
+    return read_ranking().local_world_size
 
 
 def is_rank0() -> bool:
-    """Whether this process is rank 0, which speaks for all. Raises UserError like `place`."""
+    """Whether this process is rank 0, which speaks for all. Raises UserError like `read_ranking`."""
     return rank() == 0
 
 
@@ -62,16 +62,16 @@ def announce(run: str) -> None:
         print(f"{run}: starting {count} {'process' if count == 1 else 'processes'}", flush=True)
 
 
-def place() -> Place:
+def read_ranking() -> Ranking:
     """All four numbers, checked. Raises UserError naming a variable that is missing beside the others, or that is not a
     number, or not a possible one."""
     given = [name for name in COUNTS if name in os.environ]
     if not given:
-        return Place()
+        return Ranking()
     for name in COUNTS:
         if name not in os.environ:
             raise _stray(f"{given[0]} is set, but {name} is not, and a rank needs {', '.join(COUNTS)}")
-    found = Place(*(_number(name) for name in COUNTS))
+    found = Ranking(*(_number(name) for name in COUNTS))
     for fits, name, bound in (
         (found.rank < found.world_size, "RANK", "WORLD_SIZE"),
         (found.local_rank < found.local_world_size, "LOCAL_RANK", "LOCAL_WORLD_SIZE"),

@@ -27,7 +27,7 @@ from torch.distributed import PrefixStore, TCPStore, rendezvous  # type: ignore[
 from harness.common.errors import RunError, UserError
 from harness.common.launcher import started_by_torchrun
 from harness.distributed.connection_errors import explained_addresses, leaving_with_peers
-from harness.distributed.environment import Place
+from harness.distributed.environment import Ranking
 
 POLL_SECONDS = 0.02
 CONTROL_TIMEOUT = timedelta(days=7)
@@ -47,7 +47,7 @@ class ProcessGroups:
     heartbeats: Any  # a store over a connection of its own, for the watchdog's threads
 
 
-def join(here: Place, device: torch.device, timeout_seconds: float) -> ProcessGroups:
+def join(here: Ranking, device: torch.device, timeout_seconds: float) -> ProcessGroups:
     """Find the other ranks and connect to all of them; returns when all are there.
 
     Raises RunError or PeerError if one does not come, or cannot be reached.
@@ -154,7 +154,7 @@ def _own_connection() -> TCPStore:
 
 
 @contextmanager
-def _long_wait_told(here: Place) -> Iterator[None]:
+def _long_wait_told(here: Ranking) -> Iterator[None]:
     """Say for whom this rank waits, if that takes long: variables that another job has left would keep it for hours."""
     text = (
         f"rank {here.rank} waits for the other {here.world_size - 1} of {here.world_size} at "

@@ -16,7 +16,7 @@ from harness.common.errors import PeerError, RunError, UserError
 from harness.common.memory import give_back_at_once
 from harness.distributed import rendezvous, tensor_codec
 from harness.distributed.connection_errors import leaving_with_peers
-from harness.distributed.environment import place
+from harness.distributed.environment import read_ranking
 from harness.distributed.tensor_codec import TensorSlot
 from harness.distributed.watchdog import NoWatchdog, Watchdog, never
 
@@ -66,7 +66,7 @@ class World:
         `is_stopping` says whether a signal has asked this rank to stop; other ranks' watchdogs learn it.
         Raises UserError if there is no device for it, or the variables are impossible.
         """
-        here = place()
+        here = read_ranking()
         device = choose_device(here.local_rank, here.local_world_size)
         if device.type == "cpu":
             give_back_at_once()

@@ -19,7 +19,8 @@ from harness.data.tokenizers.load import ROUND_TRIP_PROBE, load_tokenizer
 from harness.data.tokenizers.tiktoken_files import SUFFIX, read_encoding
 from harness.data.tokenizers.tokenizer import END_OF_TEXT
 from harness.hf.gpt2_format import check_exact, to_config, to_tensors
-from harness.model.weights import WEIGHTS, save_weights
+from harness.model.tensor_names import WEIGHTS
+from harness.model.weights import save_weights
 from harness.runs.model_folder import ModelFiles, check_tokenizer_fits, new_folder, tokenizer_file_of
 
 # Words of several lengths, digits, contractions, white space: where patterns that split text differ.

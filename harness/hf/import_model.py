@@ -15,7 +15,8 @@ from harness.common.files import replace_text
 from harness.common.json_files import read_json_object
 from harness.data.tokenizers.load import load_tokenizer
 from harness.hf import gpt2_format, notebook_format
-from harness.model.weights import MODEL_JSON, WEIGHTS, load_weights
+from harness.model.tensor_names import MODEL_JSON, WEIGHTS
+from harness.model.weights import load_weights
 from harness.runs.model_folder import fill, new_folder, write_meta
 
 CONFIG, INDEX, TOKENIZER = "config.json", "model.safetensors.index.json", "tokenizer.json"

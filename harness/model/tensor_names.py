@@ -1,4 +1,6 @@
-"""The tensors of published checkpoints of this model family: their names, shapes and types. Without torch."""
+"""The tensors of published checkpoints of this model family: their names, shapes and types, and the files
+that they come with. Without torch.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,9 @@ from safetensors import SafetensorError, safe_open
 from harness.common.errors import UserError
 from harness.common.messages import abbreviated
 from harness.model.config import ModelConfig
+
+# A model's folder, or a checkpoint's
+WEIGHTS, MODEL_JSON, META = "model.safetensors", "model.json", "meta.json"
 
 EMBEDDING, HEAD = "tok_emb.weight", "out_head.weight"
 # What wrappers put before every name when a wrapped model is saved in place of the model itself.

@@ -15,8 +15,6 @@ from harness.common.files import umask
 from harness.model.config import ModelConfig
 from harness.model.tensor_names import EMBEDDING, HEAD, TensorKind, check_tensors, public_names
 
-WEIGHTS, MODEL_JSON, META = "model.safetensors", "model.json", "meta.json"
-
 PARTS = ("W_query", "W_key", "W_value")
 FUSED = ".att.qkv."
 

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from harness.common.errors import UserError
 from harness.common.json_files import finite, parse_config, read_json_object
+from harness.model.tensor_names import META
 from harness.runs.directory import CHECKPOINT_NAME
 from harness.runs.throughput import Conditions, Measured
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
     Recorded = TypeVar("Recorded", bound=DataclassInstance)
 
-META = "meta.json"
 # What every checkpoint of ours says of itself. The lab notebook's have train_loss, val_loss, global_step and is_best.
 OWN_KEYS = {"sha256", "model", "train", "tokens_seen"}
 

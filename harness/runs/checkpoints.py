@@ -25,15 +25,16 @@ from torch import Tensor
 from harness.common.errors import RunError, UserError
 from harness.common.files import check_name, draft_folder, move, rename_whole, sha256, sync
 from harness.common.memory import is_out_of_memory, says_out_of_memory
+from harness.model.tensor_names import META, WEIGHTS
 from harness.model.weights import load_weights, save_weights
 from harness.runs.checkpoint_folder import BEST, FOREIGN, LATEST, refuse_unnamed
 from harness.runs.checkpoint_folder import choose_start as choose_start
 from harness.runs.checkpoint_folder import find_checkpoint as find_checkpoint
 from harness.runs.checkpoint_folder import list_checkpoints as list_checkpoints
-from harness.runs.checkpoint_meta import META, CheckpointMeta, read_meta, verify_meta, write_meta
+from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, verify_meta, write_meta
 
 TEMPORARY_PREFIX = ".saving-"
-WEIGHTS, OPTIMIZER, SCALER, TRAIN_STATE = "model.safetensors", "optimizer.pt", "scaler.pt", "train_state.pt"
+OPTIMIZER, SCALER, TRAIN_STATE = "optimizer.pt", "scaler.pt", "train_state.pt"
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from harness.common.files import atomic_folder, check_name, replace_text
 from harness.common.json_files import read_json_object
 from harness.data.tokenizers.load import load_tokenizer
 from harness.data.tokenizers.tokenizer import Tokenizer
-from harness.model.weights import META, MODEL_JSON, WEIGHTS, save_weights
+from harness.model.tensor_names import META, MODEL_JSON, WEIGHTS
+from harness.model.weights import save_weights
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def without(*names: str, **changes: str) -> dict[str, str]:
 
 def test_without_a_launcher_this_is_the_only_process(monkeypatch: pytest.MonkeyPatch) -> None:
     set_all(monkeypatch, {})
-    assert environment.place() == environment.Place(0, 0, 1, 1)
+    assert environment.read_ranking() == environment.Ranking(0, 0, 1, 1)
     assert environment.is_rank0()
 
 
@@ -48,7 +48,7 @@ def test_a_rank_of_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_world_of_one_needs_no_place_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     set_all(monkeypatch, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"})
-    assert environment.place() == environment.Place()
+    assert environment.read_ranking() == environment.Ranking()
 
 
 STRAY = [

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from harness.common.files import sha256
-from harness.runs.checkpoint_meta import META, CheckpointMeta, read_meta, write_meta
+from harness.model.tensor_names import META
+from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, write_meta
 from harness.runs.checkpoints import list_checkpoints, load_checkpoint, verify_checkpoint
 from harness.runs.directory import RunDirectory
 from harness.runs.metrics import Event, MetricsFile, TrainEvent, ValidationEvent, read_metrics
