@@ -15,6 +15,8 @@ from harness.common.options import Group
 
 if TYPE_CHECKING:
     from gpt import GPTModel
+    from harness.hf.model_card import ModelFacts
+    from harness.runs.directory import RunDirectory
     from harness.runs.model_folder import ModelFiles
 
 MODEL_JSON = click.option(
@@ -106,7 +108,7 @@ def publish(checkpoint: Path, name: str, **options: Any) -> None:
         from harness.hf.upload import upload_model
 
         files, model = open_model(checkpoint, options["model_json"])
-        run, facts = gather_facts(files, model, name, options)
+        run, facts = gather_facts(files, model, name, options["datasets_dir"], options["license_"])
         if options["card"]:
             click.echo(model_card(facts), nl=False)
             return
@@ -155,8 +157,11 @@ def check_shape(source: Path, shape: dict[str, Any], tensors: dict[str, Any]) ->
     model.load_checkpoint_tensors(tensors, source)
 
 
-def gather_facts(files: ModelFiles, model: GPTModel, name: str, options: dict[str, Any]) -> tuple[Any, Any]:
-    """The run that made the model, if it is known, and what its card is made of."""
+def gather_facts(
+    files: ModelFiles, model: GPTModel, name: str, datasets_dir: Path | None, license_: str | None
+) -> tuple[RunDirectory | None, ModelFacts]:
+    """The run that made the model, if it is known, and what its card is made of. The test loss is measured on what
+    lies in `datasets_dir`, if that is given."""
     from harness.common.device import only_device
     from harness.evaluation.loss import measure_test_loss
     from harness.hf.model_card import ModelFacts
@@ -165,11 +170,11 @@ def gather_facts(files: ModelFiles, model: GPTModel, name: str, options: dict[st
 
     run = RunDirectory(files.run) if files.run else None
     test = None
-    if options["datasets_dir"]:
-        test = measure_test_loss(model.to(only_device()), files.weights, options["datasets_dir"])
+    if datasets_dir:
+        test = measure_test_loss(model.to(only_device()), files.weights, datasets_dir)
     summary = read_summary(run.summary) if run and run.summary.is_file() else None
     has_chart = run is not None and run.chart.is_file()
-    facts = ModelFacts(name, model.config, files.meta, summary, test, options["license_"], has_chart)
+    facts = ModelFacts(name, model.config, files.meta, summary, test, license_, has_chart)
     return run, facts
 
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from harness.common.errors import UserError
-from harness.common.memory import GIB, free_memory
+from harness.common.memory import free_memory
+from harness.common.units import GIB
 from harness.model.config import ModelConfig as ModelConfig
 from harness.model.config import load_model_config as load_model_config
 from harness.model.cross_entropy import linear_cross_entropy

@@ -10,6 +10,7 @@ Hugging Face Hub; OUTPUT_DIR is DATASETS_DIR/owner/name. An interrupted preparat
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,6 @@ def main(input_: str | None, output_dir: Path | None, **options: Any) -> None:
     Each document ends with the token <|endoftext|>. Inside a document that name is ordinary text.
     """
     with one_line_errors():
-        options["include"] = list(options["include"])
         check_options(input_, output_dir, options)
         folder = output_dir or options["verify"] or options["describe"]
         if input_ and output_dir:
@@ -130,10 +130,12 @@ def option_of(key: str) -> str:
 def make(input_: str, output_dir: Path, options: dict[str, Any]) -> None:
     """Make the dataset, or finish one that was interrupted, and say what is in it."""
     from harness.data.preparation.command import make_dataset
+    from harness.data.preparation.options import PreparationOptions
     from harness.data.preparation.work_folder import without_dots
 
     output_dir = without_dots(output_dir)
-    made = make_dataset(input_, output_dir, options)
+    chosen = {each.name: options[each.name] for each in fields(PreparationOptions)}
+    made = make_dataset(input_, output_dir, PreparationOptions(**chosen))
     for split in made.splits:
         click.echo(
             f"{split.name}: {split.tokens:,} tokens, {document_count(split.documents)}, {split.bytes:,} bytes of text"

@@ -19,7 +19,7 @@ from harness.evaluation.judge.prompt import JUDGE_PROMPT, JUDGE_PROMPT_HELP
 if TYPE_CHECKING:
     from gpt import GPTModel
     from harness.data.tokenizers.tokenizer import Tokenizer
-    from harness.evaluation.instruct.finetune import FineTuning
+    from harness.evaluation.instruct.finetune import FineTuneSettings, FineTuning
     from harness.evaluation.instruct.instructions import InstructionSplits
     from harness.evaluation.instruct.responses import Responses
 
@@ -63,9 +63,11 @@ def main(model_json: Path, model_safetensors: Path, **options: Any) -> None:
         data = local_copy(options["data"], InstructionSplits.load)
         splits = InstructionSplits.load(data)
         model, tokenizer = open_model(model_json, model_safetensors)
-        tuning = fine_tune(model, tokenizer, splits, options)
+        settings = fine_tune_settings(options, model.config.emb_dim)
+        tuning = fine_tune(model, tokenizer, splits, settings)
         name = options["name"] or name_of(model_json, model_safetensors)
-        facts = facts_of(data, splits, tuning, options)
+        made = facts_of_tuning(tuning, settings, options["max_new_tokens"])
+        facts = {"data": facts_of_data(data, splits), "fine_tuning": made}
         if options["save"]:
             save(model, model_safetensors, options["save"], {"fine_tuned_from": name, **facts})
         responses = answer_test(model, tokenizer, splits, name=name, facts=facts)
@@ -127,42 +129,64 @@ def name_of(model_json: Path, model_safetensors: Path) -> str:
     return as_unicode(run.name if checkpoint == run else f"{run.name}/{checkpoint.resolve().name}")
 
 
-def fine_tune(model: GPTModel, tokenizer: Tokenizer, splits: InstructionSplits, options: dict[str, Any]) -> FineTuning:
+def fine_tune_settings(options: dict[str, Any], emb_dim: int) -> FineTuneSettings:
+    """What the options ask for, of a model so wide."""
+    from harness.evaluation.instruct.finetune import FineTuneSettings, usual_learning_rate
+
+    return FineTuneSettings(
+        learning_rate=options["learning_rate"] or usual_learning_rate(emb_dim),
+        max_epochs=options["max_epochs"],
+        seed=options["seed"],
+        answers_only=options["answers_only"],
+    )
+
+
+def fine_tune(
+    model: GPTModel, tokenizer: Tokenizer, splits: InstructionSplits, settings: FineTuneSettings
+) -> FineTuning:
     """Train on the instructions, saying how it goes."""
     from harness.evaluation.instruct.batches import encode
-    from harness.evaluation.instruct.finetune import FineTuneSettings, fine_tune, usual_learning_rate
+    from harness.evaluation.instruct.finetune import fine_tune
 
-    if options["learning_rate"] is None:
-        options["learning_rate"] = usual_learning_rate(model.config.emb_dim)
-    shared = {key: options[key] for key in ("learning_rate", "max_epochs", "seed", "answers_only")}
     context_length = model.config.context_length
     parts = [[encode(entry, tokenizer, context_length) for entry in part] for part in (splits.train, splits.validation)]
     cut = sum(not example.has_answer for part in parts for example in part)
     if cut:
         click.echo(f"{cut:,} instructions fill the context of {context_length:,} tokens alone, and are not learnt from")
-    tuning = fine_tune(model, (parts[0], parts[1]), tokenizer.eot_token, FineTuneSettings(**shared), click.echo)
+    tuning = fine_tune(model, (parts[0], parts[1]), tokenizer.eot_token, settings, click.echo)
     click.echo(f"stopped: {tuning.reason}; kept: epoch {tuning.kept_epoch}")
     if tuning.kept_epoch == 0:
         click.echo("nothing was learnt, the model is as it came: try a lower --learning-rate", err=True)
     return tuning
 
 
-def facts_of(data: Path, splits: InstructionSplits, tuning: FineTuning, options: dict[str, Any]) -> dict[str, Any]:
-    """What a responses file says of its making."""
-    from dataclasses import asdict
-
+def facts_of_data(data: Path, splits: InstructionSplits) -> dict[str, Any]:
+    """What a responses file says of the instructions."""
     from harness.common.files import sha256
-    from harness.common.json_files import finite
 
-    used = {key: options[key] for key in ("learning_rate", "max_epochs", "max_new_tokens", "seed", "answers_only")}
-    about = {
+    return {
         "file": as_unicode(data.name),
         "sha256": sha256(data),
         "entries": splits.entries,
         "test_entries": len(splits.test),
     }
-    losses = {key: [finite(loss) for loss in getattr(tuning, key)] for key in ("validation_losses", "train_losses")}
-    return {"data": about, "fine_tuning": {**used, **asdict(tuning), **losses}}
+
+
+def facts_of_tuning(tuning: FineTuning, settings: FineTuneSettings, max_new_tokens: int) -> dict[str, Any]:
+    """What a responses file says of its making."""
+    from harness.common.json_files import finite
+
+    return {
+        "learning_rate": settings.learning_rate,
+        "max_epochs": settings.max_epochs,
+        "max_new_tokens": max_new_tokens,
+        "seed": settings.seed,
+        "answers_only": settings.answers_only,
+        "validation_losses": [finite(loss) for loss in tuning.validation_losses],
+        "train_losses": [finite(loss) for loss in tuning.train_losses],
+        "kept_epoch": tuning.kept_epoch,
+        "rose": tuning.rose,
+    }
 
 
 def answer_test(

@@ -35,14 +35,15 @@ def main(model_json: Path, model_safetensors: Path, **options: Any) -> None:
         from gpt import load_model
         from harness.common.device import only_device
         from harness.evaluation.generation import Sampling
-        from harness.evaluation.samples import print_samples, prompts_of
+        from harness.evaluation.samples import Continuations, print_samples, prompts_of
         from harness.runs.model_folder import tokenizer_of
 
         prompts = prompts_of(options["prompts"], options["prompt"], DEFAULT_PROMPT)
         model = load_model(model_json, model_safetensors, only_device())
         sampling = Sampling(options["temperature"], options["top_k"], options["seed"])
         tokenizer = tokenizer_of(model_safetensors)
-        print_samples(model, tokenizer, prompts, sampling, (options["samples"], options["num_tokens"]))
+        wanted = Continuations(options["samples"], options["num_tokens"])
+        print_samples(model, tokenizer, prompts, sampling, wanted)
 
 
 if __name__ == "__main__":

@@ -13,16 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from harness.common.exit import EXIT
+
 # How long a rank that has nothing of its own to say lets another one speak, before it leaves by itself: torchrun ends
 # every rank as soon as the first one has left, so leaving early could cut the message off.
 SPEAKER_PATIENCE_SECONDS = 10.0
 TELLING_SECONDS = 1.0
-# Set once this process is on its way out, and says itself what there is to say.
-LEAVING = threading.Event()
-# Set while this process leaves because another is gone, and does not know which: the watch may find out.
-PEER_LOST = threading.Event()
-# Set once the user has been told why the processes of this machine end.
-TOLD = threading.Event()
 
 
 class UserError(Exception):
@@ -149,12 +145,15 @@ def _leave_to_torchrun(text: str) -> None:
 
 
 def _leave(error: UserError | RunError) -> None:
-    (PEER_LOST if isinstance(error, PeerError) else LEAVING).set()
+    if isinstance(error, PeerError):
+        EXIT.begin_for_lost_peer()
+    else:
+        EXIT.begin_for_own_reason()
     if isinstance(error, PeerError) or (isinstance(error, UserError) and _local_rank() != 0):
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)
         time.sleep(SPEAKER_PATIENCE_SECONDS)
-    if not isinstance(error, RunStopped) and not TOLD.is_set():
+    if not isinstance(error, RunStopped) and not EXIT.is_explained:
         tell(str(error))
     # Not sys.exit: interpreter shutdown would wait for communication threads whose peers may already be gone.
     if sys.stdout is not None:  # None: it was closed from the beginning

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from harness.common.errors import RunError, UserError
-from harness.common.lock import ProcessName
+from harness.common.processes import ProcessName
 
 HASH_CHUNK_BYTES = 2**22
 LONGEST_NAME = 200  # file systems take 255 bytes, and drafts add to a name

@@ -1,4 +1,7 @@
-"""The Hugging Face Hub's files: which there are, whether those here are the same, commits, and what its errors mean."""
+"""The Hugging Face Hub: which files a repository has, whether those here are the same, how files are uploaded, and what
+its errors mean to the user. Every call of huggingface_hub goes through a `HubWork`, which tries again where that can
+help, and turns whatever is raised into one line.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,17 @@ from huggingface_hub import errors as hub_errors
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from harness.common.errors import UserError
+from harness.common.files import HASH_CHUNK_BYTES
 
 RETRY_PAUSE_SECONDS = 1.0
 SHORTEST_TOKEN = 6  # what is shorter is no secret, and part of other words
 
+INFO_TIMEOUT_SECONDS = 30.0  # huggingface_hub waits for ever where none is given
+# Files of the repository that are about git or the download itself, not about the dataset.
+IGNORED_FILES = [".git*", ".cache/*"]
+CARD = "README.md"
+
+Operation = huggingface_hub.CommitOperationAdd | huggingface_hub.CommitOperationDelete
 Result = TypeVar("Result")
 
 
@@ -118,12 +128,6 @@ def _is_full(error: OSError) -> bool:
     return error.errno in {errno.ENOSPC, errno.EDQUOT}
 
 
-# Files of the repository that are about git or the download itself, not about the dataset.
-IGNORED_FILES = [".git*", ".cache/*"]
-INFO_TIMEOUT_SECONDS = 30.0  # huggingface_hub waits for ever where none is given
-HASH_CHUNK_BYTES = 4 * 2**20
-
-
 @dataclass(frozen=True)
 class HubFile:
     """One file of the repository as the Hub describes it; LFS files have a SHA-256, the others a git blob SHA-1."""
@@ -195,10 +199,6 @@ def _hash_fault(path: Path, digest: hashlib._Hash, expected: str, advance: Calla
 def size_of(path: Path) -> int | None:
     """None where there is no file."""
     return path.stat().st_size if path.is_file() else None
-
-
-CARD = "README.md"
-Operation = huggingface_hub.CommitOperationAdd | huggingface_hub.CommitOperationDelete
 
 
 def upload(

@@ -22,15 +22,18 @@ LARGEST_DIGITS = 4000  # Python itself refuses to print much longer ones
 # Beyond it no number of tokens, steps or sequences means anything; and products of such numbers might leave what floats
 # can hold and what Python prints.
 Count = Annotated[int, Field(lt=2**63)]
+# In files that programs write: a sum of two is one that users' files could have.
+RecordedCount = Annotated[int, Field(ge=0, lt=2**62)]
 
 SCHEMA_KEY = "$schema"
 
 
 class RunFile(BaseModel):
-    """What a run's two files have in common. `other_keys` are further keys that loading one accepts, as JSON Schema."""
+    """What a run's two files have in common."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-    other_keys: ClassVar[dict[str, dict[str, Any]]] = {}
+    other_keys: ClassVar[dict[str, dict[str, Any]]] = {}  # further keys that loading one accepts, as JSON Schema
+    replaceable_keys: ClassVar[set[str]] = set()  # fields without a default that can be left out for one of those
 
     @model_validator(mode="before")
     @classmethod
@@ -166,10 +169,6 @@ def json_schema(kind: type[RunFile]) -> dict[str, Any]:
     schema = kind.model_json_schema()
     place = {"type": "string", "description": "Where an editor finds this schema; without effect."}
     schema["properties"] |= {**kind.other_keys, SCHEMA_KEY: place}
-    # Which keys may then be left out is more than an editor needs to know.
-    schema["required"] = (
-        ["vocab_size", "context_length"]
-        if "depth" in kind.other_keys
-        else [key for key in schema["required"] if key != "microbatch_size"]
-    )
+    # Which of the others stands for which field is more than an editor needs to know.
+    schema["required"] = [key for key in schema["required"] if key not in kind.replaceable_keys]
     return schema

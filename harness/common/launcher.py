@@ -12,12 +12,14 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from harness.common.errors import LEAVING, TOLD, tell_soon
+from harness.common.errors import tell_soon
+from harness.common.exit import EXIT
+from harness.common.processes import ancestors, start_time
 
 POLL_SECONDS = 0.5
 # For the step that is under way and its checkpoint; with what noticing takes, all ranks are gone 15 s after torchrun.
@@ -38,7 +40,7 @@ class Launcher:
 
     def has_ended(self) -> bool:
         if self.started:
-            return _started(self.pid) != self.started
+            return start_time(self.pid) != self.started
         return os.getppid() != self.pid
 
 
@@ -85,9 +87,9 @@ def _look_after_launcher() -> None:
 
 
 def _leave(where: str) -> None:
-    told = TOLD.is_set() or LEAVING.is_set()
-    TOLD.set()
-    if os.environ.get("LOCAL_RANK", "0") == "0" and not told:
+    is_told = EXIT.is_explained or EXIT.has_own_reason
+    EXIT.note_explained()
+    if os.environ.get("LOCAL_RANK", "0") == "0" and not is_told:
         tell_soon(
             f"torchrun has ended (killed?){where}, and its processes with it; run the same command again to continue"
         )
@@ -97,8 +99,8 @@ def _leave(where: str) -> None:
 def _find_launcher() -> Launcher:
     """The torchrun above this process; between them there may be a wrapper: a shell, a profiler. Where none is to be
     seen (a program of the user's that does torchrun's work, a container's border), the parent."""
-    found = next((pid for pid in _ancestors() if _is_torchrun(pid)), os.getppid())
-    return Launcher(found, _started(found))
+    found = next((pid for pid in ancestors() if _is_torchrun(pid)), os.getppid())
+    return Launcher(found, start_time(found))
 
 
 def _is_torchrun(pid: int) -> bool:
@@ -142,25 +144,3 @@ def has_ended(name: str) -> bool:
     """Whether the torchrun of this machine that `launcher_name` called `name` is known to have ended."""
     pid, _, started = name.partition(" ")
     return pid.isdigit() and started.isdigit() and Launcher(int(pid), started).has_ended()
-
-
-def _ancestors() -> Iterator[int]:
-    """The pids of the parent, its parent and so on, as far as they are to be seen."""
-    pid = os.getppid()
-    with suppress(OSError, IndexError):
-        while pid > 0:
-            yield pid
-            pid = int(_stat(pid)[1])
-
-
-def _started(pid: int) -> str:
-    """Empty if the process has ended, or is not to be seen."""
-    with suppress(OSError, IndexError):
-        fields = _stat(pid)
-        return "" if fields[0] in "ZX" else fields[19]
-    return ""
-
-
-def _stat(pid: int) -> list[str]:
-    """proc(5), stat, from field 3, the state, on: before it comes the name, which may hold anything, brackets too."""
-    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from harness.common.errors import RunError
+from harness.common.units import GIB
 
-GIB = 2**30
 # mallopt(3): blocks above this size get their own mapping, which goes back to the system as soon as it is freed.
 M_MMAP_THRESHOLD = -3
 OWN_MAPPING_BYTES = 2**20

@@ -1,4 +1,6 @@
-"""Dataset folders: where they are, what is in them, and which tokens a rank trains on at a step."""
+"""Dataset folders as training finds them: where they are, what their meta.json says, their token files, and whether a
+model has embeddings for all of their tokens. loader.py reads the files as microbatches.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import json
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,10 +19,6 @@ from harness.common.errors import UserError
 from harness.common.files import atomic_file, check_inside, check_name
 from harness.common.json_files import Count, parse_config, read_json_object
 from harness.common.messages import quoted
-
-if TYPE_CHECKING:
-    pass
-
 
 SPLITS = ("train", "validation", "test")
 TOKEN_DTYPES = {"U16": "uint16", "U32": "uint32"}
@@ -229,6 +227,7 @@ def needed_vocabulary(dataset: Dataset) -> int:
 
 
 def _remembered_largest(dataset: Dataset, tokens: TokenFile) -> int:
+    """By the scan of an earlier run, if the file is the one that was scanned then; else by a scan now."""
     memory = dataset.folder.parent.parent / ".scans" / f"{dataset.name.replace('/', '--')}--{tokens.path.stem}.json"
     status = tokens.path.stat()
     key = [status.st_size, status.st_mtime_ns]

@@ -22,9 +22,9 @@ from tqdm import tqdm
 from harness.common.errors import UserError
 from harness.common.files import sync
 from harness.common.hub import IGNORED_FILES, HubFile, HubWork, find_fault, list_files, size_of
+from harness.common.units import GIB
 
 AGAIN = "running the same command again resumes with the files still missing"
-GIB = 2**30
 
 
 @dataclass(frozen=True)

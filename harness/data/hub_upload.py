@@ -44,7 +44,7 @@ def card(dataset: Dataset, name: str) -> str:
     """
     meta = dataset.meta
     rows = [
-        f"| {split} | {_number(said, 'documents')} | {len(dataset.split(split)):,} | {_number(said, 'bytes')} |"
+        f"| {split} | {_shown(said, 'documents')} | {len(dataset.split(split)):,} | {_shown(said, 'bytes')} |"
         for split in SPLITS
         if dataset.has_split(split)
         for said in [meta.splits.get(split)]
@@ -83,6 +83,7 @@ def card(dataset: Dataset, name: str) -> str:
     )
 
 
-def _number(said: Any, key: str) -> str:
+def _shown(said: Any, key: str) -> str:
+    """Empty where meta.json does not say it."""
     value = getattr(said, key, None)
     return f"{value:,}" if isinstance(value, int) else ""

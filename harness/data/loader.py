@@ -1,4 +1,7 @@
-"""Which tokens a rank trains on: microbatches by global step, accumulation step and rank."""
+"""Which tokens a rank trains on: a split, from a starting token on, is a row of microbatches, and one formula
+(`TokenLoader.microbatches`) says which of them a rank takes at a global step. Nothing else is remembered between steps,
+so that a run can continue anywhere.
+"""
 
 from __future__ import annotations
 
@@ -33,23 +36,6 @@ class BatchLayout:
         return self.world_size * self.accumulation_steps * self.microbatch_tokens
 
 
-def num_whole_batches(wanted: int, available: int, batch_tokens: int) -> int:
-    """The smallest whole number of batches that holds at least `wanted` tokens; -1 wanted: as many as there are.
-
-    `available` counts the tokens in the file from the slice's start; one more than the batches is needed, as the last
-    target. Raises UserError saying how many tokens were wanted and how many there are.
-    """
-    if wanted == -1:
-        batches = max(0, available - 1) // batch_tokens
-        needed = batch_tokens + 1
-    else:
-        batches = -(-wanted // batch_tokens)  # rounded up, in whole numbers: exact beyond 2**53, too
-        needed = batches * batch_tokens + 1
-    if available < needed:
-        raise UserError(f"wanted {needed:,} tokens, but there are {max(0, available):,}")
-    return batches
-
-
 @dataclass(frozen=True)
 class Microbatch:
     """A microbatch as it lies in the file: B·T tokens and one more, since targets are inputs shifted by one."""
@@ -70,18 +56,35 @@ class Microbatch:
 class TokenLoader:
     """Consecutive microbatches of a split from a starting token."""
 
-    def __init__(self, tokens: TokenFile, start_token: int, shape: BatchLayout) -> None:
+    def __init__(self, tokens: TokenFile, start_token: int, layout: BatchLayout) -> None:
         self.tokens = tokens
         self.start_token = start_token
-        self.shape = shape
+        self.layout = layout
 
     def microbatch(self, index: int) -> Microbatch:
         """Microbatch `index`, counted from the start token."""
-        size = self.shape.microbatch_tokens
-        return Microbatch(self.tokens.read(self.start_token + index * size, size + 1), self.shape.context_length)
+        size = self.layout.microbatch_tokens
+        return Microbatch(self.tokens.read(self.start_token + index * size, size + 1), self.layout.context_length)
 
     def microbatches(self, step: int, rank: int) -> list[Microbatch]:
         """What `rank` trains on in the slice's `step`: in accumulation step a of A, microbatch
         (step·A + a)·world_size + rank."""
-        steps, size = self.shape.accumulation_steps, self.shape.world_size
+        steps, size = self.layout.accumulation_steps, self.layout.world_size
         return [self.microbatch((step * steps + a) * size + rank) for a in range(steps)]
+
+
+def num_whole_batches(wanted: int, available: int, batch_tokens: int) -> int:
+    """The smallest whole number of batches that holds at least `wanted` tokens; -1 wanted: as many as there are.
+
+    `available` counts the tokens in the file from the slice's start; one more than the batches is needed, as the last
+    target. Raises UserError saying how many tokens were wanted and how many there are.
+    """
+    if wanted == -1:
+        batches = max(0, available - 1) // batch_tokens
+        needed = batch_tokens + 1
+    else:
+        batches = -(-wanted // batch_tokens)  # rounded up, in whole numbers: exact beyond 2**53, too
+        needed = batches * batch_tokens + 1
+    if available < needed:
+        raise UserError(f"wanted {needed:,} tokens, but there are {max(0, available):,}")
+    return batches

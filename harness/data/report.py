@@ -139,7 +139,7 @@ def _describe_split(split: str, tokens: TokenFile, tokenizer: Tokenizer) -> Iter
     start = tokenizer.decode(tokens.read(0, SHOWN_TOKENS).tolist())
     lines = [line for line in start.splitlines() if line.strip()]
     yield "  it begins:"
-    yield from (f"    {_cut(printable(line), COLUMNS - 8)}" for line in lines[:SHOWN_LINES])
+    yield from (f"    {_fitted(printable(line), COLUMNS - 8)}" for line in lines[:SHOWN_LINES])
 
 
 def _histogram(counts: list[int]) -> Iterator[str]:
@@ -150,7 +150,7 @@ def _histogram(counts: list[int]) -> Iterator[str]:
         yield f"    {2**power:>11,} to {2 ** (power + 1) - 1:>11,} {counts[power]:>11,} {bar}".rstrip()
 
 
-def _cut(line: str, columns: int) -> str:
+def _fitted(line: str, columns: int) -> str:
     """As much of a line as a terminal shows in so many columns: Chinese and Japanese characters take two."""
     widths = [2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in line]
     return line[: bisect.bisect_right(list(itertools.accumulate(widths)), columns)]

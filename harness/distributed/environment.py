@@ -16,7 +16,7 @@ from harness.common.messages import quoted
 
 # In the order of Place's fields.
 COUNTS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-MEETING_PLACE = ("MASTER_ADDR", "MASTER_PORT")
+RENDEZVOUS_ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 LARGEST_PORT = 65535
 
 
@@ -55,6 +55,13 @@ def is_rank0() -> bool:
     return rank() == 0
 
 
+def announce(run: str) -> None:
+    """Say on rank 0 that ranks are starting: the next line takes seconds, in which torch is loaded and they meet."""
+    if is_rank0():
+        count = world_size()
+        print(f"{run}: starting {count} {'process' if count == 1 else 'processes'}", flush=True)
+
+
 def place() -> Place:
     """All four numbers, checked. Raises UserError naming a variable that is missing beside the others, or that is not a
     number, or not a possible one."""
@@ -74,7 +81,7 @@ def place() -> Place:
         if not fits:
             raise _stray(f"{name}={os.environ[name]} is impossible with {bound}={os.environ[bound]}")
     if found.world_size > 1:
-        _check_meeting_place()
+        _check_rendezvous_address()
     return found
 
 
@@ -85,8 +92,8 @@ def _number(name: str) -> int:
     return int(text)
 
 
-def _check_meeting_place() -> None:
-    for name in MEETING_PLACE:
+def _check_rendezvous_address() -> None:
+    for name in RENDEZVOUS_ADDRESS:
         if not os.environ.get(name):
             raise _stray(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {name}, where the ranks meet, is not set")
     if not 1 <= _number("MASTER_PORT") <= LARGEST_PORT:

@@ -1,61 +1,133 @@
 """How ranks that torchrun has started together find one another, and no others.
 
-torchrun may start a job's ranks several times (--max-restarts), and keeps one store for all these lives: what the ranks
-of an earlier one have left in it, such as addresses at which nobody listens any more, would be taken for today's. Nor
-can TORCHELASTIC_RESTART_COUNT tell lives apart, because every node counts its own. So rank 0 makes up a name for each
-life; whoever asks for it does so under a name that is as new, and so can get no answer that was meant for another.
+torchrun may start a job's ranks several times (--max-restarts), and keeps one store for all these starts: what the
+ranks of an earlier one have left in it, such as addresses at which nobody listens any more, would be taken for today's.
+Nor can TORCHELASTIC_RESTART_COUNT tell the starts apart, because every node counts its own. So rank 0 makes up an id
+for each; whoever asks for it does so under a name that is as new, and so can get no answer that was meant for another.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
+import socket
+import sys
+import threading
 import time
-from typing import Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
 
-from harness.common.errors import RunError
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore, rendezvous  # type: ignore[attr-defined]
+
+from harness.common.errors import RunError, UserError
+from harness.common.launcher import started_by_torchrun
+from harness.distributed.connection_errors import explained_addresses, leaving_with_peers
+from harness.distributed.environment import Place
 
 POLL_SECONDS = 0.02
+CONTROL_TIMEOUT = timedelta(days=7)
+DEFAULT_TIMEOUT_SECONDS = 600.0
+TIMEOUT_VARIABLE = "COLLECTIVE_TIMEOUT_SECONDS"
+# The watchdog, which can say more and knows what may take long, comes first: these are for what it does not look at.
+BACKSTOP_SECONDS = 3600.0
+WAITING_SECONDS = 15.0  # without a word
+
+
+@dataclass(frozen=True)
+class ProcessGroups:
+    """What ranks exchange by, once they have found one another. torch.distributed itself keeps the group of gradients,
+    on the ranks' devices."""
+
+    control: Any  # a group on the CPU, whose waits may be as long as any work of another rank
+    heartbeats: Any  # a store over a connection of its own, for the watchdog's threads
+
+
+def join(here: Place, device: torch.device, timeout_seconds: float) -> ProcessGroups:
+    """Find the other ranks and connect to all of them; returns when all are there.
+
+    Raises RunError or PeerError if one does not come, or cannot be reached.
+    """
+    if here.world_size == here.local_world_size:
+        _listen_on_loopback()
+    # torch.accelerator reports cuda on any CUDA build, GPU or not: the backend follows the device we chose.
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_seconds + BACKSTOP_SECONDS)
+    # The store is in torchrun's process, which may be killed meanwhile.
+    with leaving_with_peers(), _long_wait_told(here):
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
+        restart_id = agree_on_restart_id(store, here.rank, here.world_size, timeout.total_seconds())
+    with explained_addresses():
+        dist.init_process_group(
+            backend,
+            store=PrefixStore(restart_id, store),
+            rank=here.rank,
+            world_size=here.world_size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+    with explained_addresses():
+        control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+    return ProcessGroups(control, PrefixStore(restart_id, _own_connection()))
+
+
+def collective_timeout_seconds() -> float:
+    """How long a rank may stand still in an exchange, which the user may set. Raises UserError if that is no number."""
+    text = os.environ.get(TIMEOUT_VARIABLE, str(DEFAULT_TIMEOUT_SECONDS))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= CONTROL_TIMEOUT.total_seconds():
+        raise UserError(
+            f"{TIMEOUT_VARIABLE}: {text!r} is not a number of seconds; unset it for {DEFAULT_TIMEOUT_SECONDS:g}"
+        )
+    return seconds
 
 
 class Store(Protocol):
-    """Of torch.distributed's stores, what is used here."""
+    """Of torch.distributed's stores, what `agree_on_restart_id` uses."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
     def check(self, keys: list[str]) -> bool: ...
 
 
-def agree_on_restart_id(store: Store, rank: int, size: int, patience_seconds: float) -> str:
-    """A name that all `size` ranks of this life of the job have, and no other life's. Returns when all are there.
+def agree_on_restart_id(store: Store, rank: int, size: int, timeout_seconds: float) -> str:
+    """An id that all `size` ranks of this start of the job have, and no other start's. Returns when all are there.
 
     Raises RunError naming a rank that has not come in time.
     """
-    deadline = time.monotonic() + patience_seconds
+    deadline = time.monotonic() + timeout_seconds
     if rank == 0:
-        return _give_name(store, size, deadline)
-    question = secrets.token_hex(8)
-    store.set(f"asks/{rank}", question)
-    _await(store, f"answers/{question}", 0, deadline)
-    name = store.get(f"answers/{question}").decode()
-    store.set(f"{name}/knows/{rank}", "")
-    return name
+        return _hand_out_restart_id(store, size, deadline)
+    request = secrets.token_hex(8)
+    store.set(f"requests/{rank}", request)
+    _await(store, f"answers/{request}", 0, deadline)
+    restart_id = store.get(f"answers/{request}").decode()
+    store.set(f"{restart_id}/received/{rank}", "")
+    return restart_id
 
 
-def _give_name(store: Store, size: int, deadline: float) -> str:
-    """Answer every question there is, old ones too, until each rank says that it knows."""
-    name, answered = secrets.token_hex(8), set()
+def _hand_out_restart_id(store: Store, size: int, deadline: float) -> str:
+    """Answer every request there is, old ones too, until each rank says that it has received the id."""
+    restart_id, answered = secrets.token_hex(8), set()
     for rank in range(1, size):
-        while not store.check([f"{name}/knows/{rank}"]):
-            _await(store, f"asks/{rank}", rank, deadline)
-            question = store.get(f"asks/{rank}").decode()
-            if question not in answered:
-                store.set(f"answers/{question}", name)
-                answered.add(question)
+        while not store.check([f"{restart_id}/received/{rank}"]):
+            _await(store, f"requests/{rank}", rank, deadline)
+            request = store.get(f"requests/{rank}").decode()
+            if request not in answered:
+                store.set(f"answers/{request}", restart_id)
+                answered.add(request)
             elif time.monotonic() > deadline:
                 raise _absence(rank)
             else:
                 time.sleep(POLL_SECONDS)
-    return name
+    return restart_id
 
 
 def _await(store: Store, key: str, rank: int, deadline: float) -> None:
@@ -67,3 +139,33 @@ def _await(store: Store, key: str, rank: int, deadline: float) -> None:
 
 def _absence(rank: int) -> RunError:
     return RunError(f"rank {rank} has not joined the others in time; look for its own error, or its machine's")
+
+
+def _listen_on_loopback() -> None:
+    """There is nothing to hear from other machines, and so nothing for them to reach. What the user has set stays."""
+    loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback else ():
+        os.environ.setdefault(variable, min(loopback))
+
+
+def _own_connection() -> TCPStore:
+    """The store at which the ranks met, over a connection that only the watchdog's threads use."""
+    return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
+
+
+@contextmanager
+def _long_wait_told(here: Place) -> Iterator[None]:
+    """Say for whom this rank waits, if that takes long: variables that another job has left would keep it for hours."""
+    text = (
+        f"rank {here.rank} waits for the other {here.world_size - 1} of {here.world_size} at "
+        f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}; for a single process: "
+        "unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE"
+    )
+    timer = threading.Timer(WAITING_SECONDS, lambda: print(text, file=sys.stderr, flush=True))
+    timer.daemon = True
+    if not started_by_torchrun():  # which starts all ranks
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

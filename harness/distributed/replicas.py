@@ -21,10 +21,10 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
     return torch.stack([piece.sum(dtype=torch.int64) for piece in pieces]).sum()
 
 
-def describe_divergence(fingerprints: Sequence[list[int]], model: nn.Module) -> str | None:
+def describe_divergence(checksums: Sequence[list[int]], model: nn.Module) -> str | None:
     """Which ranks' weights differ from those of most, and in which tensor first; None if all are equal."""
     groups: dict[tuple[int, ...], list[int]] = {}
-    for rank, each in enumerate(fingerprints):
+    for rank, each in enumerate(checksums):
         groups.setdefault(tuple(each), []).append(rank)
     if len(groups) == 1:
         return None

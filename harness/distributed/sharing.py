@@ -3,42 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from harness.distributed.signals import StopRequested, StopSignal
 from harness.distributed.watchdog import Place
-
-if TYPE_CHECKING:
-    from harness.distributed.world import World
-
-
-class StopRequested(Exception):  # noqa: N818 - not an error
-    """Ends an evaluation whose process was asked to stop."""
+from harness.distributed.world import World
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who evaluates: rank 0 alone, or all, each every world-size-th microbatch; `stop` tells whether to leave off."""
+    """Who works: rank 0 alone, or all, each on every world-size-th piece; and whether they are asked to leave off."""
 
     world: World
     shared: bool
-    stop: Callable[[], bool]
-    step: int  # the global step they are at
-    place: str = "validation"  # what of it, as the watch knows it
+    stop: StopSignal
+    place: Place
 
     def at_work(self, indexes: range) -> AbstractContextManager[object]:
-        """The watch's attention, for a rank that has microbatches to evaluate and does not only wait."""
-        place = Place(self.step, self.place)
+        """The watchdog's guard, for a rank that has pieces to work on and does not only wait."""
         if indexes:
-            return self.world.watchdog.guard(place)
-        self.world.watchdog.idle(place)
+            return self.world.watchdog.guard(self.place)
+        self.world.watchdog.idle(self.place)
         return contextlib.nullcontext()
 
     def heeding(self, indexes: Iterable[int]) -> Iterator[int]:
+        """The indexes one by one. Raises StopRequested if this rank, or another one as far as is known, was asked to
+        stop: only here; the others find out when they exchange their results."""
         for index in indexes:
-            if self.stop():
+            if self.stop.signal or self.world.watchdog.is_anyone_stopping():
                 raise StopRequested
             yield index
             self.world.watchdog.beat()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -52,27 +53,34 @@ def _json_string(line: str, place: str) -> str:
     return value
 
 
+@dataclass(frozen=True)
+class Continuations:
+    """How many of a prompt are wanted, and of how many tokens at most."""
+
+    samples: int = 1
+    tokens: int = 20
+
+
 def print_samples(
-    model: LanguageModel, tokenizer: Tokenizer, prompts: list[str], sampling: Sampling, size: tuple[int, int]
+    model: LanguageModel, tokenizer: Tokenizer, prompts: list[str], sampling: Sampling, wanted: Continuations
 ) -> None:
-    """Print each prompt with its continuations; `size` is how many, and of how many tokens at most.
+    """Print each prompt with its continuations.
 
     Raises UserError, before anything is printed, if a prompt cannot be one of this model's.
     """
-    samples, count = size
     encoded = [encode_prompt(model, tokenizer, prompt) for prompt in prompts]
     for number, (prompt, tokens) in enumerate(zip(prompts, encoded, strict=True), start=1):
-        if samples == 1:
+        if wanted.samples == 1:
             if len(prompts) > 1:
                 click.echo(f"--- prompt {number} of {len(prompts)} ---")
-            stream_sample(model, tokenizer, prompt, sampling, count)
+            stream_sample(model, tokenizer, prompt, sampling, wanted.tokens)
             continue
-        rows = [tokens] * samples
-        vocab_size, is_done = tokenizer.vocab_size, until(count, tokenizer)
+        rows = [tokens] * wanted.samples
+        vocab_size, is_done = tokenizer.vocab_size, until(wanted.tokens, tokenizer)
         texts = continue_batch(model, rows, sampling, is_done=is_done, vocab_size=vocab_size)
         for sample, more in enumerate(texts, start=1):
             which = f"prompt {number} of {len(prompts)}, " if len(prompts) > 1 else ""
-            click.echo(f"--- {which}sample {sample} of {samples} ---")
+            click.echo(f"--- {which}sample {sample} of {wanted.samples} ---")
             click.echo(tokenizer.decode(tokens + without_end(more, tokenizer)))
 
 

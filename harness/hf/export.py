@@ -1,4 +1,6 @@
-"""A model of ours as a folder that transformers loads, with its tokenizer."""
+"""A model of ours as a folder that transformers loads without code of ours: the weights under GPT-2's names, what its
+class needs to know, and the tokenizer as a tokenizer.json, into which an encoding of tiktoken has to be translated.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,8 @@ from harness.hf.gpt2_format import check_exact, to_config, to_tensors
 from harness.model.weights import WEIGHTS, save_weights
 from harness.runs.model_folder import ModelFiles, check_tokenizer_fits, new_folder, tokenizer_file_of
 
+# Words of several lengths, digits, contractions, white space: where patterns that split text differ.
+SPLITTING_PROBE = f"It's 12345 o'clock, DON'T  worry\n\n\t{ROUND_TRIP_PROBE}".replace(END_OF_TEXT, "")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -44,10 +48,6 @@ def export_model(model: Any, files: ModelFiles, folder: Path, dtype: str) -> Non
         export_tokenizer(tokenizer, draft, model.config.context_length)
 
 
-# Words of several lengths, digits, contractions, white space: where patterns that split text differ.
-SPLITTING_PROBE = f"It's 12345 o'clock, DON'T  worry\n\n\t{ROUND_TRIP_PROBE}".replace(END_OF_TEXT, "")
-
-
 def export_tokenizer(name_or_file: str | Path, folder: Path, context_length: int) -> None:
     """Write the tokenizer that `load_tokenizer` would load into `folder`.
 
@@ -63,11 +63,7 @@ def export_tokenizer(name_or_file: str | Path, folder: Path, context_length: int
         SPLITTING_PROBE
     ) != theirs.encode(SPLITTING_PROBE):
         raise UserError(f"{name_or_file}: this tokenizer cannot be written as a tokenizer.json that splits text alike")
-    replace_text(folder / "tokenizer_config.json", json.dumps(_settings(context_length), indent=2) + "\n")
-
-
-def _settings(context_length: int) -> dict[str, Any]:
-    return {
+    settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context_length,
         "bos_token": END_OF_TEXT,
@@ -75,6 +71,7 @@ def _settings(context_length: int) -> dict[str, Any]:
         "unk_token": END_OF_TEXT,
         "clean_up_tokenization_spaces": False,
     }
+    replace_text(folder / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
 
 
 def _from_tiktoken(encoding: Any) -> Any:
@@ -110,12 +107,13 @@ def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
     it makes of its bytes."""
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         if len(token) > 1:
-            parts = _split(token, ranks, rank)
+            parts = _last_parts(token, ranks, rank)
             if len(parts) == 2:
                 yield parts[0], parts[1]
 
 
-def _split(token: bytes, ranks: dict[bytes, int], limit: int) -> list[bytes]:
+def _last_parts(token: bytes, ranks: dict[bytes, int], limit: int) -> list[bytes]:
+    """What byte pair encoding makes of a token's bytes by merges of lower ranks than `limit`, down to two parts."""
     parts = [token[at : at + 1] for at in range(len(token))]
     while len(parts) > 2:
         candidates = [(ranks.get(left + right, limit), at) for at, (left, right) in enumerate(pairwise(parts))]

@@ -34,7 +34,7 @@ def import_model(source: Path, name: str | None, run: Path, check: Check) -> str
     `check(shape, tensors)` raises UserError unless they make a model of ours. Returns a line about the tokenizer.
     Raises UserError for anything else in the folder, RunError if the run cannot be written; nothing is then left of it.
     """
-    shape, tensors = _read(source)
+    shape, tensors = _read_model(source)
     check(shape, tensors)
     _check_tokenizer(source)
     with new_folder(run) as draft:
@@ -44,7 +44,7 @@ def import_model(source: Path, name: str | None, run: Path, check: Check) -> str
     return said
 
 
-def _read(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read_model(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """model.json's keys, and the tensors under their public names."""
     file = source / CONFIG
     if not file.exists() and (source / MODEL_JSON).exists():

@@ -25,6 +25,7 @@ class ModelConfig(RunFile):
 
     model_config = ConfigDict(title="model.json")
     other_keys: ClassVar[dict[str, dict[str, Any]]] = {"depth": {"type": "integer", "minimum": 1, "description": DEPTH}}
+    replaceable_keys: ClassVar[set[str]] = {"emb_dim", "n_heads", "n_layers", "drop_rate", "qkv_bias"}  # by depth
 
     vocab_size: Count = Field(ge=2, description="Token ids are 0 .. vocab_size - 1.")
     context_length: Count = Field(ge=1, description="Tokens the model sees at once.")

@@ -1,4 +1,6 @@
-"""A model that reads on where it stopped, by a cache of keys and values; what every language model of ours can do."""
+"""What a finished model can do for generation and evaluation: the protocol that every language model of ours follows,
+and the cache of attention's keys and values by which it reads on where it stopped.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,35 @@ import torch
 from torch import Tensor, nn
 
 FIRST_PLACES = 64
+
+
+class LanguageModel(Protocol):
+    """A model of token sequences. Its methods are called rather than the module itself where sequences have many
+    lengths: a compiled module would compile for each."""
+
+    config: Any  # has vocab_size, context_length and n_layers
+    out_head: nn.Linear
+
+    def features(self, tokens_BxT: Tensor) -> Tensor: ...
+    def further_features(self, tokens_BxT: Tensor, lengths: list[int], cache: KeyValueCache) -> Tensor: ...
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    training: bool
+
+    def train(self, mode: bool = True) -> Any: ...
+    def eval(self) -> Any: ...
+
+
+@contextmanager
+def evaluating(model: LanguageModel | nn.Module) -> Iterator[None]:
+    """Without dropout and gradients; the model's mode is put back afterwards."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
 
 
 class LayerCache:
@@ -76,32 +107,3 @@ def _with_room(held: Tensor | None, new_BxHxTxD: Tensor, count: int) -> Tensor:
     if held is not None:
         larger[:, :, : held.shape[2]] = held
     return larger
-
-
-class LanguageModel(Protocol):
-    """A model of token sequences. Its methods are called rather than the module itself where sequences have many
-    lengths: a compiled module would compile for each."""
-
-    config: Any  # has vocab_size, context_length and n_layers
-    out_head: nn.Linear
-
-    def features(self, tokens_BxT: Tensor) -> Tensor: ...
-    def further_features(self, tokens_BxT: Tensor, lengths: list[int], cache: KeyValueCache) -> Tensor: ...
-    def parameters(self) -> Iterator[nn.Parameter]: ...
-
-    training: bool
-
-    def train(self, mode: bool = True) -> Any: ...
-    def eval(self) -> Any: ...
-
-
-@contextmanager
-def evaluating(model: LanguageModel | nn.Module) -> Iterator[None]:
-    """Without dropout and gradients; the model's mode is put back afterwards."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)

@@ -10,12 +10,23 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import nn
 
 from harness.common.errors import UserError
 
 # Before it, torch took cuDNN's attention also for a dropout that it rounds; since then torch itself does not.
 ROUNDED_DROPOUT_UNTIL = (2, 12)
 CUDNN_DROPOUT_STEPS = 16
+
+
+def choose_kernels(
+    model: nn.Module, drop_rate: float, device: torch.device, *, compiled: bool | Literal["auto"]
+) -> None:
+    """Have a model, which is on `device` already, computed as train.json's `compile` says. Raises UserError if it
+    cannot be."""
+    attend_with_exact_dropout(drop_rate, device)
+    if should_compile(compiled, device):
+        model.compile()  # in place: the module and its parameters keep their names
 
 
 def should_compile(setting: bool | Literal["auto"], device: torch.device) -> bool:

@@ -75,6 +75,25 @@ class TrainState:
             seconds=training_seconds - self.measured_from_seconds,
         )
 
+    def add_report(self, loss: float, microbatches: int, skipped_steps: int) -> None:
+        """Count what has been reported: the mean loss over so many microbatches of all ranks."""
+        self.train_loss = loss
+        self.loss_sum += loss * microbatches
+        self.loss_count += microbatches
+        self.skipped_steps += skipped_steps
+
+    def begin_checkpoint(self) -> None:
+        """The training loss becomes the mean since the checkpoint before."""
+        self.train_loss = self.loss_sum / self.loss_count if self.loss_count else None
+        self.loss_sum, self.loss_count = 0.0, 0
+
+    def is_best_with(self, loss: float | None) -> bool:
+        """Whether this loss, if there is one, is the lowest so far; it is remembered then."""
+        if loss is None or not loss < (math.inf if self.best_loss is None else self.best_loss):
+            return False
+        self.best_loss, self.best_step = loss, self.global_step
+        return True
+
     def forget_best(self) -> None:
         """Losses from here on are measured on other text, and cannot be compared with those before."""
         self.best_loss = self.best_step = self.val_loss = None

@@ -10,6 +10,7 @@ from typing import Any
 
 from harness.common.errors import UserError
 from harness.data.dataset import Dataset, dataset_folder
+from harness.data.fetch import check_obtainable
 from harness.data.loader import BatchLayout, num_whole_batches
 from harness.model.config import ModelConfig, load_model_config
 from harness.runs.checkpoint_meta import CheckpointMeta, Provenance
@@ -29,6 +30,15 @@ class Position:
     total_steps: int
     start_token: int  # of the step `first_step`
     tokens_seen: int  # before it
+
+    @property
+    def last_step(self) -> int:
+        return self.total_steps - 1
+
+    def is_due(self, step: int, interval: int | None) -> bool:
+        """Whether what is done every `interval` steps, and after the last one, is done after this one: decided from the
+        global step alone, so that every rank decides alike."""
+        return interval is not None and (step % interval == 0 or step == self.last_step)
 
     @property
     def is_finished(self) -> bool:
@@ -144,13 +154,17 @@ class Experiment:
         """The splits that training reads."""
         return ["train", "validation"] if self.config.validates else ["train"]
 
+    def check_dataset(self, *, ask_hub: bool) -> None:
+        """Raises UserError for a dataset that is not on this machine and cannot be had; check_obtainable says more."""
+        check_obtainable(self.datasets_dir, self.config.dataset, self.splits, ask_hub=ask_hub)
+
     @property
     def initial_weights(self) -> Path | None:
         """The file that train.json says to start from."""
         named = self.config.initial_weights
         return None if named is None else self.run.path / named
 
-    def shape(self, world_size: int) -> BatchLayout:
+    def layout(self, world_size: int) -> BatchLayout:
         steps = self.config.accumulation_steps(world_size)
         return BatchLayout(world_size, steps, self.config.microbatch_size, self.model.context_length)
 

@@ -7,6 +7,7 @@ import math
 import shutil
 import sys
 import textwrap
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from pydantic import BaseModel
 from harness.common.errors import UserError
 from harness.data.dataset import Dataset, check_token_ids, is_present
 from harness.data.loader import BatchLayout
+from harness.model.tensor_names import check_weights_file
 from harness.runs.checkpoint_folder import choose_start, refuse_unnamed
 from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, upgrade_notebook_meta
 from harness.runs.experiment import Experiment, Position
@@ -224,7 +226,7 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
 
     The dataset is consulted if it is on this machine. Raises UserError for what cannot work.
     """
-    shape = experiment.shape(world_size)
+    shape = experiment.layout(world_size)
     config, model = experiment.config, experiment.model
     position = None
     if is_present(experiment.datasets_dir, config.dataset, experiment.splits):
@@ -251,7 +253,7 @@ def planned_start(experiment: Experiment, world_size: int, checkpoint: str | Non
     refuse_unnamed(start, meta, checkpoint)
     here = is_present(experiment.datasets_dir, config.dataset, experiment.splits)
     provenance = experiment.provenance(Dataset.open(experiment.datasets_dir, config.dataset)) if here else None
-    return upgrade_notebook_meta(meta, provenance, experiment.shape(world_size).global_tokens)
+    return upgrade_notebook_meta(meta, provenance, experiment.layout(world_size).global_tokens)
 
 
 def plan_speed(experiment: Experiment, shape: BatchLayout, assumed: PlannedSpeed | None) -> PlannedSpeed:
@@ -338,3 +340,32 @@ def earlier_speeds(runs_dir: Path, experiment: Experiment, shape: BatchLayout) -
 
 def _layout(record: RunSummary | BatchLayout) -> tuple[int | None, ...]:
     return record.world_size, record.microbatch_size, record.accumulation_steps
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What a plan is to go by, where it is not what there is: the command's options."""
+
+    tokens_per_second: float | None = None
+    tokens_per_second_with_validation: float | None = None
+    world_size: int | None = None
+    restart: bool = False
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Assumptions:
+        """Of ddp_train.py's options by their names."""
+        speeds = options["assume_tps"], options["assume_tps_with_validation"]
+        return cls(*speeds, options["assume_world_size"], options["restart"])
+
+
+def print_plan(experiment: Experiment, checkpoint: str | None, ranks: int, assumed: Assumptions) -> None:
+    """Print what the command would do with `checkpoint` (None: with the latest) on so many ranks, if no other number is
+    assumed. Raises UserError for what training would refuse."""
+    ranks = assumed.world_size or ranks
+    plan = make_plan(experiment, ranks, None if assumed.restart else planned_start(experiment, ranks, checkpoint))
+    if plan.initial_weights is not None:
+        check_weights_file(plan.initial_weights, experiment.model)
+    speed = assumed_speed(assumed.tokens_per_second, assumed.tokens_per_second_with_validation)
+    print(describe_plan(plan, experiment.model, plan_speed(experiment, plan.shape, speed)), flush=True)
+    if assumed.world_size is None:  # else it is another machine's disk that counts
+        plan.check_disk(experiment.run.path)

@@ -19,6 +19,7 @@ class TrainConfig(RunFile):
 
     model_config = ConfigDict(title="train.json")
     other_keys: ClassVar[dict[str, dict[str, Any]]] = NOTEBOOK_KEYS
+    replaceable_keys: ClassVar[set[str]] = {"microbatch_size"}
 
     dataset: str = Field(min_length=1, description="owner/name on the Hugging Face Hub, or builtin/name.")
     microbatch_size: Count = Field(ge=1, description="Sequences per device and forward pass.")

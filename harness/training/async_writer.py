@@ -47,3 +47,20 @@ class AsyncWriter(SyncWriter):
         if self._thread is not None:
             self._thread.join(timeout)
         self.check()
+
+
+class KeepingWriter(SyncWriter):
+    """Does the work at once, and keeps what it wrote in memory, as a thread does while the next steps run."""
+
+    def __init__(self) -> None:
+        self.kept: list[Callable[[], None]] = []
+
+    def submit(self, work: Callable[[], None]) -> None:
+        self.kept.append(work)
+        work()
+
+
+def build_writer(*, in_background: bool, is_rehearsal: bool) -> SyncWriter:
+    if is_rehearsal:
+        return KeepingWriter() if in_background else SyncWriter()
+    return AsyncWriter() if in_background else SyncWriter()

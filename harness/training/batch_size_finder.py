@@ -1,20 +1,28 @@
-"""The largest microbatch that fits into a device's memory: the search, and the probes that it makes."""
+"""The largest microbatch that fits into a device's memory (ddp_train.py -f).
+
+`report_max_microbatch` is what the command does. `find_max_microbatch` searches: sizes are doubled until one does not
+fit, then bisected, with guesses from the memory that was measured so far. Each size is tried by a `MicrobatchProbe`:
+real steps of the run's model on its own data, under a limit, on all ranks at once, and the first time also all that
+training does between two steps (harness/training/rehearsal.py).
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 
 from harness.common.errors import RunError, UserError
 from harness.common.files import replace_text
 from harness.common.memory import (
-    GIB,
     HEADROOM_BYTES,
     PeakMeter,
     is_out_of_memory,
@@ -25,15 +33,104 @@ from harness.common.memory import (
     settle_cpu_memory,
 )
 from harness.common.statistics import fit_line
-from harness.data.dataset import Dataset, TokenFile
+from harness.common.units import GIB
+from harness.data.dataset import Dataset, TokenFile, check_token_ids
 from harness.data.loader import Microbatch
 from harness.distributed.world import World
 from harness.evaluation.loss import microbatch_losses
 from harness.runs.experiment import Experiment
-from harness.training.rehearsal import Rehearsal
+from harness.training.rehearsal import Rehearsal, Trainer
+from harness.training.startup import fetch_dataset, remark_on_machine, say
 from harness.training.step import OptimizerStep, StepResult
 
-GUESSES = 4
+GUESSES = 4  # of a search by the memory that was measured; after them it goes by halves alone
+# The notebook's finding: on a GPU memory has settled after three steps. On the CPU, whose blocks go back at once, the
+# second has all there is: the optimizer's state comes into being in the first.
+PROBE_STEPS = {"cuda": 3, "cpu": 2}
+SEARCH_SECONDS = 600.0  # on the CPU, where a probe may take minutes, none is begun that would end later
+PROBE_ACCUMULATION = 2  # a second microbatch meets the gradients of the first; a third needs nothing more
+
+# Builds, for one process, what trains an experiment on a dataset and leaves its results in a folder.
+BuildTrainer = Callable[[Experiment, Dataset, Path, World], Trainer]
+
+
+def report_max_microbatch(
+    experiment: Experiment, build_trainer: BuildTrainer, memory_limit_gib: float | None, *, write: bool
+) -> None:
+    """Find and print the largest microbatch that fits, under a limit if one is given; with `write`, put it into
+    train.json. Collective.
+
+    Raises RunError if not even one sequence fits, UserError for data that does not fit the run.
+    """
+    world = World.join()
+    remark_on_machine(experiment, world)
+    dataset = fetch_dataset(world, experiment.datasets_dir, experiment.config.dataset, experiment.splits)
+    world.on_each_node(lambda: check_token_ids(dataset, "train", experiment.model.vocab_size))
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as first:
+        tiny = experiment.tiny()
+        load_libraries(tiny, world, dataset, Rehearsal(world, partial(build_trainer, tiny, dataset, Path(first))))
+        rehearsal = Rehearsal(world, partial(build_trainer, experiment, dataset, Path(folder)))
+        found = find_max_microbatch(experiment, world, dataset, rehearsal, memory_limit_gib)
+    remark_on_validation(experiment, found, world, dataset)
+    if write:
+        written = world.on_rank0(lambda: write_microbatch_size(experiment, found, world.size))
+        say(world, f"{experiment.run.train_json}: microbatch_size is now {written}")
+    world.leave()
+
+
+def find_max_microbatch(
+    experiment: Experiment,
+    world: World,
+    dataset: Dataset,
+    rehearsal: Rehearsal,
+    memory_limit_gib: float | None,
+) -> int:
+    """Find and print the largest microbatch that fits, with nothing but the train split as its ceiling.
+
+    Raises RunError if not even one sequence fits.
+    """
+    config = experiment.config
+    ceiling = largest_with_data(experiment, world, dataset)
+    limit = limit_memory(world.device, memory_limit_gib, world.local_size)
+    refuse_small_limit(world, limit)
+    probe = MicrobatchProbe(
+        rehearsal.build_step,
+        world,
+        dataset.split("train"),
+        config.start_train_token,
+        experiment.model.context_length,
+        PROBE_ACCUMULATION if config.global_batch_size is not None else config.gradient_accumulation_steps,
+        validates=config.validates,
+        rehearse=rehearsal.rehearse,
+        limit_bytes=limit * GIB - (0 if world.device.type == "cuda" else HEADROOM_BYTES),
+    )
+    too_long = ""
+    try:
+        found = largest_that_fits(probe.fits, ceiling, probe.guess)
+    except SearchTooLong as reason:
+        found, too_long = probe.largest, str(reason)
+    if not found:
+        raise world.collective_error(
+            f"not even a microbatch of 1 fits in {limit:.2f} GiB; use a smaller model or context"
+        )
+    if world.is_main:
+        print(f"Max microbatch size was {found}")
+        if too_long:
+            print(f"More may fit; the search has ended, since {too_long}")
+        if config.benchmark_tasks is not None:
+            print("Not counted: the memory of benchmarks while training")
+        print(f"Memory: {describe_memory(probe, limit, is_all_data=found == ceiling)}", flush=True)
+    return found
+
+
+def describe_memory(probe: MicrobatchProbe, limit_gib: float, *, is_all_data: bool) -> str:
+    """What a sequence takes, and how that is known."""
+    note = ", limited by the data" if is_all_data else ""
+    if probe.world.device.type == "cpu":
+        note = f", of which {HEADROOM_BYTES / GIB:.2f} GiB are left as a reserve{note}"
+    line = probe.memory_line()
+    fit = f"{line[0] / GIB:.3f} GiB per sequence + {line[1] / GIB:.3f} GiB fixed" if line else "too few sizes to tell"
+    return f"{fit} (from {len(probe.peaks)} peaks; limit {limit_gib:.2f} GiB{note})"
 
 
 def largest_that_fits(fits: Callable[[int], bool], ceiling: int, guess: Callable[[], int | None] = lambda: None) -> int:
@@ -55,13 +152,6 @@ def largest_that_fits(fits: Callable[[int], bool], ceiling: int, guess: Callable
         else:
             bad = attempt
     return good
-
-
-# The notebook's finding: on a GPU memory has settled after three steps. On the CPU, whose blocks go back at once, the
-# second has all there is: the optimizer's state comes into being in the first.
-PROBE_STEPS = {"cuda": 3, "cpu": 2}
-SEARCH_SECONDS = 600.0  # on the CPU, where a probe may take minutes, none is begun that would end later
-PROBE_ACCUMULATION = 2  # a second microbatch meets the gradients of the first; a third needs nothing more
 
 
 class SearchTooLong(Exception):  # noqa: N818 - not an error
@@ -158,64 +248,17 @@ class MicrobatchProbe:
         return fit_line([(float(size), float(peak)) for size, peak in self.peaks])
 
 
-def find_max_microbatch(
-    experiment: Experiment,
-    world: World,
-    dataset: Dataset,
-    rehearsal: Rehearsal,
-    memory_limit_gib: float | None,
-) -> int:
-    """Find and print the largest microbatch that fits, with nothing but the train split as its ceiling.
-
-    Raises RunError if not even one sequence fits.
-    """
-    config, context_length = experiment.config, experiment.model.context_length
-    tokens = dataset.split("train")
-    accumulation = PROBE_ACCUMULATION if config.global_batch_size is not None else config.gradient_accumulation_steps
-    per_sequence = world.size * config.gradient_accumulation_steps * context_length
+def largest_with_data(experiment: Experiment, world: World, dataset: Dataset) -> int:
+    """Sequences in the largest microbatch of which the train split has one global batch. UserError if there is none."""
+    config, tokens = experiment.config, dataset.split("train")
+    per_sequence = world.size * config.gradient_accumulation_steps * experiment.model.context_length
     ceiling = (len(tokens) - config.start_train_token - 1) // per_sequence
     if ceiling < 1:
         raise UserError(
             f"the train split of {config.dataset} is too short for one global batch: wanted "
             f"{config.start_train_token + per_sequence + 1:,} tokens, but there are {len(tokens):,}"
         )
-    limit = limit_memory(world.device, memory_limit_gib, world.local_size)
-    refuse_small_limit(world, limit)
-    probe = MicrobatchProbe(
-        rehearsal.build_step,
-        world,
-        tokens,
-        config.start_train_token,
-        context_length,
-        accumulation,
-        validates=config.validates,
-        rehearse=rehearsal.rehearse,
-        limit_bytes=limit * GIB - (0 if world.device.type == "cuda" else HEADROOM_BYTES),
-    )
-    too_long = ""
-    try:
-        found = largest_that_fits(probe.fits, ceiling, probe.guess)
-    except SearchTooLong as reason:
-        found, too_long = probe.largest, str(reason)
-    if not found:
-        raise world.collective_error(
-            f"not even a microbatch of 1 fits in {limit:.2f} GiB; use a smaller model or context"
-        )
-    if world.is_main:
-        print(f"Max microbatch size was {found}")
-        if too_long:
-            print(f"More may fit; the search has ended, since {too_long}")
-        if config.benchmark_tasks is not None:
-            print("Not counted: the memory of benchmarks while training")
-        note = ", limited by the data" if found == ceiling else ""
-        if world.device.type == "cpu":
-            note = f", of which {HEADROOM_BYTES / GIB:.2f} GiB are left as a reserve{note}"
-        line = probe.memory_line()
-        fit = (
-            f"{line[0] / GIB:.3f} GiB per sequence + {line[1] / GIB:.3f} GiB fixed" if line else "too few sizes to tell"
-        )
-        print(f"Memory: {fit} (from {len(probe.peaks)} peaks; limit {limit:.2f} GiB{note})", flush=True)
-    return found
+    return ceiling
 
 
 def refuse_small_limit(world: World, limit_gib: float) -> None:
@@ -253,6 +296,17 @@ def load_libraries(experiment: Experiment, world: World, dataset: Dataset, rehea
     release_memory(world.device)
     if not loaded:
         raise world.collective_error("the program alone takes more memory than this process may have (ulimit -d)")
+
+
+def remark_on_validation(experiment: Experiment, microbatch_size: int, world: World, dataset: Dataset) -> None:
+    """Say what else training with this microbatch wants: a microbatch that fits the memory may be too large for the
+    validation split."""
+    config = experiment.config.model_copy(update={"microbatch_size": microbatch_size})
+    changed = replace(experiment, config=config)
+    try:
+        changed.check_validation_slice(changed.layout(world.size), dataset)
+    except UserError as error:
+        say(world, f"note: with a microbatch of {microbatch_size}, {error}")
 
 
 def write_microbatch_size(experiment: Experiment, found: int, world_size: int) -> int:

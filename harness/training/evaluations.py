@@ -3,48 +3,119 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from harness.common.errors import RunError, UserError
 from harness.data.loader import TokenLoader
+from harness.data.tokenizers.load import load_tokenizer
 from harness.data.tokenizers.tokenizer import Tokenizer
-from harness.distributed.sharing import Ranks, StopRequested
+from harness.distributed.sharing import Ranks
+from harness.distributed.signals import StopRequested, StopSignal
+from harness.distributed.watchdog import Place
 from harness.distributed.world import World
 from harness.evaluation.benchmarks.run import Score, load, run, scores
 from harness.evaluation.benchmarks.tasks import REASON_CHARACTERS, Benchmarks, prepare
+from harness.evaluation.generation import Sampling, continue_text
 from harness.evaluation.likelihood import Scorer
 from harness.evaluation.loss import mean, microbatch_losses
-from harness.model.inference import LanguageModel
 from harness.model.precision import Precision
 from harness.runs.train_config import TrainConfig
+from harness.training.startup import Start
+from harness.training.step import OptimizerStep
 
-if TYPE_CHECKING:
-    from harness.distributed.world import World
+SAMPLE_TOKENS = 50
 
 
-def validation_loss(
+@dataclass(frozen=True)
+class Sample:
+    """What the model has written; or why it could not, which is no reason to end a run."""
+
+    text: str
+    failure: str = ""
+
+
+class Evaluations:
+    """What is measured of the model after a step. Every method is called on every rank, and returns the same there."""
+
+    def __init__(self, start: Start, world: World, step: OptimizerStep, stop: StopSignal) -> None:
+        """Collective. Raises UserError if train.json's benchmarks cannot be had."""
+        self.world = world
+        self.config = start.experiment.config
+        self.dataset = start.dataset
+        self.layout = start.layout
+        self.model = step.bare_model
+        self.precision = step.precision
+        self.stop = stop
+        self.run_benchmarks: RunBenchmarks | None = None
+        if self.config.benchmark_tasks is not None and not start.is_rehearsal:
+            self.run_benchmarks = RunBenchmarks.load(world, self.config, step, load_tokenizer(self.dataset.tokenizer))
+
+    def validation_loss(self, step: int) -> float:
+        """Mean loss over train.json's validation slice, on rank 0 alone or shared out.
+
+        Raises StopRequested, on every rank, if any was asked to stop meanwhile: torchrun kills after 30 seconds.
+        """
+        count, start_token = self.config.validation_batches, self.config.start_val_token
+        assert count is not None
+        assert start_token is not None
+        loader = TokenLoader(self.dataset.split("validation"), start_token, self.layout)
+        ranks = Ranks(self.world, self.config.validation_ranks == "all", self.stop, Place(step, "validation"))
+        losses = losses_over_ranks(self.model, loader, count, self.precision, ranks)
+        if losses is None:
+            raise StopRequested(max(self.world.gather(self.stop.signal)), during="validation")
+        return mean(losses)
+
+    def benchmark_scores(self, step: int) -> list[Score]:
+        """The scores of train.json's benchmarks. If they cannot be had, that is a warning, and there are none.
+
+        Raises StopRequested, on every rank, if any was asked to stop meanwhile.
+        """
+        assert self.run_benchmarks is not None, "loaded before the first step"
+        try:
+            scores = self.run_benchmarks.scores(Ranks(self.world, True, self.stop, Place(step, "benchmarks")))
+        except EvaluationFailed as error:
+            if self.world.is_main:
+                warnings.warn(f"global step {step}: no benchmarks: {error}", stacklevel=2)
+            return []
+        if scores is None:
+            raise StopRequested(max(self.world.gather(self.stop.signal)), during="benchmarks")
+        return scores
+
+    def sample(self) -> Sample:
+        """How the model as it is continues train.json's `sample_prompt`."""
+        return self.world.on_rank0(self._sample)
+
+    def _sample(self) -> Sample:
+        prompt = self.config.sample_prompt
+        assert prompt is not None
+        tokenizer, sampling = load_tokenizer(self.dataset.tokenizer), Sampling(seed=self.config.random_seed)
+        try:
+            return Sample(continue_text(self.model, tokenizer, prompt, SAMPLE_TOKENS, sampling))
+        except RunError as error:  # whether the run goes on is for others to decide
+            return Sample("", str(error))
+
+
+def losses_over_ranks(
     model: nn.Module, loader: TokenLoader, count: int, precision: Precision, ranks: Ranks
-) -> float | None:
-    """Mean loss over the loader's first `count` microbatches, or None if a rank was asked to stop meanwhile.
-
-    On rank 0 alone or shared out, all ranks return the same number: the losses are summed in the microbatches' order.
-    """
+) -> list[float] | None:
+    """The losses of the loader's first `count` microbatches, in their order, so that their sum is the same however they
+    are shared out; None if a rank was asked to stop meanwhile. The same on every rank."""
     world = ranks.world
     mine = range(world.rank, count, world.size) if ranks.shared else range(count if world.is_main else 0)
     losses: list[float] | None = None
     with contextlib.suppress(StopRequested), ranks.at_work(mine):
         losses = microbatch_losses(model, map(loader.microbatch, ranks.heeding(mine)), precision)
-    gathered = world.gather(losses)
-    shares = [share for share in gathered if share is not None]
-    if len(shares) < world.size:
+    parts = [part for part in world.gather(losses) if part is not None]
+    if len(parts) < world.size:
         return None
     if not ranks.shared:
-        return mean(shares[0])
-    return mean([shares[index % world.size][index // world.size] for index in range(count)])
+        return parts[0]
+    return [parts[index % world.size][index // world.size] for index in range(count)]
 
 
 class EvaluationFailed(Exception):  # noqa: N818 - the run goes on
@@ -106,20 +177,19 @@ class RunBenchmarks:
     examples: int  # of each task
 
     @classmethod
-    def load(
-        cls, world: World, config: TrainConfig, model: LanguageModel, *, tokenizer: Tokenizer, precision: Precision
-    ) -> RunBenchmarks:
+    def load(cls, world: World, config: TrainConfig, step: OptimizerStep, tokenizer: Tokenizer) -> RunBenchmarks:
         """Load train.json's `benchmark_tasks`; each node's first process brings the data. Collective.
 
         Raises UserError as evaluation/benchmarks/run.py does, and for a tokenizer with tokens that the model has not.
         """
         assert config.benchmark_tasks is not None
+        model = step.bare_model
         if tokenizer.vocab_size > model.config.vocab_size:
             raise UserError(
                 f'train.json: key "benchmark_tasks": the tokenizer of {config.dataset} has {tokenizer.vocab_size:,} '
                 f"tokens, and model.json {model.config.vocab_size:,}: their texts could not be read; remove the key"
             )
-        scorer = Scorer(model, precision, tokenizer.vocab_size, config.microbatch_size)
+        scorer = Scorer(model, step.precision, tokenizer.vocab_size, config.microbatch_size)
         found: list[Benchmarks] = []
         tasks = config.benchmark_tasks
         prepare(tasks)

@@ -1,4 +1,4 @@
-"""The losses of a window of steps, gathered on the device and reported for all ranks together."""
+"""The losses of the steps between two reports, gathered on the device and reported for all ranks together."""
 
 from __future__ import annotations
 
@@ -24,6 +24,16 @@ class TrainMetrics:
     gradient_norm: float
     skipped_steps: int
     skipped_in_a_row: int
+
+    def check_divergence(self, step: int, max_skipped_steps: int, world: World) -> None:
+        """Raises RunError if too many steps in a row were skipped. Every rank has the same metrics, and so comes to the
+        same end."""
+        if self.skipped_in_a_row >= max_skipped_steps:
+            raise world.collective_error(
+                f"gradients were not finite in {self.skipped_in_a_row} steps in a row up to global step {step} "
+                "(train.json: max_skipped_steps); lower learning_rate or set clipping_max_norm, and go back to an "
+                "earlier checkpoint by its name"
+            )
 
 
 class LossMeter:
@@ -61,8 +71,8 @@ class LossMeter:
         """Wait until the device has done the steps that were added."""
         self._values = self._values.cpu().to(self._values.device)
 
-    def report(self, world: World) -> TrainMetrics:
-        """Wait for the device, combine all ranks' windows and begin a new one; the same report on every rank."""
+    def reduce(self, world: World) -> TrainMetrics:
+        """Wait for the device, combine what all ranks have added, and begin anew; the same on every rank."""
         ranks = world.gather(self._values.tolist())
         sums, counts, minima, maxima, norms, skipped, rows, longest = zip(*ranks, strict=True)
         following = self._empty()
@@ -99,8 +109,8 @@ def _total(sums: tuple[float, ...]) -> float:
     return math.fsum(sums) if all(map(math.isfinite, sums)) else math.nan
 
 
-def metric_values(report: TrainMetrics) -> dict[str, Any]:
-    """A report as metrics.jsonl has it."""
-    values = asdict(report)
+def metric_values(metrics: TrainMetrics) -> dict[str, Any]:
+    """The metrics as metrics.jsonl has it."""
+    values = asdict(metrics)
     del values["microbatches"], values["skipped_in_a_row"]
     return values

@@ -1,81 +1,92 @@
-"""What training does between two steps, done once for the memory it takes, and for what it leaves in the process."""
+"""What training does after a step, done once for the memory it takes, and for what it leaves in the process."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Protocol
 
 from harness.common.errors import RunError, UserError
 from harness.common.memory import is_out_of_memory
 from harness.distributed.replicas import weight_checksums
 from harness.distributed.world import World
+from harness.runs.checkpoint_meta import TrainState
 from harness.runs.metrics import ValidationEvent
-from harness.training.job import Job
+from harness.training.evaluations import Evaluations
+from harness.training.loss_meter import LossMeter
+from harness.training.reporter import Reporter
 from harness.training.step import OptimizerStep, StepResult
+
+
+class Saver(Protocol):
+    """Of checkpointing.Checkpointer, what is used here."""
+
+    def save(self, state: TrainState) -> None: ...
+    def finish(self) -> None: ...
+
+
+class Trainer(Protocol):
+    """Of ddp_train.Trainer, what is used here. Its run directory is a folder that goes away."""
+
+    world: World  # of this process alone
+    state: TrainState
+    optimizer_step: OptimizerStep
+    meter: LossMeter
+    evaluations: Evaluations
+    reporter: Reporter
+
+    @property
+    def checkpointer(self) -> Saver: ...
 
 
 @dataclass
 class Rehearsal:
-    """A job of one process whose run directory is a folder that goes away."""
+    """On the ranks of `world`, each on its own; the first saves and draws."""
 
-    world: World  # of all ranks: the first saves and draws
-    build_job: Callable[[World], Job]
-    kept: list[Any] = field(default_factory=list)
-    _job: Job | None = None
+    world: World
+    build_trainer: Callable[[World], Trainer]
+    _trainer: Trainer | None = None
 
     def build_step(self) -> OptimizerStep:
-        silent = World(1, self.world.local_rank, 1, 1, self.world.device)  # no progress is shown to anyone but rank 0
-        self._job = self.build_job(silent)
-        self._job.world = replace(silent, rank=0)
-        return self._job.step
+        self._trainer = self.build_trainer(World(0, self.world.local_rank, 1, 1, self.world.device))
+        return self._trainer.optimizer_step
 
     def rehearse(self, result: StepResult) -> None:
         """Report, draw, save and sample as after a step. On a GPU nothing of that takes its memory.
 
         Raises what is_out_of_memory knows, if that is what happens; a disk that is full is said, and no more.
         """
-        job = self._job
-        if job is None or self.world.device.type != "cpu":
+        trainer = self._trainer
+        if trainer is None or self.world.device.type != "cpu":
             return
-        weight_checksums(job.model)
+        weight_checksums(trainer.optimizer_step.bare_model)
         if not self.world.is_main:
             return
-        job.state.global_step = 0
-        job.meter.add(result)
-        report = job.meter.report(job.world)
-        job.record_report(report)
-        self._draw(job, report.loss)
+        trainer.state.global_step = 0
+        trainer.meter.add(result)
+        metrics = trainer.meter.reduce(trainer.world)
+        trainer.reporter.training(metrics, trainer.state, trainer.optimizer_step.optimizer.learning_rate)
+        self._draw(trainer, metrics.loss)
         try:
-            self._save(job)
+            trainer.checkpointer.save(trainer.state)
+            trainer.checkpointer.finish()
         except RunError as error:
             if is_out_of_memory(error):
                 raise
             print(f"a checkpoint's memory is not counted: {error}", file=sys.stderr, flush=True)
-        if job.config.sample_interval is not None:
+        if trainer.evaluations.config.sample_interval is not None:
             with suppress(UserError):  # training will say it
-                job.print_sample()
+                trainer.reporter.sample(trainer.evaluations.sample(), trainer.state)
 
-    def _draw(self, job: Job, loss: float) -> None:
+    def _draw(self, trainer: Trainer, loss: float) -> None:
         from harness.runs.chart import draw_training_chart
 
-        job.metrics.append(ValidationEvent(global_step=0, loss=loss))
+        run = trainer.reporter.run
+        trainer.reporter.metrics.append(ValidationEvent(global_step=0, loss=loss))
         try:
-            draw_training_chart(job.run.metrics, job.run.chart, title=job.run.path.name)
+            draw_training_chart(run.metrics, run.chart, title=run.path.name)
         except Exception as error:
             if is_out_of_memory(error):  # anything else is a warning in training, too
                 raise
-
-    def _save(self, job: Job) -> None:
-        write = job.write_checkpoint
-
-        def write_and_keep(parts: dict[str, Any], protected: set[str]) -> None:
-            if job.config.async_checkpoint:  # the next steps run while the copies are still there
-                self.kept.append(parts)
-            write(parts, protected)
-
-        job.write_checkpoint = write_and_keep
-        job.save(planned=True)
-        job.finish_saving()

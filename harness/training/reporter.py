@@ -1,15 +1,44 @@
-"""What rank 0 shows while it works: a bar on a terminal, plain lines elsewhere, nothing on other ranks."""
+"""What a run says and writes down as it goes: a bar or plain lines, metrics.jsonl, the chart, the summary at the end.
+
+Every rank calls the same methods; rank 0 alone does anything.
+"""
 
 from __future__ import annotations
 
 import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from tqdm import tqdm
 
+from harness.common.errors import say_last
+from harness.common.memory import peak_bytes
+from harness.common.units import GIB
+from harness.distributed.signals import described
+from harness.distributed.world import World
+from harness.evaluation.benchmarks.run import Score
+from harness.runs.checkpoint_meta import Provenance, TrainState, as_recorded
+from harness.runs.metrics import (
+    PHASES,
+    BenchmarkEvent,
+    CheckpointEvent,
+    Event,
+    MetricsFile,
+    SampleEvent,
+    TrainEvent,
+    ValidationEvent,
+)
+from harness.runs.summary import Machine, Outcome, summarise, write_summary
+from harness.runs.throughput import Throughput, peak_flops
+from harness.training.evaluations import Sample
+from harness.training.loss_meter import TrainMetrics, metric_values
+from harness.training.startup import Start
+
 
 class Console:
-    """Progress over global steps, and the newest numbers."""
+    """Progress over global steps, and the newest numbers: a bar on a terminal, plain lines elsewhere."""
 
     def __init__(self, total: int, done: int, *, visible: bool) -> None:
         self.total = total
@@ -51,3 +80,133 @@ class Console:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+class Reporter:
+    """Writes down what the loop tells it. The numbers of the run so far are in the TrainState that comes with it."""
+
+    def __init__(self, start: Start, world: World) -> None:
+        self.start = start
+        self.world = world
+        self.run = start.experiment.run
+        self.clock = start.clock
+        self.metrics = MetricsFile(self.run.metrics)
+        visible = world.is_main and not start.is_rehearsal
+        self.console = Console(start.position.total_steps, start.position.first_step, visible=visible)
+        self.throughput = throughput_on(start, world.device_name)
+        self._seconds_at_start = dict(self.clock.seconds)
+        self._last_report = (start.position.tokens_seen, self.clock.seconds["training"])
+
+    def training(self, metrics: TrainMetrics, state: TrainState, learning_rate: float) -> None:
+        """A line of metrics, and the newest numbers for whoever watches."""
+        if not self.world.is_main:
+            return
+        tokens, seconds = state.tokens_seen, self.clock.now()["training"]
+        tokens_per_second = (tokens - self._last_report[0]) / max(seconds - self._last_report[1], 1e-9)
+        self._last_report = (tokens, seconds)
+        mfu = self.throughput.mfu(tokens_per_second / self.world.size)
+        rates = {"tokens_per_second": round(tokens_per_second, 1), "mfu": mfu}
+        self._append(TrainEvent, state, **metric_values(metrics), learning_rate=learning_rate, **rates)
+        shown = {"loss": f"{metrics.loss:.3f}", "tps": f"{tokens_per_second:,.0f}"}
+        if mfu is not None:
+            shown["mfu"] = f"{mfu:.1%}"
+        self.console.show(state.global_step, {**shown, **self._dollars(state)})
+
+    def validation(self, loss: float, state: TrainState) -> None:
+        if not self.world.is_main:
+            return
+        self._append(ValidationEvent, state, loss=loss)
+        self.console.say(f"global step {state.global_step}: validation loss {loss:.3f}")
+        self.draw_chart()
+
+    def benchmarks(self, scores: Sequence[Score], state: TrainState) -> None:
+        """A line of metrics for each score."""
+        if not self.world.is_main or not scores:
+            return
+        for score in scores:
+            self._append(BenchmarkEvent, state, **asdict(score))
+        said = ", ".join(f"{score.task} {score.metric} {score.value:.4g}" for score in scores)
+        self.console.say(f"global step {state.global_step}: {said}")
+        self.draw_chart()
+
+    def sample(self, sample: Sample, state: TrainState) -> None:
+        if not self.world.is_main:
+            return
+        if sample.failure:
+            self.console.say(f"global step {state.global_step}: no sample: {sample.failure}")
+            return
+        self._append(SampleEvent, state, text=sample.text)
+        self.console.say(f"global step {state.global_step}: {sample.text}")
+
+    def checkpoint(self, state: TrainState, *, is_best: bool) -> None:
+        if not self.world.is_main:
+            return
+        self._append(CheckpointEvent, state, is_best=is_best)
+        if not self.start.experiment.config.validates:
+            self.draw_chart()
+
+    def stopped(self, signal_number: int, state: TrainState) -> None:
+        """Say why the run ends here, and how to go on."""
+        self.console.close()
+        if not self.world.is_main:
+            return
+        step = state.global_step
+        done = f"after global step {step}" if step >= 0 else "before the first step"
+        remedy = "to continue, run the same command again (without --restart or a CHECKPOINT)"
+        say_last(f"stopped by {described(signal_number)} {done}; {remedy}")
+
+    def summary(self, state: TrainState) -> None:
+        """Write and print the summary. Collective."""
+        self.console.close()
+        machine = measure_machine(self.world)
+        if self.world.is_main:
+            outcome = Outcome(state, self.clock.now(), self.throughput, machine, self.start.layout)
+            write_summary(self.run, summarise(self.run.path.name, outcome, self.start.provenance))
+            self.draw_chart()
+
+    def draw_chart(self) -> None:
+        """Draw the chart of the run so far. Whatever goes wrong in it is a warning: a picture never ends a run."""
+        try:
+            from harness.runs.chart import draw_training_chart
+
+            draw_training_chart(self.run.metrics, self.run.chart, title=self.run.path.name)
+        except Exception as error:
+            warnings.warn(f"{self.run.chart}: no chart: {error}", stacklevel=2)
+
+    def _append(self, kind: type[Event], state: TrainState, **values: Any) -> None:
+        place: dict[str, Any] = {"global_step": state.global_step, "tokens_seen": state.tokens_seen}
+        self.metrics.append(kind(**place, seconds=round(self.clock.total, 3), **values))
+
+    def _dollars(self, state: TrainState) -> dict[str, str]:
+        """Spent so far and projected for the whole run, at the pace since this process started."""
+        so_far = self.throughput.dollars(self.clock.total)
+        if so_far is None:
+            return {}
+        seconds, position = self.clock.now(), self.start.position
+        here = sum(seconds[phase] - self._seconds_at_start[phase] for phase in seconds if phase != "setup")
+        done = state.global_step + 1 - position.first_step
+        remaining = position.total_steps - state.global_step - 1
+        return {"$": f"{so_far:,.2f} of {so_far + (self.throughput.dollars(here * remaining / done) or 0):,.2f}"}
+
+
+def measure_machine(world: World) -> Machine:
+    """Collective: the peak of memory is the largest of any rank."""
+    return Machine(world.device_name, world.size, max(world.gather(peak_bytes(world.device))) / GIB)
+
+
+def throughput_on(start: Start, device_name: str) -> Throughput:
+    experiment = start.experiment
+    return Throughput(experiment.model.flops_per_token, peak_flops(device_name), experiment.config.price_per_hour)
+
+
+def restore_summary(start: Start, world: World) -> None:
+    """Write the summary of a finished run whose process ended before it could, from the last checkpoint. Collective."""
+    meta, run = start.meta, start.experiment.run
+    if meta is None or run.summary.exists() or not meta.seconds:  # nothing of it was trained here
+        return
+    # Not necessarily those of today.
+    machine, layout = as_recorded(measure_machine(world), meta), as_recorded(start.layout, meta)
+    seconds = dict.fromkeys(PHASES, 0.0) | meta.seconds
+    provenance = Provenance(meta.model or {}, start.experiment.model.parameters, meta.train, meta.dataset or {})
+    outcome = Outcome(meta.state(), seconds, throughput_on(start, machine.device), machine, layout)
+    world.on_rank0(lambda: write_summary(run, summarise(run.path.name, outcome, provenance)))

@@ -1,17 +1,119 @@
-"""Everything that can refuse a run, before anything is built."""
+"""Everything that can refuse a run, before anything is built: its lock, its data, its checkpoint and its plan."""
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from harness.common.errors import UserError
-from harness.common.memory import GIB, peak_bytes
+import click
+
+from harness.common.device import idle_gpus
+from harness.common.errors import PeerError, RunError, RunStopped, UserError
+from harness.common.lock import RunLock
+from harness.common.memory import is_out_of_memory
 from harness.data.dataset import Dataset
 from harness.data.fetch import ensure_dataset
+from harness.data.loader import BatchLayout
+from harness.distributed.connection_errors import leaving_with_peers
+from harness.distributed.signals import StopSignal
 from harness.distributed.world import World
-from harness.runs.experiment import Experiment, first_difference
-from harness.runs.summary import Machine
+from harness.model.kernels import not_compiled
+from harness.runs import checkpoints
+from harness.runs.checkpoint_meta import CheckpointMeta, Provenance, TrainState, upgrade_notebook_meta
+from harness.runs.directory import RunDirectory
+from harness.runs.experiment import Experiment, Position, comparable_losses, first_difference
+from harness.runs.plan import make_plan
+from harness.runs.throughput import Conditions, same_conditions
+from harness.training.clock import Clock
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a process begins to train with: all is checked, and nothing is built yet."""
+
+    experiment: Experiment
+    dataset: Dataset
+    layout: BatchLayout
+    position: Position
+    clock: Clock  # has the seconds of earlier parts of the run
+    checkpoint: Path | None = None  # to continue from
+    meta: CheckpointMeta | None = None  # what it says of itself; a notebook's with what ours would say
+    is_notebooks: bool = False
+    lock: RunLock | None = None
+    is_rehearsal: bool = False  # in a folder that goes away, and without a word
+
+    @classmethod
+    def rehearsal(cls, experiment: Experiment, dataset: Dataset, folder: Path) -> Start:
+        """One sequence a step, and as many steps as any schedule needs."""
+        small = {"microbatch_size": 1, "gradient_accumulation_steps": 1, "global_batch_size": None}
+        alone = replace(experiment, run=RunDirectory(folder), config=experiment.config.model_copy(update=small))
+        position = Position(0, 2**40, experiment.config.start_train_token, 0)
+        return cls(alone, dataset, alone.layout(1), position, Clock(), is_rehearsal=True)
+
+    @property
+    def provenance(self) -> Provenance:
+        """What a checkpoint belongs to."""
+        return self.experiment.provenance(self.dataset)
+
+    @property
+    def interrupted_in(self) -> str | None:
+        """What a signal kept the last step from: "validation" or "benchmarks", and what comes after it."""
+        return self.meta.due if self.meta else None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.meta is not None and self.position.is_finished and self.interrupted_in is None
+
+    def note_begun(self) -> None:
+        """If torchrun starts the run again from here on, it continues. Rank 0 only."""
+        assert self.lock is not None
+        self.lock.note_begun()
+
+    def state(self, world: World) -> TrainState:
+        """The state of training at this start."""
+        if self.meta is None:
+            return TrainState()
+        state, now = self.meta.state(), Conditions(world.size, world.device_name, self.provenance.train)
+        if not same_conditions(self.meta.conditions, now):  # the speed is that of today's batch on today's machine
+            state.measure_from_here(self.clock.seconds["training"])
+        if self.is_notebooks or not comparable_losses(self.meta, self.provenance):
+            state.forget_best()
+        return state
+
+
+def prepare(experiment: Experiment, world: World, clock: Clock, checkpoint: str | None, *, restart: bool) -> Start:
+    """Take the run's lock, fetch its data, choose and verify the checkpoint to continue from, and check the plan.
+
+    `checkpoint` is a folder's name, "latest" or "best"; None for the latest, if there is one. Collective. Raises
+    UserError or RunError, with the remedy, for whatever would keep the run from its end.
+    """
+    run, layout = experiment.run, experiment.layout(world.size)
+    remark_on_machine(experiment, world)
+    lock = world.on_rank0(run.lock)
+    dataset = fetch_dataset(world, experiment.datasets_dir, experiment.config.dataset, experiment.splits)
+    check_same_everywhere(experiment, world, dataset)
+
+    def choose() -> tuple[Path, CheckpointMeta] | None:
+        if lock.began_before:  # torchrun has restarted its workers: what the user asked for was done the first time
+            return checkpoints.open_start(run.checkpoints, None)
+        return None if restart else checkpoints.open_start(run.checkpoints, checkpoint)
+
+    path, meta = world.on_rank0(choose) or (None, None)
+    if world.on_rank0(lambda: lock.began_before or not restart):
+        refuse_wrong_machine(world, run)
+    is_notebooks = meta is not None and meta.is_notebooks
+    if meta:
+        meta = upgrade_notebook_meta(meta, experiment.provenance(dataset), layout.global_tokens)
+        clock.add(meta.seconds)
+    # The plan's checks are the run's: short data, unknown tokens, a long warm-up or a full disk end it here.
+    plan = world.on_each_node(lambda: make_plan(experiment, world.size, meta))
+    world.on_rank0(lambda: plan.check_disk(run.path))
+    assert plan.position is not None, "the dataset is here"
+    checkpoints.check_tokenizer(dataset.tokenizer)
+    return Start(experiment, dataset, layout, plan.position, clock, path, meta, is_notebooks, lock)
 
 
 def fetch_dataset(world: World, datasets_dir: Path, name: str, splits: list[str]) -> Dataset:
@@ -35,6 +137,55 @@ def check_same_everywhere(experiment: Experiment, world: World, dataset: Dataset
                 )
 
 
-def measure_machine(world: World) -> Machine:
-    """Collective: the peak of memory is the largest of any rank."""
-    return Machine(world.device_name, world.size, max(world.gather(peak_bytes(world.device))) / GIB)
+def refuse_wrong_machine(world: World, run: RunDirectory) -> None:
+    """Raises UserError if another machine than rank 0's has later checkpoints of this run, which would start again."""
+    steps = [at for at, _ in checkpoints.list_checkpoints(run.checkpoints)]
+    (newest, _), *others = world.gather((max(steps, default=-1), socket.gethostname()))
+    found, host = max(others, default=(newest, ""))
+    if found > newest:
+        raise UserError(
+            f"{run.checkpoints}: {host} has checkpoints up to step {found:,}, but rank 0 is on another machine, which "
+            f"{f'ends at step {newest:,}' if newest >= 0 else 'has none'}: start rank 0 on {host}, copy them, or use "
+            "--restart"
+        )
+
+
+def remark_on_machine(experiment: Experiment, world: World) -> None:
+    """Say what a user would want to know of the machine before paying for hours of it."""
+    for remark in (idle_gpus(world.device, world.local_size), not_compiled(experiment.config.compile, world.device)):
+        if remark is not None:
+            say(world, f"note: {remark}")
+
+
+def next_commands(experiment: Experiment) -> str:
+    """The commands that tell whether a trained model is any good, to be typed as they stand."""
+    run = experiment.run
+    name = "best" if (run.checkpoints / "best").exists() else "latest"
+    model = f"{run.model_json} {run.checkpoints / name / 'model.safetensors'}"
+    return f"\nNext:\n  uv run test_smoke.py {model}\n  uv run test_loss.py {experiment.datasets_dir} {model}"
+
+
+def say(world: World, text: str) -> None:
+    """Print a line once for all ranks."""
+    if world.is_main:
+        click.echo(text)
+
+
+@contextmanager
+def explained_failures(microbatch_size: int, stop: StopSignal) -> Iterator[None]:
+    """Turn an out-of-memory on this rank, or another rank's end, into a line that says what to do, or into silence."""
+    try:
+        with leaving_with_peers():
+            yield
+    except PeerError:
+        if stop.signal:  # torchrun has told us to go already
+            raise RunStopped(stop.signal) from None
+        raise
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error).splitlines()[0] if str(error) else "out of memory"
+        raise RunError(
+            f"out of memory with microbatch_size {microbatch_size} ({reason}); -f finds the largest that "
+            "fits, and gradient_accumulation_steps keeps the global batch"
+        ) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,7 @@ class OptimizerStep:
         `before_exchange` is called where this rank has done its own work of a step and goes on with the others.
         """
         self.model = model
+        self.bare_model: Any = getattr(model, "module", model)  # what is saved, evaluated and sampled from
         self.optimizer = optimizer
         self.precision = precision
         self.max_norm = config.clipping_max_norm
@@ -72,6 +74,15 @@ class OptimizerStep:
                 self.scaler.scale(loss / len(microbatches)).backward()
             losses.append(loss.detach().double())
         return torch.stack(losses)
+
+    def warm_up(self, microbatch: Microbatch) -> None:
+        """One forward and backward pass whose gradients are thrown away, before the first step or any restored state.
+
+        It compiles what is compiled, and lets DDP arrange its buckets in the order gradients come in, which it does
+        after the first exchange: a continued run then adds up gradients in the same order as one that never stopped.
+        """
+        self.accumulate([microbatch])
+        self.forget_gradients()
 
     def forget_gradients(self) -> None:
         """Make the gradients those of no microbatch."""

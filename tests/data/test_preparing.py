@@ -376,6 +376,41 @@ def test_a_mended_file_goes_on_after_the_others(tmp_path: Path) -> None:
     assert documents_of(target, "train") == DOCUMENTS[:297]
 
 
+# Written by version 0.1.0 for the input and the options of the test below.
+JOURNAL_OF_AN_EARLIER_VERSION = (
+    r'{"options": {"input": "texts", "text_column": "text", "document_separator": "\\n\\n", "replace_invalid": "any", '
+    r'"include": [], "tokenizer": "tokenizer.json", "train_tokenizer": null, "validation_fraction": 0.01, '
+    r'"test_fraction": 0.1, "shuffle_seed": 5, "tokenizer_file_sha256": '
+    r'"2833200f72a5a47b76ae324a2a706462aca7392739ecbde59065bafe9f9f1369"}, "phase": "reading", "here": {"file": 1, '
+    r'"documents": 0, "empty": 0, "size": {"documents": 1000, "tokens": 94456}}, "file_start": {"file": 1, '
+    r'"documents": 0, "empty": 0, "size": {"documents": 1000, "tokens": 94456}}, "splits": []}'
+)
+
+
+def test_interrupted_work_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
+    """Its journal is to the byte what this version writes, and so what this version goes on from."""
+    mine = Preparer(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(_tokenizer_file(tmp_path))
+    write_json_lines(tmp_path / "texts" / "a.jsonl", DOCUMENTS[:1000])
+    (tmp_path / "texts" / "b.jsonl").write_text("broken\n")
+    arguments: list[object] = [
+        "texts",
+        "out",
+        "--tokenizer",
+        "tokenizer.json",
+        "--replace-invalid",
+        "--replace-invalid",
+    ]
+    arguments += ["--shuffle-seed", 5, "--test-fraction", 0.1, "--document-separator", r"\n\n"]
+    mine.run(*arguments, status=1)
+    journal = (tmp_path / ".out.partial" / "journal.json").read_text()
+    assert journal == JOURNAL_OF_AN_EARLIER_VERSION + "\n"
+    write_json_lines(tmp_path / "texts" / "b.jsonl", DOCUMENTS[1000:1100])
+    mine.run(*arguments)
+    documents = [text for split in splits_of(tmp_path / "out") for text in documents_of(tmp_path / "out", split)]
+    assert sorted(documents) == sorted(DOCUMENTS[:1100])
+
+
 def test_interrupted_work_with_other_options_is_refused(tmp_path: Path) -> None:
     preparer = Preparer(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes(_tokenizer_file(tmp_path))

@@ -1,4 +1,4 @@
-"""Ranks that torchrun starts again do not take what an earlier life has left for today's."""
+"""Ranks that torchrun starts again do not take what an earlier start has left for today's."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from harness.distributed.rendezvous import agree_on_restart_id
 SIZE = 4
 
 
-def live(store: HashStore, ranks: range = range(SIZE), patience: float = 20.0) -> list[str]:
+def agree(store: HashStore, ranks: range = range(SIZE), timeout: float = 20.0) -> list[str]:
+    """The restart ids that ranks which start at the same time come to."""
     with ThreadPoolExecutor(SIZE) as pool:
-        return list(pool.map(lambda rank: agree_on_restart_id(store, rank, SIZE, patience), ranks))
+        return list(pool.map(lambda rank: agree_on_restart_id(store, rank, SIZE, timeout), ranks))
 
 
-def test_every_life_has_a_name_of_its_own() -> None:
+def test_every_start_has_an_id_of_its_own() -> None:
     store = HashStore()
-    lives = [set(live(store)) for _ in range(5)]
-    assert all(len(names) == 1 for names in lives)
-    assert len(set.union(*lives)) == 5
+    starts = [set(agree(store)) for _ in range(5)]
+    assert all(len(ids) == 1 for ids in starts)
+    assert len(set.union(*starts)) == 5
 
 
 @pytest.mark.parametrize("there", [range(2), range(1, SIZE)])
-def test_a_life_that_ended_while_its_ranks_met(there: range) -> None:
-    """Some had come, had asked and were answered; the next life's ranks all find one another."""
+def test_a_start_that_ended_while_its_ranks_met(there: range) -> None:
+    """Some had come, had asked and were answered; the next start's ranks all find one another."""
     store = HashStore()
     with pytest.raises(RunError, match=r"rank [02] has not joined the others in time"):
-        live(store, there, patience=0.3)
-    assert len(set(live(store))) == 1
+        agree(store, there, timeout=0.3)
+    assert len(set(agree(store))) == 1

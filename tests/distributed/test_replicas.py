@@ -1,4 +1,4 @@
-"""Fingerprints of weights, and what a difference between ranks is called."""
+"""Checksums of weights, and what a difference between ranks is called."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 from harness.distributed.replicas import PIECE, describe_divergence, weight_checksums
 
 
-def test_one_bit_changes_the_fingerprint_of_its_tensor_alone() -> None:
+def test_one_bit_changes_the_checksum_of_its_tensor_alone() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, PIECE // 2), nn.LayerNorm(7))  # a tensor of more than one piece
     before = weight_checksums(model)
@@ -38,7 +38,7 @@ def test_not_a_number_compares_by_its_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prints", "words"),
+    ("checksums", "words"),
     [
         (
             [[1, 2], [1, 3]],
@@ -50,8 +50,8 @@ def test_not_a_number_compares_by_its_bits() -> None:
         ([[1, 2], [1, 4], [1, 2], [1, 5], [1, 2]], "ranks 1, 3 differ from those of the other 3 ranks, first in bias"),
     ],
 )
-def test_who_differs(prints: list[list[int]], words: str) -> None:
-    assert words in str(describe_divergence(prints, nn.Linear(2, 1)))
+def test_who_differs(checksums: list[list[int]], words: str) -> None:
+    assert words in str(describe_divergence(checksums, nn.Linear(2, 1)))
 
 
 def test_equal_weights_are_no_difference() -> None:

@@ -29,7 +29,7 @@ from harness.evaluation.judge.requests import HOPELESS_QUESTIONS, JudgeSettings
 from tests.support.fake_judge import FakeJudge, Fault, rewritten, score, status, text
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text()
+GUIDE = (ROOT / "docs" / "after-training.md").read_text()
 KEY = "sk-averysecretkeyindeed"
 LABELS = ("small", "medium", "large")
 QUESTIONS = 5
@@ -672,10 +672,10 @@ def test_wrong_commands_end_with_one_line_and_leave_nothing(bench: Bench) -> Non
     assert not bench.judge.requests
 
 
-def test_the_readmes_example_needs_no_account(bench: Bench) -> None:
+def test_the_guides_example_needs_no_account(bench: Bench) -> None:
     """The server as it is started by hand, the files that it writes, and the command that it prints."""
     write_responses(bench.folder / "ift-responses.json", bench.models[0])
-    (shown,) = re.findall(r"`uv run (tests/support/fake_judge\.py [^`]*)`", README)
+    (shown,) = re.findall(r"`uv run (tests/support/fake_judge\.py [^`]*)`", GUIDE)
     script, *options = shown.replace("runs/quickstart/ift-responses.json", "ift-responses.json").split()
     command = [sys.executable, str(ROOT / script), *options, "--port", "0"]
     server = subprocess.Popen(command, cwd=bench.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -685,7 +685,7 @@ def test_the_readmes_example_needs_no_account(bench: Bench) -> None:
         bench_command = lines[3].split()
         assert bench_command[:5] == ["uv", "run", "--extra", "judge", "judge_ift.py"]
         assert "--model word-counter --base-url http://127.0.0.1:" in lines[3]
-        assert "--model word-counter --base-url http://127.0.0.1:8000/v1" in " ".join(README.split())
+        assert "--model word-counter --base-url http://127.0.0.1:8000/v1" in " ".join(GUIDE.split())
         environment = {**os.environ, "OPENAI_API_KEY": "none", "NO_PROXY": "127.0.0.1"}
         judging = subprocess.Popen(
             [sys.executable, str(ROOT / "judge_ift.py"), *bench_command[5:]],

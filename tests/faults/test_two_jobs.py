@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from harness.common.lock import ProcessName
+from harness.common.processes import ProcessName
 from harness.runs import checkpoints
 from tests.conftest import Evidence
 from tests.support import file_operations

@@ -30,20 +30,20 @@ from harness.training.step import OptimizerStep
 
 Action = Callable[[], Any]
 
-START = "harness.distributed.world:World.start"
-END = "harness.training.job:Job.finish"
+START = "harness.distributed.world:World.join"
+END = "harness.training.reporter:Reporter.summary"
 CHECK = "harness.training.startup:check_same_everywhere"
-WARM_UP = "harness.training.job:Job.warm_up"
+WARM_UP = "harness.training.step:OptimizerStep.warm_up"
 LISTEN = "harness.distributed.signals:StopSignal.listen"
 BETWEEN_STEPS = "harness.training.async_writer:SyncWriter.check"
 STEP = "harness.training.step:OptimizerStep.run"
 FORWARD = "gpt:GPTModel.forward"
 UPDATE = "harness.training.optimizer:AdamW.update"
-VALIDATION = "harness.training.job:Job.validate"  # on all ranks
-EVALUATION = "harness.evaluation.loss:microbatch_losses"  # on ranks that evaluate
-SAVE = "harness.training.job:Job.save"  # on all ranks
+VALIDATION = "harness.training.evaluations:Evaluations.validation_loss"  # on all ranks
+EVALUATION = "harness.training.evaluations:microbatch_losses"  # on ranks that evaluate
+SAVE = "checkpointing:Checkpointer._save"  # on all ranks
 WRITE = "harness.runs.checkpoints:_write_files"  # on rank 0
-SYNC = "harness.runs.checkpoints:sync"  # on rank 0, of each file and folder
+SYNC = "harness.common.files:sync"  # on rank 0, of each file of a checkpoint, and of its folders
 METRICS = "harness.runs.metrics:MetricsFile.append"  # on rank 0
 
 

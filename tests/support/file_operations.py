@@ -24,11 +24,11 @@ from typing import Any
 AUDITED = {"os.mkdir", "os.rename", "os.symlink", "os.link", "os.remove", "os.rmdir", "os.chmod", "os.truncate"}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 CALLS = {  # what a number counts operations of, by a short name
-    "save": "harness.training.job:Job.save",
+    "save": "checkpointing:Checkpointer._save",
     "background save": "harness.training.async_writer:AsyncWriter._run",
     "metrics": "harness.runs.metrics:MetricsFile.append",
     "chart": "harness.runs.chart:draw_training_chart",
-    "end": "harness.training.job:Job.finish",
+    "end": "harness.training.reporter:Reporter.summary",
     "going back": "harness.runs.checkpoints:rewind_to",
     "cutting the metrics": "harness.runs.metrics:MetricsFile.rewind_to",
     "moving aside": "harness.runs.directory:RunDirectory.set_results_aside",

@@ -31,7 +31,7 @@ SERVER = """
 import atexit, gc, json, os, runpy, signal, sys, threading, traceback
 sys.path.insert(0, sys.argv[1])
 import ddp_train, harness.runs.checkpoints, gpt, torch, safetensors.torch
-import harness.runs.chart, harness.training.job, harness.training.batch_size_finder, harness.runs.plan
+import checkpointing, harness.runs.chart, harness.training.batch_size_finder, harness.runs.plan
 import harness.data.fetch, harness.training.startup, torch._dynamo
 import matplotlib.figure, matplotlib.backends.backend_agg
 

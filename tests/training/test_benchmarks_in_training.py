@@ -21,8 +21,9 @@ import harness.runs.chart
 from gpt import GPTModel, ModelConfig, load_model
 from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
-from harness.distributed.sharing import Ranks, StopRequested
-from harness.distributed.watchdog import NoWatchdog
+from harness.distributed.sharing import Ranks
+from harness.distributed.signals import StopRequested, StopSignal
+from harness.distributed.watchdog import NoWatchdog, Place
 from harness.distributed.world import World
 from harness.evaluation.likelihood import Scorer
 from harness.model.precision import Precision
@@ -223,8 +224,10 @@ def on_ranks(size: int, work: Callable[[Sharing], Any], stopping: Sequence[int] 
 
     def play(rank: int) -> None:
         world = ThreadWorld(rank, rank, size, size, torch.device("cpu"), NoWatchdog())
+        stop = StopSignal()
+        stop.signal = signal.SIGTERM if rank in stopping else 0
         try:
-            found[rank] = work(Sharing(Ranks(world, True, lambda: rank in stopping, 0, "benchmarks")))
+            found[rank] = work(Sharing(Ranks(world, True, stop, Place(0, "benchmarks"))))
         except Exception as error:
             found[rank] = error  # type: ignore[call-overload]
 

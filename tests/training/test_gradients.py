@@ -20,7 +20,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_train import build_model
+from gpt import GPTModel
 from harness.data.dataset import Dataset
 from harness.data.loader import TokenLoader
 from harness.distributed.world import World
@@ -29,11 +29,12 @@ from harness.runs.experiment import Experiment
 from harness.training.step import build_step
 
 runs, datasets, out, *names = sys.argv[1:]
-world = World.start()
+world = World.join()
 results = {}
 for name in names:
     experiment = Experiment.load(RunDirectory.find(Path(runs), name), Path(datasets))
-    model = trained = build_model(experiment, world.device).double()
+    torch.manual_seed(experiment.config.random_seed)
+    model = trained = GPTModel(experiment.model).double()
     exchanged = []
     if world.size > 1:
         trained = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=0.5)
@@ -45,7 +46,7 @@ for name in names:
         trained.register_comm_hook(None, count)
     step = build_step(model, trained, experiment.config)
     dataset = Dataset.open(Path(datasets), experiment.config.dataset)
-    loader = TokenLoader(dataset.split("train"), 0, experiment.shape(world.size))
+    loader = TokenLoader(dataset.split("train"), 0, experiment.layout(world.size))
     for _ in range(2):  # the first time, DDP has one bucket; it then arranges several
         step.forget_gradients()
         exchanged.clear()
@@ -54,7 +55,7 @@ for name in names:
     results[name] = {"gradients": gradients, "exchanged": exchanged}
 if world.is_main:
     torch.save(results, out)
-world.stop()
+world.leave()
 os._exit(0)  # a Python hook may still wait for the interpreter lock in one of gloo's threads, which ends in an abort
 """
 

@@ -16,16 +16,18 @@ from gpt import GPTModel, ModelConfig
 from harness.data.dataset import TokenFile
 from harness.data.loader import BatchLayout, Microbatch, TokenLoader
 from harness.distributed.sharing import Ranks
+from harness.distributed.signals import StopSignal
+from harness.distributed.watchdog import Place
 from harness.distributed.world import World
 from harness.evaluation.generation import Sampling, choose, sample_tokens
-from harness.evaluation.loss import bits_per_byte
+from harness.evaluation.loss import bits_per_byte, mean
 from harness.model.precision import Precision
 from harness.runs.chart import draw_training_chart
 from harness.runs.metrics import MetricsFile, TrainEvent, ValidationEvent, read_metrics
 from harness.runs.throughput import Throughput, peak_flops
 from harness.runs.train_config import TrainConfig
 from harness.training.clock import Clock
-from harness.training.evaluations import validation_loss
+from harness.training.evaluations import losses_over_ranks
 from harness.training.loss_meter import LossMeter
 from harness.training.optimizer import build_optimizer
 from harness.training.step import OptimizerStep, StepResult
@@ -46,21 +48,21 @@ def test_a_window_reports_means_extremes_and_rows_of_skipped_steps() -> None:
     window = LossMeter(CPU)
     for step in (result(4.0, 3.0, norm=2.0), result(5.0, 1.0, norm=9.0), result(2.0, 3.0, skipped=1.0)):
         window.add(step)
-    report = window.report(ALONE)
+    report = window.reduce(ALONE)
     assert (report.loss, report.loss_min, report.loss_max) == (3.0, 1.0, 5.0)
     assert (report.microbatches, report.gradient_norm) == (6, 9.0)
     assert (report.skipped_steps, report.skipped_in_a_row) == (1, 1)
     # A row of skipped steps goes on over a report.
     for _ in range(2):
         window.add(result(1.0, skipped=1.0))
-    assert window.report(ALONE).skipped_in_a_row == 3
+    assert window.reduce(ALONE).skipped_in_a_row == 3
 
 
 def test_a_window_with_nan_reports_nan_and_valid_json(tmp_path: Path) -> None:
     window = LossMeter(CPU)
     window.add(result(1.0))
     window.add(result(math.nan, norm=math.inf, skipped=1.0))
-    report = window.report(ALONE)
+    report = window.reduce(ALONE)
     assert math.isnan(report.loss)
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     metrics.append(TrainEvent(global_step=3, loss=report.loss, gradient_norm=report.gradient_norm, skipped_steps=1))
@@ -75,16 +77,24 @@ def test_validation_is_the_mean_without_dropout_and_leaves_the_mode_and_random_s
     tokens = np.random.default_rng(0).integers(0, 50, 200).astype(np.uint16)
     save_file({"tokens": tokens}, path)
     reader = TokenLoader(TokenFile(path), 3, BatchLayout(1, 1, 2, 8))
-    before = torch.get_rng_state()
-    loss = validation_loss(model, reader, 4, Precision("fp32", "cpu"), Ranks(ALONE, False, lambda: False, 0))
+    precision, before = Precision("fp32", "cpu"), torch.get_rng_state()
+
+    def ranks(*, shared: bool, signal: int = 0) -> Ranks:
+        stop = StopSignal()
+        stop.signal = signal
+        return Ranks(ALONE, shared, stop, Place(0, "validation"))
+
+    losses = losses_over_ranks(model, reader, 4, precision, ranks(shared=False))
+    assert losses is not None
+    loss = mean(losses)
     assert model.training
     assert torch.equal(before, torch.get_rng_state())
     window = torch.from_numpy(tokens[3 : 3 + 4 * 16 + 1].astype(np.int64))
     logits = model.eval()(window[:-1].view(8, 8))
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), window[1:])
     assert loss == pytest.approx(expected.item(), rel=1e-6)
-    assert validation_loss(model, reader, 4, Precision("fp32", "cpu"), Ranks(ALONE, True, lambda: False, 0)) == loss
-    assert validation_loss(model, reader, 4, Precision("fp32", "cpu"), Ranks(ALONE, True, lambda: True, 0)) is None
+    assert losses_over_ranks(model, reader, 4, precision, ranks(shared=True)) == losses
+    assert losses_over_ranks(model, reader, 4, precision, ranks(shared=True, signal=15)) is None
 
 
 def test_accumulation_in_half_precision_scales_and_unscales() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from checkpointing import capture_optimizer, load_notebook_optimizer, restore_optimizer
 from gpt import GPTModel, ModelConfig
 from harness.common.errors import UserError
 from harness.data.loader import Microbatch
@@ -27,7 +28,6 @@ from harness.training.optimizer import (
     check_state,
     clip_gradients,
 )
-from harness.training.state import capture_optimizer, load_notebook_optimizer, restore_optimizer
 from harness.training.step import OptimizerStep, build_step
 
 CPU = torch.device("cpu")

@@ -41,7 +41,7 @@ def batches(pieces: Iterable[Piece], file: int = 0, documents: int = 0) -> Itera
     gathered: list[Piece] = []
     characters = empty = position = 0
     is_open = False  # the document has had text
-    for piece in _cut(pieces):
+    for piece in _in_short_pieces(pieces):
         room = BATCH_CHARACTERS
         if piece.file != file:  # a good place to go on from, but many small files want to be one batch
             file, documents, room = piece.file, 0, BATCH_CHARACTERS // 16
@@ -59,7 +59,7 @@ def batches(pieces: Iterable[Piece], file: int = 0, documents: int = 0) -> Itera
     yield Batch(gathered, file, documents, empty, position)
 
 
-def _cut(pieces: Iterable[Piece]) -> Iterator[Piece]:
+def _in_short_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
     """The same text in pieces of at most LONGEST_PIECE characters, cut where every tokenizer here cuts it, too."""
     rest = ""
     for piece in pieces:

@@ -18,7 +18,8 @@ from harness.common.files import atomic_folder
 from harness.data.preparation.batches import batches
 from harness.data.preparation.documents import Piece
 from harness.data.preparation.encoding import default_workers, encode, encode_batches, token_dtype
-from harness.data.preparation.splits import SPLITS, by_documents, write_dataset_meta, write_splits
+from harness.data.preparation.options import Recorded
+from harness.data.preparation.splits import SPLITS, About, by_documents, write_dataset_meta, write_splits
 from harness.data.preparation.token_stream import StreamSize, TokenStream
 from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
@@ -126,9 +127,11 @@ def _write_dataset(folder: Path, splits: dict[str, list[str]], vocab_size: int) 
         f"The standard library of {version}, one document a file, each followed by end-of-text; byte-level BPE trained "
         "on the train split."
     )
-    source = {"python": platform.python_version(), "implementation": platform.python_implementation()}
-    about = {"description": description, "source": source}
-    write_dataset_meta(folder, parts, tokenizer, tokenizer_path.name, about)
+    source: dict[str, Recorded] = {
+        "python": platform.python_version(),
+        "implementation": platform.python_implementation(),
+    }
+    write_dataset_meta(folder, parts, tokenizer, tokenizer_path.name, About(description, source))
 
 
 def _is_whole(folder: Path) -> bool:

@@ -5,35 +5,26 @@ from __future__ import annotations
 import itertools
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from harness.common.errors import RunError, RunStopped, UserError, place_of, printable
 from harness.common.files import version_of
 from harness.common.messages import abbreviated
-from harness.data.preparation.documents import TextFormat
 from harness.data.preparation.encoder_processes import EncoderProcesses
 from harness.data.preparation.encoding import default_workers
-from harness.data.preparation.invalid_text import MOST_REPLACED
 from harness.data.preparation.new_tokenizer import TokenizerChoice, sample_texts
+from harness.data.preparation.options import PreparationOptions, Recorded
 from harness.data.preparation.pipeline import Preparation, Recipe
 from harness.data.preparation.progress import ReadingProgress
 from harness.data.preparation.sources import find_source
-from harness.data.preparation.splits import Split, SplitSizes, write_dataset_meta
+from harness.data.preparation.splits import About, Split, SplitSizes, write_dataset_meta
 from harness.data.preparation.token_shards import check_token_ids, find_shards, import_shards
 from harness.data.preparation.work_folder import WorkFolder, check_target
 from harness.data.tokenizers.load import load_tokenizer
-
-DECIDING_OPTIONS = (  # of the bytes of a dataset made of text
-    *("text_column", "document_separator", "replace_invalid", "include", "tokenizer", "train_tokenizer"),
-    *("validation_fraction", "test_fraction", "shuffle_seed"),
-)
-REPLACED: Sequence[bool | str] = (False, True, "any")  # by how often --replace-invalid is given; as meta.json has it
-TOLERATED = {False: 0.0, True: MOST_REPLACED, "any": 1.0}
 
 
 @dataclass(frozen=True)
@@ -43,11 +34,11 @@ class Made:
     splits: list[Split]
     tokenizer: str  # "gpt2", or a file in the folder
     vocab_size: int
-    source: dict[str, Any]
+    source: dict[str, Recorded]  # where its content came from
 
 
-def make_dataset(input_: str, target: Path, options: dict[str, Any]) -> Made:
-    """Make the dataset folder `target`, or finish one that was interrupted. `options` are those of the command.
+def make_dataset(input_: str, target: Path, options: PreparationOptions) -> Made:
+    """Make the dataset folder `target`, or finish one that was interrupted.
 
     Raises UserError if nothing could be done, RunError and RunStopped if the same command can go on from there.
     """
@@ -55,9 +46,9 @@ def make_dataset(input_: str, target: Path, options: dict[str, Any]) -> Made:
     check_target(target, overwrite=True)  # before anything is made there
     work.open()
     with _left_in_order(work):
-        check_target(target, overwrite=options["overwrite"])
-        made = (_from_shards if options["from_bin"] else _from_text)(input_, work, options)
-        about = {"description": options["description"] or f"Tokens of {Path(input_).name}.", "source": made.source}
+        check_target(target, overwrite=options.overwrite)
+        made = (_from_shards if options.from_bin else _from_text)(input_, work, options)
+        about = About(options.description or f"Tokens of {Path(input_).name}.", made.source)
         tokenizer = load_tokenizer(_place(made.tokenizer, work))
         write_dataset_meta(work.dataset, made.splits, tokenizer, made.tokenizer, about)
         work.put_in_place()
@@ -84,49 +75,39 @@ def _place(tokenizer: str, work: WorkFolder) -> str | Path:
     return tokenizer if tokenizer == "gpt2" else work.dataset / tokenizer
 
 
-def _from_text(input_: str, work: WorkFolder, options: dict[str, Any]) -> Made:
-    separator = options["document_separator"]
-    replaced = REPLACED[min(options["replace_invalid"], 2)]
-    form = TextFormat(options["text_column"], separator and _unescaped(separator), TOLERATED[replaced])
-    sizes = SplitSizes(options["validation_fraction"], options["test_fraction"])
-    recipe = Recipe(form, sizes, options["shuffle_seed"])
-    fixed = {key: options[key] for key in DECIDING_OPTIONS} | {"replace_invalid": replaced}
+def _from_text(input_: str, work: WorkFolder, options: PreparationOptions) -> Made:
+    sizes = SplitSizes(options.validation_fraction, options.test_fraction)
+    recipe = Recipe(options.text_format, sizes, options.shuffle_seed)
     source = find_source(input_, options, work.path)
     if source.ignored:
         names = printable(abbreviated(source.ignored))
         print(f"not read, as no text by their names, or links to folders: {names}", file=sys.stderr, flush=True)
-    choice = TokenizerChoice(options["tokenizer"], options["train_tokenizer"])
+    choice = TokenizerChoice(options.tokenizer, options.train_tokenizer)
     fingerprint = choice.check()
-    if options["restart"]:  # only now: what the user typed makes sense
+    if options.restart:  # only now: what the user typed makes sense
         work.clear()
-    begun_with = {"input": input_, **fixed, "tokenizer_file_sha256": fingerprint}
+    begun_with = {"input": input_, **options.deciding(), "tokenizer_file_sha256": fingerprint}
     preparation = Preparation.begin(work, source, recipe, begun_with)
     name = choice.bring(partial(sample_texts, source, recipe), work.dataset)
-    workers = options["workers"] or default_workers()
+    workers = options.workers or default_workers()
     with EncoderProcesses(_place(name, work), workers) as encoders, ReadingProgress(source.files) as progress:
         tokenizer = load_tokenizer(_place(name, work))
         splits = preparation.run(tokenizer, encoders, progress.show)
     empty = preparation.journal.here.empty
-    about = {**source.origin, **fixed, "tokenizer": name, "empty_documents": empty}
-    return Made(splits, name, tokenizer.vocab_size, about)
+    origin = {**source.origin, **options.deciding(), "tokenizer": name, "empty_documents": empty}
+    return Made(splits, name, tokenizer.vocab_size, origin)
 
 
-def _from_shards(input_: str, work: WorkFolder, options: dict[str, Any]) -> Made:
-    choice = TokenizerChoice(options["tokenizer"], None)
-    begun_with = {"input": input_, "from_bin": True, "token_dtype": options["token_dtype"]}
-    begun_with |= {"tokenizer": choice.name, "tokenizer_file_sha256": choice.check()}
-    by_split = find_shards(input_, options["token_dtype"])
+def _from_shards(input_: str, work: WorkFolder, options: PreparationOptions) -> Made:
+    choice = TokenizerChoice(options.tokenizer, None)
+    begun_with = {"input": input_, **options.deciding_for_shards(), "tokenizer_file_sha256": choice.check()}
+    by_split = find_shards(input_, options.token_dtype)
     shards = list(itertools.chain.from_iterable(by_split.values()))
     check_token_ids(shards, choice.name)
-    if options["restart"]:
+    if options.restart:
         work.clear()
     work.resume_or_begin(begun_with, [[str(shard.path), version_of(shard.path.stat())] for shard in shards])
     name = choice.bring(list, work.dataset)  # no texts: a known one is not trained
     tokenizer = load_tokenizer(_place(name, work))
     splits = [import_shards(split, own, tokenizer, work.dataset) for split, own in sorted(by_split.items())]
     return Made(splits, name, tokenizer.vocab_size, {"shards": [shard.path.name for shard in shards]})
-
-
-def _unescaped(text: str) -> str:
-    r"""With \n, \r, \t and \\ for what they stand for, since few shells let one type them."""
-    return text.replace("\\\\", "\0").replace("\\n", "\n").replace("\\r", "\r").replace("\\t", "\t").replace("\0", "\\")

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
 from huggingface_hub import constants
@@ -15,6 +14,7 @@ from huggingface_hub import constants
 from harness.common.errors import UserError
 from harness.common.hub import HubFile, HubWork, find_fault, list_files
 from harness.common.messages import abbreviated
+from harness.data.preparation.options import Recorded
 from harness.data.preparation.text_files import TextFile, is_surely_text, kind_of
 
 AGAIN = "running the same command again goes on where it stopped"
@@ -57,7 +57,7 @@ class HubText:
         return []
 
     @property
-    def origin(self) -> dict[str, Any]:
+    def origin(self) -> dict[str, Recorded]:
         """Where the text came from, for meta.json."""
         return {"hub": self.name, "commit": self.commit, "files": len(self.files)}
 

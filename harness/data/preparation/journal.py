@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from harness.common.errors import UserError
 from harness.common.files import replace_text
+from harness.data.preparation.options import Recorded
 from harness.data.preparation.token_stream import StreamSize
 
 Phase = Literal["reading", "read", "shuffled", "shared out"]
@@ -28,7 +29,7 @@ class Mark:
 class Journal:
     """The state after the last whole step; everything later is cut off when work goes on."""
 
-    options: dict[str, Any]
+    options: dict[str, Recorded]  # what the work was begun with
     phase: Phase = "reading"
     here: Mark = field(default_factory=Mark)
     file_start: Mark = field(default_factory=Mark)  # the last one that was at the beginning of a file
@@ -61,13 +62,13 @@ class Journal:
         if not mark.documents:
             self.file_start = mark
 
-    def take_options(self, options: dict[str, Any], folder: Path) -> None:
+    def take_options(self, options: dict[str, Recorded], folder: Path) -> None:
         """Raises UserError if the unfinished work was begun with other options, naming those.
 
         To replace more of what is not UTF-8 can be asked for later, too: so far there was no more to replace.
         """
         keys = [key for key in {**self.options, **options} if self.options.get(key) != options.get(key)]
-        if _replaced(options) >= _replaced(self.options):
+        if _replacing_rank(options) >= _replacing_rank(self.options):
             keys = [key for key in keys if key != "replace_invalid"]
         self.options = options if not keys else self.options
         if keys:
@@ -99,7 +100,7 @@ class Journal:
             )
 
 
-def _replaced(options: dict[str, Any]) -> int:
-    """How much: 0 for nothing, 1 for a little, 2 for any amount."""
+def _replacing_rank(options: dict[str, Recorded]) -> int:
+    """How much of what is not UTF-8 is replaced: 0 for nothing, 1 for a little, 2 for any amount."""
     value = options.get("replace_invalid")
     return 2 if value == "any" else int(bool(value))

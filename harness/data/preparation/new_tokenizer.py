@@ -1,4 +1,6 @@
-"""The tokenizer of a new data set: one that is known, one from a file, or one trained on a sample of the text."""
+"""The tokenizer of a new data set: one that is known, one from a file, or one trained on a sample of the text, which
+is taken here, too, without what the splits will hold out.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,9 @@ from harness.data.preparation.splits import SplitSizes
 from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
 from harness.data.tokenizers.tiktoken_files import SUFFIX, encoding_file, known_encodings
+
+SAMPLE_CHARACTERS = 2**26
+SAMPLED_FILES = 16
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class TokenizerChoice:
         if not path.exists():
             # The name's end tells the format; without a process's number, what a killed one left is found again.
             with atomic_file(path, path.with_name(f".{path.name}")) as draft:
-                self._write(draft, sample)
+                self._write_file(draft, sample)
                 load_tokenizer(draft)
         return path.name
 
@@ -62,7 +67,7 @@ class TokenizerChoice:
             return f"{self.name}{SUFFIX}"
         return Path(str(self.name)).name if str(self.name).endswith(SUFFIX) else "tokenizer.json"
 
-    def _write(self, draft: Path, sample: Callable[[], list[str]]) -> None:
+    def _write_file(self, draft: Path, sample: Callable[[], list[str]]) -> None:
         if self.trained_size is not None:
             train_bpe(iter(sample()), self.trained_size, draft)
         elif Path(str(self.name)).is_file():
@@ -71,16 +76,12 @@ class TokenizerChoice:
             draft.write_text(encoding_file(str(self.name)), encoding="utf-8")
 
 
-SAMPLE_CHARACTERS = 2**26
-SAMPLED_FILES = 16
-
-
 def sample_texts(source: TextSource, recipe: Recipe) -> list[str]:
     """Texts from the beginnings of a few files spread over the source: all of a small one but for what the splits hold
     out, 64 Mi characters of a large one. Raises what reading raises."""
     files = source.sampled(SAMPLED_FILES)
     texts = [
-        text for file in files for text in _first(_texts(source, recipe, file.number), SAMPLE_CHARACTERS // len(files))
+        text for file in files for text in _cut_to(_texts(source, recipe, file.number), SAMPLE_CHARACTERS // len(files))
     ]
     return texts if recipe.shuffle_seed is not None else _without_held_out(texts, recipe.sizes)
 
@@ -93,10 +94,11 @@ def _texts(source: TextSource, recipe: Recipe, number: int) -> Iterator[str]:
 
 def _without_held_out(texts: list[str], sizes: SplitSizes) -> list[str]:
     """Without the last part: if the sample is all there is, the splits hold that out."""
-    return list(_first(texts, round(sum(map(len, texts)) * (1 - sizes.validation - sizes.test))))
+    return list(_cut_to(texts, round(sum(map(len, texts)) * (1 - sizes.validation - sizes.test))))
 
 
-def _first(texts: Iterable[str], characters: int) -> Iterator[str]:
+def _cut_to(texts: Iterable[str], characters: int) -> Iterator[str]:
+    """The first so many characters of all texts together."""
     for text in texts:
         yield text[:characters]
         characters -= len(text)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from harness.common.errors import RunError, UserError
 from harness.data.preparation.batches import batches
 from harness.data.preparation.documents import TextFormat
 from harness.data.preparation.encoder_processes import EncoderProcesses
 from harness.data.preparation.encoding import Encoded, encode_batches, token_dtype
-from harness.data.preparation.journal import Journal, Mark
+from harness.data.preparation.journal import Journal, Mark, Phase
+from harness.data.preparation.options import Recorded
 from harness.data.preparation.shuffle import shuffle
 from harness.data.preparation.sources import TextSource, read_source
 from harness.data.preparation.splits import Split, SplitSizes, assign_splits, write_splits
@@ -44,13 +44,15 @@ class Preparation:
     journal: Journal
 
     @classmethod
-    def begin(cls, work: WorkFolder, source: TextSource, recipe: Recipe, options: dict[str, Any]) -> Preparation:
-        """Open the journal, or take up that of interrupted work. `options` are what the user asked for.
+    def begin(
+        cls, work: WorkFolder, source: TextSource, recipe: Recipe, begun_with: dict[str, Recorded]
+    ) -> Preparation:
+        """Open the journal, or take up that of interrupted work. `begun_with` is what it records of the command.
 
         Raises UserError if interrupted work had other options or if what it has read has changed.
         """
         files = [[file.name, file.version] for file in source.files]
-        journal = work.resume_or_begin(options, files)
+        journal = work.resume_or_begin(begun_with, files)
         return cls(work, source, recipe, journal)
 
     def run(self, tokenizer: Tokenizer, encoders: EncoderProcesses, show: Show) -> list[Split]:
@@ -61,7 +63,7 @@ class Preparation:
         dtype = token_dtype(tokenizer.vocab_size)
         stream = TokenStream(self.work.path / "text.tokens", dtype)
         if self.journal.phase == "reading":
-            self._read(stream, encoders, show)
+            self._tokenize(stream, encoders, show)
         stream.size = self.journal.here.size
         if not stream.size.documents:
             raise UserError(f"{self.source.name}: no documents with text ({self.journal.here.empty:,} are empty)")
@@ -74,7 +76,7 @@ class Preparation:
         write_splits(stream, splits, self.work.dataset)
         return splits
 
-    def _read(self, stream: TokenStream, encoders: EncoderProcesses, show: Show) -> None:
+    def _tokenize(self, stream: TokenStream, encoders: EncoderProcesses, show: Show) -> None:
         here = self.journal.here
         stream.open_at(here.size)
         pieces = read_source(self.source, self.recipe.form, here.file, here.documents)
@@ -114,6 +116,6 @@ class Preparation:
             path.unlink(missing_ok=True)
         return target
 
-    def _enter(self, phase: Any) -> None:
+    def _enter(self, phase: Phase) -> None:
         self.journal.phase = phase
         self.journal.save(self.work.journal)

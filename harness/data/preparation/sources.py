@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from harness.common.errors import UserError
 from harness.common.messages import is_hub_name
 from harness.data.preparation.documents import Piece, TextFormat, read_documents
+from harness.data.preparation.options import PreparationOptions, Recorded
 from harness.data.preparation.text_files import TextFile, find_text_files
 
 
@@ -36,7 +37,7 @@ class TextSource(Protocol):
         ...
 
     @property
-    def origin(self) -> dict[str, Any]:
+    def origin(self) -> dict[str, Recorded]:
         """Where the text came from, for meta.json."""
         ...
 
@@ -63,7 +64,7 @@ class LocalText:
         yield file
 
     @property
-    def origin(self) -> dict[str, Any]:
+    def origin(self) -> dict[str, Recorded]:
         """Where the text came from, for meta.json."""
         return {"input": Path(self.name).name, "files": len(self.files)}
 
@@ -71,9 +72,9 @@ class LocalText:
         return self.files[:: -(-len(self.files) // most)]
 
 
-def find_source(input_: str, options: dict[str, Any], work: Path) -> TextSource:
+def find_source(input_: str, options: PreparationOptions, work: Path) -> TextSource:
     """What INPUT means: what is on this machine, or else a dataset on the Hub. Raises UserError if it is neither."""
-    hub_only = [key for key in ("include", "revision", "delete_after") if options[key]]
+    hub_only = [key for key in ("include", "revision", "delete_after") if getattr(options, key)]
     if Path(input_).exists() or not is_hub_name(input_):
         if hub_only:
             raise UserError(
@@ -82,8 +83,8 @@ def find_source(input_: str, options: dict[str, Any], work: Path) -> TextSource:
         return LocalText.find(input_)
     from harness.data.preparation.hub_source import HubText
 
-    downloads = work / "downloads" if options["delete_after"] else None
-    return HubText.find(input_, options["include"], options["revision"], downloads)
+    downloads = work / "downloads" if options.delete_after else None
+    return HubText.find(input_, options.include, options.revision, downloads)
 
 
 def read_source(source: TextSource, form: TextFormat, file: int = 0, documents: int = 0) -> Iterator[Piece]:

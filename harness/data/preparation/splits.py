@@ -1,4 +1,9 @@
-"""Which tokens of a stream are for training, for testing and for validation."""
+"""The splits of a dataset: which tokens of a stream are for training, for testing and for validation, their files, and
+the meta.json that tells of them.
+
+Splits are ranges of the stream, by whole documents where there are enough, so that making them files means copying the
+ends and cutting what remains. token_shards.py, whose input comes split, uses the meta.json alone.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +11,19 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from harness.common.errors import UserError
 from harness.common.files import atomic_file, replace_text, sha256, sync
 from harness.data.preparation.encoding import token_dtype
+from harness.data.preparation.options import Recorded
 from harness.data.preparation.token_stream import HEADER_BYTES, TokenStream, copy_range, write_header
 from harness.data.tokenizers.tokenizer import Tokenizer
 
 SPLITS = ("train", "test", "validation")  # in the order of a text's documents
 LINE_END_SEARCH = 4096  # tokens
+COUNTED_AT_ONCE = 2**22  # tokens
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,10 @@ class SplitSizes:
 
     validation: float = 0.01
     test: float = 0.0
+
+    def held_out(self) -> dict[str, float]:
+        """The parts by name, in the order of the text's documents, without empty ones."""
+        return {name: share for name, share in (("test", self.test), ("validation", self.validation)) if share}
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,7 @@ def assign_splits(stream: TokenStream, sizes: SplitSizes, tokenizer: Tokenizer) 
     Where there are too few documents for that (one book), the last tokens are, from the beginning of a line on.
     Raises UserError if a split would have no text at all.
     """
-    counts = {name: round(share * stream.size.documents) for name, share in _wanted(sizes).items()}
+    counts = {name: round(share * stream.size.documents) for name, share in sizes.held_out().items()}
     counts = {"train": stream.size.documents - sum(counts.values()), **counts}
     splits = by_documents(stream, counts) if all(count > 0 for count in counts.values()) else None
     splits = splits or _by_tokens(stream, sizes, tokenizer)
@@ -56,10 +66,6 @@ def assign_splits(stream: TokenStream, sizes: SplitSizes, tokenizer: Tokenizer) 
                 f"{stream.size.tokens:,} tokens; give more text, or a larger --{split.name}-fraction"
             )
     return splits
-
-
-def _wanted(sizes: SplitSizes) -> dict[str, float]:
-    return {name: share for name, share in (("test", sizes.test), ("validation", sizes.validation)) if share}
 
 
 def by_documents(stream: TokenStream, counts: dict[str, int]) -> list[Split]:
@@ -79,7 +85,7 @@ def by_documents(stream: TokenStream, counts: dict[str, int]) -> list[Split]:
 
 
 def _by_tokens(stream: TokenStream, sizes: SplitSizes, tokenizer: Tokenizer) -> list[Split]:
-    wanted = _wanted(sizes)
+    wanted = sizes.held_out()
     total = stream.size.tokens
     bounds = [0]
     for at in range(len(wanted)):
@@ -87,28 +93,30 @@ def _by_tokens(stream: TokenStream, sizes: SplitSizes, tokenizer: Tokenizer) -> 
         bounds.append(_next_line(stream, total - round(share * total), tokenizer))
     bounds.append(total)
     names = ["train", *wanted]
-    return [_count(stream, name, bounds[at], bounds[at + 1], tokenizer) for at, name in enumerate(names)]
+    return [_counted(stream, name, bounds[at], bounds[at + 1], tokenizer) for at, name in enumerate(names)]
 
 
 def _next_line(stream: TokenStream, start: int, tokenizer: Tokenizer) -> int:
     """The first position from `start` on that follows the end of a line or of a document, if there is one near."""
-    for at, token in enumerate(_read(stream, start, LINE_END_SEARCH).tolist(), start + 1):
+    for at, token in enumerate(_tokens_at(stream, start, LINE_END_SEARCH).tolist(), start + 1):
         if at < stream.size.tokens and (token == tokenizer.eot_token or tokenizer.decode([token]).endswith("\n")):
             return at
     return start
 
 
-def _count(stream: TokenStream, name: str, start: int, end: int, tokenizer: Tokenizer) -> Split:
+def _counted(stream: TokenStream, name: str, start: int, end: int, tokenizer: Tokenizer) -> Split:
+    """The range as a split, its documents and bytes counted."""
     lengths = tokenizer.token_byte_lengths()
     documents = length = 0
-    for at in range(start, end, 2**22):
-        tokens = _read(stream, at, min(2**22, end - at))
+    for at in range(start, end, COUNTED_AT_ONCE):
+        tokens = _tokens_at(stream, at, min(COUNTED_AT_ONCE, end - at))
         documents += int((tokens == tokenizer.eot_token).sum())
         length += int(lengths[tokens].sum())
     return Split(name, start, max(0, end - start), documents, length)
 
 
-def _read(stream: TokenStream, start: int, count: int) -> np.ndarray:
+def _tokens_at(stream: TokenStream, start: int, count: int) -> np.ndarray:
+    """Fewer at the stream's end."""
     count = max(0, min(count, stream.size.tokens - start))
     return np.fromfile(stream.path, stream.dtype, count, offset=HEADER_BYTES + start * stream.dtype.itemsize)
 
@@ -132,28 +140,39 @@ def write_splits(stream: TokenStream, splits: list[Split], folder: Path) -> None
         sync(folder)
 
 
+@dataclass(frozen=True)
+class About:
+    """What only the maker of a dataset knows of it, in its meta.json's words."""
+
+    description: str
+    source: dict[str, Recorded]
+
+
 def write_dataset_meta(
-    folder: Path, splits: Sequence[Split], tokenizer: Tokenizer, tokenizer_name: str, about: dict[str, Any]
+    folder: Path, splits: Sequence[Split], tokenizer: Tokenizer, tokenizer_name: str, about: About
 ) -> None:
-    """Describe the splits in `folder`. `about` holds what only the maker knows: "description" and "source".
+    """Describe the splits in `folder`, in its meta.json.
 
     Nothing in it depends on when or where it was made: the same text gives the same bytes.
     """
     files = [f"{split.name}.safetensors" for split in splits]
     meta = {
-        "description": about["description"],
+        "description": about.description,
         "token_dtype": token_dtype(tokenizer.vocab_size).name,
         "files": files if tokenizer_name == "gpt2" else [*files, tokenizer_name],
         "tokenizer": tokenizer_name,
         "vocab_size": tokenizer.vocab_size,
         "eot_token": tokenizer.eot_token,
         **({} if tokenizer_name == "gpt2" else {"tokenizer_sha256": sha256(folder / tokenizer_name)}),
-        "splits": {split.name: _facts(folder, split) for split in splits},
-        "source": about["source"],
+        "splits": {
+            split.name: {
+                "documents": split.documents,
+                "tokens": split.tokens,
+                "bytes": split.bytes,
+                "sha256": sha256(folder / f"{split.name}.safetensors"),
+            }
+            for split in splits
+        },
+        "source": about.source,
     }
     replace_text(folder / "meta.json", json.dumps(meta, indent=2, ensure_ascii=False) + "\n")
-
-
-def _facts(folder: Path, split: Split) -> dict[str, int | str]:
-    digest = sha256(folder / f"{split.name}.safetensors")
-    return {"documents": split.documents, "tokens": split.tokens, "bytes": split.bytes, "sha256": digest}

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from harness.common.errors import UserError, printable
-from harness.common.files import sync
+from harness.common.files import atomic_file, sync
 from harness.common.messages import abbreviated, is_unicode
 from harness.data.preparation.encoding import token_dtype
 from harness.data.preparation.splits import Split
@@ -91,18 +91,17 @@ def import_shards(split: str, shards: Sequence[TokenShard], tokenizer: Tokenizer
         raise UserError(f"{shards[0].path}: {split} would have no tokens")
     byte_lengths = tokenizer.token_byte_lengths()
     target = folder / f"{split}.safetensors"
-    draft = target.with_suffix(".draft")
     documents = length = 0
-    with draft.open("wb") as file:
-        file.write(bytes(HEADER_BYTES))
-        for shard in shards:
-            for tokens in shard.blocks():
-                _check_range(shard.path, tokens, tokenizer)
-                documents += int((tokens == tokenizer.eot_token).sum())
-                length += int(byte_lengths[tokens].sum())
-                file.write(tokens.astype(dtype, copy=False).data)
-    write_header(draft, dtype, total)
-    draft.rename(target)
+    with atomic_file(target, target.with_suffix(".draft")) as draft:
+        with draft.open("wb") as file:
+            file.write(bytes(HEADER_BYTES))
+            for shard in shards:
+                for tokens in shard.blocks():
+                    _check_range(shard.path, tokens, tokenizer)
+                    documents += int((tokens == tokenizer.eot_token).sum())
+                    length += int(byte_lengths[tokens].sum())
+                    file.write(tokens.astype(dtype, copy=False).data)
+        write_header(draft, dtype, total)
     sync(folder)
     return Split(split, 0, total, documents, length)
 

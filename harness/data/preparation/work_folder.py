@@ -8,13 +8,13 @@ import shutil
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from harness.common.errors import UserError
 from harness.common.files import check_name, replace_text, sync
 from harness.common.lock import RunLock
 from harness.common.messages import abbreviated
 from harness.data.preparation.journal import Journal
+from harness.data.preparation.options import Recorded
 from harness.data.preparation.splits import SPLITS
 
 DATASET_FILES = {"meta.json", "README.md", *(f"{split}.safetensors" for split in SPLITS)}
@@ -132,16 +132,16 @@ class WorkFolder:
         self.lock.unlink()
         self.path.rmdir()
 
-    def resume_or_begin(self, options: dict[str, Any], files: list[list[str]]) -> Journal:
+    def resume_or_begin(self, begun_with: dict[str, Recorded], files: list[list[str]]) -> Journal:
         """The journal of the work that was interrupted here, or of new work with these options on these files.
 
         Raises UserError if that work had other options, and has come further than its beginning.
         """
         journal = Journal.load(self.journal)
-        if journal is None or not (journal.has_begun or self._same_beginning(journal, options, files)):
+        if journal is None or not (journal.has_begun or self._same_beginning(journal, begun_with, files)):
             self.clear()
-            journal = Journal(options)
-        journal.take_options(options, self.path)
+            journal = Journal(begun_with)
+        journal.take_options(begun_with, self.path)
         if journal.phase == "reading":
             if self.known_files.exists():
                 journal.check_files(files, journal.read_known(self.known_files) or [], self.path)
@@ -149,8 +149,8 @@ class WorkFolder:
         journal.save(self.journal)
         return journal
 
-    def _same_beginning(self, journal: Journal, options: dict[str, Any], files: list[list[str]]) -> bool:
-        return journal.options == options and journal.read_known(self.known_files) in (None, files)
+    def _same_beginning(self, journal: Journal, begun_with: dict[str, Recorded], files: list[list[str]]) -> bool:
+        return journal.options == begun_with and journal.read_known(self.known_files) in (None, files)
 
     def leave(self) -> None:
         """Remove the folder if there is nothing in it that would be missed, and those around it that were made for

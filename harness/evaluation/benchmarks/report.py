@@ -22,18 +22,18 @@ def table(results: dict[str, Any], benchmarks: Benchmarks) -> Iterator[str]:
     yield _line("task", "metric", "value ± error", "examples")
     for name, depth in _in_order(benchmarks.asked, results.get("group_subtasks", {}), 0):
         rows = scores(results, name)
-        shown = _cut("  " * depth + name, NAME_WIDTH)
+        shown = _fitted("  " * depth + name, NAME_WIDTH)
         if not rows:
             yield shown
         for score in rows:
-            yield _line(shown, _cut(score.metric, METRIC_WIDTH), described(score), f"{score.examples:,}")
+            yield _line(shown, _fitted(score.metric, METRIC_WIDTH), described(score), f"{score.examples:,}")
             shown = ""
 
 
 def described(score: Score) -> str:
     """The value and its standard error, 0.2867 ± 0.0045."""
-    error = "" if score.stderr is None or not math.isfinite(score.stderr) else f" ± {_number(score.stderr)}"
-    return _number(score.value) + error
+    error = "" if score.stderr is None or not math.isfinite(score.stderr) else f" ± {_eight_characters(score.stderr)}"
+    return _eight_characters(score.value) + error
 
 
 def check_output(path: Path) -> None:
@@ -49,7 +49,7 @@ def write_results(path: Path, results: dict[str, Any], about: dict[str, Any]) ->
     from importlib.metadata import version
 
     whole = {"lm_eval": version("lm-eval"), **about, **{key: results[key] for key in KEPT if key in results}}
-    text = json.dumps(_plain(whole), indent=2, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(_as_json(whole), indent=2, ensure_ascii=False, allow_nan=False)
     try:
         replace_text(path, text + "\n")
     except OSError as error:
@@ -67,21 +67,22 @@ def _line(name: str, metric: str, value: str, count: str) -> str:
     return f"{name:<{NAME_WIDTH}} {metric:<{METRIC_WIDTH}} {value:>{VALUE_WIDTH}} {count:>{COUNT_WIDTH}}"
 
 
-def _cut(text: str, width: int) -> str:
+def _fitted(text: str, width: int) -> str:
+    """Cut to a column's width."""
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
-def _number(value: float) -> str:
-    """Of at most eight characters."""
+def _eight_characters(value: float) -> str:
+    """A number in at most so many."""
     return f"{value:.4f}" if abs(value) < 10 else f"{value:.5g}" if abs(value) < 1e5 else f"{value:.3g}"
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     """As JSON has it: numbers of NumPy's as Python's, those that are not finite as null, anything else as text."""
     if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _as_json(each) for key, each in value.items()}
     if isinstance(value, (list, tuple, set)):
-        return [_plain(each) for each in value]
+        return [_as_json(each) for each in value]
     if hasattr(value, "item"):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):

@@ -67,7 +67,7 @@ def known_names(patterns: Sequence[str]) -> list[str]:
     names = sorted(_index())
     found = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
     if not found:
-        raise UserError(_unknown(patterns[0], names))
+        raise UserError(_no_such_task(patterns[0], names))
     return found
 
 
@@ -120,7 +120,7 @@ def _names_of(spec: str) -> list[str]:
         # What a group or tag of the list stands for is in it already.
         return [name for name in known_names([spec]) if _index()[name].kind.name in {"TASK", "PY_TASK"}]
     if spec not in _index():
-        raise UserError(_unknown(spec, list(_index())))
+        raise UserError(_no_such_task(spec, list(_index())))
     return [spec]
 
 
@@ -133,7 +133,7 @@ def _is_task_file(spec: str) -> bool:
     return True
 
 
-def _unknown(name: str, names: Sequence[str]) -> str:
+def _no_such_task(name: str, names: Sequence[str]) -> str:
     near = nearest(name, names)
     hint = f"did you mean {near}?" if near else "evaluate_benchmarks.py --list '*' shows all."
     return f'"{name}": no task, group or tag of lm-eval has this name; {hint} (A task file ends in .yaml.)'

@@ -13,14 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from harness.common.errors import UserError, printable
 from harness.common.files import replace_text
-from harness.common.json_files import parse_config, read_json
+from harness.common.json_files import RecordedCount, parse_config, read_json
 from harness.common.messages import as_unicode
 
 NOTEBOOK_SUFFIX = "-ift-test-results"
 REQUIRED = ("model", "responses")
 # With a length to check, pydantic also notices half of a surrogate pair, which no file can take.
 Text = Annotated[str, Field(min_length=0)]
-Count = Annotated[int, Field(ge=0, lt=2**62)]
 
 
 class Response(BaseModel):
@@ -45,8 +44,8 @@ class InstructionData(BaseModel):
 
     file: Text
     sha256: str
-    entries: Count
-    test_entries: Count
+    entries: RecordedCount
+    test_entries: RecordedCount
 
 
 class Responses(BaseModel):

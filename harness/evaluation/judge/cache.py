@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.common.errors import RunError, UserError
-from harness.evaluation.instruct.responses import Count
+from harness.common.json_files import RecordedCount
 from harness.evaluation.judge.prompt import Score
 
 LINE_START = b'{"key":'  # of every line: a file with others is none of ours, and not written to
@@ -30,13 +30,13 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True)
 
     key: str
-    question: Count
-    repeat: Count
+    question: RecordedCount
+    repeat: RecordedCount
     scores: dict[str, Score] | None = None
     prompt: str | None = None
     reason: str | None = None
-    prompt_tokens: Count | None = None
-    completion_tokens: Count | None = None
+    prompt_tokens: RecordedCount | None = None
+    completion_tokens: RecordedCount | None = None
     time: float = Field(allow_inf_nan=False)
 
 
@@ -51,7 +51,7 @@ class JudgeCache:
         self._closed = False
         try:
             self._descriptor = _open_alone(path)
-            content = _read(self._descriptor)
+            content = _read_to_end(self._descriptor)
         except OSError as error:
             raise RunError(f"{path}: {error.strerror}; --cache FILE names another place") from None
         self.records = list(_parse(path, content))
@@ -108,7 +108,7 @@ def _open_alone(path: Path) -> int:
         os.close(descriptor)  # its last owner found it empty, and removed it while this process opened it
 
 
-def _read(descriptor: int) -> bytes:
+def _read_to_end(descriptor: int) -> bytes:
     chunks = []
     while chunk := os.read(descriptor, CHUNK_BYTES):
         chunks.append(chunk)

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.common.errors import RunError, UserError, printable
+from harness.common.json_files import RecordedCount
 from harness.common.messages import is_unicode, quoted
-from harness.evaluation.instruct.responses import Count
 from harness.evaluation.judge.prompt import InvalidAnswerError
 
 if TYPE_CHECKING:
@@ -108,8 +108,8 @@ class _Completion(_Outside):
 
 
 class _Usage(_Outside):
-    prompt_tokens: Count
-    completion_tokens: Count
+    prompt_tokens: RecordedCount
+    completion_tokens: RecordedCount
 
 
 class JudgeClient:
@@ -118,7 +118,7 @@ class JudgeClient:
     def __init__(self, endpoint: Endpoint) -> None:
         """Raises UserError without a key in the environment, or without the openai package."""
         self.endpoint = endpoint
-        self._key = _key()
+        self._key = key_from_environment()
         try:
             import openai
         except ImportError:
@@ -150,7 +150,7 @@ class JudgeClient:
             cause = error.__cause__ or error
             reason = f"{type(cause).__name__}: {self.without_key(str(cause))}".rstrip(": ")
             raise UnavailableError(f"the connection failed ({reason})") from None
-        return self._read(body)
+        return self._parse_reply(body)
 
     def without_key(self, text: str) -> str:
         """A line that quotes what others wrote, fit to be shown and kept."""
@@ -176,7 +176,7 @@ class JudgeClient:
     def _late(self) -> UnavailableError:
         return UnavailableError(f"no answer within {self.endpoint.timeout_seconds:g} seconds")
 
-    def _read(self, body: bytes) -> Reply:
+    def _parse_reply(self, body: bytes) -> Reply:
         try:
             completion = _Completion.model_validate_json(body)
         except ValidationError:
@@ -205,7 +205,8 @@ class JudgeClient:
         return UserError(f"{name}: does not take the request ({said}); check the judge's name and --base-url")
 
 
-def _key() -> str:
+def key_from_environment() -> str:
+    """Raises UserError if there is none, or none that could be one."""
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if not key:
         raise UserError(

@@ -90,7 +90,7 @@ def _all_asks(models: Sequence[Responses], settings: JudgeSettings) -> list[Ask]
     questions, repeats = range(len(models[0].responses)), range(settings.repeats)
     places = [Place(question, repeat, settings.seed) for question in questions for repeat in repeats]
     return [
-        Ask(place, prompt, _key(settings.endpoint, prompt, place.repeat))
+        Ask(place, prompt, _cache_key(settings.endpoint, prompt, place.repeat))
         for place in places
         for prompt in _prompts(models, place, settings)
     ]
@@ -104,7 +104,8 @@ def _prompts(models: Sequence[Responses], place: Place, settings: JudgeSettings)
     return [alone_prompt(settings.prompt, answer, number) for number, answer in enumerate(answers)]
 
 
-def _key(endpoint: Endpoint, prompt: Prompt, repeat: int) -> str:
+def _cache_key(endpoint: Endpoint, prompt: Prompt, repeat: int) -> str:
+    """What finds the answer again: whatever it depends on."""
     parts = [endpoint.model, endpoint.base_url, prompt.text, repeat]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 

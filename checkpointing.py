@@ -1,0 +1,323 @@
+"""Stopping and going on: what a run writes into a checkpoint, and how a later process takes it up to the same bit.
+
+A checkpoint holds the weights, the optimizer's and the gradient scaler's state, every rank's random state and losses
+not yet reported, and in meta.json where training was. harness/runs/checkpoints.py has the files.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.common.errors import SPEAKER_PATIENCE_SECONDS, UserError
+from harness.data.loader import TokenLoader
+from harness.distributed.replicas import describe_divergence, weight_checksums
+from harness.distributed.watchdog import Place
+from harness.distributed.world import World
+from harness.model.config import ModelConfig
+from harness.model.weights import load_weights
+from harness.runs import checkpoints
+from harness.runs.checkpoint_meta import CheckpointMeta, TrainState
+from harness.runs.checkpoints import Checkpoint
+from harness.runs.directory import RunDirectory
+from harness.runs.experiment import changed_settings
+from harness.runs.metrics import MetricsFile
+from harness.runs.notebook import optimizer_by_name
+from harness.training.async_writer import build_writer
+from harness.training.loss_meter import LossMeter
+from harness.training.reporter import Reporter, restore_summary
+from harness.training.rng import random_state, seed_for_rank, set_random_state
+from harness.training.startup import Start, say
+from harness.training.step import OptimizerStep
+
+
+class Checkpointer:
+    """Saves the run and takes it up again. Every method is called on every rank; rank 0 reads and writes."""
+
+    def __init__(self, start: Start, world: World, step: OptimizerStep, meter: LossMeter, reporter: Reporter) -> None:
+        self.start = start
+        self.world = world
+        self.step = step
+        self.model = step.bare_model
+        self.meter = meter
+        self.reporter = reporter
+        self.run = start.experiment.run
+        self.config = start.experiment.config
+        self.writer = build_writer(in_background=self.config.async_checkpoint, is_rehearsal=start.is_rehearsal)
+        self.saved_step = start.position.first_step - 1
+        self.protected: set[str] = set()  # checkpoints that keep_checkpoints never removes
+
+    # Going on --------------------------------------------------------------------------------------------------------
+
+    def restore(self, loader: TokenLoader) -> None:
+        """Put model, optimizer, random states and unreported losses where the start's checkpoint left them, or make
+        way for a run from the beginning. `loader` has what the step is warmed up with.
+
+        Raises UserError if the checkpoint is another model's.
+        """
+        warm_up = partial(self.step.warm_up, loader.microbatch(0))
+        if self.start.checkpoint is None:
+            self._begin()
+            warm_up()
+            seed_for_rank(self.config.random_seed, self.world.rank)
+            return
+        saved = self._read(self.start.checkpoint)
+        self.model.load_checkpoint_tensors(saved.weights, self.start.checkpoint)
+        warm_up()
+        self._take_up(saved, self.start.checkpoint)
+        self.protected.add(self.start.checkpoint.name)
+        self._say_continuing(saved, self.start.checkpoint)
+        self.world.on_rank0(partial(rewind, self.run, self.start.checkpoint, saved.meta))
+
+    def _begin(self) -> None:
+        """Load the weights that train.json names, if it does, and set earlier results aside."""
+        initial = self.config.initial_weights
+        if initial is not None:
+            path = self.run.path / initial
+            self.model.load_checkpoint_tensors(self.world.broadcast(lambda: load_weights(path)), path)
+        aside = self.world.on_rank0(self.run.set_results_aside)
+        if aside:
+            say(self.world, f"Earlier results are now in {aside}")
+        size = f"{self.start.provenance.parameters:,} parameters, {self.world.size} x {self.world.device.type}"
+        say(self.world, f"{self.run.path.name}: {size}, {self._steps_left()}")
+        self._say_where()
+        if initial is not None:
+            say(self.world, f"  starting from {initial}")
+
+    def _read(self, path: Path) -> Checkpoint:
+        return Checkpoint(**self.world.broadcast(lambda: vars(checkpoints.load_checkpoint(path))))
+
+    def _take_up(self, saved: Checkpoint, path: Path) -> None:
+        """All but the weights. A notebook's checkpoint has neither random states nor losses."""
+        seed, first_step = self.config.random_seed, self.start.position.first_step
+        states = (saved.optimizer, saved.scaler)
+        try:
+            if self.start.is_notebooks:
+                load_notebook_optimizer(self.step, self.model.config, states)
+                seed_for_rank(seed, self.world.rank, first_step)
+            else:
+                restore_optimizer(self.step, states)
+                restore_ranks(saved.train_state, self.meter, self.world, seed=seed, step=first_step)
+        except UserError as error:
+            raise UserError(f"{path}/{error}; use another checkpoint by its name, or --restart") from None
+
+    def _say_continuing(self, saved: Checkpoint, path: Path) -> None:
+        say(self.world, f"{self.run.path.name}: continuing from {path.name}, {self._steps_left()} to go")
+        self._say_where()
+        if self.start.is_notebooks:
+            taken = "weights and optimizer" if saved.optimizer else "weights"
+            tokens = self.start.position.tokens_seen
+            say(self.world, f"  not written by this program: its {taken} are taken, and {tokens:,} tokens are")
+            say(self.world, "  counted as seen: its global steps, with this run's batch")
+        for change in changed_settings(saved.meta, self.start.provenance):
+            say(self.world, f"  train.json has changed since: {change}")
+
+    def _steps_left(self) -> str:
+        steps = self.start.position.total_steps - self.start.position.first_step
+        return f"{steps:,} global steps of {self.start.layout.global_tokens:,} tokens"
+
+    def _say_where(self) -> None:
+        """On several machines: which one has the results, and what continuing will need."""
+        if not self.world.is_one_machine:
+            place = f"{socket.gethostname()}:{self.run.path.resolve()}"
+            say(self.world, f"  results and checkpoints are written by rank 0 alone, to {place}; to continue later,")
+            say(self.world, "  start rank 0 where that folder is")
+
+    # Stopping --------------------------------------------------------------------------------------------------------
+
+    def save(self, state: TrainState) -> None:
+        """The checkpoint that train.json plans after the last step done; `best` points to it if the loss that decides
+        is the lowest yet."""
+        state.begin_checkpoint()
+        is_best = state.is_best_with(self._deciding_loss(state))
+        self._save(state, is_best=is_best, planned=True)
+        self.reporter.checkpoint(state, is_best=is_best)
+
+    def save_interrupted(self, state: TrainState, during: str | None) -> None:
+        """Leave a checkpoint of the last step done, wherever a signal came. `during` ("validation" or "benchmarks") is
+        then still to be done, and what comes after it. It leaves no trace in the metrics, so that those are the ones
+        of a run that never stopped."""
+        if during or state.global_step != self.saved_step:
+            self._save(state, during=during)
+        self.finish()
+
+    def check(self) -> None:
+        """Raises what a save in the background has failed with."""
+        self.writer.check()
+
+    def check_weights(self, state: TrainState) -> None:
+        """Raises RunError if the ranks' weights are no longer the same."""
+        own: list[int] = []
+        if self.world.size > 1:
+            with self.world.watchdog.guard(Place(state.global_step, "check")):
+                own = weight_checksums(self.model)
+        difference = describe_divergence(self.world.gather(own), self.model)
+        if difference:
+            raise self.world.collective_error(
+                f"{difference} after global step {state.global_step}: a device or its memory is faulty; the "
+                "checkpoints there are were checked before they were written: leave that device out, and run the "
+                "command again to continue"
+            )
+
+    def finish(self) -> None:
+        """Return when every checkpoint is on the disk."""
+        with self.start.clock.phase("checkpointing"):
+            self.world.on_rank0(self.writer.wait)
+
+    @contextmanager
+    def saving_to_the_end(self) -> Iterator[None]:
+        """If what is inside fails, give a save that is under way some time before the process ends."""
+        try:
+            yield
+        except Exception:
+            with suppress(Exception):  # the first error is the one to tell
+                self.writer.wait(SPEAKER_PATIENCE_SECONDS)
+            raise
+
+    def _deciding_loss(self, state: TrainState) -> float | None:
+        """The loss by which checkpoints are compared: validation's, for those right after one, if there is any."""
+        if not self.config.validates:
+            return state.train_loss
+        is_validated = self.start.position.is_due(state.global_step, self.config.validation_interval)
+        return state.val_loss if is_validated else None
+
+    def _save(
+        self, state: TrainState, *, is_best: bool = False, planned: bool = False, during: str | None = None
+    ) -> None:
+        occasion: dict[str, Any] = {"is_best": is_best, "planned": planned}
+        occasion |= {f"{place}_due": during == place for place in ("validation", "benchmarks")}
+        with self.start.clock.phase("checkpointing"):
+            self.check_weights(state)
+            ranks = capture_ranks(self.meter, self.world)
+            self.world.on_rank0(self.writer.wait)  # before there is a second copy of the weights
+            optimizer, scaler = capture_optimizer(self.step, self.world)
+            parts = {"train_state": ranks, "optimizer": optimizer, "scaler": scaler}
+            self.world.on_rank0(lambda: self._write(parts, self._meta(state, occasion)))
+        self.saved_step = state.global_step
+
+    def _meta(self, state: TrainState, occasion: dict[str, Any]) -> CheckpointMeta:
+        tokenizer = self.start.dataset.tokenizer
+        return CheckpointMeta(
+            **state.values(),
+            **occasion,
+            seconds=self.start.clock.now(),
+            metrics_bytes=self.reporter.metrics.size(),
+            world_size=self.world.size,
+            microbatch_size=self.start.layout.microbatch_size,
+            accumulation_steps=self.start.layout.accumulation_steps,
+            device=self.world.device_name,
+            tokenizer=tokenizer.name if isinstance(tokenizer, Path) else tokenizer,
+            torch=torch.__version__,
+            **vars(self.start.provenance),
+        )
+
+    def _write(self, parts: dict[str, Any], meta: CheckpointMeta) -> None:
+        """Hand a copy of everything to the writer, which may be a thread."""
+        tokenizer = self.start.dataset.tokenizer
+        file = tokenizer if isinstance(tokenizer, Path) else None
+        checkpoint = Checkpoint(weights=self.model.to_checkpoint_names(), meta=meta, tokenizer=file, **parts)
+        self.writer.submit(lambda: self._write_files(checkpoint))
+
+    def _write_files(self, checkpoint: Checkpoint) -> None:
+        path = checkpoints.save_checkpoint(self.run.checkpoints, checkpoint)
+        if self.config.keep_checkpoints is not None:
+            checkpoints.prune(self.run.checkpoints, self.config.keep_checkpoints, {path.name} | self.protected)
+
+
+def leave_finished(start: Start, world: World, *, named: bool) -> None:
+    """A finished run: say so, and do what a process that was killed in its very last lines could not do any more.
+    `named`: the checkpoint is one that the user asked for. Collective."""
+    run = start.experiment.run
+    say(world, f"{run.path.name} is finished: {start.position.first_step:,} global steps; --restart trains it again")
+    if start.checkpoint and start.meta and not named:
+        world.on_rank0(partial(rewind, run, start.checkpoint, start.meta))
+    restore_summary(start, world)
+
+
+def rewind(run: RunDirectory, path: Path, meta: CheckpointMeta) -> None:
+    """Make links and metrics those of the checkpoint `path`, wherever the process that saved it ended; what came after
+    it is kept aside. Rank 0 only."""
+    make_aside = cache(run.new_aside)  # one folder for all of it, if there is anything
+    if checkpoints.rewind_to(run.checkpoints, path, make_aside):
+        run.set_pictures_aside(make_aside())
+    MetricsFile(run.metrics).rewind_to(meta, make_aside)
+
+
+# Live objects as plain data, and back ---------------------------------------------------------------------------------
+
+
+def capture_ranks(meter: LossMeter, world: World) -> dict[str, Any]:
+    """What each rank has of its own: its random state and the losses it has not reported yet. Collective."""
+    return {"ranks": world.gather({"random": random_state(world.device), "window": meter.state()})}
+
+
+def restore_ranks(saved: dict[str, Any], meter: LossMeter, world: World, *, seed: int, step: int) -> None:
+    """Put this rank's own state back; with another number of ranks than before, give it a new one of its own.
+
+    Raises UserError for a state of something else.
+    """
+    with explaining("train_state.pt"):
+        if not isinstance(saved, dict):  # a tensor would only warn of being asked for a name
+            raise ValueError("not a table of states")
+        ranks = [(rank["window"], rank["random"]) for rank in saved["ranks"]]
+        if not ranks:
+            raise ValueError("no ranks")
+        if len(ranks) == world.size:
+            own_losses, own_random = ranks[world.rank]
+            meter.load_state(own_losses)
+            set_random_state(own_random, world.device)
+            return
+        seed_for_rank(seed, world.rank, step)
+        if world.is_main:
+            meter.load_merged([values for values, _ in ranks])
+
+
+def capture_optimizer(step: OptimizerStep, world: World) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The optimizer's and the scaler's states: rank 0's are the ones to save. Collective."""
+    return step.optimizer.named_state(world), step.scaler.state_dict()
+
+
+def restore_optimizer(step: OptimizerStep, saved: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    """Take over what `capture_optimizer` has given on rank 0; called on every rank.
+
+    Raises UserError, naming the file, for states of something else.
+    """
+    optimizer, scaler = saved
+    with explaining("optimizer.pt"):
+        step.optimizer.load_named_state(optimizer)
+    if scaler and step.scaler.is_enabled():
+        with explaining("scaler.pt"):
+            step.scaler.load_state_dict({key: _number(scaler[key]) for key in step.scaler.state_dict()})
+
+
+def load_notebook_optimizer(
+    step: OptimizerStep, config: ModelConfig, saved: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
+    """`restore_optimizer` of a notebook's states; without an optimizer's, it starts afresh."""
+    optimizer, scaler = saved
+    if optimizer:
+        with explaining("optimizer.pt"):
+            restore_optimizer(step, (optimizer_by_name(optimizer, step.optimizer.state_shapes(), config), scaler))
+
+
+def _number(value: Any) -> float | int:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{value!r} is not a number")
+    return value
+
+
+@contextmanager
+def explaining(file: str) -> Iterator[None]:
+    """Turn what a state of unknown structure raises into UserError. Its file was read without harm, and its hash is
+    right, but it holds something else."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+        reason = str(error).splitlines()[0][:100] if str(error) else type(error).__name__
+        raise UserError(f"{file}: holds something else than this run's state: {reason}") from None

@@ -1,0 +1,32 @@
+"""How far this process is on its way out, so that its threads say once, and not over one another, why it ends.
+
+Three parts of the program can end the process: the main thread with an error (common/errors.py), the watchdog that
+found a rank at fault (distributed/watchdog.py), and the thread that waits for torchrun's end (common/launcher.py).
+"""
+
+from __future__ import annotations
+
+
+class Exit:
+    """What has been done so far to end this process. Nothing is ever taken back."""
+
+    def __init__(self) -> None:
+        self.has_own_reason = False
+        self.has_lost_peer = False
+        self.is_explained = False
+
+    def begin_for_own_reason(self) -> None:
+        """The main thread ends the process, and says itself what there is to say."""
+        self.has_own_reason = True
+
+    def begin_for_lost_peer(self) -> None:
+        """The main thread ends the process soon, because another rank has gone; which one and why it does not know, but
+        the watchdog may find out."""
+        self.has_lost_peer = True
+
+    def note_explained(self) -> None:
+        """The user has been told why the processes of this machine end, or is told in this moment."""
+        self.is_explained = True
+
+
+EXIT = Exit()  # of this process

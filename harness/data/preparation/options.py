@@ -1,0 +1,71 @@
+"""What prepare_datasets.py is asked for, and what the disk keeps of that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from harness.data.preparation.documents import TextFormat
+from harness.data.preparation.invalid_text import MOST_REPLACED
+
+# A value as a work folder's journal.json and a dataset's meta.json have it.
+Recorded = str | int | float | list[str] | None
+
+
+@dataclass(frozen=True)
+class PreparationOptions:
+    """The command's options that decide how a dataset is made, by the command's names and with its defaults."""
+
+    text_column: str = "text"
+    document_separator: str | None = None  # as it was typed
+    replace_invalid: int = 0  # how often it was given
+    include: tuple[str, ...] = ()
+    revision: str | None = None
+    delete_after: bool = False
+    tokenizer: str | None = None
+    train_tokenizer: int | None = None
+    validation_fraction: float = 0.01
+    test_fraction: float = 0.0
+    shuffle_seed: int | None = None
+    description: str = ""
+    workers: int | None = None
+    overwrite: bool = False
+    restart: bool = False
+    from_bin: bool = False
+    token_dtype: str | None = None
+
+    @property
+    def replaced(self) -> Literal["any"] | bool:
+        """How much of what is not UTF-8 is replaced, in the word that is recorded."""
+        return "any" if self.replace_invalid > 1 else bool(self.replace_invalid)
+
+    @property
+    def text_format(self) -> TextFormat:
+        """How documents are read from files."""
+        tolerated = {False: 0.0, True: MOST_REPLACED, "any": 1.0}[self.replaced]
+        separator = self.document_separator
+        return TextFormat(self.text_column, separator and _unescaped(separator), tolerated)
+
+    def deciding(self) -> dict[str, Recorded]:
+        """Those that decide the bytes of a dataset made of text, to be recorded: interrupted work goes on with the same
+        ones only."""
+        return {
+            "text_column": self.text_column,
+            "document_separator": self.document_separator,
+            "replace_invalid": self.replaced,
+            "include": list(self.include),
+            "tokenizer": self.tokenizer,
+            "train_tokenizer": self.train_tokenizer,
+            "validation_fraction": self.validation_fraction,
+            "test_fraction": self.test_fraction,
+            "shuffle_seed": self.shuffle_seed,
+        }
+
+    def deciding_for_shards(self) -> dict[str, Recorded]:
+        """The same for a dataset made of token shards."""
+        return {"from_bin": True, "token_dtype": self.token_dtype, "tokenizer": self.tokenizer}
+
+
+def _unescaped(text: str) -> str:
+    r"""With \n, \r, \t and \\ for what they stand for, since few shells let one type them."""
+    return text.replace("\\\\", "\0").replace("\\n", "\n").replace("\\r", "\r").replace("\\t", "\t").replace("\0", "\\")

@@ -1,0 +1,84 @@
+"""What ranks tell one another of themselves, and what one of them knows of all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+from harness.common.processes import ProcessName
+
+IDLE = 2**53  # parts done at a place by a rank that has nothing left to do there
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """What a rank says of itself from time to time."""
+
+    number: int  # counts the heartbeats themselves
+    process: ProcessName
+    place: str
+    progress: list[int]  # the rank with less of it is behind
+    stalled: float | None  # seconds without progress; None outside `Watchdog.guard`
+    stopping: bool  # a signal has asked it to stop
+    leaving: bool = False  # it has noticed a fault, and has told the user, or left that to a neighbour
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: bytes) -> Heartbeat:
+        values = json.loads(text)
+        return cls(**{**values, "process": ProcessName(**values["process"])})
+
+
+@dataclass
+class LastHeartbeat:
+    """The last new heartbeat of a rank, and when it came by this process's clock."""
+
+    heartbeat: Heartbeat
+    at: float
+    gone_since: float | None = None  # when its process was first seen to have ended
+
+
+@dataclass
+class Heartbeats:
+    """The last heartbeat of every rank. All times are those of this process's clock."""
+
+    process: ProcessName  # this one
+    contact: float  # when the store last answered
+    last: list[LastHeartbeat] = field(default_factory=list)  # by rank
+    frozen_until: float = 0.0  # until then heartbeats may come that are older than a freeze of this process
+
+    def receive(self, heartbeats: Sequence[Heartbeat], now: float) -> None:
+        """Take what the store has of every rank; only what is new in it counts."""
+        self.contact = now
+        for last, heartbeat in zip(self.last, heartbeats, strict=True):
+            if heartbeat.number != last.heartbeat.number:
+                last.heartbeat, last.at = heartbeat, now
+
+    def find_gone(self, now: float) -> None:
+        """Look which ranks of this machine have a process that has ended."""
+        for last in self.last:
+            process = last.heartbeat.process
+            if last.gone_since is None and process.is_neighbour_of(self.process) and process.is_gone():
+                last.gone_since = now
+
+    def forgive_freeze(self, now: float, grace_seconds: float) -> None:
+        """This process was frozen, and could hear nobody meanwhile: nobody's silence until now counts."""
+        self.contact = now
+        self.frozen_until = now + grace_seconds
+        for last in self.last:
+            last.at = now
+
+    def is_fault_told(self) -> bool:
+        """Whether a rank of this machine leaves, and the user has read why; another machine's terminal is another's."""
+        return any(self.last[rank].heartbeat.leaving for rank in self.neighbours())
+
+    def is_anyone_stopping(self) -> bool:
+        """Whether a signal has asked any rank to stop."""
+        return any(last.heartbeat.stopping for last in self.last)
+
+    def neighbours(self) -> list[int]:
+        """The ranks of this machine, this one included."""
+        return [rank for rank, last in enumerate(self.last) if last.heartbeat.process.is_neighbour_of(self.process)]

@@ -1,0 +1,169 @@
+"""Which rank is found at fault: the one that is behind and stands still, never one that waits or works."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+
+from harness.common.processes import ProcessName
+from harness.distributed.diagnosis import Fault, Timeouts, diagnose
+from harness.distributed.heartbeat import IDLE, Heartbeat, Heartbeats, LastHeartbeat
+
+TIMEOUTS = Timeouts(stuck=10.0, silent=10.0, gone=5.0)
+AFTER_LOST_PEER = replace(TIMEOUTS, silent=5.0)
+HERE = ProcessName("here", 1, "a boot")
+ELSEWHERE = ProcessName("another", 1, "another boot")
+
+
+def at(order: int, part: int, stalled: float | None) -> Heartbeat:
+    """Of a rank at a place, with so many parts of it done."""
+    return Heartbeat(1, ELSEWHERE, f"place {order}", [order, part], stalled, stopping=False)
+
+
+def idle(order: int) -> Heartbeat:
+    return at(order, IDLE, None)
+
+
+def near(heartbeat: Heartbeat) -> Heartbeat:
+    """Of a rank of this machine."""
+    return replace(heartbeat, process=HERE)
+
+
+def known(ranks: Sequence[Heartbeat | LastHeartbeat], *, contact: float = 0.0, frozen_until: float = 0.0) -> Heartbeats:
+    """What rank 0 has heard of them: at 0 s, if nothing else is said."""
+    last = [each if isinstance(each, LastHeartbeat) else LastHeartbeat(each, 0.0) for each in ranks]
+    return Heartbeats(HERE, contact, last, frozen_until)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stuck"),
+    [
+        ([at(4, 1, 11), at(4, 0, 11)], [1]),  # one has not come to the exchange that the other waits in
+        ([at(4, 1, 11), at(2, 0, 11), at(4, 1, 11)], [1]),
+        ([at(4, 1, 11), at(4, 0, 11), at(4, 0, 11)], [1, 2]),
+        ([at(4, 1, 11), at(4, 0, 9)], None),  # slow, and still within its time
+        ([at(4, 1, 11), idle(2)], None),  # rank 1 does something that may take long, between two places
+        ([idle(4), at(4, 0, 11)], [1]),  # rank 0 waits for it in a report
+        ([at(5, 7, 11), idle(5)], [0]),  # rank 0 validates alone, and does not get on
+        ([at(5, 7, 3), idle(5)], None),
+        ([idle(5), at(5, 2, 11), idle(5)], [1]),  # a validation by all, the others are done
+        ([idle(-1), idle(-1)], None),  # a download before the first step
+    ],
+)
+def test_who_is_stuck(ranks: list[Heartbeat], stuck: list[int] | None) -> None:
+    found = diagnose(known(ranks), 0.0, TIMEOUTS)
+    assert (found and found.ranks) == stuck
+    if found and stuck:
+        assert f"rank {stuck[0]} (another, pid 1)" in found.text
+        assert "stuck for 11 s in place" in found.text
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is known at a time, and the fault that it shows."""
+
+    name: str
+    known: Heartbeats
+    now: float
+    fault: Fault | None
+    timeouts: Timeouts = TIMEOUTS
+
+
+NO_ANSWER = "a device or the network does not answer"
+SILENT = "frozen, gone, or its machine is cut off"
+FROZEN = LastHeartbeat(at(4, 1, 1), 2.0)  # in the same exchange as rank 0
+CASES = [
+    # The second has waited for the first.
+    Case("all in one exchange within their time", known([at(4, 1, 9), at(4, 1, 12)]), 0.0, None),
+    Case(
+        "all in one exchange is nobody's fault",
+        known([at(4, 1, 11), at(4, 1, 12)]),
+        0.0,
+        Fault(f"no rank got beyond place 4 for 11 s: {NO_ANSWER}", []),
+    ),
+    Case("silent for a while", known([LastHeartbeat(idle(4), 9.0), idle(4)], contact=9.0), 9.0, None),
+    Case(
+        "silent for too long",
+        known([LastHeartbeat(idle(4), 11.0), idle(4)], contact=11.0),
+        11.0,
+        Fault(f"rank 1 (another, pid 1) gave no sign for 11 s: {SILENT}", [1]),
+    ),
+    Case(
+        "two silent for too long",
+        known([LastHeartbeat(idle(4), 13.0), idle(4), LastHeartbeat(idle(4), 2.0)], contact=13.0),
+        13.0,
+        Fault(f"rank 1 (another, pid 1) and rank 2 (another, pid 1) gave no sign for 13 s: {SILENT}", [1, 2]),
+    ),
+    Case(
+        "silent, when no peer is known to be lost",
+        known([LastHeartbeat(idle(4), 6.0), idle(4)], contact=6.0),
+        6.0,
+        None,
+    ),
+    Case(
+        "silent, when a peer is known to be lost",
+        known([LastHeartbeat(idle(4), 6.0), idle(4)], contact=6.0),
+        6.0,
+        Fault(f"rank 1 (another, pid 1) gave no sign for 6 s: {SILENT}", [1]),
+        AFTER_LOST_PEER,
+    ),
+    Case(
+        "not judged by what it said long ago",
+        known([LastHeartbeat(at(4, 1, 11), 11.0), FROZEN], contact=11.0),
+        11.0,
+        None,
+    ),
+    Case(
+        "found silent soon after",
+        known([LastHeartbeat(at(4, 1, 11), 12.5), FROZEN], contact=12.5),
+        12.5,
+        Fault(f"rank 1 (another, pid 1) gave no sign for 10 s: {SILENT}", [1]),
+    ),
+    Case(
+        "no contact to anybody",
+        known([idle(4), idle(4)]),
+        11.0,
+        Fault("no connection to rank 0's machine (another) for 11 s", [0]),
+    ),
+    Case(
+        "no contact to the neighbour that has the store",
+        known([near(idle(4)), near(idle(4))]),
+        11.0,
+        Fault("rank 0 (here, pid 1), or its torchrun, gave no answer for 11 s: frozen", [0]),
+    ),
+    # Of ranks that were heard of a little before the contact was lost, none is called silent.
+    Case("without contact nobody else is to blame", known([idle(4), idle(4)], contact=0.5), 10.2, None),
+    Case("no contact to rank 0, which is gone", known([LastHeartbeat(idle(4), 0.0, 8.0), idle(4)]), 11.0, None),
+    Case("ended a moment ago", known([idle(4), LastHeartbeat(near(idle(4)), 0.0, 1.0)]), 1.0, None),
+    Case(
+        "ended some seconds ago",
+        known([idle(4), LastHeartbeat(near(idle(4)), 0.0, 1.0)]),
+        6.0,
+        Fault("rank 1 (here, pid 1) ended suddenly", [1]),
+    ),
+    Case(
+        "ended, before it could be called silent",
+        known([LastHeartbeat(idle(4), 11.0), LastHeartbeat(near(idle(4)), 0.0, 9.0)], contact=11.0),
+        11.0,
+        None,
+    ),
+    Case(
+        "stuck by heartbeats from before this one's freeze",
+        known([at(4, 1, 11), at(4, 0, 11)], frozen_until=5.0),
+        4.0,
+        None,
+    ),
+    Case(
+        "stuck by heartbeats from after this one's freeze",
+        known([at(4, 1, 11), at(4, 0, 11)], frozen_until=5.0),
+        5.0,
+        Fault("rank 1 (another, pid 1) stuck for 11 s in place 4", [1]),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_is_wrong(case: Case) -> None:
+    assert diagnose(case.known, case.now, case.timeouts) == case.fault

@@ -1,0 +1,163 @@
+"""What ranks do together, between real processes: each result and each error on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.launch import Workshop, finish, free_port
+
+# Each of the calls in turn; what it returned or raised goes into a file of the rank's own.
+WORKER = """
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from harness.common.errors import RunError, UserError, one_line_errors
+from harness.distributed.world import World
+
+TREE = {
+    "step": torch.tensor(3.0),
+    "state": [{"mean": torch.arange(6).reshape(2, 3).T, "lr": 0.1}, (torch.ones(2, dtype=torch.bfloat16), None)],
+    "none": torch.ones(0, 4),
+    "flags": torch.tensor([True, False]),
+}
+
+
+def raising(error):
+    def work():
+        raise error
+    return work
+
+
+def caught(call, *arguments):
+    try:
+        return call(*arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def hear_of_the_stop(world):
+    deadline = time.monotonic() + 20
+    while world.size > 1 and not world.watchdog.is_anyone_stopping() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return world.watchdog.is_anyone_stopping()
+
+
+with one_line_errors():
+    asked = []
+    world = World.join(lambda: bool(asked))
+    rank = world.rank
+    found = {"who": [rank, world.size, world.local_rank, world.is_main, world.is_local_main, world.is_one_machine]}
+    found["gather"] = world.gather({"rank": rank})
+    found["all_true"] = [world.all_true(True), world.all_true(rank == 0), world.all_true(False)]
+    pending = world.async_max(rank, 7 - rank, 5)
+    second = world.async_max(-rank)
+    found["async_max"] = [pending.result(), second.result(), pending.result()]
+    found["on_rank0"] = world.on_rank0(lambda: f"of rank {rank}")
+    found["on_each_node"] = world.on_each_node(lambda: f"of rank {rank}")
+    found["broadcast"] = world.broadcast(lambda: TREE if rank == 0 else raising(AssertionError)())
+    found["UserError"] = caught(world.on_rank0, raising(UserError("a wrong file")))
+    found["RunError"] = caught(world.broadcast, raising(RunError("a full disk")))
+    found["defect"] = caught(world.on_each_node, raising(ValueError("a defect")))
+    found["collective_error"] = caught(raising(world.collective_error("a loss of nan")))
+    found["after_errors"] = world.gather(rank)
+    if rank == world.size - 1:
+        asked.append(True)
+    found["stopping"] = hear_of_the_stop(world)
+    torch.save(found, Path(sys.argv[1]) / f"{rank}.pt")
+    world.leave()
+    print(f"rank {rank} has left")
+"""
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank of a world of so many found."""
+    size = request.param
+    shop = Workshop(tmp_path_factory.mktemp("world"))
+    (shop.path / "worker.py").write_text(WORKER)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    command = [str(shop.path / "worker.py"), str(shop.path)]
+    processes = [shop.fork(command, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(size)]
+    finish(processes, expect=0, timeout=120)
+    return [read(shop.path / f"{rank}.pt") for rank in range(size)]
+
+
+def read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(path, weights_only=True)
+    return found
+
+
+def everywhere(ranks: list[dict[str, Any]], name: str) -> Any:
+    """What all ranks have alike."""
+    assert all(rank[name] == ranks[0][name] for rank in ranks), [rank[name] for rank in ranks]
+    return ranks[0][name]
+
+
+def test_every_rank_knows_its_place(ranks: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(ranks):
+        assert found["who"] == [rank, len(ranks), rank, rank == 0, rank == 0, True]
+
+
+def test_values_are_gathered_by_rank(ranks: list[dict[str, Any]]) -> None:
+    assert everywhere(ranks, "gather") == [{"rank": rank} for rank in range(len(ranks))]
+    assert everywhere(ranks, "after_errors") == list(range(len(ranks))), "an error leaves the ranks in step"
+
+
+def test_true_is_what_is_true_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    assert everywhere(ranks, "all_true") == [True, len(ranks) == 1, False]
+
+
+def test_the_largest_of_each_number(ranks: list[dict[str, Any]]) -> None:
+    """Of two questions at a time, each gets its own answer, and the same one whenever it is asked for."""
+    largest = [len(ranks) - 1, 7, 5]
+    assert everywhere(ranks, "async_max") == [largest, [0], largest]
+
+
+def test_one_rank_works_for_all(ranks: list[dict[str, Any]]) -> None:
+    assert everywhere(ranks, "on_rank0") == "of rank 0"
+    assert everywhere(ranks, "on_each_node") == "of rank 0"
+
+
+def test_a_tree_of_tensors_reaches_every_rank(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        tree = found["broadcast"]
+        assert tree.keys() == {"step", "state", "none", "flags"}
+        first, second = tree["state"]
+        assert first["lr"] == 0.1
+        assert isinstance(second, tuple)
+        assert second[1] is None
+        tensors = [tree["step"], first["mean"], second[0], tree["none"], tree["flags"]]
+        wanted = [
+            torch.tensor(3.0),
+            torch.tensor([[0, 3], [1, 4], [2, 5]]),
+            torch.ones(2, dtype=torch.bfloat16),
+            torch.ones(0, 4),
+            torch.tensor([True, False]),
+        ]
+        for tensor, each in zip(tensors, wanted, strict=True):
+            torch.testing.assert_close(tensor, each, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "peers"),
+    [
+        ("UserError", "UserError: a wrong file", "PeerError: a wrong file"),
+        ("RunError", "RunError: a full disk", "PeerError: a full disk"),
+        ("defect", "ValueError: a defect", "PeerError: ValueError('a defect')"),
+        ("collective_error", "RunError: a loss of nan", "PeerError: a loss of nan"),
+    ],
+)
+def test_an_error_is_told_by_the_rank_that_has_it(ranks: list[dict[str, Any]], name: str, own: str, peers: str) -> None:
+    assert [found[name] for found in ranks] == [own] + [peers] * (len(ranks) - 1)
+
+
+def test_a_signal_to_one_rank_is_known_to_all(ranks: list[dict[str, Any]]) -> None:
+    assert everywhere(ranks, "stopping") == (len(ranks) > 1)
