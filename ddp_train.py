@@ -149,7 +149,6 @@ def main(run: str, datasets_dir: Path, checkpoint: str | None, **options: Any) -
     configure_libraries()
     with one_line_errors():
         check_options(checkpoint, options)
-        from harness.data.fetch import check_obtainable
         from harness.distributed.environment import announce, is_rank0, local_rank, read_ranking, world_size
         from harness.runs.directory import RunDirectory
         from harness.runs.experiment import Experiment
@@ -157,9 +156,7 @@ def main(run: str, datasets_dir: Path, checkpoint: str | None, **options: Any) -
         read_ranking()  # first: a launcher's leftovers would make this another run than was meant
         found = RunDirectory.find(options["runs_dir"], run)
         experiment = Experiment.load(found, datasets_dir)
-        # One process of each machine asks the Hub, as one will download.
-        ask_hub = not options["plan"] and local_rank() == 0
-        check_obtainable(datasets_dir, experiment.config.dataset, experiment.splits, ask_hub=ask_hub)
+        experiment.check_dataset(ask_hub=not options["plan"] and local_rank() == 0)  # as one of a machine downloads
         if options["plan"]:
             from harness.runs.plan import Assumptions, print_plan
 

@@ -146,11 +146,11 @@ class CheckpointMeta(BaseModel):
     device: str | None = None
     tokenizer: str | None = None  # "gpt2", or the name of a file beside this one
     torch: str | None = None
-    # A Provenance's
-    model: dict[str, Any] | None = None
+    # A Provenance's. Whoever continues compares model and dataset with the run's own, and says what differs: any value.
+    model: Any = None
     parameters: Count | None = None
     train: dict[str, Any] = {}
-    dataset: dict[str, Any] | None = None
+    dataset: Any = None
     sha256: dict[str, str] = {}  # of the files beside this one, and of this one's own values
 
     def state(self) -> TrainState:

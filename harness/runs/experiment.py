@@ -10,6 +10,7 @@ from typing import Any
 
 from harness.common.errors import UserError
 from harness.data.dataset import Dataset, dataset_folder
+from harness.data.fetch import check_obtainable
 from harness.data.loader import BatchLayout, num_whole_batches
 from harness.model.config import ModelConfig, load_model_config
 from harness.runs.checkpoint_meta import CheckpointMeta, Provenance
@@ -152,6 +153,10 @@ class Experiment:
     def splits(self) -> list[str]:
         """The splits that training reads."""
         return ["train", "validation"] if self.config.validates else ["train"]
+
+    def check_dataset(self, *, ask_hub: bool) -> None:
+        """Raises UserError for a dataset that is not on this machine and cannot be had; check_obtainable says more."""
+        check_obtainable(self.datasets_dir, self.config.dataset, self.splits, ask_hub=ask_hub)
 
     @property
     def initial_weights(self) -> Path | None:
