@@ -70,7 +70,7 @@ class Checkpointer:
         saved = self._read(self.start.checkpoint)
         self.model.load_checkpoint_tensors(saved.weights, self.start.checkpoint)
         warm_up()
-        self._take_up(saved, self.start.checkpoint)
+        self._load_states(saved, self.start.checkpoint)
         self.protected.add(self.start.checkpoint.name)
         self._say_continuing(saved, self.start.checkpoint)
         self.world.on_rank0(partial(rewind, self.run, self.start.checkpoint, saved.meta))
@@ -93,7 +93,7 @@ class Checkpointer:
     def _read(self, path: Path) -> Checkpoint:
         return Checkpoint(**self.world.broadcast(lambda: vars(checkpoints.load_checkpoint(path))))
 
-    def _take_up(self, saved: Checkpoint, path: Path) -> None:
+    def _load_states(self, saved: Checkpoint, path: Path) -> None:
         """All but the weights. A notebook's checkpoint has neither random states nor losses."""
         seed, first_step = self.config.random_seed, self.start.position.first_step
         states = (saved.optimizer, saved.scaler)

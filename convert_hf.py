@@ -128,7 +128,7 @@ def open_model(checkpoint: Path, model_json: Path | None) -> tuple[ModelFiles, G
     from harness.runs.model_folder import ModelFiles
 
     files = ModelFiles.find(checkpoint, model_json)
-    model = GPTModel(parse_config(ModelConfig, files.shape, files.shape_source))
+    model = GPTModel(parse_config(ModelConfig, files.config, files.config_source))
     model.load_checkpoint_tensors(load_weights(files.weights), files.weights)
     return files, model.eval()
 

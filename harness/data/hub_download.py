@@ -174,7 +174,7 @@ def _flush(folder: Path) -> None:
 
 @contextmanager
 def _alone_in(partial: Path) -> Iterator[None]:
-    """Hold the partial folder: two jobs of one machine that want the same dataset take turns.
+    """Hold the partial folder: two processes of one machine that want the same dataset take turns.
 
     The lock is on the directory itself, moves with it when it is renamed, and ends with the process.
     """

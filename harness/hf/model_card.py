@@ -24,7 +24,7 @@ class ModelFacts:
     """All that is known; a notebook's checkpoint or an imported model has little of it."""
 
     name: str  # owner/name
-    shape: Any  # gpt.ModelConfig
+    config: Any  # gpt.ModelConfig
     meta: dict[str, Any]  # of the checkpoint
     summary: RunSummary | None = None
     test: TestLoss | None = None
@@ -72,17 +72,17 @@ def _front_matter(facts: ModelFacts) -> Iterator[str]:
 
 
 def _summary(facts: ModelFacts) -> Iterator[str]:
-    shape, tokens = facts.shape, facts.number("tokens_seen")
+    config, tokens = facts.config, facts.number("tokens_seen")
     yield from (f"# {facts.name.split('/')[-1]}", "")
     seen = f" on {tokens:,} tokens of {_code(facts.dataset)}" if tokens and facts.dataset else ""
     if facts.meta.get("fine_tuned_from"):
         data = facts.meta.get("data")
         on = f" of {_code(data.get('file'))}" if isinstance(data, dict) else ""
-        yield f"A GPT-2-class model of {shape.parameters:,} parameters, fine-tuned on the instructions{on}"
+        yield f"A GPT-2-class model of {config.parameters:,} parameters, fine-tuned on the instructions{on}"
         yield f"from {_code(facts.meta['fine_tuned_from'])}. It expects them in Alpaca's form:"
         yield from ("", *_indented_text(Instruction("…", "", "").prompt), "")
         return
-    yield f"A GPT-2-class base model of {shape.parameters:,} parameters, pre-trained{seen}: it continues text,"
+    yield f"A GPT-2-class base model of {config.parameters:,} parameters, pre-trained{seen}: it continues text,"
     yield "and has not been taught to follow instructions or to refuse anything."
     if facts.meta.get("imported_from"):
         yield f"Its weights were imported from {_code(facts.meta['imported_from'])}."
@@ -98,7 +98,7 @@ def _use(facts: ModelFacts) -> Iterator[str]:
     yield 'inputs = tokenizer("Every effort moves you", return_tensors="pt")'
     yield "output = model.generate(**inputs, max_new_tokens=40, do_sample=True, top_k=25)"
     yield "print(tokenizer.decode(output[0]))"
-    yield from ("```", "", f"It sees at most {facts.shape.context_length:,} tokens at once.", "")
+    yield from ("```", "", f"It sees at most {facts.config.context_length:,} tokens at once.", "")
 
 
 def _results(facts: ModelFacts) -> Iterator[str]:
@@ -138,7 +138,7 @@ def _validated_on(facts: ModelFacts) -> str:
     start, batches, rows = (_count(facts.train.get(key)) for key in keys)
     where = ""
     if start is not None and batches and rows:
-        where = f", tokens {start:,} to {start + batches * rows * facts.shape.context_length:,}"
+        where = f", tokens {start:,} to {start + batches * rows * facts.config.context_length:,}"
     return f"{_code(facts.dataset)}, validation split{where}, at the last validation"
 
 
@@ -151,7 +151,7 @@ def _training(facts: ModelFacts) -> Iterator[str]:
     yield from ("## Training", "", "| | |", "|---|---|")
     yield from (f"| {what} | {value} |" for what, value in _training_rows(facts))
     yield from ("", "The shape of the model (model.json):", "")
-    yield from _indented(facts.shape.model_dump(mode="json"))
+    yield from _indented(facts.config.model_dump(mode="json"))
     if facts.train:
         yield from ("", "How it was trained (train.json, with defaults filled in):", "")
         yield from _indented(facts.train)

@@ -46,9 +46,9 @@ class Position:
 
 
 def find_position(
-    config: TrainConfig, shape: BatchLayout, split_tokens: int, *, steps_done: int = 0, tokens_seen: int = 0
+    config: TrainConfig, layout: BatchLayout, split_tokens: int, *, steps_done: int = 0, tokens_seen: int = 0
 ) -> Position:
-    """The position after `steps_done` global steps that saw `tokens_seen` tokens, for the batch shape of today.
+    """The position after `steps_done` global steps that saw `tokens_seen` tokens, for the batch of today.
 
     It continues at the token it stopped at, so that a change of world size, microbatch or accumulation neither repeats
     nor skips one. Raises UserError if the split is too short.
@@ -57,12 +57,12 @@ def find_position(
     available = split_tokens - start
     wanted = config.min_train_tokens
     if wanted == -1:
-        exhausted = tokens_seen > 0 and available - 1 < shape.global_tokens
+        exhausted = tokens_seen > 0 and available - 1 < layout.global_tokens
     else:
         exhausted = tokens_seen >= wanted
         wanted = max(1, wanted - tokens_seen)
     try:
-        steps = 0 if exhausted else num_whole_batches(wanted, available, shape.global_tokens)
+        steps = 0 if exhausted else num_whole_batches(wanted, available, layout.global_tokens)
     except UserError as error:
         raise UserError(
             f'the train split of {config.dataset} is too short: from token {start:,} (train.json: "start_train_token") '
@@ -168,13 +168,13 @@ class Experiment:
         steps = self.config.accumulation_steps(world_size)
         return BatchLayout(world_size, steps, self.config.microbatch_size, self.model.context_length)
 
-    def position(self, shape: BatchLayout, split_tokens: int, meta: CheckpointMeta | None) -> Position:
+    def position(self, layout: BatchLayout, split_tokens: int, meta: CheckpointMeta | None) -> Position:
         """Where training goes on after the checkpoint that `meta` describes, or starts without one.
 
         Raises UserError if the split is too short, or the warm-up longer than the run.
         """
         done = {"steps_done": meta.global_step + 1, "tokens_seen": meta.tokens_seen} if meta else {}
-        position = find_position(self.config, shape, split_tokens, **done)
+        position = find_position(self.config, layout, split_tokens, **done)
         build_schedule(self.config, position.total_steps)
         return position
 
@@ -187,12 +187,12 @@ class Experiment:
             dataset={"name": self.config.dataset, **dataset.fingerprint()},
         )
 
-    def check_validation_slice(self, shape: BatchLayout, dataset: Dataset) -> None:
+    def check_validation_slice(self, layout: BatchLayout, dataset: Dataset) -> None:
         """Raises UserError if the validation split is too short for train.json's slice of it."""
         config = self.config
         if config.validation_batches is None or config.start_val_token is None:
             return
-        wanted = config.start_val_token + config.validation_batches * shape.microbatch_tokens + 1
+        wanted = config.start_val_token + config.validation_batches * layout.microbatch_tokens + 1
         there = len(dataset.split("validation"))
         if there < wanted:
             raise UserError(

@@ -27,16 +27,16 @@ class ModelFiles:
     """A folder with weights: a checkpoint of this program or the notebook's, an imported model, or the like."""
 
     weights: Path
-    shape: dict[str, Any]  # model.json's object
-    shape_source: Path  # the file it stands in
+    config: dict[str, Any]  # model.json's object
+    config_source: Path  # the file it stands in
     meta: dict[str, Any]  # of the weights; empty if there is none
 
     @classmethod
     def find(cls, path: Path, model_json: Path | None) -> ModelFiles:
         """The model in a folder, or whose weights are the file `path`.
 
-        Its shape is in `model_json` or, if that is None, in a model.json beside the weights, in the checkpoint's
-        meta.json, or in the run directory that the checkpoint lies in. Raises UserError if there is no such thing.
+        Its configuration is in `model_json` or, if that is None, in a model.json beside the weights, in the
+        checkpoint's meta.json, or in the run directory that the checkpoint lies in. Raises UserError if there is no such thing.
         """
         weights = path if path.suffix == ".safetensors" else path / WEIGHTS
         if not weights.is_file():
@@ -50,8 +50,8 @@ class ModelFiles:
             if candidate.name == META and not isinstance(meta.get("model"), dict):
                 continue
             if candidate.is_file() or model_json:
-                shape = meta["model"] if candidate.name == META else read_json_object(candidate)
-                return cls(weights, shape, candidate, meta)
+                config = meta["model"] if candidate.name == META else read_json_object(candidate)
+                return cls(weights, config, candidate, meta)
         if (folder / "config.json").is_file():
             raise UserError(
                 f"{folder}: as transformers saves models; convert_hf.py import {folder} RUN makes a run of it"
@@ -83,7 +83,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def write_model(
-    folder: Path, shape: dict[str, Any], tensors: dict[str, Tensor], *, tokenizer: str | Path, facts: dict[str, Any]
+    folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], *, tokenizer: str | Path, facts: dict[str, Any]
 ) -> None:
     """Write a new folder with model.json, the weights under their public names, the tokenizer ("gpt2" or a file), and
     a meta.json that holds `facts`, too.
@@ -91,22 +91,22 @@ def write_model(
     Raises as `new_folder` does.
     """
     with new_folder(folder) as draft:
-        fill(draft, shape, tensors)
+        fill(draft, config, tensors)
         if isinstance(tokenizer, Path):
             shutil.copyfile(tokenizer, draft / tokenizer.name)
         name = tokenizer.name if isinstance(tokenizer, Path) else tokenizer
-        write_meta(draft, shape, tokenizer=name, **facts)
+        write_meta(draft, config, tokenizer=name, **facts)
 
 
-def fill(draft: Path, shape: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def fill(draft: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """model.json and model.safetensors."""
-    replace_text(draft / MODEL_JSON, json.dumps(shape, indent=4) + "\n")
+    replace_text(draft / MODEL_JSON, json.dumps(config, indent=4) + "\n")
     save_weights({name: tensor.clone() for name, tensor in tensors.items()}, draft / WEIGHTS)  # safetensors shares none
 
 
-def write_meta(draft: Path, shape: dict[str, Any], **values: Any) -> None:
+def write_meta(draft: Path, config: dict[str, Any], **values: Any) -> None:
     """What whoever opens the weights looks up beside them."""
-    replace_text(draft / META, json.dumps({"model": shape, **values}, indent=2, allow_nan=False) + "\n")
+    replace_text(draft / META, json.dumps({"model": config, **values}, indent=2, allow_nan=False) + "\n")
 
 
 def check_tokenizer_fits(tokenizer: Tokenizer, vocab_size: int, weights: Path) -> None:

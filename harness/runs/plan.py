@@ -52,7 +52,7 @@ class Plan:
     config: TrainConfig
     parameters: int
     flops_per_token: int
-    shape: BatchLayout
+    layout: BatchLayout
     position: Position | None
     initial_weights: Path | None = None  # the file that the run will start from, if it is one
 
@@ -99,7 +99,7 @@ class Plan:
 
     def tokens(self) -> int:
         assert self.position is not None
-        return (self.position.total_steps - self.position.first_step) * self.shape.global_tokens
+        return (self.position.total_steps - self.position.first_step) * self.layout.global_tokens
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class PlannedSpeed:
 
 def describe_plan(plan: Plan, model: BaseModel, speed: PlannedSpeed) -> str:
     """The plan as text for a terminal."""
-    shape, config = plan.shape, plan.config
+    layout, config = plan.layout, plan.config
     lines = [*_wrap(f"Plan for {plan.name}: nothing is trained or downloaded", following=""), ""]
     lines += _settings("model.json", model.model_dump()) + _settings("train.json", config.model_dump())
     rows = [
@@ -123,8 +123,9 @@ def describe_plan(plan: Plan, model: BaseModel, speed: PlannedSpeed) -> str:
         ("FLOPs per token", f"{plan.flops_per_token:,}"),
         (
             "global batch",
-            f"{shape.world_size} ranks x {shape.microbatch_size} sequences x {shape.accumulation_steps} accumulation "
-            f"steps\n= {shape.global_tokens // shape.context_length:,} sequences = {shape.global_tokens:,} tokens",
+            f"{layout.world_size} ranks x {layout.microbatch_size} sequences x {layout.accumulation_steps} "
+            "accumulation steps\n"
+            f"= {layout.global_tokens // layout.context_length:,} sequences = {layout.global_tokens:,} tokens",
         ),
         *(_work_rows(plan, speed) if plan.position else [("global steps", _unknown(config))]),
     ]
@@ -175,9 +176,9 @@ def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
 
 def _seconds(plan: Plan, tokens_per_second: float, includes_validation: bool) -> tuple[float, float]:
     """Of training and of validation."""
-    validation_tokens = plan.validations() * (plan.config.validation_batches or 0) * plan.shape.microbatch_tokens
+    validation_tokens = plan.validations() * (plan.config.validation_batches or 0) * plan.layout.microbatch_tokens
     # A forward pass is a third of a step's work; on rank 0 alone, the other devices wait.
-    devices = plan.shape.world_size if plan.config.validation_ranks == "rank0" else 1
+    devices = plan.layout.world_size if plan.config.validation_ranks == "rank0" else 1
     training = plan.tokens() / tokens_per_second
     validating = validation_tokens * devices / 3 / tokens_per_second
     if includes_validation and training:
@@ -226,21 +227,21 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
 
     The dataset is consulted if it is on this machine. Raises UserError for what cannot work.
     """
-    shape = experiment.layout(world_size)
+    layout = experiment.layout(world_size)
     config, model = experiment.config, experiment.model
     position = None
     if is_present(experiment.datasets_dir, config.dataset, experiment.splits):
         dataset = Dataset.open(experiment.datasets_dir, config.dataset)
         if meta is not None:
             experiment.check_checkpoint(meta, dataset)
-        experiment.check_validation_slice(shape, dataset)
+        experiment.check_validation_slice(layout, dataset)
         for split in experiment.splits:
             check_token_ids(dataset, split, model.vocab_size)
-        position = experiment.position(shape, len(dataset.split("train")), meta)
+        position = experiment.position(layout, len(dataset.split("train")), meta)
     elif config.min_train_tokens != -1:
-        position = experiment.position(shape, sys.maxsize, meta)
+        position = experiment.position(layout, sys.maxsize, meta)
     initial = experiment.initial_weights if meta is None else None
-    return Plan(experiment.run.path.name, config, model.parameters, model.flops_per_token, shape, position, initial)
+    return Plan(experiment.run.path.name, config, model.parameters, model.flops_per_token, layout, position, initial)
 
 
 def planned_start(experiment: Experiment, world_size: int, checkpoint: str | None) -> CheckpointMeta | None:
@@ -256,14 +257,14 @@ def planned_start(experiment: Experiment, world_size: int, checkpoint: str | Non
     return upgrade_notebook_meta(meta, provenance, experiment.layout(world_size).global_tokens)
 
 
-def plan_speed(experiment: Experiment, shape: BatchLayout, assumed: PlannedSpeed | None) -> PlannedSpeed:
+def plan_speed(experiment: Experiment, layout: BatchLayout, assumed: PlannedSpeed | None) -> PlannedSpeed:
     """The assumed speed, or the one that an earlier run of this model and batch has measured; and how long this run's
     earlier benchmarks took."""
-    speed = assumed or _measured_speed(experiment, shape)
-    return replace(speed, benchmark_seconds=earlier_benchmark_seconds(experiment, shape))
+    speed = assumed or _measured_speed(experiment, layout)
+    return replace(speed, benchmark_seconds=earlier_benchmark_seconds(experiment, layout))
 
 
-def earlier_benchmark_seconds(experiment: Experiment, shape: BatchLayout) -> float | None:
+def earlier_benchmark_seconds(experiment: Experiment, layout: BatchLayout) -> float | None:
     """Seconds of evaluating the benchmark tasks once, by this run's own summary.json; None if that does not say it of
     today's tasks on as many ranks."""
     try:
@@ -274,14 +275,20 @@ def earlier_benchmark_seconds(experiment: Experiment, shape: BatchLayout) -> flo
     is_alike = all(summary.train.get(key) == now[key] for key in BENCHMARK_KEYS)
     spent = summary.seconds.get("benchmarks", 0.0)
     every, steps = experiment.config.benchmark_interval, summary.global_steps or 0
-    if every is None or not is_alike or summary.world_size != shape.world_size or steps < 1 or not 0 < spent < math.inf:
+    if (
+        every is None
+        or not is_alike
+        or summary.world_size != layout.world_size
+        or steps < 1
+        or not 0 < spent < math.inf
+    ):
         return None
     return spent / times_due(range(steps), every)
 
 
-def _measured_speed(experiment: Experiment, shape: BatchLayout) -> PlannedSpeed:
+def _measured_speed(experiment: Experiment, layout: BatchLayout) -> PlannedSpeed:
     run = experiment.run.path
-    found = earlier_speeds(run.parent, experiment, shape)
+    found = earlier_speeds(run.parent, experiment, layout)
     best = max(found, key=lambda earlier: earlier.preference(run), default=None)
     if best is None:
         return PlannedSpeed(None, f"no earlier run of this shape; {GIVE_A_SPEED}")
@@ -323,7 +330,7 @@ class EarlierSpeed:
         return PlannedSpeed(None, f"{self.summary} measured {over}, and {short}; {GIVE_A_SPEED}")
 
 
-def earlier_speeds(runs_dir: Path, experiment: Experiment, shape: BatchLayout) -> list[EarlierSpeed]:
+def earlier_speeds(runs_dir: Path, experiment: Experiment, layout: BatchLayout) -> list[EarlierSpeed]:
     """The speeds that runs in `runs_dir` have measured with this model and batch, if their train.json let a step take
     as long as this one's does."""
     model, train = experiment.model.model_dump(mode="json"), experiment.config.model_dump(mode="json")
@@ -332,7 +339,7 @@ def earlier_speeds(runs_dir: Path, experiment: Experiment, shape: BatchLayout) -
         with suppress(UserError):  # not a summary of ours; a plan does not depend on it
             summary = read_summary(path)
             speed = summary.tokens_per_second
-            is_alike = summary.model == model and _layout(summary) == _layout(shape)
+            is_alike = summary.model == model and _layout(summary) == _layout(layout)
             if is_alike and same_kernels(summary.train, train) and speed is not None and 0 < speed < math.inf:
                 found.append(EarlierSpeed(path, speed, summary.measured, summary.device))
     return found
@@ -366,6 +373,6 @@ def print_plan(experiment: Experiment, checkpoint: str | None, ranks: int, assum
     if plan.initial_weights is not None:
         check_weights_file(plan.initial_weights, experiment.model)
     speed = assumed_speed(assumed.tokens_per_second, assumed.tokens_per_second_with_validation)
-    print(describe_plan(plan, experiment.model, plan_speed(experiment, plan.shape, speed)), flush=True)
+    print(describe_plan(plan, experiment.model, plan_speed(experiment, plan.layout, speed)), flush=True)
     if assumed.world_size is None:  # else it is another machine's disk that counts
         plan.check_disk(experiment.run.path)

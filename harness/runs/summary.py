@@ -35,7 +35,7 @@ class Outcome:
     seconds: dict[str, float]  # by phase
     throughput: Throughput
     machine: Machine
-    shape: BatchLayout
+    layout: BatchLayout
 
 
 class RunSummary(BaseModel):
@@ -111,8 +111,8 @@ def summarise(run: str, outcome: Outcome, provenance: Provenance) -> RunSummary:
         dollars=_dollars(throughput, {**seconds, "total": total}),
         device=machine.device,
         world_size=machine.world_size,
-        microbatch_size=outcome.shape.microbatch_size,
-        accumulation_steps=outcome.shape.accumulation_steps,
+        microbatch_size=outcome.layout.microbatch_size,
+        accumulation_steps=outcome.layout.accumulation_steps,
         torch=str(torch.__version__),
         **vars(provenance),
     )

@@ -184,7 +184,7 @@ class MicrobatchProbe:
     _began: float = field(default_factory=time.monotonic)
 
     def fits(self, microbatch_size: int) -> bool:
-        """Try `PROBE_STEPS` steps; the verdict is every rank's. Raises SearchTooLong for a probe without an end."""
+        """Try `PROBE_STEPS` steps; every rank's answer is the same. Raises SearchTooLong for a probe without an end."""
         self._announce(microbatch_size)
         meter, began = PeakMeter(self.world.device), time.monotonic()
         fitted = self.trains(microbatch_size)
@@ -193,14 +193,14 @@ class MicrobatchProbe:
             self.seconds_each = (time.monotonic() - began) / microbatch_size
         # Outside the handler of the error, whose traceback holds the tensors that did not fit.
         release_memory(self.world.device)
-        verdict = self.world.all_true(fitted)
-        if verdict:
+        fits = self.world.all_true(fitted)
+        if fits:
             self.largest = microbatch_size
-        if verdict and peak is not None:
+        if fits and peak is not None:
             self.peaks.append((microbatch_size, peak))
         if self.world.is_main:
-            print(f"microbatch {microbatch_size}: {'fits' if verdict else 'out of memory'}", flush=True)
-        return verdict
+            print(f"microbatch {microbatch_size}: {'fits' if fits else 'out of memory'}", flush=True)
+        return fits
 
     def _announce(self, microbatch_size: int) -> None:
         """Say what is tried next, and how long it will take, as far as that is known."""
