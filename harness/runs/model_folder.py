@@ -36,7 +36,7 @@ class ModelFiles:
         """The model in a folder, or whose weights are the file `path`.
 
         Its configuration is in `model_json` or, if that is None, in a model.json beside the weights, in the
-        checkpoint's meta.json, or in the run directory that the checkpoint lies in. Raises UserError if there is no such thing.
+        checkpoint's meta.json, or in the run directory that the checkpoint lies in. Raises UserError if there is none.
         """
         weights = path if path.suffix == ".safetensors" else path / WEIGHTS
         if not weights.is_file():
