@@ -16,7 +16,7 @@ from harness.common.errors import RunStopped, one_line_errors
 from harness.common.lasting_output import outlive_readers
 from harness.common.launcher import end_with_torchrun
 from harness.common.libraries import configure_libraries
-from harness.common.options import POSITIVE, Command, check_options
+from harness.common.options import POSITIVE, Command, TrainOptions
 from harness.distributed.signals import StopRequested, StopSignal
 from harness.distributed.watchdog import Place
 from harness.runs.intervals import due_after
@@ -134,7 +134,7 @@ class Trainer:
 @click.option("--restart", is_flag=True, help="Move earlier results to RUN/aside and start again.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 @schema_option
-def main(run: str, datasets_dir: Path, checkpoint: str | None, **options: Any) -> None:
+def main(run: str, datasets_dir: Path, checkpoint: str | None, **given: Any) -> None:
     """Train RUN (a folder in runs/ with model.json and train.json) on its dataset, kept in DATASETS_DIR.
 
     The same command starts a run, continues an unfinished one from its latest checkpoint, and does nothing to a
@@ -148,28 +148,29 @@ def main(run: str, datasets_dir: Path, checkpoint: str | None, **options: Any) -
     end_with_torchrun()
     configure_libraries()
     with one_line_errors():
-        check_options(checkpoint, options)
+        options = TrainOptions(**given)
+        options.check(checkpoint)
         from harness.distributed.environment import announce, is_rank0, local_rank, read_ranking, world_size
         from harness.runs.directory import RunDirectory
         from harness.runs.experiment import Experiment
 
         read_ranking()  # first: a launcher's leftovers would make this another run than was meant
-        found = RunDirectory.find(options["runs_dir"], run)
+        found = RunDirectory.find(options.runs_dir, run)
         experiment = Experiment.load(found, datasets_dir)
-        experiment.check_dataset(ask_hub=not options["plan"] and local_rank() == 0)  # as one of a machine downloads
-        if options["plan"]:
-            from harness.runs.plan import Assumptions, print_plan
+        experiment.check_dataset(ask_hub=not options.plan and local_rank() == 0)  # as one of a machine downloads
+        if options.plan:
+            from harness.runs.plan import print_plan
 
             if is_rank0():
-                print_plan(experiment, checkpoint, world_size(), Assumptions.of(options))
+                print_plan(experiment, checkpoint, world_size(), options)
             return
         announce(found.path.name)
-        if options["find"]:
+        if options.find:
             from harness.training.batch_size_finder import report_max_microbatch
 
-            report_max_microbatch(experiment, build_rehearsal, options["memory_limit_gib"], write=options["write"])
+            report_max_microbatch(experiment, build_rehearsal, options.memory_limit_gib, write=options.write)
         else:
-            train(experiment, checkpoint, restart=options["restart"])
+            train(experiment, checkpoint, restart=options.restart)
 
 
 def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
@@ -37,18 +39,39 @@ class FiniteNumber(click.FloatRange):
 POSITIVE = FiniteNumber(min=0, min_open=True, max=1e12)
 
 
-def check_options(checkpoint: str | None, options: dict[str, Any]) -> None:
-    """Raises UserError for options that mean nothing together."""
-    if options["plan"] and options["find"]:
-        raise UserError("--plan and -f: give one of them")
-    assumed = ("assume_tps", "assume_tps_with_validation", "assume_world_size")
-    belongs = {"memory_limit_gib": "find", "write": "find", **dict.fromkeys(assumed, "plan")}
-    for option, needed in belongs.items():
-        if options[option] and not options[needed]:
-            raise UserError(f"--{option.replace('_', '-')} belongs with {'-f' if needed == 'find' else '--plan'}")
-    if options["assume_tps"] and options["assume_tps_with_validation"]:
-        raise UserError("--assume-tps and --assume-tps-with-validation: give one of them")
-    if options["restart"] and options["find"]:
-        raise UserError("--restart and -f: give one of them")
-    if checkpoint is not None and (options["restart"] or options["find"]):
-        raise UserError("a CHECKPOINT to continue from goes with neither --restart nor -f")
+@dataclass(frozen=True)
+class TrainOptions:
+    """What ddp_train.py is asked for, by the names of its options."""
+
+    find: bool
+    memory_limit_gib: float | None
+    write: bool
+    plan: bool
+    assume_tps: float | None
+    assume_tps_with_validation: float | None
+    assume_world_size: int | None
+    restart: bool
+    runs_dir: Path
+
+    def check(self, checkpoint: str | None) -> None:
+        """Raises UserError for options that mean nothing together, or with a CHECKPOINT."""
+        if self.plan and self.find:
+            raise UserError("--plan and -f: give one of them")
+        belongs = {
+            "-f": {"memory_limit_gib": self.memory_limit_gib, "write": self.write},
+            "--plan": {
+                "assume_tps": self.assume_tps,
+                "assume_tps_with_validation": self.assume_tps_with_validation,
+                "assume_world_size": self.assume_world_size,
+            },
+        }
+        for needed, is_given in (("-f", self.find), ("--plan", self.plan)):
+            for option, value in belongs[needed].items():
+                if value and not is_given:
+                    raise UserError(f"--{option.replace('_', '-')} belongs with {needed}")
+        if self.assume_tps and self.assume_tps_with_validation:
+            raise UserError("--assume-tps and --assume-tps-with-validation: give one of them")
+        if self.restart and self.find:
+            raise UserError("--restart and -f: give one of them")
+        if checkpoint is not None and (self.restart or self.find):
+            raise UserError("a CHECKPOINT to continue from goes with neither --restart nor -f")

@@ -7,7 +7,6 @@ import math
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from harness.common.errors import UserError
+from harness.common.options import TrainOptions
 from harness.common.units import GIB
 from harness.data.dataset import Dataset, check_token_ids, is_present
 from harness.data.loader import BatchLayout
@@ -349,30 +349,14 @@ def _layout(record: RunSummary | BatchLayout) -> tuple[int | None, ...]:
     return record.world_size, record.microbatch_size, record.accumulation_steps
 
 
-@dataclass(frozen=True)
-class Assumptions:
-    """What a plan is to go by, where it is not what there is: the command's options."""
-
-    tokens_per_second: float | None = None
-    tokens_per_second_with_validation: float | None = None
-    world_size: int | None = None
-    restart: bool = False
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Assumptions:
-        """Of ddp_train.py's options by their names."""
-        speeds = options["assume_tps"], options["assume_tps_with_validation"]
-        return cls(*speeds, options["assume_world_size"], options["restart"])
-
-
-def print_plan(experiment: Experiment, checkpoint: str | None, ranks: int, assumed: Assumptions) -> None:
+def print_plan(experiment: Experiment, checkpoint: str | None, ranks: int, options: TrainOptions) -> None:
     """Print what the command would do with `checkpoint` (None: with the latest) on so many ranks, if no other number is
     assumed. Raises UserError for what training would refuse."""
-    ranks = assumed.world_size or ranks
-    plan = make_plan(experiment, ranks, None if assumed.restart else planned_start(experiment, ranks, checkpoint))
+    ranks = options.assume_world_size or ranks
+    plan = make_plan(experiment, ranks, None if options.restart else planned_start(experiment, ranks, checkpoint))
     if plan.initial_weights is not None:
         check_weights_file(plan.initial_weights, experiment.model)
-    speed = assumed_speed(assumed.tokens_per_second, assumed.tokens_per_second_with_validation)
-    print(describe_plan(plan, experiment.model, plan_speed(experiment, plan.layout, speed)), flush=True)
-    if assumed.world_size is None:  # else it is another machine's disk that counts
+    assumed = assumed_speed(options.assume_tps, options.assume_tps_with_validation)
+    print(describe_plan(plan, experiment.model, plan_speed(experiment, plan.layout, assumed)), flush=True)
+    if options.assume_world_size is None:  # else it is another machine's disk that counts
         plan.check_disk(experiment.run.path)
