@@ -28,7 +28,7 @@ from harness.runs.checkpoints import Checkpoint
 from harness.runs.directory import RunDirectory
 from harness.runs.experiment import changed_settings
 from harness.runs.metrics import MetricsFile
-from harness.runs.notebook import optimizer_by_name
+from harness.runs.notebook_optimizer import optimizer_by_name
 from harness.training.async_writer import build_writer
 from harness.training.loss_meter import LossMeter
 from harness.training.reporter import Reporter, restore_summary
@@ -51,13 +51,13 @@ class Checkpointer:
         self.config = start.experiment.config
         self.writer = build_writer(in_background=self.config.async_checkpoint, is_rehearsal=start.is_rehearsal)
         self.saved_step = start.position.first_step - 1
-        self.protected: set[str] = set()  # checkpoints that keep_checkpoints never removes
+        self.protected: set[str] = set()  # the checkpoint that it began from, which keep_checkpoints does not remove
 
-    # Going on --------------------------------------------------------------------------------------------------------
+    # Restoring --------------------------------------------------------------------------------------------------------
 
     def restore(self, loader: TokenLoader) -> None:
-        """Put model, optimizer, random states and unreported losses where the start's checkpoint left them, or make
-        way for a run from the beginning. `loader` has what the step is warmed up with.
+        """Put model, optimizer, random states and unreported losses where the start's checkpoint left them; without
+        one, begin: load initial weights, set earlier results aside, seed. `loader` has what the step is warmed up with.
 
         Raises UserError if the checkpoint is another model's.
         """
@@ -94,11 +94,12 @@ class Checkpointer:
         return Checkpoint(**self.world.broadcast(lambda: vars(checkpoints.load_checkpoint(path))))
 
     def _load_states(self, saved: Checkpoint, path: Path) -> None:
-        """All but the weights. A notebook's checkpoint has neither random states nor losses."""
+        """All but the weights. A checkpoint of the lab notebook, the program that this format comes from, has neither
+        random states nor losses."""
         seed, first_step = self.config.random_seed, self.start.position.first_step
         states = (saved.optimizer, saved.scaler)
         try:
-            if self.start.is_notebooks:
+            if self.start.is_from_notebook:
                 load_notebook_optimizer(self.step, self.model.config, states)
                 seed_for_rank(seed, self.world.rank, first_step)
             else:
@@ -110,7 +111,7 @@ class Checkpointer:
     def _say_continuing(self, saved: Checkpoint, path: Path) -> None:
         say(self.world, f"{self.run.path.name}: continuing from {path.name}, {self._steps_left()} to go")
         self._say_where()
-        if self.start.is_notebooks:
+        if self.start.is_from_notebook:
             taken = "weights and optimizer" if saved.optimizer else "weights"
             tokens = self.start.position.tokens_seen
             say(self.world, f"  not written by this program: its {taken} are taken, and {tokens:,} tokens are")
@@ -129,13 +130,13 @@ class Checkpointer:
             say(self.world, f"  results and checkpoints are written by rank 0 alone, to {place}; to continue later,")
             say(self.world, "  start rank 0 where that folder is")
 
-    # Stopping --------------------------------------------------------------------------------------------------------
+    # Saving --------------------------------------------------------------------------------------------------------
 
     def save(self, state: TrainState) -> None:
-        """The checkpoint that train.json plans after the last step done; `best` points to it if the loss that decides
-        is the lowest yet."""
+        """The scheduled checkpoint after the last step done; `best` points to it if the loss that decides is the lowest
+        yet."""
         state.begin_checkpoint()
-        is_best = state.is_best_with(self._deciding_loss(state))
+        is_best = state.record_if_best(self._deciding_loss(state))
         self._save(state, is_best=is_best, planned=True)
         self.reporter.checkpoint(state, is_best=is_best)
 
@@ -147,8 +148,8 @@ class Checkpointer:
             self._save(state, during=during)
         self.finish()
 
-    def check(self) -> None:
-        """Raises what a save in the background has failed with."""
+    def raise_failed_save(self) -> None:
+        """Raises what a save in the background has failed with since."""
         self.writer.check()
 
     def check_weights(self, state: TrainState) -> None:
@@ -172,7 +173,7 @@ class Checkpointer:
 
     @contextmanager
     def saving_to_the_end(self) -> Iterator[None]:
-        """If what is inside fails, give a save that is under way some time before the process ends."""
+        """If what is inside fails, let a save in the background end before the process does, if that takes seconds."""
         try:
             yield
         except Exception:
@@ -181,7 +182,8 @@ class Checkpointer:
             raise
 
     def _deciding_loss(self, state: TrainState) -> float | None:
-        """The loss by which checkpoints are compared: validation's, for those right after one, if there is any."""
+        """The loss by which checkpoints are compared; None if that is validation's, and there was none after this step.
+        Which losses of earlier checkpoints it may be compared with: comparable_losses in harness/runs/experiment.py."""
         if not self.config.validates:
             return state.train_loss
         is_validated = self.start.position.is_due(state.global_step, self.config.validation_interval)
@@ -190,8 +192,12 @@ class Checkpointer:
     def _save(
         self, state: TrainState, *, is_best: bool = False, planned: bool = False, during: str | None = None
     ) -> None:
-        occasion: dict[str, Any] = {"is_best": is_best, "planned": planned}
-        occasion |= {f"{place}_due": during == place for place in ("validation", "benchmarks")}
+        occasion: dict[str, Any] = {
+            "is_best": is_best,
+            "planned": planned,
+            "validation_due": during == "validation",
+            "benchmarks_due": during == "benchmarks",
+        }
         with self.start.clock.phase("checkpointing"):
             self.check_weights(state)
             ranks = capture_ranks(self.meter, self.world)
@@ -230,7 +236,7 @@ class Checkpointer:
             checkpoints.prune(self.run.checkpoints, self.config.keep_checkpoints, {path.name} | self.protected)
 
 
-def leave_finished(start: Start, world: World, *, named: bool) -> None:
+def finish_already_trained(start: Start, world: World, *, named: bool) -> None:
     """A finished run: say so, and do what a process that was killed in its very last lines could not do any more.
     `named`: the checkpoint is one that the user asked for. Collective."""
     run = start.experiment.run
@@ -249,7 +255,7 @@ def rewind(run: RunDirectory, path: Path, meta: CheckpointMeta) -> None:
     MetricsFile(run.metrics).rewind_to(meta, make_aside)
 
 
-# Live objects as plain data, and back ---------------------------------------------------------------------------------
+# State captured as plain data, and restored --------------------------------------------------------------------------
 
 
 def capture_ranks(meter: LossMeter, world: World) -> dict[str, Any]:
@@ -262,8 +268,8 @@ def restore_ranks(saved: dict[str, Any], meter: LossMeter, world: World, *, seed
 
     Raises UserError for a state of something else.
     """
-    with explaining("train_state.pt"):
-        if not isinstance(saved, dict):  # a tensor would only warn of being asked for a name
+    with state_errors_as_user_errors("train_state.pt"):
+        if not isinstance(saved, dict):  # tensor["ranks"] would warn, and not raise
             raise ValueError("not a table of states")
         ranks = [(rank["window"], rank["random"]) for rank in saved["ranks"]]
         if not ranks:
@@ -289,10 +295,10 @@ def restore_optimizer(step: OptimizerStep, saved: tuple[dict[str, Any], dict[str
     Raises UserError, naming the file, for states of something else.
     """
     optimizer, scaler = saved
-    with explaining("optimizer.pt"):
+    with state_errors_as_user_errors("optimizer.pt"):
         step.optimizer.load_named_state(optimizer)
     if scaler and step.scaler.is_enabled():
-        with explaining("scaler.pt"):
+        with state_errors_as_user_errors("scaler.pt"):
             step.scaler.load_state_dict({key: _number(scaler[key]) for key in step.scaler.state_dict()})
 
 
@@ -302,7 +308,7 @@ def load_notebook_optimizer(
     """`restore_optimizer` of a notebook's states; without an optimizer's, it starts afresh."""
     optimizer, scaler = saved
     if optimizer:
-        with explaining("optimizer.pt"):
+        with state_errors_as_user_errors("optimizer.pt"):
             restore_optimizer(step, (optimizer_by_name(optimizer, step.optimizer.state_shapes(), config), scaler))
 
 
@@ -313,7 +319,7 @@ def _number(value: Any) -> float | int:
 
 
 @contextmanager
-def explaining(file: str) -> Iterator[None]:
+def state_errors_as_user_errors(file: str) -> Iterator[None]:
     """Turn what a state of unknown structure raises into UserError. Its file was read without harm, and its hash is
     right, but it holds something else."""
     try:

@@ -1,7 +1,7 @@
 """Train a GPT-2-class model: a run directory in, a trained and measured model out.
 
 The loop is `Trainer`; what happens after a step is its `after_step`. One process per device under torchrun, or plain
-`python` on one. What needs torch is imported where it is used, so that --help answers at once.
+`python` on one. What needs torch is imported in functions: --help, --plan and errors in the run's files do without.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from harness.common.errors import RunStopped, one_line_errors
-from harness.common.lasting_output import outlive_readers
-from harness.common.launcher import end_with_torchrun
+from harness.common.lasting_output import survive_closed_output
+from harness.common.launcher import exit_when_torchrun_dies
 from harness.common.libraries import configure_libraries
 from harness.common.options import POSITIVE, Command, TrainOptions
 from harness.distributed.signals import StopRequested, StopSignal
@@ -58,13 +58,13 @@ class Trainer:
     def train(self) -> None:
         """Run the steps that are left. Raises RunStopped, after a checkpoint, if a signal asked any rank to end."""
         self.stop.listen()
-        outlive_readers(self.stop.hang_up)
+        survive_closed_output(self.stop.hang_up)
         self.reporter.console.start()
         steps = range(self.start.position.first_step, self.start.position.total_steps)
         try:
             if self.start.interrupted_in:  # a signal came in the middle of what follows the last step
                 self.after_step(self.state.global_step, first=self.start.interrupted_in)
-            for step in self.stop.steps(self.world, steps, between=self.checkpointer.check):
+            for step in self.stop.steps(self.world, steps, between=self.checkpointer.raise_failed_save):
                 self.train_step(step)
                 self.after_step(step)
             self.checkpointer.finish()
@@ -75,7 +75,7 @@ class Trainer:
             raise RunStopped(request.signal) from None
 
     def train_step(self, step: int) -> None:
-        """One update of the weights. The device may still be busy with it afterwards."""
+        """One update of the weights. The device may still be at it afterwards."""
         with self.start.clock.phase("training"), self.world.watchdog.guard(Place(step, "step")):
             microbatches = self.loader.microbatches(step - self.start.position.first_step, self.world.rank)
             self.meter.add(self.optimizer_step.run(microbatches, self.schedule.multiplier(step)))
@@ -84,7 +84,7 @@ class Trainer:
         self.reporter.console.advance()
 
     def after_step(self, step: int, *, first: str = "report") -> None:
-        """What is due after a step, from `first` on; all of it before the checkpoint, so that that knows of it."""
+        """What is due after a step, from `first` on; all of it before the checkpoint, which includes the results."""
         due = due_after(step, self.start.position, self.start.experiment.config, first=first)
         if "report" in due:
             self.report(step)
@@ -106,14 +106,15 @@ class Trainer:
             self.checkpointer.check_weights(self.state)
 
     def report(self, step: int) -> None:
-        """Wait for the device, and tell the losses since the last report. Raises RunError for a run that diverges."""
+        """Wait for the device, and report the losses since the last report. Raises RunError if too many gradients in a
+        row were not finite."""
         with self.start.clock.phase("training"):
             with self.world.watchdog.guard(Place(step, "report")):
                 self.meter.synchronize()
             metrics = self.meter.reduce(self.world)
             self.state.add_report(metrics.loss, metrics.microbatches, metrics.skipped_steps)
             self.reporter.training(metrics, self.state, self.optimizer_step.optimizer.learning_rate)
-        metrics.check_divergence(step, self.start.experiment.config.max_skipped_steps, self.world)
+        metrics.check_skipped_steps(step, self.start.experiment.config.max_skipped_steps, self.world)
 
 
 @click.command(cls=Command)
@@ -145,7 +146,7 @@ def main(run: str, datasets_dir: Path, checkpoint: str | None, **given: Any) -> 
     On all GPUs of a machine:
         uv run torchrun --nproc_per_node=8 ddp_train.py 8xa100m40 datasets
     """
-    end_with_torchrun()
+    exit_when_torchrun_dies()
     configure_libraries()
     with one_line_errors():
         options = TrainOptions(**given)
@@ -157,7 +158,7 @@ def main(run: str, datasets_dir: Path, checkpoint: str | None, **given: Any) -> 
         read_ranking()  # first: a launcher's leftovers would make this another run than was meant
         found = RunDirectory.find(options.runs_dir, run)
         experiment = Experiment.load(found, datasets_dir)
-        experiment.check_dataset(ask_hub=not options.plan and local_rank() == 0)  # as one of a machine downloads
+        experiment.check_dataset(ask_hub=not options.plan and local_rank() == 0)  # one process a machine asks
         if options.plan:
             from harness.runs.plan import print_plan
 
@@ -175,16 +176,16 @@ def main(run: str, datasets_dir: Path, checkpoint: str | None, **given: Any) -> 
 
 def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> None:
     """Start, continue, or find that there is nothing left to do."""
-    from checkpointing import leave_finished
+    from checkpointing import finish_already_trained
     from harness.distributed.world import World
     from harness.training import startup
     from harness.training.clock import Clock
 
     clock, stop = Clock(), StopSignal()
-    world = World.join(is_stopping=stop.is_set)
+    world = World.join(is_stopping=stop.is_set)  # it listens from Trainer.train on
     start = startup.prepare(experiment, world, clock, checkpoint, restart=restart)
     if start.is_finished:
-        leave_finished(start, world, named=checkpoint is not None)
+        finish_already_trained(start, world, named=checkpoint is not None)
     else:
         with startup.explained_failures(experiment.config.microbatch_size, stop):
             trainer = build_trainer(start, world, stop)
@@ -238,7 +239,7 @@ def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
 
 
 def build_rehearsal(experiment: Experiment, dataset: Dataset, folder: Path, world: World) -> Trainer:
-    """For the search for a microbatch: what trains on one sequence a step, and leaves its results in `folder`."""
+    """A Trainer of one process with microbatches of one, which writes into `folder`: for -f."""
     from harness.training.startup import Start
 
     return build_trainer(Start.rehearsal(experiment, dataset, folder), world, StopSignal())

@@ -1,4 +1,4 @@
-"""The model: GPT-2's architecture and its initialisation; harness/model/config.py has its shape and what it costs.
+"""The model: GPT-2's architecture and its initialisation; harness/model/config.py has its configuration and costs.
 
 Shapes in names: B sequences, T tokens each, C = emb_dim, H heads of D = C / H, V vocabulary.
 """

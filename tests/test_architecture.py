@@ -61,7 +61,7 @@ BEFORE_TORCH = [
     "harness.distributed.environment",
     "harness.runs.experiment",
     "harness.model.config",
-    "harness.runs.checkpoint_folder",
+    "harness.runs.checkpoint_lookup",
     "harness.runs.plan",
     "harness.runs.checkpoint_meta",
     "harness.runs.summary",

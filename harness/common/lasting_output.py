@@ -35,7 +35,7 @@ class LastingFile(io.FileIO):
         return memoryview(data).nbytes
 
 
-def outlive_readers(when_gone: Callable[[], None]) -> None:
+def survive_closed_output(when_gone: Callable[[], None]) -> None:
     """From here on lost output is no error: `when_gone` is called, once for each of the two streams, and the rest is
     dropped."""
     sys.stdout = _lasting(sys.stdout, when_gone)

@@ -52,7 +52,7 @@ def started_by_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def end_with_torchrun() -> None:
+def exit_when_torchrun_dies() -> None:
     """From here on this process ends soon after the torchrun that started it, if one did."""
     global _launcher
     if _launcher is not None or not started_by_torchrun():
@@ -68,7 +68,7 @@ def is_gone() -> bool:
     return _launcher is not None and _launcher.has_ended()
 
 
-def ask_before_the_end(ask: Callable[[], None]) -> None:
+def on_torchrun_death(ask: Callable[[], None]) -> None:
     """Once torchrun has ended call `ask`, in another thread than this one, and give the process ENDING_SECONDS to end
     by itself. Without such a function it is ended at once."""
     global _ask_to_stop

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from harness.common.errors import UserError
 from harness.data.dataset import Dataset, dataset_folder, is_present
-
-if TYPE_CHECKING:
-    pass
 
 
 def ensure_dataset(datasets_dir: Path, name: str, splits: list[str]) -> None:

@@ -66,11 +66,11 @@ class TokenLoader:
         size = self.layout.microbatch_tokens
         return Microbatch(self.tokens.read(self.start_token + index * size, size + 1), self.layout.context_length)
 
-    def microbatches(self, step: int, rank: int) -> list[Microbatch]:
-        """What `rank` trains on in the slice's `step`: in accumulation step a of A, microbatch
-        (step·A + a)·world_size + rank."""
+    def microbatches(self, steps_from_start: int, rank: int) -> list[Microbatch]:
+        """What `rank` trains on in the step that is so many after the one at the start token: in accumulation step a of
+        A, microbatch (steps_from_start·A + a)·world_size + rank."""
         steps, size = self.layout.accumulation_steps, self.layout.world_size
-        return [self.microbatch((step * steps + a) * size + rank) for a in range(steps)]
+        return [self.microbatch((steps_from_start * steps + a) * size + rank) for a in range(steps)]
 
 
 def num_whole_batches(wanted: int, available: int, batch_tokens: int) -> int:

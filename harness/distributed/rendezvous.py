@@ -24,15 +24,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore, rendezvous  # type: ignore[attr-defined]
 
-from harness.common.errors import RunError, UserError
+from harness.common.errors import RunError
 from harness.common.launcher import started_by_torchrun
 from harness.distributed.connection_errors import explained_addresses, leaving_with_peers
 from harness.distributed.environment import Ranking
+from harness.distributed.watchdog import LONGEST_TIMEOUT_SECONDS
 
 POLL_SECONDS = 0.02
-CONTROL_TIMEOUT = timedelta(days=7)
-DEFAULT_TIMEOUT_SECONDS = 600.0
-TIMEOUT_VARIABLE = "COLLECTIVE_TIMEOUT_SECONDS"
+CONTROL_TIMEOUT = timedelta(seconds=LONGEST_TIMEOUT_SECONDS)
 # The watchdog, which can say more and knows what may take long, comes first: these are for what it does not look at.
 BACKSTOP_SECONDS = 3600.0
 WAITING_SECONDS = 15.0  # without a word
@@ -73,20 +72,6 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> Process
     with explained_addresses():
         control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
     return ProcessGroups(control, PrefixStore(restart_id, _own_connection()))
-
-
-def collective_timeout_seconds() -> float:
-    """How long a rank may stand still in an exchange, which the user may set. Raises UserError if that is no number."""
-    text = os.environ.get(TIMEOUT_VARIABLE, str(DEFAULT_TIMEOUT_SECONDS))
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= CONTROL_TIMEOUT.total_seconds():
-        raise UserError(
-            f"{TIMEOUT_VARIABLE}: {text!r} is not a number of seconds; unset it for {DEFAULT_TIMEOUT_SECONDS:g}"
-        )
-    return seconds
 
 
 class Store(Protocol):

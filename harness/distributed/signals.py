@@ -47,7 +47,7 @@ class StopSignal:
         for number in STOPPING_SIGNALS:
             if number != signal.SIGHUP or not ignores_hangup():
                 signal.signal(number, self._note)
-        launcher.ask_before_the_end(self.hang_up)
+        launcher.on_torchrun_death(self.hang_up)
 
     def hang_up(self) -> None:
         """Whoever could stop this process, or read what it says, is gone."""

@@ -17,12 +17,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from harness.common import launcher
-from harness.common.errors import tell_soon
+from harness.common.errors import UserError, tell_soon
 from harness.common.exit import EXIT
 from harness.common.processes import ProcessName
 from harness.distributed.diagnosis import Fault, Timeouts, diagnose
 from harness.distributed.heartbeat import IDLE, Heartbeat, Heartbeats, LastHeartbeat
 
+DEFAULT_TIMEOUT_SECONDS = 600.0
+LONGEST_TIMEOUT_SECONDS = 7 * 86400.0
+TIMEOUT_VARIABLE = "COLLECTIVE_TIMEOUT_SECONDS"
 POLL_SECONDS = 2.0
 POLLS_IN_TIMEOUT = 5
 # A rank that ends because of an error tells it itself, and its peers' main threads hear of it: let them speak first.
@@ -192,3 +195,17 @@ class NoWatchdog(Watchdog):
 
     def __init__(self) -> None:
         super().__init__(0, float("inf"))
+
+
+def collective_timeout_seconds() -> float:
+    """How long a rank may stand still in an exchange, which the user may set. Raises UserError if that is no number."""
+    text = os.environ.get(TIMEOUT_VARIABLE, str(DEFAULT_TIMEOUT_SECONDS))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= LONGEST_TIMEOUT_SECONDS:
+        raise UserError(
+            f"{TIMEOUT_VARIABLE}: {text!r} is not a number of seconds; unset it for {DEFAULT_TIMEOUT_SECONDS:g}"
+        )
+    return seconds

@@ -18,7 +18,7 @@ from harness.distributed import rendezvous, tensor_codec
 from harness.distributed.connection_errors import leaving_with_peers
 from harness.distributed.environment import read_ranking
 from harness.distributed.tensor_codec import TensorSlot
-from harness.distributed.watchdog import NoWatchdog, Watchdog, never
+from harness.distributed.watchdog import NoWatchdog, Watchdog, collective_timeout_seconds, never
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ class World:
         numbers = here.rank, here.local_rank, here.world_size, here.local_world_size
         if here.world_size == 1:
             return cls(*numbers, device)
-        timeout = rendezvous.collective_timeout_seconds()
+        timeout = collective_timeout_seconds()
         groups = rendezvous.join(here, device, timeout)
         watchdog = Watchdog(here.rank, timeout, is_stopping)
         world = cls(*numbers, device, watchdog, groups.control)

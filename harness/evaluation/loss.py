@@ -116,15 +116,15 @@ class TestSlice:
 
         Raises UserError if the split is too short for it.
         """
-        is_notebooks = split == "validation" and len(tokens) > NOTEBOOK_START_TOKEN
-        start = NOTEBOOK_START_TOKEN if is_notebooks else 0
+        is_from_notebook = split == "validation" and len(tokens) > NOTEBOOK_START_TOKEN
+        start = NOTEBOOK_START_TOKEN if is_from_notebook else 0
         if options.start_token is not None:
             start = options.start_token
         layout = BatchLayout(1, 1, options.batch_size, context_length)
         there = (len(tokens) - start - 1) // layout.microbatch_tokens
         batches = options.batches
         if batches is None:
-            batches = min(there, NOTEBOOK_BATCHES) if is_notebooks else there
+            batches = min(there, NOTEBOOK_BATCHES) if is_from_notebook else there
         if not 0 < batches <= there:
             least = max(batches, 1)
             wanted = start + least * layout.microbatch_tokens + 1

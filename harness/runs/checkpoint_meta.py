@@ -30,7 +30,7 @@ OWN_KEYS = {"sha256", "model", "train", "tokens_seen"}
 
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 Seconds = Annotated[float, Field(ge=0, lt=1e12)]
-Ranks = Annotated[int, Field(ge=1, lt=2**31)]
+WorldSize = Annotated[int, Field(ge=1, lt=2**31)]
 Loss = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -87,7 +87,7 @@ class TrainState:
         self.train_loss = self.loss_sum / self.loss_count if self.loss_count else None
         self.loss_sum, self.loss_count = 0.0, 0
 
-    def is_best_with(self, loss: float | None) -> bool:
+    def record_if_best(self, loss: float | None) -> bool:
         """Whether this loss, if there is one, is the lowest so far; it is remembered then."""
         if loss is None or not loss < (math.inf if self.best_loss is None else self.best_loss):
             return False
@@ -140,7 +140,7 @@ class CheckpointMeta(BaseModel):
     # Where and how it was trained
     seconds: dict[str, Seconds] = {}  # by phase
     metrics_bytes: Count = 0  # size of metrics.jsonl
-    world_size: Ranks | None = None
+    world_size: WorldSize | None = None
     microbatch_size: Count | None = None
     accumulation_steps: Count | None = None
     device: str | None = None
@@ -169,7 +169,7 @@ class CheckpointMeta(BaseModel):
         return "validation" if self.validation_due else "benchmarks" if self.benchmarks_due else None
 
     @property
-    def is_notebooks(self) -> bool:
+    def is_from_notebook(self) -> bool:
         """Whether it is the notebook's, rather than a damaged one of ours."""
         return not OWN_KEYS & self.model_fields_set
 
@@ -218,7 +218,7 @@ def upgrade_notebook_meta(meta: CheckpointMeta, provenance: Provenance | None, g
     """A notebook's meta.json with what ours would say: it belongs to the run that it is put into (`provenance`, if that
     is known yet), and saw `global_tokens` tokens in each step, of which nobody has recorded the seconds. One of ours
     stays as it is."""
-    if not meta.is_notebooks:
+    if not meta.is_from_notebook:
         return meta
     seen = (meta.global_step + 1) * global_tokens
     unmeasured = {"seconds": {}, "foreign_tokens": seen, "measured_from_tokens": seen, "measured_from_seconds": 0.0}

@@ -1,4 +1,4 @@
-"""Checkpoints: what one holds; saving, verifying, loading and pruning them; checkpoint_folder.py finds them.
+"""Checkpoints: what one holds; saving, verifying, loading and pruning them; checkpoint_lookup.py finds them.
 
 A checkpoint is a folder `<YYYYMMDDZHHMMSS>-iteration-<step>`. It is written under a hidden name, flushed to disk and
 renamed, and the links `latest` and `best` are replaced in one rename each, so that whatever has a name is whole.
@@ -27,10 +27,10 @@ from harness.common.files import check_name, draft_folder, move, rename_whole, s
 from harness.common.memory import is_out_of_memory, says_out_of_memory
 from harness.model.tensor_names import META, WEIGHTS
 from harness.model.weights import load_weights, save_weights
-from harness.runs.checkpoint_folder import BEST, FOREIGN, LATEST, refuse_unnamed
-from harness.runs.checkpoint_folder import choose_start as choose_start
-from harness.runs.checkpoint_folder import find_checkpoint as find_checkpoint
-from harness.runs.checkpoint_folder import list_checkpoints as list_checkpoints
+from harness.runs.checkpoint_lookup import BEST, FOREIGN, LATEST, refuse_unnamed
+from harness.runs.checkpoint_lookup import choose_start as choose_start
+from harness.runs.checkpoint_lookup import find_checkpoint as find_checkpoint
+from harness.runs.checkpoint_lookup import list_checkpoints as list_checkpoints
 from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, verify_meta, write_meta
 
 TEMPORARY_PREFIX = ".saving-"
@@ -162,7 +162,7 @@ def open_start(folder: Path, name: str | None) -> tuple[Path, CheckpointMeta] | 
         if start is None:
             return None
         meta = read_meta(start)
-        if not meta.is_notebooks:
+        if not meta.is_from_notebook:
             verify_checkpoint(start)
     except UserError as error:
         whole = newest_whole(folder)
@@ -186,7 +186,7 @@ def newest_whole(folder: Path) -> Path | None:
 def verify_checkpoint(path: Path) -> None:
     """Compare every file with meta.json's hashes. Raises UserError naming the first that is missing or damaged."""
     meta = read_meta(path)
-    if meta.is_notebooks:
+    if meta.is_from_notebook:
         raise UserError(f"{path}: {FOREIGN}")
     if (path / META).resolve().parent != path.resolve():
         raise UserError(f"{path / META}: leads out of the checkpoint")
@@ -210,7 +210,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint that `open_start` has found. Raises UserError naming a file that cannot be read."""
     meta = read_meta(path)
     has_scaler = (path / SCALER).exists()
-    foreign = meta.is_notebooks
+    foreign = meta.is_from_notebook
     return Checkpoint(
         weights=load_weights(path / WEIGHTS),
         optimizer={} if foreign and not (path / OPTIMIZER).exists() else _load_state(path / OPTIMIZER),

@@ -20,7 +20,7 @@ from harness.common.units import GIB
 from harness.data.dataset import Dataset, check_token_ids, is_present
 from harness.data.loader import BatchLayout
 from harness.model.tensor_names import check_weights_file
-from harness.runs.checkpoint_folder import choose_start, refuse_unnamed
+from harness.runs.checkpoint_lookup import choose_start, refuse_unnamed
 from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, upgrade_notebook_meta
 from harness.runs.experiment import Experiment, Position
 from harness.runs.optimizer_state import optimizer_state_bytes

@@ -39,7 +39,7 @@ from harness.data.loader import Microbatch
 from harness.distributed.world import World
 from harness.evaluation.loss import microbatch_losses
 from harness.runs.experiment import Experiment
-from harness.training.rehearsal import Rehearsal, Trainer
+from harness.training.rehearsal import Rehearsal, RehearsedTrainer
 from harness.training.startup import fetch_dataset, remark_on_machine, say
 from harness.training.step import OptimizerStep, StepResult
 
@@ -51,7 +51,7 @@ SEARCH_SECONDS = 600.0  # on the CPU, where a probe may take minutes, none is be
 PROBE_ACCUMULATION = 2  # a second microbatch meets the gradients of the first; a third needs nothing more
 
 # Builds, for one process, what trains an experiment on a dataset and leaves its results in a folder.
-BuildTrainer = Callable[[Experiment, Dataset, Path, World], Trainer]
+BuildTrainer = Callable[[Experiment, Dataset, Path, World], RehearsedTrainer]
 
 
 def report_max_microbatch(
@@ -187,7 +187,7 @@ class MicrobatchProbe:
         """Try `PROBE_STEPS` steps; every rank's answer is the same. Raises SearchTooLong for a probe without an end."""
         self._announce(microbatch_size)
         meter, began = PeakMeter(self.world.device), time.monotonic()
-        fitted = self.trains(microbatch_size)
+        fitted = self.fits_here(microbatch_size)
         peak = meter.peak_bytes()
         if self.largest or not fitted:  # the first has compiled, imported and rehearsed
             self.seconds_each = (time.monotonic() - began) / microbatch_size
@@ -218,7 +218,7 @@ class MicrobatchProbe:
         guesses = self.world.gather(int(own) if own is not None and 0 < own < 2**31 else 0)
         return min(guesses) or None
 
-    def trains(self, microbatch_size: int) -> bool:
+    def fits_here(self, microbatch_size: int) -> bool:
         """Whether this rank has the memory for what training does; once, also for what it does between two steps."""
         try:
             if self._step is None:
@@ -292,7 +292,7 @@ def load_libraries(experiment: Experiment, world: World, dataset: Dataset, rehea
         rehearse=rehearsal.rehearse,
         largest_token=experiment.model.vocab_size - 1,
     )
-    loaded = world.all_true(probe.trains(1))
+    loaded = world.all_true(probe.fits_here(1))
     release_memory(world.device)
     if not loaded:
         raise world.collective_error("the program alone takes more memory than this process may have (ulimit -d)")

@@ -14,7 +14,7 @@ from harness.common.errors import RunError, UserError
 from harness.data.loader import TokenLoader
 from harness.data.tokenizers.load import load_tokenizer
 from harness.data.tokenizers.tokenizer import Tokenizer
-from harness.distributed.sharing import Ranks
+from harness.distributed.shared_work import SharedWork
 from harness.distributed.signals import StopRequested, StopSignal
 from harness.distributed.watchdog import Place
 from harness.distributed.world import World
@@ -64,8 +64,8 @@ class Evaluations:
         assert count is not None
         assert start_token is not None
         loader = TokenLoader(self.dataset.split("validation"), start_token, self.layout)
-        ranks = Ranks(self.world, self.config.validation_ranks == "all", self.stop, Place(step, "validation"))
-        losses = losses_over_ranks(self.model, loader, count, self.precision, ranks)
+        work = SharedWork(self.world, self.config.validation_ranks == "all", self.stop, Place(step, "validation"))
+        losses = losses_over_ranks(self.model, loader, count, self.precision, work)
         if losses is None:
             raise StopRequested(max(self.world.gather(self.stop.signal)), during="validation")
         return mean(losses)
@@ -77,7 +77,7 @@ class Evaluations:
         """
         assert self.run_benchmarks is not None, "loaded before the first step"
         try:
-            scores = self.run_benchmarks.scores(Ranks(self.world, True, self.stop, Place(step, "benchmarks")))
+            scores = self.run_benchmarks.scores(SharedWork(self.world, True, self.stop, Place(step, "benchmarks")))
         except EvaluationFailed as error:
             if self.world.is_main:
                 warnings.warn(f"global step {step}: no benchmarks: {error}", stacklevel=2)
@@ -101,19 +101,19 @@ class Evaluations:
 
 
 def losses_over_ranks(
-    model: nn.Module, loader: TokenLoader, count: int, precision: Precision, ranks: Ranks
+    model: nn.Module, loader: TokenLoader, count: int, precision: Precision, work: SharedWork
 ) -> list[float] | None:
     """The losses of the loader's first `count` microbatches, in their order, so that their sum is the same however they
     are shared out; None if a rank was asked to stop meanwhile. The same on every rank."""
-    world = ranks.world
-    mine = range(world.rank, count, world.size) if ranks.shared else range(count if world.is_main else 0)
+    world = work.world
+    mine = range(world.rank, count, world.size) if work.shared else range(count if world.is_main else 0)
     losses: list[float] | None = None
-    with contextlib.suppress(StopRequested), ranks.at_work(mine):
-        losses = microbatch_losses(model, map(loader.microbatch, ranks.heeding(mine)), precision)
+    with contextlib.suppress(StopRequested), work.guarded(mine):
+        losses = microbatch_losses(model, map(loader.microbatch, work.until_stopped(mine)), precision)
     parts = [part for part in world.gather(losses) if part is not None]
     if len(parts) < world.size:
         return None
-    if not ranks.shared:
+    if not work.shared:
         return parts[0]
     return [parts[index % world.size][index // world.size] for index in range(count)]
 
@@ -134,20 +134,20 @@ class Failure:
         return cls(text[:REASON_CHARACTERS])
 
 
-class Sharing:
+class SharedBatches:
     """Scorer's `each_batch` for all ranks: each takes every world-size-th batch, and gets the results of all."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
+    def __init__(self, work: SharedWork) -> None:
+        self.shared = work
 
-    def __call__(self, work: Callable[[Any], Any], batches: Sequence[Any]) -> list[Any]:
+    def __call__(self, evaluate: Callable[[Any], Any], batches: Sequence[Any]) -> list[Any]:
         """Raises StopRequested or EvaluationFailed, on every rank, if a rank was asked to stop, or failed."""
-        rank, size = self.ranks.world.rank, self.ranks.world.size
+        rank, size = self.shared.world.rank, self.shared.world.size
         mine = range(rank, len(batches), size)
         found: list[Any] | Failure | None = None
         try:
-            with self.ranks.at_work(mine):
-                found = [work(batches[index]) for index in self.ranks.heeding(mine)]
+            with self.shared.guarded(mine):
+                found = [evaluate(batches[index]) for index in self.shared.until_stopped(mine)]
         except StopRequested:
             pass
         except Exception as error:  # the others wait for what this rank has to say
@@ -158,7 +158,7 @@ class Sharing:
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's value. A Failure among them ends the evaluation on all ranks, so that none waits for another
         in an exchange that does not come; None is of one that was asked to stop."""
-        values = self.ranks.world.gather(value)
+        values = self.shared.world.gather(value)
         failures = [each for each in values if isinstance(each, Failure)]
         if failures:
             raise EvaluationFailed(failures[0].reason)
@@ -196,12 +196,12 @@ class RunBenchmarks:
         world.on_each_node(lambda: found.append(load(tasks)))
         return cls(found[0] if found else load(tasks), scorer, tokenizer, config.benchmark_examples)
 
-    def scores(self, ranks: Ranks) -> list[Score] | None:
+    def scores(self, work: SharedWork) -> list[Score] | None:
         """The scores of what train.json names, the same on every rank; None if a rank was asked to stop meanwhile.
 
         Collective. Raises EvaluationFailed, on every rank, if they cannot be had.
         """
-        sharing = Sharing(ranks)
+        sharing = SharedBatches(work)
         try:
             try:
                 results = run(self.benchmarks, self.scorer.sharing(sharing), self.tokenizer, limit=self.examples)

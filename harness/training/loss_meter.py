@@ -25,7 +25,7 @@ class TrainMetrics:
     skipped_steps: int
     skipped_in_a_row: int
 
-    def check_divergence(self, step: int, max_skipped_steps: int, world: World) -> None:
+    def check_skipped_steps(self, step: int, max_skipped_steps: int, world: World) -> None:
         """Raises RunError if too many steps in a row were skipped. Every rank has the same metrics, and so comes to the
         same end."""
         if self.skipped_in_a_row >= max_skipped_steps:

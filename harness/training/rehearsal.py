@@ -27,8 +27,8 @@ class Saver(Protocol):
     def finish(self) -> None: ...
 
 
-class Trainer(Protocol):
-    """Of ddp_train.Trainer, what is used here. Its run directory is a folder that goes away."""
+class RehearsedTrainer(Protocol):
+    """Of ddp_train.RehearsedTrainer, what is used here. Its run directory is a folder that goes away."""
 
     world: World  # of this process alone
     state: TrainState
@@ -46,8 +46,8 @@ class Rehearsal:
     """On the ranks of `world`, each on its own; the first saves and draws."""
 
     world: World
-    build_trainer: Callable[[World], Trainer]
-    _trainer: Trainer | None = None
+    build_trainer: Callable[[World], RehearsedTrainer]
+    _trainer: RehearsedTrainer | None = None
 
     def build_step(self) -> OptimizerStep:
         self._trainer = self.build_trainer(World(0, self.world.local_rank, 1, 1, self.world.device))
@@ -80,7 +80,7 @@ class Rehearsal:
             with suppress(UserError):  # training will say it
                 trainer.reporter.sample(trainer.evaluations.sample(), trainer.state)
 
-    def _draw(self, trainer: Trainer, loss: float) -> None:
+    def _draw(self, trainer: RehearsedTrainer, loss: float) -> None:
         from harness.runs.chart import draw_training_chart
 
         run = trainer.reporter.run

@@ -41,7 +41,7 @@ class Start:
     clock: Clock  # has the seconds of earlier parts of the run
     checkpoint: Path | None = None  # to continue from
     meta: CheckpointMeta | None = None  # what it says of itself; a notebook's with what ours would say
-    is_notebooks: bool = False
+    is_from_notebook: bool = False
     lock: RunLock | None = None
     is_rehearsal: bool = False  # in a folder that goes away, and without a word
 
@@ -79,7 +79,7 @@ class Start:
         state, now = self.meta.state(), Conditions(world.size, world.device_name, self.provenance.train)
         if not same_conditions(self.meta.conditions, now):  # the speed is that of today's batch on today's machine
             state.measure_from_here(self.clock.seconds["training"])
-        if self.is_notebooks or not comparable_losses(self.meta, self.provenance):
+        if self.is_from_notebook or not comparable_losses(self.meta, self.provenance):
             state.forget_best()
         return state
 
@@ -104,7 +104,7 @@ def prepare(experiment: Experiment, world: World, clock: Clock, checkpoint: str 
     path, meta = world.on_rank0(choose) or (None, None)
     if world.on_rank0(lambda: lock.began_before or not restart):
         refuse_wrong_machine(world, run)
-    is_notebooks = meta is not None and meta.is_notebooks
+    is_from_notebook = meta is not None and meta.is_from_notebook
     if meta:
         meta = upgrade_notebook_meta(meta, experiment.provenance(dataset), layout.global_tokens)
         clock.add(meta.seconds)
@@ -113,7 +113,7 @@ def prepare(experiment: Experiment, world: World, clock: Clock, checkpoint: str 
     world.on_rank0(lambda: plan.check_disk(run.path))
     assert plan.position is not None, "the dataset is here"
     checkpoints.check_tokenizer(dataset.tokenizer)
-    return Start(experiment, dataset, layout, plan.position, clock, path, meta, is_notebooks, lock)
+    return Start(experiment, dataset, layout, plan.position, clock, path, meta, is_from_notebook, lock)
 
 
 def fetch_dataset(world: World, datasets_dir: Path, name: str, splits: list[str]) -> Dataset:

@@ -32,7 +32,7 @@ sys.path.insert(0, {root!r})
 {before}
 from harness.common import launcher
 launcher.POLL_SECONDS = 0.05
-launcher.end_with_torchrun()
+launcher.exit_when_torchrun_dies()
 pathlib.Path({mark!r}).write_text(str(os.getpid()))
 {after}
 time.sleep(60)

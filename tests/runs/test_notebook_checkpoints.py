@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gpt import ModelConfig, load_model
 from harness.common.json_files import read_json_object
-from harness.runs.notebook import optimizer_by_name
+from harness.runs.notebook_optimizer import optimizer_by_name
 from tests.support.launch import MODEL, Workshop, metrics
 from tests.support.notebook_model import NotebookRun
 

@@ -117,13 +117,13 @@ def in_gradients(change: Callable[[torch.Tensor], torch.Tensor | None], *, rank:
 def after_first_evaluated(action: Action, *, step: int) -> None:
     """Run `action` in the validation of a global step, after its first microbatch."""
 
-    def heeding(original: Callable[..., Any], self: Any, indexes: range) -> Iterator[int]:
+    def until_stopped(original: Callable[..., Any], self: Any, indexes: range) -> Iterator[int]:
         for count, index in enumerate(original(self, indexes)):
             if count == 1 and Now.step == step:
                 action()
             yield index
 
-    around("harness.distributed.sharing:Ranks.heeding", heeding)
+    around("harness.distributed.shared_work:SharedWork.until_stopped", until_stopped)
 
 
 def drift_before(step: int, rank: int) -> None:

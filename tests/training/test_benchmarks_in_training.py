@@ -21,14 +21,14 @@ import harness.runs.chart
 from gpt import GPTModel, ModelConfig, load_model
 from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
-from harness.distributed.sharing import Ranks
+from harness.distributed.shared_work import SharedWork
 from harness.distributed.signals import StopRequested, StopSignal
 from harness.distributed.watchdog import NoWatchdog, Place
 from harness.distributed.world import World
 from harness.evaluation.likelihood import Scorer
 from harness.model.precision import Precision
 from harness.runs.metrics import read_metrics
-from harness.training.evaluations import EvaluationFailed, Sharing
+from harness.training.evaluations import EvaluationFailed, SharedBatches
 from tests.support.benchmark_files import sentence, write_task
 from tests.support.launch import Workshop, finish, metrics, without_times
 from tests.support.same_end import assert_same_end
@@ -142,15 +142,15 @@ def picture_height(path: Path) -> int:
 # A signal in the middle of a step's benchmarks, between kinds of requests, to rank 1 alone.
 SIGNAL = """
 import os, signal, time
-from harness.training.evaluations import Sharing
-share, calls = Sharing.__call__, []
+from harness.training.evaluations import SharedBatches
+share, calls = SharedBatches.__call__, []
 def interrupted(self, work, batches):
-    calls.append(self.ranks.place.step)
+    calls.append(self.shared.place.step)
     if calls.count(STEP) == 2 and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.1)
     return share(self, work, batches)
-Sharing.__call__ = interrupted
+SharedBatches.__call__ = interrupted
 """
 
 
@@ -196,7 +196,7 @@ def test_what_is_wrong_is_told_before_the_first_step(shop: Workshop) -> None:
     assert not (run / "metrics.jsonl").exists()
 
 
-# Sharing out, on ranks that are threads
+# SharedBatches out, on ranks that are threads
 
 
 class Meeting:
@@ -214,7 +214,7 @@ class Meeting:
         return found
 
 
-def on_ranks(size: int, work: Callable[[Sharing], Any], stopping: Sequence[int] = ()) -> list[Any]:
+def on_ranks(size: int, work: Callable[[SharedBatches], Any], stopping: Sequence[int] = ()) -> list[Any]:
     """What `work` returns or raises on each of `size` ranks; those in `stopping` are asked to stop."""
     meeting, found = Meeting(size), [None] * size
 
@@ -227,7 +227,7 @@ def on_ranks(size: int, work: Callable[[Sharing], Any], stopping: Sequence[int] 
         stop = StopSignal()
         stop.signal = signal.SIGTERM if rank in stopping else 0
         try:
-            found[rank] = work(Sharing(Ranks(world, True, stop, Place(0, "benchmarks"))))
+            found[rank] = work(SharedBatches(SharedWork(world, True, stop, Place(0, "benchmarks"))))
         except Exception as error:
             found[rank] = error  # type: ignore[call-overload]
 
@@ -257,7 +257,7 @@ def test_shares_make_the_same_whole(size: int) -> None:
 
 
 def test_a_rank_that_fails_or_stops_ends_it_for_all() -> None:
-    def failing(sharing: Sharing) -> Any:
+    def failing(sharing: SharedBatches) -> Any:
         def work(batch: int) -> int:
             if batch == 4:
                 raise ValueError("a faulty\nbatch")
@@ -285,9 +285,9 @@ def test_a_failure_outside_the_batches_reaches_ranks_inside_them(shop: Workshop)
     tokenizer: Tokenizer = load_tokenizer(shop.datasets / "local" / "text" / "tokenizer.json")
     scorer = Scorer(small_model(), FP32, VOCAB_SIZE, 2)
 
-    def work(sharing: Sharing) -> Any:
-        if sharing.ranks.world.rank == 1:
-            return RunBenchmarks(Broken({}, {}, []), scorer, tokenizer, 3).scores(sharing.ranks)
+    def work(sharing: SharedBatches) -> Any:
+        if sharing.shared.world.rank == 1:
+            return RunBenchmarks(Broken({}, {}, []), scorer, tokenizer, 3).scores(sharing.shared)
         return sharing(lambda batch: batch, range(4))
 
     found = on_ranks(2, work)

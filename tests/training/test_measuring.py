@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from gpt import GPTModel, ModelConfig
 from harness.data.dataset import TokenFile
 from harness.data.loader import BatchLayout, Microbatch, TokenLoader
-from harness.distributed.sharing import Ranks
+from harness.distributed.shared_work import SharedWork
 from harness.distributed.signals import StopSignal
 from harness.distributed.watchdog import Place
 from harness.distributed.world import World
@@ -79,10 +79,10 @@ def test_validation_is_the_mean_without_dropout_and_leaves_the_mode_and_random_s
     reader = TokenLoader(TokenFile(path), 3, BatchLayout(1, 1, 2, 8))
     precision, before = Precision("fp32", "cpu"), torch.get_rng_state()
 
-    def ranks(*, shared: bool, signal: int = 0) -> Ranks:
+    def ranks(*, shared: bool, signal: int = 0) -> SharedWork:
         stop = StopSignal()
         stop.signal = signal
-        return Ranks(ALONE, shared, stop, Place(0, "validation"))
+        return SharedWork(ALONE, shared, stop, Place(0, "validation"))
 
     losses = losses_over_ranks(model, reader, 4, precision, ranks(shared=False))
     assert losses is not None

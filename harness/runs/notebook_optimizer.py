@@ -1,7 +1,7 @@
 """The optimizer's state in checkpoints of the lab notebook's program.
 
 They hold model.safetensors, optimizer.pt (AdamW's state dict), scaler.pt, and a meta.json, of which
-harness/runs/checkpoint_folder.py knows.
+harness/runs/checkpoint_lookup.py knows.
 """
 
 from __future__ import annotations

@@ -50,5 +50,5 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 def refuse_unnamed(start: Path, meta: CheckpointMeta, name: str | None) -> None:
     """Raises UserError for a notebook's checkpoint that was not asked for by its name."""
-    if name is None and meta.is_notebooks:
+    if name is None and meta.is_from_notebook:
         raise UserError(f"{start}: {FOREIGN}, or use --restart")
