@@ -24,11 +24,12 @@ from tests.support.stopped_run import build_stopped_run
 
 Evidence = Callable[..., None]
 FILES_FOR_SEVERAL_PROCESSES = 4
-# By the time they take, as far as it is more than half a minute: what is begun first is not waited for at the end.
+# By the time they take: what is begun first is not waited for at the end.
 LONGEST = (
-    *("training/microbatch_search", "commands/after_training", "faults/nodes", "faults/signals"),
-    *("faults/saving_in_background", "data/preparing", "faults/kills", "faults/ranks", "faults/launcher"),
-    *("commands/quickstart", "data/builtin_dataset", "evaluation/benchmarks"),
+    *("commands/after_training", "training/microbatch_search", "faults/nodes", "data/preparing", "commands/quickstart"),
+    *("faults/signals", "faults/saving_in_background", "faults/launcher", "evaluation/judge", "data/builtin_dataset"),
+    *("faults/hostile_input", "faults/full_disks", "faults/ranks", "faults/continuation", "faults/kills"),
+    *("training/training", "training/benchmarks_in_training", "hf/convert_hf", "training/continuation", "runs/plan"),
 )
 ROWS = pytest.StashKey[list[Row]]()
 
@@ -49,7 +50,11 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "fault(name): injects a fault, and is a row of docs/RELIABILITY.md")
+    config.addinivalue_line("markers", "slow: takes long; only with `-m slow`, or by its file")
     config.stash[ROWS] = []
+    is_all = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if is_all and not config.option.markexpr and not config.getoption("--exhaustive"):
+        config.option.markexpr = "not slow"
 
 
 @pytest.hookimpl(wrapper=True)

@@ -20,6 +20,8 @@ from tests.support.fake_hub import FakeHub
 from tests.support.fake_judge import FakeJudge, score
 from tests.support.launch import Result, Workshop
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "Below is an instruction"
 ENTRIES = [
     {"instruction": f"Return {number} as text.", "input": "" if number % 3 else "x", "output": f'return "{number}"'}

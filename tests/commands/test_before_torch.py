@@ -159,7 +159,7 @@ def test_leftovers_that_are_complete(shop: Workshop, rank: str) -> None:
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [str(ROOT / "ddp_train.py"), "r", str(shop.datasets), "--runs-dir", str(shop.runs)]
-    process = shop.fork(command, variables, "import harness.distributed.world as w\nw.WAITING_SECONDS = 0.2\n")
+    process = shop.fork(command, variables, "import harness.distributed.rendezvous as r\nr.WAITING_SECONDS = 0.2\n")
     deadline = time.monotonic() + 60
     while not (said := process.read(".err")):
         assert process.poll() is None

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors.numpy import save
 
 from tests.support.fake_hub import FakeHub
@@ -26,6 +27,7 @@ def corpus() -> dict[str, bytes]:
     }
 
 
+@pytest.mark.slow
 def test_a_download_longer_than_the_collective_timeout(tmp_path: Path) -> None:
     """Local rank 0 alone downloads; the others wait longer than any gradient exchange may take."""
     with FakeHub() as hub:

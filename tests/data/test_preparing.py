@@ -267,6 +267,7 @@ if any("prepare_datasets" in each for each in sys.orig_argv):
 """
 
 
+@pytest.mark.slow
 def test_killed_at_any_time_and_run_again_the_bytes_are_the_same(preparer: Preparer, tmp_path: Path) -> None:
     small = Preparer(tmp_path, on_path(tmp_path))
     arguments = [preparer.path / "texts", "datasets/me/x", "--train-tokenizer", "300", "--shuffle-seed", "5"]
@@ -500,6 +501,7 @@ if any("prepare_datasets" in each for each in sys.orig_argv):
 """
 
 
+@pytest.mark.slow
 def test_killed_while_it_takes_its_place(tmp_path: Path) -> None:
     """At each step of replacing an older dataset: one of the two is there or comes back, and nothing else stays."""
     write_json_lines(tmp_path / "old.jsonl", DOCUMENTS[:100])
@@ -632,6 +634,7 @@ def _high_water_mark(pid: int) -> int:
     return 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads peaks of memory from /proc")
 def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     """Peaks of 1x, 8x and a single document of 100 MB are all far below 1 GiB."""

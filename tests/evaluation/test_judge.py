@@ -635,6 +635,7 @@ def test_ctrl_c_leaves_at_once_and_keeps_what_was_answered(bench: Bench) -> None
     assert len(bench.lines()) == 5
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_loses_no_answer_that_was_kept(bench: Bench) -> None:
     bench.models = make_models(12)
     _, stderr = bench.command(limit="1", expect=1)
@@ -648,6 +649,7 @@ def test_a_disk_that_fills_up_loses_no_answer_that_was_kept(bench: Bench) -> Non
     assert len(bench.judge.paid) == before + 12 - whole
 
 
+@pytest.mark.slow
 def test_command_with_an_unanswered_question_ends_with_one_line(bench: Bench) -> None:
     bench.judge.always = {"Question 0": EXTRA}
     stdout, stderr = bench.command("--attempts", "2", expect=1)
@@ -743,6 +745,7 @@ def test_a_proxy_that_cannot_be_used_is_one_line(bench: Bench, monkeypatch: pyte
     assert not bench.judge.requests
 
 
+@pytest.mark.slow
 def test_the_same_files_by_other_paths_cost_nothing(bench: Bench) -> None:
     """Models of one name are told apart by their paths; the judge sees neither."""
     bench.models = [model.model_copy(update={"model": "same"}) for model in bench.models[:2]]

@@ -113,6 +113,7 @@ def stop(shop: Workshop, run: Path, setup: Setup, prelude: str) -> int:
     return last
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.fault("stopped at a step")
 def test_stopped_once(
@@ -196,6 +197,7 @@ SHAPES = [Shape(2, 2, 2), Shape(1, 3, 1), Shape(3, 1, 2), Shape(4, 2, 1), Shape(
 FIRST_TOKEN, TOKENS = 123, 2000
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.fault("continued on another number of ranks")
 def test_another_shape(tmp_path: Path, exhaustive: bool, evidence: Evidence) -> None:

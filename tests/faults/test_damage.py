@@ -127,6 +127,7 @@ def test_damaged_latest(shop: Workshop, exhaustive: bool, evidence: Evidence) ->
     )
 
 
+@pytest.mark.slow
 @pytest.mark.fault("best is damaged")
 def test_damaged_best(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
     def try_one(case: tuple[int, Damage]) -> None:
@@ -146,6 +147,7 @@ def test_damaged_best(shop: Workshop, exhaustive: bool, evidence: Evidence) -> N
     )
 
 
+@pytest.mark.slow
 @pytest.mark.fault("latest is no link")
 def test_latest_is_no_link(shop: Workshop, evidence: Evidence) -> None:
     """As something leaves it that does not copy links, or follows them."""

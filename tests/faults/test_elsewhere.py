@@ -70,6 +70,7 @@ def payloads(mark: Path) -> list[Payload]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.fault("code in every form of pickle")
 def test_code_in_checkpoints(bench: Bench, tmp_path: Path, exhaustive: bool, evidence: Evidence) -> None:
     """Made with hashes that are right, as by whoever offers such a checkpoint."""

@@ -138,6 +138,7 @@ def test_disk_too_small(shop: Workshop, exhaustive: bool, evidence: Evidence) ->
     )
 
 
+@pytest.mark.slow
 @pytest.mark.fault("disk full at a line of metrics")
 def test_disk_full_at_a_line_of_metrics(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
     """Lines enough for four pages of memory, of which what is left of one is all that a full tmpfs has."""
@@ -184,6 +185,7 @@ def fill_a_continued_run(shop: Workshop, case: tuple[list[str], Full]) -> None:
             checkpoints.verify_checkpoint(aside)
 
 
+@pytest.mark.slow
 @pytest.mark.fault("disk full while results are moved")
 @pytest.mark.timeout(900)
 def test_disk_full_while_results_are_moved(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
@@ -199,6 +201,7 @@ def test_disk_full_while_results_are_moved(shop: Workshop, exhaustive: bool, evi
     )
 
 
+@pytest.mark.slow
 @pytest.mark.fault("disk full at the end")
 def test_disk_full_at_the_end(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
     # Before anything is there; before it is opened; before it is written, which needs no inode any more.
@@ -213,6 +216,7 @@ def test_disk_full_at_the_end(shop: Workshop, exhaustive: bool, evidence: Eviden
     )
 
 
+@pytest.mark.slow
 @pytest.mark.fault("disk full at the lock")
 def test_disk_full_at_the_lock(shop: Workshop, evidence: Evidence) -> None:
     for room in (0, -1):
@@ -253,6 +257,7 @@ b.read_documents = lambda: dict(list(everything().items())[:80])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.fault("disk full for the data set")
 def test_disk_full_for_the_data_set(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
     """Kilobytes enough for nothing, for the tokenizer, or for a split as well."""

@@ -196,6 +196,7 @@ IMPOSSIBLE_MODELS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.fault("a model that fits no machine")
 def test_impossible_models(bench: Bench, exhaustive: bool, evidence: Evidence) -> None:
     path, weights = bench.shop.path / "model.json", bench.shop.runs / "r" / "checkpoints" / "best" / "model.safetensors"
@@ -221,6 +222,7 @@ def test_impossible_models(bench: Bench, exhaustive: bool, evidence: Evidence) -
     )
 
 
+@pytest.mark.slow
 @pytest.mark.fault("train.json and model.json are anything, real command")
 def test_commands_on_run_files(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
     run, refused = shop.runs / "r", 0
@@ -291,6 +293,7 @@ def safetensors_files(draw: st.DrawFn) -> bytes:
     return raw_safetensors(header, data, draw(LENGTHS) if draw(RARELY) else None)
 
 
+@pytest.mark.slow
 @pytest.mark.fault("safetensors files are anything")
 def test_safetensors(tmp_path: Path, exhaustive: bool, evidence: Evidence) -> None:
     path, refused = tmp_path / "train.safetensors", 0
@@ -548,6 +551,7 @@ def wrong_metas(meta: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.fault("a checkpoint's meta.json is wrong, continued")
 def test_continuing_with_wrong_meta(bench: Bench, exhaustive: bool, evidence: Evidence) -> None:
     """In place of each key of the file another value; the run is continued by the real command."""

@@ -125,6 +125,7 @@ def test_killed_at_each_operation_of_a_save(shop: Workshop, exhaustive: bool, ev
     )
 
 
+@pytest.mark.slow
 @pytest.mark.fault("killed while old checkpoints are deleted")
 @pytest.mark.timeout(900)
 def test_killed_at_each_operation_of_a_save_that_prunes(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
@@ -136,6 +137,7 @@ def test_killed_at_each_operation_of_a_save_that_prunes(shop: Workshop, exhausti
     )
 
 
+@pytest.mark.slow
 @pytest.mark.fault("killed in a save in the background")
 @pytest.mark.timeout(900)
 def test_killed_at_each_operation_of_a_background_save(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
@@ -231,6 +233,7 @@ class Lives:
         return phase, victim, processes
 
 
+@pytest.mark.slow
 @pytest.mark.fault("killed again and again")
 @pytest.mark.timeout(900)
 def test_killed_at_random_instants(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:

@@ -289,6 +289,7 @@ def close_terminal(shop: Workshop, hangup: Hangup) -> None:
     assert len([event for event in metrics(run) if event["event"] == "validation"]) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.fault("a terminal is closed")
 def test_a_terminal_is_closed(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
@@ -304,6 +305,7 @@ def test_a_terminal_is_closed(shop: Workshop, exhaustive: bool, evidence: Eviden
     )
 
 
+@pytest.mark.slow
 @pytest.mark.fault("the reader of the output ends")
 def test_the_reader_of_the_output_ends(shop: Workshop, straight: Path, evidence: Evidence) -> None:
     """As `… | tee log` does when its terminal is closed."""

@@ -207,6 +207,7 @@ def test_rank_0_without_the_checkpoints(pair: Pair, evidence: Evidence) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.fault("the network fails")
 def test_network_cut(pair: Pair, start: Start, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
     """Cut without a word, as by a switch that fails, or with the carrier gone, as by a pulled cable."""
@@ -230,6 +231,7 @@ def test_network_cut(pair: Pair, start: Start, straight: Path, exhaustive: bool,
     )
 
 
+@pytest.mark.slow
 @pytest.mark.fault("a node vanishes")
 def test_a_node_vanishes(pair: Pair, start: Start, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
     slowest, cases = 0.0, [1, 0] if exhaustive else [1]
@@ -252,6 +254,7 @@ def test_a_node_vanishes(pair: Pair, start: Start, straight: Path, exhaustive: b
     )
 
 
+@pytest.mark.slow
 @pytest.mark.fault("a rank dies, torchrun --max-restarts=2 on both nodes")
 def test_restarted_by_torchrun(pair: Pair, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
     """The other node's torchrun starts its ranks again as well, in its own time."""

@@ -88,6 +88,7 @@ def test_what_is_kept(shop: Workshop, exhaustive: bool, evidence: Evidence) -> N
     )
 
 
+@pytest.mark.slow
 @pytest.mark.fault("a delete fails")
 @pytest.mark.timeout(900)
 def test_a_delete_fails(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
@@ -116,6 +117,7 @@ def test_a_delete_fails(shop: Workshop, exhaustive: bool, evidence: Evidence) ->
     )
 
 
+@pytest.mark.slow
 @pytest.mark.fault("a broken disk")
 @pytest.mark.timeout(900)
 def test_an_operation_of_a_save_fails(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:

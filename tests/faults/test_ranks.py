@@ -176,6 +176,7 @@ def patient(shop: Workshop) -> Workshop:
 SLOW_SECONDS = 8
 
 
+@pytest.mark.slow
 @pytest.mark.fault("rank 0 is slow")
 def test_slow_rank0(patient: Workshop, tmp_path: Path, exhaustive: bool, evidence: Evidence) -> None:
     """Longer than a gradient exchange may take, one after the other."""
@@ -282,6 +283,7 @@ def get_stuck(shop: Workshop, number: int, case: Stuck) -> float:
     return seconds
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.fault("a rank is stuck")
 def test_stuck_ranks(patient: Workshop, exhaustive: bool, evidence: Evidence) -> None:

@@ -202,6 +202,7 @@ def files_of(run: Path) -> tuple[str, str]:
     return str(run / "model.json"), str(run / "checkpoints" / "latest" / "model.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.fault("a machine in a hostile network")
 def test_ranks_listen_on_loopback_alone(tmp_path: Path, evidence: Evidence) -> None:
     """Under the real torchrun, whose own store is torch's; our processes are its children."""

@@ -120,6 +120,7 @@ def test_told_anywhere(shop: Workshop, straight: Path, exhaustive: bool, evidenc
     )
 
 
+@pytest.mark.slow
 @pytest.mark.fault("told to stop in steps that take long")
 def test_long_steps(shop: Workshop, straight: Path, evidence: Evidence) -> None:
     """A step more could take longer than torchrun waits."""
@@ -169,6 +170,7 @@ LONG_WORK = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.fault("torchrun is told to stop")
 def test_torchrun_told(shop: Workshop, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
@@ -203,6 +205,7 @@ def test_torchrun_told(shop: Workshop, straight: Path, exhaustive: bool, evidenc
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.fault("torchrun is told to stop in a download")
 def test_torchrun_told_in_a_download(tmp_path: Path, exhaustive: bool, evidence: Evidence) -> None:
@@ -349,6 +352,7 @@ def test_a_rank_dies(shop: Workshop, straight: Path, exhaustive: bool, evidence:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.fault("a rank dies under torchrun --max-restarts=3")
 def test_torchrun_restarts(shop: Workshop, straight: Path, exhaustive: bool, evidence: Evidence) -> None:

@@ -91,6 +91,7 @@ def test_a_second_job(shop: Workshop, exhaustive: bool, evidence: Evidence) -> N
     )
 
 
+@pytest.mark.slow
 @pytest.mark.fault("a lock file that is left")
 def test_left_lock_files(shop: Workshop, evidence: Evidence) -> None:
     """With locks the lock alone decides; without, an owner that may live is believed."""
@@ -122,6 +123,7 @@ def test_left_lock_files(shop: Workshop, evidence: Evidence) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.fault("torchrun restarts its workers")
 def test_torchrun_restarts_its_workers(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
     """What --restart or a CHECKPOINT asked for was done the first time: the second goes on from latest."""

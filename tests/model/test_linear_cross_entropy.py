@@ -223,6 +223,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc/self/status for the peak memory")
 def test_peak_memory_is_far_below_the_references() -> None:
     """2,048 x 50,257 logits in fp32 are 393 MiB, of which torch's own loss keeps at least two; a chunk is 64 MiB."""

@@ -198,6 +198,7 @@ def test_all_there_is_needs_the_dataset(shop: Workshop) -> None:
     assert not shop.datasets.exists()
 
 
+@pytest.mark.slow
 def test_the_disk_of_real_checkpoints(tmp_path: Path) -> None:
     """A run of a few MB of weights, planned, then trained: what lies in checkpoints/ is what was planned. What is done
     already is not planned again, and a speed of four steps is not believed."""

@@ -154,6 +154,7 @@ SharedBatches.__call__ = interrupted
 """
 
 
+@pytest.mark.slow
 def test_a_run_stopped_in_the_middle_of_benchmarks_ends_as_one_that_was_not(
     shop: Workshop, straight: Path, exhaustive: bool
 ) -> None:

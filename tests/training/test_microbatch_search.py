@@ -172,10 +172,12 @@ def test_the_line_explains_the_limit(first: tuple[int, Result], base_gib: float)
     assert fixed + per_sequence * (number + 2) > base_gib + ROOM
 
 
+@pytest.mark.slow
 def test_a_larger_limit_gives_a_larger_answer(first: tuple[int, Result], workshop: Workshop, base_gib: float) -> None:
     assert answer(search(workshop, limit=base_gib + MORE_ROOM)) > first[0]
 
 
+@pytest.mark.slow
 def test_it_fits_again_and_the_data_are_a_ceiling(first: tuple[int, Result], base_gib: float, tmp_path: Path) -> None:
     """With just enough data for N sequences and room for more (the run also samples), N is found again, and nothing
     fails. And --write."""
@@ -239,6 +241,7 @@ def test_a_limit_too_small_for_anything(workshop: Workshop, base_gib: float, ran
     assert re.fullmatch(rf"error: the program alone takes [\d.]+ GiB, {limit}", result.error_lines[0])
 
 
+@pytest.mark.slow
 def test_limits_just_above_the_program_get_an_answer(base_gib: float, tmp_path: Path, exhaustive: bool) -> None:
     """N, or one line that says why not: no library ends the process or waits for memory, wherever the limit falls."""
     shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "2"})
@@ -265,6 +268,7 @@ def test_the_tiny_twin_of_a_run(tmp_path: Path) -> None:
     assert tiny.config.compile is False
 
 
+@pytest.mark.slow
 def test_a_hard_limit_of_the_system_below_the_option(tmp_path: Path, base_gib: float) -> None:
     """`ulimit -d` binds whatever the option says; the search then works within it."""
     shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
@@ -355,6 +359,7 @@ def test_what_validation_wants_is_said(tmp_path: Path) -> None:
     assert "start_val_token + validation_batches x microbatch" in note
 
 
+@pytest.mark.slow
 def test_the_answer_trains_under_the_same_limit(roomy: Workshop, base_gib: float) -> None:
     """The whole of training, in processes that the system gives no more memory; and not much more than it would."""
     limit = round(base_gib + MORE_ROOM, 3)
@@ -378,6 +383,7 @@ def alike(roomy: Workshop, base_gib: float) -> int:
     return search_on_two_ranks(roomy, round(base_gib + MORE_ROOM, 3))
 
 
+@pytest.mark.slow
 def test_two_ranks_agree_on_the_smaller_answer(roomy: Workshop, alike: int, base_gib: float, tmp_path: Path) -> None:
     """Where rank 1 runs out of memory first, its verdict counts, and rank 0 does not wait for it forever."""
     (tmp_path / "sitecustomize.py").write_text(BALLAST.format(bytes=int(0.2 * GIB)))
@@ -385,6 +391,7 @@ def test_two_ranks_agree_on_the_smaller_answer(roomy: Workshop, alike: int, base
     assert 1 <= search_on_two_ranks(uneven, base_gib + MORE_ROOM) < alike
 
 
+@pytest.mark.slow
 def test_the_answer_of_two_ranks_trains_under_the_same_limit(roomy: Workshop, alike: int, base_gib: float) -> None:
     """The limit is each process's."""
     run = add_training(roomy, alike, ranks=2)
@@ -392,6 +399,7 @@ def test_the_answer_of_two_ranks_trains_under_the_same_limit(roomy: Workshop, al
     assert_trained(run)
 
 
+@pytest.mark.slow
 def test_a_probe_leaves_the_process_usable(base_gib: float, workshop: Workshop) -> None:
     """The verdict on a size does not depend on the sizes tried before it: small, far too large, small again."""
     program = (
