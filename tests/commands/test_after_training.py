@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harness.evaluation.instruct.responses import read_responses
 from tests.support.benchmark_files import write_task
@@ -88,8 +88,8 @@ def test_a_card_of_the_fine_tuned_model_says_so(journey: Journey) -> None:
 
 def test_exported_and_sampled_by_transformers(journey: Journey) -> None:
     journey.do("convert_hf.py", "export", str(journey.tuned), str(journey.exported))
-    model: Any = AutoModelForCausalLM.from_pretrained(journey.exported)
-    tokenizer: Any = AutoTokenizer.from_pretrained(journey.exported)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(journey.exported)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(journey.exported)
     inputs = tokenizer(PROMPT, return_tensors="pt")
     output = model.generate(**inputs, max_new_tokens=30, do_sample=False)
     assert journey.sample(journey.tuned) == tokenizer.decode(output[0], skip_special_tokens=True) + "\n"

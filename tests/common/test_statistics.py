@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-import scipy.stats
+import scipy
 
 from harness.common.statistics import RESAMPLES, estimate, fit_line, question_means, resampled_means
 

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-import scipy.stats
+import scipy
 
 from harness.evaluation.judge.statistics import compare, win_rate
 

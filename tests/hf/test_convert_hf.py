@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from gpt import GPTModel, ModelConfig, load_model
 from harness.common.errors import UserError
@@ -66,9 +66,9 @@ def test_transformers_loads_what_is_exported_as_the_same_model(tmp_path: Path, t
     config = small(tie_weights=tied, qkv_bias=qkv_bias)
     model = write_checkpoint(tmp_path / "c", config)
     convert(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "out"))
-    automatic: Any = AutoModelForCausalLM
+    automatic: Any = transformers.AutoModelForCausalLM
     loaded, report = automatic.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert type(loaded) is GPT2LMHeadModel
+    assert type(loaded) is transformers.GPT2LMHeadModel
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     assert loaded.dtype == torch.float32
@@ -77,7 +77,7 @@ def test_transformers_loads_what_is_exported_as_the_same_model(tmp_path: Path, t
         ours, theirs = model(tokens), loaded.eval()(tokens).logits
     assert theirs.abs().max() > 1
     assert (ours - theirs).abs().max() < 1e-5
-    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "out")
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     own = load_tokenizer(tmp_path / "c" / "tokenizer.json")
     assert tokenizer.encode(TEXT) == own.encode(TEXT)
     assert tokenizer.decode(own.encode(TEXT)) == TEXT
@@ -92,8 +92,8 @@ def test_transformers_samples_what_test_smoke_prints(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "c", small())
     (tmp_path / "model.json").write_text(small().model_dump_json())
     convert(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "out"))
-    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "out")
-    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     inputs = tokenizer("def f(", return_tensors="pt")
     output = model.generate(**inputs, max_new_tokens=12, do_sample=False)
     arguments = [str(tmp_path / "model.json"), str(tmp_path / "c" / "model.safetensors"), "--prompt", "def f("]
@@ -105,7 +105,7 @@ def test_transformers_samples_what_test_smoke_prints(tmp_path: Path) -> None:
 def test_half_precision_folders(tmp_path: Path, dtype: str, kind: torch.dtype) -> None:
     write_checkpoint(tmp_path / "c", small())
     convert(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "out"), "--dtype", dtype)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == kind
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == kind
 
 
 def test_the_shape_is_found_beside_the_weights_in_the_meta_or_in_the_run(tmp_path: Path) -> None:
@@ -173,7 +173,9 @@ def hugging_face_model(folder: Path, **changes: Any) -> Any:
     """A native GPT-2 with random weights everywhere, saved by transformers."""
     sizes = {"vocab_size": 290, "n_positions": 24, "n_embd": 48, "n_layer": 3, "n_head": 4}
     torch.manual_seed(5)
-    model = GPT2LMHeadModel(GPT2Config(**{**sizes, "bos_token_id": 0, "eos_token_id": 0, **changes}))
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**{**sizes, "bos_token_id": 0, "eos_token_id": 0, **changes})
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -284,7 +286,10 @@ def test_test_loss_of_an_imported_model_is_that_of_transformers(tmp_path: Path) 
     ],
 )
 def test_other_architectures_are_refused_by_the_key(key: str, value: object) -> None:
-    config = {**GPT2Config(vocab_size=290, n_positions=24, n_embd=48, n_layer=3, n_head=4).to_dict(), key: value}
+    config = {
+        **transformers.GPT2Config(vocab_size=290, n_positions=24, n_embd=48, n_layer=3, n_head=4).to_dict(),
+        key: value,
+    }
     if value is None:
         del config[key]
     with pytest.raises(UserError, match=f'hf/config.json: key "{key}"'):
@@ -521,7 +526,7 @@ def test_gpt2s_own_tokenizer_is_written_as_everyone_has_it(tmp_path: Path) -> No
 
     export_tokenizer("gpt2", tmp_path, 1024)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    theirs: Any = AutoTokenizer.from_pretrained(tmp_path)
+    theirs: Any = transformers.AutoTokenizer.from_pretrained(tmp_path)
     ours = load_tokenizer("gpt2")
     text = (ROOT / "README.md").read_text() + (ROOT / "gpt.py").read_text() + TEXT
     assert theirs.encode(text) == ours.encode(text)

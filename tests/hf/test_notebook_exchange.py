@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, load_model, save_file
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
 
 import gpt
 from gpt import ModelConfig
@@ -29,39 +28,12 @@ VARIANTS = [{}, {"qkv_bias": True}, {"tie_weights": True}]
 CODE = "modeling_gpjtgpt2.py"
 
 
-class PublishedConfig(PretrainedConfig):
-    """What the author's GPJTGPT2Config makes of model.json."""
-
-    model_type = "gpjtgpt2"
-
-    def __init__(self, cfg: dict[str, Any] | None = None, **others: Any) -> None:
-        self.cfg = cfg
-        if cfg is not None:
-            self.num_hidden_layers = cfg["n_layers"]
-        super().__init__(**others)
-        self.tie_word_embeddings = False
-        self.use_cache = False
-        self.bos_token_id = self.eos_token_id = self.pad_token_id = 50256
-
-
-class PublishedModel(PreTrainedModel):
-    """The author's wrapper around the book's model: what transformers saves of it is what lies on the Hub."""
-
-    config_class = PublishedConfig
-
-    def __init__(self, config: PublishedConfig) -> None:
-        super().__init__(config)
-        assert config.cfg is not None
-        if config.cfg.get("tie_weights"):
-            self._tied_weights_keys = {"model.out_head.weight": "model.tok_emb.weight"}
-        self.model = NotebookModel(ModelConfig(**config.cfg))
-        self.post_init()
-
-
 def published(folder: Path, **changes: Any) -> NotebookModel:
     """A folder like the author's repositories, with code in it that must not run."""
     cfg = shape(vocab_size=300, drop_rate=0.1, **changes).model_dump(exclude_unset=True)
     torch.manual_seed(4)
+    from tests.support.published_model import PublishedConfig, PublishedModel  # loads transformers
+
     wrapper = PublishedModel(PublishedConfig(cfg))
     with torch.no_grad():
         for parameter in wrapper.parameters():

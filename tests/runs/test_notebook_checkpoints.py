@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gpt import ModelConfig, load_model
 from harness.common.json_files import read_json_object
@@ -215,8 +215,8 @@ def test_the_commands_with_text_take_it(tmp_path: Path) -> None:
     options = ["--data", str(tmp_path / "d.json"), "--max-epochs", "1", "--max-new-tokens", "5", "--responses-only"]
     assert "2 answers" in shop.script("test_ift.py", *files, *options).stdout
     shop.script("convert_hf.py", "export", str(folder), str(tmp_path / "hf"))
-    theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     inputs = tokenizer("Every effort moves you", return_tensors="pt")["input_ids"]
     with torch.no_grad():
         assert (theirs(inputs).logits - notebook.model(inputs)).abs().max() < 1e-5
