@@ -51,7 +51,8 @@ class Checkpointer:
         self.config = start.experiment.config
         self.writer = build_writer(in_background=self.config.async_checkpoint, is_rehearsal=start.is_rehearsal)
         self.saved_step = start.position.first_step - 1
-        self.protected: set[str] = set()  # the checkpoint that it began from, which keep_checkpoints does not remove
+        # The checkpoint that it began from, which keep_checkpoints does not remove.
+        self.protected = {start.checkpoint.name} if start.checkpoint else set()
 
     # Restoring --------------------------------------------------------------------------------------------------------
 
@@ -61,6 +62,7 @@ class Checkpointer:
 
         Raises UserError if the checkpoint is another model's.
         """
+        # After the weights and before all states, which a pass would change.
         warm_up = partial(self.step.warm_up, loader.microbatch(0))
         if self.start.checkpoint is None:
             self._begin()
@@ -71,7 +73,6 @@ class Checkpointer:
         self.model.load_checkpoint_tensors(saved.weights, self.start.checkpoint)
         warm_up()
         self._load_states(saved, self.start.checkpoint)
-        self.protected.add(self.start.checkpoint.name)
         self._say_continuing(saved, self.start.checkpoint)
         self.world.on_rank0(partial(rewind, self.run, self.start.checkpoint, saved.meta))
 
