@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,8 +127,9 @@ def test_stopped_once(
     def stop_once(case: tuple[Setup, int]) -> None:
         setup, step = case
         run = setup.add_run(shop, f"once-{step}-{setup.name}")
-        if setup.ranks > 1 and step >= STEPS - 2:  # nothing is left to stop, once the others hear of it
-            shop.train(run.name, ranks=setup.ranks, prelude=told_to_stop(setup, step))
+        if setup.ranks > 1 and step >= STEPS - 2:  # once the others hear of it, nothing is left to stop, or little
+            ended = shop.train(run.name, ranks=setup.ranks, prelude=told_to_stop(setup, step), expect=None)
+            assert ended.status in (0, 128 + signal.SIGTERM)
         else:
             assert stop(shop, run, setup, told_to_stop(setup, step)) in (step, step + 1)
         shop.train(run.name, ranks=setup.ranks, prelude=PRELUDE)
