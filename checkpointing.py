@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ class Checkpointer:
         """All but the weights. A checkpoint of the lab notebook, the program that this format comes from, has neither
         random states nor losses."""
         seed, first_step = self.config.random_seed, self.start.position.first_step
-        states = (saved.optimizer, saved.scaler)
+        states = OptimizerStates(saved.optimizer, saved.scaler)
         try:
             if self.start.is_from_notebook:
                 load_notebook_optimizer(self.step, self.model.config, states)
@@ -203,9 +204,8 @@ class Checkpointer:
             self.check_weights(state)
             ranks = capture_ranks(self.meter, self.world)
             self.world.on_rank0(self.writer.wait)  # before there is a second copy of the weights
-            optimizer, scaler = capture_optimizer(self.step, self.world)
-            parts = {"train_state": ranks, "optimizer": optimizer, "scaler": scaler}
-            self.world.on_rank0(lambda: self._write(parts, self._meta(state, occasion)))
+            states = capture_optimizer(self.step, self.world)
+            self.world.on_rank0(lambda: self._write(states, ranks, self._meta(state, occasion)))
         self.saved_step = state.global_step
 
     def _meta(self, state: TrainState, occasion: dict[str, Any]) -> CheckpointMeta:
@@ -224,11 +224,17 @@ class Checkpointer:
             **vars(self.start.provenance),
         )
 
-    def _write(self, parts: dict[str, Any], meta: CheckpointMeta) -> None:
+    def _write(self, states: OptimizerStates, ranks: dict[str, Any], meta: CheckpointMeta) -> None:
         """Hand a copy of everything to the writer, which may be a thread."""
         tokenizer = self.start.dataset.tokenizer
-        file = tokenizer if isinstance(tokenizer, Path) else None
-        checkpoint = Checkpoint(weights=self.model.to_checkpoint_names(), meta=meta, tokenizer=file, **parts)
+        checkpoint = Checkpoint(
+            weights=self.model.to_checkpoint_names(),
+            optimizer=states.optimizer,
+            scaler=states.scaler,
+            train_state=ranks,
+            meta=meta,
+            tokenizer=tokenizer if isinstance(tokenizer, Path) else None,
+        )
         self.writer.submit(lambda: self._write_files(checkpoint))
 
     def _write_files(self, checkpoint: Checkpoint) -> None:
@@ -285,32 +291,37 @@ def restore_ranks(saved: dict[str, Any], meter: LossMeter, world: World, *, seed
             meter.load_merged([values for values, _ in ranks])
 
 
-def capture_optimizer(step: OptimizerStep, world: World) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The optimizer's and the scaler's states: rank 0's are the ones to save. Collective."""
-    return step.optimizer.named_state(world), step.scaler.state_dict()
+@dataclass(frozen=True)
+class OptimizerStates:
+    """By the optimizer's own names; `scaler` is the gradient scaler's, and empty without fp16."""
+
+    optimizer: dict[str, Any]
+    scaler: dict[str, Any]
 
 
-def restore_optimizer(step: OptimizerStep, saved: tuple[dict[str, Any], dict[str, Any]]) -> None:
+def capture_optimizer(step: OptimizerStep, world: World) -> OptimizerStates:
+    """The states to save are rank 0's. Collective."""
+    return OptimizerStates(step.optimizer.named_state(world), step.scaler.state_dict())
+
+
+def restore_optimizer(step: OptimizerStep, saved: OptimizerStates) -> None:
     """Take over what `capture_optimizer` has given on rank 0; called on every rank.
 
     Raises UserError, naming the file, for states of something else.
     """
-    optimizer, scaler = saved
     with state_errors_as_user_errors("optimizer.pt"):
-        step.optimizer.load_named_state(optimizer)
-    if scaler and step.scaler.is_enabled():
+        step.optimizer.load_named_state(saved.optimizer)
+    if saved.scaler and step.scaler.is_enabled():
         with state_errors_as_user_errors("scaler.pt"):
-            step.scaler.load_state_dict({key: _number(scaler[key]) for key in step.scaler.state_dict()})
+            step.scaler.load_state_dict({key: _number(saved.scaler[key]) for key in step.scaler.state_dict()})
 
 
-def load_notebook_optimizer(
-    step: OptimizerStep, config: ModelConfig, saved: tuple[dict[str, Any], dict[str, Any]]
-) -> None:
+def load_notebook_optimizer(step: OptimizerStep, config: ModelConfig, saved: OptimizerStates) -> None:
     """`restore_optimizer` of a notebook's states; without an optimizer's, it starts afresh."""
-    optimizer, scaler = saved
-    if optimizer:
+    if saved.optimizer:
         with state_errors_as_user_errors("optimizer.pt"):
-            restore_optimizer(step, (optimizer_by_name(optimizer, step.optimizer.state_shapes(), config), scaler))
+            named = optimizer_by_name(saved.optimizer, step.optimizer.state_shapes(), config)
+        restore_optimizer(step, OptimizerStates(named, saved.scaler))
 
 
 def _number(value: Any) -> float | int:

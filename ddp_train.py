@@ -79,8 +79,7 @@ class Trainer:
         with self.start.clock.phase("training"), self.world.watchdog.guard(Place(step, "step")):
             microbatches = self.loader.microbatches(step - self.start.position.first_step, self.world.rank)
             self.meter.add(self.optimizer_step.run(microbatches, self.schedule.multiplier(step)))
-        self.state.global_step = step
-        self.state.tokens_seen += self.start.layout.global_tokens
+        self.state.advance(step, self.start.layout.global_tokens)
         self.reporter.console.advance()
 
     def after_step(self, step: int, *, first: str = "report") -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from harness.distributed.signals import StopRequested, StopSignal
+from harness.distributed.signals import StopSignal
 from harness.distributed.watchdog import Place
 from harness.distributed.world import World
+
+
+class Interrupted(Exception):  # noqa: N818 - not an error
+    """This rank leaves its pieces undone, because a rank was asked to stop. The others hear of it when all exchange
+    their results: see `raise_if_interrupted`."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +35,15 @@ class SharedWork:
         return contextlib.nullcontext()
 
     def until_stopped(self, indexes: Iterable[int]) -> Iterator[int]:
-        """The indexes one by one. Raises StopRequested if this rank, or another one as far as is known, was asked to
-        stop: only here; the others find out when they exchange their results."""
+        """The indexes one by one. Raises Interrupted if this rank, or another one as far as is known, was asked to
+        stop."""
         for index in indexes:
             if self.stop.signal or self.world.watchdog.is_anyone_stopping():
-                raise StopRequested
+                raise Interrupted
             yield index
             self.world.watchdog.beat()
+
+    def raise_if_interrupted(self, results: Sequence[object]) -> None:
+        """Raises StopRequested if one of all ranks' results is None: of a rank that was interrupted. Collective."""
+        if any(each is None for each in results):
+            self.stop.raise_if_set(self.world, during=self.place.name)

@@ -351,7 +351,7 @@ def _layout(record: RunSummary | BatchLayout) -> tuple[int | None, ...]:
 
 def print_plan(experiment: Experiment, checkpoint: str | None, ranks: int, options: TrainOptions) -> None:
     """Print what the command would do with `checkpoint` (None: with the latest) on so many ranks, if no other number is
-    assumed. Raises UserError for what training would refuse."""
+    assumed. Raises UserError for what training would refuse, but for the names of benchmarks."""
     ranks = options.assume_world_size or ranks
     plan = make_plan(experiment, ranks, None if options.restart else planned_start(experiment, ranks, checkpoint))
     if plan.initial_weights is not None:

@@ -14,7 +14,7 @@ from harness.common.errors import RunError, UserError
 from harness.data.loader import TokenLoader
 from harness.data.tokenizers.load import load_tokenizer
 from harness.data.tokenizers.tokenizer import Tokenizer
-from harness.distributed.shared_work import SharedWork
+from harness.distributed.shared_work import Interrupted, SharedWork
 from harness.distributed.signals import StopRequested, StopSignal
 from harness.distributed.watchdog import Place
 from harness.distributed.world import World
@@ -65,10 +65,7 @@ class Evaluations:
         assert start_token is not None
         loader = TokenLoader(self.dataset.split("validation"), start_token, self.layout)
         work = SharedWork(self.world, self.config.validation_ranks == "all", self.stop, Place(step, "validation"))
-        losses = losses_over_ranks(self.model, loader, count, self.precision, work)
-        if losses is None:
-            raise StopRequested(max(self.world.gather(self.stop.signal)), during="validation")
-        return mean(losses)
+        return mean(losses_over_ranks(self.model, loader, count, self.precision, work))
 
     def benchmark_scores(self, step: int) -> list[Score]:
         """The scores of train.json's benchmarks. If they cannot be had, that is a warning, and there are none.
@@ -77,14 +74,11 @@ class Evaluations:
         """
         assert self.run_benchmarks is not None, "loaded before the first step"
         try:
-            scores = self.run_benchmarks.scores(SharedWork(self.world, True, self.stop, Place(step, "benchmarks")))
+            return self.run_benchmarks.scores(SharedWork(self.world, True, self.stop, Place(step, "benchmarks")))
         except EvaluationFailed as error:
             if self.world.is_main:
                 warnings.warn(f"global step {step}: no benchmarks: {error}", stacklevel=2)
             return []
-        if scores is None:
-            raise StopRequested(max(self.world.gather(self.stop.signal)), during="benchmarks")
-        return scores
 
     def sample(self) -> Sample:
         """How the model as it is continues train.json's `sample_prompt`."""
@@ -102,17 +96,17 @@ class Evaluations:
 
 def losses_over_ranks(
     model: nn.Module, loader: TokenLoader, count: int, precision: Precision, work: SharedWork
-) -> list[float] | None:
+) -> list[float]:
     """The losses of the loader's first `count` microbatches, in their order, so that their sum is the same however they
-    are shared out; None if a rank was asked to stop meanwhile. The same on every rank."""
+    are shared out. The same on every rank. Raises StopRequested, on every rank, if any was asked to stop meanwhile."""
     world = work.world
     mine = range(world.rank, count, world.size) if work.shared else range(count if world.is_main else 0)
     losses: list[float] | None = None
-    with contextlib.suppress(StopRequested), work.guarded(mine):
+    with contextlib.suppress(Interrupted), work.guarded(mine):
         losses = microbatch_losses(model, map(loader.microbatch, work.until_stopped(mine)), precision)
-    parts = [part for part in world.gather(losses) if part is not None]
-    if len(parts) < world.size:
-        return None
+    gathered = world.gather(losses)
+    work.raise_if_interrupted(gathered)
+    parts = [part for part in gathered if part is not None]
     if not work.shared:
         return parts[0]
     return [parts[index % world.size][index // world.size] for index in range(count)]
@@ -148,7 +142,7 @@ class SharedBatches:
         try:
             with self.shared.guarded(mine):
                 found = [evaluate(batches[index]) for index in self.shared.until_stopped(mine)]
-        except StopRequested:
+        except Interrupted:
             pass
         except Exception as error:  # the others wait for what this rank has to say
             found = Failure.of(error)
@@ -157,13 +151,12 @@ class SharedBatches:
 
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's value. A Failure among them ends the evaluation on all ranks, so that none waits for another
-        in an exchange that does not come; None is of one that was asked to stop."""
+        in an exchange that does not come; None is of one that was interrupted."""
         values = self.shared.world.gather(value)
         failures = [each for each in values if isinstance(each, Failure)]
         if failures:
             raise EvaluationFailed(failures[0].reason)
-        if any(each is None for each in values):
-            raise StopRequested
+        self.shared.raise_if_interrupted(values)
         return values
 
 
@@ -196,23 +189,21 @@ class RunBenchmarks:
         world.on_each_node(lambda: found.append(load(tasks)))
         return cls(found[0] if found else load(tasks), scorer, tokenizer, config.benchmark_examples)
 
-    def scores(self, work: SharedWork) -> list[Score] | None:
-        """The scores of what train.json names, the same on every rank; None if a rank was asked to stop meanwhile.
+    def scores(self, work: SharedWork) -> list[Score]:
+        """The scores of what train.json names, the same on every rank.
 
-        Collective. Raises EvaluationFailed, on every rank, if they cannot be had.
+        Collective. Raises, on every rank, StopRequested if any was asked to stop meanwhile, and EvaluationFailed if the
+        scores cannot be had.
         """
         sharing = SharedBatches(work)
         try:
-            try:
-                results = run(self.benchmarks, self.scorer.sharing(sharing), self.tokenizer, limit=self.examples)
-            except (StopRequested, EvaluationFailed, RunError):  # known to all ranks, or another rank is gone
-                raise
-            except Exception as error:
-                sharing.exchange(Failure.of(error))
-                raise
-            sharing.exchange("done")
-        except StopRequested:
-            return None
+            results = run(self.benchmarks, self.scorer.sharing(sharing), self.tokenizer, limit=self.examples)
+        except (StopRequested, EvaluationFailed, RunError):  # known to all ranks, or another rank is gone
+            raise
+        except Exception as error:
+            sharing.exchange(Failure.of(error))
+            raise
+        sharing.exchange("done")
         return list(_main_scores(results, self.benchmarks.asked))
 
 

@@ -28,7 +28,7 @@ class Saver(Protocol):
 
 
 class RehearsedTrainer(Protocol):
-    """Of ddp_train.RehearsedTrainer, what is used here. Its run directory is a folder that goes away."""
+    """Of ddp_train.Trainer, what is used here. Its run directory is a folder that goes away."""
 
     world: World  # of this process alone
     state: TrainState
@@ -64,7 +64,7 @@ class Rehearsal:
         weight_checksums(trainer.optimizer_step.bare_model)
         if not self.world.is_main:
             return
-        trainer.state.global_step = 0
+        trainer.state.advance(0, 0)
         trainer.meter.add(result)
         metrics = trainer.meter.reduce(trainer.world)
         trainer.reporter.training(metrics, trainer.state, trainer.optimizer_step.optimizer.learning_rate)

@@ -191,7 +191,7 @@ def test_flops_per_token_is_three_counted_forwards(changes: dict[str, Any], devi
 
 
 def public_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """DESIGN section 3, written out independently of the model."""
+    """The published format, written out independently of the model."""
     c = config.emb_dim
     shapes: dict[str, tuple[int, ...]] = {
         "tok_emb.weight": (config.vocab_size, c),
@@ -237,7 +237,7 @@ def test_weights_survive_the_round_trip_bit_for_bit(tied: bool, qkv_bias: bool) 
     assert (other.out_head.weight is other.tok_emb.weight) == tied
 
 
-def test_public_tensors_share_no_memory() -> None:
+def test_checkpoint_tensors_share_no_memory() -> None:
     model = random_model(shape(tie_weights=True))
     tensors = model.to_checkpoint_names()
     storages = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
@@ -249,7 +249,7 @@ def test_public_tensors_share_no_memory() -> None:
         assert not tensor.requires_grad
 
 
-def test_public_tensors_do_not_depend_on_how_query_key_and_value_are_held() -> None:
+def test_checkpoint_tensors_do_not_depend_on_how_query_key_and_value_are_held() -> None:
     """Attention recomputed from the public tensors alone, as an unfused model would."""
     config = shape(n_layers=1, qkv_bias=True)
     model = random_model(config)

@@ -1,4 +1,4 @@
-"""The runs in the repository: they load, and say what the lab notebook's did (DESIGN 7)."""
+"""The runs in the repository: they load, and say what the lab notebook's did."""
 
 from __future__ import annotations
 

@@ -264,12 +264,12 @@ def lively_scaler() -> None:
     in_gradients(lambda gradient: gradient * torch.inf, rank=0, steps=range(4, 5))
 
 
-def _attending(original: Callable[..., Any], self: Any, place: Place) -> Any:
+def _guarding(original: Callable[..., Any], self: Any, place: Place) -> Any:
     Now.step = place.step
     return original(self, place)
 
 
-around("harness.distributed.watchdog:Watchdog.guard", _attending)
+around("harness.distributed.watchdog:Watchdog.guard", _guarding)
 
 
 def record_handler(folder: str) -> None:

@@ -1,4 +1,4 @@
-"""What is measured is true: losses of a window, validation shared out or not, speed, dollars, charts, samples."""
+"""What is measured is true: losses between reports, validation shared out or not, speed, dollars, charts, samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpt import GPTModel, ModelConfig
 from harness.data.dataset import TokenFile
 from harness.data.loader import BatchLayout, Microbatch, TokenLoader
 from harness.distributed.shared_work import SharedWork
-from harness.distributed.signals import StopSignal
+from harness.distributed.signals import StopRequested, StopSignal
 from harness.distributed.watchdog import Place
 from harness.distributed.world import World
 from harness.evaluation.generation import Sampling, choose, sample_tokens
@@ -85,7 +85,6 @@ def test_validation_is_the_mean_without_dropout_and_leaves_the_mode_and_random_s
         return SharedWork(ALONE, shared, stop, Place(0, "validation"))
 
     losses = losses_over_ranks(model, reader, 4, precision, ranks(shared=False))
-    assert losses is not None
     loss = mean(losses)
     assert model.training
     assert torch.equal(before, torch.get_rng_state())
@@ -94,7 +93,9 @@ def test_validation_is_the_mean_without_dropout_and_leaves_the_mode_and_random_s
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), window[1:])
     assert loss == pytest.approx(expected.item(), rel=1e-6)
     assert losses_over_ranks(model, reader, 4, precision, ranks(shared=True)) == losses
-    assert losses_over_ranks(model, reader, 4, precision, ranks(shared=True, signal=15)) is None
+    with pytest.raises(StopRequested) as stopped:
+        losses_over_ranks(model, reader, 4, precision, ranks(shared=True, signal=15))
+    assert (stopped.value.signal, stopped.value.during) == (15, "validation")
 
 
 def test_accumulation_in_half_precision_scales_and_unscales() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from checkpointing import capture_optimizer, load_notebook_optimizer, restore_optimizer
+from checkpointing import OptimizerStates, capture_optimizer, load_notebook_optimizer, restore_optimizer
 from gpt import GPTModel, ModelConfig
 from harness.common.errors import UserError
 from harness.data.loader import Microbatch
@@ -221,7 +221,7 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing(change: Any, w
     saved, before = step.optimizer.named_state(ALONE), step.optimizer.named_state(ALONE)
     change(saved)
     with pytest.raises(UserError, match=r"optimizer\.pt") as refused:
-        restore_optimizer(step, (saved, {}))
+        restore_optimizer(step, OptimizerStates(saved, {}))
     assert words in str(refused.value)
     assert alike(step.optimizer.named_state(ALONE), before)
 
@@ -340,7 +340,7 @@ def test_a_notebooks_state_is_of_no_use_to_another_optimizer() -> None:
     tensors = model.to_checkpoint_names().values()  # as many as the notebook has parameters
     numbered = {index: {"step": 3.0, "exp_avg": tensor} for index, tensor in enumerate(tensors)}
     with pytest.raises(UserError, match=r"optimizer.pt: .*velocity"):
-        load_notebook_optimizer(momentum_step(model), CONFIG, ({"state": numbered}, {}))
+        load_notebook_optimizer(momentum_step(model), CONFIG, OptimizerStates({"state": numbered}, {}))
 
 
 def test_train_json_chooses_the_optimizer() -> None:
