@@ -65,6 +65,14 @@ def pytest_runtest_teardown() -> Generator[None]:
         pytest.fail("\n".join(["what tests may not touch (tests/support/isolation.py):", *found]), pytrace=False)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m slow`, files without any such test need not be loaded."""
+    is_test = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
+    if config.option.markexpr == "slow" and is_test and "mark.slow" not in collection_path.read_text(encoding="utf-8"):
+        return True
+    return None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(f"{item.path.parent.name}/{item.path.stem[5:]}", len(order)))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.isolation import ROOT
 from tests.support.launch import Workshop, metrics
 
 
@@ -53,3 +54,26 @@ def test_the_full_quickstart_fits_the_dataset(shop: Workshop, tmp_path: Path) ->
     full.add_shipped_run("quickstart")
     plan = shop.script("ddp_train.py", "quickstart", str(shop.datasets), "--plan", "--runs-dir", str(full.runs)).stdout
     assert re.search(r"global steps +1,5\d\d\n", plan), plan
+
+
+# What README shows of it
+
+NUMBER = re.compile(r"\d[\d,.]*")
+
+
+def forms(text: str) -> set[str]:
+    """The lines without their numbers."""
+    return {NUMBER.sub("N", line.strip()) for line in text.splitlines()}
+
+
+def shown(first: str, last: str) -> set[str]:
+    """The forms of README's lines from one to another, those left out there not counted."""
+    readme = (ROOT / "README.md").read_text()
+    start = readme.index(first)
+    return forms(readme[start : readme.index(last, start)]) - {"…", ""}
+
+
+def test_the_quickstarts_output(quickstart: Workshop) -> None:
+    printed = forms((quickstart.path / "printed").read_text().replace(f"{quickstart.path}/", ""))
+    for line in shown("    quickstart: starting", "![Training"):
+        assert line in printed, line

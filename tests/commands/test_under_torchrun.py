@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.launch import Workshop
+
+pytestmark = pytest.mark.slow
 
 
 def test_the_last_words_are_ours(tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ def test_splits_and_their_order(preparer: Preparer) -> None:
     assert documents_of(folder, "validation") == DOCUMENTS[2700:]
 
 
+@pytest.mark.slow
 def test_a_shuffle_is_a_permutation_decided_by_its_seed(preparer: Preparer, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [preparer.prepare("texts", name, "--shuffle-seed", seed) for name, seed in (("s1", 1), ("s2", 2))]
     again = preparer.prepare("texts", "s1-again", "--shuffle-seed", 1, "--workers", 3)

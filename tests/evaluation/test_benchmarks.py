@@ -355,6 +355,7 @@ def test_the_tokenizer_of_another_model_is_refused(subject: Subject, tmp_path: P
     assert "its tokenizer has 300 tokens, the model 256" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_group_is_shown_above_its_tasks(subject: Subject, tmp_path: Path) -> None:
     members = [
         write_task(tmp_path, "choice", name=name) for name in ("one", "a_task_with_a_rather_long_name_of_its_own")

@@ -120,6 +120,7 @@ def summary(tried: int, refused: int) -> str:
 # train.json and model.json
 
 
+@pytest.mark.slow
 @pytest.mark.fault("train.json is anything")
 def test_train_json(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
     path, refused, model = shop.runs / "r" / "train.json", 0, load_model_config(shop.runs / "r" / "model.json")

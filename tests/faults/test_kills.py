@@ -149,6 +149,7 @@ def test_killed_at_each_operation_of_a_background_save(shop: Workshop, exhaustiv
     )
 
 
+@pytest.mark.slow
 @pytest.mark.fault("killed at the end")
 @pytest.mark.timeout(900)
 def test_killed_at_each_operation_of_the_end(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:

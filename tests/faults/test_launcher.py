@@ -126,6 +126,7 @@ def kill_torchrun(shop: Workshop, straight: Path, place: Place) -> float:
     return seconds
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.fault("torchrun is killed")
 def test_torchrun_killed_anywhere(shop: Workshop, straight: Path, exhaustive: bool, evidence: Evidence) -> None:

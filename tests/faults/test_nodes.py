@@ -20,6 +20,8 @@ from tests.support.same_end import assert_same_end
 from tests.support.two_hosts import Pair, two_hosts, wait_for
 from tests.support.warm import WarmProcess
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_SECONDS = 8
 # Until every process has ended: the time-out, the watch's own pace, the patience with a rank that may have more to
 # say, and torchrun's.
@@ -207,7 +209,6 @@ def test_rank_0_without_the_checkpoints(pair: Pair, evidence: Evidence) -> None:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.fault("the network fails")
 def test_network_cut(pair: Pair, start: Start, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
     """Cut without a word, as by a switch that fails, or with the carrier gone, as by a pulled cable."""
@@ -231,7 +232,6 @@ def test_network_cut(pair: Pair, start: Start, straight: Path, exhaustive: bool,
     )
 
 
-@pytest.mark.slow
 @pytest.mark.fault("a node vanishes")
 def test_a_node_vanishes(pair: Pair, start: Start, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
     slowest, cases = 0.0, [1, 0] if exhaustive else [1]
@@ -254,7 +254,6 @@ def test_a_node_vanishes(pair: Pair, start: Start, straight: Path, exhaustive: b
     )
 
 
-@pytest.mark.slow
 @pytest.mark.fault("a rank dies, torchrun --max-restarts=2 on both nodes")
 def test_restarted_by_torchrun(pair: Pair, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
     """The other node's torchrun starts its ranks again as well, in its own time."""

@@ -22,6 +22,8 @@ from tests.conftest import Evidence
 from tests.support.launch import Workshop, finish, metrics
 from tests.support.same_end import assert_same_end
 
+pytestmark = pytest.mark.slow
+
 STEPS = 12
 SETTINGS: dict[str, Any] = {
     "min_train_tokens": STEPS * 128,
@@ -62,7 +64,6 @@ def latest_step(run: Path) -> int | None:
     return int(link.resolve().name.rpartition("-")[2])
 
 
-@pytest.mark.slow
 @pytest.mark.fault("a slow disk")
 def test_steps_go_on_while_a_disk_is_slow(shop: Workshop, tmp_path: Path, evidence: Evidence) -> None:
     """A look at the run from outside, while the first checkpoint's fsync takes seconds."""
@@ -148,7 +149,6 @@ def every_moment(exhaustive: bool) -> Sequence[str]:
     return MOMENTS if exhaustive else [MOMENTS[0], MOMENTS[4], MOMENTS[-1]]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.fault("killed while saving")
 def test_killed_in_a_save(shop: Workshop, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
@@ -172,7 +172,6 @@ def test_killed_in_a_save(shop: Workshop, straight: Path, exhaustive: bool, evid
     )
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.fault("told to stop while saving")
 def test_told_to_stop_in_a_save(shop: Workshop, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
@@ -193,7 +192,6 @@ def test_told_to_stop_in_a_save(shop: Workshop, straight: Path, exhaustive: bool
     )
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.fault("a save that fails")
 def test_a_failing_save(shop: Workshop, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
@@ -243,7 +241,6 @@ class Pauses:
 LARGE = {"vocab_size": 8192, "emb_dim": 512, "n_layers": 4, "n_heads": 8}  # 21 million parameters: 250 MB a save
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.fault("a large model")
 def test_how_long_the_loop_pauses(shop: Workshop, tmp_path: Path, exhaustive: bool, evidence: Evidence) -> None:

@@ -325,6 +325,7 @@ def die(shop: Workshop, number: int, death: Death) -> float:
     return max(end.seconds for end in [own, *ends])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.fault("a rank dies")
 def test_a_rank_dies(shop: Workshop, straight: Path, exhaustive: bool, evidence: Evidence) -> None:

@@ -394,6 +394,7 @@ def test_under_torchrun_one_rank_speaks(shop: Workshop) -> None:
     assert results[1].stdout == results[1].stderr == ""
 
 
+@pytest.mark.slow
 def test_under_the_real_torchrun(shop: Workshop) -> None:
     shop.add_run()
     result = shop.torchrun("r", "--plan")

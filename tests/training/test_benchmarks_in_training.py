@@ -171,6 +171,7 @@ def test_a_run_stopped_in_the_middle_of_benchmarks_ends_as_one_that_was_not(
     assert_same_end(straight, run)
 
 
+@pytest.mark.slow
 def test_a_failure_while_training_is_a_warning(shop: Workshop) -> None:
     run = add_run(shop, "failing", **with_benchmarks(shop) | {"benchmark_tasks": [str(shop.path / "choice.yaml")]})
     prelude = """
