@@ -22,6 +22,7 @@ from tests.support.launch import Result, Workshop
 
 pytestmark = pytest.mark.slow
 
+
 PROMPT = "Below is an instruction"
 ENTRIES = [
     {"instruction": f"Return {number} as text.", "input": "" if number % 3 else "x", "output": f'return "{number}"'}

@@ -26,6 +26,8 @@ from harness.data.preparation.builtin import BUILTIN_DATASETS, DEFAULT_VOCAB_SIZ
 from harness.data.tokenizers.load import load_tokenizer
 from harness.data.tokenizers.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SPLITS = ("train", "validation", "test")
 FILES = {"meta.json", "tokenizer.json", *(f"{split}.safetensors" for split in SPLITS)}
@@ -127,7 +129,6 @@ def test_files_are_readable_as_the_umask_says(folder: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
 
 
-@pytest.mark.slow
 def test_a_killed_build_leaves_nothing_half_written_and_the_next_gives_the_same_bytes(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -419,6 +419,7 @@ def test_code_of_others_is_refused_before_any_of_it_runs(tmp_path: Path) -> None
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_names_that_are_none(tmp_path: Path) -> None:
     """With the index of all of lm-eval's tasks, which takes seconds to make."""
     with pytest.raises(UserError, match=r'"helaswag": no task, group or tag of lm-eval.*did you mean hellaswag'):

@@ -23,6 +23,8 @@ from tests.support.jobs import for_each
 from tests.support.launch import Workshop
 from tests.support.same_end import assert_same_end
 
+pytestmark = pytest.mark.slow
+
 STEPS = 12
 SETTINGS: dict[str, Any] = {
     "learning_rate": 0.01,
@@ -114,7 +116,6 @@ def stop(shop: Workshop, run: Path, setup: Setup, prelude: str) -> int:
     return last
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.fault("stopped at a step")
 def test_stopped_once(
@@ -199,7 +200,6 @@ SHAPES = [Shape(2, 2, 2), Shape(1, 3, 1), Shape(3, 1, 2), Shape(4, 2, 1), Shape(
 FIRST_TOKEN, TOKENS = 123, 2000
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.fault("continued on another number of ranks")
 def test_another_shape(tmp_path: Path, exhaustive: bool, evidence: Evidence) -> None:

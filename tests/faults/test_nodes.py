@@ -22,6 +22,7 @@ from tests.support.warm import WarmProcess
 
 pytestmark = pytest.mark.slow
 
+
 TIMEOUT_SECONDS = 8
 # Until every process has ended: the time-out, the watch's own pace, the patience with a rank that may have more to
 # say, and torchrun's.

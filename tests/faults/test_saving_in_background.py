@@ -24,6 +24,7 @@ from tests.support.same_end import assert_same_end
 
 pytestmark = pytest.mark.slow
 
+
 STEPS = 12
 SETTINGS: dict[str, Any] = {
     "min_train_tokens": STEPS * 128,

@@ -33,6 +33,8 @@ from tests.support.benchmark_files import sentence, write_task
 from tests.support.launch import Workshop, finish, metrics, without_times
 from tests.support.same_end import assert_same_end
 
+pytestmark = pytest.mark.slow
+
 VOCAB_SIZE = 300
 SHAPE: dict[str, Any] = {"vocab_size": VOCAB_SIZE + 4, "context_length": 24}
 TASKS = ("choice", "last_word", "generate")
@@ -154,7 +156,6 @@ SharedBatches.__call__ = interrupted
 """
 
 
-@pytest.mark.slow
 def test_a_run_stopped_in_the_middle_of_benchmarks_ends_as_one_that_was_not(
     shop: Workshop, straight: Path, exhaustive: bool
 ) -> None:
@@ -171,7 +172,6 @@ def test_a_run_stopped_in_the_middle_of_benchmarks_ends_as_one_that_was_not(
     assert_same_end(straight, run)
 
 
-@pytest.mark.slow
 def test_a_failure_while_training_is_a_warning(shop: Workshop) -> None:
     run = add_run(shop, "failing", **with_benchmarks(shop) | {"benchmark_tasks": [str(shop.path / "choice.yaml")]})
     prelude = """
