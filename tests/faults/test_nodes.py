@@ -20,9 +20,6 @@ from tests.support.same_end import assert_same_end
 from tests.support.two_hosts import Pair, two_hosts, wait_for
 from tests.support.warm import WarmProcess
 
-pytestmark = pytest.mark.slow
-
-
 TIMEOUT_SECONDS = 8
 # Until every process has ended: the time-out, the watch's own pace, the patience with a rank that may have more to
 # say, and torchrun's.
@@ -37,7 +34,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 Start = Callable[[str], list[WarmProcess]]
-pytestmark = pytest.mark.timeout(600)  # with --exhaustive, a dozen starts of torchrun
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # with --exhaustive, a dozen starts of torchrun
 
 
 @pytest.fixture(scope="module")
