@@ -159,6 +159,7 @@ def test_what_cannot_be_exported_leaves_nothing(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_no_half_folder(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "c", small())
     limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+    limit += "import sys; sys.dont_write_bytecode = True  # it would be cut short, too\n"
     limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
     command = [str(ROOT / "convert_hf.py"), "export", "c", "out"]
     result = finish([Workshop(tmp_path).fork(command, {}, limit)], expect=1, timeout=120)

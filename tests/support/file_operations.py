@@ -197,6 +197,7 @@ class Operations:
         def watched(tensors: Any, path: Path, **named: Any) -> None:
             def reserve() -> None:  # the kernel ends the process when Rust asks for the file's space
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+                sys.dont_write_bytecode = True  # it would be cut short, too
                 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
                 original(tensors, path, **named)
 
