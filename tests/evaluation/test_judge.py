@@ -98,6 +98,8 @@ class Bench:
         script = f"ulimit -f {limit}; exec {sys.executable} {ROOT / 'judge_ift.py'} " + '"$@"'
         environment = {name: value for name, value in os.environ.items() if not name.startswith("OPENAI_")}
         environment |= {"NO_PROXY": "127.0.0.1"} | ({} if key is None else {"OPENAI_API_KEY": key})
+        if limit != "unlimited":  # Python would cut its bytecode short without a word, for every later process
+            environment["PYTHONDONTWRITEBYTECODE"] = "1"
         return subprocess.Popen(
             [
                 "bash",
