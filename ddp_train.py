@@ -220,7 +220,7 @@ def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
     if world.size > 1:
         devices = [world.device] if world.device.type == "cuda" else None
         trained = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
-    step = build_step(model, trained, config, before_exchange=world.watchdog.beat)
+    step = build_step(model, trained, start.step_config, before_exchange=world.watchdog.beat)
     meter, reporter = LossMeter(world.device), Reporter(start, world)
     return Trainer(
         start,

@@ -10,7 +10,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -149,6 +149,7 @@ class CheckpointMeta(BaseModel):
     microbatch_size: Count | None = None
     accumulation_steps: Count | None = None
     device: str | None = None
+    precision: Literal["bf16", "fp16", "fp32"] | None = None  # in which it was trained; earlier versions do not say
     tokenizer: str | None = None  # "gpt2", or the name of a file beside this one
     torch: str | None = None
     # A Provenance's. Whoever continues compares model and dataset with the run's own, and says what differs: any value.
