@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.references import NanoGPT, NotebookModel
+from bench.turns import Shape
 from gpt import GPTModel, ModelConfig
 from harness.data.loader import Microbatch
 from harness.model.kernels import choose_kernels
@@ -61,7 +62,7 @@ class Case:
 class Contestant:
     """A program's step, its model, and whether the head is the token embedding."""
 
-    name: str
+    title: str
     model: nn.Module
     step: Step
     tied: bool
@@ -72,24 +73,24 @@ def ours(case: Case, precision: str, *, tied: bool) -> Contestant:
     torch.manual_seed(42)
     model = GPTModel(case.shape.model_copy(update={"tie_weights": tied})).to(case.device)
     choose_kernels(model, case.shape.drop_rate, case.device, compiled=case.compile)
-    config = TrainConfig(
-        dataset="builtin/none",
-        microbatch_size=case.microbatch,
-        min_train_tokens=-1,
-        start_train_token=0,
-        checkpoint_interval=1,
-        learning_rate=LEARNING_RATE,
-        clipping_max_norm=1.0,
-        precision=precision,
-        compile=case.compile,
-    )
-    step = build_step(model, model, config)
+    settings: dict[str, Any] = {
+        "dataset": "builtin/none",
+        "microbatch_size": case.microbatch,
+        "min_train_tokens": -1,
+        "start_train_token": 0,
+        "checkpoint_interval": 1,
+        "learning_rate": LEARNING_RATE,
+        "clipping_max_norm": 1.0,
+        "precision": precision,
+        "compile": case.compile,
+    }
+    step = build_step(model, model, TrainConfig(**settings))
 
     def run(microbatch: Microbatch) -> None:
         step.run([microbatch], 1.0)
 
-    name = f"ddp-pretrain, {'auto: ' if precision == 'auto' else ''}{step.precision.name}"
-    return Contestant(name, model, run, tied)
+    title = f"ddp-pretrain, {'auto: ' if precision == 'auto' else ''}{step.precision.name}"
+    return Contestant(title, model, run, tied)
 
 
 def notebook(case: Case) -> Contestant:
@@ -116,7 +117,7 @@ def transformers_gpt2(case: Case, *, bf16: bool = False) -> Contestant:
         # `labels` alone would be shifted inside, and the last position of each sequence would predict nothing.
         return model(inputs, labels=targets, shift_labels=targets, use_cache=False).loss
 
-    run = _plain_step(case, model, loss, bf16=bf16)
+    run = _plain_step(case, model, loss, half=bf16)
     return Contestant("transformers, bf16 autocast" if bf16 else "transformers", model, run, tied=True)
 
 
@@ -128,7 +129,7 @@ def nanogpt(case: Case, *, bf16: bool = False) -> Contestant:
     def loss(inputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
-    run = _plain_step(case, model, loss, bf16=bf16)
+    run = _plain_step(case, model, loss, half=bf16)
     return Contestant("nanoGPT, bf16 autocast" if bf16 else "nanoGPT", model, run, tied=True)
 
 
@@ -166,16 +167,16 @@ def litgpt(case: Case) -> Contestant:
 
 
 def _plain_step(
-    case: Case, model: nn.Module, loss: Loss, *, fused: bool = True, reads_loss: bool = False, bf16: bool | None = None
+    case: Case, model: nn.Module, loss: Loss, *, fused: bool = True, reads_loss: bool = False, half: bool = False
 ) -> Step:
-    """A step as most programs write it. On a GPU the matrix products run in bf16, as ours."""
+    """A step as most programs write it. On a GPU the matrix products run in bf16, as ours; on a CPU if `half`."""
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.1, fused=fused or None)
     computed: Any = torch.compile(loss) if case.compile else loss
-    half = case.device.type == "cuda" if bf16 is None else bf16 or case.device.type == "cuda"
+    is_half = half or case.device.type == "cuda"
 
     def autocast() -> AbstractContextManager[object]:
-        return torch.autocast(case.device.type, torch.bfloat16) if half else nullcontext()
+        return torch.autocast(case.device.type, torch.bfloat16) if is_half else nullcontext()
 
     def run(microbatch: Microbatch) -> None:
         inputs_BxT, targets_BxT = microbatch.to(case.device)
@@ -189,3 +190,31 @@ def _plain_step(
             value.item()
 
     return run
+
+
+BUILDERS: dict[str, Callable[[Case], Contestant]] = {
+    "ddp-pretrain": lambda case: ours(case, "auto", tied=False),
+    "ddp-pretrain fp32": lambda case: ours(case, "fp32", tied=False),
+    "ddp-pretrain tied": lambda case: ours(case, "auto", tied=True),
+    "ddp-pretrain tied fp32": lambda case: ours(case, "fp32", tied=True),
+    "notebook": notebook,
+    "transformers": transformers_gpt2,
+    "transformers bf16": lambda case: transformers_gpt2(case, bf16=True),
+    "litgpt": litgpt,
+    "nanogpt": nanogpt,
+    "nanogpt bf16": lambda case: nanogpt(case, bf16=True),
+}
+
+
+def case_of(shape: Shape) -> Case:
+    """What all contestants build for a shape: biases everywhere, since transformers' model always has them."""
+    config = ModelConfig(
+        vocab_size=shape.vocabulary,
+        context_length=shape.context,
+        emb_dim=shape.emb_dim,
+        n_heads=shape.heads,
+        n_layers=shape.layers,
+        drop_rate=0.0,
+        qkv_bias=True,
+    )
+    return Case(config, shape.microbatch, torch.device(shape.device), shape.compile)

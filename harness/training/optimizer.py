@@ -120,7 +120,7 @@ class AdamW:
             skipped = (~torch.isfinite(norm)).float()
             scaler.step(self._adamw)
         else:
-            norm = total_norm(self._parameters())
+            norm = torch.nn.utils.get_total_norm(gradients_of(self._parameters()))
             skipped = (~torch.isfinite(norm)).float()
             self._step_in_one_pass(norm, skipped, max_norm)
         scaler.update()
@@ -172,17 +172,16 @@ class AdamW:
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
     """Scale the gradients so that their norm over all parameters is at most `max_norm`; the norm before, as a scalar on
     the device."""
-    with_gradients = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = total_norm(with_gradients)
+    gradients = gradients_of(parameters)
+    norm = torch.nn.utils.get_total_norm(gradients)
     if max_norm is not None:
-        gradients = [parameter.grad for parameter in with_gradients]
         torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + CLIP_EPSILON), max=1.0))
     return norm
 
 
-def total_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The norm of the gradients over all parameters, as a scalar on the device."""
-    return torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """The gradients of those parameters that have one."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def check_state(saved: NamedState, shapes: StateShapes) -> None:

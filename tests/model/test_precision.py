@@ -43,14 +43,15 @@ def test_short_sequences_are_attended_in_fp32(tokens: int) -> None:
     qkv = [torch.randn(2, 2, tokens, 32, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     upstream = torch.randn(2, 2, tokens, 32, dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
-        result = causal_attention(*qkv, 0.0)
+        result = causal_attention(qkv[0], qkv[1], qkv[2], 0.0)
     result.backward(upstream)
     exact = [each.detach().double().requires_grad_() for each in qkv]
-    expected = F.scaled_dot_product_attention(*exact, is_causal=True)
+    expected = F.scaled_dot_product_attention(exact[0], exact[1], exact[2], is_causal=True)
     expected.backward(upstream.double())
     assert result.dtype == torch.bfloat16
     errors = [(result - expected).abs().max().item()]
     errors += [(mine.grad - true.grad).abs().max().item() for mine, true in zip(qkv, exact, strict=True)]  # type: ignore[operator]
     assert max(errors) < 0.05
-    in_fp32 = F.scaled_dot_product_attention(*(each.float() for each in qkv), is_causal=True).bfloat16()
+    q, k, v = (each.float() for each in qkv)
+    in_fp32 = F.scaled_dot_product_attention(q, k, v, is_causal=True).bfloat16()
     assert torch.equal(result, in_fp32) == (tokens < CPU_BF16_CONTEXT)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from harness.model import precision
 from harness.runs.checkpoint_meta import CheckpointMeta
 from harness.runs.train_config import TrainConfig
 from harness.training.startup import choose_precision
+from tests.support.launch import Workshop
 
 CPU = torch.device("cpu")
 HERE = "x86_64 CPU"
@@ -45,7 +48,7 @@ def test_auto_keeps_what_the_run_began_in(
     monkeypatch: pytest.MonkeyPatch, now: str, units: bool, meta: CheckpointMeta | None, expected: str
 ) -> None:
     monkeypatch.setattr(precision, "has_matrix_units", lambda: units)
-    assert choose_precision(TrainConfig(**SETTINGS, precision=now), CPU, meta) == expected
+    assert choose_precision(TrainConfig(**SETTINGS | {"precision": now}), CPU, meta) == expected
 
 
 def test_a_run_says_and_records_its_precision(tmp_path: Path) -> None:
