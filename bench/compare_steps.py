@@ -55,8 +55,8 @@ GROUPS = {
     "nanogpt": [*OURS_TIED, "nanogpt", "nanogpt bf16"],
 }
 MIB = 2**20
-# Weights, gradients, AdamW's two moments in fp32, and as much again for what a step makes: of a waiting contestant.
-BYTES_PER_PARAMETER = 24
+# Of a waiting contestant: weights, gradients and the two moments of AdamW, in fp32.
+BYTES_PER_PARAMETER = 16
 MATRIX = 2048
 Row = dict[str, Any]
 
@@ -139,7 +139,7 @@ def room_is_missing(shape: Shape, group: str) -> str | None:
         return None
     from harness.common.memory import free_memory
 
-    needed = len(GROUPS[group]) * model_config(shape).parameters * BYTES_PER_PARAMETER
+    needed = (len(GROUPS[group]) + 1) * model_config(shape).parameters * BYTES_PER_PARAMETER  # one is at it
     free = free_memory()
     return f"needs about {needed / GIB:.0f} GiB, and {free / GIB:.0f} are free" if needed > free else None
 
