@@ -46,6 +46,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     is_few = len(files) < FILES_FOR_SEVERAL_PROCESSES and all(each.endswith(".py") for each in files)
     if config.getoption("--reliability") or is_few:
         config.option.numprocesses, config.option.dist = 0, "no"
+    elif config.option.markexpr == "slow":  # single tests of a minute: a file at a time would leave processes idle
+        config.option.dist = "loadgroup"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -76,6 +78,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(f"{item.path.parent.name}/{item.path.stem[5:]}", len(order)))
+    for item in items:
+        if shares_a_fixture(item) and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(item.config.rootpath))))
+
+
+def shares_a_fixture(item: pytest.Item) -> bool:
+    """Whether a test needs a fixture that is made once for its file, so that one process should run all who do.
+
+    A long one may well make it again: `@pytest.mark.xdist_group("its own name")` lets another process run it.
+    """
+    if not isinstance(item, pytest.Function):
+        return False
+    definitions = item._fixtureinfo.name2fixturedefs.values()
+    return any(definition.scope == "module" for found in definitions for definition in found)
 
 
 @pytest.fixture(scope="session")
