@@ -13,8 +13,10 @@ import time
 from collections.abc import Callable, Generator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from tests.support import isolation  # before all that imports torch
 from tests.support.jobs import set_pace
@@ -31,6 +33,13 @@ LONGEST = (
     *("faults/hostile_input", "faults/full_disks", "faults/ranks", "faults/continuation", "faults/kills"),
     *("training/training", "training/benchmarks_in_training", "hf/convert_hf", "training/continuation", "runs/plan"),
 )
+# Another process may run these than the others of their file: what fixtures of the file they need is made again.
+ALONE = (
+    *("search::test_the_answer_trains_under", "search::test_two_ranks_agree", "search::test_the_answer_of_two_ranks"),
+    *("search::test_limits_just_above", "search::test_a_probe_leaves", "nodes::test_restarted", "nodes::test_network"),
+    *("background::test_how_long_the_loop", "preparing::test_killed_at_any_time", "preparing::test_memory_does_not"),
+    *("signals::test_torchrun_restarts", "launcher::test_the_reader_of", "dataset::test_a_killed_build"),
+)
 ROWS = pytest.StashKey[list[Row]]()
 
 
@@ -46,8 +55,17 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     is_few = len(files) < FILES_FOR_SEVERAL_PROCESSES and all(each.endswith(".py") for each in files)
     if config.getoption("--reliability") or is_few:
         config.option.numprocesses, config.option.dist = 0, "no"
-    elif config.option.markexpr == "slow":  # single tests of a minute: a file at a time would leave processes idle
-        config.option.dist = "loadgroup"
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
+    return FilesAndLongTests(config, log)
+
+
+class FilesAndLongTests(LoadFileScheduling):  # type: ignore[misc]
+    """Gives a process a file at a time, or one of the tests that are ALONE."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return nodeid if any(name in nodeid for name in ALONE) else super()._split_scope(nodeid)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -75,24 +93,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(f"{item.path.parent.name}/{item.path.stem[5:]}", len(order)))
-    for item in items:
-        if shares_a_fixture(item) and not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(item.config.rootpath))))
-
-
-def shares_a_fixture(item: pytest.Item) -> bool:
-    """Whether a test needs a fixture that is made once for its file, so that one process should run all who do.
-
-    A long one may well make it again: `@pytest.mark.xdist_group("its own name")` lets another process run it.
-    """
-    if not isinstance(item, pytest.Function):
-        return False
-    definitions = item._fixtureinfo.name2fixturedefs.values()
-    return any(definition.scope == "module" for found in definitions for definition in found)
 
 
 @pytest.fixture(scope="session")

@@ -129,7 +129,6 @@ def test_files_are_readable_as_the_umask_says(folder: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
 
 
-@pytest.mark.xdist_group("test_a_killed_build_leaves_nothing_half_written_and_the_next_gives_the_same_bytes")
 def test_a_killed_build_leaves_nothing_half_written_and_the_next_gives_the_same_bytes(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -269,7 +269,6 @@ if any("prepare_datasets" in each for each in sys.orig_argv):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("test_killed_at_any_time_and_run_again_the_bytes_are_the_same")
 def test_killed_at_any_time_and_run_again_the_bytes_are_the_same(preparer: Preparer, tmp_path: Path) -> None:
     small = Preparer(tmp_path, on_path(tmp_path))
     arguments = [preparer.path / "texts", "datasets/me/x", "--train-tokenizer", "300", "--shuffle-seed", "5"]

@@ -308,7 +308,6 @@ def test_a_terminal_is_closed(shop: Workshop, exhaustive: bool, evidence: Eviden
 
 @pytest.mark.slow
 @pytest.mark.fault("the reader of the output ends")
-@pytest.mark.xdist_group("test_the_reader_of_the_output_ends")
 def test_the_reader_of_the_output_ends(shop: Workshop, straight: Path, evidence: Evidence) -> None:
     """As `… | tee log` does when its terminal is closed."""
     run, mark = shop.add_run("unread", **SETTINGS), shop.path / "unread.mark"

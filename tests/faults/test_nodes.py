@@ -208,7 +208,6 @@ def test_rank_0_without_the_checkpoints(pair: Pair, evidence: Evidence) -> None:
 
 
 @pytest.mark.fault("the network fails")
-@pytest.mark.xdist_group("test_network_cut")
 def test_network_cut(pair: Pair, start: Start, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
     """Cut without a word, as by a switch that fails, or with the carrier gone, as by a pulled cable."""
     slowest, cuts = 0.0, [pair.drop, pair.unplug] if exhaustive else [pair.drop]
@@ -254,7 +253,6 @@ def test_a_node_vanishes(pair: Pair, start: Start, straight: Path, exhaustive: b
 
 
 @pytest.mark.fault("a rank dies, torchrun --max-restarts=2 on both nodes")
-@pytest.mark.xdist_group("test_restarted_by_torchrun")
 def test_restarted_by_torchrun(pair: Pair, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
     """The other node's torchrun starts its ranks again as well, in its own time."""
     cases = [(1, False), (0, True)] if exhaustive else [(1, False)]

@@ -244,7 +244,6 @@ LARGE = {"vocab_size": 8192, "emb_dim": 512, "n_layers": 4, "n_heads": 8}  # 21 
 
 @pytest.mark.timeout(900)
 @pytest.mark.fault("a large model")
-@pytest.mark.xdist_group("test_how_long_the_loop_pauses")
 def test_how_long_the_loop_pauses(shop: Workshop, tmp_path: Path, exhaustive: bool, evidence: Evidence) -> None:
     steps = 24 if exhaustive else 8
     pauses = Pauses(*(pauses_of(shop, tmp_path, steps, in_background=setting) for setting in (False, True)))

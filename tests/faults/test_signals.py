@@ -356,7 +356,6 @@ def test_a_rank_dies(shop: Workshop, straight: Path, exhaustive: bool, evidence:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.fault("a rank dies under torchrun --max-restarts=3")
-@pytest.mark.xdist_group("test_torchrun_restarts")
 def test_torchrun_restarts(shop: Workshop, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
     """Restarted ranks go on from `latest`: they start from nothing, or go back to CHECKPOINT, only once."""
     cases = [["--restart"], [], ["CHECKPOINT"]] if exhaustive else [["--restart"]]

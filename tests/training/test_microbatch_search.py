@@ -244,7 +244,6 @@ def test_a_limit_too_small_for_anything(workshop: Workshop, base_gib: float, ran
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("test_limits_just_above_the_program_get_an_answer")
 def test_limits_just_above_the_program_get_an_answer(base_gib: float, tmp_path: Path, exhaustive: bool) -> None:
     """N, or one line that says why not: no library ends the process or waits for memory, wherever the limit falls."""
     shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "2"})
@@ -363,7 +362,6 @@ def test_what_validation_wants_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("test_the_answer_trains_under_the_same_limit")
 def test_the_answer_trains_under_the_same_limit(roomy: Workshop, base_gib: float) -> None:
     """The whole of training, in processes that the system gives no more memory; and not much more than it would."""
     limit = round(base_gib + MORE_ROOM, 3)
@@ -388,7 +386,6 @@ def alike(roomy: Workshop, base_gib: float) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("two ranks search")
 def test_two_ranks_agree_on_the_smaller_answer(roomy: Workshop, alike: int, base_gib: float, tmp_path: Path) -> None:
     """Where rank 1 runs out of memory first, its verdict counts, and rank 0 does not wait for it forever."""
     (tmp_path / "sitecustomize.py").write_text(BALLAST.format(bytes=int(0.2 * GIB)))
@@ -397,7 +394,6 @@ def test_two_ranks_agree_on_the_smaller_answer(roomy: Workshop, alike: int, base
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("two ranks search")
 def test_the_answer_of_two_ranks_trains_under_the_same_limit(roomy: Workshop, alike: int, base_gib: float) -> None:
     """The limit is each process's."""
     run = add_training(roomy, alike, ranks=2)
@@ -406,7 +402,6 @@ def test_the_answer_of_two_ranks_trains_under_the_same_limit(roomy: Workshop, al
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("test_a_probe_leaves_the_process_usable")
 def test_a_probe_leaves_the_process_usable(base_gib: float, workshop: Workshop) -> None:
     """The verdict on a size does not depend on the sizes tried before it: small, far too large, small again."""
     program = (
