@@ -204,7 +204,8 @@ def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
     from checkpointing import Checkpointer
     from gpt import GPTModel
     from harness.data.loader import TokenLoader
-    from harness.model.kernels import choose_kernels
+    from harness.model.kernels import choose_kernels, configure_compiler
+    from harness.model.precision import Precision
     from harness.runs.schedule import build_schedule
     from harness.training.evaluations import Evaluations
     from harness.training.loss_meter import LossMeter
@@ -214,8 +215,16 @@ def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
 
     config, position = start.experiment.config, start.position
     seed_alike(config.random_seed)  # every rank draws the same weights
-    model = GPTModel(start.experiment.model, recompute_blocks=config.activation_checkpointing).to(world.device)
-    choose_kernels(model, start.experiment.model.drop_rate, world.device, compiled=config.compile)
+    residual = Precision.resolve(config.precision, world.device).residual_dtype(config.residual_precision)
+    model = GPTModel(
+        start.experiment.model, recompute_blocks=config.activation_checkpointing, residual_dtype=residual
+    ).to(world.device)
+    configure_compiler(world.local_size, tuned=config.coordinate_descent_tuning)
+    choose_kernels(
+        *(model, start.experiment.model.drop_rate, world.device),
+        compiled=config.compile,
+        exact_dropout=config.exact_dropout,
+    )
     trained: torch.nn.Module = model
     if world.size > 1:
         devices = [world.device] if world.device.type == "cuda" else None

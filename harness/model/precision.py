@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from harness.common.errors import UserError
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -25,6 +27,20 @@ class Precision:
         elif name == "auto":
             name = "fp32"
         return cls(name, device.type)
+
+    def residual_dtype(self, wanted: str) -> torch.dtype | None:
+        """The dtype of the residual stream for train.json's `residual_precision`; None for the weights'.
+
+        Raises UserError for bf16 where the matrix products run in another precision.
+        """
+        if wanted == "fp32":
+            return None
+        if self.name != "bf16":
+            raise UserError(
+                f'train.json: key "residual_precision": "bf16" needs matrix products in bf16, and here they run in '
+                f'{self.name}; use "fp32", or "precision": "bf16"'
+            )
+        return torch.bfloat16
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context a forward pass runs in."""

@@ -20,7 +20,7 @@ from harness.data.loader import BatchLayout
 from harness.distributed.connection_errors import leaving_with_peers
 from harness.distributed.signals import StopSignal
 from harness.distributed.world import World
-from harness.model.kernels import not_compiled
+from harness.model.kernels import not_compiled, rounded_dropout
 from harness.runs import checkpoints
 from harness.runs.checkpoint_meta import CheckpointMeta, Provenance, TrainState, upgrade_notebook_meta
 from harness.runs.directory import RunDirectory
@@ -152,7 +152,11 @@ def refuse_wrong_machine(world: World, run: RunDirectory) -> None:
 
 def remark_on_machine(experiment: Experiment, world: World) -> None:
     """Say what a user would want to know of the machine before paying for hours of it."""
-    for remark in (idle_gpus(world.device, world.local_size), not_compiled(experiment.config.compile, world.device)):
+    config = experiment.config
+    dropout = None  # kernels that round it are for half precision only
+    if config.precision != "fp32":
+        dropout = rounded_dropout(experiment.model.drop_rate, world.device, exactly=config.exact_dropout)
+    for remark in (idle_gpus(world.device, world.local_size), not_compiled(config.compile, world.device), dropout):
         if remark is not None:
             say(world, f"note: {remark}")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import re
 import shlex
 from pathlib import Path
@@ -9,9 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from gpt import GPTModel
 from harness.common import device
 from harness.common.errors import UserError
 from harness.model import kernels
+from harness.model.config import ModelConfig
+from harness.model.precision import Precision
 from tests.support.isolation import ROOT
 
 CUDA = torch.device("cuda", 0)
@@ -149,3 +154,100 @@ def test_attention_drops_what_it_is_told_to(
         assert torch.backends.cuda.cudnn_sdp_enabled() == allowed
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@pytest.mark.parametrize("drop_rate", [0.0, 0.05, 0.0625, 0.1, 0.125, 0.2, 0.3, 0.5])
+def test_flash_attention_drops_by_random_bytes(drop_rate: float) -> None:
+    """Its rule, counted over all bytes."""
+    dropped = sum(byte > math.floor(255 * (1 - drop_rate)) for byte in range(256)) / 256
+    assert kernels.dropped_share("flash", drop_rate) == dropped
+    assert kernels.drops_as_told("flash", drop_rate, exactly=False)
+    assert kernels.drops_as_told("flash", drop_rate, exactly=True) == (drop_rate * 256).is_integer()
+    assert kernels.drops_as_told("cudnn", drop_rate, exactly=False) == (drop_rate * 16).is_integer()
+    assert kernels.dropped_share("efficient", drop_rate) == drop_rate
+
+
+@pytest.mark.parametrize(
+    ("drop_rate", "exactly", "allowed"), [(0.1, True, False), (0.1, False, True), (0.125, True, True)]
+)
+def test_exact_dropout_refuses_flash_attention(drop_rate: float, exactly: bool, allowed: bool) -> None:
+    before = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_flash_sdp(True)
+        kernels.attend_with_exact_dropout(drop_rate, CUDA, exactly=exactly)
+        assert torch.backends.cuda.flash_sdp_enabled() == allowed
+    finally:
+        torch.backends.cuda.enable_flash_sdp(before[0])
+        torch.backends.cuda.enable_cudnn_sdp(before[1])
+
+
+def test_a_rounded_dropout_is_remarked_upon() -> None:
+    remark = str(kernels.rounded_dropout(0.1, CUDA, exactly=False))
+    assert remark.startswith("FlashAttention drops a share of 0.1016 where drop_rate is 0.1; drop_rate 0.125 would")
+    for drop_rate, device_, exactly in ((0.1, CPU, False), (0.1, CUDA, True), (0.125, CUDA, False), (0.0, CUDA, False)):
+        assert kernels.rounded_dropout(drop_rate, device_, exactly=exactly) is None
+
+
+def test_attention_on_a_cpu_drops_the_configured_share() -> None:
+    """Uniform attention over an identity: each zero in what comes out is a weight that was dropped."""
+    torch.manual_seed(0)
+    queries, values = torch.zeros(64, 1, 64, 64), torch.eye(64).expand(64, 1, 64, 64)
+    mixed = torch.nn.functional.scaled_dot_product_attention(queries, queries, values, dropout_p=0.1)
+    assert (mixed == 0).float().mean().item() == pytest.approx(0.1, abs=0.003)  # five standard deviations
+    assert mixed.max().item() == pytest.approx(1 / 64 / 0.9)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "given", "expected"), [(1, None, "12"), (8, None, "1"), (100, None, "1"), (2, "3", "3")]
+)
+def test_compilers_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, given: str | None, expected: str
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(12)))
+    monkeypatch.setenv(name := "TORCHINDUCTOR_COMPILE_THREADS", given or "")
+    if given is None:
+        monkeypatch.delenv(name)
+    kernels.configure_compiler(ranks, tuned=False)
+    assert os.environ[name] == expected
+
+
+def test_coordinate_descent_is_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.config as inductor
+
+    monkeypatch.setattr(inductor, "coordinate_descent_tuning", False)
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    kernels.configure_compiler(1, tuned=True)
+    assert inductor.coordinate_descent_tuning
+
+
+# Precision
+
+
+def test_a_residual_stream_in_bf16_halves_what_blocks_pass_on() -> None:
+    config = ModelConfig(
+        vocab_size=64, context_length=16, emb_dim=32, n_heads=2, n_layers=2, drop_rate=0.0, qkv_bias=False
+    )
+    found = []
+    for dtype in (None, torch.bfloat16):
+        torch.manual_seed(0)
+        model = GPTModel(config, residual_dtype=dtype)
+        passed: list[torch.dtype] = []
+        for block in model.trf_blocks:
+            block.register_forward_hook(lambda _, __, out, passed=passed: passed.append(out.dtype))
+        tokens = torch.arange(32).view(2, 16)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(tokens, tokens)
+        loss.backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        model(tokens)
+        assert passed == [dtype or torch.float32] * 2 + [torch.float32] * 2, "bf16 under autocast only"
+        found.append(loss.item())
+    assert found[0] == pytest.approx(found[1], abs=0.01)
+    assert found[0] != found[1]
+
+
+def test_a_residual_stream_in_bf16_needs_bf16() -> None:
+    assert Precision("bf16", "cuda").residual_dtype("bf16") == torch.bfloat16
+    assert Precision("fp16", "cuda").residual_dtype("fp32") is None
+    with pytest.raises(UserError, match=r'"residual_precision": "bf16" needs matrix products in bf16, .* run in fp32'):
+        Precision("fp32", "cpu").residual_dtype("bf16")

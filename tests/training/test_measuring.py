@@ -148,6 +148,30 @@ def test_bits_per_byte_dollars_and_mfu() -> None:
     assert peak_flops("x86_64 CPU") is None
 
 
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA L40", 181e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA GB200", 2.5e15),
+        ("NVIDIA B200", 2.25e15),
+        ("NVIDIA T400 4GB", None),
+        ("Tesla T4", 65e12),
+        ("Tesla V100-SXM2-16GB", 125e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA RTX A6000", 154.8e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None),
+    ],
+)
+def test_the_peak_is_that_of_the_very_device(name: str, peak: float | None) -> None:
+    assert peak_flops(name) == peak
+
+
 def test_the_clock_counts_each_second_once() -> None:
     clock = Clock()
     clock.add({"training": 100.0})
