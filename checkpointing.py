@@ -245,6 +245,7 @@ class Checkpointer:
 
     def _write_files(self, checkpoint: Checkpoint) -> None:
         self.copies.wait()
+        self.reporter.metrics.make_durable()  # meta.json tells how long they are
         path = checkpoints.save_checkpoint(self.run.checkpoints, checkpoint)
         if self.config.keep_checkpoints is not None:
             checkpoints.prune(self.run.checkpoints, self.config.keep_checkpoints, {path.name} | self.protected)

@@ -158,6 +158,7 @@ class Reporter:
         step = state.global_step
         done = f"after global step {step}" if step >= 0 else "before the first step"
         remedy = "to continue, run the same command again (without --restart or a CHECKPOINT)"
+        self.metrics.make_durable()
         self.chart.finish(STOPPED_CHART_SECONDS)
         say_last(f"stopped by {described(signal_number)} {done}; {remedy}")
 
@@ -169,6 +170,7 @@ class Reporter:
         machine = measure_machine(self.world)
         if self.world.is_main:
             outcome = Outcome(state, self.clock.now(), self.throughput, machine, self.start.layout)
+            self.metrics.make_durable()
             write_summary(self.run, summarise(self.run.path.name, outcome, self.start.provenance))
             self.chart.finish(LAST_CHART_SECONDS)
 
