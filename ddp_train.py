@@ -15,7 +15,7 @@ import click
 from harness.common.errors import RunStopped, one_line_errors
 from harness.common.lasting_output import survive_closed_output
 from harness.common.launcher import exit_when_torchrun_dies
-from harness.common.libraries import configure_libraries
+from harness.common.libraries import configure_libraries, load
 from harness.common.options import POSITIVE, Command, TrainOptions
 from harness.distributed.signals import StopRequested, StopSignal
 from harness.distributed.watchdog import Place
@@ -165,6 +165,7 @@ def main(run: str, datasets_dir: Path, checkpoint: str | None, **given: Any) -> 
                 print_plan(experiment, checkpoint, world_size(), options)
             return
         announce(found.path.name)
+        load("torch")
         if options.find:
             from harness.training.batch_size_finder import report_max_microbatch
 
@@ -199,6 +200,7 @@ def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> N
 
 def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
     """Model, optimizer, data and all that the loop drives, made once and in order. Collective."""
+    load("torch._dynamo")  # optimizers and DistributedDataParallel would at their first use
     from torch.nn.parallel import DistributedDataParallel
 
     from checkpointing import Checkpointer

@@ -31,6 +31,8 @@ from harness.training.evaluations import losses_over_ranks
 from harness.training.loss_meter import LossMeter
 from harness.training.optimizer import build_optimizer
 from harness.training.step import OptimizerStep, StepResult
+from tests.support import file_operations
+from tests.support.launch import Workshop
 
 CPU = torch.device("cpu")
 ALONE = World(0, 0, 1, 1, CPU)
@@ -68,6 +70,22 @@ def test_a_window_with_nan_reports_nan_and_valid_json(tmp_path: Path) -> None:
     metrics.append(TrainEvent(global_step=3, loss=report.loss, gradient_norm=report.gradient_norm, skipped_steps=1))
     values = {"event": "train", "global_step": 3, "loss": None, "gradient_norm": None, "skipped_steps": 1}
     assert json.loads(metrics.path.read_text()) == values
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_no_line_waits_for_the_disk_but_a_checkpoint_comes_after_its_lines(tmp_path: Path, in_background: bool) -> None:
+    """What the training thread asks of the disk for a line, and what the writer of a checkpoint asks, in order."""
+    shop = Workshop(tmp_path)
+    shop.add_dataset()
+    shop.add_run(async_checkpoint=in_background)
+    save = "background save" if in_background else "save"
+    files = {call: tmp_path / call for call in ("metrics", save)}
+    shop.train(prelude="".join(file_operations.prelude(call, 0, "log", path) for call, path in files.items()))
+    line = files["metrics"].read_text().splitlines()
+    assert [name.split()[0] for name in line] == ["open", "write"]
+    operations = files[save].read_text().splitlines()
+    published = next(number for number, name in enumerate(operations) if name.startswith("os.rename .saving-"))
+    assert "fsync metrics.jsonl" in operations[:published]
 
 
 def test_validation_is_the_mean_without_dropout_and_leaves_the_mode_and_random_state(tmp_path: Path) -> None:
