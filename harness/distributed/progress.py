@@ -11,8 +11,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ def device_progress(device: torch.device) -> Progress:
 def record_event(device: torch.device) -> Callable[[], bool]:
     """Put an event behind the work of the calling thread's stream; the function says whether the device is there, also
     in another thread."""
+    import torch
+
     event = torch.cuda.Event()
     event.record()
 

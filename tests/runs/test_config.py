@@ -33,6 +33,8 @@ DEFAULTS: dict[str, Any] = {
     "shard_optimizer": False,
     "precision": "auto",
     "compile": "auto",
+    "deterministic": False,
+    "bucket_mb": None,
     "activation_checkpointing": False,
     "checkpoint_interval": None,
     "keep_checkpoints": None,

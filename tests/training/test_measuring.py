@@ -24,7 +24,7 @@ from harness.evaluation.loss import bits_per_byte, mean
 from harness.model.precision import Precision
 from harness.runs.chart import draw_training_chart
 from harness.runs.metrics import MetricsFile, TrainEvent, ValidationEvent, read_metrics
-from harness.runs.throughput import Throughput, peak_flops
+from harness.runs.throughput import Throughput, peak_flops, unknown_peak
 from harness.runs.train_config import TrainConfig
 from harness.training.clock import Clock
 from harness.training.evaluations import losses_over_ranks
@@ -146,6 +146,35 @@ def test_bits_per_byte_dollars_and_mfu() -> None:
     assert peak_flops("NVIDIA A100-SXM4-40GB") == 312e12
     assert peak_flops("NVIDIA H100 80GB HBM3") == peak_flops("NVIDIA H200") == 989e12
     assert peak_flops("x86_64 CPU") is None
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA L40", 181e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA GB200", 2.5e15),
+        ("NVIDIA B200", 2.25e15),
+        ("Tesla T4", 65e12),
+        ("NVIDIA RTX A6000", 154.8e12),
+        ("NVIDIA T400 4GB", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA X999", None),
+    ],
+)
+def test_a_peak_is_that_of_the_very_device(device: str, peak: float | None) -> None:
+    """A part of another name is no reason to take the other's."""
+    assert peak_flops(device) == peak
+    remark = unknown_peak(device)
+    assert remark == (f"MFU unknown: the peak of {device} is in no table of this program" if peak is None else None)
+
+
+def test_a_cpu_has_no_peak_and_nobody_asks() -> None:
+    assert unknown_peak("x86_64 CPU") is None
 
 
 def test_the_clock_counts_each_second_once() -> None:
