@@ -24,6 +24,7 @@ from harness.evaluation.loss import bits_per_byte, mean
 from harness.model.precision import Precision
 from harness.runs.chart import draw_training_chart
 from harness.runs.metrics import MetricsFile, TrainEvent, ValidationEvent, read_metrics
+from harness.runs.summary import RunSummary, describe_summary
 from harness.runs.throughput import Throughput, peak_flops, unknown_peak
 from harness.runs.train_config import TrainConfig
 from harness.training.clock import Clock
@@ -173,8 +174,14 @@ def test_a_peak_is_that_of_the_very_device(device: str, peak: float | None) -> N
     assert remark == (f"MFU unknown: the peak of {device} is in no table of this program" if peak is None else None)
 
 
-def test_a_cpu_has_no_peak_and_nobody_asks() -> None:
-    assert unknown_peak("x86_64 CPU") is None
+@pytest.mark.parametrize(("device", "lines"), [("NVIDIA X999", 1), ("x86_64 CPU", 0)])
+def test_the_summary_says_that_a_gpus_peak_is_unknown(device: str, lines: int) -> None:
+    """Of a CPU nobody expects it."""
+    seconds = {"training": 1.0, "total": 1.0}
+    summary = RunSummary(
+        device=device, world_size=1, seconds=seconds, tokens_seen=1, trained_tokens=1, peak_memory_gib=1.0
+    )
+    assert describe_summary(summary).count(f"\nMFU unknown: the peak of {device} is in no table") == lines
 
 
 def test_the_clock_counts_each_second_once() -> None:
