@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from harness.common.errors import SPEAKER_PATIENCE_SECONDS, UserError
-from harness.data.loader import TokenLoader
+from harness.data.loader import Microbatch, TokenLoader
 from harness.distributed.replicas import describe_divergence, weight_checksums
 from harness.distributed.watchdog import Place
 from harness.distributed.world import World
@@ -31,6 +31,7 @@ from harness.runs.experiment import changed_settings
 from harness.runs.metrics import MetricsFile
 from harness.runs.notebook_optimizer import optimizer_by_name
 from harness.training.async_writer import build_writer
+from harness.training.compilation import settle_compilation
 from harness.training.host_copies import HostCopies
 from harness.training.loss_meter import LossMeter
 from harness.training.reporter import Reporter, restore_summary
@@ -68,7 +69,7 @@ class Checkpointer:
         Raises UserError if the checkpoint is another model's.
         """
         # After the weights and before all states, which a pass would change.
-        warm_up = partial(self.step.warm_up, loader.microbatch(0))
+        warm_up = partial(self._warm_up, loader.microbatch(0))
         if self.start.checkpoint is None:
             self._begin()
             warm_up()
@@ -80,6 +81,10 @@ class Checkpointer:
         self._load_states(saved, self.start.checkpoint)
         self._say_continuing(saved, self.start.checkpoint)
         self.world.on_rank0(partial(rewind, self.run, self.start.checkpoint, saved.meta))
+
+    def _warm_up(self, microbatch: Microbatch) -> None:
+        settle_compilation(self.step, microbatch, self.config.compile, self.world)
+        self.step.warm_up(microbatch)
 
     def _begin(self) -> None:
         """Load the weights that train.json names, if it does, and set earlier results aside."""

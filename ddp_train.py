@@ -166,6 +166,10 @@ def main(run: str, datasets_dir: Path, checkpoint: str | None, **given: Any) -> 
             return
         announce(found.path.name)
         load("torch")
+        if experiment.config.deterministic:
+            from harness.model.determinism import compute_deterministically
+
+            compute_deterministically()  # before anything uses CUDA
         if options.find:
             from harness.training.batch_size_finder import report_max_microbatch
 
@@ -230,7 +234,9 @@ def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
     trained: torch.nn.Module = model
     if world.size > 1:
         devices = [world.device] if world.device.type == "cuda" else None
-        trained = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+        trained = DistributedDataParallel(
+            model, device_ids=devices, gradient_as_bucket_view=True, bucket_cap_mb=config.bucket_mb
+        )
     step = build_step(model, trained, config, before_exchange=world.watchdog.beat)
     meter, reporter = LossMeter(world.device), Reporter(start, world)
     return Trainer(

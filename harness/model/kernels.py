@@ -56,6 +56,17 @@ def not_compiled(setting: bool | Literal["auto"], device: torch.device) -> str |
     return f"the model is not compiled, and trains more slowly: that needs {missing}" if missing else None
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether calls of the model run compiled code, or will after the first."""
+    return model._compiled_call_impl is not None
+
+
+def run_eagerly(model: nn.Module) -> None:
+    """Take back `choose_kernels`' compiling."""
+    model._compiled_call_impl = None
+    torch._dynamo.reset()
+
+
 def missing_tool(device: torch.device) -> str | None:
     """What torch.compile would look for in vain, minutes later, and how to get it; None if all is there."""
     language, variable, names = (

@@ -21,9 +21,18 @@ class Precision:
 
     @classmethod
     def resolve(cls, name: str, device: torch.device) -> Precision:
-        """auto: bf16 where the device computes it natively, else fp16 on CUDA, else fp32 (CPUs)."""
-        if name == "auto" and device.type == "cuda":
-            name = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+        """auto: bf16 where the device computes it natively, else fp16 on CUDA, else fp32 (CPUs).
+
+        Raises UserError for bf16 on a CUDA device that would only emulate it.
+        """
+        if device.type == "cuda" and name in ("auto", "bf16"):
+            has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+            if name == "bf16" and not has_bf16:
+                raise UserError(
+                    f'train.json: key "precision": {torch.cuda.get_device_name(device)} does not compute bf16; use '
+                    '"auto" or "fp16"'
+                )
+            name = "bf16" if has_bf16 else "fp16"
         elif name == "auto":
             name = "fp32"
         return cls(name, device.type)
@@ -47,6 +56,12 @@ class Precision:
         if self.name == "fp32":
             return nullcontext()
         return torch.autocast(self.device_type, DTYPES[self.name])
+
+    def allow_tf32(self) -> None:
+        """Let the tensor cores of CUDA devices take the matrix products of fp32: their factors are then rounded to
+        TF32's 10 bits of mantissa, and added up in fp32. Several times as fast; of this process from now on."""
+        if self.name == "fp32" and self.device_type == "cuda":
+            torch.set_float32_matmul_precision("high")
 
     def scaler(self) -> torch.amp.GradScaler:
         """Keeps small fp16 gradients from vanishing; without effect in the other precisions."""

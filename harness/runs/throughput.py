@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 BATCH_KEYS = ("microbatch_size", "gradient_accumulation_steps", "global_batch_size")
 KERNEL_KEYS = (
     *("precision", "residual_precision", "compile", "coordinate_descent_tuning", "exact_dropout"),
-    *("activation_checkpointing", "optimizer", "shard_optimizer"),
+    *("activation_checkpointing", "optimizer", "shard_optimizer", "deterministic", "bucket_mb"),
 )
 # The first steps of a process are slower than the rest, and their times scatter: memory is being laid out, clocks and
 # caches warm up, and a step may have waited for another program.
@@ -75,7 +75,7 @@ def _agree(then: Mapping[str, Any], now: Mapping[str, Any], keys: tuple[str, ...
 
 
 # Dense peak in 16-bit matrix products with fp32 accumulation, FLOP/s, from NVIDIA's data sheets; the first name whose
-# words are found in the device's name counts.
+# words are in the device's name counts.
 PEAK_FLOPS = {
     "GB200": 2.5e15,
     "B200": 2.25e15,
@@ -106,6 +106,12 @@ def peak_flops(device_name: str) -> float | None:
     if not {"MIG", "Laptop", "D"}.isdisjoint(words):
         return None
     return next((peak for known, peak in PEAK_FLOPS.items() if set(known.split()) <= set(words)), None)
+
+
+def unknown_peak(device_name: str) -> str | None:
+    """A remark for a GPU whose peak is not known; for a CPU nobody expects it."""
+    is_known = device_name.endswith(" CPU") or peak_flops(device_name) is not None
+    return None if is_known else f"MFU unknown: the peak of {device_name} is in no table of this program"
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,13 @@ class TrainConfig(RunFile):
         default=False, description="torch.compile tries more variants of each kernel; slower to start."
     )
     compile: bool | Literal["auto"] = Field(default="auto", description="torch.compile; auto: on CUDA only.")
+    deterministic: bool = Field(
+        default=False,
+        description="The same bits every time, with CUDA or compile too; slower.",
+    )
+    bucket_mb: Count | None = Field(
+        default=None, ge=1, description="MiB of gradients that ranks exchange at once; null: torch's 25."
+    )
     activation_checkpointing: bool = Field(default=False, description="Recompute each block in the backward pass.")
     checkpoint_interval: Count | None = Field(default=None, ge=1, description="null: as validation_interval.")
     keep_checkpoints: Count | None = Field(

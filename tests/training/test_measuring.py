@@ -24,7 +24,8 @@ from harness.evaluation.loss import bits_per_byte, mean
 from harness.model.precision import Precision
 from harness.runs.chart import draw_training_chart
 from harness.runs.metrics import MetricsFile, TrainEvent, ValidationEvent, read_metrics
-from harness.runs.throughput import Throughput, peak_flops
+from harness.runs.summary import RunSummary, describe_summary
+from harness.runs.throughput import Throughput, peak_flops, unknown_peak
 from harness.runs.train_config import TrainConfig
 from harness.training.clock import Clock
 from harness.training.evaluations import losses_over_ranks
@@ -167,27 +168,42 @@ def test_bits_per_byte_dollars_and_mfu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "peak"),
+    ("device", "peak"),
     [
-        ("NVIDIA A10G", 70e12),
         ("NVIDIA A10", 125e12),
+        ("NVIDIA A10G", 70e12),
         ("NVIDIA L40", 181e12),
+        ("NVIDIA L40S", 362e12),
         ("NVIDIA L4", 121e12),
+        ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA GB200", 2.5e15),
         ("NVIDIA B200", 2.25e15),
-        ("NVIDIA T400 4GB", None),
         ("Tesla T4", 65e12),
-        ("Tesla V100-SXM2-16GB", 125e12),
-        ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA RTX A6000", 154.8e12),
+        ("Tesla V100-SXM2-16GB", 125e12),
         ("NVIDIA GeForce RTX 4090", 165.2e12),
         ("NVIDIA GeForce RTX 4090 D", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None),
+        ("NVIDIA T400 4GB", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA X999", None),
     ],
 )
-def test_the_peak_is_that_of_the_very_device(name: str, peak: float | None) -> None:
-    assert peak_flops(name) == peak
+def test_a_peak_is_that_of_the_very_device(device: str, peak: float | None) -> None:
+    """A part of another name is no reason to take the other's."""
+    assert peak_flops(device) == peak
+    remark = unknown_peak(device)
+    assert remark == (f"MFU unknown: the peak of {device} is in no table of this program" if peak is None else None)
+
+
+@pytest.mark.parametrize(("device", "lines"), [("NVIDIA X999", 1), ("x86_64 CPU", 0)])
+def test_the_summary_says_that_a_gpus_peak_is_unknown(device: str, lines: int) -> None:
+    """Of a CPU nobody expects it."""
+    seconds = {"training": 1.0, "total": 1.0}
+    summary = RunSummary(
+        device=device, world_size=1, seconds=seconds, tokens_seen=1, trained_tokens=1, peak_memory_gib=1.0
+    )
+    assert describe_summary(summary).count(f"\nMFU unknown: the peak of {device} is in no table") == lines
 
 
 def test_the_clock_counts_each_second_once() -> None:
