@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from harness.common.errors import SPEAKER_PATIENCE_SECONDS, UserError
-from harness.data.loader import TokenLoader
+from harness.data.loader import Microbatch, TokenLoader
 from harness.distributed.replicas import describe_divergence, weight_checksums
 from harness.distributed.watchdog import Place
 from harness.distributed.world import World
 from harness.model.config import ModelConfig
-from harness.model.weights import load_weights
+from harness.model.weights import checkpoint_views, load_weights
 from harness.runs import checkpoints
 from harness.runs.checkpoint_meta import CheckpointMeta, TrainState
 from harness.runs.checkpoints import Checkpoint
@@ -31,6 +31,8 @@ from harness.runs.experiment import changed_settings
 from harness.runs.metrics import MetricsFile
 from harness.runs.notebook_optimizer import optimizer_by_name
 from harness.training.async_writer import build_writer
+from harness.training.compilation import settle_compilation
+from harness.training.host_copies import HostCopies
 from harness.training.loss_meter import LossMeter
 from harness.training.reporter import Reporter, restore_summary
 from harness.training.rng import random_state, seed_for_rank, set_random_state
@@ -51,6 +53,9 @@ class Checkpointer:
         self.run = start.experiment.run
         self.config = start.experiment.config
         self.writer = build_writer(in_background=self.config.async_checkpoint, is_rehearsal=start.is_rehearsal)
+        # On a CPU a save at once needs a copy too (weights that share memory cannot be written), but not between saves.
+        is_kept = self.config.async_checkpoint or world.device.type == "cuda"
+        self.copies = HostCopies(world.device, keep=is_kept)
         self.saved_step = start.position.first_step - 1
         # The checkpoint that it began from, which keep_checkpoints does not remove.
         self.protected = {start.checkpoint.name} if start.checkpoint else set()
@@ -64,7 +69,7 @@ class Checkpointer:
         Raises UserError if the checkpoint is another model's.
         """
         # After the weights and before all states, which a pass would change.
-        warm_up = partial(self.step.warm_up, loader.microbatch(0))
+        warm_up = partial(self._warm_up, loader.microbatch(0))
         if self.start.checkpoint is None:
             self._begin()
             warm_up()
@@ -76,6 +81,10 @@ class Checkpointer:
         self._load_states(saved, self.start.checkpoint)
         self._say_continuing(saved, self.start.checkpoint)
         self.world.on_rank0(partial(rewind, self.run, self.start.checkpoint, saved.meta))
+
+    def _warm_up(self, microbatch: Microbatch) -> None:
+        settle_compilation(self.step, microbatch, self.config.compile, self.world)
+        self.step.warm_up(microbatch)
 
     def _begin(self) -> None:
         """Load the weights that train.json names, if it does, and set earlier results aside."""
@@ -206,7 +215,7 @@ class Checkpointer:
         with self.start.clock.phase("checkpointing"):
             self.check_weights(state)
             ranks = capture_ranks(self.meter, self.world)
-            self.world.on_rank0(self.writer.wait)  # before there is a second copy of the weights
+            self.world.on_rank0(self.writer.wait)  # it reads the copy of the save before
             states = capture_optimizer(self.step, self.world)
             self.world.on_rank0(lambda: self._write(states, ranks, self._meta(state, occasion)))
         self.saved_step = state.global_step
@@ -229,11 +238,13 @@ class Checkpointer:
         )
 
     def _write(self, states: OptimizerStates, ranks: dict[str, Any], meta: CheckpointMeta) -> None:
-        """Hand a copy of everything to the writer, which may be a thread."""
+        """Hand a copy of everything to the writer, which may be a thread. A GPU may still be at the copy of the tensors
+        then: the next step comes after it, and the writer waits for it."""
         tokenizer = self.start.dataset.tokenizer
+        weights = checkpoint_views(self.model.state_dict(), self.model.config)
+        copied = self.copies.copy({"weights": weights, "optimizer": states.optimizer})
         checkpoint = Checkpoint(
-            weights=self.model.to_checkpoint_names(),
-            optimizer=states.optimizer,
+            **copied,
             scaler=states.scaler,
             train_state=ranks,
             meta=meta,
@@ -242,6 +253,8 @@ class Checkpointer:
         self.writer.submit(lambda: self._write_files(checkpoint))
 
     def _write_files(self, checkpoint: Checkpoint) -> None:
+        self.copies.wait()
+        self.reporter.metrics.make_durable()  # meta.json tells how long they are
         path = checkpoints.save_checkpoint(self.run.checkpoints, checkpoint)
         if self.config.keep_checkpoints is not None:
             checkpoints.prune(self.run.checkpoints, self.config.keep_checkpoints, {path.name} | self.protected)
@@ -304,7 +317,7 @@ class OptimizerStates:
 
 
 def capture_optimizer(step: OptimizerStep, world: World) -> OptimizerStates:
-    """The states to save are rank 0's. Collective."""
+    """The states to save are rank 0's; the optimizer's tensors are its own, which the next step changes. Collective."""
     return OptimizerStates(step.optimizer.named_state(world), step.scaler.state_dict())
 
 

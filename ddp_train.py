@@ -15,7 +15,7 @@ import click
 from harness.common.errors import RunStopped, one_line_errors
 from harness.common.lasting_output import survive_closed_output
 from harness.common.launcher import exit_when_torchrun_dies
-from harness.common.libraries import configure_libraries
+from harness.common.libraries import configure_libraries, load
 from harness.common.options import POSITIVE, Command, TrainOptions
 from harness.distributed.signals import StopRequested, StopSignal
 from harness.distributed.watchdog import Place
@@ -165,6 +165,11 @@ def main(run: str, datasets_dir: Path, checkpoint: str | None, **given: Any) -> 
                 print_plan(experiment, checkpoint, world_size(), options)
             return
         announce(found.path.name)
+        load("torch")
+        if experiment.config.deterministic:
+            from harness.model.determinism import compute_deterministically
+
+            compute_deterministically()  # before anything uses CUDA
         if options.find:
             from harness.training.batch_size_finder import report_max_microbatch
 
@@ -199,12 +204,14 @@ def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> N
 
 def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
     """Model, optimizer, data and all that the loop drives, made once and in order. Collective."""
+    load("torch._dynamo")  # optimizers and DistributedDataParallel would at their first use
     from torch.nn.parallel import DistributedDataParallel
 
     from checkpointing import Checkpointer
     from gpt import GPTModel
     from harness.data.loader import TokenLoader
-    from harness.model.kernels import choose_kernels
+    from harness.model.kernels import choose_kernels, configure_compiler
+    from harness.model.precision import Precision
     from harness.runs.schedule import build_schedule
     from harness.training.evaluations import Evaluations
     from harness.training.loss_meter import LossMeter
@@ -214,12 +221,23 @@ def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
 
     config, position = start.experiment.config, start.position
     seed_alike(config.random_seed)  # every rank draws the same weights
-    model = GPTModel(start.experiment.model, recompute_blocks=config.activation_checkpointing).to(world.device)
-    choose_kernels(model, start.experiment.model.drop_rate, world.device, compiled=config.compile)
+    precision = Precision.for_training(start.step_config.precision, world.device)
+    residual = precision.residual_dtype(config.residual_precision)
+    model = GPTModel(
+        start.experiment.model, recompute_blocks=config.activation_checkpointing, residual_dtype=residual
+    ).to(world.device)
+    configure_compiler(world.local_size, tuned=config.coordinate_descent_tuning)
+    choose_kernels(
+        *(model, start.experiment.model.drop_rate, world.device),
+        compiled=config.compile,
+        exact_dropout=config.exact_dropout,
+    )
     trained: torch.nn.Module = model
     if world.size > 1:
         devices = [world.device] if world.device.type == "cuda" else None
-        trained = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+        trained = DistributedDataParallel(
+            model, device_ids=devices, gradient_as_bucket_view=True, bucket_cap_mb=config.bucket_mb
+        )
     step = build_step(model, trained, start.step_config, before_exchange=world.watchdog.beat)
     meter, reporter = LossMeter(world.device), Reporter(start, world)
     return Trainer(

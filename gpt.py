@@ -108,16 +108,20 @@ def _check_memory(config: ModelConfig) -> None:
 class GPTModel(nn.Module):
     """GPT-2: token and position embeddings, `n_layers` blocks, a final norm and a linear head."""
 
-    def __init__(self, config: ModelConfig, *, recompute_blocks: bool = False) -> None:
+    def __init__(
+        self, config: ModelConfig, *, recompute_blocks: bool = False, residual_dtype: torch.dtype | None = None
+    ) -> None:
         """Weights are drawn from torch's global generator, so that equal seeds give equal models on every rank.
 
-        With `recompute_blocks` the backward pass runs each block again instead of keeping its activations. Raises
-        UserError if this machine cannot hold even the weights.
+        With `recompute_blocks` the backward pass runs each block again instead of keeping its activations. Under
+        autocast, `residual_dtype` is that of the residual stream (None: the weights'). Raises UserError if this machine
+        cannot hold even the weights.
         """
         _check_memory(config)
         super().__init__()
         self.config = config
         self.recompute_blocks = recompute_blocks
+        self.residual_dtype = residual_dtype
         self.tok_emb = nn.Embedding(config.vocab_size, config.emb_dim)
         self.pos_emb = nn.Embedding(config.context_length, config.emb_dim)
         self.drop = nn.Dropout(config.drop_rate)
@@ -151,6 +155,8 @@ class GPTModel(nn.Module):
         """What the head sees: (B, T, C), after the final norm."""
         positions_T = torch.arange(tokens_BxT.shape[1], device=tokens_BxT.device)
         x_BxTxC = self.drop(self.tok_emb(tokens_BxT) + self.pos_emb(positions_T))
+        if self.residual_dtype is not None and torch.is_autocast_enabled(x_BxTxC.device.type):
+            x_BxTxC = x_BxTxC.to(self.residual_dtype)
         for block in self.trf_blocks:
             if self.recompute_blocks and torch.is_grad_enabled():
                 x_BxTxC = checkpoint(block, x_BxTxC, use_reentrant=False)

@@ -13,8 +13,10 @@ import time
 from collections.abc import Callable, Generator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from tests.support import isolation  # before all that imports torch
 from tests.support.jobs import set_pace
@@ -31,6 +33,13 @@ LONGEST = (
     *("faults/hostile_input", "faults/full_disks", "faults/ranks", "faults/continuation", "faults/kills"),
     *("training/training", "training/benchmarks_in_training", "hf/convert_hf", "training/continuation", "runs/plan"),
 )
+# Another process may run these than the others of their file: what fixtures of the file they need is made again.
+ALONE = (
+    *("search::test_the_answer_trains_under", "search::test_two_ranks_agree", "search::test_the_answer_of_two_ranks"),
+    *("search::test_limits_just_above", "search::test_a_probe_leaves", "nodes::test_restarted", "nodes::test_network"),
+    *("background::test_how_long_the_loop", "preparing::test_killed_at_any_time", "preparing::test_memory_does_not"),
+    *("signals::test_torchrun_restarts", "launcher::test_the_reader_of", "dataset::test_a_killed_build"),
+)
 ROWS = pytest.StashKey[list[Row]]()
 
 
@@ -46,6 +55,17 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     is_few = len(files) < FILES_FOR_SEVERAL_PROCESSES and all(each.endswith(".py") for each in files)
     if config.getoption("--reliability") or is_few:
         config.option.numprocesses, config.option.dist = 0, "no"
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
+    return FilesAndLongTests(config, log)
+
+
+class FilesAndLongTests(LoadFileScheduling):  # type: ignore[misc]
+    """Gives a process a file at a time, or one of the tests that are ALONE."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return nodeid if any(name in nodeid for name in ALONE) else super()._split_scope(nodeid)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 
 from harness.common.errors import UserError
+from harness.common.units import GIB
 
 DEVICE_FILES = Path("/dev")
+FREE_SHARE = 0.8  # of a device that nobody else uses at least; CUDA and NCCL themselves take about a GiB
 ON_THE_CPU = "CUDA_VISIBLE_DEVICES= (empty) in front of the command trains on the CPU"
 
 
@@ -22,8 +24,8 @@ def choose_device(local_rank: int, local_size: int) -> torch.device:
     """The device of one of this machine's `local_size` ranks, which becomes torch's current one: a CUDA device each,
     or the CPU for all on a machine that has none.
 
-    Raises UserError if there are fewer CUDA devices than ranks, or if there are some that torch cannot use: a run on
-    the CPU at the price of the GPUs is never what was meant.
+    Raises UserError if there are fewer CUDA devices than ranks, if this rank's one is another process's alone, or if
+    there are some that torch cannot use: a run on the CPU at the price of the GPUs is never what was meant.
     """
     if not torch.cuda.is_available():
         refuse_idle_hardware()
@@ -35,7 +37,14 @@ def choose_device(local_rank: int, local_size: int) -> torch.device:
             f"torchrun started {local_size} processes on a machine with {devices}; use --nproc_per_node={count}, or "
             f"{ON_THE_CPU}"
         )
-    torch.cuda.set_device(local_rank)
+    try:
+        torch.cuda.set_device(local_rank)
+        torch.cuda.mem_get_info()  # the first call that needs the device itself
+    except RuntimeError as error:
+        raise UserError(
+            f"cuda:{local_rank}: {str(error).splitlines()[0].rstrip('.')}; another process may hold this GPU: "
+            "nvidia-smi shows which"
+        ) from None
     return torch.device("cuda", local_rank)
 
 
@@ -53,6 +62,19 @@ def refuse_idle_hardware() -> None:
     raise UserError(
         f"{found[0]}: this machine has GPUs, but torch {torch.__version__} cannot use them: {reason.rstrip('.')}; "
         f"update the driver, or {ON_THE_CPU}"
+    )
+
+
+def occupied(device: torch.device) -> str | None:
+    """A remark if other processes have a good part of the device's memory; to be called before this one takes any."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    if free >= FREE_SHARE * total:
+        return None
+    return (
+        f"{device}: {free / GIB:.1f} of {total / GIB:.1f} GiB are free; another process has the rest: nvidia-smi shows "
+        "which"
     )
 
 

@@ -22,6 +22,7 @@ from harness.common.exit import EXIT
 from harness.common.processes import ProcessName
 from harness.distributed.diagnosis import Fault, Timeouts, diagnose
 from harness.distributed.heartbeat import IDLE, Heartbeat, Heartbeats, LastHeartbeat
+from harness.distributed.progress import Progress
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 LONGEST_TIMEOUT_SECONDS = 7 * 86400.0
@@ -73,14 +74,23 @@ def never() -> bool:
 class Watchdog:
     """This rank's eye on all of them. `beat` and `guard` are for the main thread, and cost next to nothing."""
 
-    def __init__(self, rank: int, timeout_seconds: float, is_stopping: Callable[[], bool] = never) -> None:
-        """`is_stopping` says whether a signal has asked this rank to stop; another thread than the main one asks."""
+    def __init__(
+        self,
+        rank: int,
+        timeout_seconds: float,
+        is_stopping: Callable[[], bool] = never,
+        progress: Progress | None = None,
+    ) -> None:
+        """`is_stopping` says whether a signal has asked this rank to stop; another thread than the main one asks.
+        `progress` is that of the rank's device; None: the main thread's own."""
         self.rank = rank
         self.timeout = timeout_seconds
         self.heartbeats = Heartbeats(ProcessName.own(), time.monotonic())
         self._is_stopping = is_stopping
-        self._place, self._progress = "the start", [-1, 0]
-        self._since: float | None = None  # of the last progress, inside `guard`
+        self._progress = progress or Progress()
+        self._place: Place | None = None
+        self._parts = 0  # done at the place
+        self._is_guarded = False
         self._ended = threading.Event()
         self._leaving = False
         self._send: Callable[[Heartbeat], None] = lambda heartbeat: None
@@ -88,8 +98,7 @@ class Watchdog:
     @contextmanager
     def guard(self, place: Place) -> Iterator[None]:
         """Inside, standing still for longer than the timeout is a fault."""
-        self._place, self._progress = str(place), [place.order, 0]
-        self._since = time.monotonic()
+        self._pass(place, 0, is_guarded=True)
         try:
             yield
         finally:
@@ -97,14 +106,16 @@ class Watchdog:
 
     def idle(self, place: Place) -> None:
         """This rank has nothing left to do at a place, and may take its time, or waits for the others."""
-        self._since = None
-        self._progress = [place.order, IDLE]
+        self._pass(place, IDLE, is_guarded=False)
 
     def beat(self) -> None:
         """The main thread has got a part further inside the place it is at; the same parts on all ranks."""
-        self._progress = [self._progress[0], self._progress[1] + 1]
-        if self._since is not None:
-            self._since = time.monotonic()
+        if self._place is not None:
+            self._pass(self._place, self._parts + 1, is_guarded=self._is_guarded)
+
+    def _pass(self, place: Place, parts: int, *, is_guarded: bool) -> None:
+        self._place, self._parts, self._is_guarded = place, parts, is_guarded
+        self._progress.reach(str(place), [place.order, parts], is_guarded=is_guarded)
 
     def start(self, store: Store, size: int, barrier: Callable[[], object]) -> None:
         """Begin to watch `size` ranks. `barrier` returns when every rank has called it."""
@@ -127,10 +138,10 @@ class Watchdog:
         self._ended.set()
 
     def _heartbeat(self, number: int) -> Heartbeat:
-        since = self._since
-        stalled = None if since is None else time.monotonic() - since
-        own = self.heartbeats.process
-        return Heartbeat(number, own, self._place, self._progress, stalled, self._is_stopping(), self._leaving)
+        own, standing = self.heartbeats.process, self._progress.standing()
+        return Heartbeat(
+            number, own, standing.place, standing.progress, standing.stalled, self._is_stopping(), self._leaving
+        )
 
     @property
     def _pause(self) -> float:
@@ -156,8 +167,7 @@ class Watchdog:
             now = time.monotonic()
             if now - looked > self.timeout / 2:  # it was this process that was frozen
                 self.heartbeats.forgive_freeze(now, grace_seconds=self.timeout / 2)
-                if self._since is not None:
-                    self._since = now
+                self._progress.forgive()
             looked = now
             if self.heartbeats.is_fault_told() and not EXIT.has_own_reason:
                 os._exit(1)

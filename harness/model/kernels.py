@@ -3,6 +3,7 @@ they are told to."""
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sysconfig
@@ -17,14 +18,22 @@ from harness.common.errors import UserError
 # Before it, torch took cuDNN's attention also for a dropout that it rounds; since then torch itself does not.
 ROUNDED_DROPOUT_UNTIL = (2, 12)
 CUDNN_DROPOUT_STEPS = 16
+ROUNDING_ALLOWED = 1 / 256
+MOST_COMPILERS = 32  # what Inductor takes for itself, on each rank
+AttentionKernel = Literal["cudnn", "flash", "efficient", "math"]
 
 
 def choose_kernels(
-    model: nn.Module, drop_rate: float, device: torch.device, *, compiled: bool | Literal["auto"]
+    model: nn.Module,
+    drop_rate: float,
+    device: torch.device,
+    *,
+    compiled: bool | Literal["auto"],
+    exact_dropout: bool = False,
 ) -> None:
     """Have a model, which is on `device` already, computed as train.json's `compile` says. Raises UserError if it
     cannot be."""
-    attend_with_exact_dropout(drop_rate, device)
+    attend_with_exact_dropout(drop_rate, device, exactly=exact_dropout)
     if should_compile(compiled, device):
         model.compile()  # in place: the module and its parameters keep their names
 
@@ -47,6 +56,17 @@ def not_compiled(setting: bool | Literal["auto"], device: torch.device) -> str |
     return f"the model is not compiled, and trains more slowly: that needs {missing}" if missing else None
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether calls of the model run compiled code, or will after the first."""
+    return model._compiled_call_impl is not None
+
+
+def run_eagerly(model: nn.Module) -> None:
+    """Take back `choose_kernels`' compiling."""
+    model._compiled_call_impl = None
+    torch._dynamo.reset()
+
+
 def missing_tool(device: torch.device) -> str | None:
     """What torch.compile would look for in vain, minutes later, and how to get it; None if all is there."""
     language, variable, names = (
@@ -60,12 +80,63 @@ def missing_tool(device: torch.device) -> str | None:
     return None
 
 
-def attend_with_exact_dropout(drop_rate: float, device: torch.device) -> None:
-    """Keep attention from kernels that would drop another share than `drop_rate`.
+def dropped_share(kernel: AttentionKernel, drop_rate: float) -> float | None:
+    """The share of attention weights that a kernel really drops; None where it is not known.
 
-    cuDNN's attention rounds the rate to a multiple of 1/16, and torch 2.11 prefers it on Hopper and Blackwell without
-    looking at the rate (https://github.com/pytorch/pytorch/pull/174245 does). FlashAttention drops exactly.
+    - cudnn: a multiple of 1/16, rounded in a way that is not documented; torch leaves other rates to other kernels
+      since 2.12 (https://github.com/pytorch/pytorch/pull/174245).
+    - flash (FlashAttention 2): keeps a weight if a random byte is at most floor(255 * (1 - drop_rate)), so that the
+      share is a multiple of 1/256; what is kept is scaled by 1 / (1 - drop_rate) all the same (set_params_fprop in
+      flash_api.cpp, https://github.com/Dao-AILab/flash-attention).
+    - efficient (xFormers' memory-efficient attention) and math, the plain formulas: 32-bit random numbers.
     """
+    if kernel == "cudnn":
+        return drop_rate if (drop_rate * CUDNN_DROPOUT_STEPS).is_integer() else None
+    if kernel == "flash":
+        return 1 - (math.floor(255 * (1 - drop_rate)) + 1) / 256
+    return drop_rate
+
+
+def drops_as_told(kernel: AttentionKernel, drop_rate: float, *, exactly: bool) -> bool:
+    """Whether a kernel drops `drop_rate` to within 1/256, or `exactly`."""
+    share = dropped_share(kernel, drop_rate)
+    return share is not None and abs(share - drop_rate) <= (1e-9 if exactly else ROUNDING_ALLOWED)
+
+
+def attend_with_exact_dropout(drop_rate: float, device: torch.device, *, exactly: bool = False) -> None:
+    """Keep attention from kernels that would drop another share than `drop_rate`: by more than 1/256, or, with
+    `exactly`, at all. Torch takes the fastest of those that are left.
+
+    torch 2.11 prefers cuDNN's on Hopper and Blackwell without looking at the rate.
+    """
+    if device.type != "cuda":
+        return
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if device.type == "cuda" and version < ROUNDED_DROPOUT_UNTIL and not (drop_rate * CUDNN_DROPOUT_STEPS).is_integer():
+    if version < ROUNDED_DROPOUT_UNTIL and not drops_as_told("cudnn", drop_rate, exactly=exactly):
         torch.backends.cuda.enable_cudnn_sdp(False)
+    if not drops_as_told("flash", drop_rate, exactly=exactly):
+        torch.backends.cuda.enable_flash_sdp(False)
+
+
+def rounded_dropout(drop_rate: float, device: torch.device, *, exactly: bool) -> str | None:
+    """A remark if attention in half precision drops a slightly different share than `drop_rate`."""
+    share = dropped_share("flash", drop_rate)
+    assert share is not None
+    if device.type != "cuda" or drops_as_told("flash", drop_rate, exactly=True) or exactly:
+        return None
+    neighbour = max(1, round(drop_rate * CUDNN_DROPOUT_STEPS)) / CUDNN_DROPOUT_STEPS
+    return (
+        f"FlashAttention drops a share of {share:.4f} where drop_rate is {drop_rate:g}; drop_rate {neighbour:g} would "
+        'be exact, and leave torch the choice among faster kernels; "exact_dropout": true takes a slower one'
+    )
+
+
+def configure_compiler(local_size: int, *, tuned: bool) -> None:
+    """Share the machine's cores out among the compilers of its `local_size` ranks, and have each try more variants of
+    a kernel if `tuned`. To be called before anything is compiled: what TORCHINDUCTOR_COMPILE_THREADS says is kept."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, min(MOST_COMPILERS, cores // local_size))))
+    if tuned:
+        import torch._inductor.config
+
+        torch._inductor.config.coordinate_descent_tuning = True

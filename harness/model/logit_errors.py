@@ -54,10 +54,10 @@ def fused_kernel(logits_RxW: Tensor, targets_R: Tensor, losses_R: Tensor, vocab:
     """
     columns_W = torch.arange(logits_RxW.shape[1], device=logits_RxW.device, dtype=torch.int32)
     logits = torch.where(columns_W < vocab, logits_RxW.to(losses_R.dtype), float("-inf"))
-    is_target = columns_W == targets_R[:, None].to(torch.int32)
+    is_target = columns_W == targets_R.unsqueeze(1).to(torch.int32)
     largest = logits.amax(-1, keepdim=True)
     normaliser = largest + (logits - largest).exp().sum(-1, keepdim=True).log()
-    losses_R.copy_(normaliser[:, 0] - torch.where(is_target, logits, 0.0).sum(-1))
+    losses_R.copy_(normaliser.squeeze(1) - torch.where(is_target, logits, 0.0).sum(-1))
     if wants_errors:
         logits_RxW.copy_((logits - normaliser).exp() - is_target.to(logits.dtype))
 

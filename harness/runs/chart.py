@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
+from harness.common.files import atomic_file
 from harness.runs.metrics import BenchmarkEvent, Event, TrainEvent, ValidationEvent, read_metrics
 
 matplotlib.use("Agg")  # machines without a display
@@ -29,7 +31,7 @@ ACCURACIES = ("acc_norm", "acc", "exact_match")
 
 def draw_training_chart(metrics: Path, picture: Path, title: str) -> None:
     """Draw training loss (mean, and the range of its microbatches) and validation loss over global steps, and
-    below them, if there are any, the accuracies in benchmarks."""
+    below them, if there are any, the accuracies in benchmarks. A picture that is there is replaced in one rename."""
     events = read_metrics(metrics)
     train = [event for event in events if isinstance(event, TrainEvent) and event.loss is not None]
     validation = [event for event in events if isinstance(event, ValidationEvent) and event.loss is not None]
@@ -45,9 +47,12 @@ def draw_training_chart(metrics: Path, picture: Path, title: str) -> None:
             if accuracies:
                 _draw_benchmarks(panels[1], accuracies)
                 panels[0].set_xlabel("")
-            figure.savefig(picture, metadata={"Software": None})
+            drawn = io.BytesIO()
+            figure.savefig(drawn, format="png", metadata={"Software": None})
         finally:
             plt.close(figure)
+    with atomic_file(picture.resolve()) as draft:  # a link stays one
+        draft.write_bytes(drawn.getvalue())
 
 
 def benchmark_lines(events: Sequence[Event]) -> dict[str, list[tuple[int, float]]]:

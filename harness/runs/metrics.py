@@ -13,6 +13,7 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from harness.common.errors import RunError
+from harness.common.files import sync
 from harness.common.json_files import finite
 from harness.runs.checkpoint_meta import CheckpointMeta
 
@@ -100,7 +101,12 @@ def parse_event(line: str | bytes) -> Event | None:
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object a line, only ever appended to."""
+    """metrics.jsonl: one JSON object a line, only ever appended to.
+
+    A line is the system's at once, and survives whatever happens to the process. The disk itself gets the lines when
+    the writer of a checkpoint calls `make_durable`, before that checkpoint can be found: a run that continues cuts the
+    file back to its checkpoint's length, so that it needs no later ones, and training does not wait for the disk.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -111,10 +117,19 @@ class MetricsFile:
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
-                file.flush()
-                os.fsync(file.fileno())
         except OSError as error:
-            raise RunError(f"{self.path}: cannot write metrics: {error.strerror}") from None
+            raise self._failure(error) from None
+
+    def make_durable(self) -> None:
+        """Return when all lines so far are on the disk itself; from any thread. Raises RunError if that fails."""
+        try:
+            if self.path.exists():
+                sync(self.path)
+        except OSError as error:
+            raise self._failure(error) from None
+
+    def _failure(self, error: OSError) -> RunError:
+        return RunError(f"{self.path}: cannot write metrics: {error.strerror}")
 
     def size(self) -> int:
         """Bytes written so far."""

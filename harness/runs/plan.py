@@ -176,11 +176,15 @@ def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
 
 def _seconds(plan: Plan, tokens_per_second: float, includes_validation: bool) -> tuple[float, float]:
     """Of training and of validation."""
-    validation_tokens = plan.validations() * (plan.config.validation_batches or 0) * plan.layout.microbatch_tokens
-    # A forward pass is a third of a step's work; on rank 0 alone, the other devices wait.
-    devices = plan.layout.world_size if plan.config.validation_ranks == "rank0" else 1
+    layout = plan.layout
+    # The microbatches of the rank that has most of them: the others wait for it.
+    microbatches = plan.config.validation_batches or 0
+    if plan.config.validation_ranks == "all":
+        microbatches = math.ceil(microbatches / layout.world_size)
     training = plan.tokens() / tokens_per_second
-    validating = validation_tokens * devices / 3 / tokens_per_second
+    # A forward pass is a third of a step's work.
+    work = plan.validations() * microbatches * layout.microbatch_tokens * layout.world_size / 3
+    validating = work / tokens_per_second
     if includes_validation and training:
         share = training / (training + validating)
         return training * share, training * (1 - share)

@@ -15,7 +15,7 @@ from harness.common.json_files import finite, parse_config, read_json_object
 from harness.data.loader import BatchLayout
 from harness.runs.checkpoint_meta import Provenance, TrainState
 from harness.runs.directory import RunDirectory
-from harness.runs.throughput import Measured, Throughput
+from harness.runs.throughput import Measured, Throughput, unknown_peak
 
 
 @dataclass(frozen=True)
@@ -145,6 +145,8 @@ def describe_summary(summary: RunSummary) -> str:
     ]
     if summary.mfu is not None:
         lines.append(f"MFU: {summary.mfu:.1%}")
+    elif remark := unknown_peak(summary.device):
+        lines.append(remark)
     lines.append(f"Peak memory: {summary.peak_memory_gib:.2f} GiB per device")
     if summary.skipped_steps:
         lines.append(f"Skipped steps (gradients not finite): {summary.skipped_steps:,}")

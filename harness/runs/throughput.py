@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,10 @@ from pydantic import BaseModel, ConfigDict
 
 # Keys of train.json that decide, with the model and the number of ranks, how long a step takes.
 BATCH_KEYS = ("microbatch_size", "gradient_accumulation_steps", "global_batch_size")
-KERNEL_KEYS = ("precision", "compile", "activation_checkpointing", "optimizer", "shard_optimizer")
+KERNEL_KEYS = (
+    *("precision", "residual_precision", "compile", "coordinate_descent_tuning", "exact_dropout"),
+    *("activation_checkpointing", "optimizer", "shard_optimizer", "deterministic", "bucket_mb"),
+)
 # The first steps of a process are slower than the rest, and their times scatter: memory is being laid out, clocks and
 # caches warm up, and a step may have waited for another program.
 BELIEVED_STEPS = 20
@@ -70,9 +74,10 @@ def _agree(then: Mapping[str, Any], now: Mapping[str, Any], keys: tuple[str, ...
     return all(then[key] == now[key] for key in keys if key in then and key in now)
 
 
-# Dense peak in 16-bit matrix products with fp32 accumulation, FLOP/s, from NVIDIA's data sheets; the first name found
-# in the device's name counts.
+# Dense peak in 16-bit matrix products with fp32 accumulation, FLOP/s, from NVIDIA's data sheets; the first name whose
+# words are in the device's name counts.
 PEAK_FLOPS = {
+    "GB200": 2.5e15,
     "B200": 2.25e15,
     "GH200": 989e12,
     "H200": 989e12,
@@ -81,8 +86,10 @@ PEAK_FLOPS = {
     "H100": 989e12,
     "A100": 312e12,
     "A6000": 154.8e12,
+    "A10G": 70e12,
     "A10": 125e12,
     "L40S": 362e12,
+    "L40": 181e12,
     "L4": 121e12,
     "V100": 125e12,
     "T4": 65e12,
@@ -93,8 +100,18 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """The peak FLOP/s of a device, by the name its driver gives it; None where it is not known."""
-    return next((peak for known, peak in PEAK_FLOPS.items() if known in device_name), None)
+    """The peak FLOP/s of a device, by the name its driver gives it; None where it is not known, as for a slice of a GPU
+    (MIG) or a variant with fewer units (Laptop, D)."""
+    words = re.split(r"[ -]", device_name)
+    if not {"MIG", "Laptop", "D"}.isdisjoint(words):
+        return None
+    return next((peak for known, peak in PEAK_FLOPS.items() if set(known.split()) <= set(words)), None)
+
+
+def unknown_peak(device_name: str) -> str | None:
+    """A remark for a GPU whose peak is not known; for a CPU nobody expects it."""
+    is_known = device_name.endswith(" CPU") or peak_flops(device_name) is not None
+    return None if is_known else f"MFU unknown: the peak of {device_name} is in no table of this program"
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,23 @@ class TrainConfig(RunFile):
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
         default="auto", description="auto: bf16 where the device has matrix units for it, else fp16 on CUDA, else fp32."
     )
+    residual_precision: Literal["fp32", "bf16"] = Field(
+        default="fp32", description="bf16: the sum that blocks add to in bf16, too; with bf16 matrix products only."
+    )
+    exact_dropout: bool = Field(
+        default=False, description="true: no attention kernel that rounds drop_rate, not even to 1/256."
+    )
+    coordinate_descent_tuning: bool = Field(
+        default=False, description="torch.compile tries more variants of each kernel; slower to start."
+    )
     compile: bool | Literal["auto"] = Field(default="auto", description="torch.compile; auto: on CUDA only.")
+    deterministic: bool = Field(
+        default=False,
+        description="The same bits every time, with CUDA or compile too; slower.",
+    )
+    bucket_mb: Count | None = Field(
+        default=None, ge=1, description="MiB of gradients that ranks exchange at once; null: torch's 25."
+    )
     activation_checkpointing: bool = Field(default=False, description="Recompute each block in the backward pass.")
     checkpoint_interval: Count | None = Field(default=None, ge=1, description="null: as validation_interval.")
     keep_checkpoints: Count | None = Field(
@@ -152,6 +168,10 @@ def _check_train_combinations(config: TrainConfig) -> None:
         raise ValueError('key "decay_period_percent": belongs with "lr_schedule": "wsd", and only there')
     if (config.warmup_period_percent or 0) + (config.decay_period_percent or 0) > 100:
         raise ValueError('keys "warmup_period_percent" and "decay_period_percent": together above 100')
+    if config.residual_precision == "bf16" and config.precision in ("fp16", "fp32"):
+        raise ValueError(f'key "residual_precision": "bf16" needs "precision": "bf16", not "{config.precision}"')
+    if config.coordinate_descent_tuning and config.compile is False:
+        raise ValueError('key "coordinate_descent_tuning": true tunes compiled kernels; it needs "compile": true')
     if (config.sample_interval is None) != (config.sample_prompt is None):
         raise ValueError('keys "sample_interval" and "sample_prompt": give both or neither')
     if (config.benchmark_interval is None) != (config.benchmark_tasks is None):

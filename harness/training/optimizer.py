@@ -55,8 +55,9 @@ class Optimizer(Protocol):
         ...
 
     def named_state(self, world: World) -> NamedState:
-        """The state by parameter name, in fp32 on the CPU; empty before the first step. Collective: whatever ranks
-        share out is gathered here. Rank 0's result is the one that is saved; the others' may be empty."""
+        """The state by parameter name, in fp32; empty before the first step. The tensors are the optimizer's own, which
+        the next step changes: whoever keeps them copies them. Collective: whatever ranks share out is gathered here.
+        Rank 0's result is the one that is saved; the others' may be empty."""
         ...
 
     def load_named_state(self, saved: NamedState) -> None:
@@ -147,10 +148,10 @@ class AdamW:
         }
 
     def named_state(self, world: World) -> NamedState:
-        if not world.is_main:  # every rank has all of it, and the copy costs twice the model's memory
+        if not world.is_main:  # every rank has all of it
             return {}
         return {
-            self._names[parameter]: {key: value.detach().to("cpu", copy=True) for key, value in state.items()}
+            self._names[parameter]: {key: value.detach() for key, value in state.items()}
             for parameter, state in self._adamw.state.items()
         }
 

@@ -13,7 +13,6 @@ from harness.common.memory import is_out_of_memory
 from harness.distributed.replicas import weight_checksums
 from harness.distributed.world import World
 from harness.runs.checkpoint_meta import TrainState
-from harness.runs.metrics import ValidationEvent
 from harness.training.evaluations import Evaluations
 from harness.training.loss_meter import LossMeter
 from harness.training.reporter import Reporter
@@ -43,7 +42,7 @@ class RehearsedTrainer(Protocol):
 
 @dataclass
 class Rehearsal:
-    """On the ranks of `world`, each on its own; the first saves and draws."""
+    """On the ranks of `world`, each on its own; the first saves."""
 
     world: World
     build_trainer: Callable[[World], RehearsedTrainer]
@@ -54,7 +53,7 @@ class Rehearsal:
         return self._trainer.optimizer_step
 
     def rehearse(self, result: StepResult) -> None:
-        """Report, draw, save and sample as after a step. On a GPU nothing of that takes its memory.
+        """Report, save and sample as after a step. On a GPU nothing of that takes its memory.
 
         Raises what is_out_of_memory knows, if that is what happens; a disk that is full is said, and no more.
         """
@@ -68,7 +67,6 @@ class Rehearsal:
         trainer.meter.add(result)
         metrics = trainer.meter.reduce(trainer.world)
         trainer.reporter.training(metrics, trainer.state, trainer.optimizer_step.optimizer.learning_rate)
-        self._draw(trainer, metrics.loss)
         try:
             trainer.checkpointer.save(trainer.state)
             trainer.checkpointer.finish()
@@ -79,14 +77,3 @@ class Rehearsal:
         if trainer.evaluations.config.sample_interval is not None:
             with suppress(UserError):  # training will say it
                 trainer.reporter.sample(trainer.evaluations.sample(), trainer.state)
-
-    def _draw(self, trainer: RehearsedTrainer, loss: float) -> None:
-        from harness.runs.chart import draw_training_chart
-
-        run = trainer.reporter.run
-        trainer.reporter.metrics.append(ValidationEvent(global_step=0, loss=loss))
-        try:
-            draw_training_chart(run.metrics, run.chart, title=run.path.name)
-        except Exception as error:
-            if is_out_of_memory(error):  # anything else is a warning in training, too
-                raise

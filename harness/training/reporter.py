@@ -6,7 +6,6 @@ Every rank calls the same methods; rank 0 alone does anything.
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -32,9 +31,14 @@ from harness.runs.metrics import (
 )
 from harness.runs.summary import Machine, Outcome, summarise, write_summary
 from harness.runs.throughput import Throughput, peak_flops
+from harness.training.chart_process import ChartProcess
 from harness.training.evaluations import Sample
 from harness.training.loss_meter import TrainMetrics, metric_values
 from harness.training.startup import Start
+
+# For a chart that is still being drawn when training ends, or is stopped: torchrun kills 30 seconds after a signal.
+LAST_CHART_SECONDS = 60.0
+STOPPED_CHART_SECONDS = 5.0
 
 
 class Console:
@@ -91,6 +95,7 @@ class Reporter:
         self.run = start.experiment.run
         self.clock = start.clock
         self.metrics = MetricsFile(self.run.metrics)
+        self.chart = ChartProcess(self.run)
         visible = world.is_main and not start.is_rehearsal
         self.console = Console(start.position.total_steps, start.position.first_step, visible=visible)
         self.throughput = throughput_on(start, world.device_name)
@@ -153,25 +158,25 @@ class Reporter:
         step = state.global_step
         done = f"after global step {step}" if step >= 0 else "before the first step"
         remedy = "to continue, run the same command again (without --restart or a CHECKPOINT)"
+        self.metrics.make_durable()
+        self.chart.finish(STOPPED_CHART_SECONDS)
         say_last(f"stopped by {described(signal_number)} {done}; {remedy}")
 
     def summary(self, state: TrainState) -> None:
-        """Write and print the summary. Collective."""
+        """Write and print the summary, and return when the last chart is drawn. Collective."""
         self.console.close()
+        if self.world.is_main:
+            self.draw_chart()
         machine = measure_machine(self.world)
         if self.world.is_main:
             outcome = Outcome(state, self.clock.now(), self.throughput, machine, self.start.layout)
+            self.metrics.make_durable()
             write_summary(self.run, summarise(self.run.path.name, outcome, self.start.provenance))
-            self.draw_chart()
+            self.chart.finish(LAST_CHART_SECONDS)
 
     def draw_chart(self) -> None:
-        """Draw the chart of the run so far. Whatever goes wrong in it is a warning: a picture never ends a run."""
-        try:
-            from harness.runs.chart import draw_training_chart
-
-            draw_training_chart(self.run.metrics, self.run.chart, title=self.run.path.name)
-        except Exception as error:
-            warnings.warn(f"{self.run.chart}: no chart: {error}", stacklevel=2)
+        if not self.start.is_rehearsal:
+            self.chart.draw()
 
     def _append(self, kind: type[Event], state: TrainState, **values: Any) -> None:
         place: dict[str, Any] = {"global_step": state.global_step, "tokens_seen": state.tokens_seen}

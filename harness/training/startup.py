@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 import torch
 
-from harness.common.device import idle_gpus
+from harness.common.device import idle_gpus, occupied
 from harness.common.errors import PeerError, RunError, RunStopped, UserError
 from harness.common.lock import RunLock
 from harness.common.memory import is_out_of_memory
@@ -21,14 +21,15 @@ from harness.data.loader import BatchLayout
 from harness.distributed.connection_errors import leaving_with_peers
 from harness.distributed.signals import StopSignal
 from harness.distributed.world import World
-from harness.model.kernels import not_compiled
+from harness.model.determinism import explain_nondeterminism
+from harness.model.kernels import not_compiled, rounded_dropout, should_compile
 from harness.model.precision import Precision
 from harness.runs import checkpoints
 from harness.runs.checkpoint_meta import CheckpointMeta, Provenance, TrainState, upgrade_notebook_meta
 from harness.runs.directory import RunDirectory
 from harness.runs.experiment import Experiment, Position, comparable_losses, first_difference
 from harness.runs.plan import make_plan
-from harness.runs.throughput import Conditions, same_conditions
+from harness.runs.throughput import Conditions, same_conditions, unknown_peak
 from harness.runs.train_config import TrainConfig
 from harness.training.clock import Clock
 
@@ -174,8 +175,18 @@ def refuse_wrong_machine(world: World, run: RunDirectory) -> None:
 
 
 def remark_on_machine(experiment: Experiment, world: World) -> None:
-    """Say what a user would want to know of the machine before paying for hours of it."""
-    for remark in (idle_gpus(world.device, world.local_size), not_compiled(experiment.config.compile, world.device)):
+    """Say what a user would want to know of the machine before paying for hours of it. Collective.
+
+    Raises UserError if it cannot compute as train.json demands.
+    """
+    config, device = experiment.config, world.device
+    precision = Precision.resolve(config.precision, device)
+    should_compile(config.compile, device)
+    remarks = [idle_gpus(device, world.local_size), not_compiled(config.compile, device)]
+    if precision.name != "fp32":  # kernels that round it are for half precision only
+        remarks.append(rounded_dropout(experiment.model.drop_rate, device, exactly=config.exact_dropout))
+    remarks.append(unknown_peak(world.device_name))
+    for remark in (*remarks, *world.gather(occupied(device))):
         if remark is not None:
             say(world, f"note: {remark}")
 
@@ -196,7 +207,8 @@ def say(world: World, text: str) -> None:
 
 @contextmanager
 def explained_failures(microbatch_size: int, stop: StopSignal) -> Iterator[None]:
-    """Turn an out-of-memory on this rank, or another rank's end, into a line that says what to do, or into silence."""
+    """Turn an out-of-memory on this rank, an operation that `deterministic` cannot have, or another rank's end into a
+    line that says what to do, or into silence."""
     try:
         with leaving_with_peers():
             yield
@@ -205,6 +217,8 @@ def explained_failures(microbatch_size: int, stop: StopSignal) -> Iterator[None]
             raise RunStopped(stop.signal) from None
         raise
     except (RuntimeError, MemoryError) as error:
+        if nondeterminism := explain_nondeterminism(error):
+            raise UserError(nondeterminism) from None
         if not is_out_of_memory(error):
             raise
         reason = str(error).splitlines()[0] if str(error) else "out of memory"

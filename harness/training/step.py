@@ -84,6 +84,15 @@ class OptimizerStep:
         self.accumulate([microbatch])
         self.forget_gradients()
 
+    def pass_alone(self, microbatch: Microbatch) -> None:
+        """One forward and backward pass without the other ranks, which leaves no gradients."""
+        inputs_BxT, targets_BxT = microbatch.to(self.device)
+        with self._gradient_exchange(last=False):
+            with self.precision.autocast():
+                loss = self.model(inputs_BxT, targets_BxT)
+            self.scaler.scale(loss).backward()
+        self.model.zero_grad(set_to_none=True)  # as they were: DDP has not made them views of its buckets yet
+
     def forget_gradients(self) -> None:
         """Make the gradients those of no microbatch."""
         if self.model is not self.bare_model:
@@ -105,4 +114,5 @@ def build_step(
     """The step that train.json describes for `model`; `trained` is the model as it is trained, wrapped or the same."""
     device = next(model.parameters()).device
     precision = Precision.for_training(config.precision, device)
+    precision.allow_tf32()
     return OptimizerStep(trained, build_optimizer(model, config), precision, config, before_exchange)

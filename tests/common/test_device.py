@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import os
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from gpt import GPTModel
 from harness.common import device
 from harness.common.errors import UserError
 from harness.model import kernels
+from harness.model.config import ModelConfig
+from harness.model.precision import Precision
 from tests.support.isolation import ROOT
+from tests.support.launch import Workshop
 
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -31,6 +38,7 @@ def set_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *index: (79 * 2**30, 80 * 2**30))
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 8])
@@ -53,6 +61,25 @@ def test_fewer_ranks_than_gpus_are_remarked_upon(machine: pytest.MonkeyPatch) ->
     remark = device.idle_gpus(device.choose_device(0, 1), 1)
     assert remark == "7 of this machine's 8 GPUs are idle; torchrun --nproc_per_node=8 uses all of them"
     assert device.idle_gpus(CPU, 1) is None
+
+
+def test_a_gpu_that_another_process_has(machine: pytest.MonkeyPatch) -> None:
+    """For itself alone (nvidia-smi's exclusive mode), or all of its memory, or a good part of it."""
+    set_gpus(machine, 8)
+    assert device.occupied(device.choose_device(3, 8)) is None
+    machine.setattr(torch.cuda, "mem_get_info", lambda *index: (20 * 2**30, 80 * 2**30))
+    remark = "cuda:3: 20.0 of 80.0 GiB are free; another process has the rest: nvidia-smi shows which"
+    assert device.occupied(device.choose_device(3, 8)) == remark
+    assert device.occupied(CPU) is None
+
+    def busy(index: int) -> None:
+        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCompile with ...")
+
+    machine.setattr(torch.cuda, "set_device", busy)
+    with pytest.raises(
+        UserError, match=r"^cuda:3: CUDA error: .* unavailable; another process may hold this GPU: \S+ "
+    ):
+        device.choose_device(3, 8)
 
 
 def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(
@@ -102,6 +129,33 @@ def test_commands_for_eight_gpus(machine: pytest.MonkeyPatch) -> None:
     assert [device.choose_device(rank, 8).index for rank in range(8)] == list(range(8))
 
 
+# Precision
+
+
+def test_bf16_is_refused_where_the_gpu_would_emulate_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *, including_emulation: including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    with pytest.raises(UserError) as refused:
+        Precision.resolve("bf16", CUDA)
+    assert str(refused.value) == ('train.json: key "precision": Tesla T4 does not compute bf16; use "auto" or "fp16"')
+    assert Precision.resolve("auto", CUDA).name == "fp16"
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *, including_emulation: True)
+    assert Precision.resolve("auto", CUDA) == Precision.resolve("bf16", CUDA) == Precision("bf16", "cuda")
+    assert Precision.resolve("bf16", CPU).name == "bf16"
+
+
+def test_fp32_uses_the_tensor_cores_of_cuda_alone() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        for name, kind in (("bf16", "cuda"), ("fp16", "cuda"), ("fp32", "cpu"), ("bf16", "cpu")):
+            Precision(name, kind).allow_tf32()
+            assert torch.get_float32_matmul_precision() == "highest"
+        Precision("fp32", "cuda").allow_tf32()
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 # Kernels
 
 
@@ -149,3 +203,174 @@ def test_attention_drops_what_it_is_told_to(
         assert torch.backends.cuda.cudnn_sdp_enabled() == allowed
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@pytest.mark.parametrize("drop_rate", [0.0, 0.05, 0.0625, 0.1, 0.125, 0.2, 0.3, 0.5])
+def test_flash_attention_drops_by_random_bytes(drop_rate: float) -> None:
+    """Its rule, counted over all bytes."""
+    dropped = sum(byte > math.floor(255 * (1 - drop_rate)) for byte in range(256)) / 256
+    assert kernels.dropped_share("flash", drop_rate) == dropped
+    assert kernels.drops_as_told("flash", drop_rate, exactly=False)
+    assert kernels.drops_as_told("flash", drop_rate, exactly=True) == (drop_rate * 256).is_integer()
+    assert kernels.drops_as_told("cudnn", drop_rate, exactly=False) == (drop_rate * 16).is_integer()
+    assert kernels.dropped_share("efficient", drop_rate) == drop_rate
+
+
+@pytest.mark.parametrize(
+    ("drop_rate", "exactly", "allowed"), [(0.1, True, False), (0.1, False, True), (0.125, True, True)]
+)
+def test_exact_dropout_refuses_flash_attention(drop_rate: float, exactly: bool, allowed: bool) -> None:
+    before = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_flash_sdp(True)
+        kernels.attend_with_exact_dropout(drop_rate, CUDA, exactly=exactly)
+        assert torch.backends.cuda.flash_sdp_enabled() == allowed
+    finally:
+        torch.backends.cuda.enable_flash_sdp(before[0])
+        torch.backends.cuda.enable_cudnn_sdp(before[1])
+
+
+def test_a_rounded_dropout_is_remarked_upon() -> None:
+    remark = str(kernels.rounded_dropout(0.1, CUDA, exactly=False))
+    assert remark.startswith("FlashAttention drops a share of 0.1016 where drop_rate is 0.1; drop_rate 0.125 would")
+    for drop_rate, device_, exactly in ((0.1, CPU, False), (0.1, CUDA, True), (0.125, CUDA, False), (0.0, CUDA, False)):
+        assert kernels.rounded_dropout(drop_rate, device_, exactly=exactly) is None
+
+
+def test_attention_on_a_cpu_drops_the_configured_share() -> None:
+    """Uniform attention over an identity: each zero in what comes out is a weight that was dropped."""
+    torch.manual_seed(0)
+    queries, values = torch.zeros(64, 1, 64, 64), torch.eye(64).expand(64, 1, 64, 64)
+    mixed = torch.nn.functional.scaled_dot_product_attention(queries, queries, values, dropout_p=0.1)
+    assert (mixed == 0).float().mean().item() == pytest.approx(0.1, abs=0.003)  # five standard deviations
+    assert mixed.max().item() == pytest.approx(1 / 64 / 0.9)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "given", "expected"), [(1, None, "12"), (8, None, "1"), (100, None, "1"), (2, "3", "3")]
+)
+def test_compilers_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, given: str | None, expected: str
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(12)))
+    monkeypatch.setenv(name := "TORCHINDUCTOR_COMPILE_THREADS", given or "")
+    if given is None:
+        monkeypatch.delenv(name)
+    kernels.configure_compiler(ranks, tuned=False)
+    assert os.environ[name] == expected
+
+
+def test_coordinate_descent_is_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.config as inductor
+
+    monkeypatch.setattr(inductor, "coordinate_descent_tuning", False)
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    kernels.configure_compiler(1, tuned=True)
+    assert inductor.coordinate_descent_tuning
+
+
+# Precision
+
+
+def test_a_residual_stream_in_bf16_halves_what_blocks_pass_on() -> None:
+    config = ModelConfig(
+        vocab_size=64, context_length=16, emb_dim=32, n_heads=2, n_layers=2, drop_rate=0.0, qkv_bias=False
+    )
+    found = []
+    for dtype in (None, torch.bfloat16):
+        torch.manual_seed(0)
+        model = GPTModel(config, residual_dtype=dtype)
+        passed: list[torch.dtype] = []
+        for block in model.trf_blocks:
+            block.register_forward_hook(lambda _, __, out, passed=passed: passed.append(out.dtype))
+        tokens = torch.arange(32).view(2, 16)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(tokens, tokens)
+        loss.backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        model(tokens)
+        assert passed == [dtype or torch.float32] * 2 + [torch.float32] * 2, "bf16 under autocast only"
+        found.append(loss.item())
+    assert found[0] == pytest.approx(found[1], abs=0.01)
+    assert found[0] != found[1]
+
+
+def test_a_residual_stream_in_bf16_needs_bf16() -> None:
+    assert Precision("bf16", "cuda").residual_dtype("bf16") == torch.bfloat16
+    assert Precision("fp16", "cuda").residual_dtype("fp32") is None
+    with pytest.raises(UserError, match=r'"residual_precision": "bf16" needs matrix products in bf16, .* run in fp32'):
+        Precision("fp32", "cpu").residual_dtype("bf16")
+
+
+# Whole commands on pretended machines: one line each, and nothing is made.
+
+GPUS = """
+import torch
+def gpus(count, name="NVIDIA H200", bf16=True):
+    torch.cuda.is_available = lambda: count > 0
+    torch.cuda.device_count = lambda: count
+    torch.cuda.set_device = lambda index: None
+    torch.cuda.mem_get_info = lambda *index: (79 * 2**30, 80 * 2**30)
+    torch.cuda.get_device_name = lambda device: name
+    torch.cuda.is_bf16_supported = lambda *, including_emulation: bf16
+def busy(index):
+    raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
+"""
+NO_COMPILER = "import os; os.environ['PATH'] = '/nonexistent'; os.environ.pop('CC', 0); os.environ.pop('CXX', 0)"
+MACHINES: dict[str, tuple[str, int, dict[str, Any], str]] = {
+    "more ranks than GPUs": ("gpus(1)", 2, {}, "torchrun started 2 processes on a machine with 1 GPU; use --nproc_"),
+    "a GPU of another process": (
+        "gpus(1); torch.cuda.set_device = busy",
+        1,
+        {},
+        "cuda:0: CUDA error: CUDA-c",
+    ),
+    "no bf16": (
+        "gpus(1, 'Tesla T4', False)",
+        1,
+        {"precision": "bf16"},
+        'train.json: key "precision": Tesla T4 does',
+    ),
+    "no compiler, CUDA": (
+        f"gpus(1); {NO_COMPILER}",
+        1,
+        {"compile": True},
+        'train.json: "compile": true needs a C ',
+    ),
+    "no compiler, CPU": (NO_COMPILER, 1, {"compile": True}, 'train.json: "compile": true needs a C++ compiler'),
+    "cuBLAS's workspace": (
+        "import os; os.environ['CUBLAS_WORKSPACE_CONFIG'] = ':0:0'",
+        *(1, {"deterministic": True}, "CUBLAS_WORKSPACE_CONFIG=:0:0: with"),
+    ),
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_machine_that_cannot_is_refused_in_one_line(machine: str, tmp_path: Path) -> None:
+    prelude, ranks, settings, start = MACHINES[machine]
+    shop = Workshop(tmp_path)
+    shop.add_dataset()
+    run = shop.add_run(**settings)
+    result = shop.train(ranks=ranks, prelude=GPUS + prelude, expect=2)
+    assert {line.removeprefix("error: ")[: len(start)] for line in result.error_lines} == {start}
+    assert "Traceback" not in result.stderr
+    assert not (run / "metrics.jsonl").exists()
+
+
+def test_what_is_remarked_upon_once(tmp_path: Path) -> None:
+    """The notes on a machine with a GPU of a new kind, another process on it, and no compiler; before the first
+    operation on that GPU, which there is none of."""
+    shop = Workshop(tmp_path)
+    shop.add_dataset()
+    shop.add_run()
+    pretended = "gpus(2, 'NVIDIA X999'); torch.cuda.mem_get_info = lambda *index: (2**30, 80 * 2**30)\n"
+    ended = "import harness.training.startup as s\ndef end(*a): raise s.RunError('enough')\ns.fetch_dataset = end\n"
+    result = shop.train(ranks=1, prelude=f"{GPUS}{pretended}{ended}{NO_COMPILER}", expect=1)
+    notes = [line.removeprefix("note: ") for line in result.stdout.splitlines() if line.startswith("note: ")]
+    assert [note.split(":")[0] for note in notes] == [
+        "1 of this machine's 2 GPUs is idle; torchrun --nproc_per_node=2 uses all of them",
+        "the model is not compiled, and trains more slowly",
+        "MFU unknown",
+        "cuda",
+    ]
+    assert notes[-1].startswith("cuda:0: 1.0 of 80.0 GiB are free; another process has the rest")

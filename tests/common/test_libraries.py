@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.common.libraries import load
 from tests.support.isolation import ROOT, SHIPPED_RUNS, on_path
 
 # In place of torch: it tells what a command has set by the time it is loaded, and ends the command.
@@ -51,3 +53,30 @@ def test_threads_that_wait_leave_the_core_to_others(tmp_path: Path, command: str
         timeout=60,
     )
     assert f"threads that wait: {given or 'passive'}\n" in done.stdout, done.stderr
+
+
+def test_nothing_is_looked_through_for_garbage_while_a_library_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor when it fails, which ends the pause as well; and what is there already is left alone."""
+    (tmp_path / "much_garbage.py").write_text("seen = [[] for _ in range(100_000)]\n")
+    (tmp_path / "unloadable.py").write_text("import gc\nassert gc.isenabled(), 'paused'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    collections: list[str] = []
+    watch = lambda phase, _: collections.append(phase)  # noqa: E731
+    gc.callbacks.append(watch)
+    try:
+        load("much_garbage")
+        during = list(collections)
+        assert gc.isenabled()
+        frozen = gc.get_freeze_count()
+        load("much_garbage")
+        assert gc.get_freeze_count() == frozen
+        with pytest.raises(AssertionError, match="paused"):
+            load("unloadable")
+        assert gc.isenabled()
+    finally:
+        gc.callbacks.remove(watch)
+        gc.unfreeze()
+        sys.modules.pop("much_garbage", None)
+    assert during == []

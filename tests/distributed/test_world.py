@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +162,23 @@ def test_an_error_is_told_by_the_rank_that_has_it(ranks: list[dict[str, Any]], n
 
 def test_a_signal_to_one_rank_is_known_to_all(ranks: list[dict[str, Any]]) -> None:
     assert everywhere(ranks, "stopping") == (len(ranks) > 1)
+
+
+LEAVES_NEVER = (
+    "import time, torch.distributed, harness.distributed.world as world\n"
+    "torch.distributed.destroy_process_group = lambda: time.sleep(1000)\n"
+    "world.LEAVING_SECONDS = 0.5\n"
+)
+
+
+def test_connections_that_cannot_be_closed_do_not_keep_a_finished_run(tmp_path: Path) -> None:
+    shop = Workshop(tmp_path)
+    shop.add_dataset()
+    run = shop.add_run(min_train_tokens=256)
+    began = time.monotonic()
+    result = shop.train(prelude=LEAVES_NEVER)
+    assert time.monotonic() - began < 100
+    assert (run / "summary.json").exists()
+    for rank in (0, 1):
+        line = f"note: rank {rank} could not close its connections within 0.5 s, and ends without that"
+        assert line in result.stderr

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint
 
-from harness.model.cross_entropy import CHUNK_LOGITS, linear_cross_entropy
+from gpt import GPTModel
+from harness.model import logit_errors
+from harness.model.config import ModelConfig
+from harness.model.cross_entropy import CHUNK_LOGITS, chunk_rows, linear_cross_entropy
+from harness.model.logit_errors import eager_kernel, fused_kernel
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -141,8 +149,8 @@ def test_inputs_are_left_as_they_were() -> None:
     features, weight, targets = inputs(6, 4, 9)
     before = [tensor.detach().clone() for tensor in (features, weight, targets)]
     linear_cross_entropy(features, weight, targets).backward()
-    for tensor, copy in zip((features, weight, targets), before, strict=True):
-        assert torch.equal(tensor, copy)
+    for tensor, earlier in zip((features, weight, targets), before, strict=True):
+        assert torch.equal(tensor, earlier)
 
 
 def test_huge_logits_neither_overflow_nor_lose_the_loss() -> None:
@@ -199,6 +207,131 @@ def test_fp16_with_a_loss_scale_neither_underflows_nor_overflows() -> None:
     rare = torch.ones(weight.shape[0], dtype=torch.bool)
     rare[targets] = False
     assert relative_error(scaled[1][rare] / scale, truth[1][rare]) < 0.02
+
+
+# As a compiler sees it
+
+
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 2), (2, 33), (65, 1009), (128, 256), (130, 257)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_both_formulations_of_the_elementwise_part_agree(rows: int, vocab: int, dtype: torch.dtype) -> None:
+    """Logits padded to whole tiles, with something in the padding that must not count."""
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    width = -(-vocab // 128) * 128
+    logits = torch.randn(rows, width, generator=torch.Generator().manual_seed(vocab), dtype=torch.float64) * 3
+    logits, targets = logits.to(dtype), torch.arange(rows) * 7 % vocab
+    valid = logits[:, :vocab].to(exact).requires_grad_()
+    expected = F.cross_entropy(valid, targets, reduction="none")
+    expected.sum().backward()
+    assert valid.grad is not None
+    rounding = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 4e-3}[dtype]
+    for kernel in (eager_kernel, fused_kernel):
+        errors, losses = logits.clone(), torch.empty(rows, dtype=exact)
+        kernel(errors, targets, losses, vocab, True)
+        torch.testing.assert_close(losses, expected.detach(), rtol=1e-6, atol=2e-6)
+        torch.testing.assert_close(errors[:, :vocab].to(exact), valid.grad, rtol=rounding, atol=rounding)
+        assert errors[:, vocab:].count_nonzero() == 0
+        without = torch.empty_like(losses)
+        kernel(logits.clone(), targets, without, vocab, False)
+        assert torch.equal(without, losses)
+
+
+@pytest.mark.parametrize("rows", [1, 127, 128, 129, 1024, 13_312, 65_536, 65_537])
+def test_chunks_are_whole_tiles_and_nearly_equal(rows: int) -> None:
+    step = chunk_rows(rows, 50_304, "cuda")
+    assert step % 128 == 0
+    assert step * 50_304 <= CHUNK_LOGITS["cuda"]
+    chunks = -(-rows // step)
+    assert chunks == -(-rows // (CHUNK_LOGITS["cuda"] // 50_304 // 128 * 128)), "no more than needed"
+    assert step - (rows - (chunks - 1) * step) < 128 * chunks
+
+
+@pytest.fixture
+def compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Programs are traced, but no machine code is made of them: quick."""
+    torch._dynamo.reset()
+    kernel = torch.compile(fused_kernel, dynamic=False, fullgraph=True, backend="aot_eager")
+    monkeypatch.setattr(logit_errors, "_compile", lambda: kernel)
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 128 * 1152)
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_compiled_model_has_one_graph_and_one_loss(compiled_kernels: None, tied: bool) -> None:
+    """Its loss and gradients are those of the model that is not compiled, for odd numbers of rows, too."""
+    config = ModelConfig(
+        vocab_size=1009,
+        context_length=70,
+        emb_dim=16,
+        n_heads=2,
+        n_layers=1,
+        drop_rate=0.0,
+        qkv_bias=False,
+        tie_weights=tied,
+    )
+    model, graphs = GPTModel(config), []
+    plain = copy.deepcopy(model)
+
+    def backend(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return aot_eager(graph, examples)
+
+    model.compile(backend=backend, dynamic=False)
+    tokens = torch.randint(1009, (5, 71), generator=torch.Generator().manual_seed(0))
+    ours, theirs = (each(tokens[:, :-1], tokens[:, 1:]) for each in (model, plain))
+    ours.backward()
+    theirs.backward()
+    torch.testing.assert_close(ours, theirs)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-7)
+    assert len(graphs) == 1
+    losses = [node for node in graphs[0].graph.nodes if "linear_cross_entropy" in str(node.target)]
+    assert len(losses) == 1
+
+
+def test_one_program_serves_all_numbers_of_rows(compiled_kernels: None) -> None:
+    """Chunks of 128 rows, and of what is left."""
+    loss = torch.compile(linear_cross_entropy, dynamic=True, backend="aot_eager")
+    programs = []
+    for rows in (200, 512, 300, 64, 1):
+        features, weight, targets = inputs(rows, 8, 1009, torch.float32)
+        expected = reference(features, weight, targets)
+        actual = loss(features, weight, targets)
+        torch.testing.assert_close(actual, expected)
+        for one, other in zip(gradients(actual, features, weight), gradients(expected, features, weight), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+        programs.append(kernel_programs())
+    assert programs == [1] * 5
+    with torch.no_grad():
+        for rows in (200, 300):
+            features, weight, targets = inputs(rows, 8, 1009, torch.float32)
+            torch.testing.assert_close(loss(features, weight, targets), reference(features, weight, targets))
+    assert kernel_programs() == 2, "and one without gradients"
+
+
+def kernel_programs() -> int:
+    return len(torch._dynamo.eval_frame._debug_get_cache_entry_list(fused_kernel.__code__))
+
+
+def test_autocast_is_seen_by_a_compiled_loss(compiled_kernels: None) -> None:
+    features, weight, targets = inputs(130, 8, 1009, torch.float32)
+    loss = torch.compile(linear_cross_entropy, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        actual, expected = loss(features, weight, targets), linear_cross_entropy(features, weight, targets)
+    assert actual.dtype == torch.float32
+    assert abs(actual.item() - reference(features, weight, targets).item()) > 1e-7
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
+    for one, other in zip(gradients(actual, features, weight), gradients(expected, features, weight), strict=True):
+        assert one.dtype == torch.float32
+        assert relative_error(one, other) < 2e-3
+
+
+def test_there_are_no_second_derivatives() -> None:
+    features, weight, targets = inputs(6, 4, 9)
+    first = torch.autograd.grad(linear_cross_entropy(features, weight, targets), features, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        first.sum().backward()
 
 
 MEASURE = """

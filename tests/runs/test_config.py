@@ -33,7 +33,12 @@ DEFAULTS: dict[str, Any] = {
     "shard_optimizer": False,
     "precision": "auto",
     "compile": "auto",
+    "deterministic": False,
+    "bucket_mb": None,
     "activation_checkpointing": False,
+    "residual_precision": "fp32",
+    "exact_dropout": False,
+    "coordinate_descent_tuning": False,
     "checkpoint_interval": None,
     "keep_checkpoints": None,
     "async_checkpoint": False,
@@ -103,6 +108,8 @@ def test_defaults_are_the_tables(train: WriteTrain, model: WriteModel) -> None:
         {"compile": False},
         {"compile": "auto"},
         {"activation_checkpointing": True},
+        {"deterministic": True},
+        {"bucket_mb": 100},
         {"checkpoint_interval": 100},
         {"keep_checkpoints": 3},
         {"validation_ranks": "all"},
@@ -301,6 +308,7 @@ INTEGERS = [
     "warmup_steps",
     "checkpoint_interval",
     "keep_checkpoints",
+    "bucket_mb",
     "report_interval",
     "max_skipped_steps",
     "sample_interval",
@@ -316,7 +324,7 @@ FLOATS = [
     "muon_learning_rate",
     "price_per_hour",
 ]
-FLAGS = ["decay_all_parameters", "shard_optimizer", "activation_checkpointing", "compile"]
+FLAGS = ["decay_all_parameters", "shard_optimizer", "activation_checkpointing", "compile", "deterministic"]
 CHOICES = ["lr_schedule", "optimizer", "precision", "validation_ranks", "compile"]
 
 
@@ -387,6 +395,7 @@ def test_impossible_betas(train: WriteTrain, betas: Any) -> None:
         ("clipping_max_norm", 0),
         ("checkpoint_interval", 0),
         ("keep_checkpoints", 0),
+        ("bucket_mb", 0),
         ("report_interval", 0),
         ("max_skipped_steps", 0),
         ("price_per_hour", -1),

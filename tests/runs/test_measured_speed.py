@@ -91,6 +91,9 @@ def test_conditions() -> None:
     ):
         assert not same_conditions(other, now)
     assert not same_conditions(Conditions(None, None, {"precision": "fp32"}), now)
+    for key, values in (("deterministic", (False, True)), ("bucket_mb", (None, 100))):
+        then, after = (Conditions(None, None, {key: value}) for value in values)
+        assert not same_conditions(then, after)
 
 
 def test_what_can_be_believed() -> None:

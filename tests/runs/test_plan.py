@@ -66,10 +66,10 @@ def state(folder: Path) -> dict[str, tuple[int, str]]:
     }
 
 
-def plan_shipped(tmp_path: Path, name: str, *arguments: str) -> Result:
+def plan_shipped(tmp_path: Path, name: str, *arguments: str, **changes: Any) -> Result:
     """The plan of a copy of a shipped run that keeps few checkpoints: this machine's disk may be a small one."""
     where = Workshop(tmp_path)
-    where.add_shipped_run(name, keep_checkpoints=1)
+    where.add_shipped_run(name, keep_checkpoints=1, **changes)
     before = state(where.path)
     result = where.attempt("--plan", *arguments, run=name)
     assert state(where.path) == before
@@ -111,10 +111,11 @@ BILLS = {
 @pytest.mark.parametrize("name", BILLS)
 def test_the_notebooks_bills(tmp_path: Path, name: str) -> None:
     """Its speeds are those of its whole bill: what is planned from them is that bill, to the cent; validation is a part
-    of it, and not added to it. (B200: the table's seconds are cut to whole ones, which is 0.4 cents.)"""
+    of it, and not added to it. (B200: the table's seconds are cut to whole ones, which is 0.4 cents.) One GPU of the
+    eight validated there."""
     speed, seconds, dollars, without = BILLS[name]
     arguments = ("--assume-world-size", "8", "--assume-tps-with-validation", str(speed))
-    found = rows(plan_shipped(tmp_path, name, *arguments))
+    found = rows(plan_shipped(tmp_path, name, *arguments, validation_ranks="rank0"))
     parts = [float(part) for part in re.findall(r"\$([\d.]+)", found["cost"])]
     assert parts[2] == pytest.approx(dollars, abs=0.0101 if name == "8xb200m160" else 0.0001)
     assert parts[2] == pytest.approx(parts[0] + parts[1], abs=0.011)
@@ -126,9 +127,23 @@ def test_the_notebooks_bills(tmp_path: Path, name: str) -> None:
     # Its speed of training alone gives the same plan.
     alone = re.search(r"at ([\d,]+) tokens/s of training", found["time"])
     assert alone
-    found = rows(plan_shipped(tmp_path, name, *arguments[:2], "--assume-tps", alone[1].replace(",", "")))
+    arguments = (*arguments[:2], "--assume-tps", alone[1].replace(",", ""))
+    found = rows(plan_shipped(tmp_path, name, *arguments, validation_ranks="rank0"))
     again = [float(part) for part in re.findall(r"\$([\d.]+)", found["cost"])]
     assert again == pytest.approx(parts[:3] + parts[3:], abs=0.011)
+
+
+@pytest.mark.parametrize("name", BILLS)
+def test_validation_that_is_shared_out_costs_an_eighth(tmp_path: Path, name: str) -> None:
+    """As the runs ship: of 300 microbatches no rank has more than 38, and the others do not wait for all 300."""
+    microbatch, _, steps, _ = MACHINES[name]
+    speed = 8 * microbatch * 1024  # a step a second
+    found = rows(plan_shipped(tmp_path, name, "--assume-world-size", "8", "--assume-tps", str(speed)))
+    validations = sum(step % 617 == 0 or step == steps - 1 for step in range(steps))
+    said = re.search(r"\+ ([\d.,]+) (h|s) validation", found["time"])
+    assert said
+    seconds = number(said[1]) if said[2] == "s" else float(said[1]) * 3600
+    assert seconds == pytest.approx(validations * 38 / 3, abs=19 if said[2] == "h" else 0.6)
 
 
 def test_without_validation_both_speeds_are_one(shop: Workshop) -> None:

@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 
-import harness.runs.chart
+import harness.training.chart_process
 from harness.distributed.watchdog import Place
+from harness.training.chart_process import ChartProcess
 from harness.training.step import OptimizerStep
 
 Action = Callable[[], Any]
@@ -54,7 +55,8 @@ class Now:
 
 
 # Drawing takes longer than all else in these small runs.
-harness.runs.chart.draw_training_chart = lambda *arguments, **options: None
+_draw = ChartProcess.draw
+ChartProcess.draw = lambda self: None  # type: ignore[method-assign]
 
 
 def own_rank() -> int:
@@ -195,6 +197,14 @@ def note(path: str, action: Action = lambda: None) -> Action:
         action()
 
     return noting
+
+
+def slow_charts(seconds: float) -> None:
+    """Charts are drawn after all, and each takes so long."""
+    slow = f"chart.draw_training_chart = lambda *_, **__: time.sleep({seconds})"
+    source = f"import time, harness.runs.chart as chart\n{slow}\nfrom harness.runs.chart_worker import main\nmain()"
+    harness.training.chart_process.WORKER[:] = [sys.executable, "-c", source]
+    ChartProcess.draw = _draw  # type: ignore[method-assign]
 
 
 # Records

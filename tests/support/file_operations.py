@@ -27,7 +27,6 @@ CALLS = {  # what a number counts operations of, by a short name
     "save": "checkpointing:Checkpointer._save",
     "background save": "harness.training.async_writer:AsyncWriter._run",
     "metrics": "harness.runs.metrics:MetricsFile.append",
-    "chart": "harness.runs.chart:draw_training_chart",
     "end": "harness.training.reporter:Reporter.summary",
     "going back": "harness.runs.checkpoints:rewind_to",
     "cutting the metrics": "harness.runs.metrics:MetricsFile.rewind_to",
@@ -35,7 +34,7 @@ CALLS = {  # what a number counts operations of, by a short name
     "summary": "harness.runs.summary:replace_text",
     "lock": "harness.runs.directory:RunDirectory.lock",
 }
-WITHOUT_CHARTS = "import harness.runs.chart\nharness.runs.chart.draw_training_chart = lambda *_, **__: None\n"
+WITHOUT_CHARTS = "from harness.training.chart_process import ChartProcess\nChartProcess.draw = lambda self: None\n"
 
 # Does half of an operation, where that is possible.
 Half = Callable[[], object]
@@ -49,7 +48,7 @@ def prelude(call: str, number: int, fault: str, *values: object) -> str:
     """
     arguments = ", ".join(repr(str(value) if isinstance(value, Path) else value) for value in values)
     source = f"from tests.support import file_operations as f\nf.inject({call!r}, {number}, f.{fault}({arguments}))\n"
-    return WITHOUT_CHARTS * (call != "chart") + source
+    return WITHOUT_CHARTS + source
 
 
 def log(path: str) -> Fault:

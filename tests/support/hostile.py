@@ -43,9 +43,10 @@ def explore(check: Check, cases: SearchStrategy[Any], count: int) -> int:
 
 # Nothing is gained by waiting for pictures and the disk some hundred times.
 IMPATIENT = """
-import os, harness.runs.chart
+import os
+from harness.training.chart_process import ChartProcess
 os.fsync = lambda descriptor: None
-harness.runs.chart.draw_training_chart = lambda *arguments, **options: None
+ChartProcess.draw = lambda self: None
 """
 
 

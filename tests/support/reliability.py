@@ -21,7 +21,8 @@ tests are not run (`uv run pytest tests/faults/test_kills.py --exhaustive …`) 
 
 All of this was seen on CPUs. "Bit for bit" holds there; on GPUs some kernels add in an order that changes from run to
 run (the backward passes of attention and of the embedding use atomic additions), so that no two runs are equal to the
-last bit, whether or not one of them was stopped.
+last bit, whether or not one of them was stopped; `"deterministic": true` in train.json keeps to operations that add in
+a fixed order, which has not been tried on a GPU yet.
 """
 
 

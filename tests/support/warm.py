@@ -31,9 +31,8 @@ SERVER = """
 import atexit, gc, json, os, runpy, signal, sys, threading, traceback
 sys.path.insert(0, sys.argv[1])
 import ddp_train, harness.runs.checkpoints, gpt, torch, safetensors.torch
-import checkpointing, harness.runs.chart, harness.training.batch_size_finder, harness.runs.plan
+import checkpointing, harness.training.batch_size_finder, harness.runs.plan
 import harness.data.fetch, harness.training.startup, torch._dynamo
-import matplotlib.figure, matplotlib.backends.backend_agg
 
 def note(path, number):
     with open(path + ".draft", "w") as file:

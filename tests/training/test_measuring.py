@@ -24,13 +24,16 @@ from harness.evaluation.loss import bits_per_byte, mean
 from harness.model.precision import Precision
 from harness.runs.chart import draw_training_chart
 from harness.runs.metrics import MetricsFile, TrainEvent, ValidationEvent, read_metrics
-from harness.runs.throughput import Throughput, peak_flops
+from harness.runs.summary import RunSummary, describe_summary
+from harness.runs.throughput import Throughput, peak_flops, unknown_peak
 from harness.runs.train_config import TrainConfig
 from harness.training.clock import Clock
 from harness.training.evaluations import losses_over_ranks
 from harness.training.loss_meter import LossMeter
 from harness.training.optimizer import build_optimizer
 from harness.training.step import OptimizerStep, StepResult
+from tests.support import file_operations
+from tests.support.launch import Workshop
 
 CPU = torch.device("cpu")
 ALONE = World(0, 0, 1, 1, CPU)
@@ -68,6 +71,22 @@ def test_a_window_with_nan_reports_nan_and_valid_json(tmp_path: Path) -> None:
     metrics.append(TrainEvent(global_step=3, loss=report.loss, gradient_norm=report.gradient_norm, skipped_steps=1))
     values = {"event": "train", "global_step": 3, "loss": None, "gradient_norm": None, "skipped_steps": 1}
     assert json.loads(metrics.path.read_text()) == values
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_no_line_waits_for_the_disk_but_a_checkpoint_comes_after_its_lines(tmp_path: Path, in_background: bool) -> None:
+    """What the training thread asks of the disk for a line, and what the writer of a checkpoint asks, in order."""
+    shop = Workshop(tmp_path)
+    shop.add_dataset()
+    shop.add_run(async_checkpoint=in_background)
+    save = "background save" if in_background else "save"
+    files = {call: tmp_path / call for call in ("metrics", save)}
+    shop.train(prelude="".join(file_operations.prelude(call, 0, "log", path) for call, path in files.items()))
+    line = files["metrics"].read_text().splitlines()
+    assert [name.split()[0] for name in line] == ["open", "write"]
+    operations = files[save].read_text().splitlines()
+    published = next(number for number, name in enumerate(operations) if name.startswith("os.rename .saving-"))
+    assert "fsync metrics.jsonl" in operations[:published]
 
 
 def test_validation_is_the_mean_without_dropout_and_leaves_the_mode_and_random_state(tmp_path: Path) -> None:
@@ -146,6 +165,45 @@ def test_bits_per_byte_dollars_and_mfu() -> None:
     assert peak_flops("NVIDIA A100-SXM4-40GB") == 312e12
     assert peak_flops("NVIDIA H100 80GB HBM3") == peak_flops("NVIDIA H200") == 989e12
     assert peak_flops("x86_64 CPU") is None
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA L40", 181e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA GB200", 2.5e15),
+        ("NVIDIA B200", 2.25e15),
+        ("Tesla T4", 65e12),
+        ("NVIDIA RTX A6000", 154.8e12),
+        ("Tesla V100-SXM2-16GB", 125e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA T400 4GB", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA X999", None),
+    ],
+)
+def test_a_peak_is_that_of_the_very_device(device: str, peak: float | None) -> None:
+    """A part of another name is no reason to take the other's."""
+    assert peak_flops(device) == peak
+    remark = unknown_peak(device)
+    assert remark == (f"MFU unknown: the peak of {device} is in no table of this program" if peak is None else None)
+
+
+@pytest.mark.parametrize(("device", "lines"), [("NVIDIA X999", 1), ("x86_64 CPU", 0)])
+def test_the_summary_says_that_a_gpus_peak_is_unknown(device: str, lines: int) -> None:
+    """Of a CPU nobody expects it."""
+    seconds = {"training": 1.0, "total": 1.0}
+    summary = RunSummary(
+        device=device, world_size=1, seconds=seconds, tokens_seen=1, trained_tokens=1, peak_memory_gib=1.0
+    )
+    assert describe_summary(summary).count(f"\nMFU unknown: the peak of {device} is in no table") == lines
 
 
 def test_the_clock_counts_each_second_once() -> None:

@@ -1,0 +1,52 @@
+"""Whether a model can be compiled shows when it first runs: all ranks train compiled code, or none does."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from harness.common.errors import UserError
+from harness.common.memory import is_out_of_memory
+from harness.data.loader import Microbatch
+from harness.distributed.world import World
+from harness.model.determinism import explain_nondeterminism
+from harness.model.kernels import is_compiled, run_eagerly
+from harness.training.startup import say
+from harness.training.step import OptimizerStep
+
+REASON_CHARACTERS = 200
+
+
+def settle_compilation(
+    step: OptimizerStep, microbatch: Microbatch, setting: bool | Literal["auto"], world: World
+) -> None:
+    """Compile what `choose_kernels` has marked, by a pass that leaves nothing but random numbers drawn.
+
+    If that fails on any rank, with train.json's `compile` "auto" all ranks go on without, and say so once. With true:
+    raises UserError on all of them. Collective, for ranks with the same model.
+    """
+    if not is_compiled(step.bare_model):
+        return
+    failure = None
+    try:
+        step.pass_alone(microbatch)
+    except Exception as error:
+        if is_out_of_memory(error) or explain_nondeterminism(error):
+            raise
+        failure = _reason(error)
+    failures = [each for each in world.gather(failure) if each is not None]
+    if not failures:
+        return
+    if setting is True:
+        raise UserError(
+            f'train.json: key "compile": the model cannot be compiled here: {failures[0]}; mend that, or let compile '
+            "be false"
+        )
+    run_eagerly(step.bare_model)
+    say(world, f"note: the model is not compiled, and trains more slowly: compiling failed: {failures[0]}")
+
+
+def _reason(error: Exception) -> str:
+    """What a compiler's error says first, in one line; torch puts a line of its own before it."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    said = [line for line in lines if line and not line.endswith("raised:")] or [type(error).__name__]
+    return said[0][:REASON_CHARACTERS]

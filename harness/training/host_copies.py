@@ -1,0 +1,100 @@
+"""Copies of a checkpoint's tensors in the host's memory, into a buffer that is kept from one save to the next.
+
+Fresh memory for each save costs the training thread twice: the system hands it out page by page while it is filled, and
+a GPU copies into ordinary (pageable) memory at a fraction of the bus's speed, the thread waiting. A buffer that is kept
+has its pages, and can be pinned once: then the GPU fills it by itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.common.units import GIB
+
+# Each tensor begins at a multiple of so many bytes: of a cache line, and so of every element's size.
+ALIGNMENT = 64
+
+
+class HostCopies:
+    """Of nested dicts with tensors in them; rank 0's alone. Holds as many bytes as these take (for AdamW three times
+    the weights; pinned, torch rounds that up to a power of two), from the first copy to the end of the process, or with
+    `keep=False` until the copy is dropped."""
+
+    def __init__(self, device: torch.device, *, keep: bool) -> None:
+        self._device = device
+        self._keep = keep
+        self._buffer: Tensor | None = None
+        self._copied: Any = None  # the event after the copies of the last call
+
+    def copy(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """The same dicts, with a copy on the CPU in each tensor's place: contiguous, each with a storage of its own.
+
+        From a GPU it only asks for the copies: they come before whatever is asked of the current stream afterwards,
+        such as the next step, and can be read after `wait`. The copies of an earlier call are overwritten.
+        """
+        tensors = list(_tensors(tree))
+        places = iter(self._places(tensors))
+        copied = _replaced(tree, lambda tensor: next(places).copy_(tensor, non_blocking=True))
+        if self._device.type == "cuda":
+            self._copied = torch.cuda.Event(blocking=True)  # whoever waits for it sleeps
+            self._copied.record()
+        return copied
+
+    def wait(self) -> None:
+        """Return when the last `copy` has been done; for the thread that reads it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def _places(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Room for each tensor, in one buffer. torch.save writes whole storages: each place is a storage of its own."""
+        starts, end = [], 0
+        for tensor in tensors:
+            starts.append(end)
+            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        memory = self._room(end).numpy()
+        return [
+            torch.from_numpy(memory[start : start + tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
+            for start, tensor in zip(starts, tensors, strict=True)
+        ]
+
+    def _room(self, size: int) -> Tensor:
+        """A buffer of at least so many bytes."""
+        if self._buffer is not None and self._buffer.nbytes >= size:
+            return self._buffer
+        self._buffer = None  # before there is another
+        buffer = self._allocate(size)
+        if self._keep:
+            self._buffer = buffer
+        return buffer
+
+    def _allocate(self, size: int) -> Tensor:
+        if self._device.type == "cuda" and self._keep:
+            try:
+                return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError as error:
+                reason = str(error).splitlines()[0]
+                print(
+                    f"note: {size / GIB:.2f} GiB of the host's memory cannot be pinned ({reason}): training pauses "
+                    "longer for each checkpoint; raise the limit on locked memory (ulimit -l) or the job's memory",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        return torch.empty(size, dtype=torch.uint8)
+
+
+def _tensors(tree: dict[str, Any]) -> list[Tensor]:
+    """All tensors of nested dicts, in order."""
+    found: list[Tensor] = []
+    _replaced(tree, found.append)
+    return found
+
+
+def _replaced(tree: dict[str, Any], function: Any) -> dict[str, Any]:
+    """The same nested dicts, with `function` of each tensor in its place; in order."""
+    return {
+        key: _replaced(value, function) if isinstance(value, dict) else function(value) for key, value in tree.items()
+    }

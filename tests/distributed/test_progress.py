@@ -1,0 +1,163 @@
+"""How far a rank says it is, with a device that is behind the main thread: pretended events."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.distributed import progress
+from harness.distributed.diagnosis import Timeouts, diagnose
+from harness.distributed.heartbeat import IDLE, Heartbeat, Heartbeats, LastHeartbeat
+from harness.distributed.progress import Progress
+from harness.distributed.watchdog import Place, Watchdog
+from tests.support.launch import Workshop
+
+HERE = Place(5, "step")
+
+
+class Device:
+    """A device that gets on when it is told to: how many events there are, and how many it has reached."""
+
+    def __init__(self) -> None:
+        self.recorded = self.reached = 0
+
+    def record(self) -> Callable[[], bool]:
+        self.recorded += 1
+        number = self.recorded
+        return lambda: self.reached >= number
+
+
+def test_a_milestone_counts_when_the_device_is_there() -> None:
+    device = Device()
+    found = Progress(device.record)
+    assert found.standing().stalled is None
+    found.reach("a", [1, 0], is_guarded=True)
+    found.reach("a", [1, 1], is_guarded=True)
+    found.reach("a", [1, IDLE], is_guarded=False)
+    found.reach("b", [2, 0], is_guarded=True)
+    assert (found.standing().place, found.standing().progress) == ("a", [-1, 0])
+    device.reached = 2
+    assert (found.standing().place, found.standing().progress) == ("a", [1, 1])
+    device.reached = 3
+    standing = found.standing()
+    assert (standing.place, standing.progress) == ("b", [1, IDLE])
+    assert standing.stalled is not None  # the main thread is ahead, and the device has work
+    device.reached = 4
+    assert found.standing().progress == [2, 0]
+    found.reach("b", [2, IDLE], is_guarded=False)
+    device.reached = 5
+    assert found.standing().stalled is None
+
+
+def test_on_the_cpu_it_counts_at_once() -> None:
+    found = progress.device_progress(torch.device("cpu"))
+    found.reach("a", [1, 0], is_guarded=True)
+    assert found.standing().progress == [1, 0]
+    assert found.standing().stalled is not None
+    found.reach("a", [1, IDLE], is_guarded=False)
+    assert found.standing() == progress.Standing("a", [1, IDLE], None)
+
+
+def test_time_without_work_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has had nothing to do for an hour is not stuck as soon as it begins; nor one that was frozen."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    found = Progress(Device().record)
+    now[0] = 3600.0
+    found.reach("a", [1, 0], is_guarded=True)
+    now[0] = 3607.0
+    assert found.standing().stalled == 7
+    found.forgive()
+    assert found.standing().stalled == 0
+
+
+class Event:
+    """torch.cuda.Event, of a device that never gets on, or of one that has failed."""
+
+    failure: Exception | None = None
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        if self.failure is not None:
+            raise self.failure
+        return False
+
+
+def test_on_cuda_events_are_asked_in_the_ranks_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread's current device is the first one at its start: another rank's, whose memory it would take."""
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    device = torch.device("cuda", 3)
+    found = progress.device_progress(device)
+    found.reach("a", [1, 0], is_guarded=True)
+    asking = threading.Thread(target=found.standing)
+    asking.start()
+    asking.join()
+    assert current == [device]
+    monkeypatch.setattr(Event, "failure", RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert found.standing().progress == [-1, 0]
+
+
+def test_a_device_that_hangs_is_named_though_all_main_threads_wait_in_the_report() -> None:
+    """Rank 1's device hangs in step 5. The others' have their gradients and wait for it; all main threads have gone on
+    enqueuing, and wait in the report of step 9."""
+    devices = [Device(), Device(), Device()]
+    watchdogs = [Watchdog(rank, 10.0, progress=Progress(device.record)) for rank, device in enumerate(devices)]
+    for watchdog, device in zip(watchdogs, devices, strict=True):
+        for step in range(5, 10):
+            with watchdog.guard(Place(step, "step")):
+                watchdog.beat()
+                watchdog.beat()
+        device.reached = 2 if watchdog.rank == 1 else 3
+    reports = [watchdog.guard(Place(9, "report")) for watchdog in watchdogs]
+    for report in reports:
+        report.__enter__()
+
+    def heard(watchdog: Watchdog) -> LastHeartbeat:
+        beat: Heartbeat = watchdog._heartbeat(1)
+        assert beat.stalled is not None
+        return LastHeartbeat(Heartbeat(**{**vars(beat), "stalled": beat.stalled + 11.0}), at=100.0)
+
+    heartbeats = Heartbeats(watchdogs[0].heartbeats.process, 100.0, [heard(watchdog) for watchdog in watchdogs])
+    fault = diagnose(heartbeats, 100.0, Timeouts(stuck=10.0, silent=10.0, gone=10.0))
+    assert fault is not None
+    assert fault.ranks == [1]
+    assert fault.text.endswith("stuck for 11 s in global step 5")
+    for report in reports:
+        report.__exit__(None, None, None)
+
+
+# In each of two ranks whose gradients gloo exchanges: events as CUDA has them, which rank 1's device stops to reach in
+# its work of step 4; the others' stop where they wait for its gradients. Reports wait for their devices.
+HANGING_DEVICE = """
+import time
+from tests.support.faults import *
+from harness.distributed import progress, world
+from harness.training.loss_meter import LossMeter
+recorded = 0
+def record(device):
+    global recorded
+    recorded += Now.step == 4
+    step, number = Now.step, recorded
+    return lambda: step < 4 or (step == 4 and number <= (2 if own_rank() == 1 else 4))
+world.device_progress = lambda device: progress.Progress(lambda: record(device))
+before("harness.training.loss_meter:LossMeter.synchronize", pause(1000), step=6)
+"""
+
+
+def test_two_ranks_one_of_which_has_a_device_that_hangs(tmp_path: Path) -> None:
+    shop = Workshop(tmp_path, {"COLLECTIVE_TIMEOUT_SECONDS": "2"})
+    shop.add_dataset()
+    shop.add_run(report_interval=6, validation_interval=None, validation_batches=None, checkpoint_interval=20)
+    result = shop.train(prelude=HANGING_DEVICE, expect=1)
+    (line,) = result.error_lines
+    assert line.startswith("error: rank 1 ("), line
+    assert "in global step 4" in line

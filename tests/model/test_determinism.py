@@ -1,0 +1,125 @@
+"""What "deterministic": true sets, in a process of its own, since it holds for all of one; and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.common.errors import UserError
+from harness.distributed.signals import StopSignal
+from harness.model import determinism
+from harness.training import startup
+from tests.support.isolation import ROOT
+from tests.support.launch import Workshop
+
+# What the process has set, and the code that an embedding's backward pass is compiled to on two threads: C++ or, where
+# there is a kernel of torch's own for it, a call of that.
+PROGRAM = """
+import json, os, sys, torch
+from harness.model.determinism import compute_deterministically
+if sys.argv[1] == "deterministic":
+    compute_deterministically()
+assert not torch.cuda.is_initialized()
+import torch._inductor.config as inductor
+from torch._inductor.utils import run_and_get_code
+torch.set_num_threads(2)
+names = ["shape_padding", "max_autotune", "coordinate_descent_tuning", "deterministic"]
+found = {name: getattr(inductor, name, None) for name in names}
+found["cublas"] = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+found["algorithms"] = torch.are_deterministic_algorithms_enabled()
+found["fills"] = torch.utils.deterministic.fill_uninitialized_memory
+found["cudnn"] = torch.backends.cuda.cudnn_sdp_enabled()
+if sys.argv[2:]:
+    def backward(gradient, tokens):
+        return torch.ops.aten.embedding_dense_backward(gradient, tokens, 50, -1, False)
+    arguments = torch.randn(64, 8), torch.randint(0, 50, (64,))
+    _, code = run_and_get_code(torch.compile(backward), *arguments)
+    found["code"] = "\\n".join(code)
+print(json.dumps(found))
+"""
+
+
+def settings(*arguments: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@cache
+def deterministic() -> dict[str, Any]:
+    return settings("deterministic")
+
+
+def test_every_choice_is_fixed() -> None:
+    found = deterministic()
+    assert found["algorithms"]
+    assert found["cublas"] == ":4096:8"
+    assert not found["fills"]
+    assert not found["cudnn"]
+    assert not found["shape_padding"]
+    assert not found["max_autotune"]
+    assert not found["coordinate_descent_tuning"]
+    assert found["deterministic"] in (True, None)  # None: a torch that has not got it
+
+
+@pytest.mark.slow
+def test_compiled_code_does_not_add_up_in_any_order() -> None:
+    """The embedding's backward pass is the one scatter of a GPT. Without the setting it is compiled to atomic
+    additions, on two threads of a CPU as on CUDA."""
+    assert "atomic_add" in settings("as it is", "compile")["code"]
+    code = settings("deterministic", "compile")["code"]
+    assert "atomic_add" not in code
+    assert "index_put" in code
+
+
+def test_another_workspace_of_cublas_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    with pytest.raises(UserError, match=r'CUBLAS_WORKSPACE_CONFIG=:0:0: with "deterministic": true .* unset it'):
+        determinism.compute_deterministically()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_an_operation_without_a_deterministic_form_is_one_line() -> None:
+    """torch's own words for it, of an operation that has none on the CPU either."""
+    values, indices = torch.zeros(4), torch.tensor([0, 1])
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(UserError) as refused, startup.explained_failures(1, StopSignal()):
+            values.put_(indices, torch.ones(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    line = str(refused.value)
+    assert line.startswith('train.json: key "deterministic": put_ has no deterministic form on this device; use false')
+    assert "\n" not in line
+    cublas = RuntimeError(
+        "... but this operation is not deterministic because it uses CuBLAS and you have CUDA >= 10.2"
+    )
+    assert "CUBLAS_WORKSPACE_CONFIG" in str(determinism.explain_nondeterminism(cublas))
+    assert determinism.explain_nondeterminism(RuntimeError("another error")) is None
+
+
+def test_on_the_cpu_it_changes_no_bit(tmp_path: Path) -> None:
+    """Two ranks, with and without it: the same losses and weights."""
+    shop = Workshop(tmp_path)
+    shop.add_dataset()
+    ends = []
+    for name, setting in (("usual", False), ("fixed", True)):
+        run = shop.add_run(name, deterministic=setting, min_train_tokens=512, validation_interval=2)
+        shop.train(name)
+        ends.append((run / "checkpoints" / "latest" / "model.safetensors").read_bytes())
+    assert ends[0] == ends[1]

@@ -1,0 +1,141 @@
+"""Charts are drawn beside the training, the last state at the end, and by nobody once training is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+import harness.training.chart_process as chart_process
+from harness.common.processes import start_time
+from harness.runs.directory import RunDirectory
+from harness.runs.metrics import MetricsFile, ValidationEvent
+from harness.training.chart_process import ROOT, ChartProcess
+
+PATIENCE_SECONDS = 60.0
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    (tmp_path / "r").mkdir()
+    return RunDirectory(tmp_path / "r")
+
+
+def validated(run: RunDirectory, step: int) -> None:
+    MetricsFile(run.metrics).append(ValidationEvent(global_step=step, loss=5.0 - step))
+
+
+def slow_worker(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """A worker that, in place of a drawing, takes a while and then writes down how many lines there were to draw."""
+    source = (
+        "import time\n"
+        "from harness.runs import chart_worker\n"
+        "def draw(metrics, picture, title):\n"
+        "    lines = len(metrics.read_text().splitlines())\n"
+        f"    time.sleep({seconds})\n"
+        "    with picture.open('a') as file:\n"
+        "        file.write(f'{lines}\\n')\n"
+        "    return ''\n"
+        "chart_worker.draw = draw\n"
+        "chart_worker.main()\n"
+    )
+    monkeypatch.setattr(chart_process, "WORKER", [sys.executable, "-c", source])
+
+
+def worker_pid(chart: ChartProcess) -> int:
+    assert chart._worker is not None
+    return chart._worker.pid
+
+
+def test_the_chart_of_the_last_state_is_there_at_the_end(run: RunDirectory) -> None:
+    chart = ChartProcess(run)
+    validated(run, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        chart.draw()
+        pid = worker_pid(chart)
+        chart.finish(PATIENCE_SECONDS)
+    assert run.chart.read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in sorted(run.path.iterdir())] == ["metrics.jsonl", "training-run-chart.png"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_nobody_waits_for_a_drawing_and_many_requests_are_one(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = 2.0
+    slow_worker(monkeypatch, seconds)
+    chart = ChartProcess(run)
+    began = time.monotonic()
+    for step in range(10):
+        validated(run, step)
+        chart.draw()
+    assert not run.chart.exists(), "the first drawing is not over"
+    assert time.monotonic() - began < seconds
+    chart.finish(PATIENCE_SECONDS)
+    drawn = [int(line) for line in run.chart.read_text().splitlines()]
+    assert drawn[-1] == 10
+    assert len(drawn) <= 2
+
+
+def test_a_chart_that_cannot_be_drawn_is_a_warning(run: RunDirectory) -> None:
+    chart = ChartProcess(run)
+    chart.draw()  # there are no metrics
+    with pytest.warns(UserWarning, match=r"training-run-chart\.png: no chart: .*metrics\.jsonl"):
+        chart.finish(PATIENCE_SECONDS)
+
+
+def test_a_worker_that_is_killed_is_a_warning_and_the_next_chart_is_anothers(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chart = ChartProcess(run)
+    validated(run, 0)
+    with monkeypatch.context() as patch:
+        slow_worker(patch, seconds=PATIENCE_SECONDS)
+        chart.draw()
+    os.kill(worker_pid(chart), signal.SIGKILL)
+    with pytest.warns(UserWarning, match="no chart: the process that draws has ended"):
+        chart.finish(PATIENCE_SECONDS)
+    chart.draw()
+    chart.finish(PATIENCE_SECONDS)
+    assert run.chart.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_worker_that_cannot_be_started_is_a_warning(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chart_process, "WORKER", [str(run.path / "nothing")])
+    with pytest.warns(UserWarning, match="no chart: No such file"):
+        ChartProcess(run).draw()
+
+
+def test_no_worker_outlives_a_training_that_is_killed(run: RunDirectory) -> None:
+    validated(run, 0)
+    source = (
+        "import os, signal, sys, time\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "import harness.training.chart_process as chart_process\n"
+        "from harness.runs.directory import RunDirectory\n"
+        "from pathlib import Path\n"
+        "chart_process.WORKER = [sys.executable, '-c', 'from harness.runs import chart_worker; import time; "
+        "chart_worker.draw = lambda *_: time.sleep(3600); chart_worker.main()']\n"
+        f"chart = chart_process.ChartProcess(RunDirectory(Path({str(run.path)!r})))\n"
+        "chart.draw()\n"
+        "print(chart._worker.pid, flush=True)\n"
+        "time.sleep(3600)\n"
+    )
+    training = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
+    assert training.stdout is not None
+    pid = int(training.stdout.readline())
+    began = start_time(pid)
+    training.kill()
+    training.communicate()
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while start_time(pid) == began:
+        assert time.monotonic() < deadline, "the worker is still there"
+        time.sleep(0.02)

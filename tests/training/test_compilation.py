@@ -1,0 +1,133 @@
+"""A compiler that is there and does not work: on the CPU, with a model that is to be compiled as on CUDA by default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+
+from gpt import GPTModel
+from harness.common.errors import UserError
+from harness.data.loader import Microbatch
+from harness.distributed.world import World
+from harness.model import kernels
+from harness.training.compilation import settle_compilation
+from harness.training.step import build_step
+from tests.support.configs import model_in, train_in
+from tests.support.launch import Workshop
+
+SHORT = {"min_train_tokens": 256, "validation_interval": None, "validation_batches": None, "checkpoint_interval": 99}
+# "auto" compiles, with a compiler that fails, and without what earlier processes have compiled. Of two ranks the first
+# has no use for a C++ compiler, and so nothing to complain of.
+BROKEN = """
+import os, torch
+import torch._inductor.config as inductor
+from harness.model import kernels
+from tests.support.faults import own_rank
+kernels.should_compile = lambda setting, device: setting is not False
+inductor.cpp.cxx = "false"
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.abspath(f"cache-{os.getpid()}")
+compile_module = torch.nn.Module.compile
+if int(os.environ.get("WORLD_SIZE", "1")) > 1 and own_rank() == 0:
+    torch.nn.Module.compile = lambda self: compile_module(self, backend="eager")
+"""
+NOTE = "note: the model is not compiled, and trains more slowly: compiling failed: "
+
+
+@pytest.fixture(name="shop")
+def _shop(tmp_path: Path) -> Workshop:
+    shop = Workshop(tmp_path)
+    shop.add_dataset()
+    return shop
+
+
+class FakeCompiler:
+    """A step of a model whose compiled code raises an error; run eagerly, it trains."""
+
+    def __init__(self, folder: Path, error: Exception) -> None:
+        def fail(*arguments: Any, **options: Any) -> None:
+            raise error
+
+        config = train_in(folder)(microbatch_size=1)
+        self.model = GPTModel(model_in(folder)(vocab_size=8, context_length=4, emb_dim=8, n_heads=2, n_layers=1))
+        self.model._compiled_call_impl = fail
+        self.step = build_step(self.model, self.model, config)
+        self.microbatch = Microbatch(np.zeros(5, dtype=np.uint16), context_length=4)
+
+    def settle(self, setting: Literal["auto", True]) -> None:
+        settle_compilation(self.step, self.microbatch, setting, World(0, 0, 1, 1, torch.device("cpu")))
+
+
+FAILED = RuntimeError("backend='inductor' raised:\nCppCompileError: C++ compile error\n\nCommand:\ng++")
+
+
+def test_auto_steps_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fake = FakeCompiler(tmp_path, FAILED)
+    fake.settle("auto")
+    assert capsys.readouterr().out == f"{NOTE}CppCompileError: C++ compile error\n"
+    assert not kernels.is_compiled(fake.model)
+    fake.step.warm_up(fake.microbatch)
+    fake.settle("auto")  # nothing is compiled any more, and nothing said
+    assert capsys.readouterr().out == ""
+
+
+def test_true_does_not(tmp_path: Path) -> None:
+    fake = FakeCompiler(tmp_path, FAILED)
+    with pytest.raises(UserError, match=r'^train.json: key "compile": the model cannot be compiled here: CppC'):
+        fake.settle(True)
+
+
+@pytest.mark.parametrize("text", ["CUDA out of memory", "put_ does not have a deterministic implementation, but"])
+def test_other_errors_are_told_as_what_they_are(tmp_path: Path, text: str) -> None:
+    with pytest.raises(RuntimeError, match=text):
+        FakeCompiler(tmp_path, RuntimeError(text)).settle("auto")
+
+
+def weights(run: Path) -> bytes:
+    return (run / "checkpoints" / "latest" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_all_ranks_step_down_if_one_cannot_compile(shop: Workshop) -> None:
+    """A rank that trained compiled code would exchange other buckets than one that does not."""
+    run, eager = shop.add_run("r", **SHORT), shop.add_run("eager", **SHORT, compile=False)
+    result = shop.train("r", prelude=BROKEN)
+    assert result.stdout.count(NOTE) == 1, result.stdout
+    assert "Traceback" not in result.stderr
+    shop.train("eager")
+    assert weights(run) == weights(eager)
+
+
+@pytest.mark.slow
+def test_what_train_json_demands_is_refused_in_one_line(shop: Workshop) -> None:
+    shop.add_run("r", **SHORT, compile=True)
+    result = shop.train("r", ranks=1, prelude=BROKEN, expect=2)
+    (line,) = result.error_lines
+    assert line.startswith('error: train.json: key "compile": the model cannot be compiled here: ')
+    assert line.endswith("mend that, or let compile be false")
+    assert "Traceback" not in result.stderr
+
+
+# Compiled by torch.compile's front, which cuts the model at DDP's buckets, but not to machine code: that takes minutes.
+COMPILED = """
+import torch
+from harness.model import kernels
+kernels.should_compile = lambda setting, device: True
+compile_module = torch.nn.Module.compile
+torch.nn.Module.compile = lambda self: compile_module(self, backend="eager")
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_with_a_compiled_model_continue_to_the_same_bits(shop: Workshop) -> None:
+    """The pass that compiles is each rank's own, and comes before the one after which DDP arranges its buckets."""
+    run = shop.add_run(min_train_tokens=768, validation_interval=2, bucket_mb=1, model={"emb_dim": 128})
+    result = shop.train(prelude=COMPILED)
+    assert "note:" not in result.stdout
+    straight = weights(run)
+    first = min(path.name for path in (run / "checkpoints").glob("*-iteration-*"))
+    shop.train("r", first, prelude=COMPILED)
+    assert weights(run) == straight

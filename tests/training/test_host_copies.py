@@ -1,0 +1,137 @@
+"""Copies of what is saved: the same bytes, in memory that is kept, and asked of a GPU without waiting for it."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.training.host_copies import HostCopies
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def tree() -> dict[str, Any]:
+    """As a checkpoint has them: pieces of a fused tensor, one tensor twice, scalars, several types."""
+    torch.manual_seed(0)
+    fused = torch.randn(9, 5)
+    return {
+        "weights": {"query": fused[:3], "key": fused[3:6], "tied": fused, "again": fused, "half": fused.bfloat16()},
+        "optimizer": {"a": {"step": torch.tensor(3.0), "exp_avg": fused.t()}, "b": {"count": torch.tensor([7])}},
+    }
+
+
+def leaves(copied: dict[str, Any]) -> list[Tensor]:
+    return [leaf for value in copied.values() for leaf in (leaves(value) if isinstance(value, dict) else [value])]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_copies_are_equal_and_share_nothing(tmp_path: Path, keep: bool) -> None:
+    given = tree()
+    copied = HostCopies(CPU, keep=keep).copy(given)
+    assert copied.keys() == given.keys()
+    assert copied["optimizer"].keys() == given["optimizer"].keys()
+    for one, other in zip(leaves(given), leaves(copied), strict=True):
+        assert one.dtype == other.dtype
+        assert one.shape == other.shape
+        assert torch.equal(one, other)
+        assert other.is_contiguous()
+        assert other.untyped_storage().nbytes() == other.nbytes, "torch.save writes whole storages"
+    assert len({each.untyped_storage().data_ptr() for each in leaves(copied)}) == len(leaves(given))
+    # What is saved of a copy is, byte for byte, what is saved of a tensor's own copy.
+    files = [tmp_path / "ours" / "a.pt", tmp_path / "plain" / "a.pt"]
+    plain = {name: each.detach().to("cpu", copy=True) for name, each in given["weights"].items()}
+    for file, tensors in zip(files, (copied["weights"], plain), strict=True):
+        file.parent.mkdir()
+        torch.save(tensors, file)
+    digests = {hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    assert len(digests) == 1
+
+
+def test_later_changes_do_not_reach_a_copy() -> None:
+    given = tree()
+    copied = HostCopies(CPU, keep=True).copy(given)
+    expected = given["weights"]["tied"].clone()
+    given["weights"]["tied"].zero_()
+    assert torch.equal(copied["weights"]["tied"], expected)
+
+
+def test_the_memory_is_kept_and_grows_where_there_is_more() -> None:
+    """Before the first step there is no optimizer's state; afterwards the same memory serves every save."""
+    copies, given = HostCopies(CPU, keep=True), tree()
+    copies.copy({"weights": given["weights"], "optimizer": {}})
+    addresses = [[each.data_ptr() for each in leaves(copies.copy(given))] for _ in range(3)]
+    assert addresses[0] == addresses[1] == addresses[2]
+
+
+class PretendedEvent:
+    """Of torch.cuda.Event, what is used; notes what happens in which order."""
+
+    done: list[str]
+
+    def __init__(self, *, blocking: bool) -> None:
+        assert blocking, "the writer's thread would burn a core while it waits"
+
+    def record(self) -> None:
+        self.done.append("record")
+
+    def synchronize(self) -> None:
+        self.done.append("wait")
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """As if tensors were on a GPU: what is asked of it, in order. Pinned memory is ordinary memory here."""
+    done: list[str] = []
+    empty, copy = torch.empty, Tensor.copy_
+
+    def allocate(*size: int, pin_memory: bool = False, **options: Any) -> Tensor:
+        done.append("pinned" if pin_memory else "pageable")
+        return empty(*size, **options)
+
+    def copying(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        done.append("copy" if non_blocking else "copy and wait")
+        return copy(self, source)
+
+    PretendedEvent.done = done
+    monkeypatch.setattr(torch.cuda, "Event", PretendedEvent)
+    monkeypatch.setattr(torch, "empty", allocate)
+    monkeypatch.setattr(Tensor, "copy_", copying)
+    return done
+
+
+def test_from_a_gpu_nobody_waits_but_the_reader(card: list[str]) -> None:
+    copies, given = HostCopies(CUDA, keep=True), tree()
+    count = len(leaves(given))
+    for save in range(2):
+        card.clear()
+        copied = copies.copy(given)
+        assert card == ["pinned"] * (save == 0) + ["copy"] * count + ["record"]
+        copies.wait()
+        assert card[-1] == "wait"
+        assert all(map(torch.equal, leaves(copied), leaves(given)))
+
+
+def test_memory_that_cannot_be_pinned_is_told_and_used_as_it_is(
+    card: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usual = torch.empty
+
+    def refuse(*size: int, pin_memory: bool = False, **options: Any) -> Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`")
+        return usual(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    copies, given = HostCopies(CUDA, keep=True), tree()
+    for _ in range(2):
+        copied = copies.copy(given)
+        copies.wait()
+        assert all(map(torch.equal, leaves(copied), leaves(given)))
+    assert card.count("pageable") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("note: 0.00 GiB of the host's memory cannot be pinned (CUDA error: out of memory)")
