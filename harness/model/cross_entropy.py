@@ -46,10 +46,14 @@ def _matmul_dtype(features: Tensor) -> torch.dtype:
     return features.dtype
 
 
-def chunk_rows(rows: int, width: int, device_type: str) -> int:
+def chunk_rows(rows: int, width: int, device_type: str, dtype: torch.dtype = torch.float32) -> int:
     """Rows of each chunk but the last, for `rows` rows of `width` logits: whole tiles, and chunks as equal as they
     then can be."""
-    largest = max(1, CHUNK_LOGITS.get(device_type, CHUNK_LOGITS["cpu"]) // width)
+    logits = CHUNK_LOGITS.get(device_type, CHUNK_LOGITS["cpu"])
+    if device_type == "cpu" and dtype.itemsize == 2:
+        # As many bytes as in fp32: with each chunk the weight's gradient is converted and added to that in fp32.
+        logits *= 2
+    largest = max(1, logits // width)
     tile = TILE if largest >= TILE else 1
     chunks = -(-rows // (largest // tile * tile))
     return max(1, -(-rows // (chunks * tile)) * tile)
@@ -81,7 +85,7 @@ def _loss_and_gradients(
         grad_features = torch.empty_like(features if needs_grad else features[:0])
         grad_weight = weight.new_zeros((len(weight) if needs_grad else 0, dim), dtype=weight_VxC.dtype)
         losses_N = features.new_empty(rows, dtype=_accumulated_dtype(features_NxC.dtype))
-        step = chunk_rows(rows, len(weight), features.device.type)
+        step = chunk_rows(rows, len(weight), features.device.type, product_dtype)
         logits_RxW = features.new_empty(min(step, rows), len(weight))
         for start in range(0, rows, step):
             part = slice(start, min(start + step, rows))

@@ -370,3 +370,9 @@ def test_peak_memory_is_far_below_the_references() -> None:
     assert reference > 700
     assert ours < 350
     assert ours < reference / 3
+
+
+def test_half_precision_on_the_cpu_has_chunks_of_as_many_bytes() -> None:
+    rows, vocab = 2048, 50_257
+    assert chunk_rows(rows, vocab, "cpu", torch.bfloat16) > 1.5 * chunk_rows(rows, vocab, "cpu", torch.float32)
+    assert 2 * vocab * chunk_rows(rows, vocab, "cpu", torch.bfloat16) <= 4 * CHUNK_LOGITS["cpu"]
