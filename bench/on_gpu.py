@@ -42,8 +42,8 @@ STOPPING_SECONDS = 10.0
 # Stage and options, and its limit in seconds: the most decisive first, since time may run out.
 CALLS: dict[str, list[tuple[str, int]]] = {
     "first": [
-        ("machine", 30),
-        ("ceilings", 60),
+        ("machine", 60),
+        ("ceilings", 90),
         ("step --profile", 180),
         ("step --microbatch 32", 120),
         ("attention", 90),

@@ -79,14 +79,13 @@ def summary(bench: Workbench, name: str) -> dict[str, Any]:
 def measure_stop_and_continue(bench: Workbench) -> None:
     """Two ranks: a run that is stopped by SIGTERM and goes on, against one that is not; whether the weights are the
     same to the bit. Deterministic, where this version has that key."""
-    length = bench.shape["context_length"]
-    train_json: dict[str, Any] = {
-        "microbatch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "min_train_tokens": 30 * 2 * 2 * 4 * length,
-    }
-    train_json |= {"validation_interval": 10, "validation_batches": 4, "start_val_token": 0, "clipping_max_norm": 1.0}
-    train_json |= {"async_checkpoint": True, "validation_ranks": "all", "report_interval": 1}
+    # Long enough for the signal to come in the middle.
+    microbatch, steps = (1, 400) if bench.tiny else (4, 60)
+    tokens = steps * 2 * 2 * microbatch * bench.shape["context_length"]
+    train_json: dict[str, Any] = {"microbatch_size": microbatch, "gradient_accumulation_steps": 2}
+    train_json |= {"min_train_tokens": tokens, "clipping_max_norm": 1.0, "report_interval": 1}
+    train_json |= {"validation_interval": steps // 3, "validation_batches": 4, "start_val_token": 0}
+    train_json |= {"async_checkpoint": True, "validation_ranks": "all"}
     deterministic = {"deterministic": True}
     for name in ("whole", "stopped"):
         try:
@@ -94,13 +93,18 @@ def measure_stop_and_continue(bench: Workbench) -> None:
         except MissingKeyError:
             deterministic = {}
             bench.add_run(name, {"n_layers": 2}, train_json)
-    ends = [two_ranks(bench, "whole"), two_ranks(bench, "stopped", stop_at="step 11/"), two_ranks(bench, "stopped")]
+    ends = [
+        two_ranks(bench, "whole"),
+        two_ranks(bench, "stopped", stop_at="global step 5/"),
+        two_ranks(bench, "stopped"),
+    ]
     hashes = {weights_hash(bench, name) for name in ("whole", "stopped")}
     bench.results.add(
         "stop and continue",
         deterministic=bool(deterministic),
         statuses=[end.status for end in ends],
         seconds=[round(end.seconds, 1) for end in ends],
+        stopped=ends[1].status != 0,
         same_bits=len(hashes) == 1 and None not in hashes,
     )
 

@@ -154,6 +154,8 @@ def continuing(rows: list[Row]) -> list[str]:
     if not found:
         return ["stop and continue: not measured"]
     row = found[-1]
+    if not row["stopped"]:
+        return ["stop and continue: NOT STOPPED in time"]
     kind = "deterministic" if row["deterministic"] else "not deterministic"
     return [
         f"stop and continue, two ranks, {kind}: the weights are {'the same' if row['same_bits'] else 'NOT the same'}"

@@ -81,7 +81,7 @@ def measure_attention(bench: Workbench) -> None:
             F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=True).backward(gradient)
 
         try:
-            ms, dropped = bench.milliseconds(both), share_dropped(rate)
+            ms, dropped = bench.milliseconds(both), share_dropped(rate, heads=8 if bench.tiny else 512)
         except RuntimeError as error:
             reason = str(error).splitlines()[0][:150]
             bench.results.add("attention", backend=backend, drop_rate=rate, refused=reason)

@@ -5,20 +5,30 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench.gpu import commands, kernels, steps
 from bench.gpu.conclusions import conclusions
 from bench.gpu.results import Results, Row
 from bench.gpu.workbench import MissingKeyError, Workbench
-from bench.on_gpu import CALLS, main
+from bench.on_gpu import CALLS, main, measure
 from harness.runs.train_config import TrainConfig
 from tests.support.launch import ROOT
 
 CALL_SECONDS = 600
+
+
+@pytest.fixture(autouse=True)
+def attention_as_it_was() -> Iterator[None]:
+    """Stages choose kernels of their process, which here is that of other tests, too."""
+    yield
+    for kind in ("cudnn", "flash", "mem_efficient", "math"):
+        getattr(torch.backends.cuda, f"enable_{kind}_sdp")(True)
 
 
 @pytest.fixture
@@ -83,8 +93,6 @@ def test_a_key_that_this_version_has_not(bench: Workbench) -> None:
 
 def test_the_gathered_loss_is_the_loss() -> None:
     """The reference that ours is measured against is no other one."""
-    import torch
-
     features = torch.randn(64, 32, requires_grad=True)
     weight = (torch.randn(512, 32) / 6).requires_grad_()
     targets = torch.randint(512, (64,))
@@ -120,7 +128,7 @@ MEASURED: list[Row] = [
     {"stage": "search", "status": 0, "seconds": 100.0, "said": [], "recompile_limit_hit": False},
     {"stage": "trained", "what": "answer", "size": 370, "status": 0},
     {"stage": "trained", "what": "a tenth more", "size": 415, "status": 1},
-    {"stage": "stop and continue", "deterministic": True, "same_bits": True},
+    {"stage": "stop and continue", "deterministic": True, "stopped": True, "same_bits": True},
     {"stage": "repeat", "deterministic": False, "same_bits": False, "tokens_per_s": [420_000, 425_000]},
     {"stage": "repeat", "deterministic": True, "same_bits": True, "tokens_per_s": [None, 408_000]},
     {"stage": "saving", "in_background": False, "status": 0, "seconds": {"training": 20.0, "checkpointing": 5.0}},
@@ -167,12 +175,29 @@ def test_conclusions_of_nothing() -> None:
     assert all("not measured" in line or "nothing to compare" in line for line in said)
 
 
+@pytest.mark.parametrize("stage", [stage for stage, _ in CALLS["variants"]])
+def test_every_variant_of_a_step(bench: Workbench, stage: str) -> None:
+    """But for those whose key this version has not, which is said."""
+    options = main.make_context("on_gpu.py", stage.split()).params
+    unknown = [each for each in options["set"] if each.partition("=")[0] not in TrainConfig.model_fields]
+    if unknown:
+        with pytest.raises(MissingKeyError):
+            measure(bench, options["what"], options)
+    else:
+        measure(bench, options["what"], options)
+        (row,) = rows_of(bench, "step")
+        assert row["tokens_per_s"] > 0
+        assert row["drop_rate"] == options["drop_rate"]
+        assert len(options["set"]) == row["settings"].count("=") - (options["attention"] != "default")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3 * CALL_SECONDS)
-def test_a_rehearsal_of_all_three_calls(tmp_path: Path) -> None:
-    """Word for word as on a GPU, but for the shapes: no stage fails, and each leaves its rows in the one file."""
+def test_a_rehearsal(tmp_path: Path) -> None:
+    """Two calls word for word as on a GPU, but for the shapes: no stage fails, all leave their rows in the one file. The
+    third call has variants of one stage, tested above."""
     out = tmp_path / "results.json"
-    for call in CALLS:
+    for call in ("first", "commands"):
         command = [sys.executable, str(ROOT / "bench" / "on_gpu.py"), call, "--tiny", "--seconds", str(CALL_SECONDS)]
         command += ["--out", str(out), "--work", str(tmp_path / "work")]
         done = subprocess.run(command, capture_output=True, text=True, timeout=CALL_SECONDS, check=False)
@@ -188,5 +213,6 @@ def test_a_rehearsal_of_all_three_calls(tmp_path: Path) -> None:
     assert [row["status"] for row in rows if row["stage"] == "trained"] == [0, 2], "a tenth more has no data"
     assert all(row["same_bits"] for row in rows if row["stage"] in ("stop and continue", "repeat"))
     assert all(row["status"] == 0 and row["seconds"] for row in rows if row["stage"] == "saving")
+    assert all(row["stopped"] for row in rows if row["stage"] == "stop and continue")
     assert content["conclusions"]
     assert commands.weights_hash(Workbench(tmp_path / "work", Results(out), True), "whole")
