@@ -194,8 +194,8 @@ def test_every_variant_of_a_step(bench: Workbench, stage: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3 * CALL_SECONDS)
 def test_a_rehearsal(tmp_path: Path) -> None:
-    """Two calls word for word as on a GPU, but for the shapes: no stage fails, all leave rows in the one file. The third
-    call has variants of one stage, tested above."""
+    """Two calls word for word as on a GPU, but for the shapes: no stage fails, all leave rows in the one file. The
+    third call has variants of one stage, tested above."""
     out = tmp_path / "results.json"
     for call in ("first", "commands"):
         command = [sys.executable, str(ROOT / "bench" / "on_gpu.py"), call, "--tiny", "--seconds", str(CALL_SECONDS)]
