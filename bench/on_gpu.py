@@ -54,7 +54,7 @@ CALLS: dict[str, list[tuple[str, int]]] = {
         ("step --drop-rate 0.125", 120),
         ("step --microbatch 13", 120),
         ("step --set compile=false", 60),
-        ('step --set residual_precision="bf16"', 120),
+        ('step --set precision="bf16" --set residual_precision="bf16"', 120),
         ("step --set coordinate_descent_tuning=true", 240),
         ('step --set precision="fp16"', 120),
         ("step --set activation_checkpointing=true", 120),
