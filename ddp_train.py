@@ -131,6 +131,7 @@ class Trainer:
     "--assume-tps-with-validation", type=POSITIVE, help="With --plan: tokens per second, validation's time counted."
 )
 @click.option("--assume-world-size", type=click.IntRange(min=1), help="With --plan: as if there were N ranks.")
+@click.option("--assume-device", help="With --plan: as if they were such GPUs, like H100: a speed on paper.")
 @click.option("--restart", is_flag=True, help="Move earlier results to RUN/aside and start again.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 @schema_option

@@ -25,7 +25,7 @@ HARNESS_MODULES = {
 PACKAGES = {name for name, path in HARNESS_MODULES.items() if path.stem == "__init__"}
 SOURCES = {**ROOT_MODULES, **HARNESS_MODULES}
 TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in SOURCES.items()}
-BENCHMARKS = sorted((ROOT / "bench").glob("*.py"))
+BENCHMARKS = sorted((ROOT / "bench").rglob("*.py"))
 COMMANDS = [
     name for name in ROOT_MODULES if re.search(r"^@click\.(command|group)", ROOT_MODULES[name].read_text(), re.M)
 ]
