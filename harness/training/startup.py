@@ -13,7 +13,7 @@ import click
 from harness.common.device import idle_gpus
 from harness.common.errors import PeerError, RunError, RunStopped, UserError
 from harness.common.lock import RunLock
-from harness.common.memory import is_out_of_memory
+from harness.common.memory import is_out_of_memory, taken_by_others
 from harness.data.dataset import Dataset
 from harness.data.fetch import ensure_dataset
 from harness.data.loader import BatchLayout
@@ -153,6 +153,9 @@ def refuse_wrong_machine(world: World, run: RunDirectory) -> None:
 def remark_on_machine(experiment: Experiment, world: World) -> None:
     """Say what a user would want to know of the machine before paying for hours of it."""
     for remark in (idle_gpus(world.device, world.local_size), not_compiled(experiment.config.compile, world.device)):
+        if remark is not None:
+            say(world, f"note: {remark}")
+    for remark in world.gather(taken_by_others(world.device)):
         if remark is not None:
             say(world, f"note: {remark}")
 
