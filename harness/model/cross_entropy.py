@@ -2,8 +2,10 @@
 
 At GPT-2's vocabulary the logits of one 1,024-token sequence are 206 MB in fp32, and cross-entropy keeps several copies
 of them: they, not the transformer, decide which microbatch fits. Here the head and the loss run over a chunk of rows
-at a time, and the gradients are formed while the chunk is still in cache (the idea of Wijmans et al., "Cut Your Losses
-in Large-Vocabulary Language Models", arXiv:2411.09009). docs/LOG.md has the timings against torch's own.
+at a time, and the gradients are formed at once, from the only copy of the chunk's logits (the idea of Wijmans et al.,
+"Cut Your Losses in Large-Vocabulary Language Models", arXiv:2411.09009). docs/LOG.md has the timings against torch's.
+
+For a compiler all of it is one operation, whatever the number of chunks: what is compiled is the kernel within.
 """
 
 from __future__ import annotations
@@ -12,9 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from harness.model.logit_errors import chunk_kernel
 
 # Logits held at once: large enough to keep the matrix products efficient, small beside the rest of the memory.
-CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**27}
+CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}
+# Matrix units work on tiles: rows of a chunk and, where the head is copied anyway, its rows are a multiple of this.
+TILE = 128
 
 
 def linear_cross_entropy(features_NxC: Tensor, weight_VxC: Tensor, targets_N: Tensor) -> Tensor:
@@ -25,57 +32,11 @@ def linear_cross_entropy(features_NxC: Tensor, weight_VxC: Tensor, targets_N: Te
     run in the autocast precision and everything else in fp32. First derivatives only.
     """
     needs_grad = torch.is_grad_enabled() and (features_NxC.requires_grad or weight_VxC.requires_grad)
-    loss: Tensor = _LinearCrossEntropy.apply(features_NxC, weight_VxC, targets_N, needs_grad)
+    # Decided here: operations with a registered implementation run where autocast is no longer seen.
+    product_dtype = _matmul_dtype(features_NxC)
+    compiled = torch.compiler.is_compiling()
+    loss, _, _ = _loss_and_gradients(features_NxC, weight_VxC, targets_N, product_dtype, needs_grad, compiled)
     return loss
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    """With p = softmax(logits) and y the one-hot targets, d loss / d logits = (p - y) / N, so that one pass over the
-    logits gives the loss and both gradients. The 1/N waits until after the matrix products: in fp16 it would underflow.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, features_NxC: Tensor, weight_VxC: Tensor, targets_N: Tensor, needs_grad: bool) -> Tensor:
-        rows = features_NxC.shape[0]
-        exact = torch.float64 if features_NxC.dtype == torch.float64 else torch.float32
-        kernel_dtype = _matmul_dtype(features_NxC)
-        features_NxC, weight = features_NxC.to(kernel_dtype), weight_VxC.to(kernel_dtype)
-        total = torch.zeros((), dtype=exact, device=features_NxC.device)
-        if needs_grad:
-            grad_features = torch.empty_like(features_NxC)
-            grad_weight = torch.zeros_like(weight_VxC)
-        step = max(1, CHUNK_LOGITS.get(features_NxC.device.type, CHUNK_LOGITS["cpu"]) // weight.shape[0])
-        with torch.autocast(features_NxC.device.type, enabled=False):
-            for start in range(0, rows, step):
-                chunk, wanted = features_NxC[start : start + step], targets_N[start : start + step, None]
-                logits = chunk @ weight.T
-                logits = logits if logits.dtype == exact else logits.to(exact)
-                normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
-                total += (normaliser - logits.gather(1, wanted)).sum()
-                if needs_grad:
-                    # logits becomes p - y in place.
-                    logits.sub_(normaliser).exp_().scatter_add_(1, wanted, -torch.ones_like(normaliser))
-                    error = logits.to(kernel_dtype)
-                    torch.matmul(error, weight, out=grad_features[start : start + step])
-                    if grad_weight.dtype == kernel_dtype:
-                        grad_weight.addmm_(error.T, chunk)
-                    else:
-                        grad_weight += error.T @ chunk
-                    del error
-                del logits  # before the next chunk's are computed
-        if needs_grad:
-            ctx.save_for_backward(grad_features, grad_weight)
-        ctx.rows = rows
-        return total / rows
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        grad_features, grad_weight = ctx.saved_tensors
-        scale = grad_loss / ctx.rows
-        # Nothing else reads the saved gradients, and a second copy of the weight's would cost as much as the head.
-        # The features' gradient leaves half precision before it is scaled down.
-        return grad_features.to(scale.dtype) * scale, grad_weight.mul_(scale), None, None
 
 
 def _matmul_dtype(features: Tensor) -> torch.dtype:
@@ -83,3 +44,111 @@ def _matmul_dtype(features: Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(device) and features.dtype != torch.float64:
         return torch.get_autocast_dtype(device)
     return features.dtype
+
+
+def chunk_rows(rows: int, width: int, device_type: str) -> int:
+    """Rows of each chunk but the last, for `rows` rows of `width` logits: whole tiles, and chunks as equal as they
+    then can be."""
+    largest = max(1, CHUNK_LOGITS.get(device_type, CHUNK_LOGITS["cpu"]) // width)
+    tile = TILE if largest >= TILE else 1
+    chunks = -(-rows // (largest // tile * tile))
+    return max(1, -(-rows // (chunks * tile)) * tile)
+
+
+def _accumulated_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@torch.library.custom_op("ddp_pretrain::linear_cross_entropy", mutates_args=())
+def _loss_and_gradients(
+    features_NxC: Tensor,
+    weight_VxC: Tensor,
+    targets_N: Tensor,
+    product_dtype: torch.dtype,
+    needs_grad: bool,
+    compiled: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean loss, and N times its gradients with respect to the features, in `product_dtype`, and the weight; both
+    are empty unless `needs_grad`.
+
+    With p = softmax(logits) and y the one-hot targets, N * d loss / d logits = p - y, so that one pass over the logits
+    gives the loss and both gradients. The 1/N waits until after the matrix products: in fp16 it would underflow.
+    """
+    (rows, dim), vocab = features_NxC.shape, weight_VxC.shape[0]
+    with torch.no_grad(), torch.autocast(features_NxC.device.type, enabled=False):
+        features = features_NxC.to(product_dtype)
+        weight = _head(weight_VxC, product_dtype, whole_tiles=compiled or features.is_cuda)
+        grad_features = torch.empty_like(features if needs_grad else features[:0])
+        grad_weight = weight.new_zeros((len(weight) if needs_grad else 0, dim), dtype=weight_VxC.dtype)
+        losses_N = features.new_empty(rows, dtype=_accumulated_dtype(features_NxC.dtype))
+        step = chunk_rows(rows, len(weight), features.device.type)
+        logits_RxW = features.new_empty(min(step, rows), len(weight))
+        for start in range(0, rows, step):
+            part = slice(start, min(start + step, rows))
+            logits = torch.mm(features[part], weight.T, out=logits_RxW[: part.stop - start])
+            kernel = chunk_kernel(len(logits), compiled=compiled)
+            kernel(logits, targets_N[part], losses_N[part], vocab, needs_grad)
+            if needs_grad:
+                torch.mm(logits, weight, out=grad_features[part])
+                _add_product(grad_weight, logits, features[part])
+        return losses_N.mean(), grad_features, grad_weight[:vocab]
+
+
+def _head(weight_VxC: Tensor, dtype: torch.dtype, *, whole_tiles: bool) -> Tensor:
+    """The weight in `dtype`, with rows of zeros after it up to whole tiles if wanted: GPT-2's 50,257 is odd, and with
+    it every second row of logits would begin where no vector can be read."""
+    vocab, dim = weight_VxC.shape
+    missing = -vocab % TILE if whole_tiles else 0
+    if not missing:
+        return weight_VxC.to(dtype)
+    padded = weight_VxC.new_empty((vocab + missing, dim), dtype=dtype)
+    padded[:vocab].copy_(weight_VxC)
+    padded[vocab:].zero_()
+    return padded
+
+
+def _add_product(total_WxC: Tensor, errors_RxW: Tensor, features_RxC: Tensor) -> None:
+    """Add errors.T @ features to a sum that may be of a higher precision."""
+    if total_WxC.dtype == errors_RxW.dtype:
+        total_WxC.addmm_(errors_RxW.T, features_RxC)
+    else:
+        total_WxC += errors_RxW.T @ features_RxC
+
+
+@_loss_and_gradients.register_fake
+def _shapes(
+    features_NxC: Tensor,
+    weight_VxC: Tensor,
+    targets_N: Tensor,
+    product_dtype: torch.dtype,
+    needs_grad: bool,
+    compiled: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    loss = features_NxC.new_empty((), dtype=_accumulated_dtype(features_NxC.dtype))
+    rows, vocab = (features_NxC.shape[0], weight_VxC.shape[0]) if needs_grad else (0, 0)
+    dim = features_NxC.shape[1]
+    return loss, features_NxC.new_empty((rows, dim), dtype=product_dtype), weight_VxC.new_empty((vocab, dim))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    _, grad_features, grad_weight = output
+    ctx.mark_non_differentiable(grad_features, grad_weight)
+    ctx.set_materialize_grads(False)  # zeros for the two gradients, as large as they are
+    ctx.save_for_backward(grad_features, grad_weight)
+    features_NxC = inputs[0]
+    ctx.rows, ctx.features_dtype = features_NxC.shape[0], features_NxC.dtype
+
+
+@once_differentiable
+def _backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if grad_loss is None:
+        return (None,) * 6
+    grad_features, grad_weight = ctx.saved_tensors
+    scale = grad_loss / ctx.rows
+    # Nothing else reads the saved gradient of the weight, and a second copy would cost as much as the head. The
+    # features' gradient leaves half precision before it is scaled down.
+    scaled = (grad_features.to(scale.dtype) * scale).to(ctx.features_dtype)
+    return scaled, grad_weight.mul_(scale), None, None, None, None
+
+
+_loss_and_gradients.register_autograd(_backward, setup_context=_save)
