@@ -43,8 +43,9 @@ class MicrobatchProbe:
     """Answers "does a microbatch of n fit?" by trying it, on every rank at once.
 
     The steps run on the bare model, without collectives: an out-of-memory on one rank cannot leave the others waiting
-    in one. DistributedDataParallel takes no more than they do: its buckets are the gradients themselves, and where it
-    arranges them anew, with two sets of them for a moment, there are neither activations nor an optimizer's state yet.
+    in one. Training on many ranks takes no more than they do, beside the buffers of its exchanges: its buckets are the
+    gradients themselves, and it arranges them anew, with two sets for a moment, before a forward pass, when there are
+    no activations.
     """
 
     build_step: Callable[[], OptimizerStep]

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +21,10 @@ import gpt
 from harness.data.dataset import Dataset
 from harness.distributed.world import World
 from harness.model.config import load_model_config
+from harness.runs.directory import RunDirectory
+from harness.runs.experiment import Experiment
 from harness.runs.train_config import load_train_config
-from harness.training import microbatch_probe
+from harness.training import batch_size_finder, microbatch_probe, startup
 from harness.training.compiled_probe import (
     CONFIRMING_STEPS,
     MOST_PROBES,
@@ -166,6 +169,40 @@ def test_data_for_one_sequence_need_one_program() -> None:
     probe = pretended(100.0)
     assert find_compiled(probe, 1).size == 1
     assert probe.tried == [(1, True)]
+
+
+class Reached(Exception):  # noqa: N818
+    """The memory is looked at."""
+
+
+def test_a_gpu_has_its_exchange_buffers_before_its_memory_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+
+    def reach(*_: Any) -> None:
+        raise Reached
+
+    monkeypatch.setattr(World, "exchange_once", lambda self, count: done.append(count))
+    monkeypatch.setattr(batch_size_finder, "largest_with_data", lambda *_: 100)
+    monkeypatch.setattr(batch_size_finder, "release_memory", lambda device: done.append("released"))
+    monkeypatch.setattr(batch_size_finder, "limit_memory", reach)
+    nothing: Any = SimpleNamespace(config=None)
+    for device, wanted in (("cuda:3", [2**26, "released"]), ("cpu", [])):
+        done.clear()
+        with pytest.raises(Reached):
+            batch_size_finder.find_max_microbatch(
+                nothing, World(3, 3, 8, 8, torch.device(device)), nothing, nothing, None
+            )
+        assert done == wanted
+
+
+def test_another_process_on_a_gpu_is_told_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shop = Workshop(tmp_path)
+    experiment = Experiment.load(RunDirectory(shop.add_run()), shop.datasets)
+    monkeypatch.setattr(startup, "taken_by_others", lambda device: "another process holds about 35.2 GiB of GPU 3")
+    startup.remark_on_machine(experiment, ALONE)
+    assert capsys.readouterr().out == "note: another process holds about 35.2 GiB of GPU 3\n"
 
 
 # Real programs. Tracing is real, and so is autograd's part; the kernels are not compiled, which would take a minute.
