@@ -3,7 +3,9 @@
 Compiling takes the better part of a minute, and torch.compile would do it for every size. So the sizes are tried with
 one program in which the number of sequences is a variable; the line through its peaks is what is reported. What it
 finds is tried once more with the program that training itself will use, which is compiled for just this size. If it
-does not fit there, a somewhat smaller size is tried in the same way: three programs of the model at most.
+does not fit there, a somewhat smaller size is tried in the same way. If large sizes need a program of their own (on the
+CPU, Inductor sums more than 4,096 numbers in another way; from 2**31 on, indices are wider), the search goes on with
+that one, and there is only one to confirm with: three programs of the model at most.
 
 Validation is not tried: it holds, at each point of its forward pass, no more than training holds there, and training
 goes on to hold all layers' activations at once.
@@ -27,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.exc import RecompileError
 
 from harness.common.memory import release_memory
 from harness.common.statistics import fit_line
@@ -65,16 +68,30 @@ class CompiledProbe(MicrobatchProbe):
     is_confirming: bool = False
     backend: str = "inductor"  # torch.compile's
     rough_peaks: list[tuple[float, float]] = field(default_factory=list)  # like `peaks`, of any program of the search
+    _measured_program: int = 0  # whose peaks are in `peaks`
+    _needs_program: bool = False
     _search_code: types.CodeType | None = None
 
     def fits(self, microbatch_size: int) -> bool:
-        """As MicrobatchProbe has it. Raises TooManyPrograms where a third program might be compiled for the search."""
-        if self.programs >= MOST_PROGRAMS - 1 and not self.is_confirming:
-            raise TooManyPrograms
-        with never_uncompiled():
+        """As MicrobatchProbe has it. Raises TooManyPrograms if the search would need a third program for that."""
+        failed = self.smallest_failed
+        with never_uncompiled(may_compile=self.is_confirming or self.programs < MOST_PROGRAMS - 1):
             fitted = super().fits(microbatch_size)
+        if not self.world.all_true(not self._needs_program):
+            self.smallest_failed, self._needs_program = failed, False
+            raise TooManyPrograms
         self.programs = max(self.world.gather(self._programs_here()))
         return fitted
+
+    def fits_here(self, microbatch_size: int) -> bool:
+        try:
+            return super().fits_here(microbatch_size)
+        except RecompileError:
+            self._needs_program = True
+            return False
+
+    def _verdict(self, *, fits: bool) -> str:
+        return "would need another program" if self._needs_program else super()._verdict(fits=fits)
 
     def confirm(self, microbatch_size: int) -> bool:
         """Whether it fits as training compiles it, for just this size."""
@@ -105,8 +122,10 @@ class CompiledProbe(MicrobatchProbe):
         if self.is_confirming:
             return
         self.rough_peaks.append((microbatch_size, peak))
-        if self._programs_here() == 1:  # what is reported is the line of one program
-            super().note_peak(microbatch_size, peak)
+        if self._programs_here() != self._measured_program:  # what is reported is the line of one program
+            self.peaks.clear()
+        self._measured_program = self._programs_here()
+        super().note_peak(microbatch_size, peak)
 
     def _train(self, step: OptimizerStep, microbatches: Sequence[Microbatch]) -> None:
         if self.is_confirming:
@@ -141,10 +160,13 @@ def compiled_for_any_number(model: nn.Module, backend: str) -> tuple[Any, types.
     return torch.compile(forward, backend=backend), forward.__code__
 
 
-def never_uncompiled() -> AbstractContextManager[object]:
+def never_uncompiled(*, may_compile: bool) -> AbstractContextManager[object]:
     """Let each size that is not marked have a program of its own, as the first in a training run has, and no size be
-    computed without a compiled program because there are many."""
-    return dynamo_config.patch(automatic_dynamic_shapes=False, fail_on_recompile_limit_hit=True)
+    computed without a compiled program because there are many. RecompileError for one that needs another, unless it
+    `may_compile`."""
+    return dynamo_config.patch(
+        automatic_dynamic_shapes=False, fail_on_recompile_limit_hit=True, error_on_recompile=not may_compile
+    )
 
 
 def find_compiled(probe: CompiledProbe, ceiling: int) -> Found:

@@ -95,11 +95,14 @@ class MicrobatchProbe:
         if fits and peak is not None:
             self.note_peak(microbatch_size, peak)
         if self.world.is_main:
-            print(f"{self._label(microbatch_size)}: {'fits' if fits else 'out of memory'}", flush=True)
+            print(f"{self._label(microbatch_size)}: {self._verdict(fits=fits)}", flush=True)
         return fits
 
     def _label(self, microbatch_size: int) -> str:
         return f"microbatch {microbatch_size}"
+
+    def _verdict(self, *, fits: bool) -> str:
+        return "fits" if fits else "out of memory"
 
     def note_peak(self, microbatch_size: int, peak: int) -> None:
         """A microbatch has fitted, with so many bytes on this rank."""

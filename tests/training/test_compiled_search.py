@@ -3,7 +3,10 @@ device pretended, and with real programs of a tiny model."""
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +23,8 @@ from torch.nn import functional as F
 import gpt
 from harness.data.dataset import Dataset
 from harness.distributed.world import World
-from harness.model.config import load_model_config
+from harness.model.config import ModelConfig, load_model_config
+from harness.model.inference import evaluating
 from harness.runs.directory import RunDirectory
 from harness.runs.experiment import Experiment
 from harness.runs.train_config import load_train_config
@@ -34,7 +38,7 @@ from harness.training.compiled_probe import (
     find_compiled,
 )
 from harness.training.step import OptimizerStep, build_step
-from tests.support.launch import DATASET, Workshop
+from tests.support.launch import DATASET, MODEL, ROOT, Workshop, finish
 
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
 GIB = 2**30
@@ -72,7 +76,11 @@ class Pretended(CompiledProbe):
         if self.is_confirming:
             self.compiled.add(("own", microbatch_size))
         else:
-            self.compiled.add(("any", sum(microbatch_size >= width for width in self.widths)))
+            program = ("any", sum(microbatch_size >= width for width in self.widths))
+            self._needs_program = program not in self.compiled and len(self.compiled) == MOST_PROGRAMS - 1
+            if self._needs_program:
+                return False
+            self.compiled.add(program)
         self._meter.peak = (self.own if self.is_confirming else self.memory)(microbatch_size)  # type: ignore[attr-defined]
         return self._meter.peak <= self.limit_bytes  # type: ignore[attr-defined]
 
@@ -140,13 +148,13 @@ def test_the_steps_of_a_search_are_those_of_the_promise() -> None:
         assert seconds < 120, (answer, probe.tried)
 
 
-@pytest.mark.parametrize("width", [300, 512])
-def test_another_program_for_large_sizes_ends_the_search(width: int) -> None:
-    """As Inductor compiles one whose indices are 64 bits wide: what is left goes by the line of the first program."""
-    probe = pretended(1000.0, memory=lambda size: 2.0 * size + 100, own=lambda size: 2.0 * size + 100, widths=(width,))
+@pytest.mark.parametrize("widths", [(5,), (300,), (512,), (5, 300), (5, 512), (3, 4, 5, 6, 7, 8, 9, 33)])
+def test_sizes_that_need_another_program(widths: tuple[int, ...]) -> None:
+    """The search goes on with the second, and never compiles a third; what is then left goes by the line."""
+    memory = {"memory": lambda size: 2.0 * size + 100, "own": lambda size: 2.0 * size + 100}
+    probe = pretended(1000.0, widths=widths, **memory)
     assert find_compiled(probe, 10**6).size in range(440, 451)
     assert len(probe.compiled) <= MOST_PROGRAMS
-    assert probe.memory_line() == pytest.approx((2.0, 100.0), abs=1e-6)
 
 
 def test_a_size_that_training_compiles_to_more_is_stepped_down_from_once() -> None:
@@ -287,3 +295,53 @@ def test_a_model_that_needs_a_program_for_each_size(
     assert find_compiled(probe, 1000).size in range(8, 38)
     assert counters["stats"]["unique_graphs"] == probe.programs == MOST_PROGRAMS
     assert calls.uncompiled == 0
+
+
+# With all that a compiler does: a minute each.
+@pytest.mark.slow
+def test_validation_is_never_the_peak() -> None:
+    """Compiled, with gradients and the optimizer's state there: one layer, which keeps fewest activations."""
+    config = ModelConfig(**MODEL | {"n_layers": 1, "context_length": 128, "vocab_size": 512, "emb_dim": 64})
+    model = gpt.GPTModel(config)
+    model.compile()
+    tokens = torch.randint(0, 512, (16, 129))
+    inputs_BxT, targets_BxT = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def train() -> None:
+        model(inputs_BxT, targets_BxT).backward()
+
+    def validate() -> None:
+        with evaluating(model):
+            model(inputs_BxT, targets_BxT)
+
+    peaks = [peak_of(work) for work in (train, validate)]
+    assert 0 < peaks[1] < peaks[0], peaks
+
+
+def peak_of(work: Callable[[], None]) -> int:
+    """Bytes that `work` holds at most beyond what was held before, by torch's allocator; it has run twice before."""
+    work()
+    work()
+    with torch.profiler.profile(profile_memory=True) as profile:
+        work()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    return max(held)
+
+
+@pytest.mark.slow
+def test_the_command_compiles_twice_and_goes_on_after_a_full_device(tmp_path: Path) -> None:
+    """Real programs and real exhaustion of memory: dropout's masks of four heads are 16 MiB a sequence and more."""
+    shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": "", "TORCH_LOGS": "recompiles", "OMP_NUM_THREADS": "1"})
+    shop.add_dataset(tokens=200_000)
+    hungry = {"context_length": 1024, "emb_dim": 16, "n_heads": 4, "n_layers": 1, "drop_rate": 0.1}
+    shop.add_run(model=hungry, compile=True, gradient_accumulation_steps=None)
+    command = [sys.executable, str(ROOT / "ddp_train.py"), "r", str(shop.datasets), "--runs-dir", str(shop.runs)]
+    result = finish([shop.spawn([*command, "-f", "--memory-limit-gib", "4"], {})], expect=0, timeout=230)
+    found = re.search(r"^Max microbatch size was (\d+)$", result.stdout, re.MULTILINE)
+    assert found, result.stdout
+    assert f"microbatch {found[1]} as training compiles it: fits\n" in result.stdout
+    assert ": out of memory\n" in result.stdout
+    assert re.search(r"^Search: the model was compiled [23] times; \d+ steps, \d+ s$", result.stdout, re.MULTILINE)
+    assert re.search(r"^Memory: 0\.\d{3} GiB per sequence \+ ", result.stdout, re.MULTILINE)
+    assert result.stderr.count("Recompiling function forward in") <= 1
