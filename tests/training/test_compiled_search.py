@@ -3,7 +3,6 @@ device pretended, and with real programs of a tiny model."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,8 +20,7 @@ from torch.nn import functional as F
 import gpt
 from harness.data.dataset import Dataset
 from harness.distributed.world import World
-from harness.model.config import ModelConfig, load_model_config
-from harness.model.inference import evaluating
+from harness.model.config import load_model_config
 from harness.runs.directory import RunDirectory
 from harness.runs.experiment import Experiment
 from harness.runs.train_config import load_train_config
@@ -36,7 +34,7 @@ from harness.training.compiled_probe import (
     find_compiled,
 )
 from harness.training.step import OptimizerStep, build_step
-from tests.support.launch import DATASET, MODEL, Workshop
+from tests.support.launch import DATASET, Workshop
 
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
 GIB = 2**30
@@ -293,35 +291,3 @@ def test_a_model_that_needs_a_program_for_each_size(
     assert find_compiled(probe, 1000).size in range(8, 38)
     assert counters["stats"]["unique_graphs"] == probe.programs == MOST_PROGRAMS
     assert calls.uncompiled == 0
-
-
-# With all that a compiler does: a minute on an idle machine.
-@pytest.mark.slow
-def test_validation_is_never_the_peak() -> None:
-    """Compiled, with gradients and the optimizer's state there: one layer, which keeps fewest activations."""
-    config = ModelConfig(**MODEL | {"n_layers": 1, "context_length": 128, "vocab_size": 512, "emb_dim": 64})
-    model = gpt.GPTModel(config)
-    model.compile()
-    tokens = torch.randint(0, 512, (16, 129))
-    inputs_BxT, targets_BxT = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-    def train() -> None:
-        model(inputs_BxT, targets_BxT).backward()
-
-    def validate() -> None:
-        with evaluating(model):
-            model(inputs_BxT, targets_BxT)
-
-    peaks = [peak_of(work) for work in (train, validate)]
-    assert 0 < peaks[1] < peaks[0], peaks
-
-
-def peak_of(work: Callable[[], None]) -> int:
-    """Bytes that `work` holds at most beyond what was held before, by torch's allocator; it has run twice before."""
-    work()
-    work()
-    with torch.profiler.profile(profile_memory=True) as profile:
-        work()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
-    return max(held)
