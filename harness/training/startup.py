@@ -13,7 +13,7 @@ import click
 from harness.common.device import idle_gpus, occupied
 from harness.common.errors import PeerError, RunError, RunStopped, UserError
 from harness.common.lock import RunLock
-from harness.common.memory import is_out_of_memory
+from harness.common.memory import is_out_of_memory, taken_by_others
 from harness.data.dataset import Dataset
 from harness.data.fetch import ensure_dataset
 from harness.data.loader import BatchLayout
@@ -165,6 +165,9 @@ def remark_on_machine(experiment: Experiment, world: World) -> None:
         remarks.append(rounded_dropout(experiment.model.drop_rate, device, exactly=config.exact_dropout))
     remarks.append(unknown_peak(world.device_name))
     for remark in (*remarks, *world.gather(occupied(device))):
+        if remark is not None:
+            say(world, f"note: {remark}")
+    for remark in world.gather(taken_by_others(world.device)):
         if remark is not None:
             say(world, f"note: {remark}")
 
