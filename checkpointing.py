@@ -96,7 +96,7 @@ class Checkpointer:
         if aside:
             say(self.world, f"Earlier results are now in {aside}")
         size = f"{self.start.provenance.parameters:,} parameters, {self.world.size} x {self.world.device.type}"
-        say(self.world, f"{self.run.path.name}: {size}, {self._steps_left()}")
+        say(self.world, f"{self.run.path.name}: {size}, {self.step.precision.name}, {self._steps_left()}")
         self._say_where()
         if initial is not None:
             say(self.world, f"  starting from {initial}")
@@ -127,6 +127,9 @@ class Checkpointer:
             tokens = self.start.position.tokens_seen
             say(self.world, f"  not written by this program: its {taken} are taken, and {tokens:,} tokens are")
             say(self.world, "  counted as seen: its global steps, with this run's batch")
+        then, now = saved.meta.precision, self.step.precision.name
+        if then not in (None, now):
+            say(self.world, f"  precision: {then} -> {now}")
         for change in changed_settings(saved.meta, self.start.provenance):
             say(self.world, f"  train.json has changed since: {change}")
 
@@ -228,6 +231,7 @@ class Checkpointer:
             microbatch_size=self.start.layout.microbatch_size,
             accumulation_steps=self.start.layout.accumulation_steps,
             device=self.world.device_name,
+            precision=self.step.precision.name,
             tokenizer=tokenizer.name if isinstance(tokenizer, Path) else tokenizer,
             torch=torch.__version__,
             **vars(self.start.provenance),

@@ -218,10 +218,11 @@ def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
 
     config, position = start.experiment.config, start.position
     seed_alike(config.random_seed)  # every rank draws the same weights
-    residual = Precision.resolve(config.precision, world.device).residual_dtype(config.residual_precision)
+    precision = Precision.for_training(start.step_config.precision, world.device)
+    residual = precision.residual_dtype(config.residual_precision)
     model = GPTModel(start.experiment.model, recompute_blocks=config.activation_checkpointing, residual_dtype=residual)
     trained = parallelise(model.to(world.device), start.experiment, world)
-    step = build_step(model, trained, config, before_exchange=world.watchdog.beat)
+    step = build_step(model, trained, start.step_config, before_exchange=world.watchdog.beat)
     meter, reporter = LossMeter(world.device), Reporter(start, world)
     return Trainer(
         start,

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from harness.common.errors import UserError
 from harness.common.memory import free_memory
 from harness.common.units import GIB
+from harness.model.attention import causal_attention
 from harness.model.config import ModelConfig as ModelConfig
 from harness.model.config import load_model_config as load_model_config
 from harness.model.cross_entropy import linear_cross_entropy
@@ -56,7 +57,7 @@ class CausalSelfAttention(nn.Module):
         )
         if cache is None:
             drop_rate = self.drop_rate if self.training else 0.0
-            mixed_BxHxTxD = F.scaled_dot_product_attention(q, k, v, dropout_p=drop_rate, is_causal=True)
+            mixed_BxHxTxD = causal_attention(q, k, v, drop_rate)
         else:
             k, v, visible_Bx1xTxS = cache.extend(k, v)
             mixed_BxHxTxD = F.scaled_dot_product_attention(q, k, v, attn_mask=visible_Bx1xTxS)

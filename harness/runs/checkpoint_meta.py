@@ -32,6 +32,7 @@ Count = Annotated[int, Field(ge=0, lt=2**62)]
 Seconds = Annotated[float, Field(ge=0, lt=1e12)]
 WorldSize = Annotated[int, Field(ge=1, lt=2**31)]
 Loss = Annotated[float, Field(allow_inf_nan=False)]
+PrecisionName = Annotated[str, Field(pattern="^(bf16|fp16|fp32)$")]
 
 
 @dataclass
@@ -149,6 +150,7 @@ class CheckpointMeta(BaseModel):
     microbatch_size: Count | None = None
     accumulation_steps: Count | None = None
     device: str | None = None
+    precision: PrecisionName | None = None  # in which it was trained; earlier versions do not say
     tokenizer: str | None = None  # "gpt2", or the name of a file beside this one
     torch: str | None = None
     # A Provenance's. Whoever continues compares model and dataset with the run's own, and says what differs: any value.

@@ -116,17 +116,27 @@ class AdamW:
 
     def update(self, scaler: torch.amp.GradScaler, max_norm: float | None) -> tuple[Tensor, Tensor]:
         scaler.unscale_(self._adamw)
-        norm = clip_gradients(self._parameters(), max_norm)
-        skipped = (~torch.isfinite(norm)).float()
         if scaler.is_enabled():
+            norm = clip_gradients(self._parameters(), max_norm)
+            skipped = (~torch.isfinite(norm)).float()
             scaler.step(self._adamw)
         else:
-            # The fused kernels' own way to skip, which GradScaler uses too: see torch.amp.GradScaler.step.
-            self._adamw.found_inf = skipped  # type: ignore[attr-defined]
-            self._adamw.step()
-            del self._adamw.found_inf  # type: ignore[attr-defined]
+            norm = torch.nn.utils.get_total_norm(gradients_of(self._parameters()))
+            skipped = (~torch.isfinite(norm)).float()
+            self._step_in_one_pass(norm, skipped, max_norm)
         scaler.update()
         return norm.float(), skipped
+
+    def _step_in_one_pass(self, norm: Tensor, skipped: Tensor, max_norm: float | None) -> None:
+        """Clip and update, or neither, by the fused kernels' own ways to divide the gradients and to skip, which
+        GradScaler uses too: see torch.amp.GradScaler.step."""
+        if max_norm is not None:
+            self._adamw.grad_scale = torch.clamp((norm + CLIP_EPSILON) / max_norm, min=1.0).float()  # type: ignore[attr-defined]
+        self._adamw.found_inf = skipped  # type: ignore[attr-defined]
+        self._adamw.step()
+        del self._adamw.found_inf  # type: ignore[attr-defined]
+        if max_norm is not None:
+            del self._adamw.grad_scale  # type: ignore[attr-defined]
 
     def zero_grad(self) -> None:
         self._adamw.zero_grad(set_to_none=False)
@@ -163,11 +173,16 @@ class AdamW:
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
     """Scale the gradients so that their norm over all parameters is at most `max_norm`; the norm before, as a scalar on
     the device."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = gradients_of(parameters)
     norm = torch.nn.utils.get_total_norm(gradients)
     if max_norm is not None:
         torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + CLIP_EPSILON), max=1.0))
     return norm
+
+
+def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """The gradients of those parameters that have one."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def check_state(saved: NamedState, shapes: StateShapes) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
+import torch
 
 from harness.common.device import idle_gpus
 from harness.common.errors import PeerError, RunError, RunStopped, UserError
@@ -29,6 +30,7 @@ from harness.runs.directory import RunDirectory
 from harness.runs.experiment import Experiment, Position, comparable_losses, first_difference
 from harness.runs.plan import make_plan
 from harness.runs.throughput import Conditions, same_conditions, unknown_peak
+from harness.runs.train_config import TrainConfig
 from harness.training.clock import Clock
 
 
@@ -45,6 +47,7 @@ class Start:
     meta: CheckpointMeta | None = None  # what it says of itself; a notebook's with what ours would say
     is_from_notebook: bool = False
     lock: RunLock | None = None
+    precision: str | None = None  # what "auto" means for this run; None: what the device is best at
     is_rehearsal: bool = False  # in a folder that goes away, and without a word
 
     @classmethod
@@ -59,6 +62,12 @@ class Start:
     def provenance(self) -> Provenance:
         """What a checkpoint belongs to."""
         return self.experiment.provenance(self.dataset)
+
+    @property
+    def step_config(self) -> TrainConfig:
+        """train.json with the precision that it comes to."""
+        config = self.experiment.config
+        return config if self.precision is None else config.model_copy(update={"precision": self.precision})
 
     @property
     def interrupted_in(self) -> str | None:
@@ -115,7 +124,20 @@ def prepare(experiment: Experiment, world: World, clock: Clock, checkpoint: str 
     world.on_rank0(lambda: plan.check_disk(run.path))
     assert plan.position is not None, "the dataset is here"
     checkpoints.check_tokenizer(dataset.tokenizer)
-    return Start(experiment, dataset, layout, plan.position, clock, path, meta, is_from_notebook, lock)
+    precision = world.broadcast(lambda: choose_precision(experiment.config, world.device, meta))
+    return Start(experiment, dataset, layout, plan.position, clock, path, meta, is_from_notebook, lock, precision)
+
+
+def choose_precision(config: TrainConfig, device: torch.device, meta: CheckpointMeta | None) -> str:
+    """The precision of a run, alike on all ranks: with "auto" a run keeps the one that it was begun in as long as it
+    stays on the CPU, or on GPUs, since another processor must not change its numbers unasked."""
+    best = Precision.for_training(config.precision, device).name
+    if config.precision != "auto" or meta is None or meta.device is None or meta.train.get("precision") != "auto":
+        return best
+    was_on_cpu = meta.device.endswith(" CPU")
+    if was_on_cpu != (device.type == "cpu"):
+        return best
+    return meta.precision or (Precision.resolve("auto", device).name if was_on_cpu else best)
 
 
 def fetch_dataset(world: World, datasets_dir: Path, name: str, splits: list[str]) -> Dataset:

@@ -95,7 +95,12 @@ class OptimizerStep:
 
     def forget_gradients(self) -> None:
         """Make the gradients those of no microbatch."""
-        self.optimizer.zero_grad()
+        if self.model is not self.bare_model:
+            self.optimizer.zero_grad()
+            return
+        # They are nobody's buffers: the next backward pass brings its own, and nothing has to be set to zero and added.
+        for parameter in self.model.parameters():
+            parameter.grad = None
 
     def _gradient_exchange(self, *, last: bool) -> AbstractContextManager[object]:
         if last or not hasattr(self.model, "no_sync"):
@@ -108,6 +113,6 @@ def build_step(
 ) -> OptimizerStep:
     """The step that train.json describes for `model`; `trained` is the model as it is trained, wrapped or the same."""
     device = next(model.parameters()).device
-    precision = Precision.resolve(config.precision, device)
+    precision = Precision.for_training(config.precision, device)
     precision.allow_tf32()
     return OptimizerStep(trained, build_optimizer(model, config), precision, config, before_exchange)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, load_model, save_file
 from torch import Tensor
 
 import gpt
+from bench.references import NotebookModel
 from gpt import ModelConfig
 from harness.common.errors import UserError
 from harness.data.tokenizers.bpe import train_bpe
@@ -21,7 +22,6 @@ from tests.hf.test_convert_hf import TEXT, convert, refused, write_checkpoint
 from tests.model.test_model import random_tokens, shape
 from tests.support.fake_hub import FakeDataset, FakeFile, FakeHub
 from tests.support.launch import Workshop
-from tests.support.notebook_model import NotebookModel
 
 CPU = torch.device("cpu")
 VARIANTS = [{}, {"qkv_bias": True}, {"tie_weights": True}]

@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 
+from bench.references import NotebookModel
 from gpt import ModelConfig
-from tests.support.notebook_model import NotebookModel
 
 
 class PublishedConfig(PretrainedConfig):

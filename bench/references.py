@@ -1,0 +1,139 @@
+"""Other formulations of the same model, as their authors train them: what ours is measured against.
+
+Written independently of gpt.py, with their authors' names for the tensors.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpt import ModelConfig
+
+
+class Norm(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(dim))
+        self.shift = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        return self.scale * centred / torch.sqrt(centred.pow(2).mean(-1, keepdim=True) + 1e-5) + self.shift
+
+
+class Attention(nn.Module):
+    mask: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads = config.n_heads
+        self.W_query = nn.Linear(config.emb_dim, config.emb_dim, bias=config.qkv_bias)
+        self.W_key = nn.Linear(config.emb_dim, config.emb_dim, bias=config.qkv_bias)
+        self.W_value = nn.Linear(config.emb_dim, config.emb_dim, bias=config.qkv_bias)
+        self.out_proj = nn.Linear(config.emb_dim, config.emb_dim)
+        self.register_buffer("mask", torch.triu(torch.ones(config.context_length, config.context_length), diagonal=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, count, width = x.shape
+        q, k, v = (
+            project(x).view(batch, count, self.heads, -1).transpose(1, 2)
+            for project in (self.W_query, self.W_key, self.W_value)
+        )
+        scores = q @ k.transpose(2, 3) / math.sqrt(width // self.heads)
+        weights = scores.masked_fill(self.mask.bool()[:count, :count], -torch.inf).softmax(-1)
+        return self.out_proj((weights @ v).transpose(1, 2).reshape(batch, count, width))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(approximate="tanh"), nn.Linear(4 * dim, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.att = Attention(config)
+        self.ff = FeedForward(config.emb_dim)
+        self.norm1 = Norm(config.emb_dim)
+        self.norm2 = Norm(config.emb_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.att(self.norm1(x))
+        return x + self.ff(self.norm2(x))
+
+
+class NotebookModel(nn.Module):
+    """The lab notebook's GPT: separate projections, norms and attention spelt out, all the logits."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.tok_emb = nn.Embedding(config.vocab_size, config.emb_dim)
+        self.pos_emb = nn.Embedding(config.context_length, config.emb_dim)
+        self.trf_blocks = nn.Sequential(*[Block(config) for _ in range(config.n_layers)])
+        self.final_norm = Norm(config.emb_dim)
+        self.out_head = nn.Linear(config.emb_dim, config.vocab_size, bias=False)
+        if config.tie_weights:
+            self.out_head.weight = self.tok_emb.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tok_emb(tokens) + self.pos_emb(torch.arange(tokens.shape[1], device=tokens.device))
+        return self.out_head(self.final_norm(self.trf_blocks(x)))
+
+
+class NanoAttention(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.n_head = config.n_heads
+        self.c_attn = nn.Linear(config.emb_dim, 3 * config.emb_dim, bias=config.qkv_bias)
+        self.c_proj = nn.Linear(config.emb_dim, config.emb_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, count, width = x.shape
+        q, k, v = (
+            part.view(batch, count, self.n_head, width // self.n_head).transpose(1, 2)
+            for part in self.c_attn(x).split(width, dim=2)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).contiguous().view(batch, count, width))
+
+
+class NanoBlock(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.emb_dim)
+        self.attn = NanoAttention(config)
+        self.ln_2 = nn.LayerNorm(config.emb_dim)
+        self.c_fc = nn.Linear(config.emb_dim, 4 * config.emb_dim)
+        self.c_proj = nn.Linear(4 * config.emb_dim, config.emb_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.c_proj(F.gelu(self.c_fc(self.ln_2(x)), approximate="tanh"))
+
+
+class NanoGPT(nn.Module):
+    """nanoGPT's formulation (https://github.com/karpathy/nanoGPT): one projection for queries, keys and values,
+    torch's attention, a tied head, all the logits."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab_size, config.emb_dim)
+        self.wpe = nn.Embedding(config.context_length, config.emb_dim)
+        self.h = nn.ModuleList(NanoBlock(config) for _ in range(config.n_layers))
+        self.ln_f = nn.LayerNorm(config.emb_dim)
+        self.lm_head = nn.Linear(config.emb_dim, config.vocab_size, bias=False)
+        self.wte.weight = self.lm_head.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.h:
+            x = block(x)
+        return self.lm_head(self.ln_f(x))

@@ -1,0 +1,21 @@
+"""Causal attention over a whole sequence, by torch's kernels."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# On the CPU the backward kernel is slower in bf16 than in fp32 below so many tokens: with 128 it takes four times as
+# long, with 256 as long as in fp32 with the conversions, with 1,024 three quarters (docs/LOG.md).
+CPU_BF16_CONTEXT = 256
+
+
+def causal_attention(q_BxHxTxD: Tensor, k_BxHxTxD: Tensor, v_BxHxTxD: Tensor, drop_rate: float) -> Tensor:
+    """Softmax attention of each token to itself and those before it: (B, H, T, D), in the inputs' dtype."""
+    dtype, tokens = q_BxHxTxD.dtype, q_BxHxTxD.shape[-2]
+    if q_BxHxTxD.device.type != "cpu" or dtype != torch.bfloat16 or tokens >= CPU_BF16_CONTEXT:
+        return F.scaled_dot_product_attention(q_BxHxTxD, k_BxHxTxD, v_BxHxTxD, dropout_p=drop_rate, is_causal=True)
+    with torch.autocast("cpu", enabled=False):
+        q, k, v = q_BxHxTxD.float(), k_BxHxTxD.float(), v_BxHxTxD.float()
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=drop_rate, is_causal=True).to(dtype)

@@ -1,0 +1,57 @@
+"""What "auto" comes to, and attention in bf16 on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from harness.model import precision as module
+from harness.model.attention import CPU_BF16_CONTEXT, causal_attention
+from harness.model.precision import Precision, has_matrix_units
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("units", "expected"), [(True, "bf16"), (False, "fp32")])
+def test_training_takes_the_processors_matrix_units(
+    monkeypatch: pytest.MonkeyPatch, units: bool, expected: str
+) -> None:
+    monkeypatch.setattr(module, "has_matrix_units", lambda: units)
+    assert Precision.for_training("auto", CPU).name == expected
+    assert Precision.for_training("fp32", CPU).name == "fp32"
+    assert Precision.resolve("auto", CPU).name == "fp32", "a finished model is measured alike on every processor"
+
+
+def test_units_are_those_of_the_processor() -> None:
+    flags = next(
+        line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))
+    )
+    assert has_matrix_units() == ("amx_tile" in flags.split())
+
+
+def test_a_torch_that_cannot_tell_has_no_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported", raising=False)
+    assert not has_matrix_units()
+
+
+@pytest.mark.parametrize("tokens", [CPU_BF16_CONTEXT // 2, CPU_BF16_CONTEXT])
+def test_short_sequences_are_attended_in_fp32(tokens: int) -> None:
+    torch.manual_seed(0)
+    qkv = [torch.randn(2, 2, tokens, 32, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    upstream = torch.randn(2, 2, tokens, 32, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = causal_attention(qkv[0], qkv[1], qkv[2], 0.0)
+    result.backward(upstream)
+    exact = [each.detach().double().requires_grad_() for each in qkv]
+    expected = F.scaled_dot_product_attention(exact[0], exact[1], exact[2], is_causal=True)
+    expected.backward(upstream.double())
+    assert result.dtype == torch.bfloat16
+    errors = [(result - expected).abs().max().item()]
+    errors += [(mine.grad - true.grad).abs().max().item() for mine, true in zip(qkv, exact, strict=True)]  # type: ignore[operator]
+    assert max(errors) < 0.05
+    q, k, v = (each.float() for each in qkv)
+    in_fp32 = F.scaled_dot_product_attention(q, k, v, is_causal=True).bfloat16()
+    assert torch.equal(result, in_fp32) == (tokens < CPU_BF16_CONTEXT)
