@@ -23,8 +23,6 @@ from harness.runs.intervals import due_after
 from harness.runs.schemas import schema_option
 
 if TYPE_CHECKING:
-    import torch
-
     from checkpointing import Checkpointer
     from harness.data.dataset import Dataset
     from harness.data.loader import TokenLoader
@@ -131,6 +129,7 @@ class Trainer:
     "--assume-tps-with-validation", type=POSITIVE, help="With --plan: tokens per second, validation's time counted."
 )
 @click.option("--assume-world-size", type=click.IntRange(min=1), help="With --plan: as if there were N ranks.")
+@click.option("--assume-device", help="With --plan: as if they were such GPUs, like H100: a speed on paper.")
 @click.option("--restart", is_flag=True, help="Move earlier results to RUN/aside and start again.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 @schema_option
@@ -204,17 +203,15 @@ def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> N
 
 def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
     """Model, optimizer, data and all that the loop drives, made once and in order. Collective."""
-    load("torch._dynamo")  # optimizers and DistributedDataParallel would at their first use
-    from torch.nn.parallel import DistributedDataParallel
-
+    load("torch._dynamo")  # optimizers and the wrap for several ranks would at their first use
     from checkpointing import Checkpointer
     from gpt import GPTModel
     from harness.data.loader import TokenLoader
-    from harness.model.kernels import choose_kernels, configure_compiler
     from harness.model.precision import Precision
     from harness.runs.schedule import build_schedule
     from harness.training.evaluations import Evaluations
     from harness.training.loss_meter import LossMeter
+    from harness.training.parallel import parallelise
     from harness.training.reporter import Reporter
     from harness.training.rng import seed_alike
     from harness.training.step import build_step
@@ -223,21 +220,8 @@ def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
     seed_alike(config.random_seed)  # every rank draws the same weights
     precision = Precision.for_training(start.step_config.precision, world.device)
     residual = precision.residual_dtype(config.residual_precision)
-    model = GPTModel(
-        start.experiment.model, recompute_blocks=config.activation_checkpointing, residual_dtype=residual
-    ).to(world.device)
-    configure_compiler(world.local_size, tuned=config.coordinate_descent_tuning)
-    choose_kernels(
-        *(model, start.experiment.model.drop_rate, world.device),
-        compiled=config.compile,
-        exact_dropout=config.exact_dropout,
-    )
-    trained: torch.nn.Module = model
-    if world.size > 1:
-        devices = [world.device] if world.device.type == "cuda" else None
-        trained = DistributedDataParallel(
-            model, device_ids=devices, gradient_as_bucket_view=True, bucket_cap_mb=config.bucket_mb
-        )
+    model = GPTModel(start.experiment.model, recompute_blocks=config.activation_checkpointing, residual_dtype=residual)
+    trained = parallelise(model.to(world.device), start.experiment, world)
     step = build_step(model, trained, start.step_config, before_exchange=world.watchdog.beat)
     meter, reporter = LossMeter(world.device), Reporter(start, world)
     return Trainer(

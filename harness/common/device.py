@@ -8,10 +8,8 @@ from pathlib import Path
 import torch
 
 from harness.common.errors import UserError
-from harness.common.units import GIB
 
 DEVICE_FILES = Path("/dev")
-FREE_SHARE = 0.8  # of a device that nobody else uses at least; CUDA and NCCL themselves take about a GiB
 ON_THE_CPU = "CUDA_VISIBLE_DEVICES= (empty) in front of the command trains on the CPU"
 
 
@@ -62,19 +60,6 @@ def refuse_idle_hardware() -> None:
     raise UserError(
         f"{found[0]}: this machine has GPUs, but torch {torch.__version__} cannot use them: {reason.rstrip('.')}; "
         f"update the driver, or {ON_THE_CPU}"
-    )
-
-
-def occupied(device: torch.device) -> str | None:
-    """A remark if other processes have a good part of the device's memory; to be called before this one takes any."""
-    if device.type != "cuda":
-        return None
-    free, total = torch.cuda.mem_get_info(device)
-    if free >= FREE_SHARE * total:
-        return None
-    return (
-        f"{device}: {free / GIB:.1f} of {total / GIB:.1f} GiB are free; another process has the rest: nvidia-smi shows "
-        "which"
     )
 
 

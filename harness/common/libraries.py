@@ -19,10 +19,21 @@ SETTINGS = {
 }
 
 
+MOST_COMPILERS = 32  # what torch's compiler takes for itself at most, on each rank
+
+
 def configure_libraries() -> None:
     """Set what the user has not set."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(compilers_per_rank()))
+
+
+def compilers_per_rank() -> int:
+    """Processes that compile kernels on each rank: this machine's cores, shared out among its ranks."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(MOST_COMPILERS, cores // int(ranks) if ranks.isdigit() and int(ranks) else cores))
 
 
 def load(*modules: str) -> None:

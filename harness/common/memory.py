@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import re
 import resource
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from harness.common.errors import RunError
+from harness.common.errors import RunError, UserError
 from harness.common.units import GIB
 
 # mallopt(3): blocks above this size get their own mapping, which goes back to the system as soon as it is freed.
@@ -22,29 +24,49 @@ HEADROOM_BYTES = 2**26
 LARGEST_LIMIT = 2**62
 # With less than this, not even the steps of a search's own bookkeeping are sure to get their memory.
 LEAST_ROOM_BYTES = 2**24
-# How CPU libraries below torch say that an allocation failed; torch.cuda has an exception class for it.
+# Kept free on a GPU by a search: kernels that are loaded later, and blocks that do not fit into one another's gaps.
+CUDA_RESERVE_BYTES = 3 * 2**28
+# A process that has begun to use a GPU, and has connected to the others, holds about this much of it.
+OWN_CUDA_BYTES = 2**31
+# With less than this free, CUDA itself and the exchange's buffers find no room.
+LEAST_CUDA_BYTES = 2**30
+# How libraries and the system say that an allocation failed; torch's own allocator has an exception class for it.
 OUT_OF_MEMORY_TEXTS = (
     "can't allocate memory",
     "Cannot allocate memory",
-    "out of memory",
+    "out of memory",  # CUDA, Triton and NCCL, too
     "bad_alloc",
     "can't start new thread",  # whose stack is writable memory, too
     "failed to map segment",  # a library that is imported late
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+    "No valid execution plans",  # cuDNN's attention, none of whose plans gets its workspace
 )
+OUT_OF_MEMORY_NUMBER = re.compile(r"Cuda failure 2\b")  # cudaErrorMemoryAllocation, as NCCL tells it
 
 
-def limit_memory(device: torch.device, limit_gib: float | None, local_size: int) -> float:
-    """Make allocations beyond a limit fail from now on; the limit in GiB.
+@dataclass(frozen=True)
+class MemoryLimit:
+    """A limit that `limit_memory` has set."""
 
-    CUDA: the caching allocator's fraction of the device. CPU: RLIMIT_DATA, all of the process's writable memory, upon
-    which torch's allocator raises an error that can be caught, HEADROOM_BYTES before the limit. Without a `limit_gib`:
-    the whole device, or on the CPU this process's share of the memory that is free now.
+    gib: float  # of the whole device; on the CPU, of this process's writable memory
+    usable_bytes: float  # of it, what PeakMeter may come to
+    note: str  # on the difference, to be read after "limit 40.00 GiB, of which"
+
+
+def limit_memory(device: torch.device, limit_gib: float | None, local_size: int) -> MemoryLimit:
+    """Make allocations beyond a limit fail from now on; the limit.
+
+    CUDA: the caching allocator's fraction of the device, which is what a device of `limit_gib` would have left beside
+    what is taken now outside the allocator (CUDA itself, exchange buffers, other processes) and CUDA_RESERVE_BYTES.
+    CPU: RLIMIT_DATA, all of the process's writable memory, upon which torch's allocator raises an error that can be
+    caught, HEADROOM_BYTES before the limit. Without a `limit_gib`: the whole device, or on the CPU this process's share
+    of the memory that is free now.
     """
     if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        limit = min(limit_gib * GIB, total) if limit_gib is not None else total
-        torch.cuda.set_per_process_memory_fraction(limit / total, device)
-        return limit / GIB
+        return _limit_cuda_memory(device, limit_gib)
     settle_cpu_memory()
     used = _status_bytes("VmData")
     limit = limit_gib * GIB if limit_gib is not None else used + free_memory() / local_size
@@ -52,7 +74,53 @@ def limit_memory(device: torch.device, limit_gib: float | None, local_size: int)
     limit = min(limit, LARGEST_LIMIT if hard == resource.RLIM_INFINITY else hard)
     if limit > used + HEADROOM_BYTES:  # else the program itself would break; nothing will fit in any case
         resource.setrlimit(resource.RLIMIT_DATA, (int(limit) - HEADROOM_BYTES, hard))
-    return limit / GIB
+    return MemoryLimit(limit / GIB, limit - HEADROOM_BYTES, f"{HEADROOM_BYTES / GIB:.2f} GiB are left as a reserve")
+
+
+def _limit_cuda_memory(device: torch.device, limit_gib: float | None) -> MemoryLimit:
+    _, total = torch.cuda.mem_get_info(device)
+    limit = total if limit_gib is None else min(limit_gib * GIB, total)
+    outside = outside_allocator_bytes(device)
+    usable = max(0.0, limit - outside - CUDA_RESERVE_BYTES)
+    torch.cuda.set_per_process_memory_fraction(usable / total, device)
+    note = f"{outside / GIB:.2f} GiB are taken outside torch and {CUDA_RESERVE_BYTES / GIB:.2f} GiB left as a reserve"
+    return MemoryLimit(limit / GIB, usable, note)
+
+
+def outside_allocator_bytes(device: torch.device) -> int:
+    """What is taken of a CUDA device that torch's allocator does not hold: by this process and by others."""
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, total - free - torch.cuda.memory_reserved(device))
+
+
+def refuse_full_device(device: torch.device) -> None:
+    """Raises UserError if a CUDA device has no room even to begin with."""
+    if device.type != "cuda":
+        return
+    try:
+        free, total = torch.cuda.mem_get_info(device)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        free, total = 0, torch.cuda.get_device_properties(device).total_memory
+    if free < LEAST_CUDA_BYTES:
+        raise UserError(
+            f"GPU {device.index}: {free / GIB:.1f} of {total / GIB:.1f} GiB are free; another process holds the rest: "
+            "end it (`nvidia-smi` shows it), or leave this GPU out of CUDA_VISIBLE_DEVICES"
+        )
+
+
+def taken_by_others(device: torch.device) -> str | None:
+    """A remark if, before this process has put anything on its CUDA device, much of it is taken; else None."""
+    if device.type != "cuda":
+        return None
+    outside, (_, total) = outside_allocator_bytes(device), torch.cuda.mem_get_info(device)
+    if outside <= OWN_CUDA_BYTES:
+        return None
+    return (
+        f"another process holds about {outside / GIB:.1f} of the {total / GIB:.1f} GiB of GPU {device.index}; "
+        "`nvidia-smi` shows which"
+    )
 
 
 def give_back_at_once() -> None:
@@ -63,14 +131,15 @@ def give_back_at_once() -> None:
 
 
 def room_gib(device: torch.device, limit_gib: float) -> float:
-    """What a limit leaves for models and batches: on the CPU the program itself counts, too."""
+    """What a limit leaves for models and batches."""
     return limit_gib - program_gib(device)
 
 
 def program_gib(device: torch.device) -> float:
-    """What the program takes of a limit before it has a model: all that it has loaded, and a reserve. None on CUDA."""
+    """What of a limit models and batches cannot have: on the CPU all that the program has loaded, on CUDA what is taken
+    outside torch's allocator, and a reserve."""
     if device.type == "cuda":
-        return 0.0
+        return (outside_allocator_bytes(device) + CUDA_RESERVE_BYTES) / GIB
     return (_status_bytes("VmData") + HEADROOM_BYTES + LEAST_ROOM_BYTES) / GIB
 
 
@@ -145,7 +214,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def says_out_of_memory(text: str) -> bool:
     """Whether it has the words of a library or the system whose allocation failed."""
-    return any(words in text for words in OUT_OF_MEMORY_TEXTS)
+    return any(words in text for words in OUT_OF_MEMORY_TEXTS) or bool(OUT_OF_MEMORY_NUMBER.search(text))
 
 
 def _status_bytes(field: str) -> int:

@@ -50,6 +50,7 @@ class TrainOptions:
     assume_tps: float | None
     assume_tps_with_validation: float | None
     assume_world_size: int | None
+    assume_device: str | None
     restart: bool
     runs_dir: Path
 
@@ -57,12 +58,13 @@ class TrainOptions:
         """Raises UserError for options that mean nothing together, or with a CHECKPOINT."""
         if self.plan and self.find:
             raise UserError("--plan and -f: give one of them")
-        belongs = {
+        belongs: dict[str, dict[str, object]] = {
             "-f": {"memory_limit_gib": self.memory_limit_gib, "write": self.write},
             "--plan": {
                 "assume_tps": self.assume_tps,
                 "assume_tps_with_validation": self.assume_tps_with_validation,
                 "assume_world_size": self.assume_world_size,
+                "assume_device": self.assume_device,
             },
         }
         for needed, is_given in (("-f", self.find), ("--plan", self.plan)):
@@ -71,6 +73,8 @@ class TrainOptions:
                     raise UserError(f"--{option.replace('_', '-')} belongs with {needed}")
         if self.assume_tps and self.assume_tps_with_validation:
             raise UserError("--assume-tps and --assume-tps-with-validation: give one of them")
+        if self.assume_device and (self.assume_tps or self.assume_tps_with_validation):
+            raise UserError("--assume-device and --assume-tps: give one of them")
         if self.restart and self.find:
             raise UserError("--restart and -f: give one of them")
         if checkpoint is not None and (self.restart or self.find):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from harness.common.device import choose_device
 from harness.common.errors import PeerError, RunError, UserError
-from harness.common.memory import give_back_at_once
+from harness.common.memory import give_back_at_once, refuse_full_device
 from harness.distributed import rendezvous, tensor_codec
 from harness.distributed.connection_errors import leaving_with_peers
 from harness.distributed.environment import read_ranking
@@ -74,6 +74,7 @@ class World:
         """
         here = read_ranking()
         device = choose_device(here.local_rank, here.local_world_size)
+        refuse_full_device(device)
         if device.type == "cpu":
             give_back_at_once()
         if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
@@ -137,6 +138,15 @@ class World:
     def all_true(self, value: bool) -> bool:
         """True if it is true on every rank."""
         return all(self.gather(value))
+
+    def exchange_once(self, count: int) -> None:
+        """Exchange `count` bytes as gradients are exchanged, and wait for them, so that all buffers that this needs on
+        the device are there. Collective."""
+        if self.size > 1:
+            numbers = torch.zeros(count // 4, device=self.device)
+            with leaving_with_peers():
+                dist.all_reduce(numbers)
+                numbers[0].item()  # waits for the device
 
     def async_max(self, *numbers: int) -> PendingMax:
         """Start finding the largest of each of `numbers` on any rank without waiting for it."""

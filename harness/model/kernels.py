@@ -19,7 +19,6 @@ from harness.common.errors import UserError
 ROUNDED_DROPOUT_UNTIL = (2, 12)
 CUDNN_DROPOUT_STEPS = 16
 ROUNDING_ALLOWED = 1 / 256
-MOST_COMPILERS = 32  # what Inductor takes for itself, on each rank
 AttentionKernel = Literal["cudnn", "flash", "efficient", "math"]
 
 
@@ -131,12 +130,8 @@ def rounded_dropout(drop_rate: float, device: torch.device, *, exactly: bool) ->
     )
 
 
-def configure_compiler(local_size: int, *, tuned: bool) -> None:
-    """Share the machine's cores out among the compilers of its `local_size` ranks, and have each try more variants of
-    a kernel if `tuned`. To be called before anything is compiled: what TORCHINDUCTOR_COMPILE_THREADS says is kept."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, min(MOST_COMPILERS, cores // local_size))))
-    if tuned:
-        import torch._inductor.config
+def tune_by_coordinate_descent() -> None:
+    """Have the compiler try more variants of each kernel: those it finds by changing one parameter at a time."""
+    import torch._inductor.config
 
-        torch._inductor.config.coordinate_descent_tuning = True
+    torch._inductor.config.coordinate_descent_tuning = True

@@ -27,3 +27,11 @@ def due_after(step: int, position: Position, config: TrainConfig, *, first: str 
     if due & {"validation", "checkpoint"}:
         due.add("report")
     return due & set(AFTER_A_STEP[AFTER_A_STEP.index(first) :])
+
+
+def times_due(steps: range, every: int) -> int:
+    """How many of the steps are a multiple of `every`, or the last."""
+    if not steps:
+        return 0
+    # Counted, not walked through: there may be more steps than anyone can wait for.
+    return steps[-1] // every - (steps[0] - 1) // every + (steps[-1] % every != 0)

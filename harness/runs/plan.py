@@ -7,8 +7,8 @@ import math
 import shutil
 import sys
 import textwrap
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +23,14 @@ from harness.model.tensor_names import check_weights_file
 from harness.runs.checkpoint_lookup import choose_start, refuse_unnamed
 from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, upgrade_notebook_meta
 from harness.runs.experiment import Experiment, Position
+from harness.runs.intervals import times_due
 from harness.runs.optimizer_state import optimizer_state_bytes
-from harness.runs.summary import RunSummary, read_summary
-from harness.runs.throughput import Measured, same_kernels
+from harness.runs.planned_speed import PlannedSpeed, plan_speed
 from harness.runs.train_config import TrainConfig
 
 COLUMNS = 79
 WEIGHT_BYTES = 4  # per parameter: fp32
-# Keys of train.json that say what is evaluated, and so how long it takes.
-BENCHMARK_KEYS = ("benchmark_interval", "benchmark_tasks", "benchmark_examples")
-GIVE_A_SPEED = "give --assume-tps or --assume-tps-with-validation"
 OTHER_BYTES = 2**20  # the rest of a checkpoint: random states, tokenizer, meta.json
-
-
-def times_due(steps: range, every: int) -> int:
-    """How many of the steps are a multiple of `every`, or the last."""
-    if not steps:
-        return 0
-    # Counted, not walked through: there may be more steps than anyone can wait for.
-    return steps[-1] // every - (steps[0] - 1) // every + (steps[-1] % every != 0)
 
 
 @dataclass(frozen=True)
@@ -100,16 +89,6 @@ class Plan:
     def tokens(self) -> int:
         assert self.position is not None
         return (self.position.total_steps - self.position.first_step) * self.layout.global_tokens
-
-
-@dataclass(frozen=True)
-class PlannedSpeed:
-    """Tokens per second, or None, and where the number comes from, or why there is none."""
-
-    tokens_per_second: float | None
-    source: str
-    includes_validation: bool = False  # over training and validation together; else over training alone
-    benchmark_seconds: float | None = None  # of evaluating all of train.json's benchmark tasks once
 
 
 def describe_plan(plan: Plan, model: BaseModel, speed: PlannedSpeed) -> str:
@@ -171,7 +150,18 @@ def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
     if plan.benchmarks() and speed.benchmark_seconds is not None:
         parts["benchmarks"] = plan.benchmarks() * speed.benchmark_seconds
         time += f"\n+ {_hours(parts['benchmarks'])} benchmarks, as this run's earlier ones"
-    return [("speed", said), ("time", time), ("cost", _cost(plan.config.price_per_hour, parts))]
+    cost = _cost(plan.config.price_per_hour, parts)
+    if speed.uncertainty:
+        seconds, price = sum(parts.values()), plan.config.price_per_hour
+        time += f"\non paper: {_range(seconds, speed.uncertainty, _hours)} in all"
+        if price is not None:
+            cost += f"\non paper: {_range(seconds * price / 3600, speed.uncertainty, '${:,.2f}'.format)}"
+    return [("speed", said), ("time", time), ("cost", cost)]
+
+
+def _range(quantity: float, uncertainty: float, write: Callable[[float], str]) -> str:
+    """What a quantity that is inverse to an uncertain speed may come to."""
+    return f"{write(quantity / (1 + uncertainty))} to {write(quantity / (1 - uncertainty))}"
 
 
 def _seconds(plan: Plan, tokens_per_second: float, includes_validation: bool) -> tuple[float, float]:
@@ -261,98 +251,6 @@ def planned_start(experiment: Experiment, world_size: int, checkpoint: str | Non
     return upgrade_notebook_meta(meta, provenance, experiment.layout(world_size).global_tokens)
 
 
-def plan_speed(experiment: Experiment, layout: BatchLayout, assumed: PlannedSpeed | None) -> PlannedSpeed:
-    """The assumed speed, or the one that an earlier run of this model and batch has measured; and how long this run's
-    earlier benchmarks took."""
-    speed = assumed or _measured_speed(experiment, layout)
-    return replace(speed, benchmark_seconds=earlier_benchmark_seconds(experiment, layout))
-
-
-def earlier_benchmark_seconds(experiment: Experiment, layout: BatchLayout) -> float | None:
-    """Seconds of evaluating the benchmark tasks once, by this run's own summary.json; None if that does not say it of
-    today's tasks on as many ranks."""
-    try:
-        summary = read_summary(experiment.run.summary)
-    except UserError:
-        return None
-    now = experiment.config.model_dump(mode="json")
-    is_alike = all(summary.train.get(key) == now[key] for key in BENCHMARK_KEYS)
-    spent = summary.seconds.get("benchmarks", 0.0)
-    every, steps = experiment.config.benchmark_interval, summary.global_steps or 0
-    if (
-        every is None
-        or not is_alike
-        or summary.world_size != layout.world_size
-        or steps < 1
-        or not 0 < spent < math.inf
-    ):
-        return None
-    return spent / times_due(range(steps), every)
-
-
-def _measured_speed(experiment: Experiment, layout: BatchLayout) -> PlannedSpeed:
-    run = experiment.run.path
-    found = earlier_speeds(run.parent, experiment, layout)
-    best = max(found, key=lambda earlier: earlier.preference(run), default=None)
-    if best is None:
-        return PlannedSpeed(None, f"no earlier run of this shape; {GIVE_A_SPEED}")
-    return best.planned()
-
-
-def assumed_speed(training: float | None, with_validation: float | None) -> PlannedSpeed | None:
-    """What the options --assume-tps and --assume-tps-with-validation say, of which at most one is given."""
-    if with_validation is not None:
-        return PlannedSpeed(with_validation, "assumed", includes_validation=True)
-    return None if training is None else PlannedSpeed(training, "assumed")
-
-
-@dataclass(frozen=True)
-class EarlierSpeed:
-    """What a run's summary.json tells of its speed."""
-
-    summary: Path
-    tokens_per_second: float
-    measured: Measured | None  # None: it does not say
-    device: str
-
-    def preference(self, run: Path) -> tuple[bool, bool, float]:
-        """The higher, the better: what can be believed, then this run's own, then the longest."""
-        if self.measured is None:
-            return False, self.summary.parent == run, 0.0
-        return self.measured.is_believable, self.summary.parent == run, self.measured.seconds
-
-    def planned(self) -> PlannedSpeed:
-        if self.measured is None:
-            reason = "is an earlier version's, and does not say what its speed was measured over"
-            return PlannedSpeed(None, f"{self.summary} {reason}; {GIVE_A_SPEED}")
-        over = f"{self.measured.global_steps:,} steps, {self.measured.tokens:,} tokens, {self.measured.seconds:,.1f} s"
-        if self.measured.is_believable:
-            return PlannedSpeed(
-                self.tokens_per_second, f"measured over {over} of training on {self.device}, in {self.summary}"
-            )
-        short = f"less than {self.measured.shortfall} of training is too little to tell"
-        return PlannedSpeed(None, f"{self.summary} measured {over}, and {short}; {GIVE_A_SPEED}")
-
-
-def earlier_speeds(runs_dir: Path, experiment: Experiment, layout: BatchLayout) -> list[EarlierSpeed]:
-    """The speeds that runs in `runs_dir` have measured with this model and batch, if their train.json let a step take
-    as long as this one's does."""
-    model, train = experiment.model.model_dump(mode="json"), experiment.config.model_dump(mode="json")
-    found = []
-    for path in sorted(runs_dir.glob("*/summary.json")):
-        with suppress(UserError):  # not a summary of ours; a plan does not depend on it
-            summary = read_summary(path)
-            speed = summary.tokens_per_second
-            is_alike = summary.model == model and _layout(summary) == _layout(layout)
-            if is_alike and same_kernels(summary.train, train) and speed is not None and 0 < speed < math.inf:
-                found.append(EarlierSpeed(path, speed, summary.measured, summary.device))
-    return found
-
-
-def _layout(record: RunSummary | BatchLayout) -> tuple[int | None, ...]:
-    return record.world_size, record.microbatch_size, record.accumulation_steps
-
-
 def print_plan(experiment: Experiment, checkpoint: str | None, ranks: int, options: TrainOptions) -> None:
     """Print what the command would do with `checkpoint` (None: with the latest) on so many ranks, if no other number is
     assumed. Raises UserError for what training would refuse, but for the names of benchmarks."""
@@ -360,7 +258,7 @@ def print_plan(experiment: Experiment, checkpoint: str | None, ranks: int, optio
     plan = make_plan(experiment, ranks, None if options.restart else planned_start(experiment, ranks, checkpoint))
     if plan.initial_weights is not None:
         check_weights_file(plan.initial_weights, experiment.model)
-    assumed = assumed_speed(options.assume_tps, options.assume_tps_with_validation)
-    print(describe_plan(plan, experiment.model, plan_speed(experiment, plan.layout, assumed)), flush=True)
+    speed = plan_speed(experiment, plan.layout, options)
+    print(describe_plan(plan, experiment.model, speed), flush=True)
     if options.assume_world_size is None:  # else it is another machine's disk that counts
         plan.check_disk(experiment.run.path)

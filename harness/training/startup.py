@@ -11,10 +11,10 @@ from pathlib import Path
 import click
 import torch
 
-from harness.common.device import idle_gpus, occupied
+from harness.common.device import idle_gpus
 from harness.common.errors import PeerError, RunError, RunStopped, UserError
 from harness.common.lock import RunLock
-from harness.common.memory import is_out_of_memory
+from harness.common.memory import is_out_of_memory, taken_by_others
 from harness.data.dataset import Dataset
 from harness.data.fetch import ensure_dataset
 from harness.data.loader import BatchLayout
@@ -186,7 +186,7 @@ def remark_on_machine(experiment: Experiment, world: World) -> None:
     if precision.name != "fp32":  # kernels that round it are for half precision only
         remarks.append(rounded_dropout(experiment.model.drop_rate, device, exactly=config.exact_dropout))
     remarks.append(unknown_peak(world.device_name))
-    for remark in (*remarks, *world.gather(occupied(device))):
+    for remark in (*remarks, *world.gather(taken_by_others(device))):
         if remark is not None:
             say(world, f"note: {remark}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import shlex
 from pathlib import Path
@@ -64,13 +63,8 @@ def test_fewer_ranks_than_gpus_are_remarked_upon(machine: pytest.MonkeyPatch) ->
 
 
 def test_a_gpu_that_another_process_has(machine: pytest.MonkeyPatch) -> None:
-    """For itself alone (nvidia-smi's exclusive mode), or all of its memory, or a good part of it."""
+    """For itself alone: nvidia-smi's exclusive mode."""
     set_gpus(machine, 8)
-    assert device.occupied(device.choose_device(3, 8)) is None
-    machine.setattr(torch.cuda, "mem_get_info", lambda *index: (20 * 2**30, 80 * 2**30))
-    remark = "cuda:3: 20.0 of 80.0 GiB are free; another process has the rest: nvidia-smi shows which"
-    assert device.occupied(device.choose_device(3, 8)) == remark
-    assert device.occupied(CPU) is None
 
     def busy(index: int) -> None:
         raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCompile with ...")
@@ -246,26 +240,11 @@ def test_attention_on_a_cpu_drops_the_configured_share() -> None:
     assert mixed.max().item() == pytest.approx(1 / 64 / 0.9)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "given", "expected"), [(1, None, "12"), (8, None, "1"), (100, None, "1"), (2, "3", "3")]
-)
-def test_compilers_share_the_cores(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, given: str | None, expected: str
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(12)))
-    monkeypatch.setenv(name := "TORCHINDUCTOR_COMPILE_THREADS", given or "")
-    if given is None:
-        monkeypatch.delenv(name)
-    kernels.configure_compiler(ranks, tuned=False)
-    assert os.environ[name] == expected
-
-
 def test_coordinate_descent_is_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._inductor.config as inductor
 
     monkeypatch.setattr(inductor, "coordinate_descent_tuning", False)
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    kernels.configure_compiler(1, tuned=True)
+    kernels.tune_by_coordinate_descent()
     assert inductor.coordinate_descent_tuning
 
 
@@ -367,10 +346,11 @@ def test_what_is_remarked_upon_once(tmp_path: Path) -> None:
     ended = "import harness.training.startup as s\ndef end(*a): raise s.RunError('enough')\ns.fetch_dataset = end\n"
     result = shop.train(ranks=1, prelude=f"{GPUS}{pretended}{ended}{NO_COMPILER}", expect=1)
     notes = [line.removeprefix("note: ") for line in result.stdout.splitlines() if line.startswith("note: ")]
-    assert [note.split(":")[0] for note in notes] == [
-        "1 of this machine's 2 GPUs is idle; torchrun --nproc_per_node=2 uses all of them",
-        "the model is not compiled, and trains more slowly",
-        "MFU unknown",
-        "cuda",
+    assert [" ".join(note.split()[:4]) for note in notes] == [
+        "1 of this machine's",
+        "the model is not",
+        "FlashAttention drops a share",
+        "MFU unknown: the peak",
+        "another process holds about",
     ]
-    assert notes[-1].startswith("cuda:0: 1.0 of 80.0 GiB are free; another process has the rest")
+    assert notes[-1].startswith("another process holds about 79.0 of the 80.0 GiB of GPU 0")

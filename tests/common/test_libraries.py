@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.common.libraries import load
+from harness.common.libraries import configure_libraries, load
 from tests.support.isolation import ROOT, SHIPPED_RUNS, on_path
 
 # In place of torch: it tells what a command has set by the time it is loaded, and ends the command.
@@ -80,3 +80,22 @@ def test_nothing_is_looked_through_for_garbage_while_a_library_is_loaded(
         gc.unfreeze()
         sys.modules.pop("much_garbage", None)
     assert during == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "given", "expected"),
+    [(None, None, "12"), ("1", None, "12"), ("8", None, "1"), ("100", None, "1"), ("2", "3", "3"), ("0", None, "12")],
+)
+def test_compilers_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch, ranks: str | None, given: str | None, expected: str
+) -> None:
+    """Before torch is loaded, which reads it then; what the user has set stays."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(12)))
+    for name, value in (("LOCAL_WORLD_SIZE", ranks), ("TORCHINDUCTOR_COMPILE_THREADS", given)):
+        monkeypatch.setenv(name, value or "")
+        if value is None:
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
+    configure_libraries()
+    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == expected

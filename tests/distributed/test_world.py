@@ -60,6 +60,11 @@ with one_line_errors():
     pending = world.async_max(rank, 7 - rank, 5)
     second = world.async_max(-rank)
     found["async_max"] = [pending.result(), second.result(), pending.result()]
+    exchanged, all_reduce = [], torch.distributed.all_reduce
+    torch.distributed.all_reduce = lambda tensor: (exchanged.append(tensor.nbytes), all_reduce(tensor))
+    world.exchange_once(2**20)
+    torch.distributed.all_reduce = all_reduce
+    found["exchange_once"] = exchanged
     found["on_rank0"] = world.on_rank0(lambda: f"of rank {rank}")
     found["on_each_node"] = world.on_each_node(lambda: f"of rank {rank}")
     found["broadcast"] = world.broadcast(lambda: TREE if rank == 0 else raising(AssertionError)())
@@ -120,6 +125,10 @@ def test_the_largest_of_each_number(ranks: list[dict[str, Any]]) -> None:
     """Of two questions at a time, each gets its own answer, and the same one whenever it is asked for."""
     largest = [len(ranks) - 1, 7, 5]
     assert everywhere(ranks, "async_max") == [largest, [0], largest]
+
+
+def test_an_exchange_for_its_buffers_is_as_large_as_wanted(ranks: list[dict[str, Any]]) -> None:
+    assert everywhere(ranks, "exchange_once") == ([2**20] if len(ranks) > 1 else [])
 
 
 def test_one_rank_works_for_all(ranks: list[dict[str, Any]]) -> None:

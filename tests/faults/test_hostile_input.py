@@ -28,7 +28,8 @@ from harness.runs import checkpoints
 from harness.runs.checkpoint_meta import read_meta
 from harness.runs.directory import RunDirectory
 from harness.runs.experiment import Experiment
-from harness.runs.plan import PlannedSpeed, describe_plan, make_plan
+from harness.runs.plan import describe_plan, make_plan
+from harness.runs.planned_speed import PlannedSpeed
 from harness.runs.train_config import TrainConfig, load_train_config
 from tests.conftest import Evidence
 from tests.support.hostile import (

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import shutil
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,13 @@ from typing import Any
 import pytest
 
 from harness.common.errors import UserError
+from harness.common.options import TrainOptions
 from harness.model.config import load_model_config
+from harness.runs import planned_speed
 from harness.runs.directory import RunDirectory
 from harness.runs.experiment import Experiment
 from harness.runs.plan import make_plan
+from harness.runs.planned_speed import plan_speed
 from tests.runs.test_shipped_runs import MACHINES
 from tests.support.isolation import SHIPPED_RUNS
 from tests.support.launch import Result, Workshop, free_port
@@ -514,3 +518,79 @@ def test_a_plan_names_and_checks_the_weights_to_start_from(shop: Workshop, tmp_p
     weights.unlink()
     assert "starts from" not in rows(shop.attempt("--plan"))
     assert "no such file" in shop.attempt("--plan", "--restart").stderr
+
+
+# Tokens per second of eight GPUs on paper, as --plan rounds them; the notebook measured 234,480 to 778,107.
+ON_PAPER = {
+    "8xa100m40": ("A100 40GB", 1_280_000),
+    "8xa100m80": ("A100 80GB", 1_450_000),
+    "8xh100m80": ("H100", 3_170_000),
+    "8xb200m160": ("B200", 6_030_000),
+}
+
+
+@pytest.mark.parametrize("name", ON_PAPER)
+def test_a_speed_on_paper(tmp_path: Path, name: str) -> None:
+    """Said to be on paper, with a range, wherever it stands, and what it comes to."""
+    device, speed = ON_PAPER[name]
+    result = plan_shipped(tmp_path, name, "--assume-world-size", "8", "--assume-device", device)
+    narrow(result)
+    found = rows(result)
+    assert found["speed"].startswith(f"{speed:,} tokens/s of training alone, without validation (on paper for 8 x")
+    low, high = (number(part) for part in found["speed"].partition(f"8 x {device}: ")[2].split(" to "))
+    assert [low, high] == pytest.approx([0.85 * speed, 1.15 * speed], rel=0.005)
+    total = float(re.findall(r"\$([\d.]+)", found["cost"])[2])
+    cheap, dear = (float(each) for each in re.findall(r"\$([\d.]+)", found["cost"].partition("on paper: ")[2]))
+    assert [cheap, dear] == pytest.approx([total / 1.15, total / 0.85], abs=0.011)
+    assert re.search(r"on paper: [\d.]+ (h|s) to [\d.]+ h in all", found["time"])
+    assert total < BILLS[name][2] / 2, "the notebook's machine, with this program"
+
+
+def test_nothing_measured_or_given_is_said_to_be_on_paper(shop: Workshop) -> None:
+    shop.add_run(price_per_hour=36.0)
+    assert "on paper" not in shop.attempt("--plan", "--assume-tps", "10").stdout
+
+
+def test_a_measured_speed_comes_first(shop: Workshop) -> None:
+    """On the device that is assumed, or on any if none is; another's does not count."""
+    experiment = Experiment.load(RunDirectory(shop.add_run()), shop.datasets)
+    add_summary(shop.runs / "r", experiment, device="NVIDIA H100 80GB HBM3")
+    assert rows(shop.attempt("--plan", "--assume-device", "H100"))["speed"].startswith("96 tokens/s")
+    found = rows(shop.attempt("--plan", "--assume-device", "H200"))
+    assert "(on paper for 1 x H200: " in found["speed"]
+
+
+def test_a_device_that_nothing_is_known_of(shop: Workshop) -> None:
+    shop.add_run()
+    result = shop.attempt("--plan", "--assume-device", "A100")
+    assert result.status == 2
+    assert result.stderr.startswith('error: --assume-device: nothing is known of "A100"; there is A100 40GB, A100 80GB')
+    assert result.stderr.count("\n") == 1
+    result = shop.attempt("--plan", "--assume-device", "H100", "--assume-tps", "10")
+    assert (result.status, result.stderr) == (2, "error: --assume-device and --assume-tps: give one of them\n")
+    result = shop.attempt("--assume-device", "H100")
+    assert (result.status, result.stderr) == (2, "error: --assume-device belongs with --plan\n")
+
+
+def test_what_is_not_on_paper_either(shop: Workshop) -> None:
+    shop.add_run(precision="fp32")
+    found = rows(shop.attempt("--plan", "--assume-device", "H100"))
+    assert found["time and cost"].startswith('unknown: no speed on paper for H100: "precision": "fp32" is not covered')
+    shop.add_run()
+    found = rows(shop.attempt("--plan", "--assume-device", "H100", "--assume-world-size", "16"))
+    assert "16 ranks are more than one machine" in found["time and cost"]
+
+
+def test_this_machines_own_gpus(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is one for each rank, and they are alike."""
+    experiment = Experiment.load(RunDirectory(shop.add_run()), shop.datasets)
+    values: dict[str, Any] = dict.fromkeys((field.name for field in fields(TrainOptions)), None)
+    nothing_said = TrainOptions(**values)
+
+    def source(ranks: int, *gpus: str) -> str:
+        monkeypatch.setattr(planned_speed, "gpu_names", lambda: list(gpus))
+        return plan_speed(experiment, experiment.layout(ranks), nothing_said).source
+
+    assert source(2, "NVIDIA H200", "NVIDIA H200").startswith("on paper for 2 x H200: ")
+    for few_or_strange in (["NVIDIA H200"], ["NVIDIA H200", "NVIDIA H100 80GB HBM3"], ["NVIDIA L4", "NVIDIA L4"], []):
+        assert source(2, *few_or_strange).startswith("no earlier run of this shape; give --assume-tps")

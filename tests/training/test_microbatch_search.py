@@ -25,7 +25,7 @@ from harness.common.statistics import fit_line
 from harness.runs.directory import RunDirectory
 from harness.runs.experiment import Experiment
 from harness.runs.train_config import load_train_config
-from harness.training.batch_size_finder import GUESSES, largest_that_fits
+from harness.training.microbatch_search import GUESSES, largest_that_fits
 from tests.support.isolation import on_path
 from tests.support.launch import ROOT, Result, Workshop, finish, free_port
 
@@ -221,7 +221,7 @@ def test_write_with_a_global_batch_size(tmp_path: Path) -> None:
 
 def test_a_search_comes_to_an_end(workshop: Workshop) -> None:
     """No probe is begun that would end after the time for the search: what has fitted by then is the answer."""
-    hurried = "import harness.training.batch_size_finder\nharness.training.batch_size_finder.SEARCH_SECONDS = 0.0\n"
+    hurried = "import harness.training.microbatch_probe\nharness.training.microbatch_probe.SEARCH_SECONDS = 0.0\n"
     result = workshop.train("r", "-f", ranks=2, prelude=hurried)
     assert probes(result) == {1: "fits"}
     assert "Max microbatch size was 1\nMore may fit; the search has ended, since trying 2 would take" in result.stdout
@@ -410,7 +410,7 @@ def test_a_probe_leaves_the_process_usable(base_gib: float, workshop: Workshop) 
         "import gpt; from harness.training.step import build_step\n"
         "from harness.runs.experiment import Experiment; from harness.runs.directory import RunDirectory\n"
         "from harness.distributed.world import World\n"
-        "from harness.training.batch_size_finder import MicrobatchProbe; from harness.data.dataset import Dataset\n"
+        "from harness.training.microbatch_probe import MicrobatchProbe; from harness.data.dataset import Dataset\n"
         "from harness.common.memory import *\n"
         "world = World.join(); runs, datasets = Path(sys.argv[2]), Path(sys.argv[3])\n"
         "e = Experiment.load(RunDirectory.find(runs, 'r'), datasets)\n"

@@ -1,0 +1,195 @@
+"""Tokens per second on a GPU that nobody has measured yet, by arithmetic: how much of what a token needs, over how fast
+the device does it. Without torch. docs/performance.md has the tables that come of it, and what was measured since.
+
+A token of training needs matrix products, attention, memory traffic between them, random numbers for dropout, and its
+share of what is done once for each microbatch and step. Times add up: on one stream nothing overlaps but the exchange
+of gradients. What part of a data sheet's peak a program reaches is assumed, and so is wrong by some: see UNCERTAINTY.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from harness.data.loader import BatchLayout
+from harness.model.config import ModelConfig
+
+UNCERTAINTY = 0.15  # of a speed on paper, either way: a judgement, until more was measured
+LARGEST_MACHINE = 8  # GPUs that NVLink joins; a network between machines is another arithmetic
+
+# Bytes that kernels between the matrix products read and write: per token, layer and unit of width, and outside of the
+# layers. Inductor's own counts for GPT-2 small in bf16 with an fp32 residual stream: 107 kB a layer, 150 kB besides.
+LAYER_BYTES = 139
+OTHER_BYTES = 195
+DROPOUT_BYTES = 4  # of LAYER_BYTES: two masks of a byte, written and read
+LOGIT_BYTES = 4  # a logit read and its gradient written, both bf16, in one kernel
+# Per parameter. A step: AdamW reads weight, gradient and two averages (16) and writes all but the gradient (12); the
+# norm reads the gradient (4), and forgetting writes it (4). A microbatch: the weight's bf16 copy (6), and a bf16
+# gradient that is written, read and added in fp32 (12).
+STEP_BYTES = 36
+MICROBATCH_BYTES = 18
+GRADIENT_BYTES = 4
+MEMORY_SHARE = 0.8  # of the data sheet's bandwidth that a fused kernel reaches
+REST = 0.04  # of all: reports, data, gaps between kernels
+# The CPU's part, which bounds small models: about 560 kernels a microbatch of 12 layers, and 6 ms to launch them.
+LAUNCHES_PER_LAYER = 45
+OTHER_LAUNCHES = 20
+LAUNCH_SECONDS = 11e-6
+CUDNN_DROPOUT_STEPS = 16  # cuDNN's attention has dropout in sixteenths; any other rate goes to FlashAttention
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What one generation of GPUs does of the work of training; FLOP/s unless said otherwise."""
+
+    matrix_peak: float  # data sheet: dense products of 16-bit numbers, sums in fp32
+    matrix_share: float  # of it that products of GPT-2's shapes reach
+    flash: float  # FlashAttention-2 with dropout, causal, heads of 64, forward and backward together
+    cudnn: float  # torch's choice where the dropout suits it
+    random_numbers: float  # Philox's, per second
+    exchange: float  # bytes/s of an all-reduce over NVLink ("bus bandwidth" of NCCL's tests)
+
+
+@dataclass(frozen=True)
+class PaperDevice:
+    """A GPU whose speed can be told on paper."""
+
+    name: str
+    chip: Chip
+    bandwidth: float  # bytes/s, data sheet
+    other_words: str  # that drivers or users have in its name besides
+
+    def is_called(self, name: str) -> bool:
+        """Whether a driver or a user means it: all words of its name are there, and none that make it another."""
+        words, own = _words(name), _words(self.name)
+        return own <= words <= own | _words(self.other_words)
+
+
+def _words(text: str) -> set[str]:
+    return set(re.findall(r"[a-z0-9]+", text.lower()))
+
+
+# Peaks and bandwidths: NVIDIA's data sheets of A100, H100 and H200 (SXM) and HGX B200. Attention: Dao,
+# "FlashAttention-2" (arXiv:2307.08691), and for cuDNN 1.7 to 2.3 times that on Hopper in training
+# (https://github.com/huggingface/transformers/pull/48163). Shares, random numbers, exchange, and all of Blackwell's
+# but its data sheet are assumed.
+AMPERE = Chip(312e12, 0.70, flash=115e12, cudnn=115e12, random_numbers=1.6e11, exchange=235e9)
+HOPPER = Chip(989e12, 0.60, flash=190e12, cudnn=360e12, random_numbers=2.4e11, exchange=400e9)
+BLACKWELL = Chip(2.25e15, 0.55, flash=200e12, cudnn=700e12, random_numbers=2.9e11, exchange=800e9)
+DEVICES = (
+    PaperDevice("A100 40GB", AMPERE, 1.555e12, "nvidia sxm4 sxm"),
+    PaperDevice("A100 80GB", AMPERE, 2.039e12, "nvidia sxm4 sxm"),
+    PaperDevice("H100", HOPPER, 3.35e12, "nvidia 80gb hbm3 sxm5 sxm"),
+    PaperDevice("H200", HOPPER, 4.8e12, "nvidia 141gb hbm3e sxm5 sxm"),
+    PaperDevice("B200", BLACKWELL, 8.0e12, "nvidia 180gb 192gb hbm3e sxm"),
+)
+# Values of train.json whose price nobody knows yet.
+UNKNOWN_PRICE = {"precision": "fp32", "compile": False, "activation_checkpointing": True, "deterministic": True}
+
+
+def find_device(name: str) -> PaperDevice | None:
+    """The device of that name: as its driver has it ("NVIDIA A100-SXM4-40GB"), or as people write it ("a100-40gb")."""
+    plain = re.sub(r"(\d)\s+gb\b", r"\1gb", name.lower())
+    return next((device for device in DEVICES if device.is_called(plain)), None)
+
+
+def why_not(train: Mapping[str, Any], world_size: int) -> str | None:
+    """What of train.json or the number of ranks the arithmetic does not cover; None if it covers all."""
+    for key, value in UNKNOWN_PRICE.items():
+        if key in train and train[key] == value:
+            return f'"{key}": {json.dumps(value)} is not covered'
+    if world_size > LARGEST_MACHINE:
+        return f"{world_size} ranks are more than one machine of {LARGEST_MACHINE} GPUs"
+    return None
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one token of training needs, forward and backward; `numbers` of dropout are drawn once."""
+
+    layer_flops: float
+    head_flops: float
+    attention_flops: float
+    layer_bytes: float
+    logit_bytes: float
+    numbers: float
+    parameters: int
+    embedding_parameters: int
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> Work:
+        """Matrix products: 6 FLOPs for each weight that multiplies (PaLM, arXiv:2204.02311, appendix B). Attention:
+        the causal half of 2 products forward (2·T·C a token and layer) and, the scores being computed again, 5
+        backward (Dao, arXiv:2307.08691, section 3): 7·T·C."""
+        width, layers = model.emb_dim, model.n_layers
+        drops = model.drop_rate > 0
+        return cls(
+            layer_flops=6 * 12 * width**2 * layers,
+            head_flops=6 * width * model.vocab_size,
+            attention_flops=7 * model.context_length * width * layers,
+            layer_bytes=width * (layers * (LAYER_BYTES - (0 if drops else DROPOUT_BYTES)) + OTHER_BYTES),
+            logit_bytes=LOGIT_BYTES * model.vocab_size,
+            numbers=width * (2 * layers + 1) if drops else 0,
+            parameters=model.parameters,
+            embedding_parameters=model.vocab_size * width,
+        )
+
+    @property
+    def matrix_flops(self) -> float:
+        """All of a token's floating-point operations in products."""
+        return self.layer_flops + self.head_flops + self.attention_flops
+
+    @property
+    def bytes(self) -> float:
+        """A token's memory traffic between products, but for what is done once for a microbatch or step."""
+        return self.layer_bytes + self.logit_bytes
+
+    def floor_seconds(self, matrix_peak: float, bandwidth: float) -> float:
+        """Seconds that no program with these kernels goes below: arithmetic at the peak, memory at the full bandwidth,
+        the two at once (the roofline of Williams et al. 2009)."""
+        return max(self.matrix_flops / matrix_peak, self.bytes / bandwidth)
+
+
+@dataclass(frozen=True)
+class PaperSpeed:
+    """What a token is expected to take on each GPU, by terms that add up."""
+
+    terms: dict[str, float]  # seconds a token
+    ranks: int
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.terms.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all GPUs together."""
+        return self.ranks / self.seconds
+
+
+def paper_speed(model: ModelConfig, device: PaperDevice, layout: BatchLayout) -> PaperSpeed:
+    """What a token of training takes on such GPUs: compiled, 16-bit, AdamW, the ranks on one machine."""
+    work, chip = Work.of(model), device.chip
+    products, memory = chip.matrix_peak * chip.matrix_share, device.bandwidth * MEMORY_SHARE
+    tokens, steps = layout.microbatch_tokens, layout.accumulation_steps
+    suits_cudnn = (model.drop_rate * CUDNN_DROPOUT_STEPS).is_integer()
+    terms = {
+        "layers' products": work.layer_flops / products,
+        "head's products": work.head_flops / products,
+        "attention": work.attention_flops / (chip.cudnn if suits_cudnn else chip.flash),
+        "between products": work.layer_bytes / memory,
+        "loss": work.logit_bytes / memory,
+        "dropout": work.numbers / chip.random_numbers,
+        "weights, per microbatch": work.parameters * MICROBATCH_BYTES / memory / tokens,
+        "optimizer, per step": work.parameters * STEP_BYTES / memory / (tokens * steps),
+    }
+    terms["rest"] = REST * sum(terms.values())
+    launching = (LAUNCHES_PER_LAYER * model.n_layers + OTHER_LAUNCHES) * LAUNCH_SECONDS / tokens
+    terms["waiting for the CPU"] = max(0.0, launching - sum(terms.values()))
+    # All other gradients travel while the backward pass goes on; the token embedding's is the last to be there.
+    sent = 2 * (layout.world_size - 1) / layout.world_size * GRADIENT_BYTES * work.embedding_parameters
+    terms["exchange"] = sent / chip.exchange / (tokens * steps)
+    return PaperSpeed(terms, layout.world_size)

@@ -1,0 +1,175 @@
+"""Which speed a plan reckons with, and where that comes from: the first that there is of one that the user assumes, one
+that an earlier run has measured, and one on paper (harness/runs/paper_speed.py).
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from harness.common.errors import UserError
+from harness.common.gpu_names import gpu_names
+from harness.common.options import TrainOptions
+from harness.data.loader import BatchLayout
+from harness.runs.experiment import Experiment
+from harness.runs.intervals import times_due
+from harness.runs.paper_speed import DEVICES, UNCERTAINTY, PaperDevice, find_device, paper_speed, why_not
+from harness.runs.summary import RunSummary, read_summary
+from harness.runs.throughput import Measured, same_kernels
+
+# Keys of train.json that say what is evaluated, and so how long it takes.
+BENCHMARK_KEYS = ("benchmark_interval", "benchmark_tasks", "benchmark_examples")
+GIVE_A_SPEED = "give --assume-tps or --assume-tps-with-validation"
+OR_A_DEVICE = f"{GIVE_A_SPEED}, or --assume-device for a speed on paper"
+
+
+@dataclass(frozen=True)
+class PlannedSpeed:
+    """Tokens per second, or None, and where the number comes from, or why there is none."""
+
+    tokens_per_second: float | None
+    source: str
+    includes_validation: bool = False  # over training and validation together; else over training alone
+    benchmark_seconds: float | None = None  # of evaluating all of train.json's benchmark tasks once
+    uncertainty: float = 0.0  # the true speed is within this part of it, either way; 0: measured, or given
+
+
+def plan_speed(experiment: Experiment, layout: BatchLayout, options: TrainOptions) -> PlannedSpeed:
+    """The speed for this model and batch, and how long this run's earlier benchmarks took.
+
+    Raises UserError for an --assume-device that is not known.
+    """
+    device = assumed_device(options.assume_device)
+    speed = assumed_speed(options) or _measured_speed(experiment, layout, device)
+    if speed.tokens_per_second is None:
+        own = None if device else own_device(layout.world_size)
+        speed = on_paper(experiment, layout, device or own) or speed
+    return replace(speed, benchmark_seconds=earlier_benchmark_seconds(experiment, layout))
+
+
+def assumed_device(name: str | None) -> PaperDevice | None:
+    """The device that --assume-device names. Raises UserError if there is no such one."""
+    if name is None:
+        return None
+    found = find_device(name)
+    if found is not None:
+        return found
+    known = ", ".join(device.name for device in DEVICES)
+    raise UserError(f'--assume-device: nothing is known of "{name}"; there is {known}; or {GIVE_A_SPEED}')
+
+
+def own_device(ranks: int) -> PaperDevice | None:
+    """This machine's kind of GPU, if it has one for each rank and they are alike."""
+    names = gpu_names()
+    return find_device(names[0]) if len(names) >= ranks and len(set(names)) == 1 else None
+
+
+def on_paper(experiment: Experiment, layout: BatchLayout, device: PaperDevice | None) -> PlannedSpeed | None:
+    """What arithmetic says of such devices; None without one."""
+    if device is None:
+        return None
+    reason = why_not(experiment.config.model_dump(mode="json"), layout.world_size)
+    if reason is not None:
+        return PlannedSpeed(None, f"no speed on paper for {device.name}: {reason}; {GIVE_A_SPEED}")
+    speed = three_digits(paper_speed(experiment.model, device, layout).tokens_per_second)
+    low, high = (three_digits(speed * (1 + sign * UNCERTAINTY)) for sign in (-1, 1))
+    source = (
+        f"on paper for {layout.world_size} x {device.name}: {low:,.0f} to {high:,.0f}; nobody has measured it, and "
+        "docs/performance.md has the arithmetic"
+    )
+    return PlannedSpeed(speed, source, uncertainty=UNCERTAINTY)
+
+
+def three_digits(number: float) -> float:
+    """As many as a number on paper deserves."""
+    return float(f"{number:.3g}")
+
+
+def assumed_speed(options: TrainOptions) -> PlannedSpeed | None:
+    """What the options --assume-tps and --assume-tps-with-validation say, of which at most one is given."""
+    if options.assume_tps_with_validation is not None:
+        return PlannedSpeed(options.assume_tps_with_validation, "assumed", includes_validation=True)
+    return None if options.assume_tps is None else PlannedSpeed(options.assume_tps, "assumed")
+
+
+def _measured_speed(experiment: Experiment, layout: BatchLayout, device: PaperDevice | None) -> PlannedSpeed:
+    """By an earlier run; on `device`, if one is given."""
+    run = experiment.run.path
+    found = earlier_speeds(run.parent, experiment, layout)
+    if device is not None:
+        found = [earlier for earlier in found if find_device(earlier.device) == device]
+    best = max(found, key=lambda earlier: earlier.preference(run), default=None)
+    if best is None:
+        return PlannedSpeed(None, f"no earlier run of this shape; {OR_A_DEVICE}")
+    return best.planned()
+
+
+def earlier_benchmark_seconds(experiment: Experiment, layout: BatchLayout) -> float | None:
+    """Seconds of evaluating the benchmark tasks once, by this run's own summary.json; None if that does not say it of
+    today's tasks on as many ranks."""
+    try:
+        summary = read_summary(experiment.run.summary)
+    except UserError:
+        return None
+    now = experiment.config.model_dump(mode="json")
+    is_alike = all(summary.train.get(key) == now[key] for key in BENCHMARK_KEYS)
+    spent = summary.seconds.get("benchmarks", 0.0)
+    every, steps = experiment.config.benchmark_interval, summary.global_steps or 0
+    if (
+        every is None
+        or not is_alike
+        or summary.world_size != layout.world_size
+        or steps < 1
+        or not 0 < spent < math.inf
+    ):
+        return None
+    return spent / times_due(range(steps), every)
+
+
+@dataclass(frozen=True)
+class EarlierSpeed:
+    """What a run's summary.json tells of its speed."""
+
+    summary: Path
+    tokens_per_second: float
+    measured: Measured | None  # None: it does not say
+    device: str
+
+    def preference(self, run: Path) -> tuple[bool, bool, float]:
+        """The higher, the better: what can be believed, then this run's own, then the longest."""
+        if self.measured is None:
+            return False, self.summary.parent == run, 0.0
+        return self.measured.is_believable, self.summary.parent == run, self.measured.seconds
+
+    def planned(self) -> PlannedSpeed:
+        if self.measured is None:
+            reason = "is an earlier version's, and does not say what its speed was measured over"
+            return PlannedSpeed(None, f"{self.summary} {reason}; {GIVE_A_SPEED}")
+        over = f"{self.measured.global_steps:,} steps, {self.measured.tokens:,} tokens, {self.measured.seconds:,.1f} s"
+        if self.measured.is_believable:
+            return PlannedSpeed(
+                self.tokens_per_second, f"measured over {over} of training on {self.device}, in {self.summary}"
+            )
+        short = f"less than {self.measured.shortfall} of training is too little to tell"
+        return PlannedSpeed(None, f"{self.summary} measured {over}, and {short}; {GIVE_A_SPEED}")
+
+
+def earlier_speeds(runs_dir: Path, experiment: Experiment, layout: BatchLayout) -> list[EarlierSpeed]:
+    """The speeds that runs in `runs_dir` have measured with this model and batch, if their train.json let a step take
+    as long as this one's does."""
+    model, train = experiment.model.model_dump(mode="json"), experiment.config.model_dump(mode="json")
+    found = []
+    for path in sorted(runs_dir.glob("*/summary.json")):
+        with suppress(UserError):  # not a summary of ours; a plan does not depend on it
+            summary = read_summary(path)
+            speed = summary.tokens_per_second
+            is_alike = summary.model == model and _layout(summary) == _layout(layout)
+            if is_alike and same_kernels(summary.train, train) and speed is not None and 0 < speed < math.inf:
+                found.append(EarlierSpeed(path, speed, summary.measured, summary.device))
+    return found
+
+
+def _layout(record: RunSummary | BatchLayout) -> tuple[int | None, ...]:
+    return record.world_size, record.microbatch_size, record.accumulation_steps

@@ -1,0 +1,31 @@
+"""A model as it is trained: with the kernels that train.json asks for, its gradients exchanged between the ranks."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from harness.distributed.world import World
+from harness.model.kernels import choose_kernels, tune_by_coordinate_descent
+from harness.runs.experiment import Experiment
+
+
+def parallelise(model: nn.Module, experiment: Experiment, world: World) -> nn.Module:
+    """The model wrapped for data-parallel training, or the same in a world of one; it is on its device already.
+
+    Collective. Raises UserError if this machine cannot compute it as train.json demands.
+    """
+    config = experiment.config
+    if config.coordinate_descent_tuning:
+        tune_by_coordinate_descent()
+    choose_kernels(
+        *(model, experiment.model.drop_rate, world.device),
+        compiled=config.compile,
+        exact_dropout=config.exact_dropout,
+    )
+    if world.size == 1:
+        return model
+    devices = [world.device] if world.device.type == "cuda" else None
+    return DistributedDataParallel(
+        model, device_ids=devices, gradient_as_bucket_view=True, bucket_cap_mb=config.bucket_mb
+    )

@@ -1,0 +1,130 @@
+"""What is known of a device's memory: how a full one shows, what a limit leaves, who else is there. The answers of CUDA
+are pretended; there is none here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from harness.common.errors import RunError, UserError
+from harness.common.memory import (
+    CUDA_RESERVE_BYTES,
+    is_out_of_memory,
+    limit_memory,
+    program_gib,
+    refuse_full_device,
+    taken_by_others,
+)
+
+GIB = 2**30
+CUDA = torch.device("cuda", 3)
+
+FULL = [
+    "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8",
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 39.49 GiB",
+    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "cuDNN Frontend error: [cudnn_frontend] Error: No valid execution plans built.",
+    "Triton Error [CUDA]: out of memory",
+    "NCCL error in: ProcessGroupNCCL.cpp:94, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
+    "NCCL error in: ProcessGroupNCCL.cpp:94, unhandled cuda error\nLast error:\nCuda failure 2",
+    "backend='inductor' raised:\nOutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+]
+ANOTHER_TROUBLE = [
+    "out of resource: shared memory, Required: 264192, Hardware limit: 232448. Reducing block sizes may help.",
+    "No valid triton configs. OutOfMemoryError: out of resource: triton_mm Required: 264192 Hardware limit: 232448",
+    "CUDA error: an illegal memory access was encountered",
+    "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`",
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",
+    "Last error:\nCuda failure 209 'no kernel image is available for execution on the device'",
+    "Last error:\nCuda failure 700 'an illegal memory access was encountered'",
+]
+
+
+@pytest.mark.parametrize("text", FULL)
+def test_all_faces_of_a_full_device(text: str) -> None:
+    assert is_out_of_memory(RuntimeError(text))
+
+
+def test_exceptions_made_for_it() -> None:
+    assert is_out_of_memory(torch.OutOfMemoryError("no words"))
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(RunError("out of memory in writing the checkpoint"))
+
+
+@pytest.mark.parametrize("text", ANOTHER_TROUBLE)
+def test_other_troubles_are_not_taken_for_it(text: str) -> None:
+    assert not is_out_of_memory(RuntimeError(text))
+
+
+class PretendedGpu:
+    """`held` bytes are in torch's allocator, `outside` elsewhere."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, total: float, held: float, outside: float) -> None:
+        self.fraction = 1.0
+        patch.setattr(
+            torch.cuda, "mem_get_info", lambda device: (int((total - held - outside) * GIB), int(total * GIB))
+        )
+        patch.setattr(torch.cuda, "memory_reserved", lambda device: int(held * GIB))
+        patch.setattr(torch.cuda, "set_per_process_memory_fraction", self.set_fraction)
+
+    def set_fraction(self, fraction: float, device: torch.device) -> None:
+        assert isinstance(fraction, float)
+        assert 0.0 <= fraction <= 1.0
+        self.fraction = fraction
+
+
+@pytest.mark.parametrize(("asked", "whole"), [(None, 80.0), (40.0, 40.0), (100.0, 80.0)])
+def test_a_limit_leaves_out_what_torch_does_not_hold_and_a_reserve(
+    asked: float | None, whole: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """80 GiB, of which CUDA and NCCL hold 1.5 and the allocator 2."""
+    gpu = PretendedGpu(monkeypatch, total=80.0, held=2.0, outside=1.5)
+    limit = limit_memory(CUDA, asked, local_size=8)
+    assert limit.gib == pytest.approx(whole)
+    assert limit.usable_bytes == pytest.approx((whole - 1.5 - 0.75) * GIB)
+    assert gpu.fraction * 80 * GIB == pytest.approx(limit.usable_bytes)
+    assert limit.note == "1.50 GiB are taken outside torch and 0.75 GiB left as a reserve"
+    assert program_gib(CUDA) * GIB == pytest.approx(1.5 * GIB + CUDA_RESERVE_BYTES)
+
+
+def test_a_limit_below_what_is_taken_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = PretendedGpu(monkeypatch, total=80.0, held=0.0, outside=1.5)
+    assert limit_memory(CUDA, 1.0, local_size=1).usable_bytes == 0.0
+    assert gpu.fraction == 0.0
+
+
+def test_another_process_on_the_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    PretendedGpu(monkeypatch, total=79.2, held=0.0, outside=35.25)
+    assert taken_by_others(CUDA) == (
+        "another process holds about 35.2 of the 79.2 GiB of GPU 3; `nvidia-smi` shows which"
+    )
+    refuse_full_device(CUDA)
+
+
+def test_what_every_process_takes_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    PretendedGpu(monkeypatch, total=79.2, held=0.5, outside=1.5)
+    assert taken_by_others(CUDA) is None
+    assert taken_by_others(torch.device("cpu")) is None
+    refuse_full_device(torch.device("cpu"))
+
+
+def test_a_gpu_without_room_to_begin_with_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    PretendedGpu(monkeypatch, total=79.2, held=0.0, outside=78.8)
+    with pytest.raises(UserError, match=r"^GPU 3: 0\.4 of 79\.2 GiB are free; another process holds the rest: end it"):
+        refuse_full_device(CUDA)
+
+
+def test_a_gpu_that_cannot_even_be_asked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    class Properties:
+        total_memory = 80 * GIB
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    with pytest.raises(UserError, match=r"^GPU 3: 0\.0 of 80\.0 GiB are free"):
+        refuse_full_device(CUDA)
