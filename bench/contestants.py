@@ -19,6 +19,7 @@ from bench.references import NanoGPT, NotebookModel
 from bench.turns import Shape
 from gpt import GPTModel, ModelConfig
 from harness.data.loader import Microbatch
+from harness.distributed.world import World
 from harness.model.kernels import choose_kernels
 from harness.runs.train_config import TrainConfig
 from harness.training.step import build_step
@@ -70,6 +71,7 @@ class Contestant:
 
 def ours(case: Case, precision: str, *, tied: bool) -> Contestant:
     """This project's own step, as ddp_train.py runs it in one process."""
+    World.join()  # which arranges threads and memory
     torch.manual_seed(42)
     model = GPTModel(case.shape.model_copy(update={"tie_weights": tied})).to(case.device)
     choose_kernels(model, case.shape.drop_rate, case.device, compiled=case.compile)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import re
 import resource
@@ -13,11 +12,9 @@ import numpy as np
 import torch
 
 from harness.common.errors import RunError, UserError
+from harness.common.freed_memory import give_back_at_once
 from harness.common.units import GIB
 
-# mallopt(3): blocks above this size get their own mapping, which goes back to the system as soon as it is freed.
-M_MMAP_THRESHOLD = -3
-OWN_MAPPING_BYTES = 2**20
 # Kept free by a search, and below it threads and libraries cannot work. For what a long training on several ranks may
 # take beyond a probe: growing heaps, buffers of exchanges. (One process of four steps took within 2 MiB of its probe.)
 HEADROOM_BYTES = 2**26
@@ -123,13 +120,6 @@ def taken_by_others(device: torch.device) -> str | None:
     )
 
 
-def give_back_at_once() -> None:
-    """Under a limit on this process's writable memory (`ulimit -d`), let freed blocks leave it at once, as in a search
-    for what fits. Without one they are kept, which takes about 5% less time."""
-    if resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY:
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, OWN_MAPPING_BYTES)
-
-
 def room_gib(device: torch.device, limit_gib: float) -> float:
     """What a limit leaves for models and batches."""
     return limit_gib - program_gib(device)
@@ -145,7 +135,7 @@ def program_gib(device: torch.device) -> float:
 
 def settle_cpu_memory() -> None:
     """Start the threads that the limit would keep from starting, and have freed blocks leave the process at once."""
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, OWN_MAPPING_BYTES)
+    give_back_at_once()
     product = torch.randn(256, 256, requires_grad=True) @ torch.randn(256, 256)
     product.sum().backward()
     np.ones((256, 256)) @ np.ones((256, 256))  # OpenBLAS ends the process where it cannot have its buffers

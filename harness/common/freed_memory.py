@@ -1,0 +1,39 @@
+"""What the C library does with memory that torch has freed on a CPU: keep it for the next block, or give it back.
+
+A training step frees its activations and gradients and takes as much again. Given back, every page of it comes anew
+from the system, which sets it to zero first: a fifth of a step's time (docs/LOG.md).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+
+# mallopt(3) and mallopt's header; values are C ints.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
+NEVER = -1
+DEFAULT_MAPPINGS = 65536
+OWN_MAPPING_BYTES = 2**20
+
+
+def keep_or_give_back() -> None:
+    """Keep freed blocks; but under a limit on this process's writable memory (`ulimit -d`) do as a search for what fits
+    does, so that what it has found fits."""
+    if resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY:
+        _mallopt(M_MMAP_MAX, 0)  # no block has a mapping of its own, which would go back when it is freed
+        _mallopt(M_TRIM_THRESHOLD, NEVER)
+    else:
+        give_back_at_once()
+
+
+def give_back_at_once() -> None:
+    """Give every block above a MiB its own mapping, which goes back to the system as soon as it is freed."""
+    _mallopt(M_MMAP_MAX, DEFAULT_MAPPINGS)
+    _mallopt(M_MMAP_THRESHOLD, OWN_MAPPING_BYTES)
+    _mallopt(M_TRIM_THRESHOLD, OWN_MAPPING_BYTES)
+
+
+def _mallopt(parameter: int, value: int) -> None:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it
+    if mallopt is not None:
+        mallopt(parameter, value)

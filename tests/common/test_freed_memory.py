@@ -1,0 +1,45 @@
+"""Memory that torch has freed on a CPU: kept from step to step, and given back under a limit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.isolation import ROOT
+
+# Blocks of 64 MiB, twice; how many pages the second time needed from the system, and what is left in the end.
+PROGRAM = """
+import json, resource, sys
+if sys.argv[1] == "limited":
+    resource.setrlimit(resource.RLIMIT_DATA, (2**34, 2**34))
+from harness.common.freed_memory import keep_or_give_back
+keep_or_give_back()
+import torch
+def status(key):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) * 1024
+def step():
+    blocks = [torch.ones(2**24) for _ in range(4)]
+before = status("VmRSS")
+step()
+faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+step()
+print(json.dumps([resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults, status("VmRSS") - before]))
+"""
+
+
+@pytest.mark.parametrize("way", ["kept", "limited"])
+def test_blocks_are_kept_but_not_under_a_limit(way: str) -> None:
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "THP_MEM_ALLOC_ENABLE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, way], capture_output=True, text=True, check=True, env=environment, cwd=ROOT
+    )
+    faults, left = json.loads(done.stdout)
+    if way == "kept":
+        assert faults < 1000
+        assert left > 2**27
+    else:
+        assert faults > 1000, "pages come anew"
+        assert left < 2**26
