@@ -172,6 +172,11 @@ def _check_train_combinations(config: TrainConfig) -> None:
         raise ValueError(f'key "residual_precision": "bf16" needs "precision": "bf16", not "{config.precision}"')
     if config.coordinate_descent_tuning and config.compile is False:
         raise ValueError('key "coordinate_descent_tuning": true tunes compiled kernels; it needs "compile": true')
+    if config.coordinate_descent_tuning and config.deterministic:
+        raise ValueError(
+            'keys "coordinate_descent_tuning" and "deterministic": kernels that are chosen by timing differ from start to '
+            "start; give one of them"
+        )
     if (config.sample_interval is None) != (config.sample_prompt is None):
         raise ValueError('keys "sample_interval" and "sample_prompt": give both or neither')
     if (config.benchmark_interval is None) != (config.benchmark_tasks is None):

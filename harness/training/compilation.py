@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from torch._dynamo.exc import TorchDynamoException
+
 from harness.common.errors import UserError
 from harness.common.memory import is_out_of_memory
 from harness.data.loader import Microbatch
@@ -32,20 +34,28 @@ def settle_compilation(
     except Exception as error:
         if is_out_of_memory(error) or explain_nondeterminism(error):
             raise
+        if setting is True and not isinstance(error, TorchDynamoException):  # no fault of the compiler's
+            raise
         failure = _reason(error)
     failures = [each for each in world.gather(failure) if each is not None]
     if not failures:
         return
     if setting is True:
-        raise UserError(
-            f'train.json: key "compile": the model cannot be compiled here: {failures[0]}; mend that, or let compile '
-            "be false"
-        )
+        raise UserError(_cannot_be_compiled(failures[0]))
     run_eagerly(step.bare_model)
     say(world, f"note: the model is not compiled, and trains more slowly: compiling failed: {failures[0]}")
 
 
-def _reason(error: Exception) -> str:
+def explain_failed_compilation(error: BaseException) -> str | None:
+    """A line for a compiler's error; None for another one."""
+    return _cannot_be_compiled(_reason(error)) if isinstance(error, TorchDynamoException) else None
+
+
+def _cannot_be_compiled(reason: str) -> str:
+    return f'train.json: key "compile": the model cannot be compiled here: {reason}; mend that, or let compile be false'
+
+
+def _reason(error: BaseException) -> str:
     """What a compiler's error says first, in one line; torch puts a line of its own before it."""
     lines = [line.strip() for line in str(error).splitlines()]
     said = [line for line in lines if line and not line.endswith("raised:")] or [type(error).__name__]

@@ -29,11 +29,13 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-from torch._dynamo.exc import RecompileError
+from torch._dynamo.exc import RecompileError, TorchDynamoException
 
+from harness.common.errors import UserError
 from harness.common.memory import release_memory
 from harness.common.statistics import fit_line
 from harness.data.loader import Microbatch
+from harness.training.compilation import explain_failed_compilation
 from harness.training.microbatch_probe import Found, MicrobatchProbe, SearchTooLong
 from harness.training.microbatch_search import Pace, largest_that_fits
 from harness.training.step import OptimizerStep
@@ -66,7 +68,7 @@ class CompiledProbe(MicrobatchProbe):
 
     programs: int = 0  # of the model, compiled so far on the rank that has most
     is_confirming: bool = False
-    backend: str = "inductor"  # torch.compile's
+    backend: Any = "inductor"  # torch.compile's
     rough_peaks: list[tuple[float, float]] = field(default_factory=list)  # like `peaks`, of any program of the search
     _measured_program: int = 0  # whose peaks are in `peaks`
     _needs_program: bool = False
@@ -89,6 +91,8 @@ class CompiledProbe(MicrobatchProbe):
         except RecompileError:
             self._needs_program = True
             return False
+        except TorchDynamoException as error:
+            raise UserError(str(explain_failed_compilation(error))) from None
 
     def _verdict(self, *, fits: bool) -> str:
         return "would need another program" if self._needs_program else super()._verdict(fits=fits)
@@ -148,7 +152,7 @@ class CompiledProbe(MicrobatchProbe):
         return sum(len(_debug_get_cache_entry_list(code)) for code in codes)
 
 
-def compiled_for_any_number(model: nn.Module, backend: str) -> tuple[Any, types.CodeType]:
+def compiled_for_any_number(model: nn.Module, backend: Any) -> tuple[Any, types.CodeType]:
     """A function that computes what `model` does, compiled, and its code, by which its programs are known.
 
     A function of its own, so that what is compiled for it is not taken for the model itself, nor the other way round.

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from harness.common.errors import RunError
+from harness.common.errors import RunError, UserError
 from harness.common.memory import PeakMeter, is_out_of_memory, release_memory
 from harness.common.statistics import fit_line
 from harness.data.dataset import TokenFile
 from harness.data.loader import Microbatch
 from harness.distributed.world import World
 from harness.evaluation.loss import microbatch_losses
+from harness.model.determinism import explain_nondeterminism
 from harness.training.step import OptimizerStep, StepResult
 
 # The notebook's finding: on a GPU memory has settled after three steps. On the CPU, whose blocks go back at once, the
@@ -133,9 +134,11 @@ class MicrobatchProbe:
                 self._step = self.build_step()
             self._train(self._step, [self._window(microbatch_size)] * min(self.accumulation_steps, PROBE_ACCUMULATION))
         except (RuntimeError, MemoryError, OSError, ImportError, RunError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return False
+            if is_out_of_memory(error):
+                return False
+            if explained := explain_nondeterminism(error):
+                raise UserError(explained) from None
+            raise
         return True
 
     def _train(self, step: OptimizerStep, microbatches: Sequence[Microbatch]) -> None:

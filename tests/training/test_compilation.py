@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.exc import TorchDynamoException
 
 from gpt import GPTModel
 from harness.common.errors import UserError
@@ -61,7 +62,7 @@ class FakeCompiler:
         settle_compilation(self.step, self.microbatch, setting, World(0, 0, 1, 1, torch.device("cpu")))
 
 
-FAILED = RuntimeError("backend='inductor' raised:\nCppCompileError: C++ compile error\n\nCommand:\ng++")
+FAILED = TorchDynamoException("backend='inductor' raised:\nCppCompileError: C++ compile error\n\nCommand:\ng++")
 
 
 def test_auto_steps_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,6 +79,11 @@ def test_true_does_not(tmp_path: Path) -> None:
     fake = FakeCompiler(tmp_path, FAILED)
     with pytest.raises(UserError, match=r'^train.json: key "compile": the model cannot be compiled here: CppC'):
         fake.settle(True)
+
+
+def test_an_error_of_the_model_itself_is_no_compilers(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"^shapes do not match"):
+        FakeCompiler(tmp_path, RuntimeError("shapes do not match")).settle(True)
 
 
 @pytest.mark.parametrize("text", ["CUDA out of memory", "put_ does not have a deterministic implementation, but"])

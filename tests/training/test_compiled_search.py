@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 import gpt
+from harness.common.errors import UserError
 from harness.data.dataset import Dataset
 from harness.distributed.world import World
 from harness.model.config import load_model_config
@@ -291,3 +292,15 @@ def test_a_model_that_needs_a_program_for_each_size(
     assert find_compiled(probe, 1000).size in range(8, 38)
     assert counters["stats"]["unique_graphs"] == probe.programs == MOST_PROGRAMS
     assert calls.uncompiled == 0
+
+
+def test_a_compiler_that_fails_is_one_line(calls: Calls, tmp_path: Path) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no such instruction")
+
+    probe = limited(tmp_path, 37)
+    probe.backend = broken
+    with pytest.raises(
+        UserError, match=r'^train.json: key "compile": the model cannot be compiled here: .*instruction'
+    ):
+        find_compiled(probe, 1000)
