@@ -174,8 +174,8 @@ def _check_train_combinations(config: TrainConfig) -> None:
         raise ValueError('key "coordinate_descent_tuning": true tunes compiled kernels; it needs "compile": true')
     if config.coordinate_descent_tuning and config.deterministic:
         raise ValueError(
-            'keys "coordinate_descent_tuning" and "deterministic": kernels that are chosen by timing differ from start to '
-            "start; give one of them"
+            'keys "coordinate_descent_tuning" and "deterministic": kernels that are chosen by timing differ from '
+            "start to start; give one of them"
         )
     if (config.sample_interval is None) != (config.sample_prompt is None):
         raise ValueError('keys "sample_interval" and "sample_prompt": give both or neither')
