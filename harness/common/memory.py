@@ -19,14 +19,17 @@ from harness.common.units import GIB
 # take beyond a probe: growing heaps, buffers of exchanges. (One process of four steps took within 2 MiB of its probe.)
 HEADROOM_BYTES = 2**26
 LARGEST_LIMIT = 2**62
-# With less than this, not even the steps of a search's own bookkeeping are sure to get their memory.
-LEAST_ROOM_BYTES = 2**24
+# With less than this, not even the steps of a search's own bookkeeping are sure to get their memory, nor do oneDNN's
+# kernels, which then end the process.
+LEAST_ROOM_BYTES = 2**26
 # Kept free on a GPU by a search: kernels that are loaded later, and blocks that do not fit into one another's gaps.
 CUDA_RESERVE_BYTES = 3 * 2**28
 # A process that has begun to use a GPU, and has connected to the others, holds about this much of it.
 OWN_CUDA_BYTES = 2**31
 # With less than this free, CUDA itself and the exchange's buffers find no room.
 LEAST_CUDA_BYTES = 2**30
+# oneDNN's kernels for bf16 on a CPU say no more when they get no memory; one that is not supported has no descriptor.
+ONEDNN_FAILURE = re.compile(r"could not (create|execute) a primitive(?! descriptor)")
 # How libraries and the system say that an allocation failed; torch's own allocator has an exception class for it.
 OUT_OF_MEMORY_TEXTS = (
     "can't allocate memory",
@@ -204,7 +207,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def says_out_of_memory(text: str) -> bool:
     """Whether it has the words of a library or the system whose allocation failed."""
-    return any(words in text for words in OUT_OF_MEMORY_TEXTS) or bool(OUT_OF_MEMORY_NUMBER.search(text))
+    return any(words in text for words in OUT_OF_MEMORY_TEXTS) or any(
+        pattern.search(text) for pattern in (OUT_OF_MEMORY_NUMBER, ONEDNN_FAILURE)
+    )
 
 
 def _status_bytes(field: str) -> int:

@@ -20,6 +20,8 @@ GIB = 2**30
 CUDA = torch.device("cuda", 3)
 
 FULL = [
+    "could not create a primitive",
+    "could not execute a primitive",
     "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8",
     "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 39.49 GiB",
     "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
@@ -33,6 +35,7 @@ FULL = [
     "backend='inductor' raised:\nOutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
 ]
 ANOTHER_TROUBLE = [
+    "could not create a primitive descriptor for the matmul primitive.",
     "out of resource: shared memory, Required: 264192, Hardware limit: 232448. Reducing block sizes may help.",
     "No valid triton configs. OutOfMemoryError: out of resource: triton_mm Required: 264192 Hardware limit: 232448",
     "CUDA error: an illegal memory access was encountered",

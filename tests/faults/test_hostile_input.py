@@ -58,6 +58,7 @@ RATES = [0, 1, 0.0, 1e-320, 1e-8, 0.5, 0.999, 1.0, 1.5, 100, 1e9, 1e300, -0.1]
 CHOICES: dict[str, list[Any]] = {
     "lr_schedule": ["constant", "cosine", "wsd", "linear"],
     "precision": ["auto", "bf16", "fp16", "fp32", "fp8"],
+    "residual_precision": ["fp32", "bf16", "fp16"],
     "validation_ranks": ["rank0", "all", "rank1"],
     "optimizer": ["adamw", "muon", "sgd"],
     "dataset": [DATASET, "local/none", "builtin/none", "../x", "a/b/c", "", "letters", "local/" + "x" * 300, "é/ü"],
