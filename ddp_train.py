@@ -164,7 +164,7 @@ def main(run: str, datasets_dir: Path, checkpoint: str | None, **given: Any) -> 
                 print_plan(experiment, checkpoint, world_size(), options)
             return
         announce(found.path.name)
-        load("torch")
+        load("torch", keep_kernels=not options.find)
         if experiment.config.deterministic:
             from harness.model.determinism import compute_deterministically
 

@@ -14,16 +14,22 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
 NEVER = -1
 DEFAULT_MAPPINGS = 65536
 OWN_MAPPING_BYTES = 2**20
+AMPLE = 2
 
 
-def keep_or_give_back() -> None:
-    """Keep freed blocks; but under a limit on this process's writable memory (`ulimit -d`) do as a search for what fits
-    does, so that what it has found fits."""
-    if resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY:
+def give_back_under_a_limit() -> None:
+    """Under a limit on this process's writable memory (`ulimit -d`) give freed blocks back at once, as a search for what
+    fits does, so that what it has found fits."""
+    if _is_limited():
+        give_back_at_once()
+
+
+def keep_if_ample(free_bytes: int) -> None:
+    """Keep freed blocks from now on, if so much memory is free that this process may have a few times as much as it has
+    had: gaps between blocks make it take up to half as much again, and an optimizer's state may be still to come."""
+    if not _is_limited() and free_bytes >= AMPLE * _peak_resident_bytes():
         _mallopt(M_MMAP_MAX, 0)  # no block has a mapping of its own, which would go back when it is freed
         _mallopt(M_TRIM_THRESHOLD, NEVER)
-    else:
-        give_back_at_once()
 
 
 def give_back_at_once() -> None:
@@ -31,6 +37,14 @@ def give_back_at_once() -> None:
     _mallopt(M_MMAP_MAX, DEFAULT_MAPPINGS)
     _mallopt(M_MMAP_THRESHOLD, OWN_MAPPING_BYTES)
     _mallopt(M_TRIM_THRESHOLD, OWN_MAPPING_BYTES)
+
+
+def _is_limited() -> bool:
+    return resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
+
+
+def _peak_resident_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _mallopt(parameter: int, value: int) -> None:

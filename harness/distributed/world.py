@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from harness.common.device import choose_device
 from harness.common.errors import PeerError, RunError, UserError
-from harness.common.freed_memory import keep_or_give_back
+from harness.common.freed_memory import give_back_under_a_limit
 from harness.common.memory import refuse_full_device
 from harness.distributed import rendezvous, tensor_codec
 from harness.distributed.connection_errors import leaving_with_peers
@@ -77,7 +77,7 @@ class World:
         device = choose_device(here.local_rank, here.local_world_size)
         refuse_full_device(device)
         if device.type == "cpu":
-            keep_or_give_back()
+            give_back_under_a_limit()
         if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here.local_world_size))
         numbers = here.rank, here.local_rank, here.world_size, here.local_world_size

@@ -29,7 +29,9 @@ def linear_cross_entropy(features_NxC: Tensor, weight_VxC: Tensor, targets_N: Te
     (fp64 for fp64 input).
 
     Equals F.cross_entropy(F.linear(features, weight).float(), targets) to rounding; under autocast the matrix products
-    run in the autocast precision and everything else in fp32. First derivatives only.
+    run in the autocast precision and everything else in fp32. First derivatives only, and backward once: it scales
+    the saved gradient in place. Every target is from 0 to V - 1 (compiled code does not look): data sets are checked
+    before training, and there is no number for a target to be ignored.
     """
     needs_grad = torch.is_grad_enabled() and (features_NxC.requires_grad or weight_VxC.requires_grad)
     # Decided here: operations with a registered implementation run where autocast is no longer seen.
@@ -55,7 +57,7 @@ def chunk_rows(rows: int, width: int, device_type: str, dtype: torch.dtype = tor
         logits *= 2
     largest = max(1, logits // width)
     tile = TILE if largest >= TILE else 1
-    chunks = -(-rows // (largest // tile * tile))
+    chunks = max(1, -(-rows // (largest // tile * tile)))
     return max(1, -(-rows // (chunks * tile)) * tile)
 
 

@@ -123,7 +123,8 @@ def rounded_dropout(drop_rate: float, device: torch.device, *, exactly: bool) ->
     assert share is not None
     if device.type != "cuda" or drops_as_told("flash", drop_rate, exactly=True) or exactly:
         return None
-    neighbour = max(1, round(drop_rate * CUDNN_DROPOUT_STEPS)) / CUDNN_DROPOUT_STEPS
+    steps = min(max(1, round(drop_rate * CUDNN_DROPOUT_STEPS)), CUDNN_DROPOUT_STEPS - 1)
+    neighbour = steps / CUDNN_DROPOUT_STEPS
     return (
         f"FlashAttention drops a share of {share:.4f} where drop_rate is {drop_rate:g}; drop_rate {neighbour:g} would "
         'be exact, and leave torch the choice among faster kernels; "exact_dropout": true takes a slower one'

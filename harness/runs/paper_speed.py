@@ -87,7 +87,15 @@ DEVICES = (
     PaperDevice("B200", BLACKWELL, 8.0e12, "nvidia 180gb 192gb hbm3e sxm"),
 )
 # Values of train.json whose price nobody knows yet.
-UNKNOWN_PRICE = {"precision": "fp32", "compile": False, "activation_checkpointing": True, "deterministic": True}
+UNKNOWN_PRICE: dict[str, Any] = {
+    "precision": "fp32",
+    "compile": False,
+    "activation_checkpointing": True,
+    "deterministic": True,
+    "exact_dropout": True,
+    "residual_precision": "bf16",
+    "coordinate_descent_tuning": True,
+}
 
 
 def find_device(name: str) -> PaperDevice | None:

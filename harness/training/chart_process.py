@@ -30,14 +30,14 @@ class ChartProcess:
     def draw(self) -> None:
         """Have the chart of the run so far drawn, some time soon: returns at once. What is asked for while another is
         being drawn is drawn after it, once."""
-        self._read_answers(0.0)
         try:
+            self._read_answers(0.0)
             worker = self._worker or self._start()
             assert worker.stdin is not None
             os.write(worker.stdin.fileno(), b"\n")
             self._asked += 1
-        except OSError as error:
-            self._warn(error.strerror or str(error))
+        except (OSError, ValueError) as error:
+            self._warn(str(error))
             self._end()
 
     def finish(self, seconds: float) -> None:
@@ -68,12 +68,16 @@ class ChartProcess:
             return
         assert self._worker.stdout is not None
         descriptor = self._worker.stdout.fileno()
-        if not select.select([descriptor], [], [], seconds)[0]:
+        poll = select.poll()  # select() knows no descriptors from 1,024 on
+        poll.register(descriptor, select.POLLIN)
+        if not poll.poll(1000 * seconds):
             return
         text = os.read(descriptor, 2**16)
         *lines, self._answers = (self._answers + text).split(b"\n")
         for line in lines:
             count, _, failure = line.decode(errors="replace").partition(" ")
+            if not count.isdigit():
+                continue  # something that Python's start-up has printed
             self._drawn = int(count)
             if failure:
                 self._warn(failure)

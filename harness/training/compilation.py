@@ -32,9 +32,8 @@ def settle_compilation(
     try:
         step.pass_alone(microbatch)
     except Exception as error:
-        if is_out_of_memory(error) or explain_nondeterminism(error):
-            raise
-        if setting is True and not isinstance(error, TorchDynamoException):  # no fault of the compiler's
+        is_compilers = isinstance(error, TorchDynamoException)
+        if is_out_of_memory(error) or explain_nondeterminism(error) or not is_compilers:
             raise
         failure = _reason(error)
     failures = [each for each in world.gather(failure) if each is not None]

@@ -137,7 +137,11 @@ def choose_precision(config: TrainConfig, device: torch.device, meta: Checkpoint
     was_on_cpu = meta.device.endswith(" CPU")
     if was_on_cpu != (device.type == "cpu"):
         return best
-    return meta.precision or (Precision.resolve("auto", device).name if was_on_cpu else best)
+    begun = meta.precision or (Precision.resolve("auto", device).name if was_on_cpu else best)
+    try:
+        return Precision.resolve(begun, device).name
+    except UserError:  # another GPU, which does not compute it
+        return best
 
 
 def fetch_dataset(world: World, datasets_dir: Path, name: str, splits: list[str]) -> Dataset:
