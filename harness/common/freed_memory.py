@@ -18,8 +18,8 @@ AMPLE = 2
 
 
 def give_back_under_a_limit() -> None:
-    """Under a limit on this process's writable memory (`ulimit -d`) give freed blocks back at once, as a search for what
-    fits does, so that what it has found fits."""
+    """Under a limit on this process's writable memory (`ulimit -d`) give freed blocks back at once, as a search for
+    what fits does, so that what it has found fits."""
     if _is_limited():
         give_back_at_once()
 

@@ -37,8 +37,9 @@ def compilers_per_rank() -> int:
 
 
 def load(*modules: str, keep_kernels: bool = True) -> None:
-    """Import large libraries by their names, those that are not there yet. Without `keep_kernels` oneDNN, which computes
-    bf16 on CPUs, keeps none from one call to the next: a search tries many shapes, and each would pay for all before.
+    """Import large libraries by their names, those that are not there yet. Without `keep_kernels` oneDNN, which
+    computes bf16 on CPUs, keeps none from one call to the next: a search tries many shapes, and each would pay for all
+    before it.
 
     Python looks for garbage several times while a million objects are made, of which these imports leave none: without
     that, torch takes a fifth less time. What was loaded is left out of later searches, too.

@@ -37,7 +37,7 @@ class ChartProcess:
             os.write(worker.stdin.fileno(), b"\n")
             self._asked += 1
         except (OSError, ValueError) as error:
-            self._warn(str(error))
+            self._warn(getattr(error, "strerror", None) or str(error))
             self._end()
 
     def finish(self, seconds: float) -> None:
