@@ -22,6 +22,7 @@ from harness.distributed.replicas import describe_divergence, weight_checksums
 from harness.distributed.watchdog import Place
 from harness.distributed.world import World
 from harness.model.config import ModelConfig
+from harness.model.precision import Precision
 from harness.model.weights import checkpoint_views, load_weights
 from harness.runs import checkpoints
 from harness.runs.checkpoint_meta import CheckpointMeta, TrainState
@@ -130,6 +131,8 @@ class Checkpointer:
         then, now = saved.meta.precision, self.step.precision.name
         if then not in (None, now):
             say(self.world, f"  precision: {then} -> {now}")
+        if now != (best := Precision.for_training(self.config.precision, self.world.device).name):
+            say(self.world, f'  in {now}, as it was begun; "precision": "{best}" would be faster here')
         for change in changed_settings(saved.meta, self.start.provenance):
             say(self.world, f"  train.json has changed since: {change}")
 

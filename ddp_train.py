@@ -243,7 +243,7 @@ def build_rehearsal(experiment: Experiment, dataset: Dataset, folder: Path, worl
     """A Trainer of one process with microbatches of one, which writes into `folder`: for -f."""
     from harness.training.startup import Start
 
-    return build_trainer(Start.rehearsal(experiment, dataset, folder), world, StopSignal())
+    return build_trainer(Start.rehearsal(experiment, dataset, folder, world.device), world, StopSignal())
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +25,8 @@ from harness.model.determinism import explain_nondeterminism
 from harness.model.kernels import not_compiled, rounded_dropout, should_compile
 from harness.model.precision import Precision
 from harness.runs import checkpoints
-from harness.runs.checkpoint_meta import CheckpointMeta, Provenance, TrainState, upgrade_notebook_meta
+from harness.runs.checkpoint_lookup import choose_start
+from harness.runs.checkpoint_meta import CheckpointMeta, Provenance, TrainState, read_meta, upgrade_notebook_meta
 from harness.runs.directory import RunDirectory
 from harness.runs.experiment import Experiment, Position, comparable_losses, first_difference
 from harness.runs.plan import make_plan
@@ -51,12 +52,16 @@ class Start:
     is_rehearsal: bool = False  # in a folder that goes away, and without a word
 
     @classmethod
-    def rehearsal(cls, experiment: Experiment, dataset: Dataset, folder: Path) -> Start:
-        """One sequence a step, and as many steps as any schedule needs."""
+    def rehearsal(cls, experiment: Experiment, dataset: Dataset, folder: Path, device: torch.device) -> Start:
+        """One sequence a step, and as many steps as any schedule needs, in the precision that the run goes on in."""
         small = {"microbatch_size": 1, "gradient_accumulation_steps": 1, "global_batch_size": None}
         alone = replace(experiment, run=RunDirectory(folder), config=experiment.config.model_copy(update=small))
         position = Position(0, 2**40, experiment.config.start_train_token, 0)
-        return cls(alone, dataset, alone.layout(1), position, Clock(), is_rehearsal=True)
+        precision = None
+        with suppress(UserError, RunError):  # training will say it
+            latest = choose_start(experiment.run.checkpoints, None)
+            precision = choose_precision(experiment.config, device, read_meta(latest) if latest else None)
+        return cls(alone, dataset, alone.layout(1), position, Clock(), precision=precision, is_rehearsal=True)
 
     @property
     def provenance(self) -> Provenance:

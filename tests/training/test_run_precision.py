@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from harness.data.dataset import Dataset
 from harness.model import precision
 from harness.runs.checkpoint_meta import CheckpointMeta
+from harness.runs.directory import RunDirectory
+from harness.runs.experiment import Experiment
 from harness.runs.train_config import TrainConfig
-from harness.training.startup import choose_precision
-from tests.support.launch import Workshop
+from harness.training.startup import Start, choose_precision
+from tests.support.launch import DATASET, Workshop
 
 CPU = torch.device("cpu")
 HERE = "x86_64 CPU"
@@ -59,3 +62,27 @@ def test_a_run_says_and_records_its_precision(tmp_path: Path) -> None:
     assert f"1 x cpu, {name}, " in shop.train(ranks=1).stdout
     meta = json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())
     assert (meta["precision"], meta["train"]["precision"]) == (name, "auto")
+
+
+def test_a_gpu_that_does_not_compute_what_the_run_began_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "auto" does not refuse itself."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla V100")
+    began = checkpoint(device="NVIDIA A100", precision="bf16")
+    assert choose_precision(TrainConfig(**SETTINGS), torch.device("cuda", 0), began) == "fp16"
+
+
+def test_a_search_is_done_in_what_the_run_began_in(tmp_path: Path) -> None:
+    shop = Workshop(tmp_path)
+    shop.add_dataset()
+    run = shop.add_run(precision="fp32")
+    shop.train(ranks=1)
+    (run / "train.json").write_text((run / "train.json").read_text().replace('"fp32"', '"auto"'))
+    path = run / "checkpoints" / "latest" / "meta.json"
+    meta = json.loads(path.read_text())
+    meta["train"]["precision"] = "auto"  # as where no matrix units were
+    path.write_text(json.dumps(meta))
+    experiment = Experiment.load(RunDirectory(run), shop.datasets)
+    assert experiment.config.precision == "auto"
+    dataset = Dataset.open(shop.datasets, DATASET)
+    assert Start.rehearsal(experiment, dataset, tmp_path, CPU).precision == "fp32"
