@@ -24,6 +24,17 @@ from typing import Any
 from harness.common.files import umask
 
 ROOT = Path(__file__).resolve().parents[2]
+# Tests that look at charts: elsewhere none is drawn, since the process that draws takes as long as the small runs.
+DRAWING = (
+    *("/test_training.py", "/test_benchmarks_in_training.py", "/test_continuation.py", "/test_chart_process.py"),
+    *(
+        "/test_convert_hf.py",
+        "/test_ranks.py",
+        "/test_full_disks.py",
+        "/test_measuring.py",
+        "/test_microbatch_search.py",
+    ),
+)
 
 # For each line on standard input one process, watched over by another that writes down its pid and how it ended.
 # huggingface_hub is not imported here: it reads its environment when it is.
@@ -33,6 +44,7 @@ sys.path.insert(0, sys.argv[1])
 import ddp_train, harness.runs.checkpoints, gpt, torch, safetensors.torch
 import checkpointing, harness.training.batch_size_finder, harness.runs.plan
 import harness.data.fetch, harness.training.startup, torch._dynamo
+from harness.training.chart_process import ChartProcess
 
 def note(path, number):
     with open(path + ".draft", "w") as file:
@@ -48,6 +60,8 @@ def become(job):
     os.umask(job["umask"])
     os.environ.clear()
     os.environ.update(job["environment"])
+    if not job["draws"]:
+        ChartProcess.draw = lambda self: None
     sys.argv = [job["script"], *job["arguments"]]
     sys.path.insert(0, os.path.dirname(job["script"]))
 
@@ -150,6 +164,7 @@ class WarmServer:
             base.with_suffix(suffix).touch()
         job: dict[str, Any] = {"script": command[0], "arguments": command[1:], "cwd": str(cwd), "base": str(base)}
         job |= {"environment": environment, "prelude": prelude, "umask": umask()}
+        job["draws"] = any(file in os.environ.get("PYTEST_CURRENT_TEST", "") for file in DRAWING)
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
