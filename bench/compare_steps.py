@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench import system
 from bench.turns import Player, Shape, race
 from harness.common.units import GIB
-from harness.model.config import ModelConfig
 
 SHAPES = {
     "cpu": [
@@ -116,21 +115,8 @@ def _row(player: Player, players: list[Player], shape: Shape, group: str) -> Row
     return row
 
 
-def model_config(shape: Shape) -> ModelConfig:
-    """The model's shape, for its costs."""
-    return ModelConfig(
-        vocab_size=shape.vocabulary,
-        context_length=shape.context,
-        emb_dim=shape.emb_dim,
-        n_heads=shape.heads,
-        n_layers=shape.layers,
-        drop_rate=0.0,
-        qkv_bias=True,
-    )
-
-
 def flops_per_token(shape: Shape) -> int:
-    return model_config(shape).flops_per_token
+    return shape.model_config().flops_per_token
 
 
 def room_is_missing(shape: Shape, group: str) -> str | None:
@@ -139,7 +125,7 @@ def room_is_missing(shape: Shape, group: str) -> str | None:
         return None
     from harness.common.memory import free_memory
 
-    needed = (len(GROUPS[group]) + 1) * model_config(shape).parameters * BYTES_PER_PARAMETER  # one is at it
+    needed = (len(GROUPS[group]) + 1) * shape.model_config().parameters * BYTES_PER_PARAMETER  # one is at it
     free = free_memory()
     return f"needs about {needed / GIB:.0f} GiB, and {free / GIB:.0f} are free" if needed > free else None
 

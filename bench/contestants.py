@@ -210,14 +210,5 @@ BUILDERS: dict[str, Callable[[Case], Contestant]] = {
 
 
 def case_of(shape: Shape) -> Case:
-    """What all contestants build for a shape: biases everywhere, since transformers' model always has them."""
-    config = ModelConfig(
-        vocab_size=shape.vocabulary,
-        context_length=shape.context,
-        emb_dim=shape.emb_dim,
-        n_heads=shape.heads,
-        n_layers=shape.layers,
-        drop_rate=0.0,
-        qkv_bias=True,
-    )
-    return Case(config, shape.microbatch, torch.device(shape.device), shape.compile)
+    """What all contestants build for a shape."""
+    return Case(shape.model_config(), shape.microbatch, torch.device(shape.device), shape.compile)

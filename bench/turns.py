@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from harness.common.libraries import SETTINGS
+from harness.model.config import ModelConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN = "ddp-pretrain"
@@ -42,6 +43,18 @@ class Shape:
     def title(self) -> str:
         tokens = f"{self.microbatch} × {self.context} tokens"
         return f"{self.layers} × {self.emb_dim}, vocabulary {self.vocabulary:,}, {tokens}"
+
+    def model_config(self) -> ModelConfig:
+        """For all contestants: with biases everywhere, since transformers' model always has them."""
+        return ModelConfig(
+            vocab_size=self.vocabulary,
+            context_length=self.context,
+            emb_dim=self.emb_dim,
+            n_heads=self.heads,
+            n_layers=self.layers,
+            drop_rate=0.0,
+            qkv_bias=True,
+        )
 
 
 @dataclass(frozen=True)
