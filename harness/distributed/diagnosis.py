@@ -77,10 +77,9 @@ def _find_stuck(heartbeats: Heartbeats, now: float, timeout: float) -> Fault | N
     if now < heartbeats.frozen_until or any(now - last.at > timeout / 2 for last in heartbeats.last):
         return None  # what a rank said last is old: soon it has sent another heartbeat, or is known to be frozen
     beats: list[Heartbeat] = [last.heartbeat for last in heartbeats.last]
-    earliest = min(beat.progress for beat in beats)
-    behind = [rank for rank, beat in enumerate(beats) if beat.progress == earliest]
+    _, behind = heartbeats.last_of_all()
     stalled = [beats[rank].stalled for rank in behind]
-    if None in stalled:
+    if None in stalled or any(heartbeats.last[rank].to_confirm for rank in behind):
         return None
     # The last to come there: before it came, the others rightly waited for it.
     seconds = min(each or 0.0 for each in stalled)

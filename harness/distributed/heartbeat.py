@@ -9,6 +9,9 @@ from dataclasses import asdict, dataclass, field
 from harness.common.processes import ProcessName
 
 IDLE = 2**53  # parts done at a place by a rank that has nothing left to do there
+# After the others have passed a rank, this many more of its heartbeats must say that it stands still. It may have gone
+# on with them: its last one can be from before that, and the next one can have been written before, and sent after.
+HEARTBEATS_TO_CONFIRM = 2
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class LastHeartbeat:
     heartbeat: Heartbeat
     at: float
     gone_since: float | None = None  # when its process was first seen to have ended
+    to_confirm: int = 0  # heartbeats that are still to come from it before its standing still counts
 
 
 @dataclass
@@ -53,9 +57,18 @@ class Heartbeats:
     def receive(self, heartbeats: Sequence[Heartbeat], now: float) -> None:
         """Take what the store has of every rank; only what is new in it counts."""
         self.contact = now
+        before = self.last_of_all()
         for last, heartbeat in zip(self.last, heartbeats, strict=True):
             if heartbeat.number != last.heartbeat.number:
-                last.heartbeat, last.at = heartbeat, now
+                last.heartbeat, last.at, last.to_confirm = heartbeat, now, max(0, last.to_confirm - 1)
+        if self.last_of_all() != before:
+            for last in self.last:
+                last.to_confirm = HEARTBEATS_TO_CONFIRM
+
+    def last_of_all(self) -> tuple[list[int], list[int]]:
+        """How far the ranks are that are behind all others, and which ranks these are."""
+        earliest = min(last.heartbeat.progress for last in self.last)
+        return earliest, [rank for rank, last in enumerate(self.last) if last.heartbeat.progress == earliest]
 
     def find_gone(self, now: float) -> None:
         """Look which ranks of this machine have a process that has ended."""

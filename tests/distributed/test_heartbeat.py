@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from harness.common.processes import ProcessName
 from harness.distributed.diagnosis import Timeouts, diagnose
-from harness.distributed.heartbeat import Heartbeat, Heartbeats, LastHeartbeat
+from harness.distributed.heartbeat import IDLE, Heartbeat, Heartbeats, LastHeartbeat
 
 OWN = ProcessName.own()
 ELSEWHERE = ProcessName("another", 1, "another boot")
@@ -32,6 +32,26 @@ def test_only_a_new_heartbeat_counts() -> None:
     heartbeats.receive([second, FIRST], 7.0)
     assert heartbeats.last == [LastHeartbeat(second, 7.0), LastHeartbeat(FIRST, 0.0)]
     assert heartbeats.contact == 7.0, "the store has answered, whatever it has"
+
+
+def test_a_heartbeat_from_before_the_others_went_on_blames_nobody() -> None:
+    """Rank 0 has saved for long, and rank 1 waited for it. Then both go on, and only rank 0's heartbeat says so yet."""
+    timeouts = Timeouts(stuck=10.0, silent=20.0, gone=5.0)
+    saving = replace(FIRST, place="global step 3", progress=[3, IDLE], stalled=None)
+    heartbeats = known(saving, replace(FIRST, stalled=12.0))
+    assert diagnose(heartbeats, 0.0, timeouts) is None
+
+    def receive(second: int, other: Heartbeat) -> bool:
+        """Rank 0 gets on; whether rank 1 is thought to be stuck."""
+        heartbeats.receive([replace(FIRST, number=second + 1, progress=[6, second], stalled=0.0), other], second)
+        fault = diagnose(heartbeats, second, timeouts)
+        assert fault is None or fault.ranks == [1]
+        return fault is not None
+
+    assert not receive(1, heartbeats.last[1].heartbeat)
+    assert not receive(2, heartbeats.last[1].heartbeat)
+    assert not receive(3, replace(FIRST, number=2, stalled=13.0)), "written before, and sent after"
+    assert receive(4, replace(FIRST, number=3, stalled=14.0)), "it has not gone on"
 
 
 def test_only_what_a_neighbour_has_told_need_not_be_told_again() -> None:

@@ -30,6 +30,7 @@ DRAWING = (
     *(
         "/test_convert_hf.py",
         "/test_ranks.py",
+        "/test_nodes.py",
         "/test_full_disks.py",
         "/test_measuring.py",
         "/test_microbatch_search.py",
