@@ -24,7 +24,6 @@ HARNESS_MODULES = {
 }
 PACKAGES = {name for name, path in HARNESS_MODULES.items() if path.stem == "__init__"}
 SOURCES = {**ROOT_MODULES, **HARNESS_MODULES}
-TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in SOURCES.items()}
 BENCHMARKS = sorted((ROOT / "bench").rglob("*.py"))
 COMMANDS = [
     name for name in ROOT_MODULES if re.search(r"^@click\.(command|group)", ROOT_MODULES[name].read_text(), re.M)
@@ -73,6 +72,11 @@ HELP_SECONDS = 0.5  # of a processor: those on the clock are the machine's busin
 SLOW = {"torch", "matplotlib", "transformers", "openai", "lm_eval", "pyarrow", "huggingface_hub"}
 
 
+@cache
+def tree_of(source: str) -> ast.Module:
+    return ast.parse(SOURCES[source].read_text(), str(SOURCES[source]))
+
+
 def imported(node: ast.AST) -> list[str]:
     """Dotted names of what an import statement brings: `from a import b` brings a, and perhaps the module a.b."""
     if isinstance(node, ast.Import):
@@ -108,16 +112,16 @@ def users_of(*modules: str) -> set[str]:
     """The sources that import one of `modules`, or reach it as an attribute (torch.distributed.barrier())."""
     users = {
         source
-        for source, tree in TREES.items()
-        if any(is_or_below(name, module) for name in all_imports(tree) for module in modules)
+        for source in SOURCES
+        if any(is_or_below(name, module) for name in all_imports(tree_of(source)) for module in modules)
     }
-    return users | {source for source in TREES if attributes_of(source) & set(modules)}
+    return users | {source for source in SOURCES if attributes_of(source) & set(modules)}
 
 
 @cache
 def attributes_of(source: str) -> set[str]:
     """Whatever a source writes with dots."""
-    return {ast.unparse(node) for node in ast.walk(TREES[source]) if isinstance(node, ast.Attribute)}
+    return {ast.unparse(node) for node in ast.walk(tree_of(source)) if isinstance(node, ast.Attribute)}
 
 
 def loaded_with(module: str) -> set[str]:
@@ -127,7 +131,7 @@ def loaded_with(module: str) -> set[str]:
         name = waiting.pop()
         if name in HARNESS_MODULES and name not in found:
             found.add(name)
-            waiting += imports_at_load(TREES[name])
+            waiting += imports_at_load(tree_of(name))
     return found
 
 
@@ -140,8 +144,8 @@ def test_the_sources_are_seen() -> None:
         "harness.runs.chart",
     } <= HARNESS_MODULES.keys()
     assert {"ddp_train", "test_smoke", "test_loss"} <= set(COMMANDS)
-    assert "checkpointing" in all_imports(TREES["ddp_train"]), "function-level imports are read"
-    assert "checkpointing" not in set(imports_at_load(TREES["ddp_train"]))
+    assert "checkpointing" in all_imports(tree_of("ddp_train")), "function-level imports are read"
+    assert "checkpointing" not in set(imports_at_load(tree_of("ddp_train")))
 
 
 def room_of(module: str) -> str | None:
@@ -162,7 +166,7 @@ def may_import(room: str, other: str | None) -> bool:
 
 def modules_imported(module: str) -> set[str]:
     """Sources of ours that a module imports, wherever in it: functions and what is for type checkers, too."""
-    return {name for name in all_imports(TREES[module]) if name in SOURCES and name != module} - PACKAGES
+    return {name for name in all_imports(tree_of(module)) if name in SOURCES and name != module} - PACKAGES
 
 
 @pytest.mark.parametrize("module", [module for module in SOURCES if room_of(module)])
@@ -175,7 +179,7 @@ def test_imports_go_in_the_directions_of_the_table(module: str) -> None:
 
 def test_nothing_below_the_root_imports_commands_or_tests() -> None:
     for module in HARNESS_MODULES:
-        assert not {name.split(".")[0] for name in all_imports(TREES[module])} & {*ROOT_MODULES, "tests", "bench"}
+        assert not {name.split(".")[0] for name in all_imports(tree_of(module))} & {*ROOT_MODULES, "tests", "bench"}
 
 
 def test_the_table_has_every_package_and_no_circle() -> None:
@@ -188,7 +192,7 @@ def test_the_table_has_every_package_and_no_circle() -> None:
 
 def test_packages_hold_one_paragraph_and_nothing_else() -> None:
     for package in PACKAGES:
-        tree = TREES[package]
+        tree = tree_of(package)
         paragraph = ast.get_docstring(tree)
         assert len(tree.body) == 1, package
         assert paragraph, package
@@ -197,7 +201,7 @@ def test_packages_hold_one_paragraph_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_command_imports_another(command: str) -> None:
-    assert not set(all_imports(TREES[command])) & (set(COMMANDS) - {command})
+    assert not set(all_imports(tree_of(command))) & (set(COMMANDS) - {command})
 
 
 def test_collectives_are_called_by_world_and_the_optimizer_only() -> None:
@@ -222,7 +226,7 @@ def test_what_is_told_before_torch_is_loaded_loads_no_torch(module: str) -> None
     loaders = {
         name
         for name in loaded_with(module)
-        if any(is_or_below(each, library) for each in imports_at_load(TREES[name]) for library in SLOW)
+        if any(is_or_below(each, library) for each in imports_at_load(tree_of(name)) for library in SLOW)
     }
     assert not loaders, f"{module} loads {sorted(loaders)} when it is imported"
 

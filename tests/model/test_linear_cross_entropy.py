@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint
 
 from gpt import GPTModel
@@ -274,6 +273,8 @@ def test_a_compiled_model_has_one_graph_and_one_loss(compiled_kernels: None, tie
     plain = copy.deepcopy(model)
 
     def backend(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Any:
+        from torch._dynamo.backends.debugging import aot_eager  # a second, for every process that runs tests
+
         graphs.append(graph)
         return aot_eager(graph, examples)
 

@@ -17,7 +17,6 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-import harness.runs.chart
 from gpt import GPTModel, ModelConfig, load_model
 from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
@@ -88,6 +87,8 @@ def straight(shop: Workshop) -> Path:
 
 
 def test_scores_are_in_the_metrics_and_the_summary(shop: Workshop, straight: Path) -> None:
+    from harness.runs.chart import benchmark_lines  # here, since every process that runs tests loads this file
+
     events = metrics(straight)
     found = [event for event in events if event["event"] == "benchmark"]
     assert [event["global_step"] for event in found] == [step for step in (0, 4, 8, 9) for _ in range(5)]
@@ -100,7 +101,7 @@ def test_scores_are_in_the_metrics_and_the_summary(shop: Workshop, straight: Pat
     order = [event["event"] for event in events if event["global_step"] == 4]
     assert order == ["train", "validation", *["benchmark"] * 5, "checkpoint"]
     assert json.loads((straight / "summary.json").read_text())["seconds"]["benchmarks"] > 0
-    lines = harness.runs.chart.benchmark_lines(read_metrics(straight / "metrics.jsonl"))
+    lines = benchmark_lines(read_metrics(straight / "metrics.jsonl"))
     assert list(lines) == ["choice, acc_norm", "last_word, acc", "generate, exact_match"]
     assert [step for step, _ in lines["choice, acc_norm"]] == [0, 4, 8, 9]
 

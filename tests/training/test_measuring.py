@@ -6,7 +6,6 @@ import json
 import math
 from pathlib import Path
 
-import matplotlib.image
 import numpy as np
 import pytest
 import torch
@@ -22,7 +21,6 @@ from harness.distributed.world import World
 from harness.evaluation.generation import Sampling, choose, sample_tokens
 from harness.evaluation.loss import bits_per_byte, mean
 from harness.model.precision import Precision
-from harness.runs.chart import draw_training_chart
 from harness.runs.metrics import MetricsFile, TrainEvent, ValidationEvent, read_metrics
 from harness.runs.summary import RunSummary, describe_summary
 from harness.runs.throughput import Throughput, peak_flops, unknown_peak
@@ -217,6 +215,10 @@ def test_the_clock_counts_each_second_once() -> None:
 
 
 def test_a_chart_of_a_run_is_drawn_even_while_its_file_is_being_written(tmp_path: Path) -> None:
+    import matplotlib.image  # here, since every process that runs tests loads this file
+
+    from harness.runs.chart import draw_training_chart
+
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     for step in range(0, 300, 3):
         loss = 3 + 7 * math.exp(-step / 50)
