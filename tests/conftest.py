@@ -28,7 +28,8 @@ Evidence = Callable[..., None]
 FILES_FOR_SEVERAL_PROCESSES = 4
 # By the time they take: what is begun first is not waited for at the end.
 LONGEST = (
-    *("commands/after_training", "training/microbatch_search", "faults/nodes", "data/preparing", "commands/quickstart"),
+    *("bench/on_gpu", "commands/after_training", "training/microbatch_search", "faults/nodes", "data/preparing"),
+    *("commands/quickstart", "model/determinism", "training/compilation"),
     *("faults/signals", "faults/saving_in_background", "faults/launcher", "evaluation/judge", "data/builtin_dataset"),
     *("faults/hostile_input", "faults/full_disks", "faults/ranks", "faults/continuation", "faults/kills"),
     *("training/training", "training/benchmarks_in_training", "hf/convert_hf", "training/continuation", "runs/plan"),
@@ -37,6 +38,7 @@ LONGEST = (
 ALONE = (
     *("search::test_the_answer_trains_under", "search::test_two_ranks_agree", "search::test_the_answer_of_two_ranks"),
     *("search::test_limits_just_above", "search::test_a_probe_leaves", "nodes::test_restarted", "nodes::test_network"),
+    *("on_gpu::test_a_rehearsal", "determinism::test_compiled_code", "compilation::test_two_ranks"),
     *("background::test_how_long_the_loop", "preparing::test_killed_at_any_time", "preparing::test_memory_does_not"),
     *("signals::test_torchrun_restarts", "launcher::test_the_reader_of", "dataset::test_a_killed_build"),
 )

@@ -80,7 +80,7 @@ def measure_stop_and_continue(bench: Workbench) -> None:
     """Two ranks: a run that is stopped by SIGTERM and goes on, against one that is not; whether the weights are the
     same to the bit. Deterministic, where this version has that key."""
     # Long enough for the signal to come in the middle.
-    microbatch, steps = (1, 400) if bench.tiny else (4, 60)
+    microbatch, steps = (1, 150) if bench.tiny else (4, 60)
     tokens = steps * 2 * 2 * microbatch * bench.shape["context_length"]
     train_json: dict[str, Any] = {"microbatch_size": microbatch, "gradient_accumulation_steps": 2}
     train_json |= {"min_train_tokens": tokens, "clipping_max_norm": 1.0, "report_interval": 1}
