@@ -106,6 +106,16 @@ class RunDirectory:
         return self.path / "training-run-chart.png"
 
     @property
+    def results(self) -> Path:
+        """What has been measured of the run's models since."""
+        return self.path / "results"
+
+    @property
+    def reported(self) -> Path:
+        """Figures that somebody else has published of such a run."""
+        return self.path / "reported.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

@@ -1,0 +1,218 @@
+"""What has been measured of a run's models since they were trained: one file for each measurement in `results/` of the
+run's folder, written and read through one class for each kind.
+
+A file is named after what it measured: measuring the same again replaces it, and anything else stands beside it. Which
+model and which text that was is told by their content, so that a comparison need not trust names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, ClassVar, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from harness.common.errors import RunError, UserError
+from harness.common.files import atomic_file, check_name, replace_text
+from harness.common.json_files import RecordedCount, read_json_object
+from harness.runs.directory import RunDirectory
+
+NAME_CHARACTERS = 12  # of the hash in a file's name
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Recorded(BaseModel):
+    """What is written into a result; unknown keys, of later versions, are kept."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
+
+
+class MeasuredWeights(Recorded):
+    """The model that was measured. Two that have the same hash are the same."""
+
+    checkpoint: str  # the name of its folder
+    sha256: str  # of model.safetensors
+    global_step: RecordedCount | None = None
+    tokens_seen: RecordedCount | None = None
+    is_best: bool = False  # whether `best` and `latest` led to it when it was measured
+    is_latest: bool = False
+
+
+class Text(Recorded):
+    """The text that a loss was measured on: `windows` sequences of `context_length` tokens, one after the other."""
+
+    dataset: str
+    sha256: str  # TokenFile.fingerprint() of the split's file
+    tokenizer: str  # "gpt2", or the SHA-256 of the tokenizer's file
+    split: str
+    start_token: RecordedCount
+    windows: RecordedCount
+    context_length: RecordedCount
+
+
+class Result(Recorded):
+    """One measurement of one model."""
+
+    same: ClassVar[tuple[str, ...]] = ()  # the keys that, with the weights, say what was measured
+
+    kind: str
+    weights: MeasuredWeights
+    date: str  # ISO 8601, UTC
+    device: str
+    torch: str
+
+    def name(self) -> str:
+        """Of its file, without the ending: the same for whatever measures the same."""
+        values = self.model_dump(mode="json", include={*self.same})
+        text = json.dumps([self.kind, self.weights.sha256, values], sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:NAME_CHARACTERS]
+        return f"{self.kind.replace('_', '-')}-{self.weights.checkpoint}-{digest}"
+
+
+class LossResult(Result):
+    """What test_loss.py found. The losses of the windows, in order, are in a file beside."""
+
+    same: ClassVar[tuple[str, ...]] = ("text", "precision")
+
+    kind: str = "test_loss"
+    text: Text
+    precision: str
+    loss: Number | None  # nats per token; None where it is not finite
+    bits_per_byte: Number | None = None
+    bits_are_exact: bool = True  # by the bytes of the very tokens predicted, not by the whole split's mean
+
+    @property
+    def windows_name(self) -> str:
+        """Of the file with the losses of the windows."""
+        return f"{self.name()}.safetensors"
+
+
+class BenchmarkScore(Recorded):
+    """One metric of a task or group."""
+
+    task: str
+    metric: str
+    value: Number | None
+    stderr: Number | None = None
+    examples: RecordedCount = 0
+    higher_is_better: bool | None = None
+
+
+class BenchmarkResult(Result):
+    """What evaluate_benchmarks.py found."""
+
+    same: ClassVar[tuple[str, ...]] = ("tasks", "num_fewshot", "limit", "precision", "lm_eval")
+
+    kind: str = "benchmarks"
+    lm_eval: str  # its version
+    tasks: list[str]  # as they were asked for
+    num_fewshot: RecordedCount | None = None
+    limit: RecordedCount | None = None
+    precision: str
+    scores: list[BenchmarkScore]
+
+
+class InstructionResult(Result):
+    """What a judge gave a model's answers. Only scores of the same judging compare, or of answers judged alone by the
+    same judge and prompt."""
+
+    same: ClassVar[tuple[str, ...]] = ("judge", "base_url", "prompt", "questions_sha256", "judging", "repeats")
+
+    kind: str = "instructions"
+    judge: str
+    base_url: str | None = None
+    prompt: str
+    questions_sha256: str
+    questions: RecordedCount
+    repeats: RecordedCount
+    judging: str  # a hash of what was judged together: all answers of all models
+    judged_with: list[str]  # what that judging calls its models, this one included
+    mean: Number | None
+    low: Number | None  # 95 % interval
+    high: Number | None
+    scores: list[Number | None]  # by question; None where the judge gave no valid answer
+
+
+KINDS: tuple[type[Result], ...] = (LossResult, BenchmarkResult, InstructionResult)
+AnyResult = TypeVar("AnyResult", bound=Result)
+
+
+@dataclass(frozen=True)
+class Results:
+    """What lies in a run's `results/`; `problems` has a line for each file that cannot be read."""
+
+    found: list[Result] = field(default_factory=list)  # by the names of their files
+    problems: list[str] = field(default_factory=list)
+
+    def of(self, kind: type[AnyResult]) -> list[AnyResult]:
+        return [each for each in self.found if isinstance(each, kind)]
+
+
+def now() -> str:
+    """The time for a result's `date`."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def write_result(run: RunDirectory, result: Result) -> Path:
+    """Write it into the run's `results/`, in place of an earlier measurement of the same. Raises RunError."""
+    path = run.results / f"{check_name(result.name(), 'result')}.json"
+    text = json.dumps(result.model_dump(mode="json"), indent=2, ensure_ascii=False, allow_nan=False)
+    try:
+        run.results.mkdir(exist_ok=True)
+        replace_text(path, text + "\n")
+    except OSError as error:
+        raise RunError(f"{path}: cannot write the result: {error.strerror}") from None
+    return path
+
+
+def write_loss(run: RunDirectory, result: LossResult, window_losses: np.ndarray) -> Path:
+    """Write it with the losses of its windows: those first, so that a result never lacks them. Raises RunError."""
+    path = run.results / result.windows_name
+    try:
+        run.results.mkdir(exist_ok=True)
+        with atomic_file(path) as draft:
+            save_file({"losses": window_losses.astype(np.float32)}, draft)
+    except OSError as error:
+        raise RunError(f"{path}: cannot write the losses of the windows: {error.strerror}") from None
+    return write_result(run, result)
+
+
+def read_results(run: RunDirectory) -> Results:
+    """All results of a run."""
+    results = Results()
+    for path in sorted(run.results.glob("*.json")):
+        try:
+            results.found.append(_read(path))
+        except UserError as error:
+            results.problems.append(str(error))
+    return results
+
+
+def _read(path: Path) -> Result:
+    values = read_json_object(path)
+    kinds = {str(kind.model_fields["kind"].default): kind for kind in KINDS}
+    try:
+        return kinds[str(values.get("kind"))].model_validate(values)
+    except (KeyError, ValidationError):
+        raise UserError(f"{path}: not a result of this version; measure again, or move the file away") from None
+
+
+def read_window_losses(run: RunDirectory, result: LossResult) -> np.ndarray:
+    """The loss of each window, fp32 of shape [windows]. Raises UserError if its file is missing or another's."""
+    path = run.results / result.windows_name
+    try:
+        with safe_open(path, "numpy") as file:
+            losses: np.ndarray = file.get_tensor("losses")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: cannot read the losses of the windows: {error}; measure again") from None
+    if losses.shape != (result.text.windows,):
+        raise UserError(f"{path}: has losses of shape {list(losses.shape)}, not [{result.text.windows}]; measure again")
+    return losses

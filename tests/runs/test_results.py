@@ -1,0 +1,122 @@
+"""What was measured of a run's models: written, read again, and told apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.common.errors import UserError
+from harness.runs.directory import RunDirectory
+from harness.runs.results import (
+    BenchmarkResult,
+    BenchmarkScore,
+    InstructionResult,
+    LossResult,
+    MeasuredWeights,
+    Text,
+    read_results,
+    read_window_losses,
+    write_loss,
+    write_result,
+)
+
+WEIGHTS = MeasuredWeights(checkpoint="20260102Z030405-iteration-9", sha256="ab" * 32, global_step=9, is_best=True)
+TEXT = Text(
+    dataset="me/d", sha256="cd" * 32, tokenizer="gpt2", split="test", start_token=0, windows=3, context_length=8
+)
+MEASURED: dict[str, Any] = {"weights": WEIGHTS, "date": "2026-01-02T03:04:05Z", "device": "CPU", "torch": "2.15.0"}
+LOSS = LossResult(**MEASURED, text=TEXT, precision="fp32", loss=2.5, bits_per_byte=1.25)
+LOSSES = np.array([2.0, 2.5, 3.0], np.float32)
+SCORES = [BenchmarkScore(task="piqa", metric="acc", value=0.5, stderr=0.01, examples=100, higher_is_better=True)]
+BENCHMARKS = BenchmarkResult(**MEASURED, lm_eval="0.4", tasks=["piqa"], precision="fp32", scores=SCORES)
+JUDGED = InstructionResult(
+    **MEASURED,
+    judge="a judge",
+    prompt="together",
+    questions_sha256="ef" * 32,
+    questions=2,
+    repeats=1,
+    judging="0" * 12,
+    judged_with=["a", "b"],
+    mean=50.0,
+    low=40.0,
+    high=60.0,
+    scores=[40.0, None],
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path)
+
+
+def test_a_run_without_results(run: RunDirectory) -> None:
+    assert read_results(run).found == []
+    assert read_results(run).problems == []
+
+
+def test_results_are_read_as_they_were_written(run: RunDirectory) -> None:
+    write_loss(run, LOSS, LOSSES)
+    write_result(run, BENCHMARKS)
+    write_result(run, JUDGED)
+    results = read_results(run)
+    assert results.problems == []
+    assert results.of(LossResult) == [LOSS]
+    assert results.of(BenchmarkResult) == [BENCHMARKS]
+    assert results.of(InstructionResult) == [JUDGED]
+    np.testing.assert_array_equal(read_window_losses(run, LOSS), LOSSES)
+
+
+def test_the_same_measurement_takes_the_place_of_the_earlier_one(run: RunDirectory) -> None:
+    later = LOSS.model_copy(update={"loss": 2.4, "date": "2026-02-02T03:04:05Z", "device": "another"})
+    assert write_loss(run, LOSS, LOSSES) == write_loss(run, later, LOSSES - 0.1)
+    assert read_results(run).found == [later]
+    np.testing.assert_array_equal(read_window_losses(run, later), LOSSES - np.float32(0.1))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        LOSS.model_copy(update={"text": TEXT.model_copy(update={"start_token": 1})}),
+        LOSS.model_copy(update={"text": TEXT.model_copy(update={"sha256": "00" * 32})}),
+        LOSS.model_copy(update={"precision": "bf16"}),
+        LOSS.model_copy(update={"weights": WEIGHTS.model_copy(update={"sha256": "00" * 32})}),
+    ],
+    ids=["slice", "text", "precision", "weights"],
+)
+def test_another_measurement_stands_beside(run: RunDirectory, other: LossResult) -> None:
+    write_loss(run, LOSS, LOSSES)
+    write_loss(run, other, LOSSES)
+    assert len(read_results(run).found) == 2
+
+
+def test_what_cannot_be_read_is_named_and_the_rest_is_read(run: RunDirectory) -> None:
+    write_loss(run, LOSS, LOSSES)
+    (run.results / "half.json").write_text('{"kind": "test_loss", "wei')
+    (run.results / "other.json").write_text('{"kind": "horoscope"}')
+    (run.results / "short.json").write_text('{"kind": "test_loss", "loss": 1.0}')
+    results = read_results(run)
+    assert results.found == [LOSS]
+    assert [Path(problem.split(":")[0]).name for problem in results.problems] == [
+        "half.json",
+        "other.json",
+        "short.json",
+    ]
+
+
+def test_losses_of_windows_that_are_missing_or_too_few(run: RunDirectory) -> None:
+    path = write_loss(run, LOSS, LOSSES[:2])
+    with pytest.raises(UserError, match=r"has losses of shape \[2\], not \[3\]; measure again"):
+        read_window_losses(run, LOSS)
+    path.with_suffix(".safetensors").unlink()
+    with pytest.raises(UserError, match="cannot read the losses of the windows"):
+        read_window_losses(run, LOSS)
+
+
+def test_a_name_that_leaves_the_folder_is_refused(run: RunDirectory) -> None:
+    away = LOSS.model_copy(update={"weights": WEIGHTS.model_copy(update={"checkpoint": "../../x"})})
+    with pytest.raises(UserError, match="result"):
+        write_result(run, away)
