@@ -1,0 +1,199 @@
+"""Which measurements of different runs may stand in one column: those made on the same ground. The ground is told by
+content, such as the hash of a text, not by names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from harness.analysis.records import RunRecord
+from harness.runs.results import AnyResult, BenchmarkResult, InstructionResult, LossResult, Result, Text
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What a number was measured on. Numbers compare if their grounds are equal; `words` are for a reader."""
+
+    identity: Hashable
+    words: str = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One number of one run."""
+
+    value: float
+    ground: Ground
+    remark: str = ""  # what must be known to read it right
+    error: str = ""  # how far chance alone may move it, such as "±0.012"
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Why a run has no number."""
+
+    reason: str
+
+
+Measured = Sequence[Measurement] | Missing  # one for each ground
+
+
+@dataclass(frozen=True)
+class Group:
+    """Numbers that compare, by the position of their runs."""
+
+    ground: Ground
+    members: dict[int, Measurement]
+
+
+def comparable_groups(measured: Sequence[Measured]) -> list[Group]:
+    """The groups of measurements with equal ground, the largest first, then in the order of the runs."""
+    groups: dict[Ground, Group] = {}
+    for position, of_run in enumerate(measured):
+        for measurement in [] if isinstance(of_run, Missing) else of_run:
+            group = groups.setdefault(measurement.ground, Group(measurement.ground, {}))
+            group.members.setdefault(position, measurement)
+    return sorted(groups.values(), key=lambda group: -len(group.members))
+
+
+def training_ground(record: RunRecord) -> Ground | None:
+    """The text that a run's training losses are over; None if its content is not recorded."""
+    split = record.dataset.get("train")
+    if not isinstance(split, dict):
+        return None
+    context = record.model.get("context_length")
+    words = f"the train split of {record.dataset.get('name')} ({_short(split.get('sha256'))}), context {context}"
+    return Ground(("train", split.get("sha256"), context), words)
+
+
+def validation_ground(record: RunRecord) -> Ground | None:
+    """The same of its validation losses: the slice that train.json asks for."""
+    split, train, context = record.dataset.get("validation"), record.train, record.model.get("context_length")
+    batches, start = train.get("validation_batches"), train.get("start_val_token")
+    microbatch = train.get("microbatch_size")
+    if not isinstance(split, dict) or not isinstance(batches, int) or not isinstance(microbatch, int):
+        return None
+    sequences = batches * microbatch
+    words = (
+        f"{sequences:,} x {context} tokens from {start:,} of the validation split of {record.dataset.get('name')} "
+        f"({_short(split.get('sha256'))})"
+    )
+    return Ground(("validation", split.get("sha256"), start, sequences, context), words)
+
+
+def loss_ground(result: LossResult) -> Ground:
+    """A test loss compares on the same tokens, cut into the same windows, in the same precision."""
+    text = result.text
+    identity = (text.sha256, text.tokenizer, text.start_token, text.windows, text.context_length, result.precision)
+    return Ground(("loss", *identity), f"{text_words(text)}, in {result.precision}")
+
+
+def text_words(text: Text) -> str:
+    """A slice of text for a reader."""
+    return (
+        f"{text.windows:,} x {text.context_length} tokens from {text.start_token:,} of the {text.split} split of "
+        f"{text.dataset} ({_short(text.sha256)})"
+    )
+
+
+def bits_grounds(results: Sequence[LossResult]) -> list[Ground]:
+    """The grounds of bits per byte, one for each result: the same slice, or the same text in other tokens.
+
+    Whether two data sets with different tokenizers are the same text is not recorded. They count as it if both were
+    measured from the first token of the split of the same name, and over the same number of bytes but for what does not
+    fill a window.
+    """
+    representatives: list[LossResult] = []
+    grounds = []
+    for result in results:
+        alike = next((each for each in representatives if _same_bytes(each, result)), None)
+        if alike is None:
+            representatives.append(result)
+        first = result if alike is None else alike
+        grounds.append(Ground(("bits", loss_ground(first).identity), text_words(first.text)))
+    return grounds
+
+
+def _same_bytes(one: LossResult, other: LossResult) -> bool:
+    if loss_ground(one) == loss_ground(other):
+        return True
+    both = (one, other)
+    if one.text.tokenizer == other.text.tokenizer or one.text.split != other.text.split:
+        return False
+    if one.precision != other.precision or any(each.text.start_token for each in both):
+        return False
+    sizes = [_bytes(each) for each in both if each.bits_are_exact]
+    windows = [_bytes(each) / max(1, each.text.windows) for each in both]
+    return len(sizes) == 2 and abs(sizes[0] - sizes[1]) <= max(windows)
+
+
+def _bytes(result: LossResult) -> float:
+    """How many bytes of text a loss was measured on: nats over bits per byte. NaN if that is not known."""
+    if not result.bits_per_byte or result.loss is None:
+        return math.nan
+    tokens = result.text.windows * result.text.context_length
+    return result.loss * tokens / math.log(2) / result.bits_per_byte
+
+
+def judging_ground(result: InstructionResult) -> Ground:
+    """Scores compare within one judging, or if each model's answers were judged alone, by the same judge and prompt."""
+    together = len(result.judged_with) > 1
+    identity = (result.judge, result.base_url, result.prompt, result.questions_sha256, result.repeats)
+    words = f"{result.questions} questions ({_short(result.questions_sha256)}), judge {result.judge}"
+    if together:
+        names = ", ".join(result.judged_with)
+        return Ground(("judging", *identity, result.judging), f"{words}, judged together: {names}")
+    return Ground(("judging", *identity), f"{words}, each alone")
+
+
+def benchmark_ground(result: BenchmarkResult) -> Ground:
+    """Scores of a task compare with the same number of shots, examples, lm-eval and precision."""
+    shots = "the task's own shots" if result.num_fewshot is None else f"{result.num_fewshot} shots"
+    examples = "all examples" if result.limit is None else f"the first {result.limit} examples"
+    identity = (result.num_fewshot, result.limit, result.lm_eval, result.precision)
+    words = f"lm-eval {result.lm_eval}, {shots}, {examples}, in {result.precision}"
+    return Ground(("benchmarks", *identity), words)
+
+
+def chosen_results(
+    record: RunRecord, results: Sequence[AnyResult], grounds: Sequence[Ground]
+) -> list[tuple[AnyResult, Ground, str]]:
+    """One result of a run for each of the grounds that its results were measured on: the best checkpoint's, else the
+    latest's, else the one of the highest step; with a remark where that may surprise. Those of a training that has been
+    set aside since are left out."""
+    candidates: dict[Ground, list[AnyResult]] = {}
+    for result, ground in zip(results, grounds, strict=True):
+        if result.weights.checkpoint not in record.checkpoints.aside:
+            candidates.setdefault(ground, []).append(result)
+    chosen = []
+    for ground, those in candidates.items():
+        ordered = sorted(those, key=lambda result: _preference(record, result), reverse=True)
+        chosen.append((ordered[0], ground, _which(record, ordered)))
+    return chosen
+
+
+def _preference(record: RunRecord, result: Result) -> tuple[bool, bool, int, str]:
+    best, latest = record.checkpoints.best, record.checkpoints.latest
+    weights = result.weights
+    is_best = weights.is_best if best is None else weights.checkpoint == best
+    is_latest = weights.is_latest if latest is None else weights.checkpoint == latest
+    return is_best, is_latest, weights.global_step or 0, result.date
+
+
+def _which(record: RunRecord, ordered: Sequence[Result]) -> str:
+    """Which checkpoint the first of the results is of, if it is not the best or not the only one."""
+    first, *others = ordered
+    is_best, is_latest, *_ = _preference(record, first)
+    kind = "best" if is_best else "latest" if is_latest else "neither best nor latest"
+    if is_best and all(other.weights.checkpoint == first.weights.checkpoint for other in others):
+        return ""
+    remark = f"of checkpoint {first.weights.checkpoint} ({kind})"
+    if not is_best:
+        return f"{remark}: the best one has not been measured on this"
+    names = sorted({other.weights.checkpoint for other in others} - {first.weights.checkpoint})
+    return f"{remark}; measured, too: {', '.join(names)}"
+
+
+def _short(digest: object) -> str:
+    return str(digest)[:8]

@@ -1,0 +1,86 @@
+"""How far a run has come: the last lines of its metrics.jsonl, read from the file's end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.common.errors import UserError
+from harness.runs.metrics import Event, TrainEvent, ValidationEvent, parse_event
+
+BLOCK_BYTES = 2**16  # about 200 lines
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The newest numbers of a run: None for what it has not reported."""
+
+    global_step: int
+    tokens_seen: int
+    seconds: float | None  # in all: set-up, training, validation and checkpoints
+    train_loss: float | None
+    validation_loss: float | None
+    tokens_per_second: float | None
+    mfu: float | None
+    silent_seconds: float  # since the last line was written
+
+
+def read_progress(path: Path) -> Progress | None:
+    """None if the file is not there, or no line in it is a report of ours. Raises UserError if it cannot be read.
+
+    Where lines of an earlier training stand before those of the last one, the last one's alone count.
+    """
+    if not path.is_file():
+        return None
+    last: Event | None = None
+    train: TrainEvent | None = None
+    validation: ValidationEvent | None = None
+    try:
+        silent = time.time() - path.stat().st_mtime
+        following: int | None = None
+        for event in _events_from_end(path):
+            if following is not None and event.global_step > following:
+                break
+            following = event.global_step
+            last = last or event
+            train = event if train is None and isinstance(event, TrainEvent) else train
+            validation = event if validation is None and isinstance(event, ValidationEvent) else validation
+            if train and validation:
+                break
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    if last is None:
+        return None
+    return Progress(
+        global_step=last.global_step,
+        tokens_seen=last.tokens_seen,
+        seconds=last.seconds,
+        train_loss=train.loss if train else None,
+        validation_loss=validation.loss if validation else None,
+        tokens_per_second=train.tokens_per_second if train else None,
+        mfu=train.mfu if train else None,
+        silent_seconds=max(0.0, silent),
+    )
+
+
+def _events_from_end(path: Path) -> Iterator[Event]:
+    """The events, the last one first; what is no event, such as a line that a crash cut off, is left out."""
+    for line in _lines_from_end(path):
+        event = parse_event(line)
+        if event is not None:
+            yield event
+
+
+def _lines_from_end(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        start = file.seek(0, 2)
+        rest = b""  # of a line whose beginning has not been read yet
+        while start > 0:
+            size = min(BLOCK_BYTES, start)
+            start -= size
+            file.seek(start)
+            rest, *lines = (file.read(size) + rest).split(b"\n")
+            yield from reversed(lines)
+        yield rest

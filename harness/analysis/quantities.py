@@ -1,0 +1,240 @@
+"""What a table of runs tells of each: the quantities, where they are read, and the words for one that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from harness.analysis.comparability import (
+    Ground,
+    Measured,
+    Measurement,
+    Missing,
+    training_ground,
+    validation_ground,
+)
+from harness.analysis.records import RunRecord
+from harness.runs.reported import Reported
+from harness.runs.throughput import peak_flops
+
+LOSS_UNIT = "nats/token"
+EVERYWHERE = Ground("alike", "")  # of what needs no common ground: tokens, seconds, dollars
+Get = Callable[[RunRecord], float | Missing | None]
+GetReported = Callable[[Reported, RunRecord], float | None]
+GroundOf = Callable[[RunRecord], Ground | None]
+MeasureAll = Callable[[Sequence[RunRecord]], list[Measured]]
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One thing to tell of every run: `measure` gives what was measured of all of them, in their order, and `report`
+    what others have reported of one."""
+
+    key: str  # in --sort and --json
+    title: str
+    unit: str
+    style: str  # of format()
+    measure: MeasureAll
+    report: GetReported | None = None
+    lower_is_better: bool | None = None
+    is_score: bool = False  # so that figures reported by different sources do not compare
+
+
+def reported_value(name: str) -> GetReported:
+    return lambda reported, _record: reported.value(name)
+
+
+def of_each(get: Get, missing: str, ground_of: GroundOf | None = None) -> MeasureAll:
+    """A quantity that a run's own record says: `get`, or the reason that it gives, or `missing`; it compares where
+    `ground_of` is equal, if that is given."""
+
+    def measure(record: RunRecord) -> Measured:
+        value = get(record)
+        if isinstance(value, Missing):
+            return value
+        if value is None:
+            return Missing("never trained" if record.state.word == "never trained" else missing)
+        ground = EVERYWHERE if ground_of is None else ground_of(record)
+        if ground is None:
+            return Missing(f"{value:.3f}, but the text that it was measured on is not recorded, or not yet")
+        return [Measurement(value, ground)]
+
+    return lambda records: [measure(record) for record in records]
+
+
+def _parameters(record: RunRecord) -> float | None:
+    return record.shape.parameters if record.shape else None
+
+
+def _flops(record: RunRecord) -> float | None:
+    shape, tokens = record.shape, record.tokens_seen
+    return shape.flops_per_token * tokens if shape and tokens else None
+
+
+def _reported_flops(reported: Reported, record: RunRecord) -> float | None:
+    tokens = reported.value("tokens_seen")
+    return record.shape.flops_per_token * tokens if record.shape and tokens else None
+
+
+def _train_loss(record: RunRecord) -> float | None:
+    if record.summary:
+        return record.summary.final_train_loss
+    return record.progress.train_loss if record.progress else None
+
+
+def _validation_loss(record: RunRecord) -> float | Missing | None:
+    if record.summary:
+        value = record.summary.final_validation_loss
+    else:
+        value = record.progress.validation_loss if record.progress else None
+    is_off = value is None and record.train and record.train.get("validation_interval") is None
+    return Missing("trained without validation") if is_off else value
+
+
+def _best_validation_loss(record: RunRecord) -> float | Missing | None:
+    last = _validation_loss(record)
+    if last is None or isinstance(last, Missing):
+        return last
+    return record.summary.best_loss if record.summary else record.meta.best_loss if record.meta else None
+
+
+def _speed(record: RunRecord) -> float | None:
+    if record.summary:
+        return record.summary.tokens_per_second
+    return record.progress.tokens_per_second if record.progress else None
+
+
+def _mfu(record: RunRecord) -> float | None:
+    mfu = record.summary.mfu if record.summary else record.progress.mfu if record.progress else None
+    return None if mfu is None else 100 * mfu
+
+
+def _reported_mfu(reported: Reported, record: RunRecord) -> float | None:
+    """Worked out from the reported speed: model FLOPs over the devices' peak (PaLM, arXiv:2204.02311)."""
+    speed, peak = reported.value("tokens_per_second"), peak_flops(reported.device)
+    if speed is None or peak is None or record.shape is None:
+        return None
+    return 100 * speed * record.shape.flops_per_token / (reported.gpus * peak)
+
+
+def _memory(record: RunRecord) -> float | None:
+    return record.summary.peak_memory_gib if record.summary else None
+
+
+def _hours(record: RunRecord) -> float | None:
+    if record.progress is not None and record.progress.seconds is not None:
+        return record.progress.seconds / 3600
+    return record.seconds["total"] / 3600 if "total" in record.seconds else None
+
+
+def _hours_without_validation(record: RunRecord) -> float | None:
+    seconds, hours = record.seconds, _hours(record)
+    if hours is None or "training" not in seconds:
+        return None
+    return hours - seconds.get("validation", 0.0) / 3600
+
+
+def _reported_hours(reported: Reported, _record: RunRecord) -> float | None:
+    seconds = reported.value("train_seconds")
+    return None if seconds is None else seconds / 3600
+
+
+def _reported_hours_without_validation(reported: Reported, _record: RunRecord) -> float | None:
+    values = [reported.value(name) for name in ("train_seconds", "validation_runs", "validation_seconds_each")]
+    seconds, runs, each = values
+    return None if seconds is None or runs is None or each is None else (seconds - runs * each) / 3600
+
+
+def _price(record: RunRecord) -> float | Missing:
+    price = record.train.get("price_per_hour")
+    return price if isinstance(price, int | float) else Missing("no price_per_hour in its train.json")
+
+
+def _cost(hours_of: Get) -> Get:
+    """Hours times the price of one; or why that is not known."""
+
+    def cost(record: RunRecord) -> float | Missing | None:
+        hours, price = hours_of(record), _price(record)
+        if hours is None or isinstance(hours, Missing):
+            return hours
+        return price if isinstance(price, Missing) else hours * price
+
+    return cost
+
+
+def _dollars_per_million(record: RunRecord) -> float | Missing | None:
+    dollars, tokens = _cost(_hours)(record), record.tokens_seen
+    if isinstance(dollars, Missing):
+        return dollars
+    return dollars / tokens * 1e6 if dollars is not None and tokens else None
+
+
+def _reported_dollars_per_million(reported: Reported, _record: RunRecord) -> float | None:
+    dollars, tokens = reported.value("train_dollars"), reported.value("tokens_seen")
+    return dollars / tokens * 1e6 if dollars is not None and tokens else None
+
+
+TRAINED: tuple[Quantity, ...] = (
+    Quantity(
+        *("parameters", "parameters", "", ",.0f"),
+        of_each(_parameters, "model not known"),
+    ),
+    Quantity(
+        *("global_batch", "global batch", "sequences", ",.0f"),
+        of_each(lambda record: record.global_batch, "number of ranks not recorded yet"),
+        reported_value("global_batch_size"),
+    ),
+    Quantity(
+        *("tokens", "tokens", "", ",.0f"),
+        of_each(lambda record: record.tokens_seen, "not recorded"),
+        reported_value("tokens_seen"),
+    ),
+    Quantity("flops", "training FLOPs", "", ".3g", of_each(_flops, "not recorded"), _reported_flops),
+    Quantity(
+        *("train_loss", "train loss", LOSS_UNIT, ".3f"),
+        of_each(_train_loss, "not recorded, or not finite", training_ground),
+        *(reported_value("final_train_loss"), True, True),
+    ),
+    Quantity(
+        *("validation_loss", "validation loss", LOSS_UNIT, ".3f"),
+        of_each(_validation_loss, "not recorded, or not finite", validation_ground),
+        *(reported_value("final_validation_loss"), True, True),
+    ),
+    Quantity(
+        *("best_validation_loss", "best validation loss", LOSS_UNIT, ".3f"),
+        of_each(_best_validation_loss, "not recorded, or not finite", validation_ground),
+        lower_is_better=True,
+    ),
+)
+SPENT: tuple[Quantity, ...] = (
+    Quantity(
+        *("tokens_per_second", "training speed", "tokens/s", ",.0f"),
+        of_each(_speed, "not measured"),
+        *(reported_value("tokens_per_second"), False),
+    ),
+    Quantity("mfu", "MFU", "%", ".1f", of_each(_mfu, "peak of the device not known"), _reported_mfu, False),
+    Quantity(
+        *("peak_memory", "peak memory", "GiB/device", ".2f"),
+        of_each(_memory, "recorded at the end of a run"),
+        lower_is_better=True,
+    ),
+    Quantity("hours", "time", "h", ",.2f", of_each(_hours, "not recorded"), _reported_hours, True),
+    Quantity(
+        *("hours_without_validation", "time without validation", "h", ",.2f"),
+        of_each(_hours_without_validation, "not recorded"),
+        *(_reported_hours_without_validation, True),
+    ),
+    Quantity(
+        "dollars", "cost", "$", ",.2f", of_each(_cost(_hours), "not recorded"), reported_value("train_dollars"), True
+    ),
+    Quantity(
+        *("dollars_without_validation", "cost without validation", "$", ",.2f"),
+        of_each(_cost(_hours_without_validation), "not recorded"),
+        *(reported_value("dollars_without_validation"), True),
+    ),
+    Quantity(
+        *("dollars_per_million_tokens", "cost per million tokens", "$", ".4f"),
+        of_each(_dollars_per_million, "not recorded"),
+        *(_reported_dollars_per_million, True),
+    ),
+)

@@ -1,0 +1,236 @@
+"""All that lies in a run's folder, read for a comparison: what was asked for, how far it came, what was measured of it
+and what others reported of such a run. Loads no torch, and nothing that a broken file could keep from being told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import ValidationError
+
+from harness.analysis.progress import Progress, read_progress
+from harness.common.errors import UserError
+from harness.common.lock import is_held
+from harness.model.config import ModelConfig, load_model_config
+from harness.runs.checkpoint_lookup import BEST, LATEST, choose_start
+from harness.runs.checkpoint_meta import CheckpointMeta, read_meta
+from harness.runs.directory import RunDirectory
+from harness.runs.reported import Reported, read_reported
+from harness.runs.results import Results, read_results
+from harness.runs.summary import RunSummary, read_summary
+from harness.runs.train_config import load_train_config
+
+# A run on another machine, of which only the files are to be seen, counts as going on for so long after its last line.
+BELIEVED_SILENCE_SECONDS = 900.0
+
+StateWord = Literal["finished", "going on", "stopped", "never trained", "damaged"]
+Read = TypeVar("Read")
+
+
+@dataclass(frozen=True)
+class State:
+    """How far a run is; `detail` says more in one line, or nothing."""
+
+    word: StateWord
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The names of a run's checkpoints as far as they matter for what was measured of them."""
+
+    best: str | None = None
+    latest: str | None = None
+    aside: frozenset[str] = frozenset()  # of an earlier training, set aside since
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run. What could not be read is empty, and `problems` has a line for it."""
+
+    name: str
+    directory: RunDirectory
+    state: State
+    model: Mapping[str, Any]  # model.json with its defaults; of a finished run, as it was trained
+    train: Mapping[str, Any]  # the same of train.json
+    summary: RunSummary | None = None
+    progress: Progress | None = None  # of a run that has no summary
+    meta: CheckpointMeta | None = None  # of its latest checkpoint
+    results: Results = field(default_factory=Results)
+    reported: Reported | None = None
+    checkpoints: Checkpoints = Checkpoints()
+    problems: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, run: RunDirectory) -> RunRecord:
+        """Never fails for what a file holds: a run that cannot be read is `damaged`, and says why."""
+        reader = _Reader(run)
+        return reader.record()
+
+    @property
+    def dataset(self) -> Mapping[str, Any]:
+        """The name, and by split the number of tokens and a hash of them; empty where nothing says it."""
+        dataset = self.summary.dataset if self.summary else self.meta.dataset if self.meta else None
+        return dataset if isinstance(dataset, dict) else {}
+
+    @property
+    def shape(self) -> ModelConfig | None:
+        """The model's shape; None if it is not known, or not one of this version's."""
+        try:
+            return ModelConfig.model_validate(dict(self.model))
+        except ValidationError:
+            return None
+
+    @property
+    def torch(self) -> str | None:
+        return self._recorded("torch")
+
+    @property
+    def device(self) -> str | None:
+        """What one rank trained on."""
+        return self._recorded("device")
+
+    @property
+    def world_size(self) -> int | None:
+        return self._recorded("world_size")
+
+    @property
+    def tokens_seen(self) -> int | None:
+        if self.progress is not None:
+            return self.progress.tokens_seen
+        tokens: int | None = self._recorded("tokens_seen")
+        return tokens
+
+    @property
+    def global_batch(self) -> int | None:
+        """Sequences of an optimizer step over all ranks; None where the number of ranks is needed and not known."""
+        parts = [self._recorded(key) for key in ("world_size", "microbatch_size", "accumulation_steps")]
+        if None not in parts:
+            return int(parts[0] * parts[1] * parts[2])
+        asked = self.train.get("global_batch_size")
+        return asked if isinstance(asked, int) else None
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """By phase, and in total; empty where nothing was recorded. Of a run that has not finished, the phases are
+        those up to its latest checkpoint."""
+        if self.summary:
+            return self.summary.seconds
+        if self.meta and self.meta.seconds:
+            return {**self.meta.seconds, "total": sum(self.meta.seconds.values())}
+        return {}
+
+    def _recorded(self, key: str) -> Any:
+        """By the summary, else by the latest checkpoint."""
+        source = self.summary or self.meta
+        return None if source is None else getattr(source, key)
+
+
+def read_records(runs_dir: Path, names: tuple[str, ...]) -> list[RunRecord]:
+    """The runs of these names or paths, each once, or all in `runs_dir`. Raises UserError for one that is not there,
+    or if there are none."""
+    if not names:
+        folders = sorted(path for path in runs_dir.iterdir() if _is_run(path)) if runs_dir.is_dir() else []
+        if not folders:
+            raise UserError(f"{runs_dir}: there are no runs; --runs-dir names the folder of your runs")
+        names = tuple(path.name for path in folders)
+    found = {run.path.name: run for run in (RunDirectory.find(runs_dir, name) for name in names)}
+    for run in found.values():
+        if not _is_run(run.path):
+            raise UserError(f"{run.path}: not a run; it has neither train.json nor summary.json")
+    return [RunRecord.read(run) for run in found.values()]
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / name).is_file() for name in ("train.json", "summary.json", "reported.json"))
+
+
+class _Reader:
+    """Reads a run's files, and notes what is wrong with them."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self.run = run
+        self.problems: list[str] = []
+
+    def record(self) -> RunRecord:
+        run = self.run
+        summary = self._attempt(lambda: read_summary(run.summary) if run.summary.exists() else None)
+        broken_summary = self.problems[-1] if self.problems else ""
+        model, train = self._configs(summary)
+        unfinished = summary is None
+        progress = self._attempt(lambda: read_progress(run.metrics)) if unfinished else None
+        meta = self._attempt(self._latest_meta) if unfinished else None
+        state = self._state(summary, progress, meta, broken_summary)
+        results = read_results(run)
+        self.problems += results.problems
+        return RunRecord(
+            name=run.path.name,
+            directory=run,
+            state=state,
+            model=model,
+            train=train,
+            summary=summary,
+            progress=progress,
+            meta=meta,
+            results=results,
+            reported=self._attempt(lambda: read_reported(run)),
+            checkpoints=self._checkpoints(),
+            problems=tuple(self.problems),
+        )
+
+    def _attempt(self, read: Callable[[], Read]) -> Read | None:
+        try:
+            return read()
+        except UserError as error:
+            self.problems.append(str(error))
+        except OSError as error:
+            self.problems.append(f"{error.filename or self.run.path}: cannot be read: {error.strerror}")
+        return None
+
+    def _configs(self, summary: RunSummary | None) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        if summary is not None and summary.model and summary.train:
+            return summary.model, summary.train
+        model = self._attempt(lambda: load_model_config(self.run.model_json))
+        train = self._attempt(lambda: load_train_config(self.run.train_json))
+        return (
+            model.model_dump(mode="json") if model else {},
+            train.model_dump(mode="json") if train else {},
+        )
+
+    def _latest_meta(self) -> CheckpointMeta | None:
+        latest = choose_start(self.run.checkpoints, None)
+        return read_meta(latest) if latest else None
+
+    def _checkpoints(self) -> Checkpoints:
+        folder = self.run.checkpoints
+        links = [(folder / link).resolve() for link in (BEST, LATEST)]
+        best, latest = (path.name if path.is_dir() else None for path in links)
+        aside = frozenset(path.name for path in self.run.aside.glob(f"*/{folder.name}/*"))
+        return Checkpoints(best, latest, aside)
+
+    def _state(
+        self, summary: RunSummary | None, progress: Progress | None, meta: CheckpointMeta | None, broken: str
+    ) -> State:
+        if summary is not None:
+            return State("finished")
+        if broken:
+            return State("damaged", f"{broken}; delete that file and train again: it is written anew")
+        if self.problems:
+            return State("damaged", self.problems[0])
+        held = is_held(self.run.path / ".lock")
+        if progress is None and meta is None:
+            return State("going on", "no report yet") if held else State("never trained")
+        silent = progress.silent_seconds if progress else 0.0
+        said = f"last line {_age(silent)} ago" if progress else ""
+        if held is None:  # of another machine, whose processes are not to be seen
+            return State("going on" if silent < BELIEVED_SILENCE_SECONDS else "stopped", f"{said}, on another machine")
+        return State("going on" if held else "stopped", said)
+
+
+def _age(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

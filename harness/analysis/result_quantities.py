@@ -1,0 +1,131 @@
+"""The quantities that were measured of a run's models after training: what lies in its `results/`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from harness.analysis.comparability import (
+    Measured,
+    Measurement,
+    Missing,
+    benchmark_ground,
+    bits_grounds,
+    chosen_results,
+    judging_ground,
+    loss_ground,
+)
+from harness.analysis.quantities import LOSS_UNIT, Quantity, reported_value
+from harness.analysis.records import RunRecord
+from harness.runs.results import BenchmarkResult, BenchmarkScore, InstructionResult, LossResult
+
+NOT_BY_TEST_LOSS = "not measured by test_loss.py"
+
+
+def _test_losses(records: Sequence[RunRecord]) -> list[Measured]:
+    return [_test_loss(record) for record in records]
+
+
+def _test_loss(record: RunRecord) -> Measured:
+    results = record.results.of(LossResult)
+    chosen = chosen_results(record, results, [loss_ground(result) for result in results])
+    found = [Measurement(result.loss, ground, remark) for result, ground, remark in chosen if result.loss is not None]
+    if chosen and not found:
+        return Missing("its test loss is not finite")
+    return found or Missing(NOT_BY_TEST_LOSS)
+
+
+def _bits_per_byte(records: Sequence[RunRecord]) -> list[Measured]:
+    results = [record.results.of(LossResult) for record in records]
+    grounds = iter(bits_grounds([result for of_run in results for result in of_run]))
+    measured: list[Measured] = []
+    for record, of_run in zip(records, results, strict=True):
+        chosen = chosen_results(record, of_run, [next(grounds) for _ in of_run])
+        found = [
+            Measurement(result.bits_per_byte, ground, _bits_remark(result, remark))
+            for result, ground, remark in chosen
+            if result.bits_per_byte is not None
+        ]
+        measured.append(found or Missing("bytes of its test text not known" if chosen else NOT_BY_TEST_LOSS))
+    return measured
+
+
+def _bits_remark(result: LossResult, remark: str) -> str:
+    approximate = "" if result.bits_are_exact else "by the bytes per token of the whole split"
+    return "; ".join(filter(None, [remark, approximate]))
+
+
+def _instruction_scores(records: Sequence[RunRecord]) -> list[Measured]:
+    return [_instruction_score(record) for record in records]
+
+
+def _instruction_score(record: RunRecord) -> Measured:
+    results = record.results.of(InstructionResult)
+    chosen = chosen_results(record, results, [judging_ground(result) for result in results])
+    found = [
+        Measurement(result.mean, ground, remark, _interval(result))
+        for result, ground, remark in chosen
+        if result.mean is not None
+    ]
+    return found or Missing("not judged by judge_ift.py")
+
+
+def _interval(result: InstructionResult) -> str:
+    """The judging's own 95 % interval."""
+    return "" if result.low is None or result.high is None else f"({result.low:.1f} to {result.high:.1f})"
+
+
+RESULTS: tuple[Quantity, ...] = (
+    Quantity("test_loss", "test loss", LOSS_UNIT, ".3f", _test_losses, reported_value("test_loss"), True, True),
+    Quantity("bits_per_byte", "bits per byte", "", ".3f", _bits_per_byte, lower_is_better=True),
+    Quantity(
+        *("instruction_score", "instruction score", "of 100", ".2f", _instruction_scores),
+        *(reported_value("instruction_score"), False, True),
+    ),
+)
+
+
+def benchmark_quantities(records: Sequence[RunRecord]) -> list[Quantity]:
+    """A quantity for each metric of each benchmark that one of the runs has."""
+    keys = {
+        (score.task, score.metric): score.higher_is_better
+        for record in records
+        for result in record.results.of(BenchmarkResult)
+        for score in result.scores
+    }
+    return [
+        Quantity(
+            key=f"{task}_{metric}",
+            title=f"{task} {metric}",
+            unit="",
+            style=".4g",
+            measure=partial(_benchmarks, task, metric),
+            lower_is_better=None if higher is None else not higher,
+        )
+        for (task, metric), higher in keys.items()
+    ]
+
+
+def _benchmarks(task: str, metric: str, records: Sequence[RunRecord]) -> list[Measured]:
+    return [_benchmark(record, task, metric) for record in records]
+
+
+def _benchmark(record: RunRecord, task: str, metric: str) -> Measured:
+    results = record.results.of(BenchmarkResult)
+    scores = [_score(result, task, metric) for result in results]
+    there = [(result, score) for result, score in zip(results, scores, strict=True) if score is not None]
+    by_id: Mapping[int, BenchmarkScore] = {id(result): score for result, score in there}
+    chosen = chosen_results(record, [result for result, _ in there], [benchmark_ground(result) for result, _ in there])
+    found = []
+    for result, ground, remark in chosen:
+        score = by_id[id(result)]
+        if score.value is not None:
+            error = "" if score.stderr is None else f"±{score.stderr:.2g}"
+            found.append(Measurement(score.value, ground, remark, error))
+    return found or Missing("not measured by evaluate_benchmarks.py")
+
+
+def _score(result: BenchmarkResult, task: str, metric: str) -> BenchmarkScore | None:
+    return next(
+        (each for each in result.scores if (each.task, each.metric) == (task, metric) and each.value is not None), None
+    )

@@ -1,0 +1,248 @@
+"""Runs side by side: a row for each, and columns in which only like things stand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from harness.analysis.comparability import Ground, Group, Measured, Measurement, Missing, comparable_groups
+from harness.analysis.quantities import EVERYWHERE, SPENT, TRAINED, Quantity
+from harness.analysis.records import RunRecord
+from harness.analysis.result_quantities import RESULTS, benchmark_quantities
+from harness.analysis.settings import NOT_RECORDED, as_text, differing_keys, machine_of, settings_of
+from harness.common.errors import UserError
+from harness.common.messages import nearest
+
+# By which runs are sorted unless asked otherwise: of these the one that most runs have, the first if several are equal.
+LOSSES = ("test_loss", "validation_loss", "bits_per_byte", "train_loss")
+LONGEST_SETTING = 28  # characters
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A value and how it is written; None and nothing where there is none. `remark` says why, or what must be known."""
+
+    value: Any
+    text: str
+    remark: str = ""
+    is_reported: bool = False
+
+
+@dataclass(frozen=True)
+class Column:
+    """`about` says what its numbers were measured on, if that matters; `lower_is_better` is None where neither is."""
+
+    key: str
+    title: str
+    unit: str
+    cells: tuple[Cell, ...]
+    about: str = ""
+    lower_is_better: bool | None = None
+    is_text: bool = False
+
+    def reordered(self, order: Sequence[int]) -> Column:
+        return replace(self, cells=tuple(self.cells[row] for row in order))
+
+    @property
+    def filled(self) -> int:
+        return sum(cell.value is not None for cell in self.cells)
+
+
+@dataclass(frozen=True)
+class RunsTable:
+    """`absent` names the quantities that no run has."""
+
+    records: tuple[RunRecord, ...]
+    columns: tuple[Column, ...]
+    absent: tuple[str, ...] = ()
+    sorted_by: str = ""  # a column's title, or nothing
+
+    @classmethod
+    def of(cls, records: Sequence[RunRecord]) -> RunsTable:
+        """In the order of `records`."""
+        columns = [*_state_column(records), *_setting_columns(records)]
+        absent = []
+        for quantity in (*TRAINED, *RESULTS, *benchmark_quantities(records), *SPENT):
+            found = _quantity_columns(quantity, records)
+            columns += found
+            if not found:
+                absent.append(quantity.title)
+        return cls(tuple(records), tuple(_without_repetition(columns)), tuple(absent))
+
+    def sorted(self, key: str | None) -> RunsTable:
+        """By a column, the best or lowest first and empty cells last, or by "name"; None: by the loss that most runs
+        have. Raises UserError naming the nearest for a key of no column."""
+        if key == "name":
+            order = sorted(range(len(self.records)), key=lambda row: self.records[row].name)
+            return self._reordered(order, "name")
+        column = self._default_column() if key is None else self._column(key)
+        if column is None:
+            return self.sorted("name")
+        return self._reordered(_order(column), column.title)
+
+    def _column(self, key: str) -> Column:
+        keys = [column.key for column in self.columns]
+        if key in keys:
+            return self.columns[keys.index(key)]
+        near = nearest(key, [*keys, "name"])
+        hint = f"did you mean {near}?" if near else f"there are: name, {', '.join(keys)}"
+        raise UserError(f"--sort {key}: no column of this table; {hint}")
+
+    def _default_column(self) -> Column | None:
+        losses = [column for key in LOSSES for column in self.columns if _base_key(column.key) == key]
+        return max(losses, key=lambda column: column.filled, default=None)
+
+    def _reordered(self, order: Sequence[int], by: str) -> RunsTable:
+        columns = tuple(column.reordered(order) for column in self.columns)
+        return RunsTable(tuple(self.records[row] for row in order), columns, self.absent, by)
+
+
+def _base_key(key: str) -> str:
+    return key.rpartition(":")[0] or key
+
+
+def _order(column: Column) -> list[int]:
+    """Rows with the best or lowest value first; those without one last, as they were."""
+    rows = range(len(column.cells))
+    values = [column.cells[row].value for row in rows]
+    there = [row for row in rows if values[row] is not None]
+    if all(isinstance(values[row], int | float) for row in there):
+        sign = -1 if column.lower_is_better is False else 1
+        there.sort(key=lambda row: sign * values[row])
+    else:
+        there.sort(key=lambda row: as_text(values[row]))
+    return there + [row for row in rows if values[row] is None]
+
+
+def _state_column(records: Sequence[RunRecord]) -> list[Column]:
+    """Nothing if all have finished."""
+    if all(record.state.word == "finished" for record in records):
+        return []
+    cells = [Cell(record.state.word, _state_text(record), record.state.detail) for record in records]
+    return [Column("state", "state", "", tuple(cells), is_text=True)]
+
+
+def _state_text(record: RunRecord) -> str:
+    wanted, seen = record.train.get("min_train_tokens"), record.tokens_seen
+    if record.state.word in ("going on", "stopped") and isinstance(wanted, int) and wanted > 0 and seen:
+        return f"{record.state.word}, {min(99, int(100 * seen / wanted))} %"
+    return record.state.word
+
+
+def _setting_columns(records: Sequence[RunRecord]) -> list[Column]:
+    settings = [settings_of(record) for record in records]
+    for row, record in enumerate(records):
+        if machine_of(record) is None and record.reported is not None:
+            settings[row] = {**settings[row], "machine": record.reported.machine}
+    return [
+        Column(
+            key,
+            key,
+            "",
+            tuple(_setting_cell(each, key, record) for each, record in zip(settings, records, strict=True)),
+        )
+        for key in differing_keys(settings)
+    ]
+
+
+def _setting_cell(settings: Mapping[str, Any], key: str, record: RunRecord) -> Cell:
+    if key not in settings:
+        return Cell(None, "", NOT_RECORDED)
+    text = as_text(settings[key])
+    if len(text) > LONGEST_SETTING:
+        half = (LONGEST_SETTING - 3) // 2
+        text = f"{text[:half]}...{text[-half:]}"
+    return Cell(settings[key], text, is_reported=key == "machine" and machine_of(record) is None)
+
+
+def _quantity_columns(quantity: Quantity, records: Sequence[RunRecord]) -> list[Column]:
+    """A column for each group of two or more runs that compare, or else for the first; and those of what others have
+    reported."""
+    measured = quantity.measure(records)
+    groups = comparable_groups(measured)
+    shown = [group for number, group in enumerate(groups) if number == 0 or len(group.members) > 1]
+    columns = _numbered([_measured_column(quantity, group, shown, measured) for group in shown])
+    reported = _numbered(_reported_columns(quantity, records))
+    if columns:
+        reported = [replace(each, key=f"reported_{each.key}", title=f"{each.title}, reported") for each in reported]
+    return columns + reported
+
+
+def _measured_column(quantity: Quantity, group: Group, shown: Sequence[Group], measured: Sequence[Measured]) -> Column:
+    cells = []
+    for row, of_run in enumerate(measured):
+        member = group.members.get(row)
+        if member is not None:
+            cells.append(_number(quantity, member))
+        elif isinstance(of_run, Missing):
+            cells.append(Cell(None, "", of_run.reason))
+        else:
+            cells.append(Cell(None, "", _elsewhere(quantity, of_run, shown)))
+    return _column(quantity, group.ground, cells)
+
+
+def _elsewhere(quantity: Quantity, of_run: Sequence[Measurement], shown: Sequence[Group]) -> str:
+    """Why a run that has measurements has none in a group's column."""
+    if any(measurement.ground == group.ground for measurement in of_run for group in shown):
+        return f"its {quantity.title} is in another column: measured on other ground"
+    values = "; ".join(
+        f"{format(measurement.value, quantity.style)} on {measurement.ground.words}" for measurement in of_run
+    )
+    return f"its {quantity.title} does not compare: {values}"
+
+
+def _reported_columns(quantity: Quantity, records: Sequence[RunRecord]) -> list[Column]:
+    reported = [_reported(quantity, record) for record in records]
+    columns = []
+    for group in comparable_groups(reported):
+        members = [group.members.get(row) for row in range(len(records))]
+        cells = [
+            _number(quantity, each, is_reported=True) if each else Cell(None, "", "not reported") for each in members
+        ]
+        columns.append(_column(quantity, group.ground, cells))
+    return columns
+
+
+def _reported(quantity: Quantity, record: RunRecord) -> Measured:
+    if record.reported is None or quantity.report is None:
+        return Missing("not reported")
+    value = quantity.report(record.reported, record)
+    if value is None:
+        return Missing("not reported")
+    ground = Ground(("reported", record.reported.source), record.reported.source) if quantity.is_score else EVERYWHERE
+    return [Measurement(value, ground)]
+
+
+def _number(quantity: Quantity, measurement: Measurement, *, is_reported: bool = False) -> Cell:
+    text = f"{format(measurement.value, quantity.style)} {measurement.error}".rstrip()
+    return Cell(measurement.value, text, measurement.remark, is_reported)
+
+
+def _column(quantity: Quantity, ground: Ground, cells: Sequence[Cell]) -> Column:
+    about = "" if any(cell.is_reported for cell in cells) else ground.words
+    return Column(quantity.key, quantity.title, quantity.unit, tuple(cells), about, quantity.lower_is_better)
+
+
+def _numbered(columns: Sequence[Column]) -> list[Column]:
+    """With keys and titles that tell several of one quantity apart."""
+    if len(columns) < 2:
+        return list(columns)
+    return [
+        replace(column, key=f"{column.key}:{number}" if number > 1 else column.key, title=f"{column.title} ({number})")
+        for number, column in enumerate(columns, 1)
+    ]
+
+
+def _without_repetition(columns: Sequence[Column]) -> list[Column]:
+    """Without the best validation losses where they are the last ones, and costs without validation where there was
+    none."""
+    by_key = {column.key: column for column in columns}
+    repeats = {"best_validation_loss": "validation_loss"}
+    return [
+        column for column in columns if column.key not in repeats or not _same(column, by_key.get(repeats[column.key]))
+    ]
+
+
+def _same(one: Column, other: Column | None) -> bool:
+    return other is not None and [cell.text for cell in one.cells] == [cell.text for cell in other.cells]

@@ -1,0 +1,127 @@
+"""A table of runs for a terminal: blocks of columns, each beginning with the runs' names, and numbered remarks below."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from harness.analysis.runs_table import Cell, Column, RunsTable
+
+COLUMNS = 80
+LONGEST_NAME = 34  # of a run; a longer one is cut in its middle
+GAP = "  "
+EMPTY = "-"
+REPORTED = "r"
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Columns that stand side by side, as lines of cells."""
+
+    width: int
+    header: list[str]
+    rows: list[str]
+
+
+class _Remarks:
+    """Numbers for remarks, the same for the same."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, int] = {}
+
+    def mark(self, cell: Cell) -> str:
+        reported = REPORTED if cell.is_reported else ""
+        number = f"[{self.known.setdefault(cell.remark, len(self.known) + 1)}]" if cell.remark else ""
+        return reported + number
+
+
+def table_lines(table: RunsTable) -> Iterator[str]:
+    """The table in lines of 80 columns, with what its numbers were measured on and its remarks."""
+    remarks = _Remarks()
+    names = _names([record.name for record in table.records])
+    name_block = _Block(max(map(len, [*names, "run"])), ["run"], names)
+    blocks = [_block(column, remarks) for column in table.columns]
+    for number, line_of_blocks in enumerate(_filled(name_block, blocks)):
+        yield from ["", *_side_by_side(line_of_blocks)] if number else _side_by_side(line_of_blocks)
+    yield ""
+    if table.sorted_by and len(table.records) > 1:
+        yield f"Sorted by {table.sorted_by}."
+    yield from _reported_lines(table)
+    for column in table.columns:
+        if column.about:
+            yield from wrapped(f"{column.title}: on {column.about}")
+    for remark, number in remarks.known.items():
+        yield from wrapped(f"[{number}] {remark}", indent=4)
+    if table.absent:
+        yield from wrapped(f"No run has: {', '.join(table.absent)}")
+
+
+def wrapped(text: str, indent: int = 2) -> list[str]:
+    """Lines of 80 columns; those after the first are indented."""
+    return textwrap.wrap(text, COLUMNS, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=True)
+
+
+def _reported_lines(table: RunsTable) -> Iterator[str]:
+    sources = {record.reported.source: None for record in table.records if record.reported}
+    if any(cell.is_reported for column in table.columns for cell in column.cells):
+        yield from wrapped(f"{REPORTED}: not measured here, but reported by {'; '.join(sources)}")
+
+
+def _names(names: Sequence[str]) -> list[str]:
+    """Cut in the middle where they are long; whole, if two of them would look the same then."""
+    half = (LONGEST_NAME - 3) // 2
+    cut = [name if len(name) <= LONGEST_NAME else f"{name[:half]}...{name[-half:]}" for name in names]
+    return cut if len(set(cut)) == len(set(names)) else list(names)
+
+
+def _block(column: Column, remarks: _Remarks) -> _Block:
+    """A column's lines: numbers to the right, text to the left, and marks behind them in a field of their own."""
+    texts = [cell.text or EMPTY for cell in column.cells]
+    marks = [remarks.mark(cell) for cell in column.cells]
+    mark_width = max(map(len, marks))
+    text_width = max(map(len, texts))
+    title_words = column.title.replace("_", "_ ").split() if column.is_text else column.title.split()
+    unit = [column.unit] if column.unit else []
+    width = max(text_width + (1 + mark_width if mark_width else 0), *map(len, [*title_words, *unit]))
+    header = [*_title_lines(column, width), *unit]
+    rows = []
+    for text, mark in zip(texts, marks, strict=True):
+        field = f" {mark:<{mark_width}}" if mark_width else ""
+        if column.is_text:
+            rows.append(f"{text:<{text_width}}{field}".ljust(width))
+        else:
+            rows.append(f"{text:>{text_width}}{field}".rjust(width))
+    align = str.ljust if column.is_text else str.rjust
+    return _Block(width, [align(line, width) for line in header], rows)
+
+
+def _title_lines(column: Column, width: int) -> list[str]:
+    """The title in lines of that width; the name of a setting is broken behind its underscores."""
+    if not column.is_text:
+        return textwrap.wrap(column.title, width)
+    lines = [""]
+    for part in column.title.replace("_", "_ ").split():
+        if lines[-1] and len(lines[-1]) + len(part) > width:
+            lines.append("")
+        lines[-1] += part
+    return lines
+
+
+def _filled(name: _Block, blocks: Sequence[_Block]) -> Iterator[list[_Block]]:
+    """The blocks in lines of at most 80 columns, each with the names first."""
+    line: list[_Block] = [name]
+    for block in blocks:
+        if len(line) > 1 and sum(each.width + len(GAP) for each in line) + block.width > COLUMNS:
+            yield line
+            line = [name]
+        line.append(block)
+    yield line
+
+
+def _side_by_side(blocks: Sequence[_Block]) -> Iterator[str]:
+    height = max(len(block.header) for block in blocks)
+    headers = [[""] * (height - len(block.header)) + block.header for block in blocks]
+    for lines in (zip(*headers, strict=True), zip(*(block.rows for block in blocks), strict=True)):
+        for cells in lines:
+            yield GAP.join(cell.ljust(block.width) for cell, block in zip(cells, blocks, strict=True)).rstrip()
