@@ -25,11 +25,12 @@ def main(runs: tuple[str, ...], runs_dir: Path, baseline: str | None, sort: str 
     with one_line_errors():
         from harness.analysis.records import read_records
         from harness.analysis.runs_table import RunsTable
+        from harness.analysis.table_fits import fit_lines
         from harness.analysis.table_text import table_lines
 
         records = read_records(runs_dir, runs)
         table = RunsTable.of(records).sorted(sort)
-        for line in table_lines(table):
+        for line in (*table_lines(table), *fit_lines(table)):
             click.echo(line)
 
 

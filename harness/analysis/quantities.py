@@ -104,6 +104,15 @@ def _speed(record: RunRecord) -> float | None:
     return record.progress.tokens_per_second if record.progress else None
 
 
+def _whole_speed(record: RunRecord) -> float | None:
+    """Tokens that this program trained, over all its seconds."""
+    source, hours = record.summary or record.meta, _hours(record)
+    if source is None or not hours:
+        return None
+    tokens = record.summary.trained_tokens if record.summary else record.tokens_seen
+    return tokens / (3600 * hours) if tokens else None
+
+
 def _mfu(record: RunRecord) -> float | None:
     mfu = record.summary.mfu if record.summary else record.progress.mfu if record.progress else None
     return None if mfu is None else 100 * mfu
@@ -111,7 +120,7 @@ def _mfu(record: RunRecord) -> float | None:
 
 def _reported_mfu(reported: Reported, record: RunRecord) -> float | None:
     """Worked out from the reported speed: model FLOPs over the devices' peak (PaLM, arXiv:2204.02311)."""
-    speed, peak = reported.value("tokens_per_second"), peak_flops(reported.device)
+    speed, peak = reported.training_speed, peak_flops(reported.device)
     if speed is None or peak is None or record.shape is None:
         return None
     return 100 * speed * record.shape.flops_per_token / (reported.gpus * peak)
@@ -140,9 +149,8 @@ def _reported_hours(reported: Reported, _record: RunRecord) -> float | None:
 
 
 def _reported_hours_without_validation(reported: Reported, _record: RunRecord) -> float | None:
-    values = [reported.value(name) for name in ("train_seconds", "validation_runs", "validation_seconds_each")]
-    seconds, runs, each = values
-    return None if seconds is None or runs is None or each is None else (seconds - runs * each) / 3600
+    seconds = reported.seconds_without_validation
+    return None if seconds is None else seconds / 3600
 
 
 def _price(record: RunRecord) -> float | Missing:
@@ -210,7 +218,12 @@ SPENT: tuple[Quantity, ...] = (
     Quantity(
         *("tokens_per_second", "training speed", "tokens/s", ",.0f"),
         of_each(_speed, "not measured"),
-        *(reported_value("tokens_per_second"), False),
+        *(lambda reported, _record: reported.training_speed, False),
+    ),
+    Quantity(
+        *("whole_tokens_per_second", "speed of the whole run", "tokens/s", ",.0f"),
+        of_each(_whole_speed, "not recorded"),
+        *(lambda reported, _record: reported.whole_run_speed, False),
     ),
     Quantity("mfu", "MFU", "%", ".1f", of_each(_mfu, "peak of the device not known"), _reported_mfu, False),
     Quantity(

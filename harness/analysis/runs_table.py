@@ -66,7 +66,7 @@ class RunsTable:
         for quantity in (*TRAINED, *RESULTS, *benchmark_quantities(records), *SPENT):
             found = _quantity_columns(quantity, records)
             columns += found
-            if not found:
+            if not found and not quantity.key.startswith("best_"):
                 absent.append(quantity.title)
         return cls(tuple(records), tuple(_without_repetition(columns)), tuple(absent))
 

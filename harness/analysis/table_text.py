@@ -1,4 +1,4 @@
-"""A table of runs for a terminal: blocks of columns, each beginning with the runs' names, and numbered remarks below."""
+"""A table of runs for a terminal: blocks of columns, each with the runs' names first, and numbered remarks below."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def wrapped(text: str, indent: int = 2) -> list[str]:
 def _reported_lines(table: RunsTable) -> Iterator[str]:
     sources = {record.reported.source: None for record in table.records if record.reported}
     if any(cell.is_reported for column in table.columns for cell in column.cells):
-        yield from wrapped(f"{REPORTED}: not measured here, but reported by {'; '.join(sources)}")
+        yield from wrapped(f"{REPORTED}: not measured here, but reported, or worked out from it: {'; '.join(sources)}")
 
 
 def _names(names: Sequence[str]) -> list[str]:

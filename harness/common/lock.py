@@ -84,7 +84,7 @@ def is_held(path: Path) -> bool | None:
 
 
 def _is_free(descriptor: int) -> bool:
-    """Whether nobody has the lock, though a process of the owner's number lives: one that was given the number since."""
+    """Whether nobody has the lock, though a process of its owner's number lives: a later one of that number."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:  # kept by another, or a file system without locks
