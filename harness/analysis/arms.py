@@ -1,0 +1,113 @@
+"""Two arms of an experiment side by side: the difference of their mean losses, and what both kinds of noise leave of
+it. An arm is a setting, tried with one run or with several that differ in `random_seed` alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from harness.analysis.noise import MeanEstimate, NoEstimate, difference_noise, mean_noise
+from harness.analysis.training_noise import Part, Spread, Uncertain, combine, own_part, pooled_spread, shared_part
+
+
+@dataclass(frozen=True)
+class Arm:
+    """`losses` has one run each, in nats per token: for all arms of a comparison of the same text. `windows`, where
+    known for every run, has the losses of that text's windows, [windows] each, in the order of `losses`."""
+
+    name: str
+    losses: Sequence[float]
+    windows: Sequence[np.ndarray] | None = None
+
+    def __post_init__(self) -> None:
+        if self.windows is not None and len(self.windows) != len(self.losses):
+            raise ValueError(f"{self.name}: {len(self.windows)} runs with windows, {len(self.losses)} with losses")
+
+    @property
+    def runs(self) -> int:
+        return len(self.losses)
+
+    @property
+    def is_finite(self) -> bool:
+        return bool(np.isfinite(self.losses).all())
+
+
+@dataclass(frozen=True)
+class Borrowed:
+    """What the replicates of all arms of a comparison suggest for an arm of one run."""
+
+    spread: Spread | None  # None: no arm has two runs
+    by_text: float  # the part of a run's variance that other text would change, nats²; 0 where it is not known
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Mean loss of an arm less that of the baseline, in nats: negative where the arm is better."""
+
+    value: float
+    training: Uncertain | None  # by the seeds alone; None: not known
+    evaluation: MeanEstimate | NoEstimate  # by the text alone: these very models on other text
+    both: Uncertain | None  # by both kinds, or by the seeds alone where there is no estimate of the other
+    is_borrowed: bool = False
+
+
+def borrowed_from(arms: Sequence[Arm]) -> Borrowed:
+    """The spread within the arms that have two runs or more; a run whose loss is not finite tells nothing of it."""
+    usable = [arm for arm in arms if arm.runs > 1 and arm.is_finite]
+    spread = pooled_spread([arm.losses for arm in usable])
+    known = [(variance, arm.runs - 1) for arm in usable if (variance := variance_by_text(arm)) is not None]
+    by_text = sum(variance * df for variance, df in known) / sum(df for _, df in known) if known else 0.0
+    return Borrowed(spread, by_text)
+
+
+def difference_of(baseline: Arm, arm: Arm, borrowed: Borrowed) -> Difference:
+    """Both arms have a run at least, and finite losses."""
+    value = float(np.mean(arm.losses) - np.mean(baseline.losses))
+    evaluation = _evaluation_noise(baseline, arm)
+    parts, by_text, is_borrowed = _training_parts(baseline, arm, borrowed)
+    if not parts:
+        return Difference(value, None, evaluation, None)
+    training = combine(value, parts)
+    if isinstance(evaluation, MeanEstimate):
+        # The spread over seeds already has what this text does to one run and not to the next.
+        parts.append(Part(max(0.0, evaluation.variance - by_text), evaluation.df))
+    return Difference(value, training, evaluation, combine(value, parts), is_borrowed)
+
+
+def _training_parts(baseline: Arm, arm: Arm, borrowed: Borrowed) -> tuple[list[Part], float, bool]:
+    """The variance of the difference by seeds, how much of it is by the text too, and whether it is borrowed."""
+    both = (baseline, arm)
+    if all(each.runs > 1 for each in both):
+        by_text = sum((variance_by_text(each) or 0.0) / each.runs for each in both)
+        return [own_part(each.losses) for each in both], by_text, False
+    if borrowed.spread is None:
+        return [], 0.0, False
+    by_text = borrowed.by_text * sum(1 / each.runs for each in both)
+    return [shared_part(borrowed.spread, *(each.runs for each in both))], by_text, True
+
+
+def _evaluation_noise(baseline: Arm, arm: Arm) -> MeanEstimate | NoEstimate:
+    if baseline.windows is None or arm.windows is None:
+        return NoEstimate("the losses of the windows were not kept")
+    shapes = {windows.shape for each in (baseline, arm) for windows in each.windows or []}
+    if len(shapes) > 1:
+        sizes = " and ".join(f"{size:,}" for size in sorted(int(np.prod(shape)) for shape in shapes))
+        return NoEstimate(f"they were measured on texts of {sizes} windows")
+    return difference_noise(_mean_windows(arm), _mean_windows(baseline))
+
+
+def _mean_windows(arm: Arm) -> np.ndarray:
+    return np.mean([windows.astype(np.float64) for windows in arm.windows or []], axis=0)
+
+
+def variance_by_text(arm: Arm) -> float | None:
+    """How much the loss of one run varies against those of its replicates by the choice of text, nats²; None where it
+    cannot be estimated."""
+    if arm.windows is None or arm.runs < 2 or len({windows.shape for windows in arm.windows}) > 1:
+        return None
+    mean = _mean_windows(arm)
+    estimates = [mean_noise(windows.astype(np.float64) - mean) for windows in arm.windows]
+    found = [each.variance for each in estimates if isinstance(each, MeanEstimate)]
+    return sum(found) / (arm.runs - 1) if len(found) == arm.runs else None

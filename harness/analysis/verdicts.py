@@ -1,0 +1,175 @@
+"""Which arm is better than the baseline, in words: better, worse, or cannot be told, because."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from harness.analysis.arms import Arm, Difference, borrowed_from, difference_of
+from harness.analysis.noise import MeanEstimate
+from harness.analysis.training_noise import DIFFERENCE_TO_TELL, MOST_SEEDS, Uncertain, holm, seeds_needed
+
+FIRST_SEEDS = 3  # runs of each arm that give a first idea of training noise
+
+
+class Word(Enum):
+    BETTER = "better"
+    WORSE = "worse"
+    CANNOT_BE_TOLD = "cannot be told"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One arm against the baseline. Differences are the arm's loss less the baseline's, in nats: negative is better."""
+
+    arm: str
+    baseline: str
+    word: Word
+    sentence: str  # all of this for a reader, at most two lines of 80 columns with names of usual length
+    runs: tuple[int, int]  # of the arm, of the baseline
+    reason: str | None = None  # why it cannot be told
+    difference: Difference | None = None  # None: no two finite losses
+    interval: tuple[float, float] | None = None  # by all noise that is known; it covers 95 %, more under Holm
+    adjusted_p: float | None = None  # by Holm; None: not tested
+
+
+def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
+    """A verdict on each arm, in their order, with Holm's correction for all that can be tested.
+
+    The caller sees to it that all losses were measured on the same text, with the same tokenizer, and that the runs
+    of an arm are replicates (harness/analysis/replicates.py). Losses may be of any such kind: test, validation.
+    `windows` may be missing; an interval then holds on this text only.
+
+    - Both arms with two runs or more: Welch's interval for seeds, and the evaluation noise added where it is known.
+    - One of them with a single run: the spread of all arms that have replicates is borrowed, and the sentence says so.
+    - No arm with replicates: cannot be told. `difference.evaluation` still has the interval for these very models.
+    """
+    borrowed = borrowed_from([baseline, *arms])
+    reasons = [_not_comparable(baseline, arm) for arm in arms]
+    found = [None if why else difference_of(baseline, arm, borrowed) for arm, why in zip(arms, reasons, strict=True)]
+    tested = [each.both for each in found if each is not None and _is_tested(each)]
+    corrected = iter(zip(*holm([each.p for each in tested if each is not None]), strict=True))
+    verdicts = []
+    for arm, difference, reason in zip(arms, found, reasons, strict=True):
+        if difference is None:
+            verdicts.append(_unknown(baseline, arm, str(reason)))
+        elif difference.both is None or not _is_tested(difference):
+            verdicts.append(_untested(baseline, arm, difference))
+        else:
+            adjusted_p, rate = next(corrected)
+            verdicts.append(_tested(_Test(baseline, arm, difference, difference.both, len(tested)), adjusted_p, rate))
+    return verdicts
+
+
+def seeds_sentence(arms: Sequence[Arm]) -> str:
+    """What the replicates at hand say of training noise, and how many seeds would tell 0.01 nats apart."""
+    spread = borrowed_from(arms).spread
+    if spread is None or spread.deviation == 0:
+        return f"Training noise is unknown: {FIRST_SEEDS} seeds of each arm would give a first idea of it."
+    needed = seeds_needed(spread)
+    low, high = (_seeds(each) for each in (needed.low, needed.high))
+    return (
+        f"Seeds alone spread the loss by {spread.deviation:.4f} nats ({spread.df} degrees of freedom): to tell "
+        f"{DIFFERENCE_TO_TELL} nats apart in 80 % of cases takes {_seeds(needed.likely)} seeds of each arm "
+        f"({low} to {high}, as that spread is itself uncertain)."
+    )
+
+
+def _seeds(number: int | None) -> str:
+    return f"over {MOST_SEEDS:,}" if number is None else f"{number:,}"
+
+
+@dataclass(frozen=True)
+class _Test:
+    baseline: Arm
+    arm: Arm
+    difference: Difference
+    both: Uncertain
+    comparisons: int
+
+
+def _is_tested(difference: Difference) -> bool:
+    """Replicates that are alike to the last digit are no sign of a training without noise."""
+    return difference.training is not None and difference.training.error > 0
+
+
+def _not_comparable(baseline: Arm, arm: Arm) -> str | None:
+    for each in (arm, baseline):
+        if not each.runs:
+            return f"{each.name} has no run with this loss"
+        if not each.is_finite:
+            return f"a loss of {each.name} is not finite"
+    return None
+
+
+def _unknown(baseline: Arm, arm: Arm, reason: str) -> Verdict:
+    sentence = f"{arm.name} against {baseline.name}: cannot be told, because {reason}"
+    return Verdict(arm.name, baseline.name, Word.CANNOT_BE_TOLD, sentence, (arm.runs, baseline.runs), reason)
+
+
+def _untested(baseline: Arm, arm: Arm, difference: Difference) -> Verdict:
+    """There is no estimate of training noise; what the text does may be known."""
+    if difference.training is not None:
+        reason = "the runs of an arm are alike to the last digit, as if the seed did nothing"
+    else:
+        reason = "training noise is unknown (no arm has two runs)"
+    sentence = f"{arm.name} against {baseline.name}: cannot be told, because {reason}; {_of_these_models(difference)}"
+    runs = (arm.runs, baseline.runs)
+    return Verdict(arm.name, baseline.name, Word.CANNOT_BE_TOLD, sentence, runs, reason, difference)
+
+
+def _tested(test: _Test, adjusted_p: float, rate: float) -> Verdict:
+    low, high = interval = test.both.interval(rate)
+    names = (test.arm.name, test.baseline.name)
+    facts = _facts(test)
+    runs = (test.arm.runs, test.baseline.runs)
+    if low <= 0 <= high:
+        reason = f"{_signed(test.both.value, interval)} nats is within noise"
+        sentence = (
+            f"{names[0]} against {names[1]}: cannot be told, because {reason} (95 % interval "
+            f"{_signed(low, interval)} to {_signed(high, interval)}; {facts})"
+        )
+        return Verdict(*names, Word.CANNOT_BE_TOLD, sentence, runs, reason, test.difference, interval, adjusted_p)
+    word = Word.BETTER if test.both.value < 0 else Word.WORSE
+    near, far = sorted(map(abs, interval))
+    digits = _digits(interval)
+    sentence = (
+        f"{names[0]} is {word.value} than {names[1]} by {abs(test.both.value):.{digits}f} nats "
+        f"(95 % interval {near:.{digits}f} to {far:.{digits}f}; {facts})"
+    )
+    return Verdict(*names, word, sentence, runs, None, test.difference, interval, adjusted_p)
+
+
+def _facts(test: _Test) -> str:
+    """What an interval rests on."""
+    facts = f"{test.arm.runs} and {test.baseline.runs} runs"
+    if test.difference.is_borrowed:
+        facts += ", spread borrowed"
+    if not isinstance(test.difference.evaluation, MeanEstimate):
+        facts += ", this text only"
+    if test.comparisons > 1:
+        facts += f", Holm for {test.comparisons} arms"
+    return facts
+
+
+def _of_these_models(difference: Difference) -> str:
+    """What can be said of two arms without training noise."""
+    noise = difference.evaluation
+    if not isinstance(noise, MeanEstimate):
+        return f"these models differ by {_signed(difference.value)} nats on this text"
+    interval = (noise.low, noise.high)
+    low, high = (_signed(each, interval) for each in interval)
+    told = "is within evaluation noise, too" if noise.low <= 0 <= noise.high else "is beyond evaluation noise"
+    return f"{_signed(difference.value, interval)} nats {told} (95 % interval {low} to {high})"
+
+
+def _signed(number: float, interval: tuple[float, float] = (0.0, 0.0)) -> str:
+    return f"{number:+.{_digits(interval)}f}"
+
+
+def _digits(interval: tuple[float, float]) -> int:
+    """Decimals that show two digits of half the interval's width, three at least."""
+    half = (interval[1] - interval[0]) / 2
+    return 3 if half <= 0 else min(6, max(3, 1 - math.floor(math.log10(half))))
