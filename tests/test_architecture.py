@@ -49,6 +49,7 @@ ROOMS = {
         *("harness.common", "harness.distributed", "harness.data", "harness.model", "harness.runs"),
         "harness.evaluation",
     ],
+    "compare_runs": ["harness.common", "harness.runs", "harness.analysis"],
     "gpt": ["harness.common", "harness.model"],
     "checkpointing": [
         *("harness.common", "harness.distributed", "harness.data", "harness.model", "harness.runs"),
@@ -67,6 +68,10 @@ BEFORE_TORCH = [
     "harness.runs.metrics",
     "harness.model.tensor_names",
     "harness.data.fetch",
+    "harness.analysis.records",
+    "harness.analysis.runs_table",
+    "harness.analysis.table_text",
+    "harness.analysis.table_fits",
 ]
 HELP_SECONDS = 0.5  # of a processor: those on the clock are the machine's business
 SLOW = {"torch", "matplotlib", "transformers", "openai", "lm_eval", "pyarrow", "huggingface_hub"}

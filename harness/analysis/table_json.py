@@ -1,0 +1,41 @@
+"""A table of runs as JSON: for every run its state and, by column, the value, how it came about and what must be known
+of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from harness.analysis.runs_table import Cell, RunsTable
+
+
+def table_json(table: RunsTable, verdicts: Sequence[str] = ()) -> dict[str, Any]:
+    """`columns` by their keys; `runs` in the table's order, each with `values` by the same keys: null where there is
+    none, with a `remark` that says why."""
+    return {
+        "columns": {
+            column.key: {
+                "title": column.title,
+                "unit": column.unit,
+                "measured_on": column.about,
+                "lower_is_better": column.lower_is_better,
+            }
+            for column in table.columns
+        },
+        "runs": [
+            {
+                "name": record.name,
+                "path": str(record.directory.path),
+                "state": record.state.word,
+                "detail": record.state.detail,
+                "problems": list(record.problems),
+                "values": {column.key: _cell(column.cells[row]) for column in table.columns},
+            }
+            for row, record in enumerate(table.records)
+        ],
+        "verdicts": list(verdicts),
+    }
+
+
+def _cell(cell: Cell) -> dict[str, Any]:
+    return {"value": cell.value, "reported": cell.is_reported, "remark": cell.remark}

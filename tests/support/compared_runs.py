@@ -1,0 +1,143 @@
+"""Folders of runs that were never trained, as training and the measuring commands leave them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.model.config import ModelConfig
+from harness.runs.checkpoint_meta import CheckpointMeta, write_meta
+from harness.runs.directory import RunDirectory
+from harness.runs.metrics import MetricsFile, TrainEvent, ValidationEvent
+from harness.runs.results import LossResult, MeasuredWeights, Text, write_loss
+from harness.runs.train_config import TrainConfig
+
+MODEL: dict[str, Any] = {
+    "vocab_size": 64,
+    "context_length": 16,
+    "emb_dim": 32,
+    "n_heads": 2,
+    "n_layers": 2,
+    "drop_rate": 0.0,
+    "qkv_bias": False,
+}
+TRAIN: dict[str, Any] = {
+    "dataset": "me/texts",
+    "microbatch_size": 4,
+    "min_train_tokens": 12_800,
+    "start_train_token": 0,
+    "validation_interval": 10,
+    "validation_batches": 5,
+    "start_val_token": 0,
+    "price_per_hour": 36.0,
+}
+DATASET: dict[str, Any] = {
+    "name": "me/texts",
+    "train": {"tokens": 100_000, "sha256": "aa" * 32},
+    "validation": {"tokens": 10_000, "sha256": "bb" * 32},
+}
+TEXT = Text(
+    dataset="me/texts",
+    sha256="cc" * 32,
+    tokenizer="gpt2",
+    split="test",
+    start_token=0,
+    windows=40,
+    context_length=16,
+)
+BEST, LATEST = "20260102Z030405-iteration-80", "20260102Z030406-iteration-99"
+
+
+class RunFolder:
+    """A run in `runs_dir`, of which the tests decide how far it got."""
+
+    def __init__(self, runs_dir: Path, name: str, train: dict[str, Any] | None = None, **model: Any) -> None:
+        self.directory = RunDirectory(runs_dir / name)
+        self.path = self.directory.path
+        self.path.mkdir(parents=True)
+        self.model, self.train = {**MODEL, **model}, {**TRAIN, **(train or {})}
+        self.directory.model_json.write_text(json.dumps(self.model))
+        self.directory.train_json.write_text(json.dumps(self.train))
+
+    def provenance(self, dataset: dict[str, Any] | None = None) -> dict[str, Any]:
+        model = ModelConfig.model_validate(self.model)
+        train = TrainConfig.model_validate(self.train)
+        return {
+            "model": model.model_dump(mode="json"),
+            "parameters": model.parameters,
+            "train": train.model_dump(mode="json"),
+            "dataset": DATASET if dataset is None else dataset,
+        }
+
+    def finish(self, *, dataset: dict[str, Any] | None = None, **values: Any) -> RunFolder:
+        """Its summary: 100 steps of 2 x 4 x 16 tokens on two ranks, 360 s of which 60 are validation."""
+        summary: dict[str, Any] = {
+            "run": self.path.name,
+            "seconds": {"setup": 20.0, "training": 256.0, "validation": 60.0, "checkpointing": 24.0, "total": 360.0},
+            "tokens_seen": 12_800,
+            "trained_tokens": 12_800,
+            "tokens_per_second": 50.0,
+            "global_steps": 100,
+            "final_train_loss": 2.5,
+            "final_validation_loss": 2.6,
+            "best_loss": 2.6,
+            "best_step": 99,
+            "mfu": 0.25,
+            "peak_memory_gib": 1.5,
+            "device": "NVIDIA H100",
+            "world_size": 2,
+            "microbatch_size": 4,
+            "accumulation_steps": 1,
+            "torch": "2.15.0",
+            **self.provenance(dataset),
+            **values,
+        }
+        self.directory.summary.write_text(json.dumps(summary))
+        return self
+
+    def add_checkpoint(self, name: str, *links: str, **values: Any) -> RunFolder:
+        folder = self.directory.checkpoints / name
+        folder.mkdir(parents=True)
+        own: dict[str, Any] = {
+            "global_step": int(name.rpartition("-")[2]),
+            "seconds": {"setup": 10.0, "training": 100.0},
+            "world_size": 2,
+            "microbatch_size": 4,
+            "accumulation_steps": 1,
+            "device": "NVIDIA H100",
+            "torch": "2.15.0",
+            **self.provenance(),
+            **values,
+        }
+        write_meta(folder, CheckpointMeta.model_validate(own))
+        for link in links:
+            (self.directory.checkpoints / link).symlink_to(name)
+        return self
+
+    def train_to(self, *steps: int) -> RunFolder:
+        """Lines of metrics.jsonl, a training and a validation loss at each step."""
+        metrics = MetricsFile(self.directory.metrics)
+        for step in steps:
+            place: dict[str, Any] = {"global_step": step, "tokens_seen": (step + 1) * 128, "seconds": 3.6 * step}
+            metrics.append(TrainEvent(**place, loss=4 - step / 100, tokens_per_second=40.0))
+            metrics.append(ValidationEvent(**place, loss=4.1 - step / 100))
+        return self
+
+    def test_loss(self, loss: float, checkpoint: str = BEST, **changes: Any) -> RunFolder:
+        """A result of test_loss.py, every window with that loss."""
+        text = TEXT.model_copy(update={key: changes.pop(key) for key in [*changes] if key in Text.model_fields})
+        weights = MeasuredWeights(
+            checkpoint=checkpoint,
+            sha256=f"{self.path.name}{checkpoint}",
+            global_step=int(checkpoint.rpartition("-")[2]),
+            is_best=checkpoint == BEST,
+            is_latest=checkpoint == LATEST,
+        )
+        values: dict[str, Any] = {"precision": "fp32", "bits_per_byte": loss / 2, **changes}
+        measured = {"date": "2026-01-03T00:00:00Z", "device": "CPU", "torch": "2.15.0"}
+        result = LossResult(weights=weights, text=text, loss=loss, **measured, **values)
+        write_loss(self.directory, result, np.full(text.windows, loss, np.float32))
+        return self
