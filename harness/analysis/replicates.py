@@ -1,0 +1,146 @@
+"""Which runs are replicates: alike in all that decides how training comes out, but for `random_seed`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from harness.model.config import ModelConfig
+from harness.runs.train_config import TrainConfig
+
+SEED = "random_seed"
+# Keys of train.json that change neither the weights of any step nor which checkpoint is called best. Not here:
+# checkpoint_interval, since `best` is chosen among the checkpoints; and whatever changes rounding, as the microbatch.
+WITHOUT_EFFECT = {
+    "price_per_hour": "dollars only",
+    "report_interval": "how often losses are printed; they are summed up on the device either way",
+    "keep_checkpoints": "latest and best are always kept",
+    "async_checkpoint": "who writes a checkpoint; it holds the same",
+    "validation_ranks": "who validates; the losses are the same",
+    "weights_check_interval": "a comparison of ranks that changes nothing",
+    "max_skipped_steps": "when a failing run ends; one that ended well did not reach it",
+    "benchmark_interval": "measured without touching weights or random states",
+    "benchmark_tasks": "measured without touching weights or random states",
+    "benchmark_examples": "measured without touching weights or random states",
+    "sample_interval": "printed, with random states of its own",
+    "sample_prompt": "printed, with random states of its own",
+}
+# Where the same configuration gives other roundings, and other dropout on another number of ranks.
+SURROUNDINGS = {"torch": "torch", "device": "device", "world_size": "number of ranks"}
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """All that decides how a run comes out. The configurations are as summary.json and checkpoints have them; None is
+    what was not recorded."""
+
+    model: Mapping[str, Any]
+    train: Mapping[str, Any]
+    dataset: Mapping[str, Any] | None  # name and fingerprint, as in summary.json
+    torch: str | None
+    device: str | None  # its name
+    world_size: int | None
+
+
+@dataclass(frozen=True)
+class Replicates:
+    """`runs` has one name for each seed, in the order given; `repeated` those that trained with a seed again, which
+    tells nothing more of chance."""
+
+    runs: tuple[str, ...]
+    repeated: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """Every run is in one group, most often alone; `notes` has a line for whatever looks like a replicate and is not
+    counted as one."""
+
+    groups: list[Replicates]
+    notes: list[str] = field(default_factory=list)
+
+
+def group_replicates(runs: Mapping[str, RunSetup]) -> Grouping:
+    """Group runs, by name, that are alike but for their seed, in the order in which they are given."""
+    members: dict[str, list[str]] = {}
+    notes = []
+    for name, setup in runs.items():
+        why_alone = _why_alone(setup)
+        members.setdefault(name if why_alone else _decides(setup), []).append(name)
+        if why_alone:
+            notes.append(f"{name}: whether it has replicates cannot be told, because {why_alone}")
+    groups = [_one_per_seed(names, runs) for names in members.values()]
+    notes += [
+        f"{_listed(group.repeated)}: seed of an earlier run with the same settings, counted once"
+        for group in groups
+        if group.repeated
+    ]
+    return Grouping(groups, notes + _near_misses({key: names[0] for key, names in members.items()}, runs))
+
+
+def _one_per_seed(names: list[str], runs: Mapping[str, RunSetup]) -> Replicates:
+    first_of: dict[Any, str] = {}
+    for name in names:
+        first_of.setdefault(_with_defaults(TrainConfig, runs[name].train)[SEED], name)
+    return Replicates(tuple(first_of.values()), tuple(name for name in names if name not in first_of.values()))
+
+
+def _why_alone(setup: RunSetup) -> str | None:
+    missing = [name for name in ("dataset", *SURROUNDINGS) if getattr(setup, name) is None]
+    if missing:
+        return f"these were not recorded: {_listed(SURROUNDINGS.get(name, name) for name in missing)}"
+    weights = setup.train.get("initial_weights")
+    if weights is None:
+        return None
+    if not setup.model.get("drop_rate"):
+        return "random_seed changes nothing in it: initial_weights are given, and drop_rate is 0"
+    path = PurePath(str(weights))
+    if not path.is_absolute() and ".." not in path.parts:
+        return f'the initial_weights "{weights}" are in its own folder, and another run\'s may differ'
+    return None
+
+
+def _decides(setup: RunSetup) -> str:
+    return json.dumps([_settings(setup), *(getattr(setup, name) for name in SURROUNDINGS)], sort_keys=True)
+
+
+def _settings(setup: RunSetup) -> list[Any]:
+    """What the files and the data set say; keys that another version did not write have their defaults."""
+    train = _with_defaults(TrainConfig, setup.train)
+    sequences, ranks = train.pop("global_batch_size"), setup.world_size
+    if sequences is not None and ranks is not None:  # the other way of saying it
+        train["gradient_accumulation_steps"] = sequences // (train["microbatch_size"] * ranks)
+    train["checkpoint_interval"] = train["checkpoint_interval"] or train["validation_interval"]
+    deciding = {key: value for key, value in train.items() if key not in {SEED, *WITHOUT_EFFECT}}
+    return [_with_defaults(ModelConfig, setup.model), deciding, setup.dataset]
+
+
+def _with_defaults(schema: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
+    defaults = {key: each.default for key, each in schema.model_fields.items() if each.default is not PydanticUndefined}
+    return {**defaults, **values}
+
+
+def _near_misses(first_runs: Mapping[str, str], runs: Mapping[str, RunSetup]) -> list[str]:
+    """A line for each set of groups that differ in their surroundings only."""
+    alike: dict[str, list[str]] = {}
+    for name in first_runs.values():
+        if _why_alone(runs[name]) is None:
+            alike.setdefault(json.dumps(_settings(runs[name]), sort_keys=True), []).append(name)
+    notes = []
+    for names in alike.values():
+        if len(names) > 1:
+            values = {what: [getattr(runs[name], key) for name in names] for key, what in SURROUNDINGS.items()}
+            differing = [f"{what} ({', '.join(map(str, each))})" for what, each in values.items() if len({*each}) > 1]
+            notes.append(f"{_listed(names)} differ in {_listed(differing)}: not counted as replicates")
+    return notes
+
+
+def _listed(names: Iterable[str]) -> str:
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
