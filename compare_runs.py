@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from harness.common.errors import one_line_errors
 from harness.common.options import Command
+from harness.runs.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from harness.analysis.against_baseline import BaselineComparison
+    from harness.analysis.runs_table import RunsTable
 
 
 @click.command(cls=Command)
@@ -25,13 +33,35 @@ def main(runs: tuple[str, ...], runs_dir: Path, baseline: str | None, sort: str 
     with one_line_errors():
         from harness.analysis.records import read_records
         from harness.analysis.runs_table import RunsTable
-        from harness.analysis.table_fits import fit_lines
-        from harness.analysis.table_text import table_lines
 
-        records = read_records(runs_dir, runs)
+        records = read_records(runs_dir, (*runs, baseline) if runs and baseline else runs)
         table = RunsTable.of(records).sorted(sort)
-        for line in (*table_lines(table), *fit_lines(table)):
+        comparison = None
+        if baseline is not None:
+            from harness.analysis.against_baseline import compare_with
+
+            comparison = compare_with(RunDirectory.find(runs_dir, baseline).path.name, table.records)
+        for line in _json_lines(table, comparison) if as_json else _lines(table, comparison):
             click.echo(line)
+
+
+def _lines(table: RunsTable, comparison: BaselineComparison | None) -> Iterator[str]:
+    """The table, the curves that it holds, and the verdicts."""
+    from harness.analysis.table_fits import fit_lines
+    from harness.analysis.table_text import paragraph, table_lines
+
+    yield from table_lines(table)
+    yield from fit_lines(table)
+    if comparison is not None:
+        yield ""
+        for text in comparison.lines():
+            yield from paragraph(text)
+
+
+def _json_lines(table: RunsTable, comparison: BaselineComparison | None) -> Iterator[str]:
+    from harness.analysis.table_json import table_json
+
+    yield json.dumps(table_json(table, comparison), indent=2, ensure_ascii=False, allow_nan=False)
 
 
 if __name__ == "__main__":

@@ -182,6 +182,8 @@ def _reported_dollars_per_million(reported: Reported, _record: RunRecord) -> flo
     return dollars / tokens * 1e6 if dollars is not None and tokens else None
 
 
+validation_losses = of_each(_validation_loss, "not recorded, or not finite", validation_ground)
+
 TRAINED: tuple[Quantity, ...] = (
     Quantity(
         *("parameters", "parameters", "", ",.0f"),
@@ -197,7 +199,7 @@ TRAINED: tuple[Quantity, ...] = (
         of_each(lambda record: record.tokens_seen, "not recorded"),
         reported_value("tokens_seen"),
     ),
-    Quantity("flops", "training FLOPs", "", ".3g", of_each(_flops, "not recorded"), _reported_flops),
+    Quantity("flops", "training FLOPs", "", ".2e", of_each(_flops, "not recorded"), _reported_flops),
     Quantity(
         *("train_loss", "train loss", LOSS_UNIT, ".3f"),
         of_each(_train_loss, "not recorded, or not finite", training_ground),
@@ -205,7 +207,7 @@ TRAINED: tuple[Quantity, ...] = (
     ),
     Quantity(
         *("validation_loss", "validation loss", LOSS_UNIT, ".3f"),
-        of_each(_validation_loss, "not recorded, or not finite", validation_ground),
+        validation_losses,
         *(reported_value("final_validation_loss"), True, True),
     ),
     Quantity(

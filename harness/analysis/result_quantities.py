@@ -22,7 +22,8 @@ from harness.runs.results import BenchmarkResult, BenchmarkScore, InstructionRes
 NOT_BY_TEST_LOSS = "not measured by test_loss.py"
 
 
-def _test_losses(records: Sequence[RunRecord]) -> list[Measured]:
+def test_losses(records: Sequence[RunRecord]) -> list[Measured]:
+    """By run, one for each text that its model was measured on."""
     return [_test_loss(record) for record in records]
 
 
@@ -76,7 +77,7 @@ def _interval(result: InstructionResult) -> str:
 
 
 RESULTS: tuple[Quantity, ...] = (
-    Quantity("test_loss", "test loss", LOSS_UNIT, ".3f", _test_losses, reported_value("test_loss"), True, True),
+    Quantity("test_loss", "test loss", LOSS_UNIT, ".3f", test_losses, reported_value("test_loss"), True, True),
     Quantity("bits_per_byte", "bits per byte", "", ".3f", _bits_per_byte, lower_is_better=True),
     Quantity(
         *("instruction_score", "instruction score", "of 100", ".2f", _instruction_scores),

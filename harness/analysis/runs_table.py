@@ -14,7 +14,7 @@ from harness.analysis.settings import NOT_RECORDED, as_text, differing_keys, mac
 from harness.common.errors import UserError
 from harness.common.messages import nearest
 
-# By which runs are sorted unless asked otherwise: of these the one that most runs have, the first if several are equal.
+# By which runs are sorted unless asked otherwise.
 LOSSES = ("test_loss", "validation_loss", "bits_per_byte", "train_loss")
 LONGEST_SETTING = 28  # characters
 
@@ -40,6 +40,7 @@ class Column:
     about: str = ""
     lower_is_better: bool | None = None
     is_text: bool = False
+    is_setting: bool = False
 
     def reordered(self, order: Sequence[int]) -> Column:
         return replace(self, cells=tuple(self.cells[row] for row in order))
@@ -71,43 +72,46 @@ class RunsTable:
         return cls(tuple(records), tuple(_without_repetition(columns)), tuple(absent))
 
     def sorted(self, key: str | None) -> RunsTable:
-        """By a column, the best or lowest first and empty cells last, or by "name"; None: by the loss that most runs
-        have. Raises UserError naming the nearest for a key of no column."""
+        """By a column, the best or lowest first and empty cells last, or by "name"; None: by the first of LOSSES that
+        two runs have, and those that lack it by the next. Raises UserError naming the nearest for a key of no column.
+        """
         if key == "name":
             order = sorted(range(len(self.records)), key=lambda row: self.records[row].name)
             return self._reordered(order, "name")
-        column = self._default_column() if key is None else self._column(key)
-        if column is None:
-            return self.sorted("name")
-        return self._reordered(_order(column), column.title)
+        if key is not None:
+            column = self._column(key)
+            return self._reordered(_order(column, range(len(self.records))), column.title)
+        losses = [column for name in LOSSES for column in self.columns if column.key == name]
+        losses.sort(key=lambda column: column.filled < 2)
+        order = list(range(len(self.records)))
+        for column in reversed(losses):
+            order = _order(column, order)
+        return self._reordered(order, losses[0].title) if losses else self.sorted("name")
 
     def _column(self, key: str) -> Column:
         keys = [column.key for column in self.columns]
         if key in keys:
             return self.columns[keys.index(key)]
-        near = nearest(key, [*keys, "name"])
+        titled = next((column.key for column in self.columns if column.title == key), None)
+        near = titled or nearest(key, [*keys, "name"])
         hint = f"did you mean {near}?" if near else f"there are: name, {', '.join(keys)}"
         raise UserError(f"--sort {key}: no column of this table; {hint}")
-
-    def _default_column(self) -> Column | None:
-        losses = [column for key in LOSSES for column in self.columns if _base_key(column.key) == key]
-        return max(losses, key=lambda column: column.filled, default=None)
 
     def _reordered(self, order: Sequence[int], by: str) -> RunsTable:
         columns = tuple(column.reordered(order) for column in self.columns)
         return RunsTable(tuple(self.records[row] for row in order), columns, self.absent, by)
 
 
-def _base_key(key: str) -> str:
-    return key.rpartition(":")[0] or key
+def is_number(value: object) -> bool:
+    """Not true or false, which are numbers to Python."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _order(column: Column) -> list[int]:
-    """Rows with the best or lowest value first; those without one last, as they were."""
-    rows = range(len(column.cells))
-    values = [column.cells[row].value for row in rows]
+def _order(column: Column, rows: Sequence[int]) -> list[int]:
+    """The rows with the best or lowest value first; those without one last; equals, as these too, as they were."""
+    values = {row: column.cells[row].value for row in rows}
     there = [row for row in rows if values[row] is not None]
-    if all(isinstance(values[row], int | float) for row in there):
+    if all(is_number(values[row]) for row in there):
         sign = -1 if column.lower_is_better is False else 1
         there.sort(key=lambda row: sign * values[row])
     else:
@@ -135,15 +139,12 @@ def _setting_columns(records: Sequence[RunRecord]) -> list[Column]:
     for row, record in enumerate(records):
         if machine_of(record) is None and record.reported is not None:
             settings[row] = {**settings[row], "machine": record.reported.machine}
-    return [
-        Column(
-            key,
-            key,
-            "",
-            tuple(_setting_cell(each, key, record) for each, record in zip(settings, records, strict=True)),
-        )
-        for key in differing_keys(settings)
-    ]
+    columns = []
+    for key in differing_keys(settings):
+        cells = [_setting_cell(each, key, record) for each, record in zip(settings, records, strict=True)]
+        is_text = not all(cell.value is None or is_number(cell.value) for cell in cells)
+        columns.append(Column(key, key, "", tuple(cells), is_text=is_text, is_setting=True))
+    return columns
 
 
 def _setting_cell(settings: Mapping[str, Any], key: str, record: RunRecord) -> Cell:

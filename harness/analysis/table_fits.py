@@ -25,7 +25,7 @@ LEFT_OPEN = {
     *("validation_interval", "validation_batches", "validation_ranks", "checkpoint_interval", "keep_checkpoints"),
     *("async_checkpoint", "weights_check_interval", "report_interval", "price_per_hour", "random_seed"),
     *("benchmark_interval", "benchmark_tasks", "benchmark_examples", "sample_interval", "sample_prompt"),
-    *("max_skipped_steps", "bucket_mb", "machine", "torch", "state"),
+    *("max_skipped_steps", "bucket_mb", "machine", "torch"),
 }
 
 
@@ -39,7 +39,7 @@ def _batch_lines(table: RunsTable) -> Iterator[str]:
     points = next((found for key in LOSSES if len(found := _points(table, key)) >= PARABOLA_POINTS), [])
     if len({batch for batch, _ in points}) < PARABOLA_POINTS:
         return
-    others = [column.key for column in table.columns if column.is_text and column.key not in LEFT_OPEN]
+    others = [column.key for column in table.columns if column.is_setting and column.key not in LEFT_OPEN]
     if others:
         yield f"Loss over the global batch: cannot be told, because {others[0]} differs, too"
     else:

@@ -3,13 +3,13 @@ of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
+from harness.analysis.against_baseline import BaselineComparison
 from harness.analysis.runs_table import Cell, RunsTable
 
 
-def table_json(table: RunsTable, verdicts: Sequence[str] = ()) -> dict[str, Any]:
+def table_json(table: RunsTable, comparison: BaselineComparison | None = None) -> dict[str, Any]:
     """`columns` by their keys; `runs` in the table's order, each with `values` by the same keys: null where there is
     none, with a `remark` that says why."""
     return {
@@ -33,7 +33,28 @@ def table_json(table: RunsTable, verdicts: Sequence[str] = ()) -> dict[str, Any]
             }
             for row, record in enumerate(table.records)
         ],
-        "verdicts": list(verdicts),
+        "comparison": None if comparison is None else _comparison(comparison),
+    }
+
+
+def _comparison(comparison: BaselineComparison) -> dict[str, Any]:
+    return {
+        "title": comparison.title,
+        "verdicts": [
+            {
+                "arm": verdict.arm,
+                "baseline": verdict.baseline,
+                "verdict": verdict.word.value,
+                "sentence": verdict.sentence,
+                "runs": list(verdict.runs),
+                "difference": verdict.difference.value if verdict.difference else None,
+                "interval": list(verdict.interval) if verdict.interval else None,
+                "adjusted_p": verdict.adjusted_p,
+            }
+            for verdict in comparison.verdicts
+        ],
+        "seeds": comparison.closing,
+        "notes": comparison.notes,
     }
 
 

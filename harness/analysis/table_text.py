@@ -50,14 +50,16 @@ def table_lines(table: RunsTable) -> Iterator[str]:
     yield from _reported_lines(table)
     for column in table.columns:
         if column.about:
-            yield from wrapped(f"{column.title}: on {column.about}")
+            yield from paragraph(f"{column.title}: on {column.about}")
     for remark, number in remarks.known.items():
-        yield from wrapped(f"[{number}] {remark}", indent=4)
+        yield from paragraph(f"[{number}] {remark}", indent=4)
+    for problem in [each for record in table.records for each in record.problems if each not in record.state.detail]:
+        yield from paragraph(problem)
     if table.absent:
-        yield from wrapped(f"No run has: {', '.join(table.absent)}")
+        yield from paragraph(f"No run has: {', '.join(table.absent)}")
 
 
-def wrapped(text: str, indent: int = 2) -> list[str]:
+def paragraph(text: str, indent: int = 2) -> list[str]:
     """Lines of 80 columns; those after the first are indented."""
     return textwrap.wrap(text, COLUMNS, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=True)
 
@@ -65,7 +67,7 @@ def wrapped(text: str, indent: int = 2) -> list[str]:
 def _reported_lines(table: RunsTable) -> Iterator[str]:
     sources = {record.reported.source: None for record in table.records if record.reported}
     if any(cell.is_reported for column in table.columns for cell in column.cells):
-        yield from wrapped(f"{REPORTED}: not measured here, but reported, or worked out from it: {'; '.join(sources)}")
+        yield from paragraph(f"{REPORTED}: reported, or worked out from it, not measured here: {'; '.join(sources)}")
 
 
 def _names(names: Sequence[str]) -> list[str]:
@@ -81,7 +83,7 @@ def _block(column: Column, remarks: _Remarks) -> _Block:
     marks = [remarks.mark(cell) for cell in column.cells]
     mark_width = max(map(len, marks))
     text_width = max(map(len, texts))
-    title_words = column.title.replace("_", "_ ").split() if column.is_text else column.title.split()
+    title_words = column.title.replace("_", "_ ").split() if column.is_setting else column.title.split()
     unit = [column.unit] if column.unit else []
     width = max(text_width + (1 + mark_width if mark_width else 0), *map(len, [*title_words, *unit]))
     header = [*_title_lines(column, width), *unit]
@@ -92,13 +94,16 @@ def _block(column: Column, remarks: _Remarks) -> _Block:
             rows.append(f"{text:<{text_width}}{field}".ljust(width))
         else:
             rows.append(f"{text:>{text_width}}{field}".rjust(width))
-    align = str.ljust if column.is_text else str.rjust
-    return _Block(width, [align(line, width) for line in header], rows)
+    if column.is_text:
+        return _Block(width, [line.ljust(width) for line in header], rows)
+    numbers = width - (1 + mark_width if mark_width else 0)  # where they end: the heading, too, if it is as short
+    end = numbers if all(len(line) <= numbers for line in header) else width
+    return _Block(width, [line.rjust(end) for line in header], rows)
 
 
 def _title_lines(column: Column, width: int) -> list[str]:
     """The title in lines of that width; the name of a setting is broken behind its underscores."""
-    if not column.is_text:
+    if not column.is_setting:
         return textwrap.wrap(column.title, width)
     lines = [""]
     for part in column.title.replace("_", "_ ").split():

@@ -81,7 +81,7 @@ def test_two_groups_are_two_columns(tmp_path: Path) -> None:
 def test_bits_per_byte_remain_with_another_tokenizer(tmp_path: Path) -> None:
     """The same split whole, in other tokens: 40 x 16 tokens of 2 / ln 2 bytes, and 20 x 16 of twice as many."""
     a, b, c = finished(tmp_path, "a", "b", "c")
-    other = {"sha256": "dd" * 32, "tokenizer": "ee" * 32, "windows": 20}
+    other: dict[str, Any] = {"sha256": "dd" * 32, "tokenizer": "ee" * 32, "windows": 20}
     b.test_loss(4.4, **other, bits_per_byte=1.1)
     c.test_loss(4.4, **(other | {"sha256": "ff" * 32, "windows": 30}), bits_per_byte=1.1)
     table = table_of(a.test_loss(2.4), b, c)
@@ -91,7 +91,7 @@ def test_bits_per_byte_remain_with_another_tokenizer(tmp_path: Path) -> None:
 
 def test_approximate_bits_of_other_tokens_do_not_compare(tmp_path: Path) -> None:
     a, b = finished(tmp_path, "a", "b")
-    other = {"sha256": "dd" * 32, "tokenizer": "ee" * 32, "windows": 20}
+    other: dict[str, Any] = {"sha256": "dd" * 32, "tokenizer": "ee" * 32, "windows": 20}
     b.test_loss(4.4, **other, bits_per_byte=1.1, bits_are_exact=False)
     assert values(table_of(a.test_loss(2.4), b), "bits_per_byte") == [1.2, None]
 

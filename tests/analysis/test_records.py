@@ -42,7 +42,8 @@ def test_a_run_that_stopped(tmp_path: Path) -> None:
     assert record.state.word == "stopped"
     assert record.state.detail.startswith("last line ")
     assert record.progress is not None
-    assert (record.progress.train_loss, record.progress.validation_loss) == (pytest.approx(3.8), pytest.approx(3.9))
+    assert record.progress.train_loss == pytest.approx(3.8)
+    assert record.progress.validation_loss == pytest.approx(3.9)
     assert record.tokens_seen == 21 * 128
     assert record.world_size == 2, "by its latest checkpoint"
 
@@ -133,9 +134,9 @@ def test_all_runs_of_a_folder_or_those_named(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     assert [record.name for record in read_records(tmp_path, ())] == ["a", "b", "c"]
     assert [record.name for record in read_records(tmp_path, ("c", "a", f"{tmp_path}/c/"))] == ["c", "a"]
-    with pytest.raises(UserError, match="no such run; did you mean b\\?|there are: a, b, c"):
+    with pytest.raises(UserError, match="no such run; did you mean b"):
         read_records(tmp_path, ("bb",))
-    with pytest.raises(UserError, match="neither train.json nor summary.json"):
+    with pytest.raises(UserError, match="not a run; it has neither train"):
         read_records(tmp_path, ("notes",))
     with pytest.raises(UserError, match="there are no runs; --runs-dir names"):
         read_records(tmp_path / "notes", ())

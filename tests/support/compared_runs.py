@@ -137,7 +137,7 @@ class RunFolder:
             is_latest=checkpoint == LATEST,
         )
         values: dict[str, Any] = {"precision": "fp32", "bits_per_byte": loss / 2, **changes}
-        measured = {"date": "2026-01-03T00:00:00Z", "device": "CPU", "torch": "2.15.0"}
+        measured: dict[str, Any] = {"date": "2026-01-03T00:00:00Z", "device": "CPU", "torch": "2.15.0"}
         result = LossResult(weights=weights, text=text, loss=loss, **measured, **values)
         write_loss(self.directory, result, np.full(text.windows, loss, np.float32))
         return self

@@ -1,0 +1,107 @@
+"""Every arm of an experiment against one baseline: which loss is compared, and the verdicts in lines for a reader."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from harness.analysis.arms import Arm
+from harness.analysis.comparability import (
+    Ground,
+    Group,
+    chosen_results,
+    comparable_groups,
+    loss_ground,
+)
+from harness.analysis.quantities import validation_losses
+from harness.analysis.records import RunRecord
+from harness.analysis.replicated_arms import NamedArms, named_arms
+from harness.analysis.result_quantities import test_losses
+from harness.analysis.verdicts import Verdict, compare_arms, seeds_sentence
+from harness.common.errors import UserError
+from harness.runs.results import LossResult, read_window_losses
+
+
+@dataclass(frozen=True)
+class BaselineComparison:
+    """`title` says what is compared, `notes` what was left out; no verdicts where nothing compares."""
+
+    title: str
+    verdicts: list[Verdict] = field(default_factory=list)
+    closing: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """A paragraph each."""
+        sentences = [verdict.sentence for verdict in self.verdicts]
+        return [self.title, *sentences, *filter(None, [self.closing]), *self.notes]
+
+
+def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineComparison:
+    """All arms of the runs against that of the run `baseline`, which is one of them, by the test loss on the text that
+    most of them were measured on, else by the last validation loss."""
+    arms = named_arms(records)
+    own = arms.arm_of(baseline)
+    if own is None:
+        state = next(record.state.word for record in records if record.name == baseline)
+        return _nothing(baseline, f"it is {state}: only what has been trained here to its end is compared", arms)
+    for loss, measured in (("test loss", test_losses(records)), ("validation loss", validation_losses(records))):
+        names = [record.name for record in records]
+        groups = [
+            group for group in comparable_groups(measured) if any(names[row] in arms.runs[own] for row in group.members)
+        ]
+        if groups and len(groups[0].members) > 1:
+            return _compare(own, arms, _Loss(loss, groups[0], records))
+    return _nothing(baseline, "no other run has a test loss or validation loss on the same text", arms)
+
+
+def _nothing(baseline: str, reason: str, arms: NamedArms) -> BaselineComparison:
+    return BaselineComparison(f"Against {baseline}: cannot be told, because {reason}", notes=arms.notes)
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """What is compared: `group` has the losses by the position of their runs."""
+
+    name: str
+    group: Group
+    records: Sequence[RunRecord]
+
+    def arm(self, name: str, runs: Sequence[str], notes: list[str]) -> Arm:
+        """With the losses of the windows, where every run has them."""
+        found = {self.records[row].name: (row, each) for row, each in self.group.members.items()}
+        members = [found[run] for run in runs if run in found]
+        losses = [measurement.value for _, measurement in members]
+        return Arm(name, losses, self._windows([self.records[row] for row, _ in members], notes))
+
+    def _windows(self, records: Sequence[RunRecord], notes: list[str]) -> list[np.ndarray] | None:
+        try:
+            windows = [window_losses(record, self.group.ground) for record in records]
+        except UserError as error:
+            notes.append(str(error))
+            return None
+        there = [each for each in windows if each is not None]
+        return there if len(there) == len(windows) and there else None
+
+
+def window_losses(record: RunRecord, ground: Ground) -> np.ndarray | None:
+    """The loss of each window of the text, [windows], of the checkpoint that the table shows; None if the ground is not
+    that of a test loss. Raises UserError if its file cannot be read."""
+    results = record.results.of(LossResult)
+    chosen = chosen_results(record, results, [loss_ground(result) for result in results])
+    result = next((result for result, its_ground, _ in chosen if its_ground == ground), None)
+    return None if result is None else read_window_losses(record.directory, result)
+
+
+def _compare(own: str, arms: NamedArms, loss: _Loss) -> BaselineComparison:
+    notes: list[str] = []
+    built = {name: loss.arm(name, runs, notes) for name, runs in arms.runs.items()}
+    others = [arm for name, arm in built.items() if name != own]
+    runs = built[own].runs
+    title = f"Against {own} ({runs} {'run' if runs == 1 else 'runs'}), by {loss.name} on {loss.group.ground.words}:"
+    if not others:
+        return _nothing(own, "there is no other arm", arms)
+    closing = seeds_sentence([built[own], *others])
+    return BaselineComparison(title, compare_arms(built[own], others), closing, [*notes, *arms.notes])

@@ -1,0 +1,144 @@
+"""From folders of runs to verdicts: which runs are an arm, what is compared, and what is left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.analysis.against_baseline import compare_with
+from harness.analysis.records import RunRecord
+from harness.analysis.replicated_arms import arm_name, named_arms
+from harness.analysis.verdicts import Word
+from harness.runs.results import LossResult, read_results, write_loss
+from tests.support.compared_runs import RunFolder
+from tests.support.isolation import SHIPPED_RUNS
+
+SEEDS = (1, 2, 3)
+
+
+def arm(tmp_path: Path, rate: float, losses: tuple[float, ...]) -> list[RunFolder]:
+    return [
+        RunFolder(tmp_path, f"lr-{rate}-seed-{seed}", {"learning_rate": rate, "random_seed": seed})
+        .finish(final_validation_loss=loss + 0.1)
+        .test_loss(loss, windows=600)
+        for seed, loss in zip(SEEDS, losses, strict=False)
+    ]
+
+
+def scatter_windows(run: RunFolder, own: int) -> None:
+    """Windows that differ as texts do, alike in all runs, and a little in each."""
+    (result,) = read_results(run.directory).of(LossResult)
+    text, chance = np.random.default_rng(1), np.random.default_rng(own)
+    windows = result.text.windows
+    shared, little = text.normal(0, 0.5, windows), chance.normal(0, 0.001, windows)
+    losses = shared - shared.mean() + little - little.mean() + (result.loss or 0.0)
+    write_loss(run.directory, result, losses)
+
+
+def records(*runs: RunFolder) -> list[RunRecord]:
+    return [RunRecord.read(run.directory) for run in runs]
+
+
+@pytest.mark.parametrize(
+    ("runs", "name"),
+    [
+        (["lr-0.003-seed-1", "lr-0.003-seed-2"], "lr-0.003"),
+        (["lr-0.003-seed-10", "lr-0.003-seed-11"], "lr-0.003"),
+        (["base_random_seed_1", "base_random_seed_2"], "base"),
+        (["wide-1", "wide-2"], "wide"),
+        (["base", "base-again"], "base"),
+        (["one", "two"], "one and others"),
+        (["lr-0.003-seed-1"], "lr-0.003-seed-1"),
+        (["seed-1", "seed-2"], "seed-1 and others"),
+    ],
+)
+def test_an_arms_name_is_what_its_runs_share(runs: list[str], name: str) -> None:
+    assert arm_name(runs) == name
+
+
+def test_replicates_are_found_and_what_has_not_finished_is_left_out(tmp_path: Path) -> None:
+    runs = [*arm(tmp_path, 0.001, (2.5, 2.6, 2.55)), *arm(tmp_path, 0.002, (2.4,))]
+    arms = named_arms(records(*runs, RunFolder(tmp_path, "x").train_to(0), RunFolder(tmp_path, "y")))
+    assert arms.runs == {
+        "lr-0.001": ("lr-0.001-seed-1", "lr-0.001-seed-2", "lr-0.001-seed-3"),
+        "lr-0.002-seed-1": ("lr-0.002-seed-1",),
+    }
+    assert arms.notes == ["stopped, and so in no comparison: x", "never trained, and so in no comparison: y"]
+
+
+def test_a_clear_difference_and_one_within_the_noise(tmp_path: Path) -> None:
+    runs = [
+        *arm(tmp_path, 0.001, (2.600, 2.602, 2.604)),
+        *arm(tmp_path, 0.002, (2.500, 2.503, 2.501)),
+        *arm(tmp_path, 0.004, (2.601, 2.604, 2.602)),
+    ]
+    for number, run in enumerate(runs):
+        scatter_windows(run, number)
+    found = compare_with("lr-0.001-seed-2", records(*runs))
+    assert found.title == (
+        "Against lr-0.001 (3 runs), by test loss on 600 x 16 tokens from 0 of the test split of me/texts (cccccccc), "
+        "in fp32:"
+    )
+    better, unclear = found.verdicts
+    assert (better.arm, better.word, better.runs) == ("lr-0.002", Word.BETTER, (3, 3))
+    assert better.difference is not None
+    assert better.difference.value == pytest.approx(-0.1007, abs=1e-4)
+    assert "this text only" not in better.sentence, "the windows' losses were found"
+    assert (unclear.arm, unclear.word) == ("lr-0.004", Word.CANNOT_BE_TOLD)
+    assert "seeds of each arm" in found.closing
+
+
+def test_validation_losses_serve_where_no_test_loss_was_measured(tmp_path: Path) -> None:
+    a = RunFolder(tmp_path, "a").finish(final_validation_loss=2.5)
+    b = RunFolder(tmp_path, "b", {"learning_rate": 0.1}).finish(final_validation_loss=2.7)
+    found = compare_with("a", records(a, b))
+    assert found.title.startswith("Against a (1 run), by validation loss on 20 x 16 tokens from 0 ")
+    (verdict,) = found.verdicts
+    assert verdict.word == Word.CANNOT_BE_TOLD
+    assert "training noise is unknown" in verdict.sentence
+
+
+def test_an_arm_measured_on_another_text_is_in_no_verdict_but_a_sentence(tmp_path: Path) -> None:
+    a, b, c = (
+        RunFolder(tmp_path, name, {"learning_rate": rate}).finish() for name, rate in (("a", 1), ("b", 2), ("c", 3))
+    )
+    a.test_loss(2.5), b.test_loss(2.4), c.test_loss(2.3, sha256="00" * 32)
+    found = compare_with("a", records(a, b, c))
+    assert [verdict.sentence for verdict in found.verdicts if verdict.arm == "c"] == [
+        "c against a: cannot be told, because c has no run with this loss"
+    ]
+
+
+def test_lost_window_losses_are_told(tmp_path: Path) -> None:
+    a, b = arm(tmp_path, 0.001, (2.5,))[0], arm(tmp_path, 0.002, (2.4,))[0]
+    for path in b.directory.results.glob("*.safetensors"):
+        path.unlink()
+    found = compare_with(a.path.name, records(a, b))
+    assert any("cannot read the losses of the windows" in note for note in found.notes)
+    assert [verdict.word for verdict in found.verdicts] == [Word.CANNOT_BE_TOLD]
+
+
+def test_a_baseline_that_was_not_trained_to_its_end_compares_with_nothing(tmp_path: Path) -> None:
+    runs = [RunFolder(tmp_path, "a").train_to(0), *arm(tmp_path, 0.001, (2.5, 2.6, 2.55))]
+    found = compare_with("a", records(*runs))
+    assert found.title == (
+        "Against a: cannot be told, because it is stopped: only what has been trained here to its end is compared"
+    )
+    assert found.verdicts == []
+
+
+def test_reported_figures_are_not_compared(tmp_path: Path) -> None:
+    runs = []
+    for name in ("8xa100m40", "8xh100m80"):
+        runs.append(RunFolder(tmp_path, name))
+        (runs[-1].path / "reported.json").write_text((SHIPPED_RUNS / name / "reported.json").read_text())
+    assert "cannot be told, because it is never trained" in compare_with("8xa100m40", records(*runs)).title
+
+
+def test_a_baseline_with_nothing_to_compare(tmp_path: Path) -> None:
+    a = RunFolder(tmp_path, "a").finish().test_loss(2.5)
+    found = compare_with("a", records(a))
+    assert "cannot be told, because" in found.title
+    assert found.verdicts == []

@@ -1,0 +1,137 @@
+"""compare_runs.py as a user types it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.compared_runs import BEST, LATEST, RunFolder
+from tests.support.isolation import ROOT, SHIPPED_RUNS
+
+
+def compare(runs_dir: Path, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "compare_runs.py", "--runs-dir", str(runs_dir), *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == status, done.stderr
+    return done
+
+
+def test_the_notebooks_five_machines_side_by_side() -> None:
+    done = compare(SHIPPED_RUNS, "8xa100m40", "8xh100m80", "8xa100m80", "8xb200m160", "original")
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    row = " ".join(line for line in lines if line.startswith("8xa100m40"))
+    for figure in (
+        "104 r",
+        "3,260,268,544 r",
+        "3.720 r",
+        "3.675 r",
+        "3.674 r",
+        "17.09 r",
+        "234,480 r",
+        "39.86 r",
+        "35.56 r",
+    ):
+        assert figure in row
+    assert "Loss over the global batch: 0.0323 x² − 0.2957 x + 4.3687" in done.stdout
+    assert "Memory over the microbatch: 2.346 GiB a sequence + 11.48 GiB" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    for name, rate, loss in (("a", 0.001, 2.5), ("b", 0.002, 2.4)):
+        RunFolder(folder, name, {"learning_rate": rate}).finish().test_loss(loss)
+    RunFolder(folder, "c").add_checkpoint(LATEST, "latest").train_to(0, 10)
+    return folder
+
+
+def test_all_runs_with_a_baseline(runs: Path) -> None:
+    lines = compare(runs, "--baseline", "a").stdout.splitlines()
+    assert [line.split()[0] for line in lines if line.startswith(("a ", "b ", "c "))][:3] == ["b", "a", "c"]
+    text = " ".join(lines)
+    assert "Against a (1 run), by test loss on" in text
+    assert "b against a: cannot be told, because training noise is unknown" in text
+    assert "stopped, and so in no comparison: c" in text
+
+
+def test_a_baseline_need_not_be_named_twice(runs: Path) -> None:
+    said = json.loads(compare(runs, "b", "--baseline", "a", "--json").stdout)
+    assert {run["name"] for run in said["runs"]} == {"a", "b"}
+    (verdict,) = said["comparison"]["verdicts"]
+    assert (verdict["arm"], verdict["verdict"]) == ("b", "cannot be told")
+    assert verdict["difference"] == pytest.approx(-0.1)
+
+
+def test_json_has_every_number_and_every_reason(runs: Path) -> None:
+    said = json.loads(compare(runs, "--json", "--sort", "name").stdout)
+    a, _, c = said["runs"]
+    assert a["values"]["test_loss"] == {"value": 2.5, "reported": False, "remark": ""}
+    assert c["values"]["test_loss"] == {"value": None, "reported": False, "remark": "not measured by test_loss.py"}
+    assert (c["state"], said["comparison"]) == ("stopped", None)
+    assert said["columns"]["test_loss"]["unit"] == "nats/token"
+    assert said["columns"]["test_loss"]["lower_is_better"] is True
+
+
+def test_one_folder_with_all_that_can_be_wrong(tmp_path: Path) -> None:
+    RunFolder(tmp_path, "whole").finish().test_loss(2.5).test_loss(2.4, LATEST)
+    RunFolder(tmp_path, "never")
+    half = RunFolder(tmp_path, "half").finish()
+    half.directory.summary.write_text(half.directory.summary.read_text()[:99])
+    again = RunFolder(tmp_path, "again").train_to(0, 10, 20)
+    with again.directory.metrics.open("a") as file:
+        file.write(again.directory.metrics.read_text().splitlines()[0] + '\n{"event": "tra')
+    strange = RunFolder(tmp_path, "strange").finish()
+    strange.directory.results.mkdir()
+    (strange.directory.results / "test-loss.json").write_text('{"kind": "?"}')
+    (strange.path / "reported.json").write_text("[]")
+    said = compare(tmp_path)
+    assert said.stderr == ""
+    text = " ".join(said.stdout.split())
+    assert "half damaged" in text
+    assert "not valid JSON" in text
+    assert f"of checkpoint {BEST} (best); measured, too: {LATEST}" in text
+    assert "not a result of this version" in text
+    assert "never trained" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sort", "test_los"], "--sort test_los: no column of this table; did you mean test_loss?"),
+        (["aa"], "no such run; "),
+        (["--baseline", "aa"], "no such run; "),
+        (["--runs-dir", "nowhere"], "nowhere: there are no runs; --runs-dir names the folder of your runs"),
+    ],
+)
+def test_bad_input_is_one_line(runs: Path, arguments: list[str], message: str) -> None:
+    done = compare(runs, *arguments, status=2)
+    assert done.stderr.startswith("error: ")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+def test_a_hundred_runs_take_less_than_two_seconds(tmp_path: Path) -> None:
+    for number in range(100):
+        run = RunFolder(tmp_path, f"run-{number}", {"learning_rate": 0.001 * (number + 1)})
+        run.add_checkpoint(BEST, "best").add_checkpoint(LATEST, "latest").test_loss(2.5 + number / 1000)
+        if number % 4:
+            run.finish()
+        else:
+            run.train_to(*range(300))
+    seconds = []
+    for _ in range(3):  # as fast as its fastest: the machine may have other work
+        start = time.perf_counter()
+        lines = compare(tmp_path).stdout.splitlines()
+        seconds.append(time.perf_counter() - start)
+        if seconds[-1] < 2:
+            break
+    assert min(seconds) < 2
+    assert sum(line.startswith("run-") for line in lines) >= 100
