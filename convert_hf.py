@@ -163,7 +163,7 @@ def gather_facts(
     """The run that made the model, if it is known, and what its card is made of. The test loss is measured on what
     lies in `datasets_dir`, if that is given."""
     from harness.common.device import only_device
-    from harness.evaluation.loss import measure_test_loss
+    from harness.evaluation.held_out import measure_test_loss
     from harness.hf.model_card import ModelFacts
     from harness.runs.directory import RunDirectory
     from harness.runs.summary import read_summary
@@ -172,6 +172,7 @@ def gather_facts(
     test = None
     if datasets_dir:
         test = measure_test_loss(model.to(only_device()), files.weights, datasets_dir)
+        test.keep(files.weights)
     summary = read_summary(run.summary) if run and run.summary.is_file() else None
     has_chart = run is not None and run.chart.is_file()
     facts = ModelFacts(name, model.config, files.meta, summary, test, license_, has_chart)

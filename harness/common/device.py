@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 
 import torch
@@ -16,6 +17,11 @@ ON_THE_CPU = "CUDA_VISIBLE_DEVICES= (empty) in front of the command trains on th
 def only_device() -> torch.device:
     """CUDA's first device where there is one, else the CPU: for a command that is one process."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def device_name(device: torch.device) -> str:
+    """As its driver calls it, or the processor's architecture."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
 
 
 def choose_device(local_rank: int, local_size: int) -> torch.device:

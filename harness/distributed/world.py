@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import sys
 import threading
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from harness.common.device import choose_device
+from harness.common.device import choose_device, device_name
 from harness.common.errors import PeerError, RunError, UserError
 from harness.common.freed_memory import give_back_under_a_limit
 from harness.common.memory import refuse_full_device
@@ -105,9 +104,7 @@ class World:
     @property
     def device_name(self) -> str:
         """As its driver calls it, or the processor's architecture."""
-        if self.device.type == "cuda":
-            return torch.cuda.get_device_name(self.device)
-        return f"{platform.machine()} CPU"
+        return device_name(self.device)
 
     @property
     def is_one_machine(self) -> bool:

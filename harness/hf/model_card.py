@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from harness.evaluation.held_out import TestLoss
 from harness.evaluation.instruct.instructions import Instruction
-from harness.evaluation.loss import TestLoss
 from harness.runs.summary import RunSummary
 
 CHART = "training-run-chart.png"
@@ -64,7 +64,7 @@ def _front_matter(facts: ModelFacts) -> Iterator[str]:
     if facts.test:
         result = {
             "task": {"type": "text-generation"},
-            "dataset": {"name": f"{facts.test.dataset}, {facts.test.split}", "type": facts.test.dataset},
+            "dataset": {"name": f"{facts.test.text.dataset}, {facts.test.text.split}", "type": facts.test.text.dataset},
             "metrics": [{"name": "loss (nats per token)", "type": "loss", "value": round(facts.test.loss, 4)}],
         }
         yield from ("model-index:", f"- name: {json.dumps(facts.name)}", f"  results: {json.dumps([result])}")
@@ -107,7 +107,7 @@ def _results(facts: ModelFacts) -> Iterator[str]:
         ("validation", facts.number("val_loss"), _validated_on(facts)),
     ]
     if facts.test:
-        on = f"{_code(facts.test.dataset)}, {facts.test.split} split"
+        on = f"{_code(facts.test.text.dataset)}, {facts.test.text.split} split"
         losses.append(("test", facts.test.loss, on))
         if facts.test.bits_per_byte is not None:
             about = "" if facts.test.is_exact else " (approximate)"

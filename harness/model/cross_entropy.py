@@ -41,6 +41,14 @@ def linear_cross_entropy(features_NxC: Tensor, weight_VxC: Tensor, targets_N: Te
     return loss
 
 
+def token_cross_entropies(features_NxC: Tensor, weight_VxC: Tensor, targets_N: Tensor) -> Tensor:
+    """The N cross-entropies whose mean `linear_cross_entropy` is, for a model that is measured: without gradients, and
+    not for a compiler."""
+    product_dtype = _matmul_dtype(features_NxC)
+    losses_N, _, _ = _row_losses(features_NxC, weight_VxC, targets_N, product_dtype, False, False)
+    return losses_N
+
+
 def _matmul_dtype(features: Tensor) -> torch.dtype:
     device = features.device.type
     if torch.is_autocast_enabled(device) and features.dtype != torch.float64:
@@ -80,6 +88,21 @@ def _loss_and_gradients(
     With p = softmax(logits) and y the one-hot targets, N * d loss / d logits = p - y, so that one pass over the logits
     gives the loss and both gradients. The 1/N waits until after the matrix products: in fp16 it would underflow.
     """
+    losses_N, grad_features, grad_weight = _row_losses(
+        features_NxC, weight_VxC, targets_N, product_dtype, needs_grad, compiled
+    )
+    return losses_N.mean(), grad_features, grad_weight
+
+
+def _row_losses(
+    features_NxC: Tensor,
+    weight_VxC: Tensor,
+    targets_N: Tensor,
+    product_dtype: torch.dtype,
+    needs_grad: bool,
+    compiled: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_loss_and_gradients` before the mean: the loss of each row."""
     (rows, dim), vocab = features_NxC.shape, weight_VxC.shape[0]
     with torch.no_grad(), torch.autocast(features_NxC.device.type, enabled=False):
         features = features_NxC.to(product_dtype)
@@ -97,7 +120,7 @@ def _loss_and_gradients(
             if needs_grad:
                 torch.mm(logits, weight, out=grad_features[part])
                 _add_product(grad_weight, logits, features[part])
-        return losses_N.mean(), grad_features, grad_weight[:vocab]
+        return losses_N, grad_features, grad_weight[:vocab]
 
 
 def _head(weight_VxC: Tensor, dtype: torch.dtype, *, whole_tiles: bool) -> Tensor:

@@ -17,10 +17,10 @@ from typing import Annotated, ClassVar, TypeVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from harness.common.errors import RunError, UserError
-from harness.common.files import atomic_file, check_name, replace_text
+from harness.common.files import atomic_file, check_name
 from harness.common.json_files import RecordedCount, read_json_object
 from harness.runs.directory import RunDirectory
 
@@ -56,6 +56,11 @@ class Text(Recorded):
     start_token: RecordedCount
     windows: RecordedCount
     context_length: RecordedCount
+
+    @property
+    def content(self) -> tuple[str, str, int, int, int]:
+        """What two texts that are the same have in common, whatever data set and split they are called."""
+        return self.sha256, self.tokenizer, self.start_token, self.windows, self.context_length
 
 
 class Result(Recorded):
@@ -167,7 +172,8 @@ def write_result(run: RunDirectory, result: Result) -> Path:
     text = json.dumps(result.model_dump(mode="json"), indent=2, ensure_ascii=False, allow_nan=False)
     try:
         run.results.mkdir(exist_ok=True)
-        replace_text(path, text + "\n")
+        with atomic_file(path) as draft:  # which takes the place of a link, and never writes where that leads
+            draft.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise RunError(f"{path}: cannot write the result: {error.strerror}") from None
     return path
@@ -175,11 +181,11 @@ def write_result(run: RunDirectory, result: Result) -> Path:
 
 def write_loss(run: RunDirectory, result: LossResult, window_losses: np.ndarray) -> Path:
     """Write it with the losses of its windows: those first, so that a result never lacks them. Raises RunError."""
-    path = run.results / result.windows_name
+    path = run.results / check_name(result.windows_name, "result")
     try:
         run.results.mkdir(exist_ok=True)
         with atomic_file(path) as draft:
-            save_file({"losses": window_losses.astype(np.float32)}, draft)
+            draft.write_bytes(save({"losses": window_losses.astype(np.float32)}))
     except OSError as error:
         raise RunError(f"{path}: cannot write the losses of the windows: {error.strerror}") from None
     return write_result(run, result)

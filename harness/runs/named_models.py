@@ -1,0 +1,57 @@
+"""Models as a command line names them: two files, or a run and its checkpoint. Without torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.common.errors import UserError
+from harness.common.messages import as_unicode
+from harness.model.tensor_names import WEIGHTS
+from harness.runs.checkpoint_lookup import BEST, LATEST, find_checkpoint
+from harness.runs.directory import RunDirectory
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model's files, and what a table calls it."""
+
+    label: str
+    model_json: Path
+    weights: Path
+
+
+def models_of_files(files: Sequence[Path]) -> Iterator[NamedModel]:
+    """The models of MODEL_JSON MODEL_SAFETENSORS MODEL_JSON MODEL_SAFETENSORS … Raises UserError for half a pair."""
+    if len(files) % 2:
+        raise UserError(f"{files[-1]}: a model is two files, MODEL_JSON MODEL_SAFETENSORS; give both, or --run RUN")
+    for model_json, weights in zip(files[::2], files[1::2], strict=True):
+        yield NamedModel(as_unicode(_label(weights)), model_json, weights)
+
+
+def _label(weights: Path) -> str:
+    """RUN:CHECKPOINT as far as the path has both, else the path."""
+    folder = Path(os.path.abspath(weights)).parent
+    if folder.parent.name == "checkpoints" and weights.name == WEIGHTS:
+        return f"{folder.parent.parent.name}:{folder.name}"
+    return str(weights)
+
+
+def model_of_run(runs_dir: Path, text: str) -> NamedModel:
+    """The model of RUN or RUN:CHECKPOINT: without a checkpoint `best`, or `latest` where there is no best, or the
+    weights beside model.json of an imported model.
+
+    Raises UserError for a run or checkpoint that is not there, or a run without a model yet.
+    """
+    name, colon, checkpoint = text.rpartition(":")
+    run = RunDirectory.find(runs_dir, name if colon else text)
+    if colon:
+        return NamedModel(text, run.model_json, find_checkpoint(run.checkpoints, checkpoint) / WEIGHTS)
+    for link in (BEST, LATEST):
+        if (run.checkpoints / link).is_dir():
+            return NamedModel(run.path.name, run.model_json, run.checkpoints / link / WEIGHTS)
+    if (run.path / WEIGHTS).is_file() and not run.train_json.exists():  # there it may be what a run starts from
+        return NamedModel(run.path.name, run.model_json, run.path / WEIGHTS)
+    raise UserError(f"{run.checkpoints}: no best or latest checkpoint; train the run, or name another: RUN:CHECKPOINT")
