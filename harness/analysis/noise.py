@@ -146,16 +146,16 @@ def _studentised_resamples(values: np.ndarray, length: int) -> np.ndarray:
     """(Mean of a resample of blocks − mean) / its standard error, [RESAMPLES]."""
     means = _block_sums(values - values.mean(), length) / length
     blocks = math.ceil(len(values) / length)
-    drawn = means[_resampled_starts(len(values), blocks)]
+    drawn = means[_block_starts(RESAMPLES, blocks, len(values))]
     resampled = drawn.mean(axis=1)
     squares = np.einsum("rb,rb->r", drawn, drawn) - blocks * resampled**2
     return resampled / np.sqrt(squares / (blocks - 1) / blocks)
 
 
 @lru_cache(maxsize=2)
-def _resampled_starts(count: int, blocks: int) -> np.ndarray:
-    """Where the blocks of each resample begin, [RESAMPLES, blocks]: the same for all models of a text, as most of the
-    time is spent on drawing them."""
-    starts = np.random.default_rng(SEED).integers(0, count, size=(RESAMPLES, blocks))
+def _block_starts(resamples: int, blocks: int, count: int) -> np.ndarray:
+    """Where the blocks of each resample of `count` windows begin, [resamples, blocks]: the same for all models of a
+    text, as most of the time is spent on drawing them."""
+    starts = np.random.default_rng(SEED).integers(0, count, size=(resamples, blocks))
     starts.flags.writeable = False
     return starts
