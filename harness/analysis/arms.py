@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.analysis.noise import MeanEstimate, NoEstimate, difference_noise, mean_noise
+from harness.analysis.noise import MeanEstimate, MeanVariance, NoEstimate, difference_noise, variance_of_mean
 from harness.analysis.training_noise import Part, Spread, Uncertain, combine, own_part, pooled_spread, shared_part
 
 
@@ -72,7 +72,7 @@ def difference_of(baseline: Arm, arm: Arm, borrowed: Borrowed) -> Difference:
     training = combine(value, parts)
     if isinstance(evaluation, MeanEstimate):
         # The spread over seeds already has what this text does to one run and not to the next.
-        parts.append(Part(max(0.0, evaluation.variance - by_text), evaluation.df))
+        parts.append(Part(max(0.0, evaluation.noise.variance - by_text), evaluation.noise.df))
     return Difference(value, training, evaluation, combine(value, parts), is_borrowed)
 
 
@@ -108,6 +108,6 @@ def variance_by_text(arm: Arm) -> float | None:
     if arm.windows is None or arm.runs < 2 or len({windows.shape for windows in arm.windows}) > 1:
         return None
     mean = _mean_windows(arm)
-    estimates = [mean_noise(windows.astype(np.float64) - mean) for windows in arm.windows]
-    found = [each.variance for each in estimates if isinstance(each, MeanEstimate)]
+    estimates = [variance_of_mean(windows.astype(np.float64) - mean) for windows in arm.windows]
+    found = [each.variance for each in estimates if isinstance(each, MeanVariance)]
     return sum(found) / (arm.runs - 1) if len(found) == arm.runs else None

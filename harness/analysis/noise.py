@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -14,22 +15,29 @@ RESAMPLES = 10_000
 SEED = 20_261_122  # of the resamples: the same windows always have the same interval
 FEWEST_WINDOWS = 50
 FEWEST_BLOCKS = 10
-LARGEST_LAG_SHARE = 0.25
-RESAMPLED_AT_ONCE = 4_000_000  # blocks; memory, not time
+MOST_BLOCKS = 200  # more would make an interval no better, only longer in the making
+LARGEST_LAG_SHARE = 0.25  # of the windows: correlations further apart are not looked at
 LEVEL = 95.0  # per cent
+
+
+@dataclass(frozen=True)
+class MeanVariance:
+    """Variance of a mean of window losses, nats², and the degrees of freedom of its estimate."""
+
+    variance: float
+    df: float
+    block_length: int  # windows that were taken together
 
 
 @dataclass(frozen=True)
 class MeanEstimate:
     """The mean of window losses, or of their differences, in nats per token, with its 95 % interval over other text of
-    the kind. `variance` is that of the mean, estimated with `df` degrees of freedom."""
+    the kind."""
 
     value: float
     low: float
     high: float
-    variance: float
-    df: float
-    block_length: int  # windows that were resampled together
+    noise: MeanVariance
 
 
 @dataclass(frozen=True)
@@ -50,33 +58,45 @@ def mean_noise(values: np.ndarray) -> MeanEstimate | NoEstimate:
     """The mean of one value a window, [windows] in the order of the text, with an interval by the circular block
     bootstrap (Politis & Romano 1992), studentised (Götze & Künsch 1996)."""
     values = values.astype(np.float64)
+    mean, part = float(values.mean()), variance_of_mean(values)
+    if isinstance(part, NoEstimate):
+        return part
+    if part.variance == 0:
+        return MeanEstimate(mean, mean, mean, part)
+    t = _studentised_resamples(values, part.block_length)
+    low, high = np.percentile(t, [(100 - LEVEL) / 2, (100 + LEVEL) / 2])
+    error = math.sqrt(part.variance)
+    return MeanEstimate(mean, mean - float(high) * error, mean - float(low) * error, part)
+
+
+def variance_of_mean(values: np.ndarray) -> MeanVariance | NoEstimate:
+    """That of the mean of correlated values: 2 V(b) − V(b / 2), where V(b) comes of the means of all circular blocks of
+    b values. V alone leaves out what is correlated across the ends of blocks, and that halves as blocks double (Vats &
+    Flegal 2022, Biometrika 109: 735). Not below V(b), since the correction may overshoot.
+
+    The degrees of freedom follow from the variance of such an estimate, 8/3 · b / windows of its square (Politis &
+    Romano 1995, Journal of Time Series Analysis 16: 67, for the equal lag window).
+    """
     if not np.isfinite(values).all():
         return NoEstimate("the loss of a window is not finite")
     if len(values) < FEWEST_WINDOWS:
         return NoEstimate(f"{len(values)} windows of text are too few for an interval, which takes {FEWEST_WINDOWS}")
-    mean = float(values.mean())
     length = block_length(values)
     if len(values) < FEWEST_BLOCKS * length:
         return NoEstimate(
             f"losses of neighbouring windows depend on each other over {length:,} windows, and {len(values):,} are too "
             f"few for that"
         )
-    variance = variance_of_mean(values, length)
-    df = 0.75 * len(values) / length
-    if variance == 0:
-        return MeanEstimate(mean, mean, mean, 0.0, df, length)
-    t = _studentised_resamples(values, length)
-    low, high = np.percentile(t, [(100 - LEVEL) / 2, (100 + LEVEL) / 2])
-    error = math.sqrt(variance)
-    return MeanEstimate(mean, mean - float(high) * error, mean - float(low) * error, variance, df, length)
+    whole, half = _block_variance(values, length), _block_variance(values, length // 2)
+    return MeanVariance(max(whole, 2 * whole - half), 0.75 * len(values) / length, length)
 
 
 def block_length(values: np.ndarray) -> int:
-    """How many neighbouring windows to resample together: the rule of Politis & White (2004, Econometric Reviews 23:
-    53, with the correction of Patton, Politis & White 2009) for the circular bootstrap, and at least the cube root of
-    the number of windows, the order of the best length, since a rule that looks at data may see too little."""
+    """How many neighbouring windows to take together: the rule of Politis & White (2004, Econometric Reviews 23: 53,
+    with the correction of Patton, Politis & White 2009) for the circular bootstrap. At least the cube root of the
+    number of windows, which is the order of the best length, since the rule may see too little in few of them."""
     count = len(values)
-    least = math.ceil(count ** (1 / 3))
+    least = max(math.ceil(count ** (1 / 3)), math.ceil(count / MOST_BLOCKS))
     covariances = _autocovariances(values, min(count - 1, math.ceil(count * LARGEST_LAG_SHARE)))
     if covariances[0] == 0:
         return least
@@ -110,14 +130,6 @@ def _autocovariances(values: np.ndarray, most: int) -> np.ndarray:
     return np.fft.irfft(power, size)[: most + 1] / len(values)
 
 
-def variance_of_mean(values: np.ndarray, length: int) -> float:
-    """That of the mean of correlated values: 2 V(b) − V(b / 2), where V(b) comes of the means of all circular blocks of
-    b values. V alone leaves out what is correlated across the ends of blocks, and that halves as blocks double (Vats &
-    Flegal 2022, Biometrika 109: 735). Not below V(b), since the correction may overshoot."""
-    whole, half = _block_variance(values, length), _block_variance(values, max(1, length // 2))
-    return max(whole, 2 * whole - half) if length > 1 else whole
-
-
 def _block_variance(values: np.ndarray, length: int) -> float:
     means = _block_sums(values, length) / length
     count = len(values)
@@ -132,13 +144,18 @@ def _block_sums(values: np.ndarray, length: int) -> np.ndarray:
 
 def _studentised_resamples(values: np.ndarray, length: int) -> np.ndarray:
     """(Mean of a resample of blocks − mean) / its standard error, [RESAMPLES]."""
-    blocks = math.ceil(len(values) / length)
     means = _block_sums(values - values.mean(), length) / length
-    generator = np.random.default_rng(SEED)
-    at_once = max(1, RESAMPLED_AT_ONCE // blocks)
-    parts = []
-    for begin in range(0, RESAMPLES, at_once):
-        starts = generator.integers(0, len(values), size=(min(at_once, RESAMPLES - begin), blocks), dtype=np.int32)
-        drawn = means[starts]
-        parts.append(drawn.mean(axis=1) / (drawn.std(axis=1, ddof=1) / math.sqrt(blocks)))
-    return np.concatenate(parts)
+    blocks = math.ceil(len(values) / length)
+    drawn = means[_block_starts(RESAMPLES, blocks, len(values))]
+    resampled = drawn.mean(axis=1)
+    squares = np.einsum("rb,rb->r", drawn, drawn) - blocks * resampled**2
+    return resampled / np.sqrt(squares / (blocks - 1) / blocks)
+
+
+@lru_cache(maxsize=2)
+def _block_starts(resamples: int, blocks: int, count: int) -> np.ndarray:
+    """Where the blocks of each resample of `count` windows begin, [resamples, blocks]: the same for all models of a
+    text, as most of the time is spent on drawing them."""
+    starts = np.random.default_rng(SEED).integers(0, count, size=(resamples, blocks))
+    starts.flags.writeable = False
+    return starts
