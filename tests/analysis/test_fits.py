@@ -16,11 +16,14 @@ from harness.analysis.fits import (
     describe_batch_fit,
     describe_memory_fit,
     fit_parabola,
+    fit_search,
     fit_straight,
+    memory_points,
     smallest_at_each_memory,
 )
 from harness.runs.directory import RunDirectory
 from harness.runs.reported import read_reported
+from tests.runs.test_search_results import SEARCH
 from tests.support.isolation import SHIPPED_RUNS
 
 NOTEBOOK = ["8xa100m40", "8xh100m80", "8xa100m80", "8xb200m160", "original"]
@@ -110,6 +113,19 @@ def test_what_points_cannot_tell(points: list[tuple[float, float]], reason: str)
     fit = fit_parabola(points)
     assert fit == CannotBeTold(reason)
     assert " ".join(describe_batch_fit(fit)).startswith("Loss over the global batch: cannot be told, because")
+
+
+def test_the_line_over_ones_own_machines() -> None:
+    """By the peaks of one search, and by the answers of several; one that the data ended says nothing."""
+    fit = fit_search(SEARCH)
+    assert isinstance(fit, Line)
+    assert (fit.slope, fit.intercept) == pytest.approx(((36.25 - 4.5) / 12, 4.5 - (36.25 - 4.5) / 12))
+    half = SEARCH.model_copy(update={"largest": 6, "limit_gib": 24.0})
+    same = SEARCH.model_copy(update={"largest": 14})
+    ended = SEARCH.model_copy(update={"largest": 20, "limit_gib": 80.0, "is_all_data": True})
+    assert memory_points([SEARCH, half, same, ended]) == [(6, 24.0), (13, 39.5)]
+    alone = fit_search(SEARCH.model_copy(update={"tried": SEARCH.tried[:1]}))
+    assert str(alone) == "cannot be told, because a line needs 2 points, and there is one"
 
 
 def test_lines_that_cannot_be_told() -> None:
