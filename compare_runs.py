@@ -5,44 +5,59 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from harness.common.errors import one_line_errors
 from harness.common.options import Command
-from harness.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
     from harness.analysis.against_baseline import BaselineComparison
+    from harness.analysis.compare_options import CompareOptions
     from harness.analysis.runs_table import RunsTable
+
+PATH = click.Path(path_type=Path)
 
 
 @click.command(cls=Command)
 @click.argument("runs", nargs=-1, metavar="[RUN]...")
-@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+@click.option("--runs-dir", type=PATH, default=Path("runs"), show_default=True)
 @click.option("--baseline", metavar="RUN", help="Say of every other run whether it is better, and how sure that is.")
 @click.option("--sort", metavar="KEY", help="A column, as --json names it, or name. Default: the best loss first.")
+@click.option("--machines", is_flag=True, help="What each RUN would take and cost on other machines.")
+@click.option("--prices", type=PATH, help="With --machines: your list of them, like harness/analysis/machines.json.")
 @click.option("--json", "as_json", is_flag=True, help="Everything as JSON.")
-def main(runs: tuple[str, ...], runs_dir: Path, baseline: str | None, sort: str | None, as_json: bool) -> None:
+def main(runs: tuple[str, ...], **options: Any) -> None:
     """Compare RUNs, names of folders in --runs-dir or their paths; all of them if none is named.
 
     A table with a row for each: what was asked of it as far as it differs, what came out, and what it cost. Unlike
     things never stand in one column.
     """
     with one_line_errors():
+        from harness.analysis.compare_options import CompareOptions
         from harness.analysis.records import read_records
         from harness.analysis.runs_table import RunsTable
 
-        records = read_records(runs_dir, (*runs, baseline) if runs and baseline else runs)
-        table = RunsTable.of(records).sorted(sort)
-        comparison = None
-        if baseline is not None:
-            from harness.analysis.against_baseline import compare_with
-
-            comparison = compare_with(RunDirectory.find(runs_dir, baseline).path.name, table.records)
-        for line in _json_lines(table, comparison) if as_json else _lines(table, comparison):
+        asked = CompareOptions(**options)
+        asked.check(runs)
+        records = read_records(asked.runs_dir, (*runs, asked.baseline) if runs and asked.baseline else runs)
+        table = RunsTable.of(records).sorted(asked.sort)
+        comparison = _compare(table, asked)
+        for line in _json_lines(table, comparison) if asked.as_json else _lines(table, comparison):
             click.echo(line)
+        if asked.machines:
+            for line in _elsewhere(runs, asked):
+                click.echo(line)
+
+
+def _compare(table: RunsTable, asked: CompareOptions) -> BaselineComparison | None:
+    from harness.analysis.against_baseline import compare_with
+    from harness.runs.directory import RunDirectory
+
+    if asked.baseline is None:
+        return None
+    return compare_with(RunDirectory.find(asked.runs_dir, asked.baseline).path.name, table.records)
 
 
 def _lines(table: RunsTable, comparison: BaselineComparison | None) -> Iterator[str]:
@@ -62,6 +77,18 @@ def _json_lines(table: RunsTable, comparison: BaselineComparison | None) -> Iter
     from harness.analysis.table_json import table_json
 
     yield json.dumps(table_json(table, comparison), indent=2, ensure_ascii=False, allow_nan=False)
+
+
+def _elsewhere(runs: tuple[str, ...], asked: CompareOptions) -> Iterator[str]:
+    """The runs on other machines, by the speeds of all runs in the folder."""
+    from harness.analysis.machines import PRICES
+    from harness.analysis.machines_table import elsewhere
+    from harness.analysis.records import find_runs
+
+    others = find_runs(asked.runs_dir, ())
+    for run in find_runs(asked.runs_dir, runs):
+        yield ""
+        yield from elsewhere(run, others, asked.prices or PRICES)
 
 
 if __name__ == "__main__":

@@ -84,9 +84,7 @@ def validation_ground(record: RunRecord) -> Ground | None:
 
 def loss_ground(result: LossResult) -> Ground:
     """A test loss compares on the same tokens, cut into the same windows, in the same precision."""
-    text = result.text
-    identity = (text.sha256, text.tokenizer, text.start_token, text.windows, text.context_length, result.precision)
-    return Ground(("loss", *identity), f"{text_words(text)}, in {result.precision}")
+    return Ground(("loss", result.text.content, result.precision), f"{text_words(result.text)}, in {result.precision}")
 
 
 def text_words(text: Text) -> str:

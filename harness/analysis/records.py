@@ -19,6 +19,7 @@ from harness.runs.checkpoint_meta import CheckpointMeta, read_meta
 from harness.runs.directory import RunDirectory
 from harness.runs.reported import Reported, read_reported
 from harness.runs.results import Results, read_results
+from harness.runs.search_results import Searches, read_searches
 from harness.runs.summary import RunSummary, read_summary
 from harness.runs.train_config import load_train_config
 
@@ -59,6 +60,7 @@ class RunRecord:
     progress: Progress | None = None  # of a run that has no summary
     meta: CheckpointMeta | None = None  # of its latest checkpoint
     results: Results = field(default_factory=Results)
+    searches: Searches = field(default_factory=Searches)  # by -f
     reported: Reported | None = None
     checkpoints: Checkpoints = Checkpoints()
     problems: tuple[str, ...] = ()
@@ -129,6 +131,11 @@ class RunRecord:
 
 
 def read_records(runs_dir: Path, names: tuple[str, ...]) -> list[RunRecord]:
+    """The records of what `find_runs` finds."""
+    return [RunRecord.read(run) for run in find_runs(runs_dir, names)]
+
+
+def find_runs(runs_dir: Path, names: tuple[str, ...]) -> list[RunDirectory]:
     """The runs of these names or paths, each once, or all in `runs_dir`. Raises UserError for one that is not there,
     or if there are none."""
     if not names:
@@ -140,7 +147,7 @@ def read_records(runs_dir: Path, names: tuple[str, ...]) -> list[RunRecord]:
     for run in found.values():
         if not _is_run(run.path):
             raise UserError(f"{run.path}: not a run; it has neither train.json nor summary.json")
-    return [RunRecord.read(run) for run in found.values()]
+    return list(found.values())
 
 
 def _is_run(path: Path) -> bool:
@@ -163,8 +170,8 @@ class _Reader:
         progress = self._attempt(lambda: read_progress(run.metrics)) if unfinished else None
         meta = self._attempt(self._latest_meta) if unfinished else None
         state = self._state(summary, progress, meta, broken_summary)
-        results = read_results(run)
-        self.problems += results.problems
+        results, searches = read_results(run), read_searches(run)
+        self.problems += [*results.problems, *searches.problems]
         return RunRecord(
             name=run.path.name,
             directory=run,
@@ -175,6 +182,7 @@ class _Reader:
             progress=progress,
             meta=meta,
             results=results,
+            searches=searches,
             reported=self._attempt(lambda: read_reported(run)),
             checkpoints=self._checkpoints(),
             problems=tuple(self.problems),

@@ -9,6 +9,7 @@ from harness.analysis.fits import (
     describe_batch_fit,
     describe_memory_fit,
     fit_parabola,
+    fit_search,
     fit_straight,
     smallest_at_each_memory,
 )
@@ -60,9 +61,13 @@ def _numbers(table: RunsTable, key: str) -> dict[int, float]:
 
 
 def _memory_lines(records: Sequence[RunRecord]) -> Iterator[str]:
-    """Of the largest microbatches that were reported to fit."""
+    """Of the largest microbatches that were reported to fit on each machine, and of each run's own search by -f."""
     reported = [record.reported for record in records if record.reported is not None]
     sizes = [(each.value("microbatch_size"), each.memory_gib) for each in reported]
     points = smallest_at_each_memory([(size, memory) for size, memory in sizes if size is not None])
     if len(points) > 1:
         yield from describe_memory_fit(fit_straight(points))
+    for record in records:
+        for search in record.searches.found:
+            yield f"{record.name}, -f on {search.device}:"
+            yield from (f"  {line}" for line in describe_memory_fit(fit_search(search)))
