@@ -14,6 +14,7 @@ from harness.analysis.table_fits import fit_lines
 from harness.analysis.table_text import table_lines
 from harness.common.errors import UserError
 from harness.runs.directory import RunDirectory
+from harness.runs.search_results import MicrobatchSearch, TriedMicrobatch, write_search
 from tests.support.compared_runs import BEST, LATEST, RunFolder
 from tests.support.isolation import SHIPPED_RUNS
 
@@ -242,3 +243,27 @@ def test_long_names_that_would_look_the_same_stay_whole(tmp_path: Path) -> None:
     runs = [RunFolder(tmp_path, name).finish() for name in names]
     text = "\n".join(table_lines(table_of(*runs)))
     assert all(name in text for name in names)
+
+
+def test_a_runs_own_search_is_a_line_of_memory(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, "a")
+    tried = [TriedMicrobatch(microbatch_size=size, gib=1.5 + 0.25 * size) for size in (1, 2, 8)]
+    found: dict[str, Any] = {
+        "date": "2026-01-03T00:00:00Z",
+        "device": "NVIDIA L4",
+        "torch": "2.15.0",
+        "world_size": 1,
+        "limit_gib": 22.0,
+        "usable_gib": 21.0,
+        "largest": 8,
+        "tried": tried,
+        "accumulation_steps": 1,
+        "compiled": True,
+        "model": {},
+        "train": {},
+    }
+    write_search(run.directory, MicrobatchSearch(**found))
+    assert list(fit_lines(table_of(run)))[:2] == [
+        "a, -f on NVIDIA L4:",
+        "  Memory over the microbatch: 0.250 GiB a sequence + 1.50 GiB",
+    ]

@@ -135,3 +135,25 @@ def test_a_hundred_runs_take_less_than_two_seconds(tmp_path: Path) -> None:
             break
     assert min(seconds) < 2
     assert sum(line.startswith("run-") for line in lines) >= 100
+
+
+def test_a_run_elsewhere() -> None:
+    lines = compare(SHIPPED_RUNS, "8xa100m40", "--machines").stdout.splitlines()
+    assert any(line.startswith("8xa100m40 elsewhere: 3,260,268,544 tokens") for line in lines)
+    own = next(line for line in lines if line.startswith("8x A100 40 GiB"))
+    assert own.split()[-3:] == ["3.45", "35.56", "reported"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--machines"], "--machines: name the runs to project"),
+        (["a", "--machines", "--json"], "--machines and --json: give one of them"),
+        (["a", "--prices", "x"], "--prices belongs with --machines"),
+        (["a", "--machines", "--prices", "nothing.json"], "nothing.json: no such file"),
+    ],
+)
+def test_options_that_mean_nothing_together(runs: Path, arguments: list[str], message: str) -> None:
+    done = compare(runs, *arguments, status=2)
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
