@@ -87,15 +87,13 @@ def _block(column: Column, remarks: _Remarks) -> _Block:
     unit = [column.unit] if column.unit else []
     width = max(text_width + (1 + mark_width if mark_width else 0), *map(len, [*title_words, *unit]))
     header = [*_title_lines(column, width), *unit]
-    rows = []
-    for text, mark in zip(texts, marks, strict=True):
-        field = f" {mark:<{mark_width}}" if mark_width else ""
-        if column.is_text:
-            rows.append(f"{text:<{text_width}}{field}".ljust(width))
-        else:
-            rows.append(f"{text:>{text_width}}{field}".rjust(width))
     if column.is_text:
+        rows = [f"{text} {mark}".rstrip().ljust(width) for text, mark in zip(texts, marks, strict=True)]
         return _Block(width, [line.ljust(width) for line in header], rows)
+    rows = [
+        f"{text:>{text_width}}{f' {mark:<{mark_width}}' if mark_width else ''}".rjust(width)
+        for text, mark in zip(texts, marks, strict=True)
+    ]
     numbers = width - (1 + mark_width if mark_width else 0)  # where they end: the heading, too, if it is as short
     end = numbers if all(len(line) <= numbers for line in header) else width
     return _Block(width, [line.rjust(end) for line in header], rows)
