@@ -27,6 +27,10 @@ PATH = click.Path(path_type=Path)
 @click.option("--sort", metavar="KEY", help="A column, as --json names it, or name. Default: the best loss first.")
 @click.option("--machines", is_flag=True, help="What each RUN would take and cost on other machines.")
 @click.option("--prices", type=PATH, help="With --machines: your list of them, like harness/analysis/machines.json.")
+@click.option("--html", type=PATH, help="Write a page to look at and to send: table, curves, verdicts, in one file.")
+@click.option("--chart", type=PATH, help="Draw the losses of the runs into this PNG.")
+@click.option("--over", default="tokens", show_default=True, help="What the chart draws them over: steps, hours, ...")
+@click.option("--reference", multiple=True, metavar="LABEL=LOSS", help="A line across the chart and the page's.")
 @click.option("--json", "as_json", is_flag=True, help="Everything as JSON.")
 def main(runs: tuple[str, ...], **options: Any) -> None:
     """Compare RUNs, names of folders in --runs-dir or their paths; all of them if none is named.
@@ -49,6 +53,10 @@ def main(runs: tuple[str, ...], **options: Any) -> None:
         if asked.machines:
             for line in _elsewhere(runs, asked):
                 click.echo(line)
+        if asked.html is not None:
+            _write_page(asked.html, table, comparison, asked)
+        if asked.chart is not None:
+            _draw_chart(asked.chart, table, asked)
 
 
 def _compare(table: RunsTable, asked: CompareOptions) -> BaselineComparison | None:
@@ -89,6 +97,34 @@ def _elsewhere(runs: tuple[str, ...], asked: CompareOptions) -> Iterator[str]:
     for run in find_runs(asked.runs_dir, runs):
         yield ""
         yield from elsewhere(run, others, asked.prices or PRICES)
+
+
+def _write_page(path: Path, table: RunsTable, comparison: BaselineComparison | None, asked: CompareOptions) -> None:
+    from harness.analysis.comparison_report import report_of
+    from harness.analysis.html_report import write_report
+    from harness.analysis.table_fits import fit_lines
+
+    verdicts = [*(comparison.lines() if comparison else []), *fit_lines(table)]
+    write_report(path, report_of(table, verdicts, asked.read_references()))
+    click.echo(f"Wrote {path}", err=True)
+
+
+def _draw_chart(path: Path, table: RunsTable, asked: CompareOptions) -> None:
+    """Raises UserError if nothing can be drawn."""
+    from harness.analysis.comparison_report import comparable_curves
+    from harness.analysis.curves import choose_axis
+    from harness.common.errors import UserError
+
+    axis = choose_axis(asked.over)
+    curves, problems = comparable_curves(table.records).over(axis)
+    if not curves:
+        raise UserError(f"--chart: nothing to draw: {problems[0]}")
+    from harness.analysis.charts import draw_curves
+
+    draw_curves(curves, axis, path, asked.read_references())
+    for problem in problems:
+        click.echo(f"not drawn: {problem}", err=True)
+    click.echo(f"Drew {path}", err=True)
 
 
 if __name__ == "__main__":

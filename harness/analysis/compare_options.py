@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.analysis.curves import choose_axis
 from harness.common.errors import UserError
+
+LARGEST_LOSS = 1000.0
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,10 @@ class CompareOptions:
     machines: bool = False
     prices: Path | None = None
     as_json: bool = False
+    html: Path | None = None
+    chart: Path | None = None
+    over: str = "tokens"
+    reference: tuple[str, ...] = ()
 
     def check(self, runs: tuple[str, ...]) -> None:
         """Raises UserError for options that mean nothing together, or without the runs they need."""
@@ -27,3 +34,21 @@ class CompareOptions:
             raise UserError("--machines and --json: give one of them")
         if self.machines and not runs:
             raise UserError("--machines: name the runs to project; the speeds of the others are used without that")
+        if self.reference and not (self.html or self.chart):
+            raise UserError("--reference belongs with --html or --chart")
+        choose_axis(self.over)
+        self.read_references()
+
+    def read_references(self) -> dict[str, float]:
+        """Losses by their labels. Raises UserError for what is not LABEL=LOSS."""
+        found = {}
+        for text in self.reference:
+            label, _, number = text.rpartition("=")
+            try:
+                loss = float(number)
+            except ValueError:
+                loss = 0.0
+            if not label.strip() or not 0 < loss < LARGEST_LOSS:
+                raise UserError(f'--reference "{text}": must be LABEL=LOSS, such as "GPT-2 small=3.500"')
+            found[label.strip()] = loss
+        return found

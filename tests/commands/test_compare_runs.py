@@ -149,6 +149,10 @@ def test_a_run_elsewhere() -> None:
     [
         (["--machines"], "--machines: name the runs to project"),
         (["a", "--machines", "--json"], "--machines and --json: give one of them"),
+        (["a", "--reference", "GPT-2=3.5"], "--reference belongs with --html or --chart"),
+        (["a", "--chart", "x.png", "--reference", "GPT-2"], 'must be LABEL=LOSS, such as "GPT-2 small=3.500"'),
+        (["a", "--chart", "x.png", "--over", "hour"], "did you mean hours?"),
+        (["a", "--chart", "x.png"], "--chart: nothing to draw: "),
         (["a", "--prices", "x"], "--prices belongs with --machines"),
         (["a", "--machines", "--prices", "nothing.json"], "nothing.json: no such file"),
     ],
@@ -157,3 +161,14 @@ def test_options_that_mean_nothing_together(runs: Path, arguments: list[str], me
     done = compare(runs, *arguments, status=2)
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_chart_and_a_page(tmp_path: Path) -> None:
+    for name, rate in (("a", 0.001), ("b", 0.002)):
+        RunFolder(tmp_path / "runs", name, {"learning_rate": rate}).finish().train_to(0, 10, 20)
+    picture, page = tmp_path / "curves.png", tmp_path / "page.html"
+    written = ["--chart", str(picture), "--html", str(page), "--reference", "GPT-2 small=3.5", "--baseline", "a"]
+    done = compare(tmp_path / "runs", *written)
+    assert done.stderr == f"Wrote {page}\nDrew {picture}\n"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "b against a: cannot be told" in page.read_text()

@@ -1,0 +1,68 @@
+"""What the chart and the page of a comparison show: only curves that compare, and every reason that the table has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.analysis.comparison_report import comparable_curves, last_training, report_of
+from harness.analysis.curves import AXES
+from harness.analysis.html_report import render
+from harness.analysis.records import RunRecord
+from harness.analysis.runs_table import RunsTable
+from harness.runs.metrics import read_metrics
+from tests.support.compared_runs import DATASET, RunFolder
+
+
+def records(*runs: RunFolder) -> list[RunRecord]:
+    return [RunRecord.read(run.directory) for run in runs]
+
+
+def trained(tmp_path: Path, name: str, seed: int, rate: float = 0.001) -> RunFolder:
+    return RunFolder(tmp_path, name, {"random_seed": seed, "learning_rate": rate}).finish().train_to(0, 10, 20)
+
+
+def test_replicates_are_one_curve_and_another_text_is_none(tmp_path: Path) -> None:
+    other = {**DATASET, "validation": {"tokens": 10_000, "sha256": "00" * 32}}
+    runs = [trained(tmp_path, "a-seed-1", 1), trained(tmp_path, "a-seed-2", 2), trained(tmp_path, "b", 1, 0.002)]
+    runs.append(RunFolder(tmp_path, "c").finish(dataset=other).train_to(0, 10))
+    curves, problems = comparable_curves(records(*runs)).over(AXES["tokens"])
+    assert sorted((curve.label, curve.runs) for curve in curves) == [("a", 2), ("b", 1)]
+    assert curves[0].x == [128, 128 * 11, 128 * 21]
+    assert problems == [
+        "c: in no chart, since its losses are not known to be on 20 x 16 tokens from 0 of the validation split of "
+        "me/texts (bbbbbbbb)"
+    ]
+
+
+def test_runs_without_validation_are_drawn_by_their_training_losses(tmp_path: Path) -> None:
+    none = {"validation_interval": None, "validation_batches": None, "checkpoint_interval": 10}
+    run = RunFolder(tmp_path, "a", none).finish(final_validation_loss=None).train_to(0, 10)
+    curves, problems = comparable_curves(records(run)).over(AXES["steps"])
+    assert (curves[0].y, problems) == ([4.0, 3.9], [])
+
+
+def test_runs_whose_text_is_not_recorded_are_not_drawn(tmp_path: Path) -> None:
+    curves, problems = comparable_curves(records(RunFolder(tmp_path, "a").train_to(0, 10))).over(AXES["steps"])
+    assert curves == []
+    assert problems == ["the text that losses were measured on is not recorded"]
+
+
+def test_of_metrics_that_begin_again_the_last_training_counts(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, "a").train_to(0, 10, 20)
+    again = run.train_to(0, 5)
+    assert [event.global_step for event in last_training(read_metrics(again.directory.metrics))] == [0, 0, 5, 5]
+
+
+def test_the_page_has_the_table_its_reasons_and_the_curves(tmp_path: Path) -> None:
+    measured, other = trained(tmp_path, "first", 1).test_loss(2.5), trained(tmp_path, "second", 1, 0.002)
+    table = RunsTable.of(records(measured, other, RunFolder(tmp_path, "third")))
+    report = report_of(table, ["a verdict"], {"GPT-2 small": 3.5})
+    assert [axis.name for axis, _ in report.charts] == list(AXES), "prices are known: dollars, too"
+    page = render(report)
+    for text in ("first", "second", "third", "2.500", "not measured by test_loss.py", "a verdict", "GPT-2 small 3.500"):
+        assert text in page
+    headings = [column.heading for column in report.columns]
+    assert headings[0] == "run"
+    row = dict(zip(headings, report.rows[0], strict=True))
+    assert row["test loss, nats/token"].value == 2.5
+    assert row["learning_rate"].value == 0.001
