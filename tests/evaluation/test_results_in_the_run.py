@@ -15,9 +15,11 @@ import torch.nn.functional as F
 from safetensors.numpy import load_file, save_file
 
 from gpt import load_model
-from harness.common.files import sha256
+from harness.common.errors import RunError
+from harness.common.files import move, sha256
 from harness.data.dataset import TokenFile
 from harness.model.config import load_model_config
+from harness.runs import directory
 from harness.runs.directory import RunDirectory
 from harness.runs.results import BenchmarkResult, LossResult, MeasuredWeights, read_results, read_window_losses
 from tests.support.benchmark_files import write_task
@@ -238,6 +240,46 @@ def test_restart_moves_results_aside_with_their_weights(shop: Workshop) -> None:
     [aside] = (run / "aside").iterdir()
     assert {path.name: path.read_bytes() for path in (aside / "results").iterdir()} == before
     assert not (run / "results").exists()
+
+
+def test_moving_aside_that_ends_early_leaves_no_results_without_their_weights(
+    shop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before each thing that is moved; the next attempt moves the rest."""
+    measure(shop, *files_of(shop.runs / "r"), "--batches", "1")
+    things = {path.name for path in (shop.runs / "r").iterdir()} - {"model.json", "train.json", ".lock", "checkpoints"}
+    checkpoints = {path.name for path in (shop.runs / "r" / "checkpoints").iterdir()}
+    assert {"results", "metrics.jsonl", "summary.json"} <= things
+    for number in range(len(things) + len(checkpoints)):
+        run = RunDirectory(Path(shutil.copytree(shop.runs / "r", tmp_path / str(number), symlinks=True)))
+        left = number
+
+        def move_some(path: Path, target: Path) -> None:
+            nonlocal left
+            if not left:
+                raise RunError("the process ends here")
+            left -= 1
+            move(path, target)
+
+        with monkeypatch.context() as patch, pytest.raises(RunError, match="ends here"):
+            patch.setattr(directory, "move", move_some)
+            run.set_results_aside()
+        if run.results.exists():
+            assert {path.name for path in run.checkpoints.iterdir()} == checkpoints
+        assert run.set_results_aside() is not None
+        assert run.set_results_aside() is None, "nothing is left"
+
+
+def test_a_long_name_stands_above_its_numbers(shop: Workshop) -> None:
+    run = shop.add_run("a-run-with-a-name-of-its-own")
+    shutil.copytree(shop.runs / "r" / "checkpoints", run / "checkpoints", symlinks=True)
+    long = f"{run.name}:{checkpoint_of_step(run, 0)}"
+    lines = measure(
+        shop, "--runs-dir", str(shop.runs), "--run", "r", "--run", long, "--batches", "1"
+    ).stdout.splitlines()
+    assert lines[2] == long, "below the head and the better model"
+    assert len(lines[3].split()) == 4
+    assert all(len(line) <= 80 for line in lines)
 
 
 def test_going_back_moves_results_of_later_checkpoints_aside(shop: Workshop) -> None:
