@@ -277,6 +277,7 @@ def rewind(run: RunDirectory, path: Path, meta: CheckpointMeta) -> None:
     """Make links and metrics those of the checkpoint `path`, wherever the process that saved it ended; what came after
     it is kept aside. Rank 0 only."""
     make_aside = cache(run.new_aside)  # one folder for all of it, if there is anything
+    run.set_measurements_aside(meta.global_step, make_aside)
     if checkpoints.rewind_to(run.checkpoints, path, make_aside):
         run.set_pictures_aside(make_aside())
     MetricsFile(run.metrics).rewind_to(meta, make_aside)

@@ -6,13 +6,17 @@ uv run --extra benchmarks evaluate_benchmarks.py MODEL_JSON MODEL_SAFETENSORS --
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from harness.common.errors import UserError, one_line_errors
 from harness.common.libraries import configure_libraries
 from harness.common.options import Command
+
+if TYPE_CHECKING:
+    from harness.runs.measured_weights import ModelInRun
+    from harness.runs.results import BenchmarkResult
 
 
 def print_names(context: click.Context, _: click.Parameter, pattern: str | None) -> None:
@@ -51,7 +55,7 @@ def main(model_json: Path, model_safetensors: Path, tasks: tuple[str, ...], **op
 
     --tasks takes names of lm-eval's tasks, groups and tags (hellaswag, mmlu, 'arc*'), and paths of task files (.yaml),
     and can be given several times. Data comes from the Hugging Face Hub. The tokenizer is the one that lies beside the
-    weights, or else GPT-2's.
+    weights, or else GPT-2's. What is measured of a run's checkpoint stays in the run's folder results/.
     """
     configure_libraries()
     with one_line_errors():
@@ -64,14 +68,16 @@ def main(model_json: Path, model_safetensors: Path, tasks: tuple[str, ...], **op
 def evaluate(model_json: Path, weights: Path, specs: list[str], options: dict[str, Any]) -> None:
     """Load the model and the tasks, run them, print the table, and write the file that was asked for."""
     from gpt import load_model
-    from harness.common.device import only_device
+    from harness.common.device import device_name, only_device
     from harness.common.files import sha256
     from harness.evaluation.benchmarks.report import check_output, table, write_results
     from harness.evaluation.benchmarks.run import explained_failures, load, run
     from harness.evaluation.benchmarks.tasks import check_installed
     from harness.evaluation.likelihood import Scorer
     from harness.model.precision import Precision
+    from harness.runs.measured_weights import model_in_run, warned_if_not_kept
     from harness.runs.model_folder import check_tokenizer_fits, tokenizer_of
+    from harness.runs.results import write_result
 
     check_installed()
     if options["output"]:
@@ -86,12 +92,48 @@ def evaluate(model_json: Path, weights: Path, specs: list[str], options: dict[st
         results = run(benchmarks, scorer, tokenizer, limit=options["limit"])
     for line in table(results, benchmarks):
         click.echo(line)
+    settings = {"tasks": specs, **{key: options[key] for key in ("limit", "num_fewshot")}, "precision": precision.name}
+    with warned_if_not_kept():
+        if measured := model_in_run(weights):
+            write_result(measured.run, result_of(results, measured, settings, device_name(device)))
     if options["output"]:
         config = model.config.model_dump(mode="json")
         provenance = {"weights": str(weights), "sha256": sha256(weights), "config": config}
-        settings = {key: options[key] for key in ("limit", "num_fewshot", "batch_size")}
-        about = {"model": provenance, "settings": {"tasks": specs, **settings, "precision": precision.name}}
+        about = {"model": provenance, "settings": {**settings, "batch_size": options["batch_size"]}}
         write_results(options["output"], results, about)
+
+
+def result_of(results: dict[str, Any], measured: ModelInRun, settings: dict[str, Any], device: str) -> BenchmarkResult:
+    """What stays in the run: the metrics of all tasks and groups."""
+    from importlib.metadata import version
+
+    import torch
+
+    from harness.common.json_files import finite
+    from harness.evaluation.benchmarks.run import scores
+    from harness.runs.results import BenchmarkResult, BenchmarkScore, now
+
+    kept = [
+        BenchmarkScore(
+            task=score.task,
+            metric=score.metric,
+            value=finite(score.value),
+            stderr=finite(score.stderr),
+            examples=score.examples,
+            higher_is_better=results.get("higher_is_better", {}).get(name, {}).get(score.metric.partition(",")[0]),
+        )
+        for name in results["results"]
+        for score in scores(results, name)
+    ]
+    return BenchmarkResult(
+        weights=measured.weights,
+        date=now(),
+        device=device,
+        torch=torch.__version__,
+        lm_eval=version("lm-eval"),
+        scores=kept,
+        **settings,
+    )
 
 
 if __name__ == "__main__":

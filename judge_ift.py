@@ -45,11 +45,14 @@ def main(responses: tuple[Path, ...], **options: Any) -> None:
 
     --prompt book or notebook asks about each answer alone, word for word as Raschka's book does or the lab notebook:
     means of integers that compare with theirs by the same judge, and never with scores of models judged together.
+
+    Scores of answers that test_ift.py wrote into a run's folder stay there, in results/.
     """
     with one_line_errors():
         from harness.evaluation.instruct.responses import read_comparable
         from harness.evaluation.judge.client import Endpoint
         from harness.evaluation.judge.judging import judge
+        from harness.evaluation.judge.keeping import keep_scores
         from harness.evaluation.judge.report import JudgeReport, Prices
         from harness.evaluation.judge.requests import JudgeSettings
 
@@ -68,6 +71,7 @@ def main(responses: tuple[Path, ...], **options: Any) -> None:
             raise
         report = JudgeReport.of(judgement, settings, prices)
         click.echo(json.dumps(report.as_json(), indent=1) if options["as_json"] else "\n".join(report.lines()))
+        keep_scores(responses, models, report)
         if (shortfall := report.shortfall()) is not None:
             raise RunError(shortfall)
 

@@ -48,7 +48,8 @@ def main(model_json: Path, model_safetensors: Path, **options: Any) -> None:
     the test instructions with the weights from before the rise, and let a judge score the answers.
 
     One model's score varies by points from one judging to the next: to compare models, use --responses-only for each,
-    and then judge_ift.py on all of the files at once.
+    and then judge_ift.py on all of the files at once. Scores of a run's checkpoint stay in the run's folder results/,
+    if the answers lie in that folder, too.
     """
     configure_libraries()
     with one_line_errors():
@@ -62,6 +63,7 @@ def main(model_json: Path, model_safetensors: Path, **options: Any) -> None:
 
         data = local_copy(options["data"], InstructionSplits.load)
         splits = InstructionSplits.load(data)
+        weights = facts_of_weights(model_safetensors)
         model, tokenizer = open_model(model_json, model_safetensors)
         settings = fine_tune_settings(options, model.config.emb_dim)
         tuning = fine_tune(model, tokenizer, splits, settings)
@@ -70,7 +72,7 @@ def main(model_json: Path, model_safetensors: Path, **options: Any) -> None:
         facts = {"data": facts_of_data(data, splits), "fine_tuning": made}
         if options["save"]:
             save(model, model_safetensors, options["save"], {"fine_tuned_from": name, **facts})
-        responses = answer_test(model, tokenizer, splits, name=name, facts=facts)
+        responses = answer_test(model, tokenizer, splits, name=name, facts={"weights": weights, **facts})
         write_responses(path, responses)
         click.echo(f"{path}: {len(responses.responses):,} answers")
         if judge is not None:
@@ -127,6 +129,19 @@ def name_of(model_json: Path, model_safetensors: Path) -> str:
     """`run/checkpoint`, as far as the places of the files tell."""
     run, checkpoint = model_json.absolute().parent, model_safetensors.absolute().parent
     return as_unicode(run.name if checkpoint == run else f"{run.name}/{checkpoint.resolve().name}")
+
+
+def facts_of_weights(model_safetensors: Path) -> dict[str, str] | None:
+    """What a responses file says of the checkpoint that is fine-tuned; None for weights that lie in no run."""
+    import torch
+
+    from harness.common.device import device_name, only_device
+    from harness.runs.measured_weights import model_in_run
+
+    if (found := model_in_run(model_safetensors)) is None:
+        return None
+    weights, device = found.weights, device_name(only_device())
+    return {"checkpoint": weights.checkpoint, "sha256": weights.sha256, "device": device, "torch": torch.__version__}
 
 
 def fine_tune_settings(options: dict[str, Any], emb_dim: int) -> FineTuneSettings:
@@ -212,12 +227,14 @@ def save(model: GPTModel, source: Path, folder: Path, facts: dict[str, Any]) -> 
 def score(responses: Responses, settings: Any, path: Path) -> None:
     """Print what the judge thinks. Raises RunError if it did not score every answer."""
     from harness.evaluation.judge.judging import judge
+    from harness.evaluation.judge.keeping import keep_scores
     from harness.evaluation.judge.report import JudgeReport
 
     again = f"judge_ift.py {path}" + ("" if settings.judges_together else f" --prompt {settings.prompt}")
     try:
         report = JudgeReport.of(judge([responses], settings, path.parent / "judgements.jsonl"), settings)
         click.echo("\n".join(report.lines()))
+        keep_scores([path], [responses], report)
         if (shortfall := report.shortfall()) is not None:
             raise RunError(shortfall)
     except RunStopped:

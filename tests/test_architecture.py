@@ -42,7 +42,7 @@ ROOMS = {
     "harness.evaluation": ["harness.common", "harness.data", "harness.model", "harness.runs"],
     "harness.evaluation.benchmarks": ["harness.common", "harness.data", "harness.model", "harness.evaluation"],
     "harness.evaluation.instruct": ["harness.common", "harness.data", "harness.model", "harness.evaluation"],
-    "harness.evaluation.judge": ["harness.common", "harness.evaluation.instruct"],
+    "harness.evaluation.judge": ["harness.common", "harness.runs", "harness.evaluation.instruct"],
     "harness.hf": ["harness.common", "harness.data", "harness.model", "harness.runs", "harness.evaluation"],
     "harness.analysis": ["harness.common", "harness.data", "harness.model", "harness.runs"],
     "harness.training": [

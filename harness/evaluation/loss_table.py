@@ -54,11 +54,11 @@ def loss_tables(models: Sequence[ModelLoss]) -> Iterator[str]:
 def _table(group: Sequence[ModelLoss]) -> Iterator[str]:
     yield _line("model", "loss", "bits/byte", "global batch", "parameters")
     for model in sorted(group, key=lambda model: _by_loss(model.test.loss)):
-        *others, last = textwrap.wrap(printable(model.label), NAME_WIDTH, break_on_hyphens=False) or [""]
-        yield from others
-        bits = model.test.bits_per_byte
+        label, bits = printable(model.label), model.test.bits_per_byte
+        if len(label) > NAME_WIDTH:  # above its numbers, in one piece where that is possible
+            yield from textwrap.wrap(label, COLUMNS, break_on_hyphens=False)
         yield _line(
-            last,
+            label if len(label) <= NAME_WIDTH else "",
             f"{model.test.loss:.3f}",
             UNKNOWN if bits is None else f"{'' if model.test.is_exact else '~'}{bits:.3f}",
             UNKNOWN if model.global_batch is None else f"{model.global_batch:,}",

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,15 +137,20 @@ class RunDirectory:
         raise UserError(f"{self.aside}: cannot make a folder for the old results")
 
     def set_results_aside(self) -> Path | None:
-        """Move everything a run wrote to a new folder below `aside/`; that folder, or None if there was nothing.
+        """Move everything a run wrote, and what has been measured of it, to a new folder below `aside/`; that folder,
+        or None if there was nothing.
 
-        In an order that leaves, wherever it ends early, a run that continues or one that starts again.
+        In an order that leaves, wherever it ends early, a run that continues or one that starts again, and never
+        measurements of weights that are gone.
         """
         entries = sorted(self.checkpoints.iterdir(), key=_links_last) if self.checkpoints.is_dir() else []
         files = [path for path in (self.metrics, self.summary, self.chart) if path.is_file()]
-        if not entries and not files:
+        is_measured = self.results.is_dir()
+        if not entries and not files and not is_measured:
             return None
         folder = self.new_aside()
+        if is_measured:
+            move(self.results, folder / self.results.name)
         if entries:  # one by one: the folder may be a link to a larger disk
             (folder / self.checkpoints.name).mkdir()
         for path in entries:
@@ -152,6 +158,16 @@ class RunDirectory:
         for path in files:
             move(path, folder / path.name)
         return folder
+
+    def set_measurements_aside(self, last_step: int, make_aside: Callable[[], Path]) -> None:
+        """Move what has been measured of checkpoints after a global step into `results/` of a folder that is made for
+        it. Which checkpoint a result is of, its file's name says."""
+        for path in sorted(self.results.iterdir()) if self.results.is_dir() else []:
+            checkpoint = CHECKPOINT_NAME.search(path.name)
+            if checkpoint and int(checkpoint.group(1)) > last_step:
+                folder = make_aside() / self.results.name
+                folder.mkdir(exist_ok=True)
+                move(path, folder / path.name)
 
     def set_pictures_aside(self, folder: Path) -> None:
         """Move the chart and the summary of results that are going to be others into `folder`."""

@@ -20,8 +20,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from gpt import GPTModel, load_model
+from harness.common.device import device_name
 from harness.common.download import local_copy
 from harness.common.errors import RunError, UserError
+from harness.common.files import sha256
 from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
 from harness.data.tokenizers.tokenizer import Tokenizer
@@ -29,9 +31,11 @@ from harness.evaluation.instruct.answers import answer
 from harness.evaluation.instruct.batches import IGNORED, Example, batches, collate, encode
 from harness.evaluation.instruct.finetune import FineTuneSettings, fine_tune, mean_loss
 from harness.evaluation.instruct.instructions import Instruction, InstructionSplits, load_instructions
-from harness.evaluation.instruct.responses import read_responses
+from harness.evaluation.instruct.responses import AnsweringModel, read_responses
 from harness.model.precision import Precision
 from harness.model.weights import save_weights
+from harness.runs.directory import RunDirectory
+from harness.runs.results import InstructionResult, read_results
 from tests.model.test_model import random_model, shape
 from tests.support.fake_judge import FakeJudge
 from tests.support.launch import ROOT, Result, Workshop, finish
@@ -298,6 +302,12 @@ def test_from_a_checkpoint_to_responses(shop: Workshop, data: Path, tmp_path: Pa
     assert asked == splits.test
     assert responses.model == "r/20260101Z000000-iteration-9"
     assert responses.fine_tuning["rose"] is True
+    assert responses.weights == AnsweringModel(
+        checkpoint="20260101Z000000-iteration-9",
+        sha256=sha256(shop.runs / "r" / "checkpoints" / "best" / "model.safetensors"),
+        device=device_name(CPU),
+        torch=torch.__version__,
+    )
     assert responses.data is not None
     assert (responses.data.entries, responses.data.test_entries) == (40, 4)
     # The saved model is the one that answered.
@@ -309,6 +319,22 @@ def test_from_a_checkpoint_to_responses(shop: Workshop, data: Path, tmp_path: Pa
     assert ift(shop, *options, "--responses", str(tmp_path / "again.json")).status == 0
     assert read_responses(tmp_path / "again.json").responses == responses.responses
     path.unlink()
+
+
+def test_scores_stay_in_the_run_whose_folder_has_the_answers(shop: Workshop, data: Path, tmp_path: Path) -> None:
+    run = shop.runs / "r"
+    options = ["--data", str(data), "--max-epochs", "1", "--max-new-tokens", "3"]
+    with FakeJudge() as judge:
+        for place in ([], ["--responses", str(tmp_path / "elsewhere.json")]):
+            key = {"OPENAI_API_KEY": "sk-loopback", "NO_PROXY": "127.0.0.1"}
+            done = ift(shop, *options, *place, "--base-url", judge.url, environment=key)
+            assert (done.status, done.stderr) == (0, "")
+    [kept] = read_results(RunDirectory(run)).of(InstructionResult)
+    assert kept.weights.checkpoint == "20260101Z000000-iteration-9"
+    assert (kept.weights.is_best, kept.weights.is_latest) == (True, False)
+    assert (kept.questions, len(kept.scores)) == (4, 4)
+    assert f"{kept.mean:.2f}" in done.stdout
+    (run / "ift-responses.json").unlink()
 
 
 def test_a_model_that_learns_nothing_is_told_so(shop: Workshop, data: Path, tmp_path: Path) -> None:

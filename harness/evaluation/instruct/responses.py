@@ -48,12 +48,24 @@ class InstructionData(BaseModel):
     test_entries: RecordedCount
 
 
+class AnsweringModel(BaseModel):
+    """The checkpoint of a run whose fine-tuned weights answered, and what they did it on."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    checkpoint: Text  # the name of its folder
+    sha256: str  # of its model.safetensors, before fine-tuning
+    device: Text
+    torch: Text
+
+
 class Responses(BaseModel):
     """A responses file. `model` is what tables call the model."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
     model: str = Field(min_length=1)
+    weights: AnsweringModel | None = None  # None: of no run, or not told, as earlier versions did not
     data: InstructionData | None = None
     fine_tuning: dict[str, Any] = {}
     responses: list[Response] = Field(min_length=1)
@@ -63,6 +75,12 @@ class Responses(BaseModel):
         """Hex digest of the questions and right answers in their order: equal where models can be compared."""
         questions = [response.question for response in self.responses]
         return hashlib.sha256(json.dumps(questions).encode()).hexdigest()
+
+    @property
+    def answers_sha256(self) -> str:
+        """Hex digest of all that a judge sees of this model: questions, right answers, and its own."""
+        answers = [(*response.question, response.response) for response in self.responses]
+        return hashlib.sha256(json.dumps(answers).encode()).hexdigest()
 
 
 def read_responses(path: Path) -> Responses:
