@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -33,6 +34,26 @@ class Arm:
     def is_finite(self) -> bool:
         return bool(np.isfinite(self.losses).all())
 
+    @property
+    def texts(self) -> set[int]:
+        """The numbers of windows that its runs were measured on."""
+        return {windows.size for windows in self.windows or []}
+
+    @cached_property
+    def mean_windows(self) -> np.ndarray:
+        """The mean over runs, [windows]."""
+        return np.mean([windows.astype(np.float64) for windows in self.windows or []], axis=0)
+
+    @cached_property
+    def variance_by_text(self) -> float | None:
+        """How much the loss of one run varies against those of its replicates by the choice of text, nats²; None where
+        it cannot be estimated."""
+        if self.windows is None or self.runs < 2 or len(self.texts) > 1:
+            return None
+        estimates = [variance_of_mean(windows.astype(np.float64) - self.mean_windows) for windows in self.windows]
+        found = [each.variance for each in estimates if isinstance(each, MeanVariance)]
+        return sum(found) / (self.runs - 1) if len(found) == self.runs else None
+
 
 @dataclass(frozen=True)
 class Borrowed:
@@ -57,7 +78,7 @@ def borrowed_from(arms: Sequence[Arm]) -> Borrowed:
     """The spread within the arms that have two runs or more; a run whose loss is not finite tells nothing of it."""
     usable = [arm for arm in arms if arm.runs > 1 and arm.is_finite]
     spread = pooled_spread([arm.losses for arm in usable])
-    known = [(variance, arm.runs - 1) for arm in usable if (variance := variance_by_text(arm)) is not None]
+    known = [(variance, arm.runs - 1) for arm in usable if (variance := arm.variance_by_text) is not None]
     by_text = sum(variance * df for variance, df in known) / sum(df for _, df in known) if known else 0.0
     return Borrowed(spread, by_text)
 
@@ -80,7 +101,7 @@ def _training_parts(baseline: Arm, arm: Arm, borrowed: Borrowed) -> tuple[list[P
     """The variance of the difference by seeds, how much of it is by the text too, and whether it is borrowed."""
     both = (baseline, arm)
     if all(each.runs > 1 for each in both):
-        by_text = sum((variance_by_text(each) or 0.0) / each.runs for each in both)
+        by_text = sum((each.variance_by_text or 0.0) / each.runs for each in both)
         return [own_part(each.losses) for each in both], by_text, False
     if borrowed.spread is None:
         return [], 0.0, False
@@ -91,23 +112,7 @@ def _training_parts(baseline: Arm, arm: Arm, borrowed: Borrowed) -> tuple[list[P
 def _evaluation_noise(baseline: Arm, arm: Arm) -> MeanEstimate | NoEstimate:
     if baseline.windows is None or arm.windows is None:
         return NoEstimate("the losses of the windows were not kept")
-    shapes = {windows.shape for each in (baseline, arm) for windows in each.windows or []}
-    if len(shapes) > 1:
-        sizes = " and ".join(f"{size:,}" for size in sorted(int(np.prod(shape)) for shape in shapes))
-        return NoEstimate(f"they were measured on texts of {sizes} windows")
-    return difference_noise(_mean_windows(arm), _mean_windows(baseline))
-
-
-def _mean_windows(arm: Arm) -> np.ndarray:
-    return np.mean([windows.astype(np.float64) for windows in arm.windows or []], axis=0)
-
-
-def variance_by_text(arm: Arm) -> float | None:
-    """How much the loss of one run varies against those of its replicates by the choice of text, nats²; None where it
-    cannot be estimated."""
-    if arm.windows is None or arm.runs < 2 or len({windows.shape for windows in arm.windows}) > 1:
-        return None
-    mean = _mean_windows(arm)
-    estimates = [variance_of_mean(windows.astype(np.float64) - mean) for windows in arm.windows]
-    found = [each.variance for each in estimates if isinstance(each, MeanVariance)]
-    return sum(found) / (arm.runs - 1) if len(found) == arm.runs else None
+    texts = sorted(baseline.texts | arm.texts)
+    if len(texts) > 1:
+        return NoEstimate(f"they were measured on texts of {' and '.join(f'{size:,}' for size in texts)} windows")
+    return difference_noise(arm.mean_windows, baseline.mean_windows)
