@@ -242,7 +242,7 @@ def _paper(work: Workload, name: str, layout: BatchLayout) -> float | CannotBeTo
     """Tokens per second by arithmetic."""
     device = find_device(name)
     if device is None:
-        return CannotBeTold(f"no speed of a {name} is known, nor on paper")
+        return CannotBeTold(f"no speed of {name} is known, nor on paper")
     reason = why_not(work.train, layout.world_size)
     if reason is not None:
         return CannotBeTold(f"no speed of {layout.world_size} x {name} is known, and on paper {reason}")

@@ -70,7 +70,8 @@ def _layout(
     """As it was trained; else as it is reported, if train.json still has that microbatch; else on one device."""
     if summary is not None and summary.microbatch_size and summary.accumulation_steps:
         return BatchLayout(summary.world_size, summary.accumulation_steps, summary.microbatch_size, context_length)
-    if reported is not None and (there := reported.layout) and there.microbatch_size == config.microbatch_size:
+    there = None if reported is None else reported.layout
+    if there is not None and (there.microbatch_size, there.context_length) == (config.microbatch_size, context_length):
         return there
     return BatchLayout(1, config.accumulation_steps(1), config.microbatch_size, context_length)
 

@@ -179,7 +179,7 @@ def test_machines_of_which_nothing_is_known() -> None:
     assert all(isinstance(each, NoProjection) for each in found)
     reasons = [str(each.why) for each in found if isinstance(each, NoProjection)]
     assert reasons == [
-        "cannot be told, because no speed of a Abacus 9 is known, nor on paper",
+        "cannot be told, because no speed of Abacus 9 is known, nor on paper",
         "cannot be told, because no speed of 13 x A100 40GB is known, and on paper 13 ranks are more than one machine "
         "of 8 GPUs",
     ]

@@ -129,6 +129,14 @@ def test_a_misspelt_key_is_named(tmp_path: Path) -> None:
         read_reported(write(tmp_path, gpu=8))
 
 
+@pytest.mark.parametrize("value", [-1, 1e19, "13", None])
+def test_a_figure_that_is_none_is_named(tmp_path: Path, value: Any) -> None:
+    figures = {"test_loss": {"value": value, "unit": "nats per token", "place": "table 1"}}
+    with pytest.raises(UserError, match=r'reported.json: key "figures.test_loss.value": ') as caught:
+        read_reported(write(tmp_path, figures=figures))
+    assert "\n" not in str(caught.value)
+
+
 def test_what_the_figures_leave_open_is_none(tmp_path: Path) -> None:
     def figures(**given: float) -> Reported:
         made = {name: {"value": value, "unit": "x", "place": "y"} for name, value in given.items()}
@@ -142,3 +150,6 @@ def test_what_the_figures_leave_open_is_none(tmp_path: Path) -> None:
     assert figures(**whole, validation_runs=10.0, validation_seconds_each=5.0).training_speed == 20.0
     assert figures(**whole, validation_runs=10.0, validation_seconds_each=50.0).training_speed is None
     assert figures(microbatch_size=13.0, global_batch_size=100.0).layout is None
+    assert figures(microbatch_size=0.5, global_batch_size=4.0).layout is None
+    nothing = figures(**dict.fromkeys([*whole, "seconds_without_validation"], 0.0))
+    assert [nothing.training_speed, nothing.whole_run_speed] == [None, None]
