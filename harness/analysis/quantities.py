@@ -233,9 +233,9 @@ SPENT: tuple[Quantity, ...] = (
         of_each(_memory, "recorded at the end of a run"),
         lower_is_better=True,
     ),
-    Quantity("hours", "time", "h", ",.2f", of_each(_hours, "not recorded"), _reported_hours, True),
+    Quantity("hours", "time", "h", ",.3f", of_each(_hours, "not recorded"), _reported_hours, True),
     Quantity(
-        *("hours_without_validation", "time without validation", "h", ",.2f"),
+        *("hours_without_validation", "time without validation", "h", ",.3f"),
         of_each(_hours_without_validation, "not recorded"),
         *(_reported_hours_without_validation, True),
     ),
