@@ -1,4 +1,5 @@
-"""Charts from the files of a run: metrics in, picture out. The only module that imports matplotlib."""
+"""Charts from the files of a run: metrics in, picture out. Of this package, the only module that
+imports matplotlib."""
 
 from __future__ import annotations
 
