@@ -113,9 +113,9 @@ class CostLaw:
     def is_rule_of_thumb(self) -> bool:
         return (self.coefficient, self.exponent) == (FLOPS_PER_PARAMETER, 1.0)
 
-    def tokens(self, flops: np.ndarray | float, parameters: np.ndarray) -> np.ndarray:
+    def tokens(self, flops: np.ndarray | float, parameters: np.ndarray | float) -> np.ndarray:
         """How many tokens these FLOPs train models of this size on."""
-        return flops / (self.coefficient * parameters**self.exponent)
+        return np.asarray(flops / (self.coefficient * parameters**self.exponent))
 
     def flops(self, parameters: float, tokens: float) -> float:
         return float(self.coefficient * parameters**self.exponent * tokens)

@@ -250,15 +250,20 @@ def predict(fit: LawFit, points: Points, plan: Plan) -> Prediction:
     """The loss of one more run: its interval has the law's uncertainty, and how far single runs lie from the law."""
     parameters, tokens = plan.parameters, plan.tokens
     value = float(fit.law.loss(parameters, tokens))
-    # The residuals are smaller than the scatter they come from, since the law has been fitted to them.
-    scatter = fit.residuals * np.sqrt(len(points) / (len(points) - PARAMETERS))
-    generator = np.random.default_rng(0)
     drawn = fit.resampled.loss(parameters, tokens)
-    drawn = drawn * np.exp(generator.choice(scatter, size=len(drawn)))
+    drawn = drawn * np.exp(_scatter(fit.residuals, len(drawn)))
     given = {"parameters": parameters, "tokens": tokens, "FLOPs": plan.flops}
     there = {"parameters": points.parameters, "tokens": points.tokens, "FLOPs": points.flops}
     beyond = [text for key in given if (text := _beyond(key, given[key], there[key]))]
     return Prediction(plan, estimate(value, drawn), beyond)
+
+
+def _scatter(residuals: np.ndarray, count: int) -> np.ndarray:
+    """How far single runs lie from the law, in ln L: residuals of either sign (few of them are lopsided by chance),
+    enlarged, since the law has been fitted to them."""
+    generator = np.random.default_rng(0)
+    enlarged = residuals * np.sqrt(len(residuals) / (len(residuals) - PARAMETERS))
+    return generator.choice(enlarged, size=count) * generator.choice([-1, 1], size=count)
 
 
 def _beyond(name: str, value: float, points: np.ndarray) -> str | None:
