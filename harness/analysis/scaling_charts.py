@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import io
 import textwrap
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from harness.analysis.isoflop import IsoFlop, Optimum, PowerLaw, Profile
 from harness.analysis.scaling_data import CannotBeTold, CostLaw, Points
 from harness.analysis.scaling_laws import LawFit
-from harness.analysis.scaling_report import Analysis
+from harness.analysis.scaling_report import Analysis, power, short
 from harness.common.files import atomic_file
 from harness.common.statistics import Estimate
 
@@ -29,6 +32,7 @@ LINE_COLOUR, LAW_COLOUR = "#3b75af", "#a63d10"
 CURVE_POINTS = 200
 MARGIN = 0.15  # of ln FLOPs, beyond the points
 REASON_WIDTH = 44
+ROUND = ((1.0, (1, 2, 3, 5)), (1.6, (1, 2, 5)), (2.6, (1, 3)))  # numbers to write on axes of fewer powers of ten
 
 
 def draw_scaling_chart(analysis: Analysis, picture: Path) -> None:
@@ -66,6 +70,7 @@ def _say(axes: Axes, reason: CannotBeTold, y: float = 0.5) -> None:
 
 def _draw_profiles(axes: Axes, points: Points, isoflop: IsoFlop | CannotBeTold) -> None:
     axes.set_xscale("log")
+    _mark(axes.xaxis, points.parameters, short)
     axes.set_title("Profiles of equal FLOPs")
     axes.set_xlabel("parameters")
     axes.set_ylabel("loss (nats per token)")
@@ -76,10 +81,12 @@ def _draw_profiles(axes: Axes, points: Points, isoflop: IsoFlop | CannotBeTold) 
     colours = _colours(np.array([profile.flops for profile in isoflop.profiles]))
     for profile in isoflop.profiles:
         _draw_profile(axes, points, profile, colours.to_rgba(np.array(profile.flops)))
-    axes.plot([], [], "*", color="0.2", markersize=10, label="lowest point, 95% interval")
-    axes.legend(frameon=False, fontsize="small")
+    if any(isinstance(profile.optimum, Optimum) for profile in isoflop.profiles):
+        axes.plot([], [], "*", color="0.2", markersize=10, label="lowest point, 95% interval")
+        axes.legend(frameon=False, fontsize="small")
     if len(isoflop.profiles) > 1:
-        axes.figure.colorbar(colours, ax=axes, label="FLOPs", pad=0.01)
+        bar = axes.figure.colorbar(colours, ax=axes, label="FLOPs", pad=0.01)
+        _mark(bar.ax.yaxis, np.array([profile.flops for profile in isoflop.profiles]), power)
 
 
 def _draw_profile(axes: Axes, points: Points, profile: Profile, colour: np.ndarray) -> None:
@@ -100,9 +107,19 @@ def _error(value: Estimate) -> list[list[float]]:
     return [[max(value.value - value.low, 0)], [max(value.high - value.value, 0)]]
 
 
-def _along(points: Points) -> np.ndarray:
-    """FLOPs from below the smallest to above the largest point."""
-    low, high = np.log(points.flops.min()), np.log(points.flops.max())
+def _mark(axis: Axis, values: np.ndarray, write: Callable[[float], str]) -> None:
+    """Write a few round numbers on a logarithmic axis over these values, however many powers of ten they span."""
+    decades = np.log10(values.max() / values.min())
+    within = next((each for most, each in ROUND if decades < most), (1,))
+    axis.set_major_locator(LogLocator(subs=within, numticks=12))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: write(value)))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _along(points: Points, further: Sequence[float] = ()) -> np.ndarray:
+    """FLOPs from below the smallest to above the largest of the points, and of `further`."""
+    flops = np.log([points.flops.min(), points.flops.max(), *further])
+    low, high = flops.min(), flops.max()
     margin = MARGIN * (high - low) + 0.05
     return np.exp(np.linspace(low - margin, high + margin, CURVE_POINTS))
 
@@ -115,6 +132,8 @@ def _draw_best(axes: Axes, analysis: Analysis, quantity: str) -> None:
     axes.set_xlabel("FLOPs")
     axes.set_ylabel(quantity)
     isoflop, law, along = analysis.isoflop, analysis.law, _along(analysis.points)
+    _mark(axes.xaxis, along, power)
+    _mark(axes.yaxis, getattr(analysis.points, quantity), short)
     if isinstance(isoflop, IsoFlop):
         for profile in isoflop.profiles:
             if isinstance(profile.optimum, Optimum):
@@ -168,11 +187,13 @@ def _draw_losses(axes: Axes, analysis: Analysis) -> None:
     axes.set_ylabel("loss (nats per token)")
     colours = _colours(points.parameters)
     axes.scatter(points.flops, points.loss, c=colours.to_rgba(points.parameters), s=14)
-    axes.figure.colorbar(colours, ax=axes, label="parameters", pad=0.01)
+    bar = axes.figure.colorbar(colours, ax=axes, label="parameters", pad=0.01)
+    _mark(bar.ax.yaxis, points.parameters, short)
+    _mark(axes.xaxis, points.flops, power)
     if isinstance(law, CannotBeTold):
         _say(axes, CannotBeTold(f"of the law: {law.reason}"), y=0.9)
         return
-    along = _along(points)
+    along = _along(points, [prediction.plan.flops for prediction in analysis.predictions])
     best = np.array([law.law.best_size(flops, cost) for flops in along])
     axes.plot(along, law.law.loss(best, cost.tokens(along, best)), "--", color=LAW_COLOUR, label="law, best size")
     for number, prediction in enumerate(analysis.predictions):

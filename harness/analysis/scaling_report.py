@@ -154,7 +154,7 @@ def _describe_profile(profile: Profile) -> list[str]:
 
 def _digits(value: float) -> str:
     """Four digits, of large numbers all that stand before the point."""
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.4g}".replace("e+", "e")
 
 
 def _ends(value: Coefficient) -> str:
@@ -176,7 +176,9 @@ def _describe_law(analysis: Analysis) -> list[str]:
         "     value       std. error  95 % interval",
     ]
     for name, each in law.coefficients().items():
-        lines.append(f"  {name}  {_digits(each.value):<10}  {_digits(each.standard_error):<10}  {_ends(each)}")
+        lines.append(
+            f"  {name}  {_digits(each.value):<10}  {_digits(float(f'{each.standard_error:.3g}')):<10}  {_ends(each)}"
+        )
     spread = float(np.sqrt(np.mean(law.residuals**2)))
     exponent = law.size_exponent(analysis.cost)
     return [

@@ -151,7 +151,7 @@ NOISE = np.random.default_rng(0).normal(0, 0.02, 16)
 @pytest.mark.parametrize(
     ("points", "reason"),
     [
-        (points_of(N[:5], D[:5], loss_of(N, D)[:5]), "5 points are too few for 5 coefficients"),
+        (points_of(N[:8], D[:8], loss_of(N, D)[:8]), "8 points are too few for 5 coefficients"),
         (points_of(np.full(16, 1e9), D, loss_of(N, D)), "all points have one of the sizes"),
         (points_of(*grid(2, 8), loss_of(*grid(2, 8))), "there are 2 different sizes"),
         (points_of(*grid(8, 2), loss_of(*grid(8, 2))), "there are 2 different numbers of tokens"),
