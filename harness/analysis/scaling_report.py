@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -89,7 +90,7 @@ def short(value: float) -> str:
 
 def power(value: float) -> str:
     """Three digits and a power of ten: 5.76e23."""
-    return f"{value:.3g}".replace("e+", "e")
+    return re.sub(r"e\+0?", "e", f"{value:.3g}")
 
 
 def _range(values: np.ndarray) -> str:
@@ -157,6 +158,11 @@ def _digits(value: float) -> str:
     return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.4g}".replace("e+", "e")
 
 
+def _rounded(value: float) -> float:
+    """To three digits, which is more than a standard error knows."""
+    return float(f"{value:.3g}")
+
+
 def _ends(value: Coefficient) -> str:
     return f"[{_digits(value.low)}, {_digits(value.high)}]"
 
@@ -176,9 +182,8 @@ def _describe_law(analysis: Analysis) -> list[str]:
         "     value       std. error  95 % interval",
     ]
     for name, each in law.coefficients().items():
-        lines.append(
-            f"  {name}  {_digits(each.value):<10}  {_digits(float(f'{each.standard_error:.3g}')):<10}  {_ends(each)}"
-        )
+        values = [f"{_digits(value):<10}" for value in (each.value, _rounded(each.standard_error))]
+        lines.append(f"  {name}  {'  '.join(values)}  {_ends(each)}")
     spread = float(np.sqrt(np.mean(law.residuals**2)))
     exponent = law.size_exponent(analysis.cost)
     return [

@@ -75,14 +75,15 @@ def test_the_chart_is_of_the_kind_that_its_name_says(points: str, tmp_path: Path
 
 
 def test_runs_too_alike_are_told_that_they_tell_nothing_and_are_drawn_all_the_same(tmp_path: Path) -> None:
-    for index in range(8):
+    for index in range(9):
         add_run(tmp_path, f"r{index}", final_validation_loss=2 + index / 10)
     (tmp_path / "going").mkdir()
-    names = [*(f"r{index}" for index in range(8)), "going", "r0"]
+    names = [*(f"r{index}" for index in range(9)), "going", "r0"]
     chart = str(tmp_path / "c.png")
     done = fit(*names, "--runs-dir", str(tmp_path), "--predict", "parameters=1e6,tokens=1e8", "--chart", chart)
-    assert done.stdout.startswith("8 points\n"), "a run that is named twice counts once"
+    assert done.stdout.startswith("9 points\n"), "a run that is named twice counts once"
     assert "Left out: going: has not finished (no summary.json)" in done.stdout
+    assert "FLOPs 8.85e6 to 8.85e6" in done.stdout
     assert "The rule C = 6ND gives 1.10 to 1.10 times these FLOPs" in done.stdout
     assert "The best sizes: cannot be told, because no 4 sizes" in done.stdout
     assert "The law: cannot be told, because all points have one of the sizes" in done.stdout
