@@ -223,7 +223,10 @@ def test_the_ddp_wrap_is_in_one_place() -> None:
 
 
 def test_matplotlib_is_imported_in_charts_only() -> None:
-    assert users_of("matplotlib") == {"harness.runs.chart", "harness.analysis.charts"}
+    users = users_of("matplotlib")
+    assert "harness.runs.chart" in users, "this test finds them"
+    wrong = {name for name in users - {"harness.runs.chart"} if not re.fullmatch(r"harness\.analysis\.\w*charts", name)}
+    assert not wrong
 
 
 @pytest.mark.parametrize("module", BEFORE_TORCH)

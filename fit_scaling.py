@@ -1,0 +1,123 @@
+"""How do loss, size, tokens and compute go together? Scaling laws of finished runs, or of points in a CSV file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from harness.common.errors import UserError, one_line_errors
+from harness.common.options import Command, FiniteNumber
+
+if TYPE_CHECKING:
+    from harness.analysis.scaling_data import CostLaw, Points
+    from harness.analysis.scaling_laws import Plan
+
+QUANTITY = FiniteNumber(min=0, min_open=True, max=1e40)
+FORMATS = (".png", ".pdf", ".svg")
+
+
+@click.command(cls=Command)
+@click.argument("runs", nargs=-1)
+@click.option(
+    "--points", type=click.Path(path_type=Path), help="In place of RUNS, a CSV file: parameters, flops, loss, (tokens)."
+)
+@click.option("--drop-highest", type=click.IntRange(0), default=0, metavar="K", help="Leave out the K highest losses.")
+@click.option("--predict", multiple=True, metavar="PLAN", help="Loss of parameters=N,tokens=D, or of a run's files.")
+@click.option("--budget", type=QUANTITY, multiple=True, help="The best size and tokens for so many FLOPs.")
+@click.option(
+    "--tolerance", type=FiniteNumber(0, 1), default=0.05, show_default=True, help="Of FLOPs in a profile, each way."
+)
+@click.option("--least-sizes", type=click.IntRange(3), default=4, show_default=True, help="That make a profile.")
+@click.option("--resamples", type=click.IntRange(100, 100_000), default=1000, show_default=True, help="For intervals.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the resamples.")
+@click.option("--chart", type=click.Path(path_type=Path), help="Draw it all into this file (png, pdf or svg).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option(
+    "--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Folder of the runs."
+)
+def main(runs: tuple[str, ...], points: Path | None, **options: Any) -> None:
+    """Fit scaling laws to the final validation losses of RUNS, folders in runs/.
+
+    IsoFLOP profiles (the best size at each compute), power laws of the best size and tokens, and the law
+    L(N, D) = E + A/N^alpha + B/D^beta, each with its 95% interval. Runs that have not finished are named and left out.
+    """
+    with one_line_errors():
+        from harness.analysis import scaling_report
+        from harness.analysis.isoflop import Grouping
+        from harness.analysis.scaling_data import CostLaw
+
+        if options["chart"]:
+            check_chart(options["chart"])
+        given = load_points(runs, points, options["runs_dir"]).without_highest(options["drop_highest"])
+        cost = CostLaw.of(given)
+        plans = [plan_of(text, options["runs_dir"], cost) for text in options["predict"]]
+        grouping = Grouping(options["tolerance"], options["least_sizes"])
+        questions = scaling_report.Questions(plans, options["budget"], grouping, options["resamples"], options["seed"])
+        analysis = scaling_report.analyse(given, cost, questions)
+        if options["chart"]:
+            from harness.analysis.scaling_charts import draw_scaling_chart
+
+            draw_scaling_chart(analysis, options["chart"])
+        if options["as_json"]:
+            click.echo(json.dumps(scaling_report.as_json(analysis), indent=2, ensure_ascii=False, allow_nan=False))
+        else:
+            click.echo(scaling_report.describe(analysis))
+
+
+def check_chart(chart: Path) -> None:
+    """Raises UserError, before long work, for a chart that cannot be written."""
+    from harness.common.files import check_writable
+
+    if chart.suffix.lower() not in FORMATS:
+        raise UserError(f"--chart {chart}: name a file that ends in {', '.join(FORMATS)}")
+    check_writable(chart.parent)
+
+
+def load_points(runs: tuple[str, ...], points: Path | None, runs_dir: Path) -> Points:
+    """The points of either source. Raises UserError for both or neither."""
+    from harness.analysis.scaling_data import points_of_runs, read_points
+    from harness.runs.directory import RunDirectory
+
+    if points is not None and runs:
+        raise UserError("--points and RUNS: give one of them")
+    if points is not None:
+        return read_points(points)
+    if not runs:
+        raise UserError("give the runs to fit, or --points with a CSV file")
+    folders = {(run := RunDirectory.find(runs_dir, name)).path.resolve(): run for name in runs}
+    return points_of_runs(list(folders.values()))  # each once
+
+
+def plan_of(text: str, runs_dir: Path, cost: CostLaw) -> Plan:
+    """The run that --predict asks about: `parameters=1e9,tokens=2e10`, or a run's name. Raises UserError."""
+    from harness.analysis.scaling_laws import Plan
+    from harness.model.config import load_model_config
+    from harness.runs.directory import RunDirectory
+    from harness.runs.train_config import load_train_config
+
+    if "=" in text:
+        parameters, tokens = (plan_number(text, key) for key in ("parameters", "tokens"))
+        return Plan("", parameters, tokens, cost.flops(parameters, tokens))
+    run = RunDirectory.find(runs_dir, text)
+    model, wanted = load_model_config(run.model_json), load_train_config(run.train_json).min_train_tokens
+    if wanted <= 0:
+        raise UserError(f'{run.train_json}: key "min_train_tokens": {wanted} names no number; give parameters=,tokens=')
+    return Plan(run.path.name, model.parameters, wanted, float(model.flops_per_token) * wanted)
+
+
+def plan_number(text: str, key: str) -> float:
+    """A number in `parameters=1e9,tokens=2e10`. Raises UserError."""
+    parts = dict(part.partition("=")[::2] for part in text.replace(" ", "").split(","))
+    if parts.keys() != {"parameters", "tokens"}:
+        raise UserError(f"--predict {text}: write parameters=NUMBER,tokens=NUMBER, or the name of a run")
+    try:
+        return float(QUANTITY.convert(parts[key], None, None))
+    except click.BadParameter:
+        raise UserError(f"--predict {text}: {key} must be a number greater than 0, and at most 1e40") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""fit_scaling.py: what it prints, draws and refuses, run as users do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.analysis.scaling import LAW, best_size, ladder
+from tests.support.isolation import ROOT, SHIPPED_RUNS
+
+FIXTURES = ROOT / "tests" / "runs" / "fixtures"
+CHINCHILLA = os.environ.get("CHINCHILLA_POINTS", "")
+Done = subprocess.CompletedProcess[str]
+
+
+def fit(*arguments: str, expect: int = 0) -> Done:
+    command = [sys.executable, str(ROOT / "fit_scaling.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == expect, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def points(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A CSV file of 20 points of a known law, with noise, and one of a run that diverged."""
+    path = tmp_path_factory.mktemp("points") / "points.csv"
+    known = ladder(0.003)
+    columns = (known.parameters.tolist(), known.flops.tolist(), known.loss.tolist())
+    rows = [",".join(map(repr, row)) for row in zip(*columns, strict=True)]
+    path.write_text("\n".join(["parameters,flops,loss", *rows, "1e9,6e18,nan"]))
+    return str(path)
+
+
+def add_run(folder: Path, name: str, **changed: Any) -> None:
+    (folder / name).mkdir(parents=True)
+    summary = json.loads((FIXTURES / "one_rank" / "summary.json").read_text())
+    (folder / name / "summary.json").write_text(json.dumps(summary | changed))
+
+
+def test_points_of_a_known_law_are_told_in_eighty_columns(points: str) -> None:
+    done = fit("--points", points, "--predict", "parameters=3e8,tokens=1e10", "--budget", "1e19", "--resamples", "200")
+    assert done.stderr == ""
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert done.stdout.startswith("20 points\n")
+    assert "Left out: line 22: its loss is not finite" in done.stdout
+    assert "FLOPs are 6 x parameters x tokens in every point (the rule C = 6ND)" in done.stdout
+    assert "300M parameters, 10B tokens, 1.8e19 FLOPs: loss 2." in done.stdout
+    assert "best split of 1e19 FLOPs: loss " in done.stdout
+    assert "EXTRAPOLATED" not in done.stdout
+
+
+def test_json_has_all_numbers_and_the_seed_decides_them(points: str) -> None:
+    asked = ("--points", points, "--budget", "1e21", "--resamples", "200", "--json")
+    first, second = fit(*asked).stdout, fit(*asked).stdout
+    assert first == second
+    told = json.loads(first)
+    assert told["law"]["alpha"]["low"] < LAW.alpha < told["law"]["alpha"]["high"]
+    assert len(told["isoflop"]["profiles"]) == 4
+    (split,) = told["best_splits"]
+    assert split["parameters"]["low"] < best_size(1e21) < split["parameters"]["high"]
+    assert split["beyond_the_points"] == ["FLOPs 15.6 times the largest"]
+
+
+@pytest.mark.parametrize(("name", "begins"), [("c.svg", b"<?xml"), ("c.pdf", b"%PDF")])
+def test_the_chart_is_of_the_kind_that_its_name_says(points: str, tmp_path: Path, name: str, begins: bytes) -> None:
+    fit("--points", points, "--resamples", "100", "--chart", str(tmp_path / name))
+    assert (tmp_path / name).read_bytes().startswith(begins)
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_runs_too_alike_are_told_that_they_tell_nothing_and_are_drawn_all_the_same(tmp_path: Path) -> None:
+    for index in range(9):
+        add_run(tmp_path, f"r{index}", final_validation_loss=2 + index / 10)
+    (tmp_path / "going").mkdir()
+    names = [*(f"r{index}" for index in range(9)), "going", "r0"]
+    chart = str(tmp_path / "c.png")
+    done = fit(*names, "--runs-dir", str(tmp_path), "--predict", "parameters=1e6,tokens=1e8", "--chart", chart)
+    assert done.stdout.startswith("9 points\n"), "a run that is named twice counts once"
+    assert "Left out: going: has not finished (no summary.json)" in done.stdout
+    assert "FLOPs 8.85e6 to 8.85e6" in done.stdout
+    assert "The rule C = 6ND gives 1.10 to 1.10 times these FLOPs" in done.stdout
+    assert "The best sizes: cannot be told, because no 4 sizes" in done.stdout
+    assert "The law: cannot be told, because all points have one of the sizes" in done.stdout
+    assert "Predicted losses: cannot be told" in done.stdout
+    assert Path(chart).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_is_planned_is_predicted_from_its_files(points: str) -> None:
+    done = fit("--points", points, "--predict", "quickstart", "--runs-dir", str(SHIPPED_RUNS), "--resamples", "100")
+    assert "quickstart: 1.46M parameters, 1.6M tokens, " in done.stdout
+    assert "EXTRAPOLATED (parameters " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give the runs to fit, or --points with a CSV file"),
+        (("a", "--points", "POINTS"), "--points and RUNS: give one of them"),
+        (("--points", "/nowhere.csv"), "/nowhere.csv: No such file or directory"),
+        (("--points", "POINTS", "--predict", "tokens=3"), "write parameters=NUMBER,tokens=NUMBER"),
+        (("--points", "POINTS", "--predict", "parameters=x,tokens=3"), "parameters must be a number"),
+        (("--points", "POINTS", "--predict", "parameters=-1,tokens=3"), "parameters must be a number greater than 0"),
+        (("--points", "POINTS", "--predict", "quickstrat", "--runs-dir", "RUNS"), "did you mean quickstart?"),
+        (("--points", "POINTS", "--chart", "c.txt"), "--chart c.txt: name a file that ends in .png, .pdf, .svg"),
+        (("--points", "POINTS", "--chart", "/nowhere/c.png"), "/nowhere: no file can be written there"),
+        (("--points", "POINTS", "--drop-highest", "20"), "--drop-highest 20: there are 20 points"),
+        (("quickstart", "--runs-dir", "RUNS"), "no finished run to fit: quickstart: has not finished"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(points: str, arguments: tuple[str, ...], message: str) -> None:
+    places = {"POINTS": points, "RUNS": str(SHIPPED_RUNS)}
+    done = fit(*(places.get(word, word) for word in arguments), expect=2)
+    assert done.stdout == ""
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_nothing_of_it_loads_torch(points: str) -> None:
+    program = (
+        "import runpy, sys\n"
+        f"sys.argv = ['fit_scaling.py', '--points', {points!r}, '--resamples', '100']\n"
+        "try:\n"
+        f"    runpy.run_path({str(ROOT / 'fit_scaling.py')!r}, run_name='__main__')\n"
+        "finally:\n"
+        "    assert not {'torch', 'matplotlib', 'scipy'} & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, check=True, timeout=100)
+
+
+@pytest.mark.skipif(not CHINCHILLA, reason="CHINCHILLA_POINTS names no file with the 245 published points")
+def test_the_published_points_give_the_documented_output() -> None:
+    done = fit("--points", CHINCHILLA, "--drop-highest", "5", "--least-sizes", "6", "--resamples", "200")
+    assert "\n  E  1.817 " in done.stdout
+    shown = (ROOT / "docs" / "comparing-scaling.md").read_text()
+    for line in (
+        "best parameters ∝ C^0.490",
+        "best tokens     ∝ C^0.510",
+        "  E  1.817 ",
+        "  A  477.8 ",
+        "  α  0.3473 ",
+    ):
+        assert line in done.stdout
+        assert line in shown
