@@ -137,7 +137,7 @@ def test_nothing_of_it_loads_torch(points: str) -> None:
 def test_the_published_points_give_the_documented_output() -> None:
     done = fit("--points", CHINCHILLA, "--drop-highest", "5", "--least-sizes", "6", "--resamples", "200")
     assert "\n  E  1.817 " in done.stdout
-    shown = (ROOT / "docs" / "comparing-scaling.md").read_text()
+    shown = (ROOT / "docs" / "scaling.md").read_text()
     for line in (
         "best parameters ∝ C^0.490",
         "best tokens     ∝ C^0.510",
