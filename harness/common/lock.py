@@ -64,6 +64,34 @@ class RunLock:
             raise _not_written(self.path, error) from None
 
 
+def is_held(path: Path) -> bool | None:
+    """Whether a living process keeps the lock `path`; None if its owner is another machine's or container's, whose
+    processes are not to be seen from here. Does not stand in the way of a process that takes the lock meanwhile: the
+    lock itself is asked for only where the owner's number is alive."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        owner = _read(descriptor)
+        if not owner:
+            return False
+        if not _name(owner).is_neighbour_of(ProcessName.own()):
+            return None
+        return not _name(owner).is_gone() and not _is_free(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_free(descriptor: int) -> bool:
+    """Whether nobody has the lock, though a process of the owner's number lives: one that got the number since."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # kept by another, or a file system without locks
+        return False
+    return True  # closing the file gives it back
+
+
 def _flock(descriptor: int) -> None:
     """Raises BlockingIOError if another process keeps the lock; one whose torchrun has been killed soon gives it up."""
     deadline = time.monotonic() + LEAVING_SECONDS
