@@ -175,7 +175,7 @@ def plan_sweep(sweep: SweepRuns, planner: Planner) -> SweepPlan:
 def describe_sweep_plan(plan: SweepPlan, runs_dir: Path) -> str:
     """The plan as text for a terminal."""
     count = len(plan.left) + plan.finished + len(plan.refused)
-    lines = [f"Plan of sweep {plan.name}, {count:,} runs: nothing is trained or downloaded", ""]
+    lines = [*_wrap(f"Plan of sweep {plan.name}, {count:,} runs: nothing is trained or downloaded"), ""]
     if plan.finished:
         lines += [f"{plan.finished:,} finished already", ""]
     if plan.left:

@@ -157,13 +157,13 @@ class SweepRunner:
         self._listen()
         last = time.monotonic()
         while self.attempts or (self.waiting and not self.ends.reason):
+            self._stop_if_due(say)
             if not self.ends.reason:
                 self._start_what_can(say)
             time.sleep(POLL_SECONDS)
             now = time.monotonic()
             self._account(now - last)
             last = now
-            self._stop_if_due(say)
             for attempt in [each for each in self.attempts if each.process.poll() is not None]:
                 self._end(attempt, say)
         self.ends.not_begun = [run.name for run in self.waiting]
@@ -249,14 +249,11 @@ class SweepRunner:
         if self.max_dollars is None:
             return True
         under_way = sum(max(0.0, (each.planned.dollars or 0.0) - each.dollars) for each in self.attempts)
-        total = self.spent_before + self.spent + under_way + (planned.dollars or 0.0)
-        name = planned.run.name
-        if total > self.max_dollars:
-            spent = self.spent_before + self.spent
-            self.ends.reason = (
-                f"--max-dollars {self.max_dollars:,.2f}: ${spent:,.2f} are spent, and with {name} they would be "
-                f"${total:,.2f}"
-            )
+        spent = self.spent_before + self.spent
+        total, name = spent + under_way + (planned.dollars or 0.0), planned.run.name
+        if total > self.max_dollars or spent >= self.max_dollars:
+            said = f", and with {name} they would be ${total:,.2f}" if planned.dollars else ""
+            self.ends.reason = f"--max-dollars {self.max_dollars:,.2f}: ${spent:,.2f} are spent{said}"
             return False
         if planned.dollars is None:
             say(f"{name}: what it costs is not known yet; it is stopped when the budget is spent")

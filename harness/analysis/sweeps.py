@@ -207,7 +207,7 @@ def _part(key: str, value: JsonValue) -> str:
         text = repr(value)
     else:
         text = "_" + (value if isinstance(value, str) else json.dumps(value))
-    return re.sub(r"[^A-Za-z0-9_.+-]+", "_", f"{SHORT.get(key, key)}{text}").rstrip("_")
+    return re.sub(r"[^A-Za-z0-9.+-]+", "_", f"{SHORT.get(key, key)}{text}").rstrip("_")
 
 
 def _hash(point: Settings) -> str:
