@@ -67,6 +67,8 @@ BEFORE_TORCH = [
     "harness.runs.metrics",
     "harness.model.tensor_names",
     "harness.data.fetch",
+    "harness.analysis.sweep_run",
+    "harness.analysis.cluster_files",
 ]
 HELP_SECONDS = 0.5  # of a processor: those on the clock are the machine's business
 SLOW = {"torch", "matplotlib", "transformers", "openai", "lm_eval", "pyarrow", "huggingface_hub"}

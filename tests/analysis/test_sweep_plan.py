@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness.analysis.derived_runs import DerivedRun, write_runs
+from harness.analysis.derived_runs import write_runs
 from harness.analysis.sweep_plan import (
     AssumedSpeed,
     MachineUse,
@@ -21,14 +20,13 @@ from harness.analysis.sweep_plan import (
     visible_gpus,
 )
 from harness.analysis.sweep_run import device_groups
-from harness.analysis.sweeps import SweepRuns, load_sweep
 from harness.common import gpu_names
 from harness.common.errors import UserError
 from tests.support.launch import Workshop
+from tests.support.sweeping import add_summary, load, sweep_command
 
-STEP_TOKENS = 64  # 2 sequences x 2 accumulation steps x 16 tokens
-# 20 steps of 64 tokens, and validations after steps 0, 5, 10, 15 and 19, of 3 microbatches of 32 tokens at a third of
-# the work.
+# 20 steps of 64 tokens (2 sequences x 2 accumulation steps x 16), and validations after steps 0, 5, 10, 15 and 19, of 3
+# microbatches of 32 tokens at a third of the work.
 TRAINING, VALIDATION = 1280, 5 * 3 * 32 / 3
 
 
@@ -39,23 +37,9 @@ def shop(tmp_path: Path) -> Workshop:
     return made
 
 
-def load(shop: Workshop, **keys: Any) -> SweepRuns:
-    path = shop.path / "s.json"
-    path.write_text(json.dumps({"base": "base", **keys}))
-    return load_sweep(path, shop.runs)
-
-
 def plan(shop: Workshop, tps: float | None = None, groups: int = 1, **keys: Any) -> SweepPlan:
     planner = Planner(MachineUse(shop.datasets, groups, 1), AssumedSpeed(tps).options(shop.runs))
     return plan_sweep(load(shop, **keys), planner)
-
-
-def finish(run: DerivedRun, **values: Any) -> None:
-    """What a run of 30 steps in 20 s leaves."""
-    summary = {"model": run.model_config.model_dump(mode="json"), "world_size": 1, "microbatch_size": 2}
-    summary |= {"train": run.train_config.model_dump(mode="json"), "accumulation_steps": 2, "device": "an abacus"}
-    summary |= {"tokens_per_second": 96.0, "measured": {"global_steps": 30, "tokens": 1920, "seconds": 20.0}}
-    (run.run.path / "summary.json").write_text(json.dumps(summary | values))
 
 
 def test_hours_dollars_and_disk_are_those_of_the_runs_plans(shop: Workshop) -> None:
@@ -84,7 +68,7 @@ def test_what_is_finished_costs_nothing_and_gives_its_speed(shop: Workshop) -> N
     keys: dict[str, Any] = {"vary": {"random_seed": [1, 2]}}
     sweep = load(shop, **keys)
     write_runs(sweep.runs)
-    finish(sweep.runs[0])
+    add_summary(sweep.runs[0])
     found = plan(shop, **keys)
     assert (found.finished, [each.run.name for each in found.left]) == (1, ["s-seed2"])
     assert found.left[0].seconds == pytest.approx((TRAINING + VALIDATION) / 96)
@@ -98,7 +82,7 @@ def test_the_summary_of_another_training_finishes_nothing(shop: Workshop, change
     keys: dict[str, Any] = {"vary": {"random_seed": [1]}}
     (run,) = load(shop, **keys).runs
     write_runs([run])
-    finish(run, **({"train": {**run.settings, **changed}} if "model" not in changed else changed))
+    add_summary(run, **({"train": {**run.settings, **changed}} if "model" not in changed else changed))
     assert plan(shop, **keys).finished == 0
 
 
@@ -106,7 +90,7 @@ def test_runs_whose_speed_is_not_known_are_named_and_not_counted(shop: Workshop)
     keys: dict[str, Any] = {"together": [{}, {"emb_dim": 32}]}
     base = load(shop, **keys).runs[0]
     write_runs([base])
-    finish(base)
+    add_summary(base)
     found = plan(shop, **keys, set={"random_seed": 3}, name="t")
     assert [each.seconds is None for each in found.left] == [False, True]
     said = " ".join(describe_sweep_plan(found, shop.runs).split())
@@ -151,13 +135,12 @@ def test_what_cannot_be_trained_is_said(shop: Workshop) -> None:
 
 
 def test_the_command_prints_the_plan_before_anything_is_made(shop: Workshop) -> None:
-    path = load(shop, vary={"random_seed": [1, 2]}).path
-    asked = ["plan", str(path), str(shop.datasets), "--runs-dir", str(shop.runs)]
-    done = shop.command("sweep_runs.py", *asked, "--assume-tps", "10")
+    load(shop, vary={"random_seed": [1, 2]})
+    done = sweep_command(shop, "plan", str(shop.datasets), "--assume-tps", "10")
     assert done.status == 0, done.stderr
     assert f"time: {2 * (TRAINING + VALIDATION) / 10:,.0f} s" in done.stdout
     assert [each.name for each in shop.runs.iterdir()] == ["base"]
-    twice = shop.command("sweep_runs.py", *asked, "--assume-tps", "10", "--assume-device", "H100")
+    twice = sweep_command(shop, "plan", str(shop.datasets), "--assume-tps", "10", "--assume-device", "H100")
     assert (twice.status, twice.stderr) == (2, "error: --assume-device and --assume-tps: give one of them\n")
 
 

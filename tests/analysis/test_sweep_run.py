@@ -21,13 +21,13 @@ from harness.analysis.derived_runs import write_runs
 from harness.analysis.sweep_plan import AssumedSpeed, MachineUse, Planner
 from harness.analysis.sweep_run import STOPPING_SIGNALS, Ends, SweepRunner, describe_ends, training_command
 from harness.analysis.sweep_standing import describe_standings, read_attempts, standing_of
-from harness.analysis.sweeps import SweepRuns, load_sweep
+from harness.analysis.sweeps import SweepRuns
 from harness.common.errors import UserError
 from harness.common.files import sha256
 from harness.common.json_files import read_json_object
-from tests.analysis.test_sweep_plan import finish
 from tests.support.isolation import ROOT
 from tests.support.launch import Process, Workshop, metrics
+from tests.support.sweeping import add_summary, load, start, sweep_command
 
 PATIENCE_SECONDS = 100
 
@@ -76,9 +76,7 @@ def signals() -> Iterator[None]:
 
 
 def make(shop: Workshop, **keys: Any) -> SweepRuns:
-    path = shop.path / "s.json"
-    path.write_text(json.dumps({"base": "base", **keys}))
-    sweep = load_sweep(path, shop.runs)
+    sweep = load(shop, **keys)
     write_runs(sweep.missing())
     return sweep
 
@@ -171,7 +169,7 @@ def test_one_run_fetches_a_dataset_and_the_others_wait(shop: Workshop) -> None:
 def test_a_run_that_the_budget_does_not_hold_is_not_begun(shop: Workshop) -> None:
     """Its plan: (1280 + 160) tokens at 96 a second are 15 s, and 150 dollars."""
     sweep = make(shop, vary={"random_seed": [1, 2, 3]})
-    finish(sweep.runs[0], dollars={"total": 20.0})
+    add_summary(sweep.runs[0], dollars={"total": 20.0})
     ends, said = run(shop, sweep, max_dollars=169.0)
     assert (ends.not_begun, said) == (["s-seed2", "s-seed3"], [])
     assert ends.reason == "--max-dollars 169.00: $20.00 are spent, and with s-seed2 they would be $170.00"
@@ -184,7 +182,7 @@ def test_the_plans_of_runs_under_way_are_counted(shop: Workshop) -> None:
     """Of three at a time the budget holds two; the third is not begun although next to nothing is spent yet."""
     shop.add_dataset()
     sweep = make(shop, set={"eps": 3.0}, vary={"random_seed": [1, 2, 3, 4]})
-    finish(sweep.runs[0], dollars={"total": 0.0})
+    add_summary(sweep.runs[0], dollars={"total": 0.0})
     ends, _ = run(shop, sweep, groups=3, max_dollars=149.0)
     assert (len(ends.finished), ends.not_begun) == (2, ["s-seed4"])
 
@@ -203,6 +201,16 @@ def test_a_run_of_unknown_cost_is_stopped_when_the_budget_is_spent(shop: Worksho
     assert standing_of(sweep.runs[0]).state == "stopped"
     again, _ = run(shop, sweep, max_dollars=5.0)
     assert again.not_begun == ["s-seed1", "s-seed2"], "what was spent before counts"
+
+
+def test_the_command_ends_with_what_is_left(shop: Workshop) -> None:
+    sweep = make(shop, vary={"random_seed": [1, 2]})
+    add_summary(sweep.runs[0], dollars={"total": 20.0})
+    done = sweep_command(shop, "run", str(shop.datasets), "--max-dollars", "169")
+    assert done.status == 1
+    reason = "--max-dollars 169.00: $20.00 are spent, and with s-seed2 they would be $170.00"
+    assert done.stderr == f"error: 1 of 2 runs are left: {reason}\n"
+    assert done.stdout.splitlines()[0] == "Sweep s: 1 of 2 runs are to be trained"
 
 
 def test_a_budget_without_a_price_is_refused(shop: Workshop) -> None:
@@ -260,12 +268,8 @@ def test_a_run_that_another_process_trains_is_waited_for(shop: Workshop) -> None
 # Real runs
 
 
-def asked(shop: Workshop, *words: str) -> list[str]:
-    return [*words[:1], str(shop.path / "s.json"), *words[1:], "--runs-dir", str(shop.runs)]
-
-
-def start(shop: Workshop, *options: str) -> Process:
-    return shop.fork([str(ROOT / "sweep_runs.py"), *asked(shop, "run", str(shop.datasets), *options)], {})
+def begin(shop: Workshop, *options: str) -> Process:
+    return start(shop, "sweep_runs.py", "run", str(shop.path / "s.json"), str(shop.datasets), *options)
 
 
 def wait_for_steps(shop: Workshop, name: str, process: Process) -> None:
@@ -284,14 +288,14 @@ def weights(shop: Workshop, name: str) -> str:
 def test_real_runs_from_the_file_to_the_losses(shop: Workshop) -> None:
     shop.add_dataset()
     sweep = make(shop, together=[{"random_seed": 1}, {"initial_weights": "missing.safetensors"}])
-    done = shop.command("sweep_runs.py", *asked(shop, "run", str(shop.datasets), "--groups", "2"))
+    done = sweep_command(shop, "run", str(shop.datasets), "--groups", "2")
     assert done.status == 1
     assert done.error_lines == ["error: 1 of 2 runs failed; the same command tries them again"]
     assert "1 finished, 1 failed" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("    error: ")
     assert "missing.safetensors" in done.stdout.splitlines()[-1]
     loss = read_json_object(shop.runs / "s-seed1" / "summary.json")["final_validation_loss"]
-    status = shop.command("sweep_runs.py", *asked(shop, "status")).stdout
+    status = sweep_command(shop, "status").stdout
     assert f" finished validation loss {loss:.3f}" in " ".join(status.split())
     assert standing_of(sweep.runs[1]).state == "failed"
 
@@ -305,10 +309,10 @@ def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(shop: Works
     shop.add_dataset(tokens=20_000)
     shop.add_run("base", **LONG)
     make(shop, vary={"random_seed": [1, 2]})
-    first = start(shop, "--processes", "2")
+    first = begin(shop, "--processes", "2")
     wait_for_steps(shop, "s-seed1", first)
     first.kill()
-    second = start(shop, "--processes", "2")
+    second = begin(shop, "--processes", "2")
     stdout, stderr = second.communicate(timeout=PATIENCE_SECONDS)
     assert second.returncode == 0, stdout + stderr
     assert "2 finished" in stdout
@@ -324,9 +328,9 @@ def test_ctrl_c_and_a_second_sweep_at_the_same_time(shop: Workshop) -> None:
     shop.add_dataset(tokens=20_000)
     shop.add_run("base", **LONG)
     make(shop, vary={"random_seed": [1, 2]})
-    process = start(shop)
+    process = begin(shop)
     wait_for_steps(shop, "s-seed1", process)
-    second = shop.command("sweep_runs.py", *asked(shop, "run", str(shop.datasets)))
+    second = sweep_command(shop, "run", str(shop.datasets))
     assert second.status == 2
     assert f"{shop.runs}: is being used for the sweep s by another process" in second.stderr
     process.send_signal(signal.SIGINT)
@@ -335,7 +339,7 @@ def test_ctrl_c_and_a_second_sweep_at_the_same_time(shop: Workshop) -> None:
     assert "stopped: s-seed1" in stdout
     assert "not begun: s-seed2" in stdout
     assert (shop.runs / "s-seed1" / "checkpoints" / "latest" / "model.safetensors").exists()
-    status = shop.command("sweep_runs.py", *asked(shop, "status")).stdout
+    status = sweep_command(shop, "status").stdout
     assert "s-seed1  stopped    global step " in status
     assert "s-seed2  not begun" in status
 
@@ -343,7 +347,7 @@ def test_ctrl_c_and_a_second_sweep_at_the_same_time(shop: Workshop) -> None:
 def test_runs_that_are_not_made_are_not_run(shop: Workshop) -> None:
     make(shop, vary={"random_seed": [1]})
     (shop.path / "s.json").write_text(json.dumps({"base": "base", "vary": {"random_seed": [1, 2]}}))
-    done = shop.command("sweep_runs.py", *asked(shop, "run", str(shop.datasets)))
+    done = sweep_command(shop, "run", str(shop.datasets))
     assert done.status == 2
     assert f"1 of its 2 runs are not made yet (s-seed2, ...): first `sweep_runs.py make {shop.path}" in done.stderr
-    assert "s-seed2  not made" in shop.command("sweep_runs.py", *asked(shop, "status")).stdout
+    assert "s-seed2  not made" in sweep_command(shop, "status").stdout

@@ -18,6 +18,7 @@ from harness.common.files import SAFE_NAME
 from harness.model.config import load_model_config
 from harness.runs.train_config import load_train_config
 from tests.support.launch import Workshop
+from tests.support.sweeping import command
 
 
 @pytest.fixture
@@ -204,13 +205,9 @@ def test_making_again_makes_what_is_missing(shop: Workshop) -> None:
 
 def test_another_run_of_the_name_is_refused_and_nothing_is_made(shop: Workshop) -> None:
     shop.add_run("s-seed2", learning_rate=0.0015, random_seed=3)
-    message = shop.command("sweep_runs.py", "make", str(write(shop, vary={"random_seed": [1, 2]})), *to(shop)).stderr
+    message = command(shop, "sweep_runs.py", "make", str(write(shop, vary={"random_seed": [1, 2]}))).stderr
     assert "s-seed2: there is another run of this name (random_seed: 3 -> 2); move it away" in message
     assert sorted(path.name for path in shop.runs.iterdir()) == ["base", "s-seed2"]
-
-
-def to(shop: Workshop) -> tuple[str, str]:
-    return "--runs-dir", str(shop.runs)
 
 
 def test_a_failure_half_way_leaves_nothing(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +229,7 @@ def test_a_failure_half_way_leaves_nothing(shop: Workshop, monkeypatch: pytest.M
 
 def test_derive_run(shop: Workshop) -> None:
     asked = ["base", "new", "--set", "learning_rate=0.003", "--set", "dataset=local/other", "--set", "tie_weights=true"]
-    done = shop.command("derive_run.py", *asked, *to(shop))
+    done = command(shop, "derive_run.py", *asked)
     assert done.status == 0, done.stderr
     assert "learning_rate: 0.0015 -> 0.003" in done.stdout
     train = load_train_config(shop.runs / "new" / "train.json")
@@ -240,7 +237,7 @@ def test_derive_run(shop: Workshop) -> None:
     assert load_model_config(shop.runs / "new" / "model.json").tie_weights is True
     derived = json.loads((shop.runs / "new" / "derived.json").read_text())
     assert (derived["parent"], derived["sweep"]) == ("base", None)
-    again = shop.command("derive_run.py", *asked, *to(shop))
+    again = command(shop, "derive_run.py", *asked)
     assert again.status == 2
     assert again.stderr == f"error: {shop.runs / 'new'}: is there already; choose another name, or move it away\n"
 
@@ -255,7 +252,7 @@ def test_derive_run(shop: Workshop) -> None:
     ],
 )
 def test_derive_run_refuses(shop: Workshop, setting: str, said: str) -> None:
-    done = shop.command("derive_run.py", "base", "new", "--set", setting, *to(shop))
+    done = command(shop, "derive_run.py", "base", "new", "--set", setting)
     assert done.status == 2
     assert said in done.stderr
     assert not (shop.runs / "new").exists()
