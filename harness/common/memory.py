@@ -54,6 +54,7 @@ class MemoryLimit:
     gib: float  # of the whole device; on the CPU, of this process's writable memory
     usable_bytes: float  # of it, what PeakMeter may come to
     note: str  # on the difference, to be read after "limit 40.00 GiB, of which"
+    asked_gib: float | None = None  # by the user; None: all there is
 
 
 def limit_memory(device: torch.device, limit_gib: float | None, local_size: int) -> MemoryLimit:
@@ -74,7 +75,8 @@ def limit_memory(device: torch.device, limit_gib: float | None, local_size: int)
     limit = min(limit, LARGEST_LIMIT if hard == resource.RLIM_INFINITY else hard)
     if limit > used + HEADROOM_BYTES:  # else the program itself would break; nothing will fit in any case
         resource.setrlimit(resource.RLIMIT_DATA, (int(limit) - HEADROOM_BYTES, hard))
-    return MemoryLimit(limit / GIB, limit - HEADROOM_BYTES, f"{HEADROOM_BYTES / GIB:.2f} GiB are left as a reserve")
+    note = f"{HEADROOM_BYTES / GIB:.2f} GiB are left as a reserve"
+    return MemoryLimit(limit / GIB, limit - HEADROOM_BYTES, note, limit_gib)
 
 
 def _limit_cuda_memory(device: torch.device, limit_gib: float | None) -> MemoryLimit:
@@ -84,7 +86,7 @@ def _limit_cuda_memory(device: torch.device, limit_gib: float | None) -> MemoryL
     usable = max(0.0, limit - outside - CUDA_RESERVE_BYTES)
     torch.cuda.set_per_process_memory_fraction(usable / total, device)
     note = f"{outside / GIB:.2f} GiB are taken outside torch and {CUDA_RESERVE_BYTES / GIB:.2f} GiB left as a reserve"
-    return MemoryLimit(limit / GIB, usable, note)
+    return MemoryLimit(limit / GIB, usable, note, limit_gib)
 
 
 def outside_allocator_bytes(device: torch.device) -> int:

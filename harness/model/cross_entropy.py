@@ -20,6 +20,9 @@ from harness.model.logit_errors import chunk_kernel
 
 # Logits held at once: large enough to keep the matrix products efficient, small beside the rest of the memory.
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}
+# Rows of a chunk in fp16: each adds up to 1 times a feature to the product that is the chunk's part of the weight's
+# gradient, and that must stay below 65,504. A scaler of gradients cannot help: it comes into them afterwards.
+FP16_ROWS = 2**14
 # Matrix units work on tiles: rows of a chunk and, where the head is copied anyway, its rows are a multiple of this.
 TILE = 128
 
@@ -56,6 +59,8 @@ def chunk_rows(rows: int, width: int, device_type: str, dtype: torch.dtype = tor
         # As many bytes as in fp32: with each chunk the weight's gradient is converted and added to that in fp32.
         logits *= 2
     largest = max(1, logits // width)
+    if dtype == torch.float16:
+        largest = min(largest, FP16_ROWS)
     tile = TILE if largest >= TILE else 1
     chunks = max(1, -(-rows // (largest // tile * tile)))
     return max(1, -(-rows // (chunks * tile)) * tile)

@@ -1,4 +1,4 @@
-"""Charts from the files of a run: metrics in, picture out. The only module that imports matplotlib."""
+"""Charts from the files of a run: metrics in, picture out. Charts over several runs: harness/analysis/charts.py."""
 
 from __future__ import annotations
 

@@ -144,7 +144,8 @@ def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
     training, validating = parts["training"], parts["validation"]
     over = "training and validation together" if speed.includes_validation else "training alone, without validation"
     said = f"{speed.tokens_per_second:,.0f} tokens/s of {over}\n({speed.source})"
-    time = f"{_hours(training)} training + {_hours(validating)} validation (estimated)"
+    told = "estimated" if speed.training_share is None else "as reported"
+    time = f"{_hours(training)} training + {_hours(validating)} validation ({told})"
     if speed.includes_validation and training:
         time += f"\n= {_hours(training + validating)}, at {plan.tokens() / training:,.0f} tokens/s of training"
     if "benchmarks" in parts:
@@ -162,7 +163,7 @@ def planned_seconds(plan: Plan, speed: PlannedSpeed) -> dict[str, float]:
     """How long each phase of the plan takes: training, validation, and the benchmarks if there are any and their time
     is known. Start-up and checkpoints are not in it. The speed must be known, and the plan's position."""
     assert speed.tokens_per_second is not None
-    training, validating = _seconds(plan, speed.tokens_per_second, speed.includes_validation)
+    training, validating = _seconds(plan, speed, speed.tokens_per_second)
     parts = {"training": training, "validation": validating}
     if plan.benchmarks() and speed.benchmark_seconds is not None:
         parts["benchmarks"] = plan.benchmarks() * speed.benchmark_seconds
@@ -174,7 +175,7 @@ def _range(quantity: float, uncertainty: float, write: Callable[[float], str]) -
     return f"{write(quantity / (1 + uncertainty))} to {write(quantity / (1 - uncertainty))}"
 
 
-def _seconds(plan: Plan, tokens_per_second: float, includes_validation: bool) -> tuple[float, float]:
+def _seconds(plan: Plan, speed: PlannedSpeed, tokens_per_second: float) -> tuple[float, float]:
     """Of training and of validation."""
     layout = plan.layout
     # The microbatches of the rank that has most of them: the others wait for it.
@@ -185,8 +186,8 @@ def _seconds(plan: Plan, tokens_per_second: float, includes_validation: bool) ->
     # A forward pass is a third of a step's work.
     work = plan.validations() * microbatches * layout.microbatch_tokens * layout.world_size / 3
     validating = work / tokens_per_second
-    if includes_validation and training:
-        share = training / (training + validating)
+    if speed.includes_validation and training:
+        share = training / (training + validating) if speed.training_share is None else speed.training_share
         return training * share, training * (1 - share)
     return training, validating
 

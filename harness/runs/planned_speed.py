@@ -1,9 +1,11 @@
 """Which speed a plan reckons with, and where that comes from: the first that there is of one that the user assumes, one
-that an earlier run has measured, and one on paper (harness/runs/paper_speed.py).
+that an earlier run has measured, one that somebody has reported of this very run (harness/runs/reported.py), and one on
+paper (harness/runs/paper_speed.py).
 """
 
 from __future__ import annotations
 
+import json
 import math
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -11,16 +13,21 @@ from pathlib import Path
 
 from harness.common.errors import UserError
 from harness.common.gpu_names import gpu_names
+from harness.common.json_files import parse_config
 from harness.common.options import TrainOptions
 from harness.data.loader import BatchLayout
+from harness.model.config import ModelConfig
 from harness.runs.experiment import Experiment
 from harness.runs.intervals import times_due
 from harness.runs.paper_speed import DEVICES, UNCERTAINTY, PaperDevice, find_device, paper_speed, why_not
+from harness.runs.reported import Reported, read_reported
 from harness.runs.summary import RunSummary, read_summary
-from harness.runs.throughput import Measured, same_kernels
+from harness.runs.throughput import KERNEL_KEYS, Measured, same_kernels
+from harness.runs.train_config import TrainConfig
 
 # Keys of train.json that say what is evaluated, and so how long it takes.
 BENCHMARK_KEYS = ("benchmark_interval", "benchmark_tasks", "benchmark_examples")
+VALIDATION_KEYS = ("validation_interval", "validation_batches", "validation_ranks")
 GIVE_A_SPEED = "give --assume-tps or --assume-tps-with-validation"
 OR_A_DEVICE = f"{GIVE_A_SPEED}, or --assume-device for a speed on paper"
 
@@ -32,6 +39,7 @@ class PlannedSpeed:
     tokens_per_second: float | None
     source: str
     includes_validation: bool = False  # over training and validation together; else over training alone
+    training_share: float | None = None  # of the time that includes validation; None: to be estimated
     benchmark_seconds: float | None = None  # of evaluating all of train.json's benchmark tasks once
     uncertainty: float = 0.0  # the true speed is within this part of it, either way; 0: measured, or given
 
@@ -39,13 +47,16 @@ class PlannedSpeed:
 def plan_speed(experiment: Experiment, layout: BatchLayout, options: TrainOptions) -> PlannedSpeed:
     """The speed for this model and batch, and how long this run's earlier benchmarks took.
 
-    Raises UserError for an --assume-device that is not known.
+    Raises UserError for an --assume-device that is not known, or a reported.json that is none.
     """
     device = assumed_device(options.assume_device)
     speed = assumed_speed(options) or _measured_speed(experiment, layout, device)
     if speed.tokens_per_second is None:
         own = None if device else own_device(layout.world_size)
-        speed = on_paper(experiment, layout, device or own) or speed
+        reported = None if device else _reported_speed(experiment, layout, own)
+        if reported is None or reported.tokens_per_second is None:
+            reported = on_paper(experiment, layout, device or own) or reported
+        speed = reported or speed
     return replace(speed, benchmark_seconds=earlier_benchmark_seconds(experiment, layout))
 
 
@@ -104,6 +115,47 @@ def _measured_speed(experiment: Experiment, layout: BatchLayout, device: PaperDe
     if best is None:
         return PlannedSpeed(None, f"no earlier run of this shape; {OR_A_DEVICE}")
     return best.planned()
+
+
+def _reported_speed(experiment: Experiment, layout: BatchLayout, own: PaperDevice | None) -> PlannedSpeed | None:
+    """What is reported of this run; None unless it is of the same model and batch, and of this machine's devices if it
+    has some that are known. Of as many devices as the run needs and the plan does not have: no speed, but how to ask
+    for it."""
+    reported = read_reported(experiment.run)
+    if reported is None or reported.layout is None or not _is_reported_of(reported, experiment):
+        return None
+    if own is not None and own != find_device(reported.device):
+        return None
+    there = reported.layout
+    if layout == there:
+        return _as_reported(reported, experiment.config)
+    if layout == replace(there, world_size=layout.world_size):
+        reason = f"of {there.world_size} ranks a speed is reported: give --assume-world-size {there.world_size}"
+        return PlannedSpeed(None, f"no earlier run of this shape; {reason}; or {OR_A_DEVICE}")
+    return None
+
+
+def _is_reported_of(reported: Reported, experiment: Experiment) -> bool:
+    """Whether it is this model, and train.json asks for nothing that makes a step slower or faster than there."""
+    now = experiment.config.model_dump(mode="json")
+    usual = {key: TrainConfig.model_fields[key].default for key in KERNEL_KEYS}
+    if reported.model is None or any(now[key] not in (usual[key], reported.train.get(key)) for key in KERNEL_KEYS):
+        return False
+    return parse_config(ModelConfig, reported.model, experiment.run.reported) == experiment.model
+
+
+def _as_reported(reported: Reported, config: TrainConfig) -> PlannedSpeed | None:
+    """Over training and validation together if the run validates as it did there, else over training alone."""
+    now, there = config.model_dump(mode="json"), reported.train
+    settings = ", ".join(f"{key}={json.dumps(there[key])}" for key in KERNEL_KEYS if key in there)
+    source = f"reported of {reported.machine}{settings and f' with {settings}'} by {reported.source}; not measured here"
+    if device := find_device(reported.device):
+        source += f'; --assume-device "{device.name}" for this program\'s speed on paper'
+    whole, training = reported.whole_run_speed, reported.training_speed
+    if whole is not None and all(key in there and there[key] == now[key] for key in VALIDATION_KEYS):
+        share = None if training is None else whole / training
+        return PlannedSpeed(whole, source, includes_validation=True, training_share=share)
+    return None if training is None else PlannedSpeed(training, source)
 
 
 def earlier_benchmark_seconds(experiment: Experiment, layout: BatchLayout) -> float | None:

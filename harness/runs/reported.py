@@ -3,14 +3,15 @@ never stand where measured ones do."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from harness.common.json_files import parse_config, read_json_object
+from harness.data.loader import BatchLayout
 from harness.runs.directory import RunDirectory
 
-Number = Annotated[float, Field(allow_inf_nan=False)]
+LARGEST = 1e18  # figure; beyond it none means anything, and products of several might leave what floats hold
 
 
 class ReportedFigure(BaseModel):
@@ -18,7 +19,7 @@ class ReportedFigure(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
-    value: Number
+    value: Annotated[float, Field(ge=0, le=LARGEST)]
     unit: str
     place: str
 
@@ -32,14 +33,53 @@ class Reported(BaseModel):
     address: str | None = None
     machine: str
     device: str
-    gpus: int = Field(ge=1)
-    memory_gib: Number  # of one device
+    gpus: int = Field(ge=1, le=2**31)
+    memory_gib: float = Field(gt=0, le=LARGEST)  # of one device
+    # What was trained there, as in model.json, and the keys of train.json that had other values than the run's own, or
+    # that the speed depends on. Without a model nothing is planned by the figures.
+    model: dict[str, Any] | None = None
+    train: dict[str, Any] = {}
     figures: dict[str, ReportedFigure]
 
     def value(self, name: str) -> float | None:
         """The figure of this name; None if it is not reported."""
         figure = self.figures.get(name)
         return None if figure is None else figure.value
+
+    @property
+    def whole_run_speed(self) -> float | None:
+        """Tokens per second over all of a run, its validation included; None if that is not what is reported."""
+        is_whole = self.value("tokens_seen") is not None and self.value("train_seconds") is not None
+        return self.value("tokens_per_second") or None if is_whole else None
+
+    @property
+    def training_speed(self) -> float | None:
+        """Tokens per second of training alone: a whole run's tokens over what its validation leaves of its seconds, or
+        a speed that is reported of training; None if neither is."""
+        tokens, seconds = self.value("tokens_seen"), self.seconds_without_validation
+        if tokens and seconds:
+            return tokens / seconds
+        return None if self.whole_run_speed is not None else self.value("tokens_per_second") or None
+
+    @property
+    def seconds_without_validation(self) -> float | None:
+        """Of a whole run; None if it cannot be told."""
+        said = self.value("seconds_without_validation")
+        parts = (self.value("train_seconds"), self.value("validation_runs"), self.value("validation_seconds_each"))
+        if said is not None or None in parts:
+            return said
+        whole, runs, each = (part or 0.0 for part in parts)
+        return max(0.0, whole - runs * each) or None
+
+    @property
+    def layout(self) -> BatchLayout | None:
+        """How a step's tokens were spread over the devices; None if the figures do not say it."""
+        microbatch, sequences = self.value("microbatch_size"), self.value("global_batch_size")
+        context = (self.model or {}).get("context_length")
+        if not microbatch or not sequences or not isinstance(context, int) or microbatch % 1:
+            return None
+        steps, rest = divmod(sequences, microbatch * self.gpus)
+        return None if rest or not steps else BatchLayout(self.gpus, int(steps), int(microbatch), context)
 
 
 def read_reported(run: RunDirectory) -> Reported | None:

@@ -25,6 +25,7 @@ from harness.common.json_files import RecordedCount, read_json_object
 from harness.runs.directory import RunDirectory
 
 NAME_CHARACTERS = 12  # of the hash in a file's name
+SEARCH_PREFIX = "microbatch-search-"  # of files beside that measure no model: harness/runs/search_results.py
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -189,6 +190,8 @@ def read_results(run: RunDirectory) -> Results:
     """All results of a run."""
     results = Results()
     for path in sorted(run.results.glob("*.json")):
+        if path.name.startswith(SEARCH_PREFIX):
+            continue
         try:
             results.found.append(_read(path))
         except UserError as error:

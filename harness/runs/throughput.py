@@ -80,6 +80,7 @@ PEAK_FLOPS = {
     "GB200": 2.5e15,
     "B200": 2.25e15,
     "GH200": 989e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -91,6 +92,7 @@ PEAK_FLOPS = {
     "L40S": 362e12,
     "L40": 181e12,
     "L4": 121e12,
+    "V100 PCIE": 112e12,
     "V100": 125e12,
     "T4": 65e12,
     "RTX 5090": 209.5e12,
@@ -101,9 +103,9 @@ PEAK_FLOPS = {
 
 def peak_flops(device_name: str) -> float | None:
     """The peak FLOP/s of a device, by the name its driver gives it; None where it is not known, as for a slice of a GPU
-    (MIG) or a variant with fewer units (Laptop, D)."""
+    (MIG) or a variant with fewer or more units (Laptop, D, Ti)."""
     words = re.split(r"[ -]", device_name)
-    if not {"MIG", "Laptop", "D"}.isdisjoint(words):
+    if not {"MIG", "Laptop", "D", "Ti"}.isdisjoint(words):
         return None
     return next((peak for known, peak in PEAK_FLOPS.items() if set(known.split()) <= set(words)), None)
 

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import click
 import torch
 
 from harness.common.errors import RunError, UserError
@@ -36,6 +37,9 @@ from harness.data.dataset import Dataset, check_token_ids
 from harness.distributed.world import World
 from harness.model.kernels import should_compile
 from harness.runs.experiment import Experiment
+from harness.runs.results import now
+from harness.runs.search_results import MicrobatchSearch, TriedMicrobatch, write_search
+from harness.runs.throughput import KERNEL_KEYS
 from harness.training.microbatch_probe import PROBE_ACCUMULATION, Found, MicrobatchProbe, SearchTooLong
 from harness.training.microbatch_search import largest_that_fits
 from harness.training.rehearsal import Rehearsal, RehearsedTrainer
@@ -109,14 +113,49 @@ def find_max_microbatch(
             f"not even a microbatch of 1 fits in {limit.gib:.2f} GiB; use a smaller model or context"
         )
     if world.is_main:
+        is_all_data = found.size == ceiling
         print(f"Max microbatch size was {found.size}")
         if found.remark:
             print(found.remark)
         if config.benchmark_tasks is not None:
             print("Not counted: the memory of benchmarks while training")
-        print(f"Memory: {describe_memory(tried, limit, is_all_data=found.size == ceiling)}")
+        print(f"Memory: {describe_memory(tried, limit, is_all_data=is_all_data)}")
         print(f"Search: {tried.describe()}", flush=True)
+        keep_search(experiment, search_record(experiment, tried, found.size, limit, is_all_data=is_all_data))
     return found.size
+
+
+def search_record(
+    experiment: Experiment, probe: MicrobatchProbe, largest: int, limit: MemoryLimit, *, is_all_data: bool
+) -> MicrobatchSearch:
+    """What a search that has ended leaves in the run's folder."""
+    config, world = experiment.config, probe.world
+    train = config.model_dump(mode="json")
+    return MicrobatchSearch(
+        date=now(),
+        device=world.device_name,
+        torch=str(torch.__version__),
+        world_size=world.size,
+        asked_gib=limit.asked_gib,
+        limit_gib=limit.gib,
+        usable_gib=limit.usable_bytes / GIB,
+        largest=largest,
+        smallest_failed=probe.smallest_failed,
+        is_all_data=is_all_data,
+        tried=[TriedMicrobatch(microbatch_size=int(size), gib=peak / GIB) for size, peak in probe.peaks],
+        accumulation_steps=probe.accumulation_steps,
+        compiled=should_compile(config.compile, world.device),
+        model=experiment.model.model_dump(mode="json"),
+        train={key: train[key] for key in KERNEL_KEYS},
+    )
+
+
+def keep_search(experiment: Experiment, search: MicrobatchSearch) -> None:
+    """Write it into the run's folder. That it cannot be written is a warning: its answer has been printed."""
+    try:
+        write_search(experiment.run, search)
+    except RunError as error:
+        click.echo(f"warning: {error}", err=True)
 
 
 def _choose_search(

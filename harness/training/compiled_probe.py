@@ -76,13 +76,15 @@ class CompiledProbe(MicrobatchProbe):
 
     def fits(self, microbatch_size: int) -> bool:
         """As MicrobatchProbe has it. Raises TooManyPrograms if the search would need a third program for that."""
-        failed = self.smallest_failed
+        failed, programs, seconds = self.smallest_failed, self.programs, self.seconds_each
         with never_uncompiled(may_compile=self.is_confirming or self.programs < MOST_PROGRAMS - 1):
             fitted = super().fits(microbatch_size)
         if not self.world.all_true(not self._needs_program):
             self.smallest_failed, self._needs_program = failed, False
             raise TooManyPrograms
         self.programs = max(self.world.gather(self._programs_here()))
+        if self.programs > programs:  # compiling says nothing of how long the next size will take
+            self.seconds_each = seconds
         return fitted
 
     def fits_here(self, microbatch_size: int) -> bool:

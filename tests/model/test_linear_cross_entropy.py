@@ -208,6 +208,17 @@ def test_fp16_with_a_loss_scale_neither_underflows_nor_overflows() -> None:
     assert relative_error(scaled[1][rare] / scale, truth[1][rare]) < 0.02
 
 
+def test_fp16_does_not_overflow_with_a_small_vocabulary_and_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU all rows of bytes would be one chunk, and a frequent token's gradient the sum over all of them."""
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", CHUNK_LOGITS["cuda"])
+    rows, vocab = 2**17, 16
+    features, weight = torch.ones(rows, 2, requires_grad=True), torch.zeros(vocab, 2, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = linear_cross_entropy(features, weight, torch.zeros(rows, dtype=torch.int64))
+    _, actual = gradients(loss, features, weight)
+    torch.testing.assert_close(actual[0], torch.full((2,), 1 / vocab - 1), rtol=1e-3, atol=0)
+
+
 # As a compiler sees it
 
 

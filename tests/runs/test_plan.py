@@ -138,6 +138,84 @@ def test_the_notebooks_bills(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BILLS)
+def test_the_bills_from_the_reported_figures(tmp_path: Path, name: str) -> None:
+    """Nothing measured, nothing assumed: as the notebook validated, its whole bill, validation's part of it as it says;
+    as the runs ship, its bill without validation, and what shared validation adds. (B200: cut seconds, again.)"""
+    speed, seconds, dollars, without = BILLS[name]
+    cents = 0.0101 if name == "8xb200m160" else 0.0001
+    found = rows(plan_shipped(tmp_path, name, "--assume-world-size", "8", validation_ranks="rank0"))
+    parts = [float(part) for part in re.findall(r"\$([\d.]+)", found["cost"])]
+    assert parts[2] == pytest.approx(dollars, abs=cents)
+    assert parts[0] == pytest.approx(without, abs=cents)
+    assert parts[1] == pytest.approx(dollars - without, abs=0.0001)
+    assert found["speed"].startswith(f"{speed:,} tokens/s of training and validation together (reported of 8x ")
+    assert "by Giles Thomas, " in found["speed"]
+    assert "; not measured here; --assume-device " in found["speed"]
+    hours = re.search(r"validation \(as reported\) = ([\d.]+) h", found["time"])
+    assert hours
+    assert float(hours[1]) == pytest.approx(seconds / 3600, abs=0.006)
+
+    result = plan_shipped(tmp_path, name, "--assume-world-size", "8")
+    narrow(result)
+    found = rows(result)
+    assert "tokens/s of training alone, without validation (reported of 8x " in found["speed"]
+    assert f"${without} training + $" in found["cost"]
+    assert "validation (estimated)" in found["time"]
+
+
+def test_when_a_reported_speed_is_none_of_this_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other numbers of ranks, batches, models or kernels; other devices in this machine, or in the question."""
+    name, eight = "8xa100m40", ("--assume-world-size", "8")
+    assert (
+        "of 8 ranks a speed is reported: give --assume-world-size 8"
+        in rows(plan_shipped(tmp_path, name))["time and cost"]
+    )
+    for changes in ({"microbatch_size": 12}, {"activation_checkpointing": True}, {"gradient_accumulation_steps": 2}):
+        found = rows(plan_shipped(tmp_path, name, *eight, **changes))
+        assert found["time and cost"].startswith("unknown: no earlier run of this shape; give --assume-tps"), changes
+    assert "(reported of" in rows(plan_shipped(tmp_path, name, *eight, precision="fp16", compile=False))["speed"]
+    for option in (("--assume-tps", "1000"), ("--assume-device", "A100 40GB")):
+        assert "reported" not in rows(plan_shipped(tmp_path, name, *eight, *option))["speed"]
+
+    def options(**given: Any) -> TrainOptions:
+        values = dict.fromkeys((field.name for field in fields(TrainOptions)), None)
+        return TrainOptions(**{**values, **given})
+
+    here = ["NVIDIA H200"] * 8
+    monkeypatch.setattr(planned_speed, "gpu_names", lambda: here)
+    experiment = Experiment.load(RunDirectory.find(tmp_path / "runs", name), tmp_path)
+    layout = experiment.layout(8)
+    assert plan_speed(experiment, layout, options()).source.startswith("on paper for 8 x H200")
+    here = ["NVIDIA A100-SXM4-40GB"] * 8
+    assert plan_speed(experiment, layout, options()).source.startswith("reported of 8x A100 40 GiB")
+    model = experiment.run.model_json
+    model.write_text(model.read_text().replace('"n_layers": 12', '"n_layers": 6'))
+    here = []
+    experiment = Experiment.load(experiment.run, tmp_path)
+    assert plan_speed(experiment, layout, options()).tokens_per_second is None
+
+
+def test_what_was_measured_goes_before_what_is_reported(tmp_path: Path) -> None:
+    shop = Workshop(tmp_path)
+    run = shop.add_shipped_run("8xa100m40", keep_checkpoints=1)
+    experiment = Experiment.load(RunDirectory(run), shop.datasets)
+    add_summary(run, experiment, world_size=8, microbatch_size=13, accumulation_steps=1, tokens_per_second=500_000.0)
+    found = rows(shop.attempt("--plan", "--assume-world-size", "8", run="8xa100m40"))
+    assert found["speed"].startswith("500,000 tokens/s of training alone, without validation (measured over 30 steps")
+
+
+def test_a_reported_model_that_is_none_is_named(tmp_path: Path) -> None:
+    shop = Workshop(tmp_path)
+    run = shop.add_shipped_run("8xa100m40", keep_checkpoints=1)
+    reported = (run / "reported.json").read_text().replace('"n_heads": 12', '"n_heads": 0')
+    (run / "reported.json").write_text(reported)
+    result = shop.attempt("--plan", "--assume-world-size", "8", run="8xa100m40")
+    assert result.status == 2
+    assert 'reported.json: key "n_heads"' in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", BILLS)
 def test_validation_that_is_shared_out_costs_an_eighth(tmp_path: Path, name: str) -> None:
     """As the runs ship: of 300 microbatches no rank has more than 38, and the others do not wait for all 300."""
     microbatch, _, steps, _ = MACHINES[name]
@@ -167,7 +245,13 @@ def test_the_other_shipped_runs_have_plans(tmp_path: Path, name: str) -> None:
     result = plan_shipped(tmp_path, name)
     found = rows(result)
     assert number(found["global steps"]) > 0
-    assert "give --assume-tps" in found["time and cost"]
+    if name == "original":
+        assert found["speed"].startswith(
+            "19,678 tokens/s of training alone, without validation (reported of 1x RTX 3090"
+        )
+        assert found["time"].startswith("46.02 h training"), "as its progress bar said"
+    else:
+        assert "give --assume-tps" in found["time and cost"]
     assert not (tmp_path / "datasets").exists()
     for key in ("learning_rate=", "weight_decay=", "betas=", "emb_dim=", "random_seed=42"):
         assert key in result.stdout, "the resolved configuration, defaults and all"

@@ -66,8 +66,8 @@ def _isolate() -> None:
 
 
 def _copy_shipped_runs() -> None:
-    """Their two files alone: whatever else is in a run's folder, training left it there."""
-    for file in [*ROOT.glob("runs/*/model.json"), *ROOT.glob("runs/*/train.json")]:
+    """What is shipped alone: whatever else is in a run's folder, training left it there."""
+    for file in [path for name in ("model", "train", "reported") for path in ROOT.glob(f"runs/*/{name}.json")]:
         (SHIPPED_RUNS / file.parent.name).mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, SHIPPED_RUNS / file.parent.name / file.name)
 

@@ -131,7 +131,7 @@ def test_the_hidden_sitecustomize_still_runs(tmp_path: Path) -> None:
 
 def test_shipped_runs_are_as_nobody_has_trained_them() -> None:
     names = {path.name for path in SHIPPED_RUNS.rglob("*") if path.is_file()}
-    assert names == {"model.json", "train.json"}
+    assert names == {"model.json", "train.json", "reported.json"}
     assert (SHIPPED_RUNS / "quickstart").is_dir()
 
 

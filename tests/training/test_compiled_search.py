@@ -154,6 +154,25 @@ def test_sizes_that_need_another_program(widths: tuple[int, ...]) -> None:
     assert len(probe.compiled) <= MOST_PROGRAMS
 
 
+def test_seconds_of_compiling_are_not_expected_of_the_next_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a search on the CPU ends early, because it takes a step for minutes long."""
+    now = 0.0
+    monkeypatch.setattr(microbatch_probe, "time", SimpleNamespace(monotonic=lambda: now))
+
+    class Slow(Pretended):
+        def fits_here(self, microbatch_size: int) -> bool:
+            nonlocal now
+            programs = len(self.compiled)
+            fits = super().fits_here(microbatch_size)
+            now += 0.01 * microbatch_size + 120 * (len(self.compiled) - programs)
+            return fits
+
+    probe = Slow(*(lambda: None, ALONE, None, 0, 1024), limit_bytes=1000.0, widths=(100,))  # type: ignore[arg-type]
+    probe._began = now
+    found = find_compiled(probe, 10**6)
+    assert (found.size in range(984, 1001), found.remark) == (True, "")
+
+
 def test_a_size_that_training_compiles_to_more_is_stepped_down_from_once() -> None:
     probe = pretended(100.0, memory=lambda size: size, own=lambda size: 1.05 * size)
     assert find_compiled(probe, 10**6).size == 94

@@ -24,6 +24,8 @@ from hypothesis import strategies as st
 from harness.common.statistics import fit_line
 from harness.runs.directory import RunDirectory
 from harness.runs.experiment import Experiment
+from harness.runs.results import read_results
+from harness.runs.search_results import read_searches
 from harness.runs.train_config import load_train_config
 from harness.training.microbatch_search import GUESSES, largest_that_fits
 from tests.support.isolation import on_path
@@ -227,9 +229,28 @@ def test_a_search_comes_to_an_end(workshop: Workshop) -> None:
     assert "Max microbatch size was 1\nMore may fit; the search has ended, since trying 2 would take" in result.stdout
 
 
-def test_without_write_nothing_is_written(first: tuple[int, Result], workshop: Workshop) -> None:
-    assert json.loads((workshop.runs / "r" / "train.json").read_text())["microbatch_size"] == 2
-    assert {path.name for path in (workshop.runs / "r").iterdir()} == {"model.json", "train.json"}
+def test_without_write_only_what_was_measured_is_written(
+    first: tuple[int, Result], workshop: Workshop, base_gib: float
+) -> None:
+    """And by it the line that was printed can be drawn again."""
+    number, result = first
+    run = RunDirectory(workshop.runs / "r")
+    assert json.loads(run.train_json.read_text())["microbatch_size"] == 2
+    assert {path.name for path in run.path.iterdir()} == {"model.json", "train.json", "results"}
+    searches = read_searches(run)
+    assert searches.problems == []
+    kept = next(each for each in searches.found if each.asked_gib == pytest.approx(base_gib + ROOM, abs=0.001))
+    tried = probes(result)
+    assert (kept.largest, kept.world_size, kept.compiled, kept.is_all_data) == (number, 1, False, False)
+    assert kept.smallest_failed == min(size for size, verdict in tried.items() if verdict != "fits")
+    assert kept.limit_gib == pytest.approx(base_gib + ROOM, abs=0.001)
+    assert kept.usable_gib == pytest.approx(kept.limit_gib - 1 / 16)
+    assert {each.microbatch_size for each in kept.tried} <= {
+        size for size, verdict in tried.items() if verdict == "fits"
+    }
+    line = fit_line([(each.microbatch_size, each.gib) for each in kept.tried])
+    assert line == pytest.approx(fitted_line(result), abs=0.0006)
+    assert read_results(run).problems == [], "it is no measurement of a model"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -1,0 +1,100 @@
+"""Charts over several runs: curves in, picture out."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.ticker import EngFormatter
+
+from harness.analysis.curves import Axis, Curve, shown_range
+from harness.common.files import atomic_file
+
+matplotlib.use("Agg")  # machines without a display
+
+# Three shades that differ in lightness, four ways to draw a line: twelve curves are told apart in greyscale, too.
+SHADES = ("#1b2a49", "#c8553d", "#5fa8a0")
+LINES = ("-", "--", "-.", ":")
+MARKERS = ("o", "s", "^", "D")
+MOST_MARKERS = 12  # along a curve
+GAP = 0.032  # between the labels at the right edge, as a part of the height
+
+
+def draw_curves(curves: Sequence[Curve], axis: Axis, picture: Path, references: Mapping[str, float]) -> None:
+    """Draw the curves, each named at its end, with a dotted line for each reference (label: loss). Replicates have a
+    band from the lowest to the highest. A picture that is there is replaced in one rename."""
+    figure, axes = plt.subplots(figsize=(10, 6), dpi=150)
+    figure.subplots_adjust(left=0.08, right=0.72, top=0.95, bottom=0.1)
+    try:
+        for number, curve in enumerate(curves):
+            _draw(axes, curve, number)
+        _dress(axes, curves, axis, references)
+        _name(axes, curves, references)
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format="png", metadata={"Software": None})
+    finally:
+        plt.close(figure)
+    with atomic_file(picture.resolve()) as draft:
+        draft.write_bytes(drawn.getvalue())
+
+
+def style(number: int) -> tuple[str, str, str]:
+    """Colour, line and marker of a curve by its number; they repeat after twelve."""
+    line = number // len(SHADES) % len(LINES)
+    return SHADES[number % len(SHADES)], LINES[line], MARKERS[line]
+
+
+def _draw(axes: Axes, curve: Curve, number: int) -> None:
+    colour, line, marker = style(number)
+    every = max(1, len(curve.x) // MOST_MARKERS)
+    axes.plot(curve.x, curve.y, color=colour, linestyle=line, marker=marker, markersize=4, markevery=every, lw=1.5)
+    if curve.low:
+        axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.18, linewidth=0)
+
+
+def _dress(axes: Axes, curves: Sequence[Curve], axis: Axis, references: Mapping[str, float]) -> None:
+    axes.set_xlabel(axis.label)
+    axes.set_ylabel("loss (nats per token)")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.25, linewidth=0.6)
+    axes.set_xlim(left=0, right=max(curve.x[-1] for curve in curves))
+    axes.set_ylim(*shown_range(curves, references))
+    for loss in references.values():
+        axes.axhline(loss, color="#555555", linewidth=1, linestyle=(0, (1, 2)))
+
+
+def _name(axes: Axes, curves: Sequence[Curve], references: Mapping[str, float]) -> None:
+    """Write each label at the right edge, beside the end of its curve, or as near as the others leave room."""
+    bottom, top = axes.get_ylim()
+    labels = [(curve.y[-1], _label(curve), *style(number)[:2]) for number, curve in enumerate(curves)]
+    labels += [(loss, f"{name}: {loss:.3f}", "#555555", ":") for name, loss in references.items()]
+    labels.sort()
+    heights = spread([(loss - bottom) / (top - bottom) for loss, *_ in labels], GAP)
+    for height, (loss, text, colour, line) in zip(heights, labels, strict=True):
+        own = (loss - bottom) / (top - bottom)
+        place: dict[str, Any] = {"transform": axes.transAxes, "color": colour}
+        axes.plot([1.0, 1.02, 1.06], [own, height, height], linestyle=line, linewidth=1.2, clip_on=False, **place)
+        axes.text(1.07, height, text, fontsize=9, va="center", **place)
+
+
+def _label(curve: Curve) -> str:
+    name = curve.label if len(curve.label) <= 28 else f"{curve.label[:27]}…"
+    return f"{name}: {curve.y[-1]:.3f}" + (f" ({curve.runs} runs)" if curve.runs > 1 else "")
+
+
+def spread(places: Sequence[float], gap: float) -> list[float]:
+    """Places in ascending order, moved apart to at least `gap`, each as little as that takes: neighbours that would
+    overlap become a block around their middle."""
+    blocks: list[tuple[float, int]] = []  # middle, and how many
+    for place in places:
+        blocks.append((place, 1))
+        while len(blocks) > 1 and blocks[-1][0] - blocks[-2][0] < gap * (blocks[-1][1] + blocks[-2][1]) / 2:
+            (above, many), (below, some) = blocks.pop(), blocks.pop()
+            blocks.append(((above * many + below * some) / (many + some), many + some))
+    return [middle + gap * (at - (count - 1) / 2) for middle, count in blocks for at in range(count)]

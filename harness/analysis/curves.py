@@ -1,0 +1,149 @@
+"""The losses of runs along a common axis, and runs that are replicates as one curve with a band."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from harness.common.errors import UserError
+from harness.common.messages import nearest
+from harness.runs.metrics import Event, TrainEvent, ValidationEvent
+
+LEAST_POINTS = 2
+# The losses of the first part of an axis are near ln(vocabulary), and would squeeze the rest into the lower edge.
+WARM_PART = 0.2
+HEADROOM = 0.06
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What losses are drawn over."""
+
+    name: str
+    label: str  # with its unit
+
+
+AXES = {
+    axis.name: axis
+    for axis in (
+        Axis("steps", "global steps"),
+        Axis("tokens", "tokens seen"),
+        Axis("hours", "hours"),
+        Axis("dollars", "US dollars"),
+        Axis("flops", "FLOPs of training"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class CurveSource:
+    """What a run has to draw: `flops_per_token` and `price_per_hour` are None where nothing is known of them."""
+
+    name: str
+    events: Sequence[Event]
+    flops_per_token: int | None = None
+    price_per_hour: float | None = None
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Losses, in nats per token, along an axis; of several runs their mean and range."""
+
+    label: str
+    x: list[float]
+    y: list[float]
+    low: list[float] = field(default_factory=list)  # empty for a single run
+    high: list[float] = field(default_factory=list)
+    runs: int = 1
+
+
+def choose_axis(name: str) -> Axis:
+    """Raises UserError for a name that is none of AXES."""
+    if name in AXES:
+        return AXES[name]
+    near = nearest(name, list(AXES))
+    raise UserError(
+        f'--over: no axis "{name}"; there is {", ".join(AXES)}' + (f"; did you mean {near}?" if near else "")
+    )
+
+
+def losses_of(events: Sequence[Event], kind: type[Event]) -> list[Event]:
+    """The events of a kind that have a finite loss."""
+    return [event for event in events if isinstance(event, kind) and getattr(event, "loss", None) is not None]
+
+
+def choose_kind(sources: Sequence[CurveSource]) -> type[Event]:
+    """Validation losses where every run has some, since they are of the same text; else training losses."""
+    all_validate = all(len(losses_of(source.events, ValidationEvent)) >= LEAST_POINTS for source in sources)
+    return ValidationEvent if all_validate else TrainEvent
+
+
+def curve_of(source: CurveSource, axis: Axis, kind: type[Event]) -> Curve:
+    """A single run's. Raises UserError if the axis needs what is not known of the run, or nothing was measured."""
+    place = _place_on(source, axis)
+    points = [(place(event), float(event.loss)) for event in losses_of(source.events, kind)]  # type: ignore[attr-defined]
+    if len(points) < LEAST_POINTS:
+        raise UserError(f"{source.name}: nothing to draw: {len(points)} losses in metrics.jsonl")
+    return Curve(source.name, [x for x, _ in points], [y for _, y in points])
+
+
+def _place_on(source: CurveSource, axis: Axis) -> Callable[[Event], float]:
+    """Where an event of the run stands on the axis."""
+    price, flops = source.price_per_hour, source.flops_per_token
+    if axis.name == "dollars" and price is None:
+        raise UserError(f'{source.name}: no "price_per_hour" in its train.json, so that its losses have no dollars')
+    if axis.name == "flops" and flops is None:
+        raise UserError(f"{source.name}: its FLOPs per token are not known")
+    places: dict[str, Callable[[Event], float]] = {
+        "steps": lambda event: event.global_step,
+        "tokens": lambda event: event.tokens_seen,
+        "hours": lambda event: (event.seconds or 0.0) / 3600,
+        "dollars": lambda event: (event.seconds or 0.0) / 3600 * (price or 0.0),
+        "flops": lambda event: event.tokens_seen * (flops or 0),
+    }
+    return places[axis.name]
+
+
+def merged(label: str, curves: Sequence[Curve]) -> Curve:
+    """Replicates as one curve: of their points, in order, as many as each has. They took them at the same steps, and so
+    at the same tokens, and at about the same time."""
+    if len(curves) == 1:
+        return Curve(label, curves[0].x, curves[0].y)
+    points = range(min(len(curve.x) for curve in curves))
+    columns = [[curve.y[at] for curve in curves] for at in points]
+    return Curve(
+        label,
+        [sum(curve.x[at] for curve in curves) / len(curves) for at in points],
+        [sum(column) / len(column) for column in columns],
+        [min(column) for column in columns],
+        [max(column) for column in columns],
+        len(curves),
+    )
+
+
+def curves_of(
+    sources: Sequence[CurveSource], axis: Axis, groups: Mapping[str, Sequence[str]] | None = None
+) -> tuple[list[Curve], list[str]]:
+    """A curve for each group of replicates (label: names of runs), or for each run, the lowest last loss first; and a
+    line for each run that cannot be drawn."""
+    kind = choose_kind([source for source in sources if source.events])
+    drawn, problems = {}, []
+    for source in sources:
+        try:
+            drawn[source.name] = curve_of(source, axis, kind)
+        except UserError as error:
+            problems.append(str(error))
+    curves = []
+    for label, names in (groups or {source.name: [source.name] for source in sources}).items():
+        members = [drawn[name] for name in names if name in drawn]
+        if members:
+            curves.append(merged(label, members))
+    return sorted(curves, key=lambda curve: curve.y[-1]), problems
+
+
+def shown_range(curves: Sequence[Curve], references: Mapping[str, float]) -> tuple[float, float]:
+    """The lowest and the highest loss to show: of all but the first, steep part of each curve."""
+    settled = [y for curve in curves for x, y in zip(curve.x, curve.y, strict=True) if x >= WARM_PART * curve.x[-1]]
+    shown = [*settled, *(low for curve in curves for low in curve.low[-1:]), *references.values()]
+    room = HEADROOM * (max(shown) - min(shown)) or HEADROOM * max(shown)
+    return min(shown) - room, max(shown) + room

@@ -1,0 +1,104 @@
+"""Curves as SVG for a page: its style sheet gives them their colours, light or dark."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from harness.analysis.curves import Axis, Curve, shown_range
+
+WIDTH, HEIGHT = 720, 400
+LEFT, RIGHT, TOP, BOTTOM = 74, 12, 12, 56
+TICKS = 5
+SHADES, DASHES = 3, ("", "9 4", "9 3 2 3", "2 3")  # as in charts.py: twelve that differ without colour, too
+PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def number_text(value: float) -> str:
+    """A tick's label: 1.2M."""
+    size, prefix = next(((size, prefix) for size, prefix in PREFIXES if abs(value) >= size), (1.0, ""))
+    return f"{value / size:.3g}{prefix}"
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """About TICKS round numbers between the two."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / TICKS
+    unit = 10.0 ** math.floor(math.log10(rough))
+    step = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= rough)
+    first = math.ceil(low / step)
+    return [step * at for at in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def stroke(number: int) -> str:
+    """The attributes of a curve's line: its class names the shade, and dashes tell it from others of that shade."""
+    dash = DASHES[number // SHADES % len(DASHES)]
+    return f'class="line shade{number % SHADES}"' + (f' stroke-dasharray="{dash}"' if dash else "")
+
+
+def swatch(number: int) -> str:
+    """A piece of a curve's line, for the legend."""
+    return f'<svg class="swatch" viewBox="0 0 44 10" aria-hidden="true"><path {stroke(number)} d="M1 5H43"/></svg>'
+
+
+@dataclass(frozen=True)
+class LineDrawing:
+    """Curves over an axis, with a line across for each reference loss."""
+
+    axis: Axis
+    curves: Sequence[Curve]
+    references: Mapping[str, float]
+
+    def svg(self) -> str:
+        """An element for a page; each curve is a group with its number as `data-curve`."""
+        low, high = shown_range(self.curves, self.references)
+        right = max(curve.x[-1] for curve in self.curves)
+        parts = [self._grid(low, high, right)]
+        parts += [self._curve(number, curve, (low, high), right) for number, curve in enumerate(self.curves)]
+        parts += [self._reference(name, loss, (low, high)) for name, loss in self.references.items()]
+        title = f"Loss in nats per token over {self.axis.label}"
+        frame = f"M{LEFT} {TOP}H{WIDTH - RIGHT}V{HEIGHT - BOTTOM}H{LEFT}Z"
+        clip = f'<clipPath id="frame-{self.axis.name}"><path d="{frame}"/></clipPath>'
+        return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}">{clip}{"".join(parts)}</svg>'
+
+    def _x(self, value: float, right: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * (value / right if right else 0.0)
+
+    def _y(self, loss: float, shown: tuple[float, float]) -> float:
+        low, high = shown
+        return TOP + (HEIGHT - TOP - BOTTOM) * (high - loss) / (high - low)
+
+    def _grid(self, low: float, high: float, right: float) -> str:
+        base = HEIGHT - BOTTOM
+        lines = [f'<path class="frame" d="M{LEFT} {TOP}V{base}H{WIDTH - RIGHT}"/>']
+        for loss in ticks(low, high):
+            y = self._y(loss, (low, high))
+            lines.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
+            lines.append(f'<text class="up" x="{LEFT - 8}" y="{y:.1f}">{loss:.4g}</text>')
+        for value in ticks(0, right):
+            lines.append(
+                f'<text class="along" x="{self._x(value, right):.1f}" y="{base + 20}">{number_text(value)}</text>'
+            )
+        lines.append(f'<text class="along" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}">{self.axis.label}</text>')
+        return "".join(lines)
+
+    def _curve(self, number: int, curve: Curve, shown: tuple[float, float], right: float) -> str:
+        def path(losses: Sequence[float], places: Sequence[float]) -> str:
+            pairs = zip(places, losses, strict=True)
+            return "L".join(f"{self._x(x, right):.1f} {self._y(y, shown):.1f}" for x, y in pairs)
+
+        band = ""
+        if curve.low:
+            around = f"M{path(curve.high, curve.x)}L{path(curve.low[::-1], curve.x[::-1])}Z"
+            band = f'<path class="band shade{number % SHADES}" d="{around}"/>'
+        title = f"<title>{html.escape(curve.label)}: {curve.y[-1]:.3f}</title>"
+        line = f'<path {stroke(number)} d="M{path(curve.y, curve.x)}"/>'
+        return f'<g data-curve="{number}" clip-path="url(#frame-{self.axis.name})">{title}{band}{line}</g>'
+
+    def _reference(self, name: str, loss: float, shown: tuple[float, float]) -> str:
+        y = self._y(loss, shown)
+        title = f"<title>{html.escape(name)}: {loss:.3f}</title>"
+        return f'<path class="reference" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}">{title}</path>'

@@ -1,0 +1,249 @@
+"""What a run would take and cost on other machines: a dated list of prices, and speeds that are measured, else
+reported, else on paper.
+
+One kind of speed for all machines of a projection: a speed that somebody reported of another program, beside one that
+this program measured, would compare programs and not machines. A machine that has no such speed gets one by scale: its
+speed on paper (harness/runs/paper_speed.py), times what part of theirs on paper the others reached.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from harness.analysis.fits import CannotBeTold
+from harness.analysis.workloads import KnownSpeed, Workload
+from harness.common.errors import UserError
+from harness.common.json_files import parse_config, read_json_object
+from harness.data.loader import BatchLayout
+from harness.runs.paper_speed import UNCERTAINTY, find_device, paper_speed, why_not
+from harness.runs.throughput import same_kernels
+
+NAMES = 3  # of runs, in a note
+PRICES = Path(__file__).with_name("machines.json")
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Basis = Literal["measured", "reported", "scaled", "on paper"]
+
+
+class Machine(BaseModel):
+    """A machine for rent."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    machine: str = Field(min_length=1)
+    device: str  # of its GPUs, by the driver's name or as people write it
+    gpus: int = Field(ge=1)
+    memory_gib: Positive  # of one GPU
+    price_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)]  # US dollars, of the whole machine
+    date: str = Field(pattern=r"^\d{4}-\d{2}-\d{2}$")  # when the price was seen
+    source: str = Field(min_length=1)
+
+
+class PriceList(BaseModel):
+    """A machines.json."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", title="machines.json")
+
+    machines: list[dict[str, Any]] = Field(min_length=1)  # each a Machine
+
+
+def read_machines(path: Path = PRICES) -> list[Machine]:
+    """The machines of a price list. Raises UserError naming the machine and the key that is wrong."""
+    raw = parse_config(PriceList, read_json_object(path), path).machines
+    machines = [parse_config(Machine, each, Path(f"{path}, machine {n}")) for n, each in enumerate(raw, 1)]
+    names = [each.machine for each in machines]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise UserError(f'{path}: key "machine": "{repeated[0]}" is there twice; give each its own name')
+    return machines
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens per second of training alone on a machine, the range that it is within, and what it rests on."""
+
+    value: float
+    low: float
+    high: float
+    basis: Basis
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Projection:
+    """What a run would take and cost on a machine: seconds and dollars of training alone."""
+
+    machine: Machine
+    layout: BatchLayout
+    speed: Speed
+    tokens: int
+    remark: str = ""
+
+    def hours(self, tokens_per_second: float) -> float:
+        """Of all tokens at that speed."""
+        return self.tokens / tokens_per_second / 3600
+
+    def dollars(self, tokens_per_second: float) -> float:
+        """Of those hours."""
+        return self.hours(tokens_per_second) * self.machine.price_per_hour
+
+
+@dataclass(frozen=True)
+class NoProjection:
+    """A machine for which nothing can be told, and why."""
+
+    machine: Machine
+    why: CannotBeTold
+
+
+def project(
+    work: Workload, machines: Sequence[Machine], known: Iterable[KnownSpeed]
+) -> list[Projection | NoProjection]:
+    """What the tokens of a run would take and cost on each machine, with the run's own global batch, the cheapest
+    first; by the `known` speeds of training its model, of this and of other runs."""
+    usable = speeds_for(work, known)
+    found = [_project_one(work, machine, usable) for machine in machines]
+    told = [each for each in found if isinstance(each, Projection)]
+    told.sort(key=lambda each: each.dollars(each.speed.value))
+    return [*told, *(each for each in found if isinstance(each, NoProjection))]
+
+
+def speeds_for(work: Workload, known: Iterable[KnownSpeed]) -> list[KnownSpeed]:
+    """Those of the run's model and kernels, all of one kind: measured ones; if there are none, reported ones."""
+    fitting = [each for each in known if each.model == work.model]
+    measured = [each for each in fitting if each.is_measured and same_kernels(each.train, work.train)]
+    return measured or [each for each in fitting if not each.is_measured]
+
+
+def _project_one(work: Workload, machine: Machine, known: list[KnownSpeed]) -> Projection | NoProjection:
+    layout = layout_on(work, machine, known)
+    if isinstance(layout, CannotBeTold):
+        return NoProjection(machine, layout)
+    speed = speed_on(work, machine, layout, known)
+    if isinstance(speed, CannotBeTold):
+        return NoProjection(machine, speed)
+    return Projection(machine, layout, speed, work.tokens, _memory_remark(work, machine, layout, known))
+
+
+def layout_on(work: Workload, machine: Machine, known: Sequence[KnownSpeed]) -> BatchLayout | CannotBeTold:
+    """The same global batch on that many GPUs, in microbatches no larger than the run's own and, as far as that is
+    known, than what fits: by its searches with -f, or, on smaller GPUs than its own, by what others trained there."""
+    sequences = work.sequences
+    each, rest = divmod(sequences, machine.gpus)
+    if rest or not each:
+        return CannotBeTold(f"its global batch of {sequences:,} sequences cannot be divided by {machine.gpus} GPUs")
+    most = min(work.layout.microbatch_size, each)
+    if work.memory is not None:
+        fitting = work.memory.most_below(machine.memory_gib)
+        if fitting is None:
+            return CannotBeTold(f"not one sequence fits into {machine.memory_gib:g} GiB, by its searches with -f")
+        most = min(most, fitting)
+    elif is_smaller(work, machine):
+        most = min(most, largest_trained(machine, known) or most)
+    size = next(n for n in range(most, 0, -1) if each % n == 0)
+    return BatchLayout(machine.gpus, each // size, size, work.layout.context_length)
+
+
+def is_smaller(work: Workload, machine: Machine) -> bool:
+    """Whether the machine's GPUs have less memory than the run may need with its own microbatch."""
+    return work.needed_gib is not None and machine.memory_gib < work.needed_gib
+
+
+def largest_trained(machine: Machine, known: Sequence[KnownSpeed]) -> int | None:
+    """Sequences in the largest microbatch with which somebody trained on such a GPU."""
+    sizes = [each.layout.microbatch_size for each in known if is_same_device(each.device, machine.device)]
+    return max(sizes, default=None)
+
+
+def _memory_remark(work: Workload, machine: Machine, layout: BatchLayout, known: Sequence[KnownSpeed]) -> str:
+    unknown = work.memory is None and is_smaller(work, machine) and largest_trained(machine, known) is None
+    if not unknown:
+        return ""
+    return f"whether a microbatch of {layout.microbatch_size} fits is not known: -f there tells"
+
+
+def speed_on(
+    work: Workload, machine: Machine, layout: BatchLayout, known: Sequence[KnownSpeed]
+) -> Speed | CannotBeTold:
+    """How fast the run would be there: as known of such a machine, else by scale, else on paper."""
+    here = [each for each in known if is_same_device(each.device, machine.device)]
+    same = [each for each in here if each.layout.world_size == machine.gpus]
+    own = [each for each in same if each.run == work.run and each.layout == layout]
+    if own or same:
+        return _as_known(work, machine, layout, own or same)
+    paper = _paper(work, machine.device, layout)
+    if isinstance(paper, CannotBeTold):
+        return paper
+    return _by_scale(work, here or known, paper) or _around(paper, "on paper")
+
+
+def is_same_device(one: str, other: str) -> bool:
+    """Whether two names mean the same GPU."""
+    found = find_device(one)
+    return one == other if found is None else found == find_device(other)
+
+
+def _as_known(work: Workload, machine: Machine, layout: BatchLayout, known: Sequence[KnownSpeed]) -> Speed:
+    """The speeds of such machines, each as it is, and, where the batch was another, what arithmetic makes of that."""
+    adapted = [each.tokens_per_second * _gain(work, machine.device, each.layout, layout) for each in known]
+    all_of_them = [*adapted, *(each.tokens_per_second for each in known)]
+    runs = {each.run for each in known}
+    note = "" if runs == {work.run} else f"of {_names(runs)}"
+    sizes = sorted({each.layout.microbatch_size for each in known if each.layout != layout})
+    if sizes:
+        note += f"{note and ', '}with microbatches of {', '.join(map(str, sizes))}, here {layout.microbatch_size}"
+    return Speed(statistics.median(adapted), min(all_of_them), max(all_of_them), _kind(known), note)
+
+
+def _gain(work: Workload, device: str, there: BatchLayout, here: BatchLayout) -> float:
+    """How much faster one layout is than another by arithmetic; 1 where that does not cover it."""
+    before, after = (_paper(work, device, layout) for layout in (there, here))
+    return after / before if isinstance(before, float) and isinstance(after, float) else 1.0
+
+
+def _by_scale(work: Workload, known: Sequence[KnownSpeed], paper: float) -> Speed | None:
+    """The speed on paper, times the part of theirs on paper that others reached; None if none is known of both."""
+    shares = []
+    for each in known:
+        there = _paper(work, each.device, each.layout)
+        if isinstance(there, float):
+            shares.append((each.tokens_per_second / there, each.run))
+    if not shares:
+        return None
+    low, high = (bound(share for share, _ in shares) for bound in (min, max))
+    value = paper * statistics.median(share for share, _ in shares)
+    part = f"{low:.0%}" if len(shares) == 1 else f"{low:.0%} to {high:.0%}"
+    note = f"{part} of the speed on paper, as {_kind(known)} of {_names({run for _, run in shares})}"
+    if len(shares) == 1:
+        return replace(_around(value, "scaled"), note=note)
+    return Speed(value, paper * low, paper * high, "scaled", note)
+
+
+def _names(runs: set[str]) -> str:
+    """At most three: a comparison may have a hundred runs."""
+    shown = sorted(runs)[:NAMES]
+    return ", ".join(shown) + (f" and {len(runs) - NAMES} more" if len(runs) > NAMES else "")
+
+
+def _kind(known: Sequence[KnownSpeed]) -> Basis:
+    return "measured" if known[0].is_measured else "reported"
+
+
+def _around(value: float, basis: Basis) -> Speed:
+    return Speed(value, value * (1 - UNCERTAINTY), value * (1 + UNCERTAINTY), basis)
+
+
+def _paper(work: Workload, name: str, layout: BatchLayout) -> float | CannotBeTold:
+    """Tokens per second by arithmetic."""
+    device = find_device(name)
+    if device is None:
+        return CannotBeTold(f"no speed of {name} is known, nor on paper")
+    reason = why_not(work.train, layout.world_size)
+    if reason is not None:
+        return CannotBeTold(f"no speed of {layout.world_size} x {name} is known, and on paper {reason}")
+    return paper_speed(work.model, device, layout).tokens_per_second

@@ -1,0 +1,116 @@
+"""A projection onto other machines as text, 80 columns wide."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from harness.analysis.fits import CannotBeTold
+from harness.analysis.machines import PRICES, NoProjection, Projection, project, read_machines
+from harness.analysis.workloads import KnownSpeed, Workload, read_speeds, read_workload
+from harness.common.errors import UserError
+from harness.runs.directory import RunDirectory
+from harness.runs.planned_speed import three_digits
+
+COLUMNS = 79
+HEADINGS = ("machine", "$/h", "tokens/s", "hours", "dollars", "rests on")
+SMALL = 0.1  # below it two digits that are not 0, else two after the point
+
+
+def elsewhere(run: RunDirectory, others: Sequence[RunDirectory], prices: Path = PRICES) -> Iterator[str]:
+    """The table of one run, by the speeds that its folder and those of `others` tell.
+
+    Raises UserError for wrong files of the run, or a wrong list of prices; those of others are passed over.
+    """
+    machines, work = read_machines(prices), read_workload(run)
+    if isinstance(work, CannotBeTold):
+        yield from _wrapped(f"{run.path.name} elsewhere: {work}")
+        return
+    known = read_speeds(run)
+    for other in others:
+        if other.path.name != run.path.name:
+            known += _speeds_or_none(other)
+    yield from machines_table(work, project(work, machines, known))
+
+
+def _speeds_or_none(run: RunDirectory) -> list[KnownSpeed]:
+    with suppress(UserError):
+        return read_speeds(run)
+    return []
+
+
+def machines_table(work: Workload, projections: Sequence[Projection | NoProjection]) -> Iterator[str]:
+    """What a run would take and cost on each machine, and what that rests on, line by line."""
+    told = [each for each in projections if isinstance(each, Projection)]
+    yield from _wrapped(
+        f"{work.run} elsewhere: {work.tokens:,} tokens in global batches of {work.sequences:,} sequences. Training "
+        "alone: validation, checkpoints and set-up come on top."
+    )
+    if told:
+        yield ""
+        yield from _columns([HEADINGS, *(_row(each) for each in told)])
+        yield ""
+    reasons: dict[str, list[str]] = {}
+    for each in projections:
+        if isinstance(each, NoProjection):
+            reasons.setdefault(str(each.why), []).append(each.machine.machine)
+    for reason, names in reasons.items():
+        yield from _wrapped(f"{', '.join(names)}: {reason}")
+    yield from _notes(told)
+
+
+def _row(each: Projection) -> tuple[str, ...]:
+    speed = each.speed
+    return (
+        each.machine.machine,
+        f"{each.machine.price_per_hour:,.2f}",
+        f"{speed.value if speed.low == speed.high else three_digits(speed.value):,.0f}",
+        _range(each, each.hours),
+        _range(each, each.dollars),
+        speed.basis,
+    )
+
+
+def _range(each: Projection, quantity: Callable[[float], float]) -> str:
+    """A quantity that is inverse to the speed, and what it may come to."""
+    low, high = (_figure(quantity(speed)) for speed in (each.speed.high, each.speed.low))
+    return low if low == high else f"{low} to {high}"
+
+
+def _figure(number: float) -> str:
+    digits = 2 if number >= SMALL or not number else 1 - math.floor(math.log10(number))
+    return f"{number:,.{digits}f}"
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
+    for row in rows:
+        cells = [
+            text.ljust(width) if column in (0, len(HEADINGS) - 1) else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def _notes(told: Sequence[Projection]) -> Iterator[str]:
+    for each in told:
+        notes = [each.speed.note and f"{each.speed.basis}, {each.speed.note}", each.remark]
+        if any(notes):
+            yield from _wrapped(f"{each.machine.machine}: {'; '.join(note for note in notes if note)}")
+    if any(each.speed.basis == "reported" for each in told):
+        yield from _wrapped("Reported speeds are another program's, and were not measured here.")
+    if any(each.speed.basis == "on paper" for each in told):
+        yield from _wrapped("On paper: by arithmetic, which nobody has measured; docs/performance.md has it.")
+    prices: dict[tuple[str, str], list[str]] = {}
+    for each in told:
+        prices.setdefault((each.machine.date, each.machine.source), []).append(each.machine.machine)
+    for (date, source), names in prices.items():
+        which = "" if len(prices) == 1 else f" of {', '.join(names)}"
+        yield from _wrapped(f"Prices{which} of {date}: {source}; prices change: --prices FILE takes others.")
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, COLUMNS, subsequent_indent="  ")

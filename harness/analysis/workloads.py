@@ -1,0 +1,124 @@
+"""What a run trains, and how fast it has been trained, as far as its folder says: for projections onto other machines
+(harness/analysis/machines.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from harness.analysis.fits import CannotBeTold, Line, fit_search
+from harness.common.errors import UserError
+from harness.common.json_files import parse_config
+from harness.data.loader import BatchLayout, num_whole_batches
+from harness.model.config import ModelConfig, load_model_config
+from harness.runs.directory import RunDirectory
+from harness.runs.reported import Reported, read_reported
+from harness.runs.search_results import read_searches
+from harness.runs.summary import RunSummary, read_summary
+from harness.runs.train_config import TrainConfig, load_train_config
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A run's training: which model, with which batch, on how many tokens in all."""
+
+    run: str
+    model: ModelConfig
+    train: Mapping[str, Any]  # train.json, defaults filled in
+    layout: BatchLayout  # where it took place, or was reported
+    tokens: int
+    needed_gib: float | None = None  # at most, of one device, with that microbatch; None: not known
+    memory: Line | None = None  # GiB over the microbatch, by the run's searches with -f
+
+    @property
+    def sequences(self) -> int:
+        """Of a global batch."""
+        return self.layout.global_tokens // self.layout.context_length
+
+
+@dataclass(frozen=True)
+class KnownSpeed:
+    """How fast a run was trained on a machine."""
+
+    run: str
+    is_measured: bool  # by this program; else somebody reported it
+    device: str
+    layout: BatchLayout
+    model: ModelConfig
+    train: Mapping[str, Any]
+    tokens_per_second: float  # of training alone
+
+
+def read_workload(run: RunDirectory) -> Workload | CannotBeTold:
+    """A run's work, trained or not. Raises UserError for files of the run that are wrong."""
+    config, model = load_train_config(run.train_json), load_model_config(run.model_json)
+    summary = read_summary(run.summary) if run.summary.exists() else None
+    reported = read_reported(run)
+    layout = _layout(config, model.context_length, summary, reported)
+    tokens = _tokens(config, layout, summary)
+    if tokens is None:
+        return CannotBeTold("its min_train_tokens is -1, all there is, and it has not trained yet")
+    needed = summary.peak_memory_gib if summary else reported.memory_gib if reported else None
+    train = config.model_dump(mode="json")
+    return Workload(run.path.name, model, train, layout, tokens, needed, _memory(run, model))
+
+
+def _layout(
+    config: TrainConfig, context_length: int, summary: RunSummary | None, reported: Reported | None
+) -> BatchLayout:
+    """As it was trained; else as it is reported, if train.json still has that microbatch; else on one device."""
+    if summary is not None and summary.microbatch_size and summary.accumulation_steps:
+        return BatchLayout(summary.world_size, summary.accumulation_steps, summary.microbatch_size, context_length)
+    there = None if reported is None else reported.layout
+    if there is not None and (there.microbatch_size, there.context_length) == (config.microbatch_size, context_length):
+        return there
+    return BatchLayout(1, config.accumulation_steps(1), config.microbatch_size, context_length)
+
+
+def _tokens(config: TrainConfig, layout: BatchLayout, summary: RunSummary | None) -> int | None:
+    if config.min_train_tokens != -1:
+        return num_whole_batches(config.min_train_tokens, 2**62, layout.global_tokens) * layout.global_tokens
+    return None if summary is None else summary.tokens_seen or None
+
+
+def _memory(run: RunDirectory, model: ModelConfig) -> Line | None:
+    """By the search of this model that has the most peaks."""
+    lines = [
+        line
+        for search in read_searches(run).found
+        if search.model == model.model_dump(mode="json") and isinstance(line := fit_search(search), Line)
+    ]
+    return max(lines, key=lambda line: len(line.points), default=None)
+
+
+def read_speeds(run: RunDirectory) -> list[KnownSpeed]:
+    """What a run's folder tells of speeds: one that was measured long enough to be believed, and one that is reported.
+
+    Raises UserError for files of the run that are wrong.
+    """
+    summary = read_summary(run.summary) if run.summary.exists() else None
+    found = [_measured(run, summary) if summary else None, _reported(run, read_reported(run))]
+    return [each for each in found if each is not None]
+
+
+def _measured(run: RunDirectory, summary: RunSummary) -> KnownSpeed | None:
+    speed, measured = summary.tokens_per_second, summary.measured
+    if speed is None or speed <= 0 or measured is None or not measured.is_believable:
+        return None
+    if not summary.model or not summary.microbatch_size or not summary.accumulation_steps:
+        return None
+    try:
+        model = parse_config(ModelConfig, summary.model, run.summary)
+    except UserError:  # a later version's, with keys that this one does not know
+        return None
+    layout = BatchLayout(summary.world_size, summary.accumulation_steps, summary.microbatch_size, model.context_length)
+    return KnownSpeed(run.path.name, True, summary.device, layout, model, summary.train, speed)
+
+
+def _reported(run: RunDirectory, reported: Reported | None) -> KnownSpeed | None:
+    if reported is None or reported.model is None or reported.layout is None or not reported.training_speed:
+        return None
+    model = parse_config(ModelConfig, reported.model, run.reported)
+    speed = reported.training_speed
+    return KnownSpeed(run.path.name, False, reported.device, reported.layout, model, reported.train, speed)

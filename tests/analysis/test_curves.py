@@ -1,0 +1,111 @@
+"""Losses of several runs along an axis, and where their labels go."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.analysis.curves import AXES, Curve, CurveSource, choose_axis, curves_of, shown_range
+from harness.common.errors import UserError
+from harness.runs.metrics import Event, TrainEvent, ValidationEvent
+
+
+def events(losses: Sequence[float | None], kind: type[Event] = ValidationEvent, seconds: float = 36.0) -> list[Event]:
+    """One every ten steps of 100 tokens, and so many seconds apart."""
+    return [
+        kind(global_step=10 * at, tokens_seen=1000 * at, seconds=seconds * at, loss=loss)  # type: ignore[call-arg]
+        for at, loss in enumerate(losses)
+    ]
+
+
+RUN = CurveSource("a", events([5.0, 4.0, 3.0]), flops_per_token=7, price_per_hour=2.0)
+
+
+@pytest.mark.parametrize(
+    ("axis", "places"),
+    [
+        ("steps", [0, 10, 20]),
+        ("tokens", [0, 1000, 2000]),
+        ("hours", [0, 0.01, 0.02]),
+        ("dollars", [0, 0.02, 0.04]),
+        ("flops", [0, 7000, 14000]),
+    ],
+)
+def test_each_axis(axis: str, places: list[float]) -> None:
+    [curve], problems = curves_of([RUN], AXES[axis])
+    assert curve.x == pytest.approx(places)
+    assert curve.y == [5.0, 4.0, 3.0]
+    assert (curve.label, curve.runs, problems) == ("a", 1, [])
+
+
+def test_replicates_are_one_curve_with_a_band() -> None:
+    other = CurveSource("b", events([5.0, 4.4, 3.2, 3.0], seconds=72.0))
+    [curve], _ = curves_of([RUN, other], AXES["hours"], {"both": ["a", "b"]})
+    assert curve.x == pytest.approx([0, 0.015, 0.03]), "of the points that both have"
+    assert curve.y == pytest.approx([5.0, 4.2, 3.1])
+    assert (curve.low, curve.high) == ([5.0, 4.0, 3.0], [5.0, 4.4, 3.2])
+    assert (curve.label, curve.runs) == ("both", 2)
+
+
+def test_the_lowest_comes_first() -> None:
+    sources = [CurveSource("high", events([5, 4])), CurveSource("low", events([5, 3]))]
+    assert [curve.label for curve in curves_of(sources, AXES["steps"])[0]] == ["low", "high"]
+
+
+def test_training_losses_where_a_run_does_not_validate() -> None:
+    both = [*events([9.0, 9.0]), *events([5.0, 4.0], TrainEvent)]
+    other = CurveSource("b", events([3.0, 2.0], TrainEvent))
+    assert [curve.y for curve in curves_of([CurveSource("a", both), other], AXES["steps"])[0]] == [[3, 2], [5, 4]]
+
+
+def test_losses_that_are_not_finite_are_left_out() -> None:
+    [curve], _ = curves_of([CurveSource("a", events([5.0, None, 3.0]))], AXES["steps"])
+    assert curve.x == [0, 20]
+
+
+def test_what_cannot_be_drawn_is_said_and_the_rest_is_drawn() -> None:
+    sources = [RUN, CurveSource("free", events([5.0, 4.0])), CurveSource("new", events([5.0]))]
+    curves, problems = curves_of(sources, AXES["dollars"])
+    assert [curve.label for curve in curves] == []
+    assert problems == [
+        "a: nothing to draw: 0 losses in metrics.jsonl",  # of training, since one run has not validated twice
+        'free: no "price_per_hour" in its train.json, so that its losses have no dollars',
+        'new: no "price_per_hour" in its train.json, so that its losses have no dollars',
+    ]
+    curves, problems = curves_of(sources[:2], AXES["flops"])
+    assert [curve.label for curve in curves] == ["a"]
+    assert problems == ["free: its FLOPs per token are not known"]
+
+
+def test_an_axis_that_there_is_not() -> None:
+    assert choose_axis("tokens").label == "tokens seen"
+    with pytest.raises(UserError, match=r'no axis "token"; there is steps, tokens, .*; did you mean tokens\?'):
+        choose_axis("token")
+
+
+def test_the_steep_beginning_is_cut_off() -> None:
+    curve = Curve("a", [0, 1, 50, 100], [11.0, 9.0, 4.0, 3.0])
+    low, high = shown_range([curve], {"a reference": 2.0})
+    assert 1.8 < low < 2.0
+    assert 4.0 < high < 4.2
+
+
+@settings(deadline=None)  # it loads matplotlib
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12).map(sorted))
+def test_labels_are_apart_and_in_order(places: list[float]) -> None:
+    from harness.analysis.charts import spread  # here, since every process that runs tests loads this file
+
+    found = spread(places, 0.05)
+    assert all(after - before >= 0.05 - 1e-9 for before, after in itertools.pairwise(found))
+    assert sum(found) == pytest.approx(sum(places), abs=1e-6), "none is moved further than its neighbours make it"
+
+
+def test_a_label_with_room_stays_where_its_curve_ends() -> None:
+    from harness.analysis.charts import spread
+
+    assert spread([0.1, 0.5, 0.9], 0.05) == [0.1, 0.5, 0.9]
+    assert spread([0.5, 0.5], 0.1) == pytest.approx([0.45, 0.55])

@@ -1,0 +1,155 @@
+"""The figures that ship with the notebook's runs: each agrees with the others as far as its source does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.common.errors import UserError
+from harness.common.json_files import read_json_object
+from harness.data.loader import num_whole_batches
+from harness.runs.directory import RunDirectory
+from harness.runs.reported import Reported, read_reported
+from harness.runs.train_config import load_train_config
+from tests.runs.test_shipped_runs import MACHINES
+from tests.support.isolation import SHIPPED_RUNS
+
+# Whole seconds, dollars, validations, seconds of each, their dollars, dollars and seconds without them: the source's
+# table of costs.
+COSTS: dict[str, tuple[float, ...]] = {
+    "8xa100m40": (13_904, 39.86, 50, 30, 4.30, 35.56, 12_404),
+    "8xh100m80": (6_650, 44.19, 24, 38, 6.06, 38.13, 5_738),
+    "8xa100m80": (11_532, 45.87, 24, 66, 6.30, 39.57, 9_948),
+    "8xb200m160": (4_190, 46.46, 11, 60, 7.32, 39.14, 3_530),
+}
+# Final losses of training and validation, test loss, score of instructions.
+LOSSES: dict[str, tuple[float, ...]] = {
+    "8xa100m40": (3.720, 3.675, 3.674, 17.09),
+    "8xh100m80": (4.091, 3.729, 3.725, 11.98),
+    "8xa100m80": (3.771, 3.723, 3.730, 11.71),
+    "8xb200m160": (3.865, 3.770, 3.771, 13.89),
+}
+
+
+def shipped(name: str) -> Reported:
+    found = read_reported(RunDirectory(SHIPPED_RUNS / name))
+    assert found is not None
+    return found
+
+
+def values(name: str, *figures: str) -> tuple[float | None, ...]:
+    reported = shipped(name)
+    return tuple(reported.value(figure) for figure in figures)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_the_table_of_costs(name: str) -> None:
+    names = (
+        *("train_dollars", "validation_runs", "validation_seconds_each", "validation_dollars"),
+        *("dollars_without_validation", "seconds_without_validation"),
+    )
+    seconds, dollars, runs, each, validation, without, seconds_without = COSTS[name]
+    assert values(name, *names) == (dollars, runs, each, validation, without, seconds_without)
+    price = shipped(name).value("price_per_hour")
+    assert price == MACHINES[name][1]
+    printed = shipped(name).value("train_seconds")
+    assert printed is not None
+    assert int(printed) == seconds
+    # The source reckons its dollars by whole seconds.
+    assert round(seconds * price / 3600, 2) == dollars
+    assert round(runs * each * price / 3600, 2) == validation
+    assert round(dollars - validation, 2) == without
+    assert seconds - runs * each == seconds_without == shipped(name).seconds_without_validation
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_seconds_tokens_and_speed_agree(name: str) -> None:
+    microbatch, _, steps, tokens = MACHINES[name]
+    reported = shipped(name)
+    seconds = reported.value("train_seconds")
+    assert seconds is not None
+    assert reported.value("tokens_seen") == tokens
+    assert reported.value("tokens_per_second") == round(tokens / seconds) == reported.whole_run_speed
+    assert reported.training_speed == tokens / COSTS[name][-1]
+    assert reported.value("global_steps") in (steps, None)
+    layout = reported.layout
+    assert layout is not None
+    assert (layout.world_size, layout.accumulation_steps, layout.microbatch_size) == (8, 1, microbatch)
+    assert layout.global_tokens * steps == tokens
+    assert num_whole_batches(3_260_190_720, 2**62, layout.global_tokens) == steps
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_the_losses(name: str) -> None:
+    figures = ("final_train_loss", "final_validation_loss", "test_loss", "instruction_score")
+    assert values(name, *figures) == LOSSES[name]
+
+
+def test_the_checkpoint_that_was_not_the_best() -> None:
+    assert values("8xh100m80", "test_loss_latest", "instruction_score_latest") == (3.734, 17.91)
+
+
+def test_the_run_on_one_gpu() -> None:
+    reported = shipped("original")
+    assert values("original", "test_loss", "instruction_score", "microbatch_size") == (3.944, 16.01, 6)
+    assert (reported.gpus, reported.memory_gib, reported.device) == (1, 24, "RTX 3090")
+    assert reported.whole_run_speed is None, "it is reported of the beginning alone"
+    assert reported.training_speed == 19_678
+    assert 3_260_190_720 / reported.training_speed / 3600 == pytest.approx(46.0, abs=0.1), "its bar said 46:02:23"
+
+
+@pytest.mark.parametrize("name", [*MACHINES, "original"])
+def test_every_figure_has_a_unit_and_a_place(name: str) -> None:
+    reported = shipped(name)
+    assert reported.address is not None
+    assert reported.address.startswith("https://www.gilesthomas.com/2026/01/")
+    assert reported.model == read_json_object(SHIPPED_RUNS / name / "model.json")
+    for figure in reported.figures.values():
+        assert figure.unit
+        assert len(figure.place) > 15
+    config = load_train_config(SHIPPED_RUNS / name / "train.json")
+    assert reported.value("microbatch_size") == config.microbatch_size
+
+
+def write(folder: Path, **changes: Any) -> RunDirectory:
+    values = read_json_object(SHIPPED_RUNS / "8xa100m40" / "reported.json") | changes
+    (folder / "reported.json").write_text(json.dumps(values))
+    return RunDirectory(folder)
+
+
+def test_nothing_reported(tmp_path: Path) -> None:
+    assert read_reported(RunDirectory(tmp_path)) is None
+
+
+def test_a_misspelt_key_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r'reported.json: key "gpu": unknown; did you mean "gpus"'):
+        read_reported(write(tmp_path, gpu=8))
+
+
+@pytest.mark.parametrize("value", [-1, 1e19, "13", None])
+def test_a_figure_that_is_none_is_named(tmp_path: Path, value: Any) -> None:
+    figures = {"test_loss": {"value": value, "unit": "nats per token", "place": "table 1"}}
+    with pytest.raises(UserError, match=r'reported.json: key "figures.test_loss.value": ') as caught:
+        read_reported(write(tmp_path, figures=figures))
+    assert "\n" not in str(caught.value)
+
+
+def test_what_the_figures_leave_open_is_none(tmp_path: Path) -> None:
+    def figures(**given: float) -> Reported:
+        made = {name: {"value": value, "unit": "x", "place": "y"} for name, value in given.items()}
+        found = read_reported(write(tmp_path, figures=made))
+        assert found is not None
+        return found
+
+    assert [figures().training_speed, figures().whole_run_speed, figures().layout] == [None, None, None]
+    whole = {"tokens_seen": 1000.0, "train_seconds": 100.0, "tokens_per_second": 10.0}
+    assert figures(**whole).training_speed is None, "how long validation took is not known"
+    assert figures(**whole, validation_runs=10.0, validation_seconds_each=5.0).training_speed == 20.0
+    assert figures(**whole, validation_runs=10.0, validation_seconds_each=50.0).training_speed is None
+    assert figures(microbatch_size=13.0, global_batch_size=100.0).layout is None
+    assert figures(microbatch_size=0.5, global_batch_size=4.0).layout is None
+    nothing = figures(**dict.fromkeys([*whole, "seconds_without_validation"], 0.0))
+    assert [nothing.training_speed, nothing.whole_run_speed] == [None, None]
