@@ -126,7 +126,8 @@ def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | N
         runner = SweepRunner(found.runs, planner, Path(__file__).with_name("ddp_train.py"), max_dollars)
         plan_sweep(found, planner).check_disk(runs_dir)
         survive_closed_output(runner.hang_up)
-        print(f"Sweep {found.name}: {len(runner.waiting):,} of {len(found.runs):,} runs are to be trained", flush=True)
+        say(f"Sweep {found.name}: {len(runner.waiting):,} of {len(found.runs):,} runs are to be trained")
+        say("What they print goes to sweep.log in their folders.")
         leave(runner.run(say), found.runs)
 
 

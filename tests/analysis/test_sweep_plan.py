@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from harness.analysis.derived_runs import write_runs
+from harness.analysis.sweep_attempt import device_groups
 from harness.analysis.sweep_plan import (
     AssumedSpeed,
     MachineUse,
@@ -19,7 +20,6 @@ from harness.analysis.sweep_plan import (
     plan_sweep,
     visible_gpus,
 )
-from harness.analysis.sweep_run import device_groups
 from harness.common import gpu_names
 from harness.common.errors import UserError
 from tests.support.launch import Workshop

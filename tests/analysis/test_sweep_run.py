@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from harness.analysis.derived_runs import write_runs
+from harness.analysis.sweep_attempt import training_command
 from harness.analysis.sweep_plan import AssumedSpeed, MachineUse, Planner
-from harness.analysis.sweep_run import STOPPING_SIGNALS, Ends, SweepRunner, describe_ends, training_command
+from harness.analysis.sweep_run import STOPPING_SIGNALS, Ends, SweepRunner, describe_ends
 from harness.analysis.sweep_standing import describe_standings, read_attempts, standing_of
 from harness.analysis.sweeps import SweepRuns
 from harness.common.errors import UserError
