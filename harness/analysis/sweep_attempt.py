@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -109,7 +110,8 @@ class Attempt:
             dollars=round((self.before.dollars or 0.0) + self.dollars, 6) if has_price else None,
             exit_status=exit_status,
         )
-        write_attempts(self.run, record)
+        with suppress(OSError):  # a full disk, say: no reason to end the other runs
+            write_attempts(self.run, record)
 
     def stop(self) -> None:
         """Ask it, once, to end with a checkpoint."""

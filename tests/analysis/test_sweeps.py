@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from harness.common.errors import RunError, UserError
 from harness.common.files import SAFE_NAME
 from harness.model.config import load_model_config
 from harness.runs.train_config import load_train_config
+from tests.support.isolation import ROOT, SHIPPED_RUNS
 from tests.support.launch import Workshop
 from tests.support.sweeping import command
 
@@ -136,6 +138,17 @@ def test_the_schema_knows_the_keys_of_both_files() -> None:
 
 def test_an_editors_key_is_no_part_of_it(shop: Workshop) -> None:
     assert len(load(shop, **{"$schema": "sweep.schema.json"}, vary={"random_seed": [1]}).runs) == 1
+
+
+def test_the_documented_files_are_sweeps_of_the_shipped_runs(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "comparing-sweeps.md").read_text(encoding="utf-8")
+    files = re.findall(r"^    \{\n.*?^    \}$", text, re.MULTILINE | re.DOTALL)
+    counts = []
+    for file in files:
+        (tmp_path / "lr.json").write_text(file)
+        sweep = load_sweep(tmp_path / "lr.json", SHIPPED_RUNS)
+        counts.append(len(sweep.runs))
+    assert counts == [6, 4]
 
 
 # What it refuses
