@@ -72,6 +72,8 @@ BEFORE_TORCH = [
     "harness.analysis.runs_table",
     "harness.analysis.table_text",
     "harness.analysis.table_fits",
+    "harness.analysis.sweep_run",
+    "harness.analysis.cluster_files",
 ]
 HELP_SECONDS = 0.5  # of a processor: those on the clock are the machine's business
 SLOW = {"torch", "matplotlib", "transformers", "openai", "lm_eval", "pyarrow", "huggingface_hub"}

@@ -140,16 +140,15 @@ def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
     """What it takes at that speed. Validation is an estimate; saving checkpoints is not in it."""
     if speed.tokens_per_second is None:
         return [("time and cost", f"unknown: {speed.source}")]
-    training, validating = _seconds(plan, speed, speed.tokens_per_second)
+    parts = planned_seconds(plan, speed)
+    training, validating = parts["training"], parts["validation"]
     over = "training and validation together" if speed.includes_validation else "training alone, without validation"
     said = f"{speed.tokens_per_second:,.0f} tokens/s of {over}\n({speed.source})"
     told = "estimated" if speed.training_share is None else "as reported"
     time = f"{_hours(training)} training + {_hours(validating)} validation ({told})"
     if speed.includes_validation and training:
         time += f"\n= {_hours(training + validating)}, at {plan.tokens() / training:,.0f} tokens/s of training"
-    parts = {"training": training, "validation": validating}
-    if plan.benchmarks() and speed.benchmark_seconds is not None:
-        parts["benchmarks"] = plan.benchmarks() * speed.benchmark_seconds
+    if "benchmarks" in parts:
         time += f"\n+ {_hours(parts['benchmarks'])} benchmarks, as this run's earlier ones"
     cost = _cost(plan.config.price_per_hour, parts)
     if speed.uncertainty:
@@ -158,6 +157,17 @@ def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
         if price is not None:
             cost += f"\non paper: {_range(seconds * price / 3600, speed.uncertainty, '${:,.2f}'.format)}"
     return [("speed", said), ("time", time), ("cost", cost)]
+
+
+def planned_seconds(plan: Plan, speed: PlannedSpeed) -> dict[str, float]:
+    """How long each phase of the plan takes: training, validation, and the benchmarks if there are any and their time
+    is known. Start-up and checkpoints are not in it. The speed must be known, and the plan's position."""
+    assert speed.tokens_per_second is not None
+    training, validating = _seconds(plan, speed, speed.tokens_per_second)
+    parts = {"training": training, "validation": validating}
+    if plan.benchmarks() and speed.benchmark_seconds is not None:
+        parts["benchmarks"] = plan.benchmarks() * speed.benchmark_seconds
+    return parts
 
 
 def _range(quantity: float, uncertainty: float, write: Callable[[float], str]) -> str:

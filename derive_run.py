@@ -1,0 +1,47 @@
+"""Derive a run from another one: the same two files with some keys changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from harness.common.errors import UserError, one_line_errors
+from harness.common.options import Command
+
+
+@click.command(cls=Command)
+@click.argument("base")
+@click.argument("new")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A key of model.json or train.json.")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path) -> None:
+    """Make the run NEW like BASE, with some keys changed.
+
+    VALUE is JSON, or else text; null leaves the key out. NEW gets a derived.json that names BASE and what differs.
+    Several runs at once are a sweep: sweep_runs.py.
+
+    \b
+        uv run derive_run.py quickstart faster --set learning_rate=0.003
+    """
+    with one_line_errors():
+        from harness.analysis.derived_runs import Base, derive, write_runs
+        from harness.analysis.sweeps import parse_settings
+        from harness.common.files import check_name
+
+        folder = runs_dir / check_name(new, "run")
+        changes = parse_settings(settings)
+        parent = Base.load(runs_dir, base)
+        if folder.exists():
+            raise UserError(f"{folder}: is there already; choose another name, or move it away")
+        run = derive(parent, new, changes)
+        write_runs([run])
+        click.echo(f"{folder}: {parent.run.path.name} with")
+        for key, difference in run.derivation.differs.items():
+            click.echo(f"  {key}: {difference.base} -> {difference.here}")
+        if not run.derivation.differs:
+            click.echo("  no difference")
+
+
+if __name__ == "__main__":
+    main()

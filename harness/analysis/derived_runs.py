@@ -1,0 +1,205 @@
+"""Runs that are derived from another one: its two files with some keys changed, checked before anything is written.
+
+Each derived folder has a derived.json that names the run it comes from and what differs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, JsonValue
+
+from harness.common.errors import RunError, UserError
+from harness.common.files import check_name, draft_folder, sync
+from harness.common.json_files import parse_config, read_json_object
+from harness.common.messages import nearest, quoted
+from harness.common.other_names import advice
+from harness.data.dataset import dataset_folder
+from harness.model.config import ModelConfig, load_model_config
+from harness.runs.directory import RunDirectory
+from harness.runs.experiment import Experiment, first_difference
+from harness.runs.notebook_keys import translate_upstream
+from harness.runs.train_config import TrainConfig, load_train_config
+
+MODEL_KEYS = (*ModelConfig.model_fields, *ModelConfig.other_keys)
+TRAIN_KEYS = tuple(TrainConfig.model_fields)
+DERIVED = "derived.json"
+# A key that is set takes the place of the base's keys that say the same in another way.
+ALTERNATIVES = {
+    "depth": ("n_layers", "n_heads", "emb_dim"),
+    "global_batch_size": ("gradient_accumulation_steps",),
+    "gradient_accumulation_steps": ("global_batch_size",),
+    "warmup_steps": ("warmup_period_percent",),
+    "warmup_period_percent": ("warmup_steps",),
+}
+
+Changes = Mapping[str, JsonValue]
+
+
+class Difference(BaseModel):
+    """One setting in the base and in the derived run, defaults filled in."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    base: JsonValue
+    here: JsonValue
+
+
+class Derivation(BaseModel):
+    """A derived.json. `differs` was worked out when the run was made; the base may have been changed since."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
+
+    parent: str
+    sweep: str | None = None  # by whose file it was made; None: by derive_run.py
+    differs: dict[str, Difference] = {}
+
+
+@dataclass(frozen=True)
+class Base:
+    """A run to derive others from. `model` and `train` are what its files say, in today's spelling."""
+
+    run: RunDirectory
+    model: dict[str, Any]
+    train: dict[str, Any]
+    configs: dict[str, Any]  # both, with defaults
+
+    @classmethod
+    def load(cls, runs_dir: Path, name: str) -> Base:
+        """Raises UserError for a run that is not there or that is wrong."""
+        run = RunDirectory.find(runs_dir, name)
+        model, train = load_model_config(run.model_json), load_train_config(run.train_json)
+        raw = translate_upstream(read_json_object(run.train_json))
+        return cls(run, read_json_object(run.model_json), raw, _settings(model, train))
+
+
+@dataclass(frozen=True)
+class DerivedRun:
+    """A run that may not be on the disk yet. `model` and `train` are the contents of its two files."""
+
+    run: RunDirectory
+    model: dict[str, Any]
+    train: dict[str, Any]
+    model_config: ModelConfig
+    train_config: TrainConfig
+    derivation: Derivation
+
+    @property
+    def name(self) -> str:
+        return self.run.path.name
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All keys of both files, with defaults."""
+        return _settings(self.model_config, self.train_config)
+
+    def experiment(self, datasets_dir: Path) -> Experiment:
+        return Experiment(self.run, self.train_config, self.model_config, datasets_dir)
+
+    def is_made(self) -> bool:
+        """Whether its folder is there. Raises UserError if that holds another run."""
+        folder = self.run.path
+        if not os.path.lexists(folder):
+            return False
+        if not folder.is_dir():
+            raise UserError(f"{folder}: not a folder; move it away, or choose another name")
+        there = _settings(load_model_config(self.run.model_json), load_train_config(self.run.train_json))
+        difference = first_difference(there, self.settings)
+        if difference:
+            raise UserError(
+                f"{folder}: there is another run of this name ({difference}); move it away, or give the sweep "
+                'another "name"'
+            )
+        return True
+
+
+def _settings(model: ModelConfig, train: TrainConfig) -> dict[str, Any]:
+    return {**model.model_dump(mode="json"), **train.model_dump(mode="json")}
+
+
+def check_key(key: str) -> None:
+    """Raises ValueError, with the nearest one, for a name that is no key of model.json or train.json."""
+    if key in MODEL_KEYS or key in TRAIN_KEYS:
+        return
+    known = advice(key, "train.json")
+    near = nearest(key, [*MODEL_KEYS, *TRAIN_KEYS])
+    said = known[1] if known else "unknown" + (f'; did you mean "{near}"?' if near else "")
+    raise ValueError(f"key {quoted(key)}: {said}")
+
+
+def derive(base: Base, name: str, changes: Changes, sweep: str | None = None) -> DerivedRun:
+    """The run that `base` becomes under the name `name` with some keys changed; null leaves a key out, so that its
+    default holds. Nothing is written.
+
+    Raises UserError, naming the file that would be wrong, for what could not be trained.
+    """
+    for key in changes:
+        try:
+            check_key(key)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+    run = RunDirectory(base.run.path.parent / check_name(name, "run"))
+    model = _changed(base.model, {key: value for key, value in changes.items() if key in MODEL_KEYS})
+    train = _changed(base.train, {key: value for key, value in changes.items() if key in TRAIN_KEYS})
+    if "initial_weights" in base.train and "initial_weights" not in changes:  # a path as seen from the run's folder
+        train["initial_weights"] = _seen_from_beside(base, str(base.train["initial_weights"]))
+    configs = (parse_config(ModelConfig, model, run.model_json), parse_config(TrainConfig, train, run.train_json))
+    dataset_folder(run.path, configs[1].dataset)  # a name that cannot be one is noticed here
+    settings = _settings(*configs)
+    differs = {
+        key: Difference(base=base.configs[key], here=value)
+        for key, value in settings.items()
+        if base.configs[key] != value and (key != "initial_weights" or key in changes)
+    }
+    derivation = Derivation(parent=base.run.path.name, sweep=sweep, differs=differs)
+    return DerivedRun(run, model, train, *configs, derivation)
+
+
+def _changed(values: dict[str, Any], changes: Changes) -> dict[str, Any]:
+    replaced = {other for key, value in changes.items() if value is not None for other in ALTERNATIVES.get(key, ())}
+    kept = {key: value for key, value in values.items() if key not in replaced}
+    return {key: value for key, value in {**kept, **changes}.items() if key not in changes or value is not None}
+
+
+def _seen_from_beside(base: Base, path: str) -> str:
+    return path if os.path.isabs(path) else os.path.normpath(os.path.join("..", base.run.path.name, path))
+
+
+def write_runs(runs: Sequence[DerivedRun]) -> None:
+    """Make the folders of these runs, all in the same folder and none of them there yet: all, or none.
+
+    Raises RunError if one cannot be written; what a killed process left is whole runs only.
+    """
+    if not runs:
+        return
+    folder = runs[0].run.path.parent
+    made: list[Path] = []
+    try:
+        with draft_folder(folder / f".{runs[0].name}.partial-{os.getpid()}") as draft:
+            for run in runs:
+                _write_run(draft / run.name, run)
+            for run in runs:
+                (draft / run.name).rename(run.run.path)
+                made.append(run.run.path)
+            draft.rmdir()
+            sync(folder)
+    except OSError as error:
+        for path in made:
+            shutil.rmtree(path, ignore_errors=True)
+        raise RunError(f"{error.filename or folder}: the runs cannot be written: {error.strerror}") from None
+
+
+def _write_run(folder: Path, run: DerivedRun) -> None:
+    folder.mkdir()
+    contents = {"model.json": run.model, "train.json": run.train, DERIVED: run.derivation.model_dump(mode="json")}
+    for name, values in contents.items():
+        path = folder / name
+        path.write_text(json.dumps(values, indent=4, allow_nan=False) + "\n", encoding="utf-8")
+        sync(path)
+    sync(folder)

@@ -1,0 +1,231 @@
+"""Running a sweep: each run by the command that trains a single one, in a process of its own, until all are finished.
+
+What is done is read from the runs' folders each time, so that a sweep that was killed goes on where its runs are.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from harness.analysis.derived_runs import DerivedRun
+from harness.analysis.sweep_attempt import Attempt, DeviceGroup, device_groups
+from harness.analysis.sweep_plan import Planner, RunPlan
+from harness.analysis.sweep_standing import (
+    LOG,
+    dollars_spent,
+    end_of_log,
+    read_attempts,
+    standing_of,
+    summary_of,
+    write_attempts,
+)
+from harness.common.errors import RunError, RunStopped, UserError
+from harness.common.lock import is_held
+from harness.data.dataset import is_present
+
+POLL_SECONDS = 0.2
+NOTE_SECONDS = 5.0  # what a killed sweep forgets of its costs at most
+STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Ends:
+    """How the runs that were not finished ended, by their names."""
+
+    finished: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    stopped: list[str] = field(default_factory=list)
+    not_begun: list[str] = field(default_factory=list)
+    reason: str = ""  # why some were stopped or not begun
+    signal: int = 0
+
+
+class SweepRunner:
+    """Runs what is not finished of some runs. `planner` says what is left of a run, `max_dollars` limits what all of
+    `runs` may cost together, with what they have cost before."""
+
+    def __init__(self, runs: Sequence[DerivedRun], planner: Planner, script: Path, max_dollars: float | None) -> None:
+        self.runs = runs
+        unpriced = [run.name for run in runs if run.train_config.price_per_hour is None]
+        if max_dollars is not None and unpriced:
+            raise UserError(
+                f'--max-dollars: train.json of {unpriced[0]} has no "price_per_hour", so that nothing would count; put '
+                'it into the sweep\'s "set", and make the sweep anew under another name'
+            )
+        self.planner = planner
+        self.script = script
+        self.max_dollars = max_dollars
+        self.free = device_groups(planner.use)
+        self.waiting = [run for run in runs if summary_of(run) is None]
+        self.attempts: list[Attempt] = []
+        self.spent_before = sum(map(dollars_spent, runs))
+        self.spent = 0.0  # since this object was made
+        self.ends = Ends()
+        self._said_waiting: set[str] = set()
+
+    def run(self, say: Say) -> Ends:
+        """Return when all are finished or have failed, or when a signal or the budget has ended it."""
+        self._listen()
+        last = time.monotonic()
+        while self.attempts or (self.waiting and not self.ends.reason):
+            self._stop_if_due(say)
+            if not self.ends.reason:
+                self._start_what_can(say)
+            time.sleep(POLL_SECONDS)
+            now = time.monotonic()
+            self._account(now - last)
+            last = now
+            for attempt in [each for each in self.attempts if each.process.poll() is not None]:
+                self._end(attempt, say)
+        self.ends.not_begun = [run.name for run in self.waiting]
+        return self.ends
+
+    def _listen(self) -> None:
+        for number in STOPPING_SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup's, say
+                signal.signal(number, self._note_signal)
+
+    def _note_signal(self, number: int, frame: FrameType | None) -> None:
+        self.ends.signal = self.ends.signal or number
+
+    def hang_up(self) -> None:
+        """Nobody reads what is said any more."""
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            self._note_signal(signal.SIGHUP, None)
+
+    def _account(self, seconds: float) -> None:
+        """Share out what the machine has cost in so many seconds among the runs under way."""
+        for attempt in self.attempts:
+            price = attempt.run.train_config.price_per_hour or 0.0
+            dollars = seconds * price / 3600 / len(self.attempts)
+            attempt.dollars += dollars
+            self.spent += dollars
+            if time.monotonic() - attempt.noted > NOTE_SECONDS:
+                attempt.note()
+
+    def _stop_if_due(self, say: Say) -> None:
+        if self.ends.signal:
+            self.ends.reason = f"stopped by {signal.Signals(self.ends.signal).name}"
+        elif self.max_dollars is not None and self.spent_before + self.spent >= self.max_dollars:
+            self.ends.reason = f"--max-dollars {self.max_dollars:,.2f} are spent"
+        else:
+            return
+        going_on = [attempt for attempt in self.attempts if not attempt.is_stopped]
+        if going_on:
+            names = ", ".join(attempt.run.name for attempt in going_on)
+            say(f"{self.ends.reason}: waiting for the checkpoints of {names}")
+        for attempt in going_on:
+            attempt.stop()
+
+    def _start_what_can(self, say: Say) -> None:
+        while self.free:
+            run = next((run for run in self.waiting if self._can_start(run, say)), None)
+            if run is None:
+                return
+            try:
+                planned = self.planner.plan(run)
+            except UserError as error:
+                self.waiting.remove(run)
+                self._refuse(run, str(error), say)
+                continue
+            if not self._is_affordable(planned, say):
+                return
+            self.waiting.remove(run)
+            self._start(planned, self.free.pop(0), say)
+
+    def _refuse(self, run: DerivedRun, reason: str, say: Say) -> None:
+        """A run that training would refuse has failed."""
+        with (run.run.path / LOG).open("a", encoding="utf-8") as log:
+            log.write(f"error: {reason}\n")
+        before = read_attempts(run)
+        write_attempts(run, before.model_copy(update={"exit_status": UserError.exit_status}))
+        self.ends.failed.append(run.name)
+        say(f"{run.name}: failed: {reason}")
+
+    def _can_start(self, run: DerivedRun, say: Say) -> bool:
+        """Not if another process trains it, such as one that a killed sweep has left, or if another run is fetching
+        its dataset."""
+        if is_held(run.run.path / ".lock"):
+            if run.name not in self._said_waiting:
+                self._said_waiting.add(run.name)
+                say(f"{run.name}: is being trained by another process; waiting for it")
+            return False
+        experiment = run.experiment(self.planner.use.datasets_dir)
+        fetched = {attempt.run.train_config.dataset for attempt in self.attempts}
+        dataset = experiment.config.dataset
+        return dataset not in fetched or is_present(experiment.datasets_dir, dataset, experiment.splits)
+
+    def _is_affordable(self, planned: RunPlan, say: Say) -> bool:
+        """Whether the budget holds what is spent, what the runs under way will need, and this one."""
+        if self.max_dollars is None:
+            return True
+        under_way = sum(max(0.0, (each.planned.dollars or 0.0) - each.dollars) for each in self.attempts)
+        spent = self.spent_before + self.spent
+        total, name = spent + under_way + (planned.dollars or 0.0), planned.run.name
+        if total > self.max_dollars or spent >= self.max_dollars:
+            said = f", and with {name} they would be ${total:,.2f}" if planned.dollars else ""
+            self.ends.reason = f"--max-dollars {self.max_dollars:,.2f}: ${spent:,.2f} are spent{said}"
+            return False
+        if planned.dollars is None:
+            say(f"{name}: what it costs is not known yet; it is stopped when the budget is spent")
+        return True
+
+    def _start(self, planned: RunPlan, group: DeviceGroup, say: Say) -> None:
+        run, attempt = planned.run, Attempt.start(planned, group, self.script, self.planner.use)
+        self.attempts.append(attempt)
+        where = f" on {group.name}" if group.name else ""
+        expected = f", about {planned.seconds:,.0f} s" if planned.seconds is not None else ""
+        say(f"{run.name}: started{where}{expected}")
+
+    def _end(self, attempt: Attempt, say: Say) -> None:
+        self.attempts.remove(attempt)
+        self.free.append(attempt.group)
+        attempt.log.close()
+        self.planner.forget_speeds()
+        run, status = attempt.run, attempt.process.returncode
+        is_finished = status == 0 and summary_of(run) is not None
+        is_failed = not is_finished and not attempt.is_stopped
+        attempt.note(exit_status=status if is_failed else None)
+        if is_finished:
+            self.ends.finished.append(run.name)
+            say(f"{run.name}: finished, {standing_of(run).said}")
+        elif is_failed:
+            self.ends.failed.append(run.name)
+            say(f"{run.name}: failed with exit status {status} after {attempt.seconds:,.0f} s")
+        else:
+            self.ends.stopped.append(run.name)
+            say(f"{run.name}: stopped after {attempt.seconds:,.0f} s; the same command continues it")
+
+
+def describe_ends(ends: Ends, runs: Sequence[DerivedRun]) -> str:
+    """For a terminal: how many ended how, and why; which failed, and the end of each one's log."""
+    by_name = {run.name: run for run in runs}
+    counts = {"finished": ends.finished, "failed": ends.failed, "stopped": ends.stopped, "not begun": ends.not_begun}
+    said = ", ".join(f"{len(names):,} {what}" for what, names in counts.items() if names)
+    lines = [f"\n{said or 'Nothing to do: all runs are finished'}{f' ({ends.reason})' if ends.reason else ''}"]
+    for what in ("stopped", "not begun"):
+        lines += [f"{what}: {name}" for name in counts[what]]
+    for name in ends.failed:
+        lines.append(f"failed: {name}; {by_name[name].run.path / LOG} ends:")
+        lines += [f"    {text}" for text in end_of_log(by_name[name])]
+    return "\n".join(lines)
+
+
+def leave(ends: Ends, runs: Sequence[DerivedRun]) -> None:
+    """Say how the runs ended. Raises RunStopped if a signal ended them, and RunError if some failed or if the budget
+    was not enough."""
+    print(describe_ends(ends, runs), flush=True)
+    if ends.signal:
+        raise RunStopped(ends.signal)
+    left = len(ends.stopped) + len(ends.not_begun)
+    if ends.failed:
+        raise RunError(f"{len(ends.failed):,} of {len(runs):,} runs failed; the same command tries them again")
+    if left:
+        raise RunError(f"{left:,} of {len(runs):,} runs are left: {ends.reason}")

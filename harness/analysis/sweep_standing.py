@@ -1,0 +1,143 @@
+"""How far each run of a sweep has come, from what lies in its folder, and what its attempts have cost."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from harness.analysis.derived_runs import DerivedRun
+from harness.common.errors import UserError, printable
+from harness.common.files import replace_text
+from harness.common.json_files import parse_config, read_json_object
+from harness.common.lock import is_held
+from harness.runs.checkpoint_lookup import list_checkpoints
+from harness.runs.metrics import read_metrics
+from harness.runs.summary import RunSummary, read_summary
+
+ATTEMPTS, LOG = "sweep-attempts.json", "sweep.log"
+# Of a log's end: enough for an error in one line, which comes last, and what led to it.
+TAIL_LINES, TAIL_BYTES, TAIL_COLUMNS = 5, 8192, 200
+
+State = Literal["finished", "going on", "failed", "stopped", "not begun", "not made"]
+
+
+class Attempts(BaseModel):
+    """A sweep-attempts.json: how often a sweep has started a run, and what that took by the clock and in money."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
+
+    attempts: int = 0
+    seconds: float = 0.0
+    dollars: float | None = None  # None: the price is not known
+    exit_status: int | None = None  # of the last that failed; None: it did not, or is not at its end
+
+
+def read_attempts(run: DerivedRun) -> Attempts:
+    """Raises UserError for a file that is none of ours."""
+    path = run.run.path / ATTEMPTS
+    return parse_config(Attempts, read_json_object(path), path) if path.exists() else Attempts()
+
+
+def write_attempts(run: DerivedRun, attempts: Attempts) -> None:
+    replace_text(run.run.path / ATTEMPTS, json.dumps(attempts.model_dump(exclude_none=True)) + "\n")
+
+
+def summary_of(run: DerivedRun) -> RunSummary | None:
+    """The summary of a run that is finished; None of one that is not: its summary is missing, or another training's."""
+    try:
+        summary = read_summary(run.run.summary)
+    except UserError:
+        return None
+    wanted = run.train_config.min_train_tokens
+    is_same = summary.train.get("min_train_tokens", wanted) == wanted
+    return summary if is_same and summary.model in (None, run.model_config.model_dump(mode="json")) else None
+
+
+def dollars_spent(run: DerivedRun) -> float:
+    """What a run has cost so far: by the sweep's clock, or else, of one that was trained by hand, by its summary."""
+    spent = read_attempts(run).dollars
+    if spent is None:
+        summary = summary_of(run)
+        spent = summary.dollars.get("total", 0.0) if summary and summary.dollars else 0.0
+    return float(spent)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where one run stands. `said` has the numbers."""
+
+    run: DerivedRun
+    state: State
+    said: str = ""
+
+
+def standing_of(run: DerivedRun) -> Standing:
+    """Raises UserError for another run in its folder, or a file in it that is none of ours."""
+    if not run.is_made():
+        return Standing(run, "not made")
+    summary = summary_of(run)
+    if summary is not None:
+        return Standing(run, "finished", _result(summary, read_attempts(run)))
+    if is_held(run.run.path / ".lock"):
+        return Standing(run, "going on", _progress(run))
+    attempts = read_attempts(run)
+    if attempts.exit_status is not None:
+        return Standing(run, "failed", f"exit status {attempts.exit_status}; {run.run.path / LOG} ends:")
+    if list_checkpoints(run.run.checkpoints):
+        return Standing(run, "stopped", _progress(run))
+    return Standing(run, "not begun")
+
+
+def _result(summary: RunSummary, attempts: Attempts) -> str:
+    losses = (("validation", summary.final_validation_loss), ("train", summary.final_train_loss))
+    loss = next((f"{kind} loss {value:.3f}" for kind, value in losses if value is not None), "no finite loss")
+    seconds = attempts.seconds or summary.seconds.get("total")
+    dollars = attempts.dollars if attempts.dollars is not None else (summary.dollars or {}).get("total")
+    parts = [loss, f"{seconds:,.0f} s" if seconds is not None else "", f"${dollars:,.2f}" if dollars else ""]
+    return ", ".join(part for part in parts if part)
+
+
+def _progress(run: DerivedRun) -> str:
+    """By the last line of metrics.jsonl."""
+    with suppress(OSError, UnicodeDecodeError):
+        events = read_metrics(run.run.metrics)
+        if events:
+            seen, wanted = events[-1].tokens_seen, run.train_config.min_train_tokens
+            share = f", {min(1.0, seen / wanted):.0%}" if wanted > 0 else ""
+            return f"global step {events[-1].global_step:,}, {seen:,} tokens{share}"
+    return "nothing reported yet"
+
+
+def end_of_log(run: DerivedRun) -> list[str]:
+    """The last lines that a run has said, without what a terminal would obey."""
+    try:
+        with (run.run.path / LOG).open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ["(there is no log)"]
+    return [printable(line)[:TAIL_COLUMNS] for line in lines if line.strip()][-TAIL_LINES:]
+
+
+def describe_standings(name: str, standings: Sequence[Standing], runs_dir: Path) -> str:
+    """For a terminal: one line a run, and the end of the log of those that failed."""
+    counts = Counter(each.state for each in standings)
+    order: tuple[State, ...] = ("finished", "going on", "stopped", "failed", "not begun", "not made")
+    said = ", ".join(f"{counts[state]:,} {state}" for state in order if counts[state])
+    lines = [f"Sweep {name} in {runs_dir}: {said}", ""]
+    width = max(len(each.run.name) for each in standings)
+    for each in standings:
+        line = f"{each.run.name:<{width}}  {each.state:<9}  {each.said}".rstrip()
+        if len(line) > 79 and each.said:
+            line = f"{each.run.name:<{width}}  {each.state}\n    {each.said}"
+        lines.append(line)
+        if each.state == "failed":
+            lines += [f"    {text}" for text in end_of_log(each.run)]
+    return "\n".join(lines)

@@ -1,0 +1,245 @@
+"""A sweep: one JSON file that says which runs to derive from a base, and their names."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+
+from harness.analysis.derived_runs import MODEL_KEYS, TRAIN_KEYS, Base, DerivedRun, check_key, derive
+from harness.common.errors import UserError
+from harness.common.files import check_name
+from harness.common.json_files import SCHEMA_KEY, json_schema, parse_config, read_json_object, strict_json
+from harness.common.messages import quoted
+from harness.model.config import ModelConfig
+from harness.runs.train_config import TrainConfig
+
+LARGEST_POINTS = 1000  # beyond it a sweep is a typing error, or wants another program
+LONGEST_LABEL = 60  # characters of a run's name that say what differs
+LONGEST_SWEEP_NAME = 60
+# What runs' names call the keys that are varied most; others are written out.
+SHORT = {
+    "learning_rate": "lr",
+    "random_seed": "seed",
+    "weight_decay": "wd",
+    "emb_dim": "emb",
+    "n_layers": "layers",
+    "n_heads": "heads",
+    "context_length": "context",
+    "drop_rate": "dropout",
+    "microbatch_size": "micro",
+    "global_batch_size": "batch",
+    "gradient_accumulation_steps": "accumulation",
+    "min_train_tokens": "tokens",
+    "warmup_steps": "warmup",
+    "warmup_period_percent": "warmup_percent",
+    "clipping_max_norm": "clip",
+    "lr_schedule": "schedule",
+}
+
+Settings = dict[str, JsonValue]
+
+
+class Sweep(BaseModel):
+    """A SWEEP.json: every combination of `vary`'s values and `together`'s entries is a run."""
+
+    model_config = ConfigDict(title="SWEEP.json", frozen=True, strict=True, extra="forbid")
+
+    base: str = Field(min_length=1, description="The run to derive from: a folder beside those that are made.")
+    name: str | None = Field(default=None, description="What the runs' names begin with; null: the file's name.")
+    set: Settings = Field(default={}, description="Keys of model.json and train.json, alike in all runs.")
+    vary: dict[str, list[JsonValue]] = Field(default={}, description="Values to combine with all the others.")
+    together: list[Settings] = Field(default=[], description="Keys that change together: each entry is one value.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _explain_settings(cls, raw: Any) -> Any:
+        """A setting beside "vary" was meant to be in it. "$schema" is for editors."""
+        if not isinstance(raw, dict):
+            return raw
+        for key in raw:
+            if key not in cls.model_fields and (key in MODEL_KEYS or key in TRAIN_KEYS):
+                raise ValueError(
+                    f'key "{key}": belongs in "set" (one value for all runs) or in "vary" (a list of them)'
+                )
+        return {key: value for key, value in raw.items() if key != SCHEMA_KEY}
+
+    @model_validator(mode="after")
+    def _possible(self) -> Sweep:
+        for place, key in self._all_keys():
+            try:
+                check_key(key)
+            except ValueError as error:
+                raise ValueError(f'in "{place}": {error}') from None
+        self._check_values()
+        places = Counter(key for _, key in self._all_keys())
+        twice = [key for key, count in places.items() if count > 1]
+        if twice:
+            raise ValueError(f'key "{twice[0]}": given in two of "set", "vary" and "together"; keep one')
+        if self.count > LARGEST_POINTS:
+            raise ValueError(
+                f'keys "vary" and "together": make {self.count:,} runs; a sweep can have {LARGEST_POINTS:,}'
+            )
+        return self
+
+    def _check_values(self) -> None:
+        if not self.vary and not self.together:
+            raise ValueError('keys "vary" and "together": give at least one of them; derive_run.py makes a single run')
+        for key, values in self.vary.items():
+            if not values:
+                raise ValueError(f'key "vary.{key}": has no values; give at least one, or remove the key')
+
+    def _all_keys(self) -> Iterator[tuple[str, str]]:
+        yield from (("set", key) for key in self.set)
+        yield from self._varied()
+
+    def _varied(self) -> Iterator[tuple[str, str]]:
+        """(place, key) of what may differ between the runs, each once, in the order of the file."""
+        together = (key for entry in self.together for key in entry)
+        yield from (("together", key) for key in dict.fromkeys(together))
+        yield from (("vary", key) for key in self.vary)
+
+    @property
+    def count(self) -> int:
+        """How many runs it makes."""
+        return math.prod(len(values) for values in self.vary.values()) * max(1, len(self.together))
+
+    def points(self) -> Iterator[Settings]:
+        """What differs in each run from the base and from `set`, in the order of the file, the last key fastest."""
+        for entry in self.together or [{}]:
+            for values in itertools.product(*self.vary.values()):
+                yield {**entry, **dict(zip(self.vary, values, strict=True))}
+
+
+@dataclass(frozen=True)
+class SweepRuns:
+    """A sweep's file, and the runs that it describes, checked; none of them may be on the disk yet."""
+
+    path: Path
+    name: str
+    runs_dir: Path
+    runs: list[DerivedRun]
+
+    @property
+    def base(self) -> str:
+        return self.runs[0].derivation.parent
+
+    def missing(self) -> list[DerivedRun]:
+        """Those that are not made yet. Raises UserError if a folder holds another run."""
+        return [run for run in self.runs if not run.is_made()]
+
+    def require_made(self) -> None:
+        """Raises UserError unless all of them are."""
+        missing = self.missing()
+        if missing:
+            raise UserError(
+                f"{self.path}: {len(missing):,} of its {len(self.runs):,} runs are not made yet ({missing[0].name}, "
+                f"...): first `sweep_runs.py make {self.path}`"
+            )
+
+
+def load_sweep(path: Path, runs_dir: Path) -> SweepRuns:
+    """Read a SWEEP.json and derive its runs, each checked as a run is; nothing is written.
+
+    Raises UserError naming the file, the key and the remedy.
+    """
+    sweep = parse_config(Sweep, read_json_object(path), path)
+    name = _sweep_name(sweep, path)
+    try:
+        base = Base.load(runs_dir, sweep.base)
+    except UserError as error:
+        raise UserError(f'{path}: key "base": {error}') from None
+    points = list(sweep.points())
+    runs = []
+    for label, point in zip(labels(points), points, strict=True):
+        try:
+            runs.append(derive(base, f"{name}-{label}", {**sweep.set, **point}, name))
+        except UserError as error:
+            raise UserError(f"{path}: makes {error}") from None
+    _refuse_equal(path, runs)
+    return SweepRuns(path, name, runs_dir, runs)
+
+
+def _sweep_name(sweep: Sweep, path: Path) -> str:
+    name = path.stem if sweep.name is None else sweep.name
+    try:
+        if len(name) > LONGEST_SWEEP_NAME:
+            raise UserError(f"longer than {LONGEST_SWEEP_NAME} characters")
+        return check_name(name, "sweep")
+    except UserError as error:
+        raise UserError(f'{path}: key "name" (or else the file\'s): {error}') from None
+
+
+def _refuse_equal(path: Path, runs: list[DerivedRun]) -> None:
+    """Two runs that are the same: a value that is given twice, or two spellings of one."""
+    seen: dict[str, str] = {}
+    for run in runs:
+        settings = json.dumps(run.settings)
+        if settings in seen:
+            raise UserError(f"{path}: {seen[settings]} and {run.name} would be the same run; remove one of the values")
+        seen[settings] = run.name
+
+
+def labels(points: list[Settings]) -> list[str]:
+    """A name for each point, of what may differ: short, all different, and such that it stays when points are added.
+
+    Letters, digits and _ . + - only. One that is too long, or that two points would have, ends in a hash.
+    """
+    written = ["-".join(_part(key, value) for key, value in point.items()) or "base" for point in points]
+    often = Counter(written)
+    return [
+        label if len(label) <= LONGEST_LABEL and often[label] == 1 else f"{label[: LONGEST_LABEL - 9]}-{_hash(point)}"
+        for label, point in zip(written, points, strict=True)
+    ]
+
+
+def _part(key: str, value: JsonValue) -> str:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        text = repr(value)
+    else:
+        text = "_" + (value if isinstance(value, str) else json.dumps(value))
+    return re.sub(r"[^A-Za-z0-9.+-]+", "_", f"{SHORT.get(key, key)}{text}").rstrip("_")
+
+
+def _hash(point: Settings) -> str:
+    return hashlib.sha256(json.dumps(point, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def sweep_schema() -> dict[str, Any]:
+    """The JSON Schema of a SWEEP.json for editors: it knows the keys of model.json and train.json."""
+    schema = Sweep.model_json_schema()
+    known = {**json_schema(ModelConfig)["properties"], **json_schema(TrainConfig)["properties"]}
+    keys = {key: known[key] for key in known if key in MODEL_KEYS or key in TRAIN_KEYS}
+    lists = {key: {"type": "array", "items": of, "minItems": 1} for key, of in keys.items()}
+    settings = {"type": "object", "properties": keys, "additionalProperties": False}
+    properties = schema["properties"]
+    properties["set"] |= settings
+    properties["vary"] |= {"type": "object", "properties": lists, "additionalProperties": False}
+    properties["together"]["items"] = settings
+    properties[SCHEMA_KEY] = {"type": "string", "description": "Where an editor finds this schema; without effect."}
+    return schema
+
+
+def parse_settings(texts: Sequence[str]) -> Settings:
+    """`key=value` of a command line, several times: a value is JSON, or else a string. Raises UserError."""
+    settings: Settings = {}
+    for text in texts:
+        key, sign, value = text.partition("=")
+        if not sign or not key:
+            raise UserError(f"--set {quoted(text)}: must be KEY=VALUE, such as learning_rate=0.001")
+        if key in settings:
+            raise UserError(f"--set {key}: given twice; keep one")
+        try:
+            settings[key] = strict_json(value)
+        except (ValueError, RecursionError):
+            settings[key] = value
+    return settings

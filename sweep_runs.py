@@ -1,0 +1,193 @@
+"""Many runs from one file: make them, plan them, run them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from harness.common.errors import one_line_errors
+from harness.common.options import POSITIVE, Group
+
+if TYPE_CHECKING:
+    from harness.analysis.cluster_files import ClusterJob
+
+SWEEP = click.argument("sweep", type=click.Path(path_type=Path), metavar="SWEEP.json")
+DATASETS_DIR = click.argument("datasets_dir", type=click.Path(path_type=Path))
+RUNS_DIR = click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+GROUPS = click.option(
+    "--groups", type=click.IntRange(1, 64), default=1, show_default=True, help="So many runs at a time."
+)
+PROCESSES = click.option(
+    "--processes", type=click.IntRange(1, 1024), help="Of each run. Default: a group's GPUs, or 1 without GPUs."
+)
+GPUS = click.option("--gpus", type=click.IntRange(1, 64), default=8, show_default=True, help="Of each run's node.")
+
+
+def print_schema(context: click.Context, _: click.Parameter, is_asked: bool) -> None:
+    """click's callback: print the JSON Schema, if it is asked for, and end."""
+    if is_asked:
+        from harness.analysis.sweeps import sweep_schema
+
+        click.echo(json.dumps(sweep_schema(), indent=2))
+        context.exit()
+
+
+@click.group(cls=Group)
+@click.option(
+    "--schema",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=print_schema,
+    help="Print the JSON Schema of a SWEEP.json, for editors.",
+)
+def main() -> None:
+    """Derive many runs from one, and train them.
+
+    \b
+    A SWEEP.json:
+        {"base": "quickstart", "set": {"min_train_tokens": 400000},
+         "vary": {"learning_rate": [0.0015, 0.003], "random_seed": [1, 2, 3]}}
+    """
+
+
+@main.command("make", short_help="Write the folders of all its runs.")
+@SWEEP
+@RUNS_DIR
+def make(sweep: Path, runs_dir: Path) -> None:
+    """Write a folder for each run of SWEEP.json beside its base: all, or none.
+
+    Those that are there already are left as they are; a folder of the same name with another run in it is refused.
+    """
+    with one_line_errors():
+        from harness.analysis.derived_runs import write_runs
+        from harness.analysis.sweeps import load_sweep
+
+        found = load_sweep(sweep, runs_dir)
+        missing = found.missing()
+        write_runs(missing)
+        there = len(found.runs) - len(missing)
+        click.echo(f"{len(missing):,} runs made in {runs_dir}" + (f", {there:,} were there already" if there else ""))
+        for run in missing:
+            click.echo(f"  {run.name}")
+
+
+@main.command("plan", short_help="Add up hours, dollars and disk.")
+@SWEEP
+@DATASETS_DIR
+@GROUPS
+@PROCESSES
+@click.option("--assume-tps", type=POSITIVE, help="Tokens per second of training alone.")
+@click.option("--assume-tps-with-validation", type=POSITIVE, help="Tokens per second, validation's time counted.")
+@click.option("--assume-device", help="As if the processes' devices were such GPUs, like H100: a speed on paper.")
+@RUNS_DIR
+def plan(sweep: Path, datasets_dir: Path, runs_dir: Path, groups: int, **given: Any) -> None:
+    """Print what is left of SWEEP.json's runs, and what it will take. Nothing is trained, nor need they be made."""
+    with one_line_errors():
+        from harness.analysis.sweep_plan import AssumedSpeed, MachineUse, Planner, describe_sweep_plan, plan_sweep
+        from harness.analysis.sweeps import load_sweep
+
+        found = load_sweep(sweep, runs_dir)
+        speed = AssumedSpeed(given["assume_tps"], given["assume_tps_with_validation"], given["assume_device"])
+        use = MachineUse.of(datasets_dir, groups, given["processes"])
+        planned = plan_sweep(found, Planner(use, speed.options(runs_dir)))
+        click.echo(describe_sweep_plan(planned, runs_dir))
+        planned.check_disk(runs_dir)
+
+
+@main.command("run", short_help="Train what is not finished.")
+@SWEEP
+@DATASETS_DIR
+@GROUPS
+@PROCESSES
+@click.option("--max-dollars", type=POSITIVE, help="Stop before all runs together have cost more.")
+@RUNS_DIR
+def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | None, **given: Any) -> None:
+    """Train the runs of SWEEP.json that are not finished, one after the other or --groups at a time.
+
+    The same command goes on after whatever has ended it. A run that fails does not stop the others. Ctrl-C stops them
+    with checkpoints. What a run prints goes to sweep.log in its folder.
+    """
+    with one_line_errors():
+        from harness.analysis.sweep_plan import AssumedSpeed, MachineUse, Planner, plan_sweep
+        from harness.analysis.sweep_run import SweepRunner, leave
+        from harness.analysis.sweeps import load_sweep
+        from harness.common.lasting_output import survive_closed_output
+        from harness.common.lock import RunLock
+
+        found = load_sweep(sweep, runs_dir)
+        found.require_made()
+        RunLock.take(runs_dir / f".sweep-{found.name}.lock", f"used for the sweep {found.name}")
+        use = MachineUse.of(datasets_dir, given["groups"], given["processes"])
+        planner = Planner(use, AssumedSpeed().options(runs_dir))
+        runner = SweepRunner(found.runs, planner, Path(__file__).with_name("ddp_train.py"), max_dollars)
+        plan_sweep(found, planner).check_disk(runs_dir)
+        survive_closed_output(runner.hang_up)
+        say(f"Sweep {found.name}: {len(runner.waiting):,} of {len(found.runs):,} runs are to be trained")
+        say("What they print goes to sweep.log in their folders.")
+        leave(runner.run(say), found.runs)
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+@main.command("status", short_help="What is finished, going on, failed.")
+@SWEEP
+@RUNS_DIR
+def status(sweep: Path, runs_dir: Path) -> None:
+    """Print how far each run of SWEEP.json is."""
+    with one_line_errors():
+        from harness.analysis.sweep_standing import describe_standings, standing_of
+        from harness.analysis.sweeps import load_sweep
+
+        found = load_sweep(sweep, runs_dir)
+        click.echo(describe_standings(found.name, [standing_of(run) for run in found.runs], runs_dir))
+
+
+@main.command("slurm", short_help="A Slurm array for a cluster.")
+@SWEEP
+@DATASETS_DIR
+@GPUS
+@click.option("--cpus", type=click.IntRange(1), default=32, show_default=True, help="Cores of each run's node.")
+@click.option("--at-once", type=click.IntRange(1), help="So many runs at a time. Default: as many as there are nodes.")
+@RUNS_DIR
+def slurm(sweep: Path, datasets_dir: Path, runs_dir: Path, gpus: int, **given: Any) -> None:
+    """Print a script for sbatch: an array with a job for each run of SWEEP.json."""
+    with one_line_errors():
+        from harness.analysis.cluster_files import slurm_script
+
+        click.echo(
+            slurm_script(cluster_job(sweep, datasets_dir, runs_dir, gpus), given["cpus"], given["at_once"]), nl=False
+        )
+
+
+@main.command("skypilot", short_help="A SkyPilot task for rented machines.")
+@SWEEP
+@DATASETS_DIR
+@GPUS
+@click.option("--accelerator", default="H100", show_default=True, help="The GPUs' name, as SkyPilot has it.")
+@RUNS_DIR
+def skypilot(sweep: Path, datasets_dir: Path, runs_dir: Path, gpus: int, accelerator: str) -> None:
+    """Print a SkyPilot task, whose first lines launch a managed job for each run of SWEEP.json."""
+    with one_line_errors():
+        from harness.analysis.cluster_files import skypilot_task
+
+        click.echo(skypilot_task(cluster_job(sweep, datasets_dir, runs_dir, gpus), accelerator), nl=False)
+
+
+def cluster_job(sweep: Path, datasets_dir: Path, runs_dir: Path, gpus: int) -> ClusterJob:
+    """The sweep, whose runs have to be made. Raises UserError."""
+    from harness.analysis.cluster_files import ClusterJob
+    from harness.analysis.sweeps import load_sweep
+
+    found = load_sweep(sweep, runs_dir)
+    found.require_made()
+    return ClusterJob(found.name, [run.name for run in found.runs], datasets_dir, runs_dir, gpus)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,354 @@
+"""Running a sweep: real runs, and, for what would take long, a program in ddp_train.py's place that does as its
+settings say.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.analysis.derived_runs import write_runs
+from harness.analysis.sweep_attempt import training_command
+from harness.analysis.sweep_plan import AssumedSpeed, MachineUse, Planner
+from harness.analysis.sweep_run import STOPPING_SIGNALS, Ends, SweepRunner, describe_ends
+from harness.analysis.sweep_standing import describe_standings, read_attempts, standing_of
+from harness.analysis.sweeps import SweepRuns
+from harness.common.errors import UserError
+from harness.common.files import sha256
+from harness.common.json_files import read_json_object
+from tests.support.isolation import ROOT
+from tests.support.launch import Process, Workshop, metrics
+from tests.support.sweeping import add_summary, load, start, sweep_command
+
+PATIENCE_SECONDS = 100
+
+# By `eps`: 1 fails; 2 goes on until it is asked to stop, and leaves a checkpoint; 3 waits for its neighbour; others are
+# finished at once.
+IN_PLACE_OF_TRAINING = """
+import json, pathlib, signal, sys, time
+run = pathlib.Path(sys.argv[4], sys.argv[1])
+train = json.loads((run / "train.json").read_text())
+eps = train.get("eps")
+def stop(*_):
+    (run / "checkpoints" / "20260101Z000000-iteration-7").mkdir(parents=True)
+    print("stopped by SIGTERM", flush=True)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, stop)
+print("it is", eps, flush=True)
+(run / "began").touch()
+if eps == 1:
+    print("something went before", flush=True)
+    sys.exit("error: the disk is full of \\x1b[31mred")
+while eps == 2:
+    time.sleep(0.01)
+while eps == 3 and len(list(run.parent.glob("*/began"))) < 2:
+    time.sleep(0.01)
+model = json.loads((run / "model.json").read_text())
+summary = {"device": "none", "world_size": 1, "final_validation_loss": 1.5, "seconds": {"total": 1.0}, "train": train}
+(run / "summary.json").write_text(json.dumps(summary))
+"""
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Workshop:
+    made = Workshop(tmp_path)
+    made.add_run("base", price_per_hour=36_000.0)  # ten dollars a second
+    (tmp_path / "in_place.py").write_text(IN_PLACE_OF_TRAINING)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """A runner listens to signals from then on."""
+    before = {number: signal.getsignal(number) for number in STOPPING_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def make(shop: Workshop, **keys: Any) -> SweepRuns:
+    sweep = load(shop, **keys)
+    write_runs(sweep.missing())
+    return sweep
+
+
+def run(shop: Workshop, sweep: SweepRuns, groups: int = 1, max_dollars: float | None = None) -> tuple[Ends, list[str]]:
+    """How the runs end, and what is said meanwhile."""
+    planner = Planner(MachineUse(shop.datasets, groups, 1), AssumedSpeed().options(shop.runs))
+    said: list[str] = []
+    return SweepRunner(sweep.runs, planner, shop.path / "in_place.py", max_dollars).run(said.append), said
+
+
+def log_of(shop: Workshop, name: str) -> str:
+    return (shop.runs / name / "sweep.log").read_text()
+
+
+def test_one_after_the_other_until_all_are_finished(shop: Workshop) -> None:
+    sweep = make(shop, vary={"random_seed": [1, 2]})
+    ends, said = run(shop, sweep)
+    assert ends == Ends(finished=["s-seed1", "s-seed2"])
+    assert [line.split(":")[0] for line in said] == ["s-seed1", "s-seed1", "s-seed2", "s-seed2"]
+    assert "s-seed2: finished, validation loss 1.500" in said[3]
+    command = " ".join(training_command(shop.path / "in_place.py", sweep.runs[0], MachineUse(shop.datasets, 1, 1)))
+    assert log_of(shop, "s-seed1").splitlines()[1].startswith(f"$ {command}  # 20")
+    again, said = run(shop, sweep)
+    assert (again, said) == (Ends(), [])
+    assert "Nothing to do: all runs are finished" in describe_ends(again, sweep.runs)
+
+
+def test_several_processes_are_under_torchrun(shop: Workshop) -> None:
+    sweep = make(shop, vary={"random_seed": [1]})
+    words = training_command(Path("ddp_train.py"), sweep.runs[0], MachineUse(Path("data"), 1, 8))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=8"]
+    assert words == [sys.executable, *torchrun, "ddp_train.py", "s-seed1", "data", "--runs-dir", str(shop.runs)]
+
+
+def test_a_failed_run_stops_no_other_and_is_tried_again(shop: Workshop) -> None:
+    sweep = make(shop, vary={"eps": [1.0, 4.0, 5.0]})
+    ends, _ = run(shop, sweep)
+    assert ends == Ends(finished=["s-eps4.0", "s-eps5.0"], failed=["s-eps1.0"])
+    said = describe_ends(ends, sweep.runs)
+    assert said.startswith("\n2 finished, 1 failed\n")
+    assert said.splitlines()[-3:] == [
+        "    it is 1.0",
+        "    something went before",
+        "    error: the disk is full of \\x1b[31mred",
+    ]
+    standings = [standing_of(each) for each in sweep.runs]
+    assert [each.state for each in standings] == ["failed", "finished", "finished"]
+    assert "    error: the disk is full of \\x1b[31mred" in describe_standings("s", standings, shop.runs).splitlines()
+    (shop.path / "in_place.py").write_text(IN_PLACE_OF_TRAINING.replace("eps == 1", "False"))
+    assert run(shop, sweep)[0] == Ends(finished=["s-eps1.0"])
+    assert standing_of(sweep.runs[0]).state == "finished"
+    assert read_attempts(sweep.runs[0]).attempts == 2
+
+
+def test_what_training_would_refuse_has_failed_without_a_start(shop: Workshop) -> None:
+    shop.add_dataset()
+    sweep = make(shop, vary={"min_train_tokens": [10**9, 1280]})
+    ends, said = run(shop, sweep)
+    assert ends == Ends(finished=["s-tokens1280"], failed=["s-tokens1000000000"])
+    assert "the train split of local/letters is too short" in said[0]
+    assert "too short" in describe_ends(ends, sweep.runs).splitlines()[-1]
+
+
+def test_groups_run_at_the_same_time(shop: Workshop) -> None:
+    """Each of the two waits for the other; alone it would wait forever."""
+    shop.add_dataset()
+    sweep = make(shop, set={"eps": 3.0}, vary={"random_seed": [1, 2]})
+    began = time.monotonic()
+    ends, said = run(shop, sweep, groups=2)
+    elapsed = time.monotonic() - began
+    assert sorted(ends.finished) == ["s-seed1", "s-seed2"]
+    assert "started on group 1" in said[0]
+    assert "started on group 2" in said[1]
+    spent = [read_attempts(each).dollars or 0.0 for each in sweep.runs]
+    assert min(spent) > 0
+    assert sum(spent) <= 10 * elapsed, "they share one machine's price"
+
+
+def test_one_run_fetches_a_dataset_and_the_others_wait(shop: Workshop) -> None:
+    """Without the dataset they do not run at the same time."""
+    sweep = make(shop, vary={"random_seed": [1, 2]})
+    _, said = run(shop, sweep, groups=2)
+    assert [line.split(":")[0] for line in said] == ["s-seed1", "s-seed1", "s-seed2", "s-seed2"]
+
+
+# Money
+
+
+def test_a_run_that_the_budget_does_not_hold_is_not_begun(shop: Workshop) -> None:
+    """Its plan: (1280 + 160) tokens at 96 a second are 15 s, and 150 dollars."""
+    sweep = make(shop, vary={"random_seed": [1, 2, 3]})
+    add_summary(sweep.runs[0], dollars={"total": 20.0})
+    ends, said = run(shop, sweep, max_dollars=169.0)
+    assert (ends.not_begun, said) == (["s-seed2", "s-seed3"], [])
+    assert ends.reason == "--max-dollars 169.00: $20.00 are spent, and with s-seed2 they would be $170.00"
+    ends, _ = run(shop, sweep, max_dollars=171.0)
+    assert (ends.finished, ends.not_begun) == (["s-seed2"], ["s-seed3"]), "what seed 2 has cost counts"
+    assert not (shop.runs / "s-seed3" / "sweep.log").exists()
+
+
+def test_the_plans_of_runs_under_way_are_counted(shop: Workshop) -> None:
+    """Of three at a time the budget holds two; the third is not begun although next to nothing is spent yet."""
+    shop.add_dataset()
+    sweep = make(shop, set={"eps": 3.0}, vary={"random_seed": [1, 2, 3, 4]})
+    add_summary(sweep.runs[0], dollars={"total": 0.0})
+    ends, _ = run(shop, sweep, groups=3, max_dollars=149.0)
+    assert (len(ends.finished), ends.not_begun) == (2, ["s-seed4"])
+
+
+def test_a_run_of_unknown_cost_is_stopped_when_the_budget_is_spent(shop: Workshop) -> None:
+    sweep = make(shop, set={"eps": 2.0}, vary={"random_seed": [1, 2]})
+    began = time.monotonic()
+    ends, said = run(shop, sweep, max_dollars=5.0)
+    elapsed = time.monotonic() - began
+    assert (ends.stopped, ends.not_begun, ends.failed) == (["s-seed1"], ["s-seed2"], [])
+    assert ends.reason == "--max-dollars 5.00 are spent"
+    assert said[0] == "s-seed1: what it costs is not known yet; it is stopped when the budget is spent"
+    attempts = read_attempts(sweep.runs[0])
+    assert attempts.dollars is not None
+    assert 5 <= attempts.dollars <= 10 * elapsed
+    assert standing_of(sweep.runs[0]).state == "stopped"
+    again, _ = run(shop, sweep, max_dollars=5.0)
+    assert again.not_begun == ["s-seed1", "s-seed2"], "what was spent before counts"
+
+
+def test_the_command_ends_with_what_is_left(shop: Workshop) -> None:
+    sweep = make(shop, vary={"random_seed": [1, 2]})
+    add_summary(sweep.runs[0], dollars={"total": 20.0})
+    done = sweep_command(shop, "run", str(shop.datasets), "--max-dollars", "169")
+    assert done.status == 1
+    reason = "--max-dollars 169.00: $20.00 are spent, and with s-seed2 they would be $170.00"
+    assert done.stderr == f"error: 1 of 2 runs are left: {reason}\n"
+    assert done.stdout.splitlines()[0] == "Sweep s: 1 of 2 runs are to be trained"
+
+
+def test_a_budget_without_a_price_is_refused(shop: Workshop) -> None:
+    shop.add_run("base")
+    with pytest.raises(UserError, match=r'--max-dollars: train\.json of s-seed1 has no "price_per_hour"'):
+        run(shop, make(shop, vary={"random_seed": [1]}), max_dollars=5.0)
+
+
+# Signals, and others at work
+
+
+def when(condition: Callable[[], object], then: Callable[[], object]) -> None:
+    """Call `then` from a thread once `condition` holds."""
+
+    def watch() -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        then()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@pytest.mark.parametrize("number", STOPPING_SIGNALS)
+def test_a_signal_stops_the_runs_with_checkpoints(shop: Workshop, number: int) -> None:
+    sweep = make(shop, set={"eps": 2.0}, vary={"random_seed": [1, 2]})
+    when((shop.runs / "s-seed1" / "began").exists, lambda: os.kill(os.getpid(), number))
+    ends, said = run(shop, sweep)
+    assert (ends.stopped, ends.not_begun, ends.signal) == (["s-seed1"], ["s-seed2"], number)
+    assert f"stopped by {signal.Signals(number).name}: waiting for the checkpoints of s-seed1" in said
+    assert standing_of(sweep.runs[0]).state == "stopped"
+    assert "not begun: s-seed2" in describe_ends(ends, sweep.runs)
+
+
+def test_a_run_that_another_process_trains_is_waited_for(shop: Workshop) -> None:
+    sweep = make(shop, vary={"random_seed": [1, 2]})
+    program = (
+        "import sys, time, pathlib; from harness.runs.directory import RunDirectory\n"
+        "lock = RunDirectory(pathlib.Path(sys.argv[1])).lock(); print('taken', flush=True); sys.stdin.read()"
+    )
+    arguments = [sys.executable, "-c", program, str(shop.runs / "s-seed1")]
+    other = subprocess.Popen(arguments, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdin is not None
+    assert other.stdout is not None
+    other.stdout.readline()
+    assert standing_of(sweep.runs[0]).state == "going on"
+    when((shop.runs / "s-seed2" / "summary.json").exists, other.stdin.close)
+    ends, said = run(shop, sweep)
+    other.wait(PATIENCE_SECONDS)
+    other.stdout.close()
+    assert ends == Ends(finished=["s-seed2", "s-seed1"])
+    assert said[0] == "s-seed1: is being trained by another process; waiting for it"
+
+
+# Real runs
+
+
+def begin(shop: Workshop, *options: str) -> Process:
+    return start(shop, "sweep_runs.py", "run", str(shop.path / "s.json"), str(shop.datasets), *options)
+
+
+def wait_for_steps(shop: Workshop, name: str, process: Process) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    path = shop.runs / name / "metrics.jsonl"
+    while not path.exists() or len(metrics(path.parent)) < 3:
+        assert process.poll() is None, process.communicate(timeout=10)
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def weights(shop: Workshop, name: str) -> str:
+    return sha256(shop.runs / name / "checkpoints" / "latest" / "model.safetensors")
+
+
+def test_real_runs_from_the_file_to_the_losses(shop: Workshop) -> None:
+    shop.add_dataset()
+    sweep = make(shop, together=[{"random_seed": 1}, {"initial_weights": "missing.safetensors"}])
+    done = sweep_command(shop, "run", str(shop.datasets), "--groups", "2")
+    assert done.status == 1
+    assert done.error_lines == ["error: 1 of 2 runs failed; the same command tries them again"]
+    assert "1 finished, 1 failed" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("    error: ")
+    assert "missing.safetensors" in done.stdout.splitlines()[-1]
+    loss = read_json_object(shop.runs / "s-seed1" / "summary.json")["final_validation_loss"]
+    status = sweep_command(shop, "status").stdout
+    assert f" finished validation loss {loss:.3f}" in " ".join(status.split())
+    assert standing_of(sweep.runs[1]).state == "failed"
+
+
+LONG = {"min_train_tokens": 64 * 150, "validation_interval": 50}
+
+
+@pytest.mark.slow
+def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(shop: Workshop) -> None:
+    """The training of a killed sweep ends, too, with a checkpoint, and the sweep goes on from there."""
+    shop.add_dataset(tokens=20_000)
+    shop.add_run("base", **LONG)
+    make(shop, vary={"random_seed": [1, 2]})
+    first = begin(shop, "--processes", "2")
+    wait_for_steps(shop, "s-seed1", first)
+    first.kill()
+    second = begin(shop, "--processes", "2")
+    stdout, stderr = second.communicate(timeout=PATIENCE_SECONDS)
+    assert second.returncode == 0, stdout + stderr
+    assert "2 finished" in stdout
+    assert log_of(shop, "s-seed1").count("\n$ ") == 2
+    assert "stopped by SIGTERM" in log_of(shop, "s-seed1")
+    shop.add_run("straight", random_seed=1, **LONG)
+    shop.train("straight", ranks=2)
+    assert weights(shop, "s-seed1") == weights(shop, "straight")
+
+
+@pytest.mark.slow
+def test_ctrl_c_and_a_second_sweep_at_the_same_time(shop: Workshop) -> None:
+    shop.add_dataset(tokens=20_000)
+    shop.add_run("base", **LONG)
+    make(shop, vary={"random_seed": [1, 2]})
+    process = begin(shop)
+    wait_for_steps(shop, "s-seed1", process)
+    second = sweep_command(shop, "run", str(shop.datasets))
+    assert second.status == 2
+    assert f"{shop.runs}: is being used for the sweep s by another process" in second.stderr
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=PATIENCE_SECONDS)
+    assert (process.returncode, stderr) == (130, "")
+    assert "stopped: s-seed1" in stdout
+    assert "not begun: s-seed2" in stdout
+    assert (shop.runs / "s-seed1" / "checkpoints" / "latest" / "model.safetensors").exists()
+    status = sweep_command(shop, "status").stdout
+    assert "s-seed1  stopped    global step " in status
+    assert "s-seed2  not begun" in status
+
+
+def test_runs_that_are_not_made_are_not_run(shop: Workshop) -> None:
+    make(shop, vary={"random_seed": [1]})
+    (shop.path / "s.json").write_text(json.dumps({"base": "base", "vary": {"random_seed": [1, 2]}}))
+    done = sweep_command(shop, "run", str(shop.datasets))
+    assert done.status == 2
+    assert f"1 of its 2 runs are not made yet (s-seed2, ...): first `sweep_runs.py make {shop.path}" in done.stderr
+    assert "s-seed2  not made" in sweep_command(shop, "status").stdout

@@ -1,0 +1,44 @@
+"""Sweeps of small runs: what their tests share."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+from harness.analysis.derived_runs import DerivedRun
+from harness.analysis.sweeps import SweepRuns, load_sweep
+from tests.support.isolation import ROOT
+from tests.support.launch import PATIENCE_SECONDS, Result, Workshop, finish
+
+
+def load(shop: Workshop, **keys: Any) -> SweepRuns:
+    """Write s.json with these keys beside "base", and load it."""
+    path = shop.path / "s.json"
+    path.write_text(json.dumps({"base": "base", **keys}))
+    return load_sweep(path, shop.runs)
+
+
+def start(shop: Workshop, name: str, *arguments: str) -> subprocess.Popen[str]:
+    """Start one of the root's commands that do without torch: a process of its own is sooner there than one that is
+    forked from one with torch."""
+    return shop.spawn([sys.executable, str(ROOT / name), *arguments, "--runs-dir", str(shop.runs)], {})
+
+
+def command(shop: Workshop, name: str, *arguments: str) -> Result:
+    """Run it, whatever comes of it."""
+    return finish([start(shop, name, *arguments)], expect=None, timeout=PATIENCE_SECONDS)
+
+
+def sweep_command(shop: Workshop, verb: str, *arguments: str) -> Result:
+    """`sweep_runs.py VERB s.json ...`."""
+    return command(shop, "sweep_runs.py", verb, str(shop.path / "s.json"), *arguments)
+
+
+def add_summary(run: DerivedRun, **values: Any) -> None:
+    """What a run of 30 steps in 20 s leaves, but for these values."""
+    summary = {"model": run.model_config.model_dump(mode="json"), "world_size": 1, "microbatch_size": 2}
+    summary |= {"train": run.train_config.model_dump(mode="json"), "accumulation_steps": 2, "device": "an abacus"}
+    summary |= {"tokens_per_second": 96.0, "measured": {"global_steps": 30, "tokens": 1920, "seconds": 20.0}}
+    (run.run.path / "summary.json").write_text(json.dumps(summary | values))
