@@ -46,7 +46,8 @@ def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineCompari
     own = arms.arm_of(baseline)
     if own is None:
         state = next(record.state.word for record in records if record.name == baseline)
-        return _nothing(baseline, f"it is {state}: only what has been trained here to its end is compared", arms)
+        verb = "was" if state == "never trained" else "is"
+        return _nothing(baseline, f'it is "{state}": only what has been trained here to its end is compared', arms)
     for loss, measured in (("test loss", test_losses(records)), ("validation loss", validation_losses(records))):
         names = [record.name for record in records]
         groups = [

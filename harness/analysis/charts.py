@@ -80,7 +80,7 @@ def _name(axes: Axes, curves: Sequence[Curve], references: Mapping[str, float]) 
         own = (loss - bottom) / (top - bottom)
         place: dict[str, Any] = {"transform": axes.transAxes, "color": colour}
         axes.plot([1.0, 1.02, 1.06], [own, height, height], linestyle=line, linewidth=1.2, clip_on=False, **place)
-        axes.text(1.07, height, text, fontsize=9, va="center", **place)
+        axes.text(1.07, height, text, fontsize=9, va="center", parse_math=False, **place)  # $ is no formula here
 
 
 def _label(curve: Curve) -> str:

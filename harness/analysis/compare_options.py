@@ -7,6 +7,7 @@ from pathlib import Path
 
 from harness.analysis.curves import choose_axis
 from harness.common.errors import UserError
+from harness.common.files import check_writable
 
 LARGEST_LOSS = 1000.0
 
@@ -36,6 +37,12 @@ class CompareOptions:
             raise UserError("--machines: name the runs to project; the speeds of the others are used without that")
         if self.reference and not (self.html or self.chart):
             raise UserError("--reference belongs with --html or --chart")
+        if self.chart is not None and self.chart.suffix.lower() != ".png":
+            raise UserError(f"--chart {self.chart}: a PNG is drawn; give the file that ending")
+        for path in filter(None, [self.chart, self.html]):
+            check_writable(path.absolute().parent)
+            if path.is_dir():
+                raise UserError(f"{path}: is a folder; name a file")
         choose_axis(self.over)
         self.read_references()
 

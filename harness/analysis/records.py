@@ -142,7 +142,7 @@ def find_runs(runs_dir: Path, names: tuple[str, ...]) -> list[RunDirectory]:
         folders = sorted(path for path in runs_dir.iterdir() if _is_run(path)) if runs_dir.is_dir() else []
         if not folders:
             raise UserError(f"{runs_dir}: there are no runs; --runs-dir names the folder of your runs")
-        names = tuple(path.name for path in folders)
+        return [RunDirectory(path) for path in folders]  # whatever they are called
     found = {run.path.name: run for run in (RunDirectory.find(runs_dir, name) for name in names)}
     for run in found.values():
         if not _is_run(run.path):

@@ -18,6 +18,7 @@ from harness.runs.summary import RunSummary, read_summary
 FLOPS_PER_PARAMETER = 6  # and token: the rule C = 6 N D (Kaplan et al., arXiv:2001.08361, section 2.1)
 QUANTITIES = ("parameters", "tokens", "flops", "loss")
 COLUMNS = ("parameters", "flops", "loss")
+OTHER_COLUMNS = ("tokens", "name")  # that there may be
 SAME_SIZE = 0.01  # sizes, or token counts, less than 1 % apart count as one
 LARGEST_FILE_BYTES = 2**26
 
@@ -172,6 +173,10 @@ def _check_columns(path: Path, columns: Sequence[str]) -> None:
             near = nearest(name, columns)
             there = f"; is {near} what you mean?" if near else f"; there are: {abbreviated(columns)}"
             raise UserError(f"{path}: column {name}: missing{there}")
+    for name in columns:
+        meant = nearest(name, [*COLUMNS, *OTHER_COLUMNS])
+        if name not in (*COLUMNS, *OTHER_COLUMNS) and meant in OTHER_COLUMNS:
+            raise UserError(f"{path}: column {name}: unknown; did you mean {meant}? Rename it, or leave it out")
     if len({*columns}) < len(columns):
         raise UserError(f"{path}: a column is named twice; rename one of {abbreviated(columns)}")
 
@@ -194,7 +199,7 @@ def _number(path: Path, number: int, key: str, text: str) -> float:
     is_lost = key == "loss" and not math.isfinite(value)  # a run that diverged: left out later
     is_possible = is_lost or 0 < value < 1e40
     if not is_possible:
-        raise UserError(f"{path}:{number}: column {key}: {text.strip()} must be greater than 0, and finite")
+        raise UserError(f"{path}:{number}: column {key}: {text.strip()} must be greater than 0 and less than 1e40")
     return value
 
 
@@ -204,14 +209,18 @@ def _number(path: Path, number: int, key: str, text: str) -> float:
 def points_of_runs(runs: Sequence[RunDirectory]) -> Points:
     """The final validation losses of finished runs, over exact FLOPs; runs that have none are named in `left_out`.
 
-    Raises UserError for an unreadable summary, and for runs whose losses are of different texts.
+    Raises UserError for runs whose losses are of different texts.
     """
     points, left_out, facts = [], [], {}
     for run in runs:
         if not run.summary.is_file():
             left_out.append(f"{run.path.name}: has not finished (no {run.summary.name})")
             continue
-        summary = read_summary(run.summary)
+        try:
+            summary = read_summary(run.summary)
+        except UserError as error:
+            left_out.append(f"{run.path.name}: {error}")
+            continue
         point = _point_of_run(run.path.name, summary)
         if isinstance(point, str):
             left_out.append(f"{run.path.name}: {point}")

@@ -71,12 +71,15 @@ def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
 def seeds_sentence(arms: Sequence[Arm]) -> str:
     """What the replicates at hand say of training noise, and how many seeds would tell 0.01 nats apart."""
     spread = borrowed_from(arms).spread
-    if spread is None or spread.deviation == 0:
+    if spread is not None and spread.deviation == 0:
+        return "Training noise is unknown: the seeds of an arm came out exactly alike, as if they did nothing."
+    if spread is None:
         return f"Training noise is unknown: {FIRST_SEEDS} seeds of each arm would give a first idea of it."
     needed = seeds_needed(spread)
     low, high = (_seeds(each) for each in (needed.low, needed.high))
+    degrees = f"{spread.df} {'degree' if spread.df == 1 else 'degrees'} of freedom"
     return (
-        f"Seeds alone spread the loss by {spread.deviation:.4f} nats ({spread.df} degrees of freedom): to tell "
+        f"Seeds alone spread the loss by {spread.deviation:.4f} nats ({degrees}): to tell "
         f"{DIFFERENCE_TO_TELL} nats apart in 80 % of cases takes {_seeds(needed.likely)} seeds of each arm "
         f"({low} to {high}, as that spread is itself uncertain)."
     )

@@ -174,6 +174,6 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[Event]:
-    """The events of a metrics.jsonl; a last line that a crash cut off is left out."""
-    events = (parse_event(line) for line in path.read_text(encoding="utf-8").splitlines())
+    """The events of a metrics.jsonl; what is no event, such as a last line that a crash cut off, is left out."""
+    events = (parse_event(line) for line in path.read_bytes().split(b"\n"))
     return [event for event in events if event is not None]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from harness.common.errors import RunError
 from harness.common.files import replace_text
@@ -38,6 +38,12 @@ class Outcome:
     layout: BatchLayout
 
 
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Amount = Annotated[float, Field(ge=0)]
+Dollars = Annotated[int | float, Field(ge=0)]
+
+
 class RunSummary(BaseModel):
     """A summary.json. An earlier version's has fewer keys: what has a default may not be in it. Unknown keys are kept.
 
@@ -47,31 +53,31 @@ class RunSummary(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     run: str = ""
-    seconds: dict[str, float] = {}  # by phase, and in total
-    tokens_seen: int | None = None
-    trained_tokens: int | None = None  # of those seen, the ones that the seconds of training belong to
+    seconds: dict[str, Amount] = {}  # by phase, and in total
+    tokens_seen: Count | None = None
+    trained_tokens: Count | None = None  # of those seen, the ones that the seconds of training belong to
     # Per second of training, over what this program trained with the batch and on the machine named below; null if that
     # is nothing.
-    tokens_per_second: float | None = None
+    tokens_per_second: Amount | None = None
     measured: Measured | None = None  # None: an earlier version's, whose speed divided all tokens by its own seconds
-    global_steps: int | None = None
-    final_train_loss: float | None = None
-    final_validation_loss: float | None = None
-    best_loss: float | None = None
-    best_step: int | None = None
-    skipped_steps: int = 0
-    flops_per_token: int | None = None
-    mfu: float | None = None
-    peak_memory_gib: float | None = None
-    dollars: dict[str, int | float] | None = None  # by phase, and in total
+    global_steps: Count | None = None
+    final_train_loss: Amount | None = None
+    final_validation_loss: Amount | None = None
+    best_loss: Amount | None = None
+    best_step: Count | None = None
+    skipped_steps: Count = 0
+    flops_per_token: Count | None = None
+    mfu: Amount | None = None
+    peak_memory_gib: Amount | None = None
+    dollars: dict[str, Dollars] | None = None  # by phase, and in total
     device: str
-    world_size: int
-    microbatch_size: int | None = None
-    accumulation_steps: int | None = None
+    world_size: Positive
+    microbatch_size: Positive | None = None
+    accumulation_steps: Positive | None = None
     torch: str | None = None
     # A Provenance's
     model: dict[str, Any] | None = None
-    parameters: int | None = None
+    parameters: Count | None = None
     train: dict[str, Any] = {}
     dataset: dict[str, Any] | None = None
 

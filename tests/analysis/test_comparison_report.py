@@ -66,3 +66,18 @@ def test_the_page_has_the_table_its_reasons_and_the_curves(tmp_path: Path) -> No
     row = dict(zip(headings, report.rows[0], strict=True))
     assert row["test loss, nats/token"].value == 2.5
     assert row["learning_rate"].value == 0.001
+
+
+def test_a_byte_that_is_no_text_costs_one_line_of_the_curve(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, "a").train_to(10, 20, 30)
+    lines = run.directory.metrics.read_bytes().splitlines(keepends=True)
+    run.directory.metrics.write_bytes(b"\xff" + b"".join(lines))
+    assert len(read_metrics(run.directory.metrics)) == len(lines) - 1
+
+
+def test_a_label_is_no_formula(tmp_path: Path) -> None:
+    from harness.analysis.charts import draw_curves  # here, since every process that runs tests loads this file
+    from harness.analysis.curves import Curve
+
+    draw_curves([Curve("a", [0, 1], [2.0, 1.0])], AXES["tokens"], tmp_path / "c.png", {r"A$\frac{$": 1.5})
+    assert (tmp_path / "c.png").stat().st_size > 1000

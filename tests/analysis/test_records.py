@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -140,3 +141,12 @@ def test_all_runs_of_a_folder_or_those_named(tmp_path: Path) -> None:
         read_records(tmp_path, ("notes",))
     with pytest.raises(UserError, match="there are no runs; --runs-dir names"):
         read_records(tmp_path / "notes", ())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("world_size", 0), ("tokens_seen", -5), ("final_validation_loss", -3.0), ("microbatch_size", -4)]
+)
+def test_a_summary_with_impossible_numbers_is_damaged(tmp_path: Path, key: str, value: Any) -> None:
+    record = RunRecord.read(RunFolder(tmp_path, "a").finish(**{key: value}).directory)
+    assert record.state.word == "damaged"
+    assert f'key "{key}"' in record.state.detail

@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from harness.analysis.derived_runs import MODEL_KEYS, TRAIN_KEYS, Base, derive, write_runs
@@ -115,6 +116,7 @@ def canonical(value: Any) -> str:
 VALUES = st.one_of(st.integers(), st.floats(allow_nan=False), st.text(max_size=80), st.none(), st.booleans())
 
 
+@hypothesis.settings(suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
 @given(st.lists(st.dictionaries(st.sampled_from(TRAIN_KEYS), VALUES, max_size=6), max_size=8, unique_by=canonical))
 def test_labels_are_safe_short_and_all_different(points: list[dict[str, Any]]) -> None:
     found = labels(points)

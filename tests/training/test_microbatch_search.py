@@ -204,7 +204,7 @@ def test_it_fits_again_and_the_data_are_a_ceiling(first: tuple[int, Result], bas
     assert written == odd.replace('"microbatch_size"  :   7 ', f'"microbatch_size"  :   {number} ')
     assert load_train_config(run / "train.json").microbatch_size == number
     assert (run / "model.json").read_bytes() == model
-    assert {path.name for path in run.iterdir()} == {"model.json", "train.json"}
+    assert {path.name for path in run.iterdir()} == {"model.json", "train.json", "results"}
     assert f"microbatch_size is now {number}" in result.stdout
 
 
