@@ -47,7 +47,7 @@ def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineCompari
     if own is None:
         state = next(record.state.word for record in records if record.name == baseline)
         verb = "was" if state == "never trained" else "is"
-        return _nothing(baseline, f'it is "{state}": only what has been trained here to its end is compared', arms)
+        return _nothing(baseline, f"it {verb} {state}: only what has been trained here to its end is compared", arms)
     for loss, measured in (("test loss", test_losses(records)), ("validation loss", validation_losses(records))):
         names = [record.name for record in records]
         groups = [
