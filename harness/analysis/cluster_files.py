@@ -51,7 +51,7 @@ srun uv run --no-sync torchrun --standalone --nproc-per-node={gpus} --max-restar
 wait "$!"
 status=$?
 if [ -n "$time_is_up" ]; then
-    wait "$!"                       # for the checkpoint: the signal ended the first wait
+    wait "$!" || status=$?          # for the checkpoint: the signal ended the first wait
     scontrol requeue "$JOB"
 fi
 exit "$status"

@@ -285,10 +285,12 @@ around("harness.distributed.watchdog:Watchdog.guard", _guarding)
 def record_handler(folder: str) -> None:
     """Write down how often this rank's signal handler ran, and which functions it called."""
     known: dict[str, Any] = {"runs": 0, "called": []}
+    place = "harness.distributed.signals:StopSignal._note"
 
     def noting(original: Callable[..., Any], *arguments: Any) -> None:
         def profile(frame: Any, event: str, argument: Any) -> None:
-            is_handler = event == "call" and frame.f_code is original.__code__
+            # The next signal may come in the middle, and then the handler begins again: it, and what is around it here.
+            is_handler = event == "call" and frame.f_code in handler
             if event in {"call", "c_call"} and not is_handler and argument is not sys.setprofile:
                 known["called"].append(f"{frame.f_code.co_name} {argument}")
 
@@ -299,7 +301,9 @@ def record_handler(folder: str) -> None:
         finally:
             sys.setprofile(None)
 
-    around("harness.distributed.signals:StopSignal._note", noting)
+    handler = {pkgutil.resolve_name(place).__code__, noting.__code__}
+    around(place, noting)
+    handler.add(pkgutil.resolve_name(place).__code__)
     path = Path(folder) / str(os.getpid())
     before("harness.training.reporter:Console.close", lambda: path.write_text(json.dumps(known)))
 
