@@ -61,11 +61,9 @@ def main(runs: tuple[str, ...], **options: Any) -> None:
 
 def _compare(table: RunsTable, asked: CompareOptions) -> BaselineComparison | None:
     from harness.analysis.against_baseline import compare_with
-    from harness.runs.directory import RunDirectory
 
-    if asked.baseline is None:
-        return None
-    return compare_with(RunDirectory.find(asked.runs_dir, asked.baseline).path.name, table.records)
+    baseline = asked.baseline_name()
+    return None if baseline is None else compare_with(baseline, table.records)
 
 
 def _lines(table: RunsTable, comparison: BaselineComparison | None) -> Iterator[str]:
@@ -105,7 +103,7 @@ def _write_page(path: Path, table: RunsTable, comparison: BaselineComparison | N
     from harness.analysis.table_fits import fit_lines
 
     verdicts = [*(comparison.lines() if comparison else []), *fit_lines(table)]
-    write_report(path, report_of(table, verdicts, asked.read_references()))
+    write_report(path, report_of(table, verdicts, asked.read_references(), asked.baseline_name()))
     click.echo(f"Wrote {path}", err=True)
 
 
@@ -116,7 +114,7 @@ def _draw_chart(path: Path, table: RunsTable, asked: CompareOptions) -> None:
     from harness.common.errors import UserError
 
     axis = choose_axis(asked.over)
-    curves, problems = comparable_curves(table.records).over(axis)
+    curves, problems = comparable_curves(table.records, asked.baseline_name()).over(axis)
     if not curves:
         raise UserError(f"--chart: nothing to draw: {problems[0]}")
     from harness.analysis.charts import draw_curves

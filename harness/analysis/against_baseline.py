@@ -42,7 +42,7 @@ class BaselineComparison:
 def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineComparison:
     """All arms of the runs against that of the run `baseline`, which is one of them, by the test loss on the text that
     most of them were measured on, else by the last validation loss."""
-    arms = named_arms(records)
+    arms = named_arms(records, baseline)
     own = arms.arm_of(baseline)
     if own is None:
         state = next(record.state.word for record in records if record.name == baseline)

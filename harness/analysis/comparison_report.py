@@ -31,9 +31,10 @@ class Curves:
         return curves, [*self.problems, *problems]
 
 
-def comparable_curves(records: Sequence[RunRecord]) -> Curves:
+def comparable_curves(records: Sequence[RunRecord], baseline: str | None = None) -> Curves:
     """The losses of the runs that were measured on the text that most of them were: their validation losses, or, if no
-    text of validation is known, their training losses. Replicates that have finished are one curve."""
+    text of validation is known, their training losses. Replicates that have finished are one curve, which is called as
+    in the verdicts against the run `baseline`."""
     kinds: tuple[tuple[type[Event], GroundOf], ...] = (
         (ValidationEvent, validation_ground),
         (TrainEvent, training_ground),
@@ -49,7 +50,7 @@ def comparable_curves(records: Sequence[RunRecord]) -> Curves:
         for record in records
         if grounds[record.name] != main
     ]
-    arms = named_arms(there)
+    arms = named_arms(records, baseline)
     alone: dict[str, Sequence[str]] = {record.name: [record.name] for record in there if not arms.arm_of(record.name)}
     groups: dict[str, Sequence[str]] = {**arms.runs, **alone}
     return Curves([_source(record, kind) for record in there], groups, problems)
@@ -76,9 +77,12 @@ def last_training(events: Sequence[Event]) -> list[Event]:
     return list(events[starts[-1] if starts else 0 :])
 
 
-def report_of(table: RunsTable, verdicts: Sequence[str], references: Mapping[str, float]) -> Report:
-    """The page of a table, with the curves that can be drawn over each axis."""
-    curves = comparable_curves(table.records)
+def report_of(
+    table: RunsTable, verdicts: Sequence[str], references: Mapping[str, float], baseline: str | None = None
+) -> Report:
+    """The page of a table, with the curves that can be drawn over each axis. `baseline` is the run that the verdicts
+    are against."""
+    curves = comparable_curves(table.records, baseline)
     drawn = [(axis, curves.over(axis)[0]) for axis in AXES.values()]
     charts = [(axis, found) for axis, found in drawn if len(found) == len(drawn[0][1]) and found]
     columns = [Column("run"), *(Column(_heading(each.title, each.unit), each.about) for each in table.columns)]

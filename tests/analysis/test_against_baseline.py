@@ -52,10 +52,58 @@ def records(*runs: RunFolder) -> list[RunRecord]:
         (["one", "two"], "one and others"),
         (["lr-0.003-seed-1"], "lr-0.003-seed-1"),
         (["seed-1", "seed-2"], "seed-1 and others"),
+        (["alpha", "apple"], "alpha and others"),
+        (["lr-alpha", "lr-apple"], "lr"),
+        (["wide-10", "wide-11"], "wide"),
     ],
 )
 def test_an_arms_name_is_what_its_runs_share(runs: list[str], name: str) -> None:
     assert arm_name(runs) == name
+
+
+def replicates(tmp_path: Path, rate: float, *names: str) -> list[RunFolder]:
+    return [
+        RunFolder(tmp_path, name, {"learning_rate": rate, "random_seed": seed}).finish(final_validation_loss=2 + rate)
+        for seed, name in enumerate(names)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "baseline", "named"),
+    [
+        (["one", "two"], ["x"], "two", {"two and others", "x"}),
+        (["base", "base-again"], ["x"], "base-again", {"base-again and others", "x"}),
+        (["base-1", "base-2"], ["base"], "base", {"base-1 and others", "base"}),
+        (["base-1", "base-2"], ["base"], "base-2", {"base-2 and others", "base"}),
+        (["a1", "a2"], ["a3", "a4"], "a1", {"a1 and others", "a3 and others"}),
+        (["a1", "a2"], ["a3", "a4"], "a4", {"a1 and others", "a4 and others"}),
+        (["one", "two"], ["one and others"], "x", {"one and others", "one and others (2)"}),
+        (["lr-1-seed-1", "lr-1-seed-2"], ["lr-1.5-seed-1", "lr-1.5-seed-2"], "lr-1-seed-2", {"lr-1", "lr-1.5"}),
+    ],
+)
+def test_every_arm_has_a_name_of_its_own_and_the_baselines_is_known_by_the_run_that_was_asked_for(
+    tmp_path: Path, first: list[str], second: list[str], baseline: str, named: set[str]
+) -> None:
+    runs = [*replicates(tmp_path, 1, *first), *replicates(tmp_path, 2, *second)]
+    for order in (runs, runs[::-1]):
+        arms = named_arms(records(*order), baseline)
+        assert {*arms.runs} == named
+        assert sorted(map(sorted, arms.runs.values())) == sorted([sorted(first), sorted(second)])
+
+
+def test_an_arms_name_is_that_of_no_run_outside_it(tmp_path: Path) -> None:
+    """One that has not finished is a curve of its own in the chart."""
+    runs = [*replicates(tmp_path, 1, "base-1", "base-2"), RunFolder(tmp_path, "base").train_to(0)]
+    assert [*named_arms(records(*runs)).runs] == ["base-1 and others"]
+
+
+def test_a_baseline_whose_seed_was_trained_before_stands_for_that_seed(tmp_path: Path) -> None:
+    (again,) = replicates(tmp_path, 1, "again")
+    runs = [*replicates(tmp_path, 1, "a-1", "a-2"), again, *replicates(tmp_path, 2, "b")]
+    arms = named_arms(records(*runs), "again")
+    assert arms.runs == {"again and others": ("a-2", "again"), "b": ("b",)}
+    assert arms.notes == ["a-1: seed of another run with the same settings, counted once"]
+    assert compare_with("again", records(*runs)).title.startswith("Against again and others (2 runs), by ")
 
 
 def test_replicates_are_found_and_what_has_not_finished_is_left_out(tmp_path: Path) -> None:

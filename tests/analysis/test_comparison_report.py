@@ -10,7 +10,7 @@ from harness.analysis.html_report import render
 from harness.analysis.records import RunRecord
 from harness.analysis.runs_table import RunsTable
 from harness.runs.metrics import read_metrics
-from tests.support.compared_runs import DATASET, RunFolder
+from tests.support.compared_runs import DATASET, LATEST, RunFolder
 
 
 def records(*runs: RunFolder) -> list[RunRecord]:
@@ -32,6 +32,21 @@ def test_replicates_are_one_curve_and_another_text_is_none(tmp_path: Path) -> No
         "c: in no chart, since its losses are not known to be on 20 x 16 tokens from 0 of the validation split of "
         "me/texts (bbbbbbbb)"
     ]
+
+
+def test_the_baselines_curve_is_called_as_in_the_verdicts(tmp_path: Path) -> None:
+    runs = records(trained(tmp_path, "one", 1), trained(tmp_path, "two", 2), trained(tmp_path, "b", 1, 0.002))
+    curves, _ = comparable_curves(runs, "two").over(AXES["tokens"])
+    assert sorted((curve.label, curve.runs) for curve in curves) == [("b", 1), ("two and others", 2)]
+    report = report_of(RunsTable.of(runs), [], {}, "two")
+    assert "two and others" in {curve.label for curve in report.charts[0][1]}
+
+
+def test_an_unfinished_run_is_no_arms_curve(tmp_path: Path) -> None:
+    runs = [trained(tmp_path, "base-1", 1), trained(tmp_path, "base-2", 2)]
+    runs.append(RunFolder(tmp_path, "base").add_checkpoint(LATEST, "latest").train_to(0, 10))
+    curves, _ = comparable_curves(records(*runs)).over(AXES["tokens"])
+    assert sorted((curve.label, curve.runs) for curve in curves) == [("base", 1), ("base-1 and others", 2)]
 
 
 def test_runs_without_validation_are_drawn_by_their_training_losses(tmp_path: Path) -> None:
