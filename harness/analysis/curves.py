@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from harness.common.errors import UserError
 from harness.common.messages import nearest
@@ -13,6 +13,7 @@ LEAST_POINTS = 2
 # The losses of the first part of an axis are near ln(vocabulary), and would squeeze the rest into the lower edge.
 WARM_PART = 0.2
 HEADROOM = 0.06
+KIND_WORDS: Mapping[type[Event], str] = {ValidationEvent: "validation", TrainEvent: "training"}
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Curve:
     low: list[float] = field(default_factory=list)  # empty for a single run
     high: list[float] = field(default_factory=list)
     runs: int = 1
+    kind: str = ""  # of the losses: "validation" or "training"; nothing where that is not said
 
 
 def choose_axis(name: str) -> Axis:
@@ -72,10 +74,10 @@ def losses_of(events: Sequence[Event], kind: type[Event]) -> list[Event]:
     return [event for event in events if isinstance(event, kind) and getattr(event, "loss", None) is not None]
 
 
-def choose_kind(sources: Sequence[CurveSource]) -> type[Event]:
-    """Validation losses where every run has some, since they are of the same text; else training losses."""
-    all_validate = all(len(losses_of(source.events, ValidationEvent)) >= LEAST_POINTS for source in sources)
-    return ValidationEvent if all_validate else TrainEvent
+def loss_title(curves: Sequence[Curve]) -> str:
+    """What an axis of losses is called: of validation or of training, as all curves of one chart are."""
+    kinds = {curve.kind for curve in curves}
+    return f"{kinds.pop()} loss (nats per token)".lstrip() if len(kinds) == 1 else "loss (nats per token)"
 
 
 def curve_of(source: CurveSource, axis: Axis, kind: type[Event]) -> Curve:
@@ -83,8 +85,9 @@ def curve_of(source: CurveSource, axis: Axis, kind: type[Event]) -> Curve:
     place = _place_on(source, axis)
     points = [(place(event), float(event.loss)) for event in losses_of(source.events, kind)]  # type: ignore[attr-defined]
     if len(points) < LEAST_POINTS:
-        raise UserError(f"{source.name}: nothing to draw: {len(points)} losses in metrics.jsonl")
-    return Curve(source.name, [x for x, _ in points], [y for _, y in points])
+        there = f"{len(points)} {KIND_WORDS[kind]} loss{'' if len(points) == 1 else 'es'} in metrics.jsonl"
+        raise UserError(f"{source.name}: nothing to draw: {there}, and a curve takes {LEAST_POINTS}")
+    return Curve(source.name, [x for x, _ in points], [y for _, y in points], kind=KIND_WORDS[kind])
 
 
 def _place_on(source: CurveSource, axis: Axis) -> Callable[[Event], float]:
@@ -108,7 +111,7 @@ def merged(label: str, curves: Sequence[Curve]) -> Curve:
     """Replicates as one curve: of their points, in order, as many as each has. They took them at the same steps, and so
     at the same tokens, and at about the same time."""
     if len(curves) == 1:
-        return Curve(label, curves[0].x, curves[0].y)
+        return replace(curves[0], label=label)
     points = range(min(len(curve.x) for curve in curves))
     columns = [[curve.y[at] for curve in curves] for at in points]
     return Curve(
@@ -118,15 +121,18 @@ def merged(label: str, curves: Sequence[Curve]) -> Curve:
         [min(column) for column in columns],
         [max(column) for column in columns],
         len(curves),
+        curves[0].kind,
     )
 
 
 def curves_of(
-    sources: Sequence[CurveSource], axis: Axis, groups: Mapping[str, Sequence[str]] | None = None
+    sources: Sequence[CurveSource],
+    axis: Axis,
+    kind: type[Event] = ValidationEvent,
+    groups: Mapping[str, Sequence[str]] | None = None,
 ) -> tuple[list[Curve], list[str]]:
-    """A curve for each group of replicates (label: names of runs), or for each run, the lowest last loss first; and a
-    line for each run that cannot be drawn."""
-    kind = choose_kind([source for source in sources if source.events])
+    """A curve of the losses of that kind for each group of replicates (label: names of runs), or for each run, the
+    lowest last loss first; and a line for each run that cannot be drawn."""
     drawn, problems = {}, []
     for source in sources:
         try:
