@@ -111,17 +111,20 @@ def _draw_chart(path: Path, table: RunsTable, asked: CompareOptions) -> None:
     """Raises UserError if nothing can be drawn."""
     from harness.analysis.comparison_report import comparable_curves
     from harness.analysis.curves import choose_axis
+    from harness.analysis.table_text import paragraph
     from harness.common.errors import UserError
+    from harness.common.messages import abbreviated
 
     axis = choose_axis(asked.over)
     curves, problems = comparable_curves(table.records, asked.baseline_name()).over(axis)
     if not curves:
-        raise UserError(f"--chart: nothing to draw: {problems[0]}")
+        raise UserError(f"--chart: nothing to draw: {abbreviated(problems, most=3, separator='; ')}")
     from harness.analysis.charts import draw_curves
 
     draw_curves(curves, axis, path, asked.read_references())
     for problem in problems:
-        click.echo(f"not drawn: {problem}", err=True)
+        for line in paragraph(f"not drawn: {problem}"):
+            click.echo(line, err=True)
     click.echo(f"Drew {path}", err=True)
 
 

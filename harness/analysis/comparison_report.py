@@ -14,6 +14,7 @@ from harness.analysis.replicated_arms import named_arms
 from harness.analysis.runs_table import Cell as TableCell
 from harness.analysis.runs_table import RunsTable, is_number
 from harness.analysis.settings import machine_of
+from harness.common.messages import abbreviated
 from harness.runs.metrics import Event, TrainEvent, ValidationEvent, read_metrics
 
 KINDS: tuple[tuple[type[Event], GroundOf], ...] = (
@@ -24,7 +25,7 @@ KINDS: tuple[tuple[type[Event], GroundOf], ...] = (
 
 @dataclass(frozen=True)
 class Curves:
-    """What can be drawn, and a line for each run that cannot."""
+    """What can be drawn, and a line for each reason why a run cannot."""
 
     kind: type[Event]  # of validation or of training: which losses all curves are of
     sources: list[CurveSource]
@@ -48,7 +49,7 @@ def comparable_curves(records: Sequence[RunRecord], baseline: str | None = None)
     if main is None:
         return Curves(kind, [], {}, ["the text that losses were measured on is not recorded"])
     there = [record for record in records if grounds[record.name] == main]
-    problems = [_why_left_out(record, kind, main) for record in records if grounds[record.name] != main]
+    problems = _why_left_out([record for record in records if grounds[record.name] != main], kind, main)
     arms = named_arms(records, baseline)
     alone: dict[str, Sequence[str]] = {record.name: [record.name] for record in there if not arms.arm_of(record.name)}
     groups: dict[str, Sequence[str]] = {**arms.runs, **alone}
@@ -66,10 +67,18 @@ def _can_be_drawn(
     )
 
 
-def _why_left_out(record: RunRecord, kind: type[Event], main: Ground) -> str:
-    if kind is ValidationEvent and record.train and record.train.get("validation_interval") is None:
-        return f"{record.name}: in no chart, since it was trained without validation, and validation losses are drawn"
-    return f"{record.name}: in no chart, since its losses are not known to be on {main.words}"
+def _why_left_out(records: Sequence[RunRecord], kind: type[Event], main: Ground) -> list[str]:
+    """A line for each reason."""
+    by_reason: dict[str, list[str]] = {}
+    for record in records:
+        if record.state.word == "never trained":
+            reason = "never trained"
+        elif kind is ValidationEvent and record.train and record.train.get("validation_interval") is None:
+            reason = "trained without validation, and validation losses are drawn"
+        else:
+            reason = f"not known to have losses on {main.words}"
+        by_reason.setdefault(reason, []).append(record.name)
+    return [f"{abbreviated(names)}: in no chart: {reason}" for reason, names in by_reason.items()]
 
 
 def _most_common(grounds: Sequence[Ground]) -> Ground | None:

@@ -31,9 +31,11 @@ def test_replicates_are_one_curve_and_another_text_is_none(tmp_path: Path) -> No
     assert sorted((curve.label, curve.runs) for curve in curves) == [("a", 2), ("b", 1)]
     assert curves[0].x == [128, 128 * 11, 128 * 21]
     assert problems == [
-        "c: in no chart, since its losses are not known to be on 20 x 16 tokens from 0 of the validation split of "
-        "me/texts (bbbbbbbb)"
+        "c: in no chart: not known to have losses on 20 x 16 tokens from 0 of the validation split of me/texts "
+        "(bbbbbbbb)"
     ]
+    never = [RunFolder(tmp_path, name) for name in ("d", "e")]
+    assert comparable_curves(records(*runs, *never)).problems == [*problems, "d, e: in no chart: never trained"]
 
 
 def test_the_baselines_curve_is_called_as_in_the_verdicts(tmp_path: Path) -> None:
@@ -63,9 +65,7 @@ def test_a_run_without_validation_is_not_drawn_among_validation_losses(tmp_path:
     without = RunFolder(tmp_path, "without", none).finish(final_validation_loss=None).train_to(0, 10)
     curves, problems = comparable_curves(records(trained(tmp_path, "a", 1), without)).over(AXES["steps"])
     assert [(curve.label, curve.kind) for curve in curves] == [("a", "validation")]
-    assert problems == [
-        "without: in no chart, since it was trained without validation, and validation losses are drawn"
-    ]
+    assert problems == ["without: in no chart: trained without validation, and validation losses are drawn"]
 
 
 def test_a_run_that_has_validated_once_hides_no_other(tmp_path: Path) -> None:
