@@ -24,16 +24,6 @@ LARGEST_FILE_BYTES = 2**26
 
 
 @dataclass(frozen=True)
-class CannotBeTold:
-    """In place of a result that the points do not give; `reason` completes "cannot be told, because"."""
-
-    reason: str
-
-    def __str__(self) -> str:
-        return f"cannot be told, because {self.reason}"
-
-
-@dataclass(frozen=True)
 class Point:
     """One trained model."""
 

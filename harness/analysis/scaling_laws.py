@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness.analysis.bfgs import Function, minimize
-from harness.analysis.scaling_data import CannotBeTold, CostLaw, Points, different
+from harness.analysis.cannot_be_told import CannotBeTold
+from harness.analysis.scaling_data import CostLaw, Points, different
 from harness.common.statistics import Estimate, estimate
 
 PARAMETERS = 5

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from harness.analysis.cannot_be_told import CannotBeTold
 from harness.analysis.isoflop import Grouping, IsoFlop, Profile, fit_isoflop
-from harness.analysis.scaling_data import FLOPS_PER_PARAMETER, CannotBeTold, CostLaw, Points
+from harness.analysis.scaling_data import FLOPS_PER_PARAMETER, CostLaw, Points
 from harness.analysis.scaling_laws import (
     STARTS,
     Coefficient,

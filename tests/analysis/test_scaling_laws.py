@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import scipy
 
-from harness.analysis.scaling_data import CannotBeTold, CostLaw, Points, read_points
+from harness.analysis.cannot_be_told import CannotBeTold
+from harness.analysis.scaling_data import CostLaw, Points, read_points
 from harness.analysis.scaling_laws import LawFit, Plan, _Problem, best_split, fit_law, predict
 from tests.analysis.scaling import LAW, best_size, ladder, points_of
 
