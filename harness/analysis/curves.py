@@ -13,6 +13,7 @@ LEAST_POINTS = 2
 # The losses of the first part of an axis are near ln(vocabulary), and would squeeze the rest into the lower edge.
 WARM_PART = 0.2
 HEADROOM = 0.06
+LARGEST_LOSS = 1e6  # nats per token: beyond it a run has diverged, which is left out as a loss that is not finite is
 KIND_WORDS: Mapping[type[Event], str] = {ValidationEvent: "validation", TrainEvent: "training"}
 
 
@@ -70,8 +71,12 @@ def choose_axis(name: str) -> Axis:
 
 
 def losses_of(events: Sequence[Event], kind: type[Event]) -> list[Event]:
-    """The events of a kind that have a finite loss."""
-    return [event for event in events if isinstance(event, kind) and getattr(event, "loss", None) is not None]
+    """The events of a kind that have a finite loss, and one that can be drawn."""
+    return [event for event in events if isinstance(event, kind) and _can_be_drawn(getattr(event, "loss", None))]
+
+
+def _can_be_drawn(loss: float | None) -> bool:
+    return loss is not None and abs(loss) < LARGEST_LOSS
 
 
 def loss_title(curves: Sequence[Curve]) -> str:

@@ -25,7 +25,7 @@ class NamedModel:
     @property
     def files(self) -> tuple[Path, Path]:
         """The files themselves, wherever links to them lie: two models with the same are one."""
-        return self.model_json.resolve(), self.weights.resolve()
+        return Path(os.path.realpath(self.model_json)), Path(os.path.realpath(self.weights))
 
 
 def models_of_files(files: Sequence[Path]) -> Iterator[NamedModel]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -240,4 +241,6 @@ def read_window_losses(run: RunDirectory, result: LossResult) -> np.ndarray:
         raise UserError(f"{path}: cannot read the losses of the windows: {error}; measure again") from None
     if losses.shape != (result.text.windows,):
         raise UserError(f"{path}: has losses of shape {list(losses.shape)}, not [{result.text.windows}]; measure again")
+    if result.loss is not None and not math.isclose(float(losses.mean(dtype=np.float64)), result.loss, rel_tol=1e-4):
+        raise UserError(f"{path}: has losses whose mean is not {result.loss:.4f}, the one measured; measure again")
     return losses

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from harness.analysis.against_baseline import compare_with
 from harness.analysis.records import RunRecord
 from harness.analysis.replicated_arms import arm_name, named_arms
 from harness.analysis.verdicts import Word
 from harness.runs.results import LossResult, read_results, write_loss
-from tests.support.compared_runs import RunFolder
+from tests.support.compared_runs import BEST, LATEST, RunFolder
 from tests.support.isolation import SHIPPED_RUNS
 
 SEEDS = (1, 2, 3)
@@ -157,6 +158,29 @@ def test_an_arm_measured_on_another_text_is_in_no_verdict_but_a_sentence(tmp_pat
     assert [verdict.sentence for verdict in found.verdicts if verdict.arm == "c"] == [
         "c against a: cannot be told, because c has no run with this loss"
     ]
+
+
+def test_losses_of_other_checkpoints_than_the_best_are_told(tmp_path: Path) -> None:
+    a, b = (RunFolder(tmp_path, name, {"learning_rate": rate}).finish() for name, rate in (("a", 1), ("b", 2)))
+    for run in (a, b):
+        run.add_checkpoint(BEST, "best").add_checkpoint(LATEST, "latest")
+    a.test_loss(2.5).test_loss(2.6, LATEST), b.test_loss(2.4, LATEST)
+    assert compare_with("a", records(a, b)).notes == [
+        f"b: test loss of checkpoint {LATEST} (latest): the best one has not been measured on this"
+    ]
+
+
+def test_windows_that_are_not_those_of_the_loss_are_told(tmp_path: Path) -> None:
+    runs = [*arm(tmp_path, 0.001, (2.5, 2.6)), *arm(tmp_path, 0.002, (2.4, 2.5))]
+    for run, wrong in ((runs[0], np.nan), (runs[3], 9.0)):
+        (path,) = run.directory.results.glob("*.safetensors")
+        save_file({"losses": np.full(600, wrong, np.float32)}, path)
+    found = compare_with("lr-0.001-seed-1", records(*runs))
+    assert [note.partition(": ")[2] for note in found.notes] == [
+        "has losses whose mean is not 2.5000, the one measured; measure again",
+        "has losses whose mean is not 2.5000, the one measured; measure again",
+    ]
+    assert "this text only" in found.verdicts[0].sentence or found.verdicts[0].word == Word.CANNOT_BE_TOLD
 
 
 def test_lost_window_losses_are_told(tmp_path: Path) -> None:

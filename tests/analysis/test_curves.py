@@ -74,8 +74,9 @@ def test_the_kind_of_losses_is_told_of_one_chart_only() -> None:
 
 
 def test_losses_that_are_not_finite_are_left_out() -> None:
-    [curve], _ = curves_of([CurveSource("a", events([5.0, None, 3.0]))], AXES["steps"])
-    assert curve.x == [0, 20]
+    for lost in (None, 1e308, -1e308):
+        [curve], _ = curves_of([CurveSource("a", events([5.0, lost, 3.0]))], AXES["steps"])
+        assert curve.x == [0, 20]
 
 
 def test_what_cannot_be_drawn_is_said_and_the_rest_is_drawn() -> None:
