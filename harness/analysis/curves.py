@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from harness.common.errors import UserError
-from harness.common.messages import nearest
+from harness.common.messages import abbreviated, nearest
 from harness.runs.metrics import Event, TrainEvent, ValidationEvent
 
 LEAST_POINTS = 2
@@ -99,9 +99,9 @@ def _place_on(source: CurveSource, axis: Axis) -> Callable[[Event], float]:
     """Where an event of the run stands on the axis."""
     price, flops = source.price_per_hour, source.flops_per_token
     if axis.name == "dollars" and price is None:
-        raise UserError(f'{source.name}: no "price_per_hour" in its train.json, so that its losses have no dollars')
+        raise UserError(f'{source.name}: no "price_per_hour" in train.json, so that losses have no dollars')
     if axis.name == "flops" and flops is None:
-        raise UserError(f"{source.name}: its FLOPs per token are not known")
+        raise UserError(f"{source.name}: FLOPs per token are not known")
     places: dict[str, Callable[[Event], float]] = {
         "steps": lambda event: event.global_step,
         "tokens": lambda event: event.tokens_seen,
@@ -137,19 +137,21 @@ def curves_of(
     groups: Mapping[str, Sequence[str]] | None = None,
 ) -> tuple[list[Curve], list[str]]:
     """A curve of the losses of that kind for each group of replicates (label: names of runs), or for each run, the
-    lowest last loss first; and a line for each run that cannot be drawn."""
-    drawn, problems = {}, []
+    lowest last loss first; and a line for each reason why runs cannot be drawn."""
+    drawn: dict[str, Curve] = {}
+    problems: dict[str, list[str]] = {}
     for source in sources:
         try:
             drawn[source.name] = curve_of(source, axis, kind)
         except UserError as error:
-            problems.append(str(error))
+            problems.setdefault(str(error).removeprefix(f"{source.name}: "), []).append(source.name)
     curves = []
     for label, names in (groups or {source.name: [source.name] for source in sources}).items():
         members = [drawn[name] for name in names if name in drawn]
         if members:
             curves.append(merged(label, members))
-    return sorted(curves, key=lambda curve: curve.y[-1]), problems
+    lines = [f"{abbreviated(names)}: {reason}" for reason, names in problems.items()]
+    return sorted(curves, key=lambda curve: curve.y[-1]), lines
 
 
 def shown_range(curves: Sequence[Curve], references: Mapping[str, float]) -> tuple[float, float]:

@@ -84,12 +84,11 @@ def test_what_cannot_be_drawn_is_said_and_the_rest_is_drawn() -> None:
     curves, problems = curves_of(sources, AXES["dollars"])
     assert [curve.label for curve in curves] == ["a"]
     assert problems == [
-        'free: no "price_per_hour" in its train.json, so that its losses have no dollars',
-        'new: no "price_per_hour" in its train.json, so that its losses have no dollars',
+        'free, new: no "price_per_hour" in train.json, so that losses have no dollars',
     ]
     curves, problems = curves_of(sources, AXES["flops"])
     assert [curve.label for curve in curves] == ["a"]
-    assert problems == ["free: its FLOPs per token are not known", "new: its FLOPs per token are not known"]
+    assert problems == ["free, new: FLOPs per token are not known"]
     curves, problems = curves_of(sources, AXES["tokens"])
     assert [curve.label for curve in curves] == ["a", "free"], "one that has hardly begun does not hide the others"
     assert problems == ["new: nothing to draw: 1 validation loss in metrics.jsonl, and a curve takes 2"]
