@@ -61,11 +61,9 @@ def main(runs: tuple[str, ...], **options: Any) -> None:
 
 def _compare(table: RunsTable, asked: CompareOptions) -> BaselineComparison | None:
     from harness.analysis.against_baseline import compare_with
-    from harness.runs.directory import RunDirectory
 
-    if asked.baseline is None:
-        return None
-    return compare_with(RunDirectory.find(asked.runs_dir, asked.baseline).path.name, table.records)
+    baseline = asked.baseline_name()
+    return None if baseline is None else compare_with(baseline, table.records)
 
 
 def _lines(table: RunsTable, comparison: BaselineComparison | None) -> Iterator[str]:
@@ -105,7 +103,7 @@ def _write_page(path: Path, table: RunsTable, comparison: BaselineComparison | N
     from harness.analysis.table_fits import fit_lines
 
     verdicts = [*(comparison.lines() if comparison else []), *fit_lines(table)]
-    write_report(path, report_of(table, verdicts, asked.read_references()))
+    write_report(path, report_of(table, verdicts, asked.read_references(), asked.baseline_name()))
     click.echo(f"Wrote {path}", err=True)
 
 
@@ -113,17 +111,20 @@ def _draw_chart(path: Path, table: RunsTable, asked: CompareOptions) -> None:
     """Raises UserError if nothing can be drawn."""
     from harness.analysis.comparison_report import comparable_curves
     from harness.analysis.curves import choose_axis
+    from harness.analysis.table_text import paragraph
     from harness.common.errors import UserError
+    from harness.common.messages import abbreviated
 
     axis = choose_axis(asked.over)
-    curves, problems = comparable_curves(table.records).over(axis)
+    curves, problems = comparable_curves(table.records, asked.baseline_name()).over(axis)
     if not curves:
-        raise UserError(f"--chart: nothing to draw: {problems[0]}")
+        raise UserError(f"--chart: nothing to draw: {abbreviated(problems, most=3, separator='; ')}")
     from harness.analysis.charts import draw_curves
 
     draw_curves(curves, axis, path, asked.read_references())
     for problem in problems:
-        click.echo(f"not drawn: {problem}", err=True)
+        for line in paragraph(f"not drawn: {problem}"):
+            click.echo(line, err=True)
     click.echo(f"Drew {path}", err=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,9 +44,9 @@ def main(datasets_dir: Path, files: tuple[Path, ...], runs: tuple[str, ...], run
     with one_line_errors():
         from harness.evaluation.held_out import TestLossOptions
         from harness.evaluation.loss_table import loss_tables
-        from harness.runs.named_models import model_of_run, models_of_files
+        from harness.runs.named_models import each_once, model_of_run, models_of_files
 
-        models = [*models_of_files(files), *(model_of_run(runs_dir, run) for run in runs)]
+        models = each_once([*models_of_files(files), *(model_of_run(runs_dir, run) for run in runs)])
         if not models:
             raise UserError("no model: give MODEL_JSON MODEL_SAFETENSORS, or --run RUN")
         found = measure_all(models, datasets_dir, TestLossOptions(**options))
@@ -54,8 +55,8 @@ def main(datasets_dir: Path, files: tuple[Path, ...], runs: tuple[str, ...], run
 
 
 def measure_all(models: Sequence[NamedModel], datasets_dir: Path, options: TestLossOptions) -> list[ModelLoss]:
-    """The models' losses, each of which stays in its run. Raises UserError, before anything is measured, if a model or
-    the text for it cannot be had."""
+    """The models' losses, each of which stays in its run; one that was named in two ways is measured once. Raises
+    UserError, before anything is measured, if a model or the text for it cannot be had."""
     from gpt import load_model
     from harness.common.device import only_device
     from harness.evaluation.held_out import HeldOutText
@@ -71,21 +72,26 @@ def measure_all(models: Sequence[NamedModel], datasets_dir: Path, options: TestL
         check_weights_file(model.weights, config)
     pairs = zip(models, configs, strict=True)
     texts = [HeldOutText.choose(config, model.weights, datasets_dir, options) for model, config in pairs]
-    found = []
+    measured: dict[tuple[Path, Path], TestLoss] = {}
     for model, text in zip(models, texts, strict=True):
-        loaded = load_model(model.model_json, model.weights, device)
-        test = text.measure(loaded, options.precision)
-        test.keep(model.weights)
-        found.append(ModelLoss(model.label, loaded.config.parameters, recorded_global_batch(model.weights), test))
-    return found
+        if model.files not in measured:
+            measured[model.files] = text.measure(load_model(model.model_json, model.weights, device), options.precision)
+            measured[model.files].keep(model.weights)
+    return [
+        ModelLoss(model.label, config.parameters, recorded_global_batch(model.weights), measured[model.files])
+        for model, config in zip(models, configs, strict=True)
+    ]
 
 
 def lines_of_one(test: TestLoss) -> list[str]:
-    """What there is to say of one model."""
+    """What there is to say of one model, in lines of 80 columns."""
+    from harness.evaluation.loss_table import COLUMNS
+
     lines = [f"Loss against our test dataset: {test.loss:.3f}"]
     if test.bits_per_byte is not None:
         lines.append(f"Bits per byte: {test.bits_per_byte:.3f}{'' if test.is_exact else APPROXIMATE}")
-    return [*lines, f"Measured on {test.place}"]
+    lines.append(f"Measured on {test.place}")
+    return [part for line in lines for part in textwrap.wrap(line, COLUMNS, subsequent_indent="  ")]
 
 
 if __name__ == "__main__":

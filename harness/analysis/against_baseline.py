@@ -9,6 +9,7 @@ import numpy as np
 
 from harness.analysis.arms import Arm
 from harness.analysis.comparability import (
+    MEASURED_TOO,
     Ground,
     Group,
     chosen_results,
@@ -42,7 +43,7 @@ class BaselineComparison:
 def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineComparison:
     """All arms of the runs against that of the run `baseline`, which is one of them, by the test loss on the text that
     most of them were measured on, else by the last validation loss."""
-    arms = named_arms(records)
+    arms = named_arms(records, baseline)
     own = arms.arm_of(baseline)
     if own is None:
         state = next(record.state.word for record in records if record.name == baseline)
@@ -75,6 +76,11 @@ class _Loss:
         found = {self.records[row].name: (row, each) for row, each in self.group.members.items()}
         members = [found[run] for run in runs if run in found]
         losses = [measurement.value for _, measurement in members]
+        notes += [
+            f"{self.records[row].name}: {self.name} {measurement.remark}"
+            for row, measurement in members
+            if measurement.remark and MEASURED_TOO not in measurement.remark
+        ]
         return Arm(name, losses, self._windows([self.records[row] for row, _ in members], notes))
 
     def _windows(self, records: Sequence[RunRecord], notes: list[str]) -> list[np.ndarray] | None:

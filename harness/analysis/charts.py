@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
 
-from harness.analysis.curves import Axis, Curve, shown_range
+from harness.analysis.curves import Axis, Curve, loss_title, shown_range
 from harness.common.files import atomic_file
 
 matplotlib.use("Agg")  # machines without a display
@@ -59,7 +59,7 @@ def _draw(axes: Axes, curve: Curve, number: int) -> None:
 
 def _dress(axes: Axes, curves: Sequence[Curve], axis: Axis, references: Mapping[str, float]) -> None:
     axes.set_xlabel(axis.label)
-    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylabel(loss_title(curves))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25, linewidth=0.6)

@@ -36,6 +36,7 @@ class Missing:
     reason: str
 
 
+MEASURED_TOO = "; measured, too: "  # in a remark on a result of the best checkpoint, which needs no more words
 Measured = Sequence[Measurement] | Missing  # one for each ground
 
 
@@ -188,9 +189,13 @@ def _which(record: RunRecord, ordered: Sequence[Result]) -> str:
         return ""
     remark = f"of checkpoint {first.weights.checkpoint} ({kind})"
     if not is_best:
+        best = record.checkpoints.best
+        is_unread = best is not None and record.results.has_unread(type(first), best)
+        if is_unread:
+            return f"{remark}: a result of the best one cannot be read"
         return f"{remark}: the best one has not been measured on this"
     names = sorted({other.weights.checkpoint for other in others} - {first.weights.checkpoint})
-    return f"{remark}; measured, too: {', '.join(names)}"
+    return f"{remark}{MEASURED_TOO}{', '.join(names)}"
 
 
 def _short(digest: object) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from harness.analysis.curves import choose_axis
 from harness.common.errors import UserError
 from harness.common.files import check_writable
+from harness.runs.directory import RunDirectory
 
 LARGEST_LOSS = 1000.0
 
@@ -45,6 +46,10 @@ class CompareOptions:
                 raise UserError(f"{path}: is a folder; name a file")
         choose_axis(self.over)
         self.read_references()
+
+    def baseline_name(self) -> str | None:
+        """The name of the baseline's folder, whether it was given by its name or by its path."""
+        return None if self.baseline is None else RunDirectory.find(self.runs_dir, self.baseline).path.name
 
     def read_references(self) -> dict[str, float]:
         """Losses by their labels. Raises UserError for what is not LABEL=LOSS."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.analysis.comparability import Ground, training_ground, validation_ground
-from harness.analysis.curves import AXES, Axis, Curve, CurveSource, curves_of
+from harness.analysis.curves import AXES, LEAST_POINTS, Axis, Curve, CurveSource, curves_of, losses_of
 from harness.analysis.html_report import Cell, Column, Report
 from harness.analysis.quantities import GroundOf
 from harness.analysis.records import RunRecord
@@ -14,57 +14,82 @@ from harness.analysis.replicated_arms import named_arms
 from harness.analysis.runs_table import Cell as TableCell
 from harness.analysis.runs_table import RunsTable, is_number
 from harness.analysis.settings import machine_of
+from harness.common.messages import abbreviated
 from harness.runs.metrics import Event, TrainEvent, ValidationEvent, read_metrics
+
+KINDS: tuple[tuple[type[Event], GroundOf], ...] = (
+    (ValidationEvent, validation_ground),
+    (TrainEvent, training_ground),
+)
 
 
 @dataclass(frozen=True)
 class Curves:
-    """What can be drawn, and a line for each run that cannot."""
+    """What can be drawn, and a line for each reason why a run cannot."""
 
+    kind: type[Event]  # of validation or of training: which losses all curves are of
     sources: list[CurveSource]
     groups: dict[str, Sequence[str]]  # by the label of a curve the runs that it is of
     problems: list[str]
 
     def over(self, axis: Axis) -> tuple[list[Curve], list[str]]:
         """The curves along an axis, and all reasons for what is not among them."""
-        curves, problems = curves_of(self.sources, axis, self.groups)
+        curves, problems = curves_of(self.sources, axis, self.kind, self.groups)
         return curves, [*self.problems, *problems]
 
 
-def comparable_curves(records: Sequence[RunRecord]) -> Curves:
-    """The losses of the runs that were measured on the text that most of them were: their validation losses, or, if no
-    text of validation is known, their training losses. Replicates that have finished are one curve."""
-    kinds: tuple[tuple[type[Event], GroundOf], ...] = (
-        (ValidationEvent, validation_ground),
-        (TrainEvent, training_ground),
-    )
-    found = [(kind, {record.name: ground_of(record) for record in records}) for kind, ground_of in kinds]
-    kind, grounds = next((each for each in found if any(each[1].values())), found[0])
+def comparable_curves(records: Sequence[RunRecord], baseline: str | None = None) -> Curves:
+    """The losses of the runs that were measured on the text that most of them were: their validation losses, or, where
+    no run has enough of those, their training losses. Replicates that have finished are one curve, which is called as
+    in the verdicts against the run `baseline`."""
+    sources = {record.name: _source(record) for record in records}
+    kind, ground_of = next((each for each in KINDS if _can_be_drawn(records, sources, each)), KINDS[0])
+    grounds = {record.name: ground_of(record) for record in records}
     main = _most_common([ground for ground in grounds.values() if ground is not None])
     if main is None:
-        return Curves([], {}, ["the text that losses were measured on is not recorded"])
+        return Curves(kind, [], {}, ["the text that losses were measured on is not recorded"])
     there = [record for record in records if grounds[record.name] == main]
-    problems = [
-        f"{record.name}: in no chart, since its losses are not known to be on {main.words}"
-        for record in records
-        if grounds[record.name] != main
-    ]
-    arms = named_arms(there)
+    problems = _why_left_out([record for record in records if grounds[record.name] != main], kind, main)
+    arms = named_arms(records, baseline)
     alone: dict[str, Sequence[str]] = {record.name: [record.name] for record in there if not arms.arm_of(record.name)}
     groups: dict[str, Sequence[str]] = {**arms.runs, **alone}
-    return Curves([_source(record, kind) for record in there], groups, problems)
+    return Curves(kind, [sources[record.name] for record in there], groups, problems)
+
+
+def _can_be_drawn(
+    records: Sequence[RunRecord], sources: Mapping[str, CurveSource], kind: tuple[type[Event], GroundOf]
+) -> bool:
+    """Whether one of the runs has a curve of these losses."""
+    events, ground_of = kind
+    return any(
+        ground_of(record) is not None and len(losses_of(sources[record.name].events, events)) >= LEAST_POINTS
+        for record in records
+    )
+
+
+def _why_left_out(records: Sequence[RunRecord], kind: type[Event], main: Ground) -> list[str]:
+    """A line for each reason."""
+    by_reason: dict[str, list[str]] = {}
+    for record in records:
+        if record.state.word == "never trained":
+            reason = "never trained"
+        elif kind is ValidationEvent and record.train and record.train.get("validation_interval") is None:
+            reason = "trained without validation, and validation losses are drawn"
+        else:
+            reason = f"not known to have losses on {main.words}"
+        by_reason.setdefault(reason, []).append(record.name)
+    return [f"{abbreviated(names)}: in no chart: {reason}" for reason, names in by_reason.items()]
 
 
 def _most_common(grounds: Sequence[Ground]) -> Ground | None:
     return max(grounds, key=grounds.count, default=None)
 
 
-def _source(record: RunRecord, kind: type[Event]) -> CurveSource:
+def _source(record: RunRecord) -> CurveSource:
     path, price = record.directory.metrics, record.train.get("price_per_hour")
-    events = last_training(read_metrics(path)) if path.is_file() else []
     return CurveSource(
         name=record.name,
-        events=[event for event in events if isinstance(event, kind)],
+        events=last_training(read_metrics(path)) if path.is_file() else [],
         flops_per_token=record.shape.flops_per_token if record.shape else None,
         price_per_hour=price if isinstance(price, int | float) else None,
     )
@@ -76,9 +101,12 @@ def last_training(events: Sequence[Event]) -> list[Event]:
     return list(events[starts[-1] if starts else 0 :])
 
 
-def report_of(table: RunsTable, verdicts: Sequence[str], references: Mapping[str, float]) -> Report:
-    """The page of a table, with the curves that can be drawn over each axis."""
-    curves = comparable_curves(table.records)
+def report_of(
+    table: RunsTable, verdicts: Sequence[str], references: Mapping[str, float], baseline: str | None = None
+) -> Report:
+    """The page of a table, with the curves that can be drawn over each axis. `baseline` is the run that the verdicts
+    are against."""
+    curves = comparable_curves(table.records, baseline)
     drawn = [(axis, curves.over(axis)[0]) for axis in AXES.values()]
     charts = [(axis, found) for axis, found in drawn if len(found) == len(drawn[0][1]) and found]
     columns = [Column("run"), *(Column(_heading(each.title, each.unit), each.about) for each in table.columns)]

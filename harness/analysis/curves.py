@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from harness.common.errors import UserError
-from harness.common.messages import nearest
+from harness.common.messages import abbreviated, nearest
 from harness.runs.metrics import Event, TrainEvent, ValidationEvent
 
 LEAST_POINTS = 2
 # The losses of the first part of an axis are near ln(vocabulary), and would squeeze the rest into the lower edge.
 WARM_PART = 0.2
 HEADROOM = 0.06
+LARGEST_LOSS = 1e6  # nats per token: beyond it a run has diverged, which is left out as a loss that is not finite is
+KIND_WORDS: Mapping[type[Event], str] = {ValidationEvent: "validation", TrainEvent: "training"}
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Curve:
     low: list[float] = field(default_factory=list)  # empty for a single run
     high: list[float] = field(default_factory=list)
     runs: int = 1
+    kind: str = ""  # of the losses: "validation" or "training"; nothing where that is not said
 
 
 def choose_axis(name: str) -> Axis:
@@ -68,14 +71,18 @@ def choose_axis(name: str) -> Axis:
 
 
 def losses_of(events: Sequence[Event], kind: type[Event]) -> list[Event]:
-    """The events of a kind that have a finite loss."""
-    return [event for event in events if isinstance(event, kind) and getattr(event, "loss", None) is not None]
+    """The events of a kind that have a finite loss, and one that can be drawn."""
+    return [event for event in events if isinstance(event, kind) and _can_be_drawn(getattr(event, "loss", None))]
 
 
-def choose_kind(sources: Sequence[CurveSource]) -> type[Event]:
-    """Validation losses where every run has some, since they are of the same text; else training losses."""
-    all_validate = all(len(losses_of(source.events, ValidationEvent)) >= LEAST_POINTS for source in sources)
-    return ValidationEvent if all_validate else TrainEvent
+def _can_be_drawn(loss: float | None) -> bool:
+    return loss is not None and abs(loss) < LARGEST_LOSS
+
+
+def loss_title(curves: Sequence[Curve]) -> str:
+    """What an axis of losses is called: of validation or of training, as all curves of one chart are."""
+    kinds = {curve.kind for curve in curves}
+    return f"{kinds.pop()} loss (nats per token)".lstrip() if len(kinds) == 1 else "loss (nats per token)"
 
 
 def curve_of(source: CurveSource, axis: Axis, kind: type[Event]) -> Curve:
@@ -83,17 +90,18 @@ def curve_of(source: CurveSource, axis: Axis, kind: type[Event]) -> Curve:
     place = _place_on(source, axis)
     points = [(place(event), float(event.loss)) for event in losses_of(source.events, kind)]  # type: ignore[attr-defined]
     if len(points) < LEAST_POINTS:
-        raise UserError(f"{source.name}: nothing to draw: {len(points)} losses in metrics.jsonl")
-    return Curve(source.name, [x for x, _ in points], [y for _, y in points])
+        there = f"{len(points)} {KIND_WORDS[kind]} loss{'' if len(points) == 1 else 'es'} in metrics.jsonl"
+        raise UserError(f"{source.name}: nothing to draw: {there}, and a curve takes {LEAST_POINTS}")
+    return Curve(source.name, [x for x, _ in points], [y for _, y in points], kind=KIND_WORDS[kind])
 
 
 def _place_on(source: CurveSource, axis: Axis) -> Callable[[Event], float]:
     """Where an event of the run stands on the axis."""
     price, flops = source.price_per_hour, source.flops_per_token
     if axis.name == "dollars" and price is None:
-        raise UserError(f'{source.name}: no "price_per_hour" in its train.json, so that its losses have no dollars')
+        raise UserError(f'{source.name}: no "price_per_hour" in train.json, so that losses have no dollars')
     if axis.name == "flops" and flops is None:
-        raise UserError(f"{source.name}: its FLOPs per token are not known")
+        raise UserError(f"{source.name}: FLOPs per token are not known")
     places: dict[str, Callable[[Event], float]] = {
         "steps": lambda event: event.global_step,
         "tokens": lambda event: event.tokens_seen,
@@ -108,7 +116,7 @@ def merged(label: str, curves: Sequence[Curve]) -> Curve:
     """Replicates as one curve: of their points, in order, as many as each has. They took them at the same steps, and so
     at the same tokens, and at about the same time."""
     if len(curves) == 1:
-        return Curve(label, curves[0].x, curves[0].y)
+        return replace(curves[0], label=label)
     points = range(min(len(curve.x) for curve in curves))
     columns = [[curve.y[at] for curve in curves] for at in points]
     return Curve(
@@ -118,27 +126,32 @@ def merged(label: str, curves: Sequence[Curve]) -> Curve:
         [min(column) for column in columns],
         [max(column) for column in columns],
         len(curves),
+        curves[0].kind,
     )
 
 
 def curves_of(
-    sources: Sequence[CurveSource], axis: Axis, groups: Mapping[str, Sequence[str]] | None = None
+    sources: Sequence[CurveSource],
+    axis: Axis,
+    kind: type[Event] = ValidationEvent,
+    groups: Mapping[str, Sequence[str]] | None = None,
 ) -> tuple[list[Curve], list[str]]:
-    """A curve for each group of replicates (label: names of runs), or for each run, the lowest last loss first; and a
-    line for each run that cannot be drawn."""
-    kind = choose_kind([source for source in sources if source.events])
-    drawn, problems = {}, []
+    """A curve of the losses of that kind for each group of replicates (label: names of runs), or for each run, the
+    lowest last loss first; and a line for each reason why runs cannot be drawn."""
+    drawn: dict[str, Curve] = {}
+    problems: dict[str, list[str]] = {}
     for source in sources:
         try:
             drawn[source.name] = curve_of(source, axis, kind)
         except UserError as error:
-            problems.append(str(error))
+            problems.setdefault(str(error).removeprefix(f"{source.name}: "), []).append(source.name)
     curves = []
     for label, names in (groups or {source.name: [source.name] for source in sources}).items():
         members = [drawn[name] for name in names if name in drawn]
         if members:
             curves.append(merged(label, members))
-    return sorted(curves, key=lambda curve: curve.y[-1]), problems
+    lines = [f"{abbreviated(names)}: {reason}" for reason, names in problems.items()]
+    return sorted(curves, key=lambda curve: curve.y[-1]), lines
 
 
 def shown_range(curves: Sequence[Curve], references: Mapping[str, float]) -> tuple[float, float]:

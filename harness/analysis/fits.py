@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from harness.analysis.cannot_be_told import CannotBeTold
 from harness.common.statistics import fit_line
 from harness.runs.search_results import MicrobatchSearch
 
@@ -20,16 +21,6 @@ COLUMNS = 79
 PARABOLA_PARAMETERS, LINE_PARAMETERS = 3, 2
 
 Point = tuple[float, float]
-
-
-@dataclass(frozen=True)
-class CannotBeTold:
-    """Why there is no answer; as text, the whole line."""
-
-    reason: str
-
-    def __str__(self) -> str:
-        return f"cannot be told, because {self.reason}"
 
 
 @dataclass(frozen=True)

@@ -132,9 +132,16 @@ def _charts(report: Report) -> str:
     named = ", ".join(f"{html.escape(name)} {loss:.3f}" for name, loss in report.references.items())
     lines = f"<p>Dotted across: {named}.</p>" if named else ""
     return (
-        f'<h2>Loss</h2><form class="choices" aria-label="What losses are drawn over">{choices}</form>{drawings}'
+        f"<h2>{_losses(report)}</h2>"
+        f'<form class="choices" aria-label="What losses are drawn over">{choices}</form>{drawings}'
         f'<form class="legend" aria-label="Which curves are drawn">{legend}</form>{lines}'
     )
+
+
+def _losses(report: Report) -> str:
+    """Which losses the charts show."""
+    (kind, *others) = {curve.kind for _, curves in report.charts for curve in curves}
+    return html.escape(f"{kind.capitalize()} loss") if kind and not others else "Loss"
 
 
 def _legend(curve: Curve, number: int) -> str:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.analysis.scaling_data import CannotBeTold, CostLaw, Points, different
+from harness.analysis.cannot_be_told import CannotBeTold
+from harness.analysis.scaling_data import CostLaw, Points, different
 from harness.common.statistics import Estimate, estimate
 
 LEAST_PROFILES = 3

@@ -7,10 +7,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from harness.analysis.curves import Axis, Curve, shown_range
+from harness.analysis.curves import Axis, Curve, loss_title, shown_range
 
 WIDTH, HEIGHT = 720, 400
-LEFT, RIGHT, TOP, BOTTOM = 74, 12, 12, 56
+LEFT, RIGHT, TOP, BOTTOM = 88, 12, 12, 56
+TITLE = 20  # of the losses' axis: how far from the left edge its line of text stands
 TICKS = 5
 SHADES, DASHES = 3, ("", "9 4", "9 3 2 3", "2 3")  # as in charts.py: twelve that differ without colour, too
 PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -59,10 +60,15 @@ class LineDrawing:
         parts = [self._grid(low, high, right)]
         parts += [self._curve(number, curve, (low, high), right) for number, curve in enumerate(self.curves)]
         parts += [self._reference(name, loss, (low, high)) for name, loss in self.references.items()]
-        title = f"Loss in nats per token over {self.axis.label}"
+        title = html.escape(f"{self._losses} over {self.axis.label}")
         frame = f"M{LEFT} {TOP}H{WIDTH - RIGHT}V{HEIGHT - BOTTOM}H{LEFT}Z"
         clip = f'<clipPath id="frame-{self.axis.name}"><path d="{frame}"/></clipPath>'
         return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}">{clip}{"".join(parts)}</svg>'
+
+    @property
+    def _losses(self) -> str:
+        title = loss_title(self.curves)
+        return title[:1].upper() + title[1:]
 
     def _x(self, value: float, right: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * (value / right if right else 0.0)
@@ -83,6 +89,8 @@ class LineDrawing:
                 f'<text class="along" x="{self._x(value, right):.1f}" y="{base + 20}">{number_text(value)}</text>'
             )
         lines.append(f'<text class="along" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}">{self.axis.label}</text>')
+        turned = f'transform="translate({TITLE} {(TOP + base) / 2}) rotate(-90)"'
+        lines.append(f'<text class="along" {turned}>{html.escape(self._losses)}</text>')
         return "".join(lines)
 
     def _curve(self, number: int, curve: Curve, shown: tuple[float, float], right: float) -> str:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from harness.analysis.fits import CannotBeTold
+from harness.analysis.cannot_be_told import CannotBeTold
 from harness.analysis.workloads import KnownSpeed, Workload
 from harness.common.errors import UserError
 from harness.common.json_files import parse_config, read_json_object

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from harness.analysis.fits import CannotBeTold
+from harness.analysis.cannot_be_told import CannotBeTold
 from harness.analysis.machines import PRICES, NoProjection, Projection, project, read_machines
 from harness.analysis.workloads import KnownSpeed, Workload, read_speeds, read_workload
 from harness.common.errors import UserError

@@ -11,6 +11,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from harness.analysis.cannot_be_told import CannotBeTold
+
 RESAMPLES = 10_000
 SEED = 20_261_122  # of the resamples: the same windows always have the same interval
 FEWEST_WINDOWS = 50
@@ -43,27 +45,20 @@ class MeanEstimate:
     noise: MeanVariance
 
 
-@dataclass(frozen=True)
-class NoEstimate:
-    """An interval that cannot be told, and the reason, which continues "because"."""
-
-    reason: str
-
-
-def difference_noise(first: np.ndarray, second: np.ndarray) -> MeanEstimate | NoEstimate:
+def difference_noise(first: np.ndarray, second: np.ndarray) -> MeanEstimate | CannotBeTold:
     """By how much the first model's loss is above the second's, both [windows] of the same text: paired by window."""
     if first.shape != second.shape:
-        return NoEstimate(f"they were measured on {first.size:,} and {second.size:,} windows of text")
+        return CannotBeTold(f"they were measured on {first.size:,} and {second.size:,} windows of text")
     return mean_noise(first.astype(np.float64) - second)
 
 
-def mean_noise(values: np.ndarray) -> MeanEstimate | NoEstimate:
+def mean_noise(values: np.ndarray) -> MeanEstimate | CannotBeTold:
     """The mean of one value a window, [windows] in the order of the text, with an interval by the circular block
     bootstrap (Politis & Romano 1992), studentised (Götze & Künsch 1996) and symmetric (Hall 1988, JRSS B 50: 35),
     which few blocks cannot lead as far astray as one with an end on each side of its own."""
     values = values.astype(np.float64)
     mean, part = float(values.mean()), variance_of_mean(values)
-    if isinstance(part, NoEstimate):
+    if isinstance(part, CannotBeTold):
         return part
     if part.variance == 0:
         return MeanEstimate(mean, mean, mean, part)
@@ -72,7 +67,7 @@ def mean_noise(values: np.ndarray) -> MeanEstimate | NoEstimate:
     return MeanEstimate(mean, mean - reach, mean + reach, part)
 
 
-def variance_of_mean(values: np.ndarray) -> MeanVariance | NoEstimate:
+def variance_of_mean(values: np.ndarray) -> MeanVariance | CannotBeTold:
     """That of the mean of correlated values: 2 V(b) − V(b / 2), where V(b) comes of the means of all circular blocks of
     b values. V alone leaves out what is correlated across the ends of blocks, and that halves as blocks double (Vats &
     Flegal 2022, Biometrika 109: 735). Not below V(b), since the correction may overshoot.
@@ -81,12 +76,12 @@ def variance_of_mean(values: np.ndarray) -> MeanVariance | NoEstimate:
     Romano 1995, Journal of Time Series Analysis 16: 67, for the equal lag window).
     """
     if not np.isfinite(values).all():
-        return NoEstimate("the loss of a window is not finite")
+        return CannotBeTold("the loss of a window is not finite")
     if len(values) < FEWEST_WINDOWS:
-        return NoEstimate(f"{len(values)} windows of text are too few for an interval, which takes {FEWEST_WINDOWS}")
+        return CannotBeTold(f"{len(values)} windows of text are too few for an interval, which takes {FEWEST_WINDOWS}")
     length = block_length(values)
     if len(values) < FEWEST_BLOCKS * length:
-        return NoEstimate(
+        return CannotBeTold(
             f"losses of neighbouring windows depend on each other over {length:,} windows, and {len(values):,} are too "
             f"few for that"
         )

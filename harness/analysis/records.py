@@ -3,6 +3,7 @@ and what others reported of such a run. Loads no torch, and nothing that a broke
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -213,7 +214,7 @@ class _Reader:
 
     def _checkpoints(self) -> Checkpoints:
         folder = self.run.checkpoints
-        links = [(folder / link).resolve() for link in (BEST, LATEST)]
+        links = [Path(os.path.realpath(folder / link)) for link in (BEST, LATEST)]  # which no loop of links ends
         best, latest = (path.name if path.is_dir() else None for path in links)
         aside = frozenset(path.name for path in self.run.aside.glob(f"*/{folder.name}/*"))
         return Checkpoints(best, latest, aside)

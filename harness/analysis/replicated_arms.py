@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import chain, count, takewhile
 
 from harness.analysis.records import RunRecord
 from harness.analysis.replicates import RunSetup, group_replicates
@@ -27,20 +28,38 @@ class NamedArms:
         return next((arm for arm, runs in self.runs.items() if run in runs), None)
 
 
-def named_arms(records: Sequence[RunRecord]) -> NamedArms:
-    """An arm for each group of replicates among the runs that have finished, in their order."""
+def named_arms(records: Sequence[RunRecord], baseline: str | None = None) -> NamedArms:
+    """An arm for each group of replicates among the runs that have finished, in their order, each by a name of its own,
+    which is no other run's. That of the run `baseline` is named so that this run is recognised in it, and has it even
+    if its seed was trained before."""
     finished = {record.name: setup_of(record) for record in records if record.summary is not None}
-    grouping = group_replicates(finished)
-    taken: dict[str, tuple[str, ...]] = {}
-    for group in grouping.groups:
-        name = arm_name(group.runs)
-        taken[f"{group.runs[0]} and others" if name in taken else name] = group.runs
+    grouping = group_replicates(finished, baseline)
+    groups = [group.runs for group in grouping.groups]
+    names = _names_of(groups, {record.name for record in records}, baseline)
     unfinished: dict[str, list[str]] = {}
     for record in records:
         if record.summary is None:
             unfinished.setdefault(record.state.word, []).append(record.name)
     left_out = [f"{word}, and so in no comparison: {abbreviated(names)}" for word, names in unfinished.items()]
-    return NamedArms(taken, [*left_out, *grouping.notes])
+    return NamedArms(dict(zip(names, groups, strict=True)), [*left_out, *grouping.notes])
+
+
+def _names_of(groups: Sequence[Sequence[str]], runs: set[str], baseline: str | None) -> list[str]:
+    """The groups' names, in their order. `runs` are the names of all runs, those in no group included."""
+    beginnings = Counter(_beginning(group) for group in groups if len(group) > 1)
+    names: list[str] = []
+    for group in groups:
+        if len(group) == 1:
+            names.append(group[0])
+            continue
+        lead, may_be = (baseline, {baseline}) if baseline in group else (min(group), {*group})
+        unusable = (runs - may_be).union(names)
+        name = _beginning(group)
+        if not name or beginnings[name] > 1 or name in unusable:
+            name = f"{lead} and others"
+        numbered = (f"{name} ({number})" for number in count(2))
+        names.append(next(each for each in chain([name], numbered) if each not in unusable))
+    return names
 
 
 def setup_of(record: RunRecord) -> RunSetup:
@@ -50,8 +69,14 @@ def setup_of(record: RunRecord) -> RunSetup:
 
 
 def arm_name(runs: Sequence[str]) -> str:
-    """A single run's name; of several what they begin with, without what is left of the word seed."""
-    if len(runs) == 1:
-        return runs[0]
-    alike = [letters[0] for letters in takewhile(lambda each: len({*each}) == 1, zip(*runs, strict=False))]
-    return SEED_ENDING.sub("", "".join(alike)) or f"{runs[0]} and others"
+    """What the runs of an arm are called where no other arm or run is in the way: one by its own name."""
+    return runs[0] if len(runs) == 1 else _beginning(runs) or f"{min(runs)} and others"
+
+
+def _beginning(runs: Sequence[str]) -> str:
+    """What the names have in common, in whole words and numbers, without what is left of the word seed."""
+    alike = "".join(letters[0] for letters in takewhile(lambda each: len({*each}) == 1, zip(*runs, strict=False)))
+    for kind in (r"[^\W\d_]", r"\d"):
+        if any(re.match(kind, run[len(alike) :]) for run in runs):
+            alike = re.sub(f"{kind}+$", "", alike)
+    return SEED_ENDING.sub("", alike)

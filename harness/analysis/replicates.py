@@ -66,8 +66,9 @@ class Grouping:
     notes: list[str] = field(default_factory=list)
 
 
-def group_replicates(runs: Mapping[str, RunSetup]) -> Grouping:
-    """Group runs, by name, that are alike but for their seed, in the order in which they are given."""
+def group_replicates(runs: Mapping[str, RunSetup], asked_for: str | None = None) -> Grouping:
+    """Group runs, by name, that are alike but for their seed, in the order in which they are given. Of several with one
+    seed the first counts, or the run `asked_for`."""
     members: dict[str, list[str]] = {}
     notes = []
     for name, setup in runs.items():
@@ -75,20 +76,22 @@ def group_replicates(runs: Mapping[str, RunSetup]) -> Grouping:
         members.setdefault(name if why_alone else _decides(setup), []).append(name)
         if why_alone:
             notes.append(f"{name}: whether it has replicates cannot be told, because {why_alone}")
-    groups = [_one_per_seed(names, runs) for names in members.values()]
+    groups = [_one_per_seed(names, runs, asked_for) for names in members.values()]
     notes += [
-        f"{_listed(group.repeated)}: seed of an earlier run with the same settings, counted once"
+        f"{_listed(group.repeated)}: seed of {'another' if asked_for in group.runs else 'an earlier'} run "
+        "with the same settings, counted once"
         for group in groups
         if group.repeated
     ]
     return Grouping(groups, notes + _near_misses({key: names[0] for key, names in members.items()}, runs))
 
 
-def _one_per_seed(names: list[str], runs: Mapping[str, RunSetup]) -> Replicates:
+def _one_per_seed(names: list[str], runs: Mapping[str, RunSetup], asked_for: str | None) -> Replicates:
     first_of: dict[Any, str] = {}
-    for name in names:
+    for name in sorted(names, key=lambda name: name != asked_for):
         first_of.setdefault(_with_defaults(TrainConfig, runs[name].train)[SEED], name)
-    return Replicates(tuple(first_of.values()), tuple(name for name in names if name not in first_of.values()))
+    counted = {*first_of.values()}
+    return Replicates(tuple(filter(counted.__contains__, names)), tuple(name for name in names if name not in counted))
 
 
 def _why_alone(setup: RunSetup) -> str | None:

@@ -17,9 +17,21 @@ from harness.analysis.comparability import (
 )
 from harness.analysis.quantities import LOSS_UNIT, Quantity, reported_value
 from harness.analysis.records import RunRecord
-from harness.runs.results import BenchmarkResult, BenchmarkScore, InstructionResult, LossResult
+from harness.runs.results import BenchmarkResult, BenchmarkScore, InstructionResult, LossResult, Result
 
-NOT_BY_TEST_LOSS = "not measured by test_loss.py"
+MEASURED_BY = {
+    LossResult: "not measured by test_loss.py",
+    InstructionResult: "not judged by judge_ift.py",
+    BenchmarkResult: "not measured by evaluate_benchmarks.py",
+}
+NOT_FINITE = "its test loss is not finite"
+
+
+def _missing(record: RunRecord, kind: type[Result]) -> Missing:
+    """Why there is no result of that kind among those that were read."""
+    if record.results.has_unread(kind):
+        return Missing("kept in results/, but the file cannot be read (a remark names it); measure again")
+    return Missing(MEASURED_BY[kind])
 
 
 def test_losses(records: Sequence[RunRecord]) -> list[Measured]:
@@ -32,8 +44,8 @@ def _test_loss(record: RunRecord) -> Measured:
     chosen = chosen_results(record, results, [loss_ground(result) for result in results])
     found = [Measurement(result.loss, ground, remark) for result, ground, remark in chosen if result.loss is not None]
     if chosen and not found:
-        return Missing("its test loss is not finite")
-    return found or Missing(NOT_BY_TEST_LOSS)
+        return Missing(NOT_FINITE)
+    return found or _missing(record, LossResult)
 
 
 def _bits_per_byte(records: Sequence[RunRecord]) -> list[Measured]:
@@ -47,7 +59,11 @@ def _bits_per_byte(records: Sequence[RunRecord]) -> list[Measured]:
             for result, ground, remark in chosen
             if result.bits_per_byte is not None
         ]
-        measured.append(found or Missing("bytes of its test text not known" if chosen else NOT_BY_TEST_LOSS))
+        if chosen and not found:
+            are_finite = any(result.loss is not None for result, *_ in chosen)
+            measured.append(Missing("bytes of its test text not known" if are_finite else NOT_FINITE))
+        else:
+            measured.append(found or _missing(record, LossResult))
     return measured
 
 
@@ -68,7 +84,7 @@ def _instruction_score(record: RunRecord) -> Measured:
         for result, ground, remark in chosen
         if result.mean is not None
     ]
-    return found or Missing("not judged by judge_ift.py")
+    return found or _missing(record, InstructionResult)
 
 
 def _interval(result: InstructionResult) -> str:
@@ -123,7 +139,7 @@ def _benchmark(record: RunRecord, task: str, metric: str) -> Measured:
         if score.value is not None:
             error = "" if score.stderr is None else f"±{score.stderr:.2g}"
             found.append(Measurement(score.value, ground, remark, error))
-    return found or Missing("not measured by evaluate_benchmarks.py")
+    return found or _missing(record, BenchmarkResult)
 
 
 def _score(result: BenchmarkResult, task: str, metric: str) -> BenchmarkScore | None:

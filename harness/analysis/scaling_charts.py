@@ -16,8 +16,9 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from harness.analysis.cannot_be_told import CannotBeTold
 from harness.analysis.isoflop import IsoFlop, Optimum, PowerLaw, Profile
-from harness.analysis.scaling_data import CannotBeTold, CostLaw, Points
+from harness.analysis.scaling_data import CostLaw, Points
 from harness.analysis.scaling_laws import LawFit
 from harness.analysis.scaling_report import Analysis, power, short
 from harness.common.files import atomic_file

@@ -24,16 +24,6 @@ LARGEST_FILE_BYTES = 2**26
 
 
 @dataclass(frozen=True)
-class CannotBeTold:
-    """In place of a result that the points do not give; `reason` completes "cannot be told, because"."""
-
-    reason: str
-
-    def __str__(self) -> str:
-        return f"cannot be told, because {self.reason}"
-
-
-@dataclass(frozen=True)
 class Point:
     """One trained model."""
 
@@ -42,6 +32,7 @@ class Point:
     tokens: float
     flops: float  # of all its training
     loss: float  # nats per token
+    is_by_rule: bool = False  # whether its tokens were not given, and are flops / 6 / parameters
 
 
 @dataclass(frozen=True)
@@ -54,11 +45,20 @@ class Points:
     flops: np.ndarray
     loss: np.ndarray
     left_out: list[str]
+    by_rule: np.ndarray | None = (
+        None  # [n], whether tokens are flops / 6 / parameters for want of others; None: nowhere
+    )
 
     @classmethod
     def of(cls, points: Sequence[Point], left_out: Sequence[str] = ()) -> Points:
         columns = {key: np.array([getattr(each, key) for each in points], float) for key in QUANTITIES}
-        return cls(names=[each.name for each in points], left_out=[*left_out], **columns)
+        by_rule = np.array([each.is_by_rule for each in points], bool)
+        return cls(names=[each.name for each in points], left_out=[*left_out], by_rule=by_rule, **columns)
+
+    @property
+    def tokens_by_rule(self) -> int:
+        """How many points have tokens that follow from C = 6ND, and so cannot show whether it holds."""
+        return 0 if self.by_rule is None else int(np.count_nonzero(self.by_rule))
 
     def __len__(self) -> int:
         return len(self.names)
@@ -66,7 +66,8 @@ class Points:
     def chosen(self, which: np.ndarray, left_out: Sequence[str] = ()) -> Points:
         """Those at the indices `which`, in that order."""
         columns = {key: getattr(self, key)[which] for key in QUANTITIES}
-        return Points(names=[self.names[index] for index in which], left_out=[*self.left_out, *left_out], **columns)
+        names, by_rule = [self.names[index] for index in which], None if self.by_rule is None else self.by_rule[which]
+        return Points(names=names, left_out=[*self.left_out, *left_out], by_rule=by_rule, **columns)
 
     def without_highest(self, count: int) -> Points:
         """Without the `count` highest losses, which are often of models far from any sensible size (Besiroglu et al.,
@@ -188,7 +189,7 @@ def _point(path: Path, number: int, row: dict[str, str]) -> Point:
             raise UserError(f"{path}:{number}: column {key}: empty; give a number")
     name = row.get("name", "").strip() or f"line {number}"
     tokens = values.get("tokens", values["flops"] / FLOPS_PER_PARAMETER / values["parameters"])
-    return Point(name, values["parameters"], tokens, values["flops"], values["loss"])
+    return Point(name, values["parameters"], tokens, values["flops"], values["loss"], "tokens" not in values)
 
 
 def _number(path: Path, number: int, key: str, text: str) -> float:

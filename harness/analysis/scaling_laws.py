@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness.analysis.bfgs import Function, minimize
-from harness.analysis.scaling_data import CannotBeTold, CostLaw, Points, different
+from harness.analysis.cannot_be_told import CannotBeTold
+from harness.analysis.scaling_data import CostLaw, Points, different
 from harness.common.statistics import Estimate, estimate
 
 PARAMETERS = 5
@@ -29,7 +30,8 @@ FLOORS, PARTS, EXPONENTS = (0.2, 0.5, 0.8, 0.95), (0.1, 0.5, 0.9), (0.1, 0.3, 0.
 STARTS = len(FLOORS) * len(PARTS) * len(EXPONENTS) ** 2
 LEAST_FLOOR = 1e-3  # of the lowest loss: an E below it is none
 LEAST_SPREAD = 0.05  # of tokens about a power of the parameters: less, and the law's two terms are one
-LARGEST_EXPONENT = 5.0
+LEAST_EXPONENT, LARGEST_EXPONENT = 0.005, 5.0
+LEAST_CHANGE = 1e-9  # of ln L between the points: less is rounding
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ def fit_law(points: Points, resamples: int, *, seed: int = 0, delta: float = HUB
         if coefficients[name].low <= 0:
             return CannotBeTold(
                 f"the exponent of {of} is not certain to be positive: its 95 % interval begins at "
-                f"{coefficients[name].low:.2f}"
+                f"{coefficients[name].low:.2g}"
             )
     return fit
 
@@ -154,12 +156,18 @@ def fit_law(points: Points, resamples: int, *, seed: int = 0, delta: float = HUB
 def why_not(points: Points) -> str | None:
     """What the points lack for five coefficients, or None."""
     if len(points) < LEAST_POINTS:
-        return f"{len(points)} points are too few for {PARAMETERS} coefficients with intervals; {LEAST_POINTS} will do"
-    for values, what in ((points.parameters, "sizes"), (points.tokens, "numbers of tokens")):
+        are = "point is" if len(points) == 1 else "points are"
+        return f"{len(points)} {are} too few for {PARAMETERS} coefficients with intervals; {LEAST_POINTS} will do"
+    for values, what, several in (
+        (points.parameters, "size", "sizes"),
+        (points.tokens, "number of tokens", "numbers of tokens"),
+    ):
         count = different(values)
         if count < 3:
-            there = f"all points have one of the {what}" if count == 1 else f"there are {count} different {what}"
+            there = f"all points have the same {what}" if count == 1 else f"there are {count} different {several}"
             return f"{there}; the law needs 3 at least"
+    if np.ptp(np.log(points.loss)) < LEAST_CHANGE:
+        return "the loss does not change with parameters or tokens: no exponent of either can be told"
     x, y = np.log(points.parameters), np.log(points.tokens)
     slope, intercept = np.polyfit(x - x.mean(), y, 1)
     if np.std(y - intercept - slope * (x - x.mean())) < LEAST_SPREAD:
@@ -170,6 +178,8 @@ def why_not(points: Points) -> str | None:
 def _implausible(law: Law, points: Points) -> str | None:
     """Why the best fit is none to believe in, or None."""
     for value, of in ((law.alpha, "parameters"), (law.beta, "tokens")):
+        if abs(value) < LEAST_EXPONENT:
+            return f"the loss does not change with {of} in the best fit: no exponent of them can be told"
         if value <= 0:
             return f"the best fit has a negative exponent of {of} ({value:.2f}): the loss does not fall with them"
         if value > LARGEST_EXPONENT:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from harness.analysis.cannot_be_told import CannotBeTold
 from harness.analysis.isoflop import Grouping, IsoFlop, Profile, fit_isoflop
-from harness.analysis.scaling_data import FLOPS_PER_PARAMETER, CannotBeTold, CostLaw, Points
+from harness.analysis.scaling_data import FLOPS_PER_PARAMETER, CostLaw, Points
 from harness.analysis.scaling_laws import (
     STARTS,
     Coefficient,
@@ -93,8 +94,13 @@ def power(value: float) -> str:
     return re.sub(r"e\+0?", "e", f"{value:.3g}")
 
 
-def _range(values: np.ndarray) -> str:
-    return f"{short(values.min())} to {short(values.max())}"
+def _range(values: np.ndarray, form: Callable[[float], str]) -> str:
+    low, high = form(values.min()), form(values.max())
+    return low if low == high else f"{low} to {high}"
+
+
+def _points(count: int) -> str:
+    return f"{count:,} point{'' if count == 1 else 's'}"
 
 
 def _wrapped(text: str, indent: str = "  ") -> list[str]:
@@ -103,17 +109,21 @@ def _wrapped(text: str, indent: str = "  ") -> list[str]:
 
 def _describe_points(points: Points, cost: CostLaw) -> list[str]:
     lines = [
-        f"{len(points):,} points",
-        f"  parameters {_range(points.parameters)}, tokens {_range(points.tokens)}",
-        f"  FLOPs {power(points.flops.min())} to {power(points.flops.max())}, "
-        f"loss {points.loss.min():.3f} to {points.loss.max():.3f}",
+        _points(len(points)),
+        f"  parameters {_range(points.parameters, short)}, tokens {_range(points.tokens, short)}",
+        f"  FLOPs {_range(points.flops, power)}, loss {_range(points.loss, '{:.3f}'.format)}",
     ]
-    if cost.is_rule_of_thumb:
-        lines.append("  FLOPs are 6 x parameters x tokens in every point (the rule C = 6ND)")
-    else:
+    by_rule = points.tokens_by_rule
+    if by_rule:
+        which = "" if by_rule == len(points) else f" of {_points(by_rule)}"
+        lines.append(f"  Tokens{which} were not given: FLOPs / 6 / parameters (the rule C = 6ND)")
+    if cost.is_rule_of_thumb and by_rule < len(points):
+        which = "every other point" if by_rule else "every point"
+        lines.append(f"  FLOPs are 6 x parameters x tokens in {which} (the rule C = 6ND)")
+    if not cost.is_rule_of_thumb:
         ratio = FLOPS_PER_PARAMETER * points.parameters * points.tokens / points.flops
         lines += [
-            f"  The rule C = 6ND gives {ratio.min():.2f} to {ratio.max():.2f} times these FLOPs",
+            f"  The rule C = 6ND gives {_range(ratio, '{:.2f}'.format)} times these FLOPs",
             f"  FLOPs are about {cost.coefficient:.3g} x parameters^{cost.exponent:.3f} x tokens "
             f"(within {cost.largest_error:.1%})",
         ]
@@ -132,7 +142,7 @@ def _describe_isoflop(isoflop: IsoFlop | CannotBeTold) -> list[str]:
     for profile in isoflop.profiles:
         lines += _describe_profile(profile)
     if isoflop.alone:
-        lines.append(f"  {isoflop.alone:,} points are in no profile")
+        lines.append(f"  {_points(isoflop.alone)} {'is' if isoflop.alone == 1 else 'are'} in no profile")
     if isinstance(isoflop.laws, CannotBeTold):
         return [*lines, *_wrapped(f"How the best size grows with FLOPs C: {isoflop.laws}")]
     laws = isoflop.laws
@@ -226,7 +236,7 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
     points = analysis.points
     columns = {key: getattr(points, key).tolist() for key in ("parameters", "tokens", "flops", "loss")}
     return {
-        "points": {"names": points.names, **columns},
+        "points": {"names": points.names, **columns, "tokens_by_rule": points.tokens_by_rule},
         "left_out": points.left_out,
         "flops": vars(analysis.cost),
         "isoflop": _json_of_isoflop(analysis),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.common.errors import UserError
@@ -22,6 +22,11 @@ class NamedModel:
     model_json: Path
     weights: Path
 
+    @property
+    def files(self) -> tuple[Path, Path]:
+        """The files themselves, wherever links to them lie: two models with the same are one."""
+        return Path(os.path.realpath(self.model_json)), Path(os.path.realpath(self.weights))
+
 
 def models_of_files(files: Sequence[Path]) -> Iterator[NamedModel]:
     """The models of MODEL_JSON MODEL_SAFETENSORS MODEL_JSON MODEL_SAFETENSORS … Raises UserError for half a pair."""
@@ -37,6 +42,15 @@ def _label(weights: Path) -> str:
     if folder.parent.name == "checkpoints" and weights.name == WEIGHTS:
         return f"{folder.parent.parent.name}:{folder.name}"
     return str(weights)
+
+
+def each_once(models: Sequence[NamedModel]) -> list[NamedModel]:
+    """Without those that were named twice; different models that would be called alike are called by their paths."""
+    files: dict[str, set[tuple[Path, Path]]] = {}
+    for model in models:
+        files.setdefault(model.label, set()).add(model.files)
+    told = [model if len(files[model.label]) == 1 else replace(model, label=str(model.weights)) for model in models]
+    return list({(model.label, model.files): model for model in told}.values())
 
 
 def model_of_run(runs_dir: Path, text: str) -> NamedModel:

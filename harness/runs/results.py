@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,7 +81,7 @@ class Result(Recorded):
         values = self.model_dump(mode="json", include={*self.same})
         text = json.dumps([self.kind, self.weights.sha256, values], sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:NAME_CHARACTERS]
-        return f"{self.kind.replace('_', '-')}-{self.weights.checkpoint}-{digest}"
+        return f"{_file_kind(type(self))}-{self.weights.checkpoint}-{digest}"
 
 
 class LossResult(Result):
@@ -147,19 +148,31 @@ class InstructionResult(Result):
     scores: list[Number | None]  # by question; None where the judge gave no valid answer
 
 
+def _file_kind(kind: type[Result]) -> str:
+    """What the names of its files begin with."""
+    return str(kind.model_fields["kind"].default).replace("_", "-")
+
+
 KINDS: tuple[type[Result], ...] = (LossResult, BenchmarkResult, InstructionResult)
 AnyResult = TypeVar("AnyResult", bound=Result)
 
 
 @dataclass(frozen=True)
 class Results:
-    """What lies in a run's `results/`; `problems` has a line for each file that cannot be read."""
+    """What lies in a run's `results/`; `problems` has a line for each file that cannot be read, and `unread` its
+    name."""
 
     found: list[Result] = field(default_factory=list)  # by the names of their files
     problems: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
 
     def of(self, kind: type[AnyResult]) -> list[AnyResult]:
         return [each for each in self.found if isinstance(each, kind)]
+
+    def has_unread(self, kind: type[Result], checkpoint: str = "") -> bool:
+        """Whether there is a file that cannot be read and is, by its name, of that kind, and of that checkpoint."""
+        beginning = f"{_file_kind(kind)}-{checkpoint}-" if checkpoint else f"{_file_kind(kind)}-"
+        return any(name.startswith(beginning) for name in self.unread)
 
 
 def now() -> str:
@@ -202,11 +215,15 @@ def read_results(run: RunDirectory) -> Results:
             results.found.append(_read(path))
         except UserError as error:
             results.problems.append(str(error))
+            results.unread.append(path.name)
     return results
 
 
 def _read(path: Path) -> Result:
-    values = read_json_object(path)
+    try:
+        values = read_json_object(path)
+    except UserError as error:
+        raise UserError(f"{error}; measure again, or move the file away") from None
     kinds = {str(kind.model_fields["kind"].default): kind for kind in KINDS}
     try:
         return kinds[str(values.get("kind"))].model_validate(values)
@@ -224,4 +241,6 @@ def read_window_losses(run: RunDirectory, result: LossResult) -> np.ndarray:
         raise UserError(f"{path}: cannot read the losses of the windows: {error}; measure again") from None
     if losses.shape != (result.text.windows,):
         raise UserError(f"{path}: has losses of shape {list(losses.shape)}, not [{result.text.windows}]; measure again")
+    if result.loss is not None and not math.isclose(float(losses.mean(dtype=np.float64)), result.loss, rel_tol=1e-4):
+        raise UserError(f"{path}: has losses whose mean is not {result.loss:.4f}, the one measured; measure again")
     return losses

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from harness.analysis.against_baseline import compare_with
 from harness.analysis.records import RunRecord
 from harness.analysis.replicated_arms import arm_name, named_arms
 from harness.analysis.verdicts import Word
 from harness.runs.results import LossResult, read_results, write_loss
-from tests.support.compared_runs import RunFolder
+from tests.support.compared_runs import BEST, LATEST, RunFolder
 from tests.support.isolation import SHIPPED_RUNS
 
 SEEDS = (1, 2, 3)
@@ -52,10 +53,58 @@ def records(*runs: RunFolder) -> list[RunRecord]:
         (["one", "two"], "one and others"),
         (["lr-0.003-seed-1"], "lr-0.003-seed-1"),
         (["seed-1", "seed-2"], "seed-1 and others"),
+        (["alpha", "apple"], "alpha and others"),
+        (["lr-alpha", "lr-apple"], "lr"),
+        (["wide-10", "wide-11"], "wide"),
     ],
 )
 def test_an_arms_name_is_what_its_runs_share(runs: list[str], name: str) -> None:
     assert arm_name(runs) == name
+
+
+def replicates(tmp_path: Path, rate: float, *names: str) -> list[RunFolder]:
+    return [
+        RunFolder(tmp_path, name, {"learning_rate": rate, "random_seed": seed}).finish(final_validation_loss=2 + rate)
+        for seed, name in enumerate(names)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "baseline", "named"),
+    [
+        (["one", "two"], ["x"], "two", {"two and others", "x"}),
+        (["base", "base-again"], ["x"], "base-again", {"base-again and others", "x"}),
+        (["base-1", "base-2"], ["base"], "base", {"base-1 and others", "base"}),
+        (["base-1", "base-2"], ["base"], "base-2", {"base-2 and others", "base"}),
+        (["a1", "a2"], ["a3", "a4"], "a1", {"a1 and others", "a3 and others"}),
+        (["a1", "a2"], ["a3", "a4"], "a4", {"a1 and others", "a4 and others"}),
+        (["one", "two"], ["one and others"], "x", {"one and others", "one and others (2)"}),
+        (["lr-1-seed-1", "lr-1-seed-2"], ["lr-1.5-seed-1", "lr-1.5-seed-2"], "lr-1-seed-2", {"lr-1", "lr-1.5"}),
+    ],
+)
+def test_every_arm_has_a_name_of_its_own_and_the_baselines_is_known_by_the_run_that_was_asked_for(
+    tmp_path: Path, first: list[str], second: list[str], baseline: str, named: set[str]
+) -> None:
+    runs = [*replicates(tmp_path, 1, *first), *replicates(tmp_path, 2, *second)]
+    for order in (runs, runs[::-1]):
+        arms = named_arms(records(*order), baseline)
+        assert {*arms.runs} == named
+        assert sorted(map(sorted, arms.runs.values())) == sorted([sorted(first), sorted(second)])
+
+
+def test_an_arms_name_is_that_of_no_run_outside_it(tmp_path: Path) -> None:
+    """One that has not finished is a curve of its own in the chart."""
+    runs = [*replicates(tmp_path, 1, "base-1", "base-2"), RunFolder(tmp_path, "base").train_to(0)]
+    assert [*named_arms(records(*runs)).runs] == ["base-1 and others"]
+
+
+def test_a_baseline_whose_seed_was_trained_before_stands_for_that_seed(tmp_path: Path) -> None:
+    (again,) = replicates(tmp_path, 1, "again")
+    runs = [*replicates(tmp_path, 1, "a-1", "a-2"), again, *replicates(tmp_path, 2, "b")]
+    arms = named_arms(records(*runs), "again")
+    assert arms.runs == {"again and others": ("a-2", "again"), "b": ("b",)}
+    assert arms.notes == ["a-1: seed of another run with the same settings, counted once"]
+    assert compare_with("again", records(*runs)).title.startswith("Against again and others (2 runs), by ")
 
 
 def test_replicates_are_found_and_what_has_not_finished_is_left_out(tmp_path: Path) -> None:
@@ -109,6 +158,29 @@ def test_an_arm_measured_on_another_text_is_in_no_verdict_but_a_sentence(tmp_pat
     assert [verdict.sentence for verdict in found.verdicts if verdict.arm == "c"] == [
         "c against a: cannot be told, because c has no run with this loss"
     ]
+
+
+def test_losses_of_other_checkpoints_than_the_best_are_told(tmp_path: Path) -> None:
+    a, b = (RunFolder(tmp_path, name, {"learning_rate": rate}).finish() for name, rate in (("a", 1), ("b", 2)))
+    for run in (a, b):
+        run.add_checkpoint(BEST, "best").add_checkpoint(LATEST, "latest")
+    a.test_loss(2.5).test_loss(2.6, LATEST), b.test_loss(2.4, LATEST)
+    assert compare_with("a", records(a, b)).notes == [
+        f"b: test loss of checkpoint {LATEST} (latest): the best one has not been measured on this"
+    ]
+
+
+def test_windows_that_are_not_those_of_the_loss_are_told(tmp_path: Path) -> None:
+    runs = [*arm(tmp_path, 0.001, (2.5, 2.6)), *arm(tmp_path, 0.002, (2.4, 2.5))]
+    for run, wrong in ((runs[0], np.nan), (runs[3], 9.0)):
+        (path,) = run.directory.results.glob("*.safetensors")
+        save_file({"losses": np.full(600, wrong, np.float32)}, path)
+    found = compare_with("lr-0.001-seed-1", records(*runs))
+    assert [note.partition(": ")[2] for note in found.notes] == [
+        "has losses whose mean is not 2.5000, the one measured; measure again",
+        "has losses whose mean is not 2.5000, the one measured; measure again",
+    ]
+    assert "this text only" in found.verdicts[0].sentence or found.verdicts[0].word == Word.CANNOT_BE_TOLD
 
 
 def test_lost_window_losses_are_told(tmp_path: Path) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from harness.analysis.comparison_report import comparable_curves, last_training, report_of
 from harness.analysis.curves import AXES
 from harness.analysis.html_report import render
 from harness.analysis.records import RunRecord
 from harness.analysis.runs_table import RunsTable
 from harness.runs.metrics import read_metrics
-from tests.support.compared_runs import DATASET, RunFolder
+from tests.support.compared_runs import DATASET, LATEST, RunFolder
 
 
 def records(*runs: RunFolder) -> list[RunRecord]:
@@ -29,16 +31,77 @@ def test_replicates_are_one_curve_and_another_text_is_none(tmp_path: Path) -> No
     assert sorted((curve.label, curve.runs) for curve in curves) == [("a", 2), ("b", 1)]
     assert curves[0].x == [128, 128 * 11, 128 * 21]
     assert problems == [
-        "c: in no chart, since its losses are not known to be on 20 x 16 tokens from 0 of the validation split of "
-        "me/texts (bbbbbbbb)"
+        "c: in no chart: not known to have losses on 20 x 16 tokens from 0 of the validation split of me/texts "
+        "(bbbbbbbb)"
     ]
+    never = [RunFolder(tmp_path, name) for name in ("d", "e")]
+    assert comparable_curves(records(*runs, *never)).problems == [*problems, "d, e: in no chart: never trained"]
+
+
+def test_the_baselines_curve_is_called_as_in_the_verdicts(tmp_path: Path) -> None:
+    runs = records(trained(tmp_path, "one", 1), trained(tmp_path, "two", 2), trained(tmp_path, "b", 1, 0.002))
+    curves, _ = comparable_curves(runs, "two").over(AXES["tokens"])
+    assert sorted((curve.label, curve.runs) for curve in curves) == [("b", 1), ("two and others", 2)]
+    report = report_of(RunsTable.of(runs), [], {}, "two")
+    assert "two and others" in {curve.label for curve in report.charts[0][1]}
+
+
+def test_an_unfinished_run_is_no_arms_curve(tmp_path: Path) -> None:
+    runs = [trained(tmp_path, "base-1", 1), trained(tmp_path, "base-2", 2)]
+    runs.append(RunFolder(tmp_path, "base").add_checkpoint(LATEST, "latest").train_to(0, 10))
+    curves, _ = comparable_curves(records(*runs)).over(AXES["tokens"])
+    assert sorted((curve.label, curve.runs) for curve in curves) == [("base", 1), ("base-1 and others", 2)]
 
 
 def test_runs_without_validation_are_drawn_by_their_training_losses(tmp_path: Path) -> None:
     none = {"validation_interval": None, "validation_batches": None, "checkpoint_interval": 10}
     run = RunFolder(tmp_path, "a", none).finish(final_validation_loss=None).train_to(0, 10)
     curves, problems = comparable_curves(records(run)).over(AXES["steps"])
-    assert (curves[0].y, problems) == ([4.0, 3.9], [])
+    assert (curves[0].y, curves[0].kind, problems) == ([4.0, 3.9], "training", [])
+
+
+def test_a_run_without_validation_is_not_drawn_among_validation_losses(tmp_path: Path) -> None:
+    none = {"validation_interval": None, "validation_batches": None, "checkpoint_interval": 10}
+    without = RunFolder(tmp_path, "without", none).finish(final_validation_loss=None).train_to(0, 10)
+    curves, problems = comparable_curves(records(trained(tmp_path, "a", 1), without)).over(AXES["steps"])
+    assert [(curve.label, curve.kind) for curve in curves] == [("a", "validation")]
+    assert problems == ["without: in no chart: trained without validation, and validation losses are drawn"]
+
+
+def test_a_run_that_has_validated_once_hides_no_other(tmp_path: Path) -> None:
+    young = RunFolder(tmp_path, "young").add_checkpoint(LATEST, "latest").train_to(0)
+    curves, problems = comparable_curves(records(trained(tmp_path, "a", 1), young)).over(AXES["steps"])
+    assert [curve.label for curve in curves] == ["a"]
+    assert problems == ["young: nothing to draw: 1 validation loss in metrics.jsonl, and a curve takes 2"]
+
+
+def test_where_no_run_has_validated_twice_training_losses_are_drawn(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, "a").finish().train_to(0, 10, 20)
+    lines = run.directory.metrics.read_text().splitlines(keepends=True)
+    run.directory.metrics.write_text("".join(line for line in lines[:-1] if '"validation"' not in line) + lines[-1])
+    curves, problems = comparable_curves(records(run)).over(AXES["steps"])
+    assert ([curve.kind for curve in curves], problems) == (["training"], [])
+
+
+def test_chart_and_page_say_which_losses_they_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.axes import Axes  # here, since every process that runs tests loads this file
+
+    from harness.analysis import charts
+
+    none = {"validation_interval": None, "validation_batches": None, "checkpoint_interval": 10}
+    without = RunFolder(tmp_path, "without", none).finish(final_validation_loss=None).train_to(0, 10)
+    said = []
+    monkeypatch.setattr(Axes, "set_ylabel", lambda _self, text: said.append(text))
+    for run, kind in ((trained(tmp_path, "a", 1), "validation"), (without, "training")):
+        table = RunsTable.of(records(run))
+        page = render(report_of(table, [], {}))
+        assert f"<h2>{kind.capitalize()} loss</h2>" in page
+        for axis in ("steps", "hours"):
+            assert f'aria-label="{kind.capitalize()} loss (nats per token) over {AXES[axis].label}"' in page
+        assert page.count(f">{kind.capitalize()} loss (nats per token)</text>") == len(AXES)
+        curves, _ = comparable_curves(table.records).over(AXES["steps"])
+        charts.draw_curves(curves, AXES["steps"], tmp_path / "c.png", {})
+        assert said.pop() == f"{kind} loss (nats per token)"
 
 
 def test_runs_whose_text_is_not_recorded_are_not_drawn(tmp_path: Path) -> None:

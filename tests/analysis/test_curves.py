@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.analysis.curves import AXES, Curve, CurveSource, choose_axis, curves_of, shown_range
+from harness.analysis.curves import AXES, Curve, CurveSource, choose_axis, curves_of, loss_title, shown_range
 from harness.common.errors import UserError
 from harness.runs.metrics import Event, TrainEvent, ValidationEvent
 
@@ -44,7 +44,7 @@ def test_each_axis(axis: str, places: list[float]) -> None:
 
 def test_replicates_are_one_curve_with_a_band() -> None:
     other = CurveSource("b", events([5.0, 4.4, 3.2, 3.0], seconds=72.0))
-    [curve], _ = curves_of([RUN, other], AXES["hours"], {"both": ["a", "b"]})
+    [curve], _ = curves_of([RUN, other], AXES["hours"], groups={"both": ["a", "b"]})
     assert curve.x == pytest.approx([0, 0.015, 0.03]), "of the points that both have"
     assert curve.y == pytest.approx([5.0, 4.2, 3.1])
     assert (curve.low, curve.high) == ([5.0, 4.0, 3.0], [5.0, 4.4, 3.2])
@@ -56,29 +56,42 @@ def test_the_lowest_comes_first() -> None:
     assert [curve.label for curve in curves_of(sources, AXES["steps"])[0]] == ["low", "high"]
 
 
-def test_training_losses_where_a_run_does_not_validate() -> None:
+def test_losses_of_the_kind_that_is_asked_for() -> None:
     both = [*events([9.0, 9.0]), *events([5.0, 4.0], TrainEvent)]
     other = CurveSource("b", events([3.0, 2.0], TrainEvent))
-    assert [curve.y for curve in curves_of([CurveSource("a", both), other], AXES["steps"])[0]] == [[3, 2], [5, 4]]
+    curves, problems = curves_of([CurveSource("a", both), other], AXES["steps"], TrainEvent)
+    assert ([curve.y for curve in curves], problems) == ([[3, 2], [5, 4]], [])
+    assert loss_title(curves) == "training loss (nats per token)"
+    curves, problems = curves_of([CurveSource("a", both), other], AXES["steps"])
+    assert [curve.y for curve in curves] == [[9, 9]]
+    assert problems == ["b: nothing to draw: 0 validation losses in metrics.jsonl, and a curve takes 2"]
+    assert loss_title(curves) == "validation loss (nats per token)"
+
+
+def test_the_kind_of_losses_is_told_of_one_chart_only() -> None:
+    two = [Curve("a", [0, 1], [2, 1], kind="training"), Curve("b", [0, 1], [2, 1], kind="validation")]
+    assert loss_title(two) == "loss (nats per token)"
 
 
 def test_losses_that_are_not_finite_are_left_out() -> None:
-    [curve], _ = curves_of([CurveSource("a", events([5.0, None, 3.0]))], AXES["steps"])
-    assert curve.x == [0, 20]
+    for lost in (None, 1e308, -1e308):
+        [curve], _ = curves_of([CurveSource("a", events([5.0, lost, 3.0]))], AXES["steps"])
+        assert curve.x == [0, 20]
 
 
 def test_what_cannot_be_drawn_is_said_and_the_rest_is_drawn() -> None:
     sources = [RUN, CurveSource("free", events([5.0, 4.0])), CurveSource("new", events([5.0]))]
     curves, problems = curves_of(sources, AXES["dollars"])
-    assert [curve.label for curve in curves] == []
-    assert problems == [
-        "a: nothing to draw: 0 losses in metrics.jsonl",  # of training, since one run has not validated twice
-        'free: no "price_per_hour" in its train.json, so that its losses have no dollars',
-        'new: no "price_per_hour" in its train.json, so that its losses have no dollars',
-    ]
-    curves, problems = curves_of(sources[:2], AXES["flops"])
     assert [curve.label for curve in curves] == ["a"]
-    assert problems == ["free: its FLOPs per token are not known"]
+    assert problems == [
+        'free, new: no "price_per_hour" in train.json, so that losses have no dollars',
+    ]
+    curves, problems = curves_of(sources, AXES["flops"])
+    assert [curve.label for curve in curves] == ["a"]
+    assert problems == ["free, new: FLOPs per token are not known"]
+    curves, problems = curves_of(sources, AXES["tokens"])
+    assert [curve.label for curve in curves] == ["a", "free"], "one that has hardly begun does not hide the others"
+    assert problems == ["new: nothing to draw: 1 validation loss in metrics.jsonl, and a curve takes 2"]
 
 
 def test_an_axis_that_there_is_not() -> None:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.analysis.cannot_be_told import CannotBeTold
 from harness.analysis.fits import (
-    CannotBeTold,
     Line,
     Parabola,
     describe_batch_fit,

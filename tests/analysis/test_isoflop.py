@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.analysis.cannot_be_told import CannotBeTold
 from harness.analysis.isoflop import Grouping, IsoFlop, Optimum, Profile, fit_isoflop, group_by_compute
-from harness.analysis.scaling_data import CannotBeTold, CostLaw, Point, Points, read_points
+from harness.analysis.scaling_data import CostLaw, Point, Points, read_points
 from tests.analysis.scaling import BUDGETS, LAW, best_size, ladder
 
 CHINCHILLA = os.environ.get("CHINCHILLA_POINTS", "")

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from harness.analysis.fits import CannotBeTold, Line
+from harness.analysis.cannot_be_told import CannotBeTold
+from harness.analysis.fits import Line
 from harness.analysis.machines import (
     PRICES,
     Machine,

@@ -11,10 +11,10 @@ import pytest
 import scipy
 
 from harness.analysis import noise
+from harness.analysis.cannot_be_told import CannotBeTold
 from harness.analysis.noise import (
     MeanEstimate,
     MeanVariance,
-    NoEstimate,
     difference_noise,
     mean_noise,
     variance_of_mean,
@@ -172,10 +172,10 @@ def test_a_model_and_itself() -> None:
 )
 def test_what_has_no_interval(values: np.ndarray, reason: str) -> None:
     found = mean_noise(values)
-    assert isinstance(found, NoEstimate)
+    assert isinstance(found, CannotBeTold)
     assert found.reason.startswith(reason)
 
 
 def test_other_windows_have_no_difference() -> None:
     found = difference_noise(np.zeros(60), np.zeros(70))
-    assert found == NoEstimate("they were measured on 60 and 70 windows of text")
+    assert found == CannotBeTold("they were measured on 60 and 70 windows of text")

@@ -129,6 +129,17 @@ def test_names_of_checkpoints(tmp_path: Path) -> None:
     assert found.aside == {"20250102Z030405-iteration-9"}
 
 
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_a_link_that_leads_to_itself_is_no_checkpoint(tmp_path: Path, is_finished: bool) -> None:
+    run = RunFolder(tmp_path, "a").train_to(0, 10)
+    run.directory.checkpoints.mkdir()
+    for link in ("best", "latest"):
+        (run.directory.checkpoints / link).symlink_to(link)
+    record = RunRecord.read((run.finish() if is_finished else run).directory)
+    assert (record.checkpoints.best, record.checkpoints.latest) == (None, None)
+    assert record.state.word == ("finished" if is_finished else "damaged")
+
+
 def test_all_runs_of_a_folder_or_those_named(tmp_path: Path) -> None:
     for name in ("b", "a", "c"):
         RunFolder(tmp_path, name)

@@ -98,6 +98,24 @@ def test_every_empty_cell_says_why(tmp_path: Path) -> None:
     assert {cell.remark for key, cell in empty if cell is column(table, key).cells[2]} >= {"never trained"}
 
 
+def test_a_damaged_result_is_not_said_never_to_have_been_measured(tmp_path: Path) -> None:
+    damaged, half = RunFolder(tmp_path, "a").finish().test_loss(2.5), RunFolder(tmp_path, "b")
+    half.add_checkpoint(BEST, "best").add_checkpoint(LATEST, "latest").finish().test_loss(2.4).test_loss(2.6, LATEST)
+    lost = RunFolder(tmp_path, "c").finish().test_loss(2.7, bits_per_byte=None)
+    for path in (*damaged.directory.results.glob("*.json"), *half.directory.results.glob(f"*{BEST}*.json")):
+        path.write_text(path.read_text().replace('"loss": 2.', '"loss": NaN, "was": 2.'))
+    (path,) = lost.directory.results.glob("*.json")
+    path.write_text(path.read_text().replace('"loss": 2.7', '"loss": null'))
+    table = table_of(damaged, half, lost)
+    for key in ("test_loss", "bits_per_byte"):
+        remarks = [cell.remark for cell in column(table, key).cells]
+        assert remarks[0] == "kept in results/, but the file cannot be read (a remark names it); measure again"
+        assert remarks[1] == f"of checkpoint {LATEST} (latest): a result of the best one cannot be read"
+        assert remarks[2] == "its test loss is not finite"
+    text = " ".join(" ".join(table_lines(table)).split())
+    assert text.count("measure again, or move the file away") == 2
+
+
 def test_a_run_that_stopped_shows_how_far_it_came(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, "a").add_checkpoint(LATEST, "latest").train_to(0, 10, 49)
     table = table_of(run)

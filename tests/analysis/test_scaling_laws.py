@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import scipy
 
-from harness.analysis.scaling_data import CannotBeTold, CostLaw, Points, read_points
+from harness.analysis.cannot_be_told import CannotBeTold
+from harness.analysis.scaling_data import CostLaw, Points, read_points
 from harness.analysis.scaling_laws import LawFit, Plan, _Problem, best_split, fit_law, predict
 from tests.analysis.scaling import LAW, best_size, ladder, points_of
 
@@ -152,7 +153,11 @@ NOISE = np.random.default_rng(0).normal(0, 0.02, 16)
     ("points", "reason"),
     [
         (points_of(N[:8], D[:8], loss_of(N, D)[:8]), "8 points are too few for 5 coefficients"),
-        (points_of(np.full(16, 1e9), D, loss_of(N, D)), "all points have one of the sizes"),
+        (points_of(np.full(16, 1e9), D, loss_of(N, D)), "all points have the same size; the law needs 3 at least"),
+        (points_of(N, np.full(16, 1e9), loss_of(N, D)), "all points have the same number of tokens; the law"),
+        (points_of(N[:1], D[:1], loss_of(N, D)[:1]), "1 point is too few for 5 coefficients"),
+        (points_of(N, D, np.full(16, 3.0)), "the loss does not change with parameters or tokens: no exponent of"),
+        (points_of(N, D, 2 + 400 / D**0.3), "the loss does not change with parameters"),
         (points_of(*grid(2, 8), loss_of(*grid(2, 8))), "there are 2 different sizes"),
         (points_of(*grid(8, 2), loss_of(*grid(8, 2))), "there are 2 different numbers of tokens"),
         (points_of(RAY, 20 * RAY, loss_of(RAY, 20 * RAY)), "tokens go with parameters in all points"),

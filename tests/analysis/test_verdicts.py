@@ -11,7 +11,8 @@ import scipy
 
 from harness.analysis import noise
 from harness.analysis.arms import Arm, borrowed_from, difference_of
-from harness.analysis.noise import MeanEstimate, NoEstimate
+from harness.analysis.cannot_be_told import CannotBeTold
+from harness.analysis.noise import MeanEstimate
 from harness.analysis.verdicts import Verdict, Word, compare_arms, seeds_sentence
 
 BASELINE = Arm("lr-0.0015", [3.50, 3.51, 3.49])
@@ -116,7 +117,7 @@ def test_replicates_that_are_alike_to_the_last_digit_tell_nothing() -> None:
 def test_other_text_has_no_evaluation_noise() -> None:
     verdict = compare(window_losses(0.5, runs=3, seed=1, windows=500), baseline=window_losses(0, runs=3, seed=2))[0]
     assert verdict.difference is not None
-    assert verdict.difference.evaluation == NoEstimate("they were measured on texts of 400 and 500 windows")
+    assert verdict.difference.evaluation == CannotBeTold("they were measured on texts of 400 and 500 windows")
     assert "this text only" in verdict.sentence
 
 

@@ -163,6 +163,21 @@ def test_options_that_mean_nothing_together(runs: Path, arguments: list[str], me
     assert done.stderr.count("\n") == 1
 
 
+def test_what_is_not_drawn_is_said_once_in_lines_of_80_columns(tmp_path: Path) -> None:
+    for number in range(2):
+        RunFolder(tmp_path / "runs", f"a-{number}", {"random_seed": number}).finish().train_to(0, 10, 20)
+    for name in ("never", "nor"):
+        RunFolder(tmp_path / "runs", name)
+    RunFolder(tmp_path / "runs", "young").add_checkpoint(LATEST, "latest").train_to(0)
+    done = compare(tmp_path / "runs", "--chart", str(tmp_path / "c.png"))
+    lines = [line for line in done.stderr.splitlines() if "Drew" not in line]
+    assert max(map(len, lines)) <= 80
+    said = [text.strip() for text in " ".join(map(str.strip, lines)).split("not drawn: ")[1:]]
+    assert said[0] == "never, nor: in no chart: never trained"
+    assert said[1].startswith("young: ")
+    assert len(said) == 2
+
+
 def test_a_chart_and_a_page(tmp_path: Path) -> None:
     for name, rate in (("a", 0.001), ("b", 0.002)):
         RunFolder(tmp_path / "runs", name, {"learning_rate": rate}).finish().train_to(0, 10, 20)

@@ -49,10 +49,33 @@ def test_points_of_a_known_law_are_told_in_eighty_columns(points: str) -> None:
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert done.stdout.startswith("20 points\n")
     assert "Left out: line 22: its loss is not finite" in done.stdout
-    assert "FLOPs are 6 x parameters x tokens in every point (the rule C = 6ND)" in done.stdout
+    assert "  Tokens were not given: FLOPs / 6 / parameters (the rule C = 6ND)\n" in done.stdout
+    assert "in every point" not in done.stdout, "it is no finding"
     assert "300M parameters, 10B tokens, 1.8e19 FLOPs: loss 2." in done.stdout
     assert "best split of 1e19 FLOPs: loss " in done.stdout
     assert "EXTRAPOLATED" not in done.stdout
+
+
+def test_a_single_point_is_one_and_tokens_that_were_given_show_whether_the_rule_holds(tmp_path: Path) -> None:
+    file = tmp_path / "points.csv"
+    file.write_text("parameters,flops,loss,tokens\n1e6,6e12,3.5,1e6\n")
+    lines = fit("--points", str(file), "--resamples", "100").stdout.splitlines()
+    assert lines[:4] == [
+        "1 point",
+        "  parameters 1M, tokens 1M",
+        "  FLOPs 6e12, loss 3.500",
+        "  FLOPs are 6 x parameters x tokens in every point (the rule C = 6ND)",
+    ]
+    assert any("1 point is too few" in line for line in lines)
+    file.write_text("parameters,flops,loss,tokens\n1e6,6e12,3.5,1e6\n1e6,6e12,3.4,\n2e6,12e12,3.3,\n")
+    lines = fit("--points", str(file), "--resamples", "100").stdout.splitlines()
+    assert lines[3:5] == [
+        "  Tokens of 2 points were not given: FLOPs / 6 / parameters (the rule C = 6ND)",
+        "  FLOPs are 6 x parameters x tokens in every other point (the rule C = 6ND)",
+    ]
+    assert all(len(line) <= 80 for line in lines)
+    dropped = fit("--points", str(file), "--drop-highest", "1", "--json", "--resamples", "100").stdout
+    assert json.loads(dropped)["points"]["tokens_by_rule"] == 2
 
 
 def test_json_has_all_numbers_and_the_seed_decides_them(points: str) -> None:
@@ -83,10 +106,10 @@ def test_runs_too_alike_are_told_that_they_tell_nothing_and_are_drawn_all_the_sa
     done = fit(*names, "--runs-dir", str(tmp_path), "--predict", "parameters=1e6,tokens=1e8", "--chart", chart)
     assert done.stdout.startswith("9 points\n"), "a run that is named twice counts once"
     assert "Left out: going: has not finished (no summary.json)" in done.stdout
-    assert "FLOPs 8.85e6 to 8.85e6" in done.stdout
-    assert "The rule C = 6ND gives 1.10 to 1.10 times these FLOPs" in done.stdout
+    assert "FLOPs 8.85e6, loss 2.000 to 2.800\n" in done.stdout
+    assert "The rule C = 6ND gives 1.10 times these FLOPs" in done.stdout
     assert "The best sizes: cannot be told, because no 4 sizes" in done.stdout
-    assert "The law: cannot be told, because all points have one of the sizes" in done.stdout
+    assert "The law: cannot be told, because all points have the same size;" in done.stdout
     assert "Predicted losses: cannot be told" in done.stdout
     assert Path(chart).read_bytes().startswith(b"\x89PNG")
 

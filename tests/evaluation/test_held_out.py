@@ -55,7 +55,10 @@ def test_a_short_split_from_any_token(shop: Workshop, start: int, batches: int) 
     model = add_weights(shop.runs / "r")
     with torch.no_grad():
         expected = torch.nn.functional.cross_entropy(model(inputs.view(-1, 16)).flatten(0, 1), targets)
-    assert result.stdout == f"Loss against our test dataset: {expected:.3f}\nMeasured on {place}\n"
+    loss, *measured_on = result.stdout.splitlines()
+    assert loss == f"Loss against our test dataset: {expected:.3f}"
+    assert " ".join(map(str.strip, measured_on)) == f"Measured on {place}"
+    assert all(len(line) <= 80 for line in measured_on)
 
 
 def test_too_short_for_a_batch(shop: Workshop) -> None:
@@ -63,11 +66,11 @@ def test_too_short_for_a_batch(shop: Workshop) -> None:
     assert (result.status, result.stdout) == (2, "")
     assert "wanted 501 tokens (1 batch of 6 sequences of 16 tokens from 404), but there are 500" in result.stderr
     smaller = measure(shop, "--split", "validation", "--start-token", "404", "--batch-size", "1")
-    assert "tokens 404 to 484 of 500 (5 batches of 1 x 16)" in smaller.stdout
+    assert "tokens 404 to 484 of 500 (5 batches of 1 x 16)" in " ".join(smaller.stdout.split())
 
 
 def test_batches_that_are_asked_for_must_be_there(shop: Workshop) -> None:
-    assert "(2 batches of 6 x 16)" in measure(shop, "--batches", "2").stdout
+    assert "(2 batches of 6 x 16)" in " ".join(measure(shop, "--batches", "2").stdout.split())
     assert "wanted 577 tokens (6 batches of" in measure(shop, "--batches", "6").stderr
 
 
@@ -141,6 +144,7 @@ def test_without_the_vocabulary_the_mean_is_called_approximate(shop: Workshop) -
     loss, bits = printed_bits(result)
     assert bits == pytest.approx(loss / math.log(2) / 4.5, abs=0.001)
     assert re.search(r"^Bits per byte: \S+ \(approximate: by the whole split's mean", result.stdout, re.MULTILINE)
+    assert all(len(line) <= 80 for line in result.stdout.splitlines())
     assert not (shop.path / "none").exists(), "nothing was downloaded for it"
 
 

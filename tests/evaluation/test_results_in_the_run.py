@@ -194,6 +194,28 @@ def test_several_models_are_a_table_by_loss(shop: Workshop) -> None:
     assert place.split() == f"{DATASET}, test split, tokens 0 to 480 of 500 (5 batches of 6 x 16), in fp32".split()
 
 
+def test_the_same_weights_are_measured_once(shop: Workshop) -> None:
+    run = shop.runs / "r"
+    options = ["--runs-dir", str(shop.runs), "--run", "r"]
+    alone = measure(shop, *options)
+    assert measure(shop, *options, "--run", "r").stdout == alone.stdout, "named the same: one model, no table"
+    (path,) = (run / "results").glob("*.json")
+    before = path.stat().st_mtime_ns
+    done = measure(shop, *options, "--run", "r", "--run", "r:best", *files_of(run))
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:3]] == ["r:best", "r"], "each name once"
+    assert path.stat().st_mtime_ns > before
+    assert len(losses_in(run)) == 1
+
+
+def test_models_that_would_be_called_alike_are_called_by_their_paths(shop: Workshop, tmp_path: Path) -> None:
+    other = shutil.copytree(shop.runs, tmp_path / "others", symlinks=True) / "r"
+    done = measure(shop, *files_of(shop.runs / "r"), *files_of(other))
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+    said = "".join(done.stdout.split())
+    for run in (shop.runs / "r", other):
+        assert files_of(run)[1] in said
+
+
 def test_models_that_read_other_text_get_tables_of_their_own(shop: Workshop) -> None:
     shop.add_dataset("local/other", seed=5)
     other = shutil.copytree(shop.runs / "r", shop.runs / "other", symlinks=True)

@@ -105,6 +105,20 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_read(run: RunDirectory) ->
         "other.json",
         "short.json",
     ]
+    assert results.unread == ["half.json", "other.json", "short.json"]
+    assert all(problem.endswith("; measure again, or move the file away") for problem in results.problems)
+
+
+def test_a_damaged_file_is_known_by_its_name(run: RunDirectory) -> None:
+    path = write_loss(run, LOSS, LOSSES)
+    path.write_text(path.read_text().replace(f'"loss": {LOSS.loss}', '"loss": NaN'))
+    results = read_results(run)
+    (problem,) = results.problems
+    assert "NaN" in problem
+    assert results.has_unread(LossResult)
+    assert results.has_unread(LossResult, LOSS.weights.checkpoint)
+    assert not results.has_unread(LossResult, LOSS.weights.checkpoint[:-1])
+    assert not results.has_unread(BenchmarkResult)
 
 
 def test_losses_of_windows_that_are_missing_or_too_few(run: RunDirectory) -> None:
