@@ -10,13 +10,15 @@ from pathlib import Path
 
 from harness.analysis.fits import CannotBeTold
 from harness.analysis.machines import PRICES, NoProjection, Projection, project, read_machines
+from harness.analysis.table_text import Block, block_lines, cut_names
 from harness.analysis.workloads import KnownSpeed, Workload, read_speeds, read_workload
 from harness.common.errors import UserError
 from harness.runs.directory import RunDirectory
 from harness.runs.planned_speed import three_digits
 
-COLUMNS = 79
+COLUMNS = 79  # of prose
 HEADINGS = ("machine", "$/h", "tokens/s", "hours", "dollars", "rests on")
+TEXTS = ("machine", "rests on")  # of them; the others are numbers
 SMALL = 0.1  # below it two digits that are not 0, else two after the point
 
 
@@ -51,7 +53,7 @@ def machines_table(work: Workload, projections: Sequence[Projection | NoProjecti
     )
     if told:
         yield ""
-        yield from _columns([HEADINGS, *(_row(each) for each in told)])
+        yield from _columns([_row(each) for each in told])
         yield ""
     reasons: dict[str, list[str]] = {}
     for each in projections:
@@ -86,13 +88,16 @@ def _figure(number: float) -> str:
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
-    for row in rows:
-        cells = [
-            text.ljust(width) if column in (0, len(HEADINGS) - 1) else text.rjust(width)
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  ".join(cells).rstrip()
+    """Numbers to the right, text to the left; what does not fit into 80 columns follows below."""
+    names, *others = zip(*rows, strict=True)
+    blocks = [_column(heading, cells) for heading, cells in zip(HEADINGS[1:], others, strict=True)]
+    yield from block_lines(_column(HEADINGS[0], cut_names(names)), blocks)
+
+
+def _column(heading: str, cells: Sequence[str]) -> Block:
+    width = max(map(len, [heading, *cells]))
+    heading, *texts = [each.ljust(width) if heading in TEXTS else each.rjust(width) for each in (heading, *cells)]
+    return Block(width, [heading], texts)
 
 
 def _notes(told: Sequence[Projection]) -> Iterator[str]:

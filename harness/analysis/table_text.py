@@ -16,7 +16,7 @@ REPORTED = "r"
 
 
 @dataclass(frozen=True)
-class _Block:
+class Block:
     """Columns that stand side by side, as lines of cells."""
 
     width: int
@@ -39,11 +39,10 @@ class _Remarks:
 def table_lines(table: RunsTable) -> Iterator[str]:
     """The table in lines of 80 columns, with what its numbers were measured on and its remarks."""
     remarks = _Remarks()
-    names = _names([record.name for record in table.records])
-    name_block = _Block(max(map(len, [*names, "run"])), ["run"], names)
+    names = cut_names([record.name for record in table.records])
+    name_block = Block(max(map(len, [*names, "run"])), ["run"], names)
     blocks = [_block(column, remarks) for column in table.columns]
-    for number, line_of_blocks in enumerate(_filled(name_block, blocks)):
-        yield from ["", *_side_by_side(line_of_blocks)] if number else _side_by_side(line_of_blocks)
+    yield from block_lines(name_block, blocks)
     yield ""
     if table.sorted_by and len(table.records) > 1:
         yield f"Sorted by {table.sorted_by}."
@@ -70,14 +69,14 @@ def _reported_lines(table: RunsTable) -> Iterator[str]:
         yield from paragraph(f"{REPORTED}: reported, or worked out from it, not measured here: {'; '.join(sources)}")
 
 
-def _names(names: Sequence[str]) -> list[str]:
+def cut_names(names: Sequence[str]) -> list[str]:
     """Cut in the middle where they are long; whole, if two of them would look the same then."""
     half = (LONGEST_NAME - 3) // 2
     cut = [name if len(name) <= LONGEST_NAME else f"{name[:half]}...{name[-half:]}" for name in names]
     return cut if len(set(cut)) == len(set(names)) else list(names)
 
 
-def _block(column: Column, remarks: _Remarks) -> _Block:
+def _block(column: Column, remarks: _Remarks) -> Block:
     """A column's lines: numbers to the right, text to the left, and marks behind them in a field of their own."""
     texts = [cell.text or EMPTY for cell in column.cells]
     marks = [remarks.mark(cell) for cell in column.cells]
@@ -89,14 +88,14 @@ def _block(column: Column, remarks: _Remarks) -> _Block:
     header = [*_title_lines(column, width), *unit]
     if column.is_text:
         rows = [f"{text} {mark}".rstrip().ljust(width) for text, mark in zip(texts, marks, strict=True)]
-        return _Block(width, [line.ljust(width) for line in header], rows)
+        return Block(width, [line.ljust(width) for line in header], rows)
     rows = [
         f"{text:>{text_width}}{f' {mark:<{mark_width}}' if mark_width else ''}".rjust(width)
         for text, mark in zip(texts, marks, strict=True)
     ]
     numbers = width - (1 + mark_width if mark_width else 0)  # where they end: the heading, too, if it is as short
     end = numbers if all(len(line) <= numbers for line in header) else width
-    return _Block(width, [line.rjust(end) for line in header], rows)
+    return Block(width, [line.rjust(end) for line in header], rows)
 
 
 def _title_lines(column: Column, width: int) -> list[str]:
@@ -111,9 +110,16 @@ def _title_lines(column: Column, width: int) -> list[str]:
     return lines
 
 
-def _filled(name: _Block, blocks: Sequence[_Block]) -> Iterator[list[_Block]]:
+def block_lines(name: Block, blocks: Sequence[Block]) -> Iterator[str]:
+    """The blocks in lines of at most 80 columns: as many side by side as fit, the others below, each time with the
+    names first."""
+    for number, line_of_blocks in enumerate(_filled(name, blocks)):
+        yield from ["", *_side_by_side(line_of_blocks)] if number else _side_by_side(line_of_blocks)
+
+
+def _filled(name: Block, blocks: Sequence[Block]) -> Iterator[list[Block]]:
     """The blocks in lines of at most 80 columns, each with the names first."""
-    line: list[_Block] = [name]
+    line: list[Block] = [name]
     for block in blocks:
         if len(line) > 1 and sum(each.width + len(GAP) for each in line) + block.width > COLUMNS:
             yield line
@@ -122,7 +128,7 @@ def _filled(name: _Block, blocks: Sequence[_Block]) -> Iterator[list[_Block]]:
     yield line
 
 
-def _side_by_side(blocks: Sequence[_Block]) -> Iterator[str]:
+def _side_by_side(blocks: Sequence[Block]) -> Iterator[str]:
     height = max(len(block.header) for block in blocks)
     headers = [[""] * (height - len(block.header)) + block.header for block in blocks]
     for lines in (zip(*headers, strict=True), zip(*(block.rows for block in blocks), strict=True)):
