@@ -113,7 +113,7 @@ def _draw_chart(path: Path, table: RunsTable, asked: CompareOptions) -> None:
     """Raises UserError if nothing can be drawn."""
     from harness.analysis.comparison_report import comparable_curves
     from harness.analysis.curves import choose_axis
-    from harness.common.errors import UserError
+    from harness.common.errors import UserError, printable
 
     axis = choose_axis(asked.over)
     curves, problems = comparable_curves(table.records).over(axis)
@@ -123,7 +123,7 @@ def _draw_chart(path: Path, table: RunsTable, asked: CompareOptions) -> None:
 
     draw_curves(curves, axis, path, asked.read_references())
     for problem in problems:
-        click.echo(f"not drawn: {problem}", err=True)
+        click.echo(f"not drawn: {printable(problem)}", err=True)
     click.echo(f"Drew {path}", err=True)
 
 

@@ -12,7 +12,7 @@ from harness.analysis.fits import CannotBeTold
 from harness.analysis.machines import PRICES, NoProjection, Projection, project, read_machines
 from harness.analysis.table_text import Block, block_lines, cut_names
 from harness.analysis.workloads import KnownSpeed, Workload, read_speeds, read_workload
-from harness.common.errors import UserError
+from harness.common.errors import UserError, printable
 from harness.runs.directory import RunDirectory
 from harness.runs.planned_speed import three_digits
 
@@ -118,4 +118,4 @@ def _notes(told: Sequence[Projection]) -> Iterator[str]:
 
 
 def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, COLUMNS, subsequent_indent="  ")
+    return textwrap.wrap(printable(text), COLUMNS, subsequent_indent="  ")

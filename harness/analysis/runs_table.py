@@ -11,7 +11,7 @@ from harness.analysis.quantities import EVERYWHERE, SPENT, TRAINED, Quantity
 from harness.analysis.records import RunRecord
 from harness.analysis.result_quantities import RESULTS, benchmark_quantities
 from harness.analysis.settings import NOT_RECORDED, as_text, differing_keys, machine_of, settings_of
-from harness.common.errors import UserError
+from harness.common.errors import UserError, printable
 from harness.common.messages import nearest
 
 # By which runs are sorted unless asked otherwise.
@@ -150,7 +150,7 @@ def _setting_columns(records: Sequence[RunRecord]) -> list[Column]:
 def _setting_cell(settings: Mapping[str, Any], key: str, record: RunRecord) -> Cell:
     if key not in settings:
         return Cell(None, "", NOT_RECORDED)
-    text = as_text(settings[key])
+    text = printable(as_text(settings[key]))
     if len(text) > LONGEST_SETTING:
         half = (LONGEST_SETTING - 3) // 2
         text = f"{text[:half]}...{text[-half:]}"

@@ -1,4 +1,8 @@
-"""A table of runs for a terminal: blocks of columns, each with the runs' names first, and numbered remarks below."""
+"""A table of runs for a terminal: blocks of columns, each with the runs' names first, and numbered remarks below.
+
+Whatever is shown may quote a file, so that a terminal is to obey none of it: names, headings and prose are made
+`printable` here, what stands in a cell by whoever makes that.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from harness.analysis.runs_table import Cell, Column, RunsTable
+from harness.common.errors import printable
 
 COLUMNS = 80
 LONGEST_NAME = 34  # of a run; a longer one is cut in its middle
+LONGEST_WORD = 28  # of a heading; a longer one is broken
 GAP = "  "
 EMPTY = "-"
 REPORTED = "r"
@@ -45,7 +51,7 @@ def table_lines(table: RunsTable) -> Iterator[str]:
     yield from block_lines(name_block, blocks)
     yield ""
     if table.sorted_by and len(table.records) > 1:
-        yield f"Sorted by {table.sorted_by}."
+        yield from paragraph(f"Sorted by {table.sorted_by}.")
     yield from _reported_lines(table)
     for column in table.columns:
         if column.about:
@@ -60,7 +66,8 @@ def table_lines(table: RunsTable) -> Iterator[str]:
 
 def paragraph(text: str, indent: int = 2) -> list[str]:
     """Lines of 80 columns; those after the first are indented."""
-    return textwrap.wrap(text, COLUMNS, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=True)
+    following = " " * indent
+    return textwrap.wrap(printable(text), COLUMNS, subsequent_indent=following, break_on_hyphens=False)
 
 
 def _reported_lines(table: RunsTable) -> Iterator[str]:
@@ -71,9 +78,10 @@ def _reported_lines(table: RunsTable) -> Iterator[str]:
 
 def cut_names(names: Sequence[str]) -> list[str]:
     """Cut in the middle where they are long; whole, if two of them would look the same then."""
+    whole = [printable(name) for name in names]
     half = (LONGEST_NAME - 3) // 2
-    cut = [name if len(name) <= LONGEST_NAME else f"{name[:half]}...{name[-half:]}" for name in names]
-    return cut if len(set(cut)) == len(set(names)) else list(names)
+    cut = [name if len(name) <= LONGEST_NAME else f"{name[:half]}...{name[-half:]}" for name in whole]
+    return cut if len(set(cut)) == len(set(names)) else whole
 
 
 def _block(column: Column, remarks: _Remarks) -> Block:
@@ -82,7 +90,7 @@ def _block(column: Column, remarks: _Remarks) -> Block:
     marks = [remarks.mark(cell) for cell in column.cells]
     mark_width = max(map(len, marks))
     text_width = max(map(len, texts))
-    title_words = column.title.replace("_", "_ ").split() if column.is_setting else column.title.split()
+    title_words = [word[:LONGEST_WORD] for word in _title_words(column)]
     unit = [column.unit] if column.unit else []
     width = max(text_width + (1 + mark_width if mark_width else 0), *map(len, [*title_words, *unit]))
     header = [*_title_lines(column, width), *unit]
@@ -100,14 +108,20 @@ def _block(column: Column, remarks: _Remarks) -> Block:
 
 def _title_lines(column: Column, width: int) -> list[str]:
     """The title in lines of that width; the name of a setting is broken behind its underscores."""
+    words = _title_words(column)
     if not column.is_setting:
-        return textwrap.wrap(column.title, width)
+        return textwrap.wrap(" ".join(words), width)
     lines = [""]
-    for part in column.title.replace("_", "_ ").split():
+    for part in [piece for word in words for piece in textwrap.wrap(word, width)]:
         if lines[-1] and len(lines[-1]) + len(part) > width:
             lines.append("")
         lines[-1] += part
     return lines
+
+
+def _title_words(column: Column) -> list[str]:
+    title = printable(column.title)
+    return (title.replace("_", "_ ") if column.is_setting else title).split()
 
 
 def block_lines(name: Block, blocks: Sequence[Block]) -> Iterator[str]:
