@@ -8,6 +8,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from harness.analysis.records import RunRecord
+from harness.runs.metrics import BenchmarkEvent
 from harness.runs.results import AnyResult, BenchmarkResult, InstructionResult, LossResult, Result, Text
 
 
@@ -152,6 +153,14 @@ def benchmark_ground(result: BenchmarkResult) -> Ground:
     identity = (result.num_fewshot, result.limit, result.lm_eval, result.precision)
     words = f"lm-eval {result.lm_eval}, {shots}, {examples}, in {result.precision}"
     return Ground(("benchmarks", *identity), words)
+
+
+def training_benchmark_ground(record: RunRecord, event: BenchmarkEvent) -> Ground:
+    """Scores that were measured while training compare on as many examples in the same precision, and with no others:
+    which lm-eval it was is not recorded."""
+    examples = f"{event.examples:,}" if event.examples else "an unknown number of"
+    words = f"{examples} examples, in {record.trained_in}, lm-eval's version not recorded"
+    return Ground(("benchmarks while training", event.examples or record.name, record.trained_in), words)
 
 
 def chosen_results(

@@ -9,7 +9,7 @@ from typing import Any
 from harness.analysis.comparability import Ground, Group, Measured, Measurement, Missing, comparable_groups
 from harness.analysis.quantities import EVERYWHERE, SPENT, TRAINED, Quantity
 from harness.analysis.records import RunRecord
-from harness.analysis.result_quantities import RESULTS, benchmark_quantities
+from harness.analysis.result_quantities import RESULTS, benchmark_quantities, training_benchmark_quantities
 from harness.analysis.settings import NOT_RECORDED, as_text, differing_keys, machine_of, settings_of
 from harness.common.errors import UserError, printable
 from harness.common.messages import nearest
@@ -64,7 +64,8 @@ class RunsTable:
         """In the order of `records`."""
         columns = [*_state_column(records), *_setting_columns(records)]
         absent = []
-        for quantity in (*TRAINED, *RESULTS, *benchmark_quantities(records), *SPENT):
+        benchmarks = (*benchmark_quantities(records), *training_benchmark_quantities(records))
+        for quantity in (*TRAINED, *RESULTS, *benchmarks, *SPENT):
             found = _quantity_columns(quantity, records)
             columns += found
             if not found and not quantity.key.startswith("best_"):
