@@ -10,6 +10,7 @@ from pathlib import Path
 
 from harness.analysis.fits import CannotBeTold
 from harness.analysis.machines import PRICES, NoProjection, Projection, project, read_machines
+from harness.analysis.runs_table import number_text
 from harness.analysis.table_text import Block, block_lines, cut_names
 from harness.analysis.workloads import KnownSpeed, Workload, read_speeds, read_workload
 from harness.common.errors import UserError, printable
@@ -19,6 +20,7 @@ from harness.runs.planned_speed import three_digits
 COLUMNS = 79  # of prose
 HEADINGS = ("machine", "$/h", "tokens/s", "hours", "dollars", "rests on")
 TEXTS = ("machine", "rests on")  # of them; the others are numbers
+MOST_DIGITS = 8  # after the point
 SMALL = 0.1  # below it two digits that are not 0, else two after the point
 
 
@@ -68,8 +70,8 @@ def _row(each: Projection) -> tuple[str, ...]:
     speed = each.speed
     return (
         each.machine.machine,
-        f"{each.machine.price_per_hour:,.2f}",
-        f"{speed.value if speed.low == speed.high else three_digits(speed.value):,.0f}",
+        number_text(each.machine.price_per_hour, ",.2f"),
+        number_text(speed.value if speed.low == speed.high else three_digits(speed.value), ",.0f"),
         _range(each, each.hours),
         _range(each, each.dollars),
         speed.basis,
@@ -84,7 +86,7 @@ def _range(each: Projection, quantity: Callable[[float], float]) -> str:
 
 def _figure(number: float) -> str:
     digits = 2 if number >= SMALL or not number else 1 - math.floor(math.log10(number))
-    return f"{number:,.{digits}f}"
+    return f"{number:.1e}" if digits > MOST_DIGITS else number_text(number, f",.{digits}f")
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

@@ -17,6 +17,7 @@ from harness.common.messages import nearest
 # By which runs are sorted unless asked otherwise.
 LOSSES = ("test_loss", "validation_loss", "bits_per_byte", "train_loss")
 LONGEST_SETTING = 28  # characters
+LARGEST_SHOWN = 1e15
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ def _elsewhere(quantity: Quantity, of_run: Sequence[Measurement], shown: Sequenc
     if any(measurement.ground == group.ground for measurement in of_run for group in shown):
         return f"its {quantity.title} is in another column: measured on other ground"
     values = "; ".join(
-        f"{format(measurement.value, quantity.style)} on {measurement.ground.words}" for measurement in of_run
+        f"{number_text(measurement.value, quantity.style)} on {measurement.ground.words}" for measurement in of_run
     )
     return f"its {quantity.title} does not compare: {values}"
 
@@ -216,8 +217,13 @@ def _reported(quantity: Quantity, record: RunRecord) -> Measured:
     return [Measurement(value, ground)]
 
 
+def number_text(value: float, style: str) -> str:
+    """By a format; what is too large to be meant, as a power of ten: it would take hundreds of digits."""
+    return format(value, style if abs(value) < LARGEST_SHOWN else ".2e")
+
+
 def _number(quantity: Quantity, measurement: Measurement, *, is_reported: bool = False) -> Cell:
-    text = f"{format(measurement.value, quantity.style)} {measurement.error}".rstrip()
+    text = f"{number_text(measurement.value, quantity.style)} {measurement.error}".rstrip()
     return Cell(measurement.value, text, measurement.remark, is_reported)
 
 

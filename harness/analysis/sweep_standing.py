@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from harness.analysis.derived_runs import DerivedRun
 from harness.common.errors import UserError, printable
@@ -30,14 +30,17 @@ TAIL_LINES, TAIL_BYTES, TAIL_COLUMNS = 5, 8192, 200
 State = Literal["finished", "going on", "failed", "stopped", "not begun", "not made", "damaged"]
 
 
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
 class Attempts(BaseModel):
     """A sweep-attempts.json: how often a sweep has started a run, and what that took by the clock and in money."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
-    attempts: int = 0
-    seconds: float = 0.0
-    dollars: float | None = None  # None: the price is not known
+    attempts: int = Field(default=0, ge=0)
+    seconds: Amount = 0.0
+    dollars: Amount | None = None  # None: the price is not known
     exit_status: int | None = None  # of the last that failed; None: it did not, or is not at its end
 
 

@@ -366,6 +366,8 @@ def spoil(shop: Workshop, name: str) -> None:
         (spoilt / "train.json").write_text((spoilt / "train.json").read_text().replace('"random_seed": 3', '"x": 3'))
     elif kind == 4:
         (spoilt / "sweep-attempts.json").write_text('{"attempts": "many"}')
+    elif kind == 8:
+        (spoilt / "sweep-attempts.json").write_text('{"dollars": -1e400}')
     elif kind == 5:
         shutil.rmtree(spoilt)
         spoilt.write_text("a file")
@@ -374,9 +376,9 @@ def spoil(shop: Workshop, name: str) -> None:
 
 
 def test_one_damaged_run_hides_no_other(shop: Workshop) -> None:
-    made = make(shop, vary={"random_seed": [1, 2, 3, 4, 5, 6, 7]})
+    made = make(shop, vary={"random_seed": [1, 2, 3, 4, 5, 6, 7, 8]})
     add_summary(made.runs[0], final_validation_loss=2.5)
-    for kind in range(2, 7):
+    for kind in (2, 3, 4, 5, 6, 8):
         spoil(shop, f"s-seed{kind}")
 
     def says(*parts: object) -> bool:  # wherever lines are broken
@@ -385,20 +387,21 @@ def test_one_damaged_run_hides_no_other(shop: Workshop) -> None:
     done = sweep_command(shop, "status")
     assert (done.status, done.stderr) == (0, "")
     assert max(map(len, done.stdout.splitlines()[1:])) <= 80
-    assert says("Sweep s in ", shop.runs, ": 1 finished, 1 not begun, 5 damaged")
+    assert says("Sweep s in ", shop.runs, ": 1 finished, 1 not begun, 6 damaged")
     assert says("s-seed1 finished validation loss 2.500")
     assert says("s-seed7 not begun")
     assert says("s-seed2 damaged ", shop.runs, "/s-seed2/train.json:1: not valid JSON")
     assert says("s-seed3 damaged ", shop.runs, '/s-seed3/train.json: key "x": unknown')
     assert says("s-seed4 damaged ", shop.runs, '/s-seed4/sweep-attempts.json: key "attempts"')
+    assert says("s-seed8 damaged ", shop.runs, '/s-seed8/sweep-attempts.json: key "dollars"')
     assert says("s-seed5 damaged ", shop.runs, "/s-seed5: is a file")
     assert says("s-seed6 damaged ", shop.runs, "/s-seed6: there is another run of this name")
 
     done = sweep_command(shop, "plan", str(shop.datasets), "--assume-tps", "10")
     assert (done.status, done.stderr) == (0, "")
-    assert says("Plan of sweep s, 7 runs")
+    assert says("Plan of sweep s, 8 runs")
     assert says("1 finished already")
-    assert says("Speed of all 2 runs"), "what an attempt cost does not matter to a plan"
+    assert says("Speed of all 3 runs"), "what an attempt cost does not matter to a plan"
     for name in ("s-seed2", "s-seed3", "s-seed5", "s-seed6"):
         assert says("Cannot be trained: ", shop.runs, "/", name)
 

@@ -13,7 +13,7 @@ import pytest
 
 from harness.runs.search_results import write_search
 from tests.runs.test_search_results import SEARCH
-from tests.support.compared_runs import BEST, DATASET, LATEST, RunFolder
+from tests.support.compared_runs import BEST, DATASET, LATEST, MODEL, RunFolder
 from tests.support.isolation import ROOT, SHIPPED_RUNS
 
 
@@ -102,6 +102,36 @@ def test_one_folder_with_all_that_can_be_wrong(tmp_path: Path) -> None:
     assert f"of checkpoint {BEST} (best); measured, too: {LATEST}" in text
     assert "not a result of this version" in text
     assert "never trained" in text
+
+
+def test_numbers_and_kinds_that_cannot_be_meant(tmp_path: Path) -> None:
+    """Of hand-edited summaries: they cost their own cells, no other's, and no line more than 80 columns."""
+    odd: dict[str, dict[str, Any]] = {
+        "huge": {"tokens_per_second": 1e300, "final_validation_loss": 1e300, "seconds": {"total": 1e300}},
+        "endless": {"tokens_seen": 10**400, "seconds": {"total": 1e308, "training": 1e308}},
+        "dear": {"train": {"price_per_hour": 1e308}, "seconds": {"total": 1e10}, "model": MODEL},
+        "listed": {"dataset": {"name": 3, "train": {"sha256": [1]}, "validation": {"sha256": {"a": 1}}}},
+        "kinds": {"train": {"validation_batches": 5, "microbatch_size": 5, "start_val_token": [1], "dataset": {}}},
+        "many": {"world_size": 2**53 + 1},
+    }
+    for name, values in odd.items():
+        RunFolder(tmp_path, name).finish(**values)
+    RunFolder(tmp_path, "good").finish()
+    RunFolder(tmp_path, "twin").finish()
+    done = compare(tmp_path)
+    assert done.stderr == ""
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    said = {run["name"]: run["values"] for run in json.loads(compare(tmp_path, "--json").stdout)["runs"]}
+    assert said["good"]["validation_loss"]["value"] == 2.6
+    assert said["dear"]["dollars"] == {
+        "value": None,
+        "reported": False,
+        "remark": "worked out from numbers that are too large",
+    }
+    for name in (*odd, "good"):
+        lines = compare(tmp_path, name, "--machines").stdout.splitlines()
+        assert max(map(len, lines)) <= 80
+        assert any(line.startswith(f"{name} elsewhere: ") for line in lines)
 
 
 HOSTILE = "\x1b[2J\nH100\r\x07\u202e\u2028 of anybody's making, and a long one, too"
