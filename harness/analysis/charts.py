@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
 
 from harness.analysis.curves import Axis, Curve, loss_title, shown_range
+from harness.common.errors import printable
 from harness.common.files import atomic_file
 
 matplotlib.use("Agg")  # machines without a display
@@ -73,7 +74,7 @@ def _name(axes: Axes, curves: Sequence[Curve], references: Mapping[str, float]) 
     """Write each label at the right edge, beside the end of its curve, or as near as the others leave room."""
     bottom, top = axes.get_ylim()
     labels = [(curve.y[-1], _label(curve), *style(number)[:2]) for number, curve in enumerate(curves)]
-    labels += [(loss, f"{name}: {loss:.3f}", "#555555", ":") for name, loss in references.items()]
+    labels += [(loss, f"{printable(name)}: {loss:.3f}", "#555555", ":") for name, loss in references.items()]
     labels.sort()
     heights = spread([(loss - bottom) / (top - bottom) for loss, *_ in labels], GAP)
     for height, (loss, text, colour, line) in zip(heights, labels, strict=True):
@@ -84,7 +85,8 @@ def _name(axes: Axes, curves: Sequence[Curve], references: Mapping[str, float]) 
 
 
 def _label(curve: Curve) -> str:
-    name = curve.label if len(curve.label) <= 28 else f"{curve.label[:27]}…"
+    name = printable(curve.label)
+    name = name if len(name) <= 28 else f"{name[:27]}…"
     return f"{name}: {curve.y[-1]:.3f}" + (f" ({curve.runs} runs)" if curve.runs > 1 else "")
 
 

@@ -3,11 +3,13 @@ content, such as the hash of a text, not by names."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from harness.analysis.records import RunRecord
+from harness.runs.metrics import BenchmarkEvent
 from harness.runs.results import AnyResult, BenchmarkResult, InstructionResult, LossResult, Result, Text
 
 
@@ -65,22 +67,29 @@ def training_ground(record: RunRecord) -> Ground | None:
         return None
     context = record.model.get("context_length")
     words = f"the train split of {record.dataset.get('name')} ({_short(split.get('sha256'))}), context {context}"
-    return Ground(("train", split.get("sha256"), context), words)
+    return Ground(_identity("train", split.get("sha256"), context), words)
 
 
 def validation_ground(record: RunRecord) -> Ground | None:
     """The same of its validation losses: the slice that train.json asks for."""
     split, train, context = record.dataset.get("validation"), record.train, record.model.get("context_length")
-    batches, start = train.get("validation_batches"), train.get("start_val_token")
+    batches, start = train.get("validation_batches"), train.get("start_val_token", 0)
     microbatch = train.get("microbatch_size")
     if not isinstance(split, dict) or not isinstance(batches, int) or not isinstance(microbatch, int):
+        return None
+    if not isinstance(start, int):
         return None
     sequences = batches * microbatch
     words = (
         f"{sequences:,} x {context} tokens from {start:,} of the validation split of {record.dataset.get('name')} "
         f"({_short(split.get('sha256'))})"
     )
-    return Ground(("validation", split.get("sha256"), start, sequences, context), words)
+    return Ground(_identity("validation", split.get("sha256"), start, sequences, context), words)
+
+
+def _identity(*parts: object) -> str:
+    """Of values of a summary.json, which may be of any kind."""
+    return json.dumps(parts)
 
 
 def loss_ground(result: LossResult) -> Ground:
@@ -153,6 +162,14 @@ def benchmark_ground(result: BenchmarkResult) -> Ground:
     identity = (result.num_fewshot, result.limit, result.lm_eval, result.precision)
     words = f"lm-eval {result.lm_eval}, {shots}, {examples}, in {result.precision}"
     return Ground(("benchmarks", *identity), words)
+
+
+def training_benchmark_ground(record: RunRecord, event: BenchmarkEvent) -> Ground:
+    """Scores that were measured while training compare on as many examples in the same precision, and with no others:
+    which lm-eval it was is not recorded."""
+    examples = f"{event.examples:,}" if event.examples else "an unknown number of"
+    words = f"{examples} examples, in {record.trained_in}, lm-eval's version not recorded"
+    return Ground(("benchmarks while training", event.examples or record.name, record.trained_in), words)
 
 
 def chosen_results(

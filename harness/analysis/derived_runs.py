@@ -20,7 +20,7 @@ from harness.common.files import check_name, draft_folder, sync
 from harness.common.json_files import parse_config, read_json_object
 from harness.common.messages import nearest, quoted
 from harness.common.other_names import advice
-from harness.data.dataset import dataset_folder
+from harness.data.dataset import check_dataset_name
 from harness.model.config import ModelConfig, load_model_config
 from harness.runs.directory import RunDirectory
 from harness.runs.experiment import Experiment, first_difference
@@ -103,12 +103,20 @@ class DerivedRun:
         return Experiment(self.run, self.train_config, self.model_config, datasets_dir)
 
     def is_made(self) -> bool:
-        """Whether its folder is there. Raises UserError if that holds another run."""
+        """Whether its folder is there. Raises UserError if something else is, such as another run or a file, or if its
+        two files are damaged."""
         folder = self.run.path
         if not os.path.lexists(folder):
             return False
+        files = (self.run.train_json, self.run.model_json)
+        missing = [path.name for path in files if not os.path.lexists(path)]
+        other = None
         if not folder.is_dir():
-            raise UserError(f"{folder}: not a folder; move it away, or choose another name")
+            other = "is a file, not a run's folder" if folder.exists() else "is a link that leads nowhere"
+        elif missing:
+            other = f"is a folder without {' and '.join(missing)}, and so no run"
+        if other is not None:
+            raise UserError(f'{folder}: {other}; move it away, or give the sweep another "name"')
         there = _settings(load_model_config(self.run.model_json), load_train_config(self.run.train_json))
         difference = first_difference(there, self.settings)
         if difference:
@@ -150,7 +158,7 @@ def derive(base: Base, name: str, changes: Changes, sweep: str | None = None) ->
     if "initial_weights" in base.train and "initial_weights" not in changes:  # a path as seen from the run's folder
         train["initial_weights"] = _seen_from_beside(base, str(base.train["initial_weights"]))
     configs = (parse_config(ModelConfig, model, run.model_json), parse_config(TrainConfig, train, run.train_json))
-    dataset_folder(run.path, configs[1].dataset)  # a name that cannot be one is noticed here
+    check_dataset_name(configs[1].dataset)
     settings = _settings(*configs)
     differs = {
         key: Difference(base=base.configs[key], here=value)

@@ -5,13 +5,12 @@ What is shown is decided by whoever fills a `Report`; here it becomes a page.
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.analysis.curves import Axis, Curve
-from harness.analysis.line_drawing import LineDrawing, swatch
+from harness.analysis.line_drawing import LineDrawing, escaped, swatch
 from harness.common.errors import RunError
 from harness.common.files import replace_text
 
@@ -61,7 +60,7 @@ def write_report(path: Path, report: Report) -> None:
 
 def render(report: Report) -> str:
     """The page's text. Whatever comes from files is escaped: names of runs are other people's, too."""
-    title = html.escape(report.title)
+    title = escaped(report.title)
     body = [
         f"<h1>{title}</h1>",
         _list("Which was better", report.verdicts),
@@ -88,7 +87,7 @@ def render(report: Report) -> str:
 
 
 def _list(heading: str, lines: Sequence[str]) -> str:
-    return f"<h2>{html.escape(heading)}</h2>{_items(lines)}" if lines else ""
+    return f"<h2>{escaped(heading)}</h2>{_items(lines)}" if lines else ""
 
 
 def _table(report: Report) -> str:
@@ -99,7 +98,7 @@ def _table(report: Report) -> str:
     ]
     headings = "".join(
         f'<th scope="col" class="{kind}"><button type="button" data-column="{number}" '
-        f'title="{html.escape(column.meaning)}">{html.escape(column.heading)}</button></th>'
+        f'title="{escaped(column.meaning)}">{escaped(column.heading)}</button></th>'
         for number, (column, kind) in enumerate(zip(report.columns, kinds, strict=True))
     )
     rows = "".join(
@@ -111,9 +110,9 @@ def _table(report: Report) -> str:
 
 
 def _cell(cell: Cell, kind: str) -> str:
-    value = "" if cell.value is None else f' data-value="{html.escape(str(cell.value))}"'
-    note = f' title="{html.escape(cell.note)}"' if cell.note else ""
-    return f'<td class="{kind}"{value}{note}>{html.escape(cell.text)}</td>'
+    value = "" if cell.value is None else f' data-value="{escaped(str(cell.value))}"'
+    note = f' title="{escaped(cell.note)}"' if cell.note else ""
+    return f'<td class="{kind}"{value}{note}>{escaped(cell.text)}</td>'
 
 
 def _charts(report: Report) -> str:
@@ -129,7 +128,7 @@ def _charts(report: Report) -> str:
         for number, (axis, curves) in enumerate(report.charts)
     )
     legend = "".join(_legend(curve, number) for number, curve in enumerate(report.charts[0][1]))
-    named = ", ".join(f"{html.escape(name)} {loss:.3f}" for name, loss in report.references.items())
+    named = ", ".join(f"{escaped(name)} {loss:.3f}" for name, loss in report.references.items())
     lines = f"<p>Dotted across: {named}.</p>" if named else ""
     return (
         f"<h2>{_losses(report)}</h2>"
@@ -141,24 +140,23 @@ def _charts(report: Report) -> str:
 def _losses(report: Report) -> str:
     """Which losses the charts show."""
     (kind, *others) = {curve.kind for _, curves in report.charts for curve in curves}
-    return html.escape(f"{kind.capitalize()} loss") if kind and not others else "Loss"
+    return escaped(f"{kind.capitalize()} loss") if kind and not others else "Loss"
 
 
 def _legend(curve: Curve, number: int) -> str:
     runs = f" ({curve.runs} runs)" if curve.runs > 1 else ""
     return (
         f'<label><input type="checkbox" data-curve="{number}" checked>{swatch(number)} '
-        f"{html.escape(curve.label)}: {curve.y[-1]:.3f}{runs}</label>"
+        f"{escaped(curve.label)}: {curve.y[-1]:.3f}{runs}</label>"
     )
 
 
 def _provenance(provenance: Mapping[str, Sequence[str]]) -> str:
     entries = "".join(
-        f"<details><summary>{html.escape(name)}</summary>{_items(lines)}</details>"
-        for name, lines in provenance.items()
+        f"<details><summary>{escaped(name)}</summary>{_items(lines)}</details>" for name, lines in provenance.items()
     )
     return f"<h2>Where this comes from</h2>{entries}" if entries else ""
 
 
 def _items(lines: Sequence[str]) -> str:
-    return f"<ul>{''.join(f'<li>{html.escape(line)}</li>' for line in lines)}</ul>"
+    return f"<ul>{''.join(f'<li>{escaped(line)}</li>' for line in lines)}</ul>"

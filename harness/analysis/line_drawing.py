@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.analysis.curves import Axis, Curve, loss_title, shown_range
+from harness.common.errors import printable
 
 WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 88, 12, 12, 56
@@ -43,6 +44,11 @@ def stroke(number: int) -> str:
 def swatch(number: int) -> str:
     """A piece of a curve's line, for the legend."""
     return f'<svg class="swatch" viewBox="0 0 44 10" aria-hidden="true"><path {stroke(number)} d="M1 5H43"/></svg>'
+
+
+def escaped(text: str) -> str:
+    """For a page, or an attribute in it: what comes from files is neither tags nor what moves other text about."""
+    return html.escape(printable(text))
 
 
 @dataclass(frozen=True)
@@ -102,11 +108,11 @@ class LineDrawing:
         if curve.low:
             around = f"M{path(curve.high, curve.x)}L{path(curve.low[::-1], curve.x[::-1])}Z"
             band = f'<path class="band shade{number % SHADES}" d="{around}"/>'
-        title = f"<title>{html.escape(curve.label)}: {curve.y[-1]:.3f}</title>"
+        title = f"<title>{escaped(curve.label)}: {curve.y[-1]:.3f}</title>"
         line = f'<path {stroke(number)} d="M{path(curve.y, curve.x)}"/>'
         return f'<g data-curve="{number}" clip-path="url(#frame-{self.axis.name})">{title}{band}{line}</g>'
 
     def _reference(self, name: str, loss: float, shown: tuple[float, float]) -> str:
         y = self._y(loss, shown)
-        title = f"<title>{html.escape(name)}: {loss:.3f}</title>"
+        title = f"<title>{escaped(name)}: {loss:.3f}</title>"
         return f'<path class="reference" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}">{title}</path>'

@@ -21,7 +21,7 @@ from harness.analysis.workloads import KnownSpeed, Workload
 from harness.common.errors import UserError
 from harness.common.json_files import parse_config, read_json_object
 from harness.data.loader import BatchLayout
-from harness.runs.paper_speed import UNCERTAINTY, find_device, paper_speed, why_not
+from harness.runs.paper_speed import UNCERTAINTY, find_device, paper_speed, too_small, why_not
 from harness.runs.throughput import same_kernels
 
 NAMES = 3  # of runs, in a note
@@ -201,8 +201,9 @@ def _as_known(work: Workload, machine: Machine, layout: BatchLayout, known: Sequ
 
 
 def _gain(work: Workload, device: str, there: BatchLayout, here: BatchLayout) -> float:
-    """How much faster one layout is than another by arithmetic; 1 where that does not cover it."""
-    before, after = (_paper(work, device, layout) for layout in (there, here))
+    """How much faster one layout is than another by arithmetic; 1 where that does not cover it. Of models that are too
+    small for a speed on paper, too: where launching decides, a microbatch of any size takes as long."""
+    before, after = (_arithmetic(work, device, layout) for layout in (there, here))
     return after / before if isinstance(before, float) and isinstance(after, float) else 1.0
 
 
@@ -239,7 +240,17 @@ def _around(value: float, basis: Basis) -> Speed:
 
 
 def _paper(work: Workload, name: str, layout: BatchLayout) -> float | CannotBeTold:
-    """Tokens per second by arithmetic."""
+    """Tokens per second by arithmetic, where that is to be believed."""
+    device = find_device(name)
+    reason = None if device is None else too_small(work.model, device, layout)
+    speed = _arithmetic(work, name, layout)
+    if reason is not None and not isinstance(speed, CannotBeTold):
+        return CannotBeTold(f"no speed on such GPUs is known, and on paper {reason}")
+    return speed
+
+
+def _arithmetic(work: Workload, name: str, layout: BatchLayout) -> float | CannotBeTold:
+    """Tokens per second by arithmetic, launching the kernels counted."""
     device = find_device(name)
     if device is None:
         return CannotBeTold(f"no speed of {name} is known, nor on paper")

@@ -10,13 +10,17 @@ from pathlib import Path
 
 from harness.analysis.cannot_be_told import CannotBeTold
 from harness.analysis.machines import PRICES, NoProjection, Projection, project, read_machines
+from harness.analysis.runs_table import number_text
+from harness.analysis.table_text import Block, block_lines, cut_names
 from harness.analysis.workloads import KnownSpeed, Workload, read_speeds, read_workload
-from harness.common.errors import UserError
+from harness.common.errors import UserError, printable
 from harness.runs.directory import RunDirectory
 from harness.runs.planned_speed import three_digits
 
-COLUMNS = 79
+COLUMNS = 79  # of prose
 HEADINGS = ("machine", "$/h", "tokens/s", "hours", "dollars", "rests on")
+TEXTS = ("machine", "rests on")  # of them; the others are numbers
+MOST_DIGITS = 8  # after the point
 SMALL = 0.1  # below it two digits that are not 0, else two after the point
 
 
@@ -51,7 +55,7 @@ def machines_table(work: Workload, projections: Sequence[Projection | NoProjecti
     )
     if told:
         yield ""
-        yield from _columns([HEADINGS, *(_row(each) for each in told)])
+        yield from _columns([_row(each) for each in told])
         yield ""
     reasons: dict[str, list[str]] = {}
     for each in projections:
@@ -66,8 +70,8 @@ def _row(each: Projection) -> tuple[str, ...]:
     speed = each.speed
     return (
         each.machine.machine,
-        f"{each.machine.price_per_hour:,.2f}",
-        f"{speed.value if speed.low == speed.high else three_digits(speed.value):,.0f}",
+        number_text(each.machine.price_per_hour, ",.2f"),
+        number_text(speed.value if speed.low == speed.high else three_digits(speed.value), ",.0f"),
         _range(each, each.hours),
         _range(each, each.dollars),
         speed.basis,
@@ -82,17 +86,20 @@ def _range(each: Projection, quantity: Callable[[float], float]) -> str:
 
 def _figure(number: float) -> str:
     digits = 2 if number >= SMALL or not number else 1 - math.floor(math.log10(number))
-    return f"{number:,.{digits}f}"
+    return f"{number:.1e}" if digits > MOST_DIGITS else number_text(number, f",.{digits}f")
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
-    for row in rows:
-        cells = [
-            text.ljust(width) if column in (0, len(HEADINGS) - 1) else text.rjust(width)
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  ".join(cells).rstrip()
+    """Numbers to the right, text to the left; what does not fit into 80 columns follows below."""
+    names, *others = zip(*rows, strict=True)
+    blocks = [_column(heading, cells) for heading, cells in zip(HEADINGS[1:], others, strict=True)]
+    yield from block_lines(_column(HEADINGS[0], cut_names(names)), blocks)
+
+
+def _column(heading: str, cells: Sequence[str]) -> Block:
+    width = max(map(len, [heading, *cells]))
+    heading, *texts = [each.ljust(width) if heading in TEXTS else each.rjust(width) for each in (heading, *cells)]
+    return Block(width, [heading], texts)
 
 
 def _notes(told: Sequence[Projection]) -> Iterator[str]:
@@ -113,4 +120,4 @@ def _notes(told: Sequence[Projection]) -> Iterator[str]:
 
 
 def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, COLUMNS, subsequent_indent="  ")
+    return textwrap.wrap(printable(text), COLUMNS, subsequent_indent="  ")

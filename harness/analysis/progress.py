@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.common.errors import UserError
-from harness.runs.metrics import Event, TrainEvent, ValidationEvent, parse_event
+from harness.runs.metrics import BenchmarkEvent, Event, TrainEvent, ValidationEvent, parse_event
 
 BLOCK_BYTES = 2**16  # about 200 lines
 
@@ -63,6 +63,26 @@ def read_progress(path: Path) -> Progress | None:
         mfu=train.mfu if train else None,
         silent_seconds=max(0.0, silent),
     )
+
+
+def read_last_benchmarks(path: Path) -> list[BenchmarkEvent]:
+    """The scores of the last evaluation of benchmarks in the last training; none where there was none. Raises UserError
+    if the file cannot be read."""
+    found: list[BenchmarkEvent] = []
+    try:
+        if not path.is_file() or b'"benchmark"' not in path.read_bytes():
+            return []
+        following: int | None = None
+        for event in _events_from_end(path):
+            is_earlier_training = following is not None and event.global_step > following
+            if is_earlier_training or (found and event.global_step != found[0].global_step):
+                break
+            following = event.global_step
+            if isinstance(event, BenchmarkEvent):
+                found.append(event)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    return found[::-1]
 
 
 def _events_from_end(path: Path) -> Iterator[Event]:

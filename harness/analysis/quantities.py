@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -49,7 +50,13 @@ def of_each(get: Get, missing: str, ground_of: GroundOf | None = None) -> Measur
     `ground_of` is equal, if that is given."""
 
     def measure(record: RunRecord) -> Measured:
-        value = get(record)
+        try:
+            value = get(record)
+            is_finite = not isinstance(value, int | float) or math.isfinite(value)
+        except OverflowError:
+            is_finite = False
+        if not is_finite:
+            return Missing("worked out from numbers that are too large")
         if isinstance(value, Missing):
             return value
         if value is None:

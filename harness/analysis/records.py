@@ -11,13 +11,14 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
 
-from harness.analysis.progress import Progress, read_progress
+from harness.analysis.progress import Progress, read_last_benchmarks, read_progress
 from harness.common.errors import UserError
 from harness.common.lock import is_held
 from harness.model.config import ModelConfig, load_model_config
 from harness.runs.checkpoint_lookup import BEST, LATEST, choose_start
 from harness.runs.checkpoint_meta import CheckpointMeta, read_meta
 from harness.runs.directory import RunDirectory
+from harness.runs.metrics import BenchmarkEvent
 from harness.runs.reported import Reported, read_reported
 from harness.runs.results import Results, read_results
 from harness.runs.search_results import Searches, read_searches
@@ -62,6 +63,8 @@ class RunRecord:
     meta: CheckpointMeta | None = None  # of its latest checkpoint
     results: Results = field(default_factory=Results)
     searches: Searches = field(default_factory=Searches)  # by -f
+    benchmarks: tuple[BenchmarkEvent, ...] = ()  # while training, the last time
+    trained_in: str = ""  # the precision, where there are such benchmarks
     reported: Reported | None = None
     checkpoints: Checkpoints = Checkpoints()
     problems: tuple[str, ...] = ()
@@ -171,6 +174,7 @@ class _Reader:
         progress = self._attempt(lambda: read_progress(run.metrics)) if unfinished else None
         meta = self._attempt(self._latest_meta) if unfinished else None
         state = self._state(summary, progress, meta, broken_summary)
+        benchmarks = self._attempt(lambda: read_last_benchmarks(run.metrics)) or []
         results, searches = read_results(run), read_searches(run)
         self.problems += [*results.problems, *searches.problems]
         return RunRecord(
@@ -184,9 +188,11 @@ class _Reader:
             meta=meta,
             results=results,
             searches=searches,
+            benchmarks=tuple(benchmarks),
+            trained_in=self._precision(train, summary) if benchmarks else "",
             reported=self._attempt(lambda: read_reported(run)),
             checkpoints=self._checkpoints(),
-            problems=tuple(self.problems),
+            problems=tuple(dict.fromkeys(self.problems)),
         )
 
     def _attempt(self, read: Callable[[], Read]) -> Read | None:
@@ -211,6 +217,15 @@ class _Reader:
     def _latest_meta(self) -> CheckpointMeta | None:
         latest = choose_start(self.run.checkpoints, None)
         return read_meta(latest) if latest else None
+
+    def _precision(self, train: Mapping[str, Any], summary: RunSummary | None) -> str:
+        """What the latest checkpoint says that "auto" came to, else where it was trained."""
+        asked = str(train.get("precision"))
+        meta = self._attempt(self._latest_meta) if asked == "auto" else None
+        if meta is not None and meta.precision is not None:
+            return meta.precision
+        device = summary.device if summary else meta.device if meta else None
+        return f"{asked} on {device}" if asked == "auto" else asked
 
     def _checkpoints(self) -> Checkpoints:
         folder = self.run.checkpoints

@@ -1,4 +1,5 @@
-"""The quantities that were measured of a run's models after training: what lies in its `results/`."""
+"""The quantities that were measured of a run's models: what lies in its `results/`, and the benchmarks that training
+evaluated."""
 
 from __future__ import annotations
 
@@ -14,11 +15,18 @@ from harness.analysis.comparability import (
     chosen_results,
     judging_ground,
     loss_ground,
+    training_benchmark_ground,
 )
 from harness.analysis.quantities import LOSS_UNIT, Quantity, reported_value
 from harness.analysis.records import RunRecord
 from harness.runs.results import BenchmarkResult, BenchmarkScore, InstructionResult, LossResult, Result
 
+# lm-eval's metrics, as it registers them; lines of metrics.jsonl do not say it.
+LOWER_IS_BETTER = {
+    **dict.fromkeys(("acc", "acc_norm", "acc_bytes", "acc_mutual_info", "acc_all"), False),
+    **dict.fromkeys(("exact_match", "f1", "mcc", "bleu", "chrf", "likelihood"), False),
+    **dict.fromkeys(("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "ter", "brier_score"), True),
+}
 MEASURED_BY = {
     LossResult: "not measured by test_loss.py",
     InstructionResult: "not judged by judge_ift.py",
@@ -140,6 +148,37 @@ def _benchmark(record: RunRecord, task: str, metric: str) -> Measured:
             error = "" if score.stderr is None else f"±{score.stderr:.2g}"
             found.append(Measurement(score.value, ground, remark, error))
     return found or _missing(record, BenchmarkResult)
+
+
+def training_benchmark_quantities(records: Sequence[RunRecord]) -> list[Quantity]:
+    """A quantity for each metric of each benchmark that one of the runs has evaluated while training."""
+    keys = dict.fromkeys((event.task, event.metric) for record in records for event in record.benchmarks)
+    return [
+        Quantity(
+            key=f"{task}_{metric}_while_training",
+            title=f"{task} {metric} while training",
+            unit="",
+            style=".4g",
+            measure=partial(_training_benchmarks, task, metric),
+            lower_is_better=LOWER_IS_BETTER.get(metric.partition(",")[0]),
+        )
+        for task, metric in keys
+    ]
+
+
+def _training_benchmarks(task: str, metric: str, records: Sequence[RunRecord]) -> list[Measured]:
+    return [_training_benchmark(record, task, metric) for record in records]
+
+
+def _training_benchmark(record: RunRecord, task: str, metric: str) -> Measured:
+    event = next((each for each in record.benchmarks if (each.task, each.metric) == (task, metric)), None)
+    if event is None:
+        return Missing("not measured while training")
+    if event.value is None:
+        return Missing("its score is not finite")
+    remark = f"measured while training, after global step {event.global_step:,}"
+    error = "" if event.stderr is None else f"±{event.stderr:.2g}"
+    return [Measurement(event.value, training_benchmark_ground(record, event), remark, error)]
 
 
 def _score(result: BenchmarkResult, task: str, metric: str) -> BenchmarkScore | None:

@@ -9,14 +9,15 @@ from typing import Any
 from harness.analysis.comparability import Ground, Group, Measured, Measurement, Missing, comparable_groups
 from harness.analysis.quantities import EVERYWHERE, SPENT, TRAINED, Quantity
 from harness.analysis.records import RunRecord
-from harness.analysis.result_quantities import RESULTS, benchmark_quantities
+from harness.analysis.result_quantities import RESULTS, benchmark_quantities, training_benchmark_quantities
 from harness.analysis.settings import NOT_RECORDED, as_text, differing_keys, machine_of, settings_of
-from harness.common.errors import UserError
+from harness.common.errors import UserError, printable
 from harness.common.messages import nearest
 
 # By which runs are sorted unless asked otherwise.
 LOSSES = ("test_loss", "validation_loss", "bits_per_byte", "train_loss")
 LONGEST_SETTING = 28  # characters
+LARGEST_SHOWN = 1e15
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ class RunsTable:
         """In the order of `records`."""
         columns = [*_state_column(records), *_setting_columns(records)]
         absent = []
-        for quantity in (*TRAINED, *RESULTS, *benchmark_quantities(records), *SPENT):
+        benchmarks = (*benchmark_quantities(records), *training_benchmark_quantities(records))
+        for quantity in (*TRAINED, *RESULTS, *benchmarks, *SPENT):
             found = _quantity_columns(quantity, records)
             columns += found
             if not found and not quantity.key.startswith("best_"):
@@ -150,7 +152,7 @@ def _setting_columns(records: Sequence[RunRecord]) -> list[Column]:
 def _setting_cell(settings: Mapping[str, Any], key: str, record: RunRecord) -> Cell:
     if key not in settings:
         return Cell(None, "", NOT_RECORDED)
-    text = as_text(settings[key])
+    text = printable(as_text(settings[key]))
     if len(text) > LONGEST_SETTING:
         half = (LONGEST_SETTING - 3) // 2
         text = f"{text[:half]}...{text[-half:]}"
@@ -188,7 +190,7 @@ def _elsewhere(quantity: Quantity, of_run: Sequence[Measurement], shown: Sequenc
     if any(measurement.ground == group.ground for measurement in of_run for group in shown):
         return f"its {quantity.title} is in another column: measured on other ground"
     values = "; ".join(
-        f"{format(measurement.value, quantity.style)} on {measurement.ground.words}" for measurement in of_run
+        f"{number_text(measurement.value, quantity.style)} on {measurement.ground.words}" for measurement in of_run
     )
     return f"its {quantity.title} does not compare: {values}"
 
@@ -215,8 +217,13 @@ def _reported(quantity: Quantity, record: RunRecord) -> Measured:
     return [Measurement(value, ground)]
 
 
+def number_text(value: float, style: str) -> str:
+    """By a format; what is too large to be meant, as a power of ten: it would take hundreds of digits."""
+    return format(value, style if abs(value) < LARGEST_SHOWN else ".2e")
+
+
 def _number(quantity: Quantity, measurement: Measurement, *, is_reported: bool = False) -> Cell:
-    text = f"{format(measurement.value, quantity.style)} {measurement.error}".rstrip()
+    text = f"{number_text(measurement.value, quantity.style)} {measurement.error}".rstrip()
     return Cell(measurement.value, text, measurement.remark, is_reported)
 
 

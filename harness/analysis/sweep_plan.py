@@ -157,19 +157,22 @@ class AssumedSpeed:
 
 
 def plan_sweep(sweep: SweepRuns, planner: Planner) -> SweepPlan:
-    """Plan what is not finished, whether it is made or not. Raises UserError for a folder with another run in it, and
-    if training would refuse all that is left."""
-    left = [run for run in sweep.runs if not (run.is_made() and summary_of(run))]
+    """Plan what is not finished, whether it is made or not. Raises UserError if nothing is finished, and all runs are
+    such as training would refuse, or have something else or damaged files in their folders."""
+    finished = 0
     plans: list[RunPlan] = []
     refused: list[str] = []
-    for run in left:
+    for run in sweep.runs:
         try:
-            plans.append(planner.plan(run))
+            if run.is_made() and summary_of(run):
+                finished += 1
+            else:
+                plans.append(planner.plan(run))
         except UserError as error:
             refused.append(str(error))
-    if refused and not plans:
+    if refused and not plans and not finished:
         raise UserError(refused[0])
-    return SweepPlan(sweep.name, planner.use, len(sweep.runs) - len(left), plans, refused)
+    return SweepPlan(sweep.name, planner.use, finished, plans, refused)
 
 
 def describe_sweep_plan(plan: SweepPlan, runs_dir: Path) -> str:

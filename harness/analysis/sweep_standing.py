@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from harness.analysis.derived_runs import DerivedRun
 from harness.common.errors import UserError, printable
@@ -23,9 +24,13 @@ from harness.runs.summary import RunSummary, read_summary
 
 ATTEMPTS, LOG = "sweep-attempts.json", "sweep.log"
 # Of a log's end: enough for an error in one line, which comes last, and what led to it.
+COLUMNS = 79
 TAIL_LINES, TAIL_BYTES, TAIL_COLUMNS = 5, 8192, 200
 
-State = Literal["finished", "going on", "failed", "stopped", "not begun", "not made"]
+State = Literal["finished", "going on", "failed", "stopped", "not begun", "not made", "damaged"]
+
+
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Attempts(BaseModel):
@@ -33,9 +38,9 @@ class Attempts(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
-    attempts: int = 0
-    seconds: float = 0.0
-    dollars: float | None = None  # None: the price is not known
+    attempts: int = Field(default=0, ge=0)
+    seconds: Amount = 0.0
+    dollars: Amount | None = None  # None: the price is not known
     exit_status: int | None = None  # of the last that failed; None: it did not, or is not at its end
 
 
@@ -79,7 +84,14 @@ class Standing:
 
 
 def standing_of(run: DerivedRun) -> Standing:
-    """Raises UserError for another run in its folder, or a file in it that is none of ours."""
+    """Never fails for what lies in its folder: such as another run, or a file that cannot be read, is `damaged`."""
+    try:
+        return _standing_of(run)
+    except UserError as error:
+        return Standing(run, "damaged", str(error))
+
+
+def _standing_of(run: DerivedRun) -> Standing:
     if not run.is_made():
         return Standing(run, "not made")
     summary = summary_of(run)
@@ -129,15 +141,20 @@ def end_of_log(run: DerivedRun) -> list[str]:
 def describe_standings(name: str, standings: Sequence[Standing], runs_dir: Path) -> str:
     """For a terminal: one line a run, and the end of the log of those that failed."""
     counts = Counter(each.state for each in standings)
-    order: tuple[State, ...] = ("finished", "going on", "stopped", "failed", "not begun", "not made")
+    order: tuple[State, ...] = ("finished", "going on", "stopped", "failed", "not begun", "not made", "damaged")
     said = ", ".join(f"{counts[state]:,} {state}" for state in order if counts[state])
     lines = [f"Sweep {name} in {runs_dir}: {said}", ""]
     width = max(len(each.run.name) for each in standings)
     for each in standings:
-        line = f"{each.run.name:<{width}}  {each.state:<9}  {each.said}".rstrip()
-        if len(line) > 79 and each.said:
-            line = f"{each.run.name:<{width}}  {each.state}\n    {each.said}"
+        said = printable(each.said)
+        line = f"{each.run.name:<{width}}  {each.state:<9}  {said}".rstrip()
+        if len(line) > COLUMNS and said:
+            line = f"{each.run.name:<{width}}  {each.state}\n{_indented(said)}"
         lines.append(line)
         if each.state == "failed":
             lines += [f"    {text}" for text in end_of_log(each.run)]
     return "\n".join(lines)
+
+
+def _indented(text: str) -> str:
+    return textwrap.fill(text, COLUMNS, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)

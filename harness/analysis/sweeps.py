@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from harness.runs.train_config import TrainConfig
 LARGEST_POINTS = 1000  # beyond it a sweep is a typing error, or wants another program
 LONGEST_LABEL = 60  # characters of a run's name that say what differs
 LONGEST_SWEEP_NAME = 60
+RUNS_DIR = Path("runs")  # unless --runs-dir is given
 # What runs' names call the keys that are varied most; others are written out.
 SHORT = {
     "learning_rate": "lr",
@@ -119,6 +121,18 @@ class Sweep(BaseModel):
             for values in itertools.product(*self.vary.values()):
                 yield {**entry, **dict(zip(self.vary, values, strict=True))}
 
+    def describe_equal(self, one: int, other: int) -> str:
+        """The two values, or entries, by which two of its points differ (given by their positions), if that makes no
+        difference to the runs; the first of them, should there be several."""
+        axes = [range(max(1, len(self.together))), *(range(len(values)) for values in self.vary.values())]
+        places = list(itertools.product(*axes))
+        (first, second), *others = zip(places[one], places[other], strict=True)
+        if first != second:
+            return f'key "together": entries {first + 1} and {second + 1}'
+        pairs = zip(self.vary.items(), others, strict=True)
+        key, values = next((key, [values[at] for at in pair]) for (key, values), pair in pairs if pair[0] != pair[1])
+        return f'key "vary.{key}": {quoted(values[0])} and {quoted(values[1])}'
+
 
 @dataclass(frozen=True)
 class SweepRuns:
@@ -143,8 +157,12 @@ class SweepRuns:
         if missing:
             raise UserError(
                 f"{self.path}: {len(missing):,} of its {len(self.runs):,} runs are not made yet ({missing[0].name}, "
-                f"...): first `sweep_runs.py make {self.path}`"
+                f"...): first `sweep_runs.py make {shlex.quote(str(self.path))}{self._runs_dir_option}`"
             )
+
+    @property
+    def _runs_dir_option(self) -> str:
+        return "" if self.runs_dir == RUNS_DIR else f" --runs-dir {shlex.quote(str(self.runs_dir))}"
 
 
 def load_sweep(path: Path, runs_dir: Path) -> SweepRuns:
@@ -165,7 +183,7 @@ def load_sweep(path: Path, runs_dir: Path) -> SweepRuns:
             runs.append(derive(base, f"{name}-{label}", {**sweep.set, **point}, name))
         except UserError as error:
             raise UserError(f"{path}: makes {error}") from None
-    _refuse_equal(path, runs)
+    _refuse_equal(path, sweep, runs)
     return SweepRuns(path, name, runs_dir, runs)
 
 
@@ -179,14 +197,15 @@ def _sweep_name(sweep: Sweep, path: Path) -> str:
         raise UserError(f'{path}: key "name" (or else the file\'s): {error}') from None
 
 
-def _refuse_equal(path: Path, runs: list[DerivedRun]) -> None:
+def _refuse_equal(path: Path, sweep: Sweep, runs: list[DerivedRun]) -> None:
     """Two runs that are the same: a value that is given twice, or two spellings of one."""
-    seen: dict[str, str] = {}
-    for run in runs:
+    seen: dict[str, int] = {}
+    for position, run in enumerate(runs):
         settings = json.dumps(run.settings)
         if settings in seen:
-            raise UserError(f"{path}: {seen[settings]} and {run.name} would be the same run; remove one of the values")
-        seen[settings] = run.name
+            both = sweep.describe_equal(seen[settings], position)
+            raise UserError(f"{path}: {both} would be the same run; remove one of the values")
+        seen[settings] = position
 
 
 def labels(points: list[Settings]) -> list[str]:

@@ -15,6 +15,7 @@ from harness.analysis.fits import (
 )
 from harness.analysis.records import RunRecord
 from harness.analysis.runs_table import RunsTable
+from harness.analysis.table_text import paragraph
 from harness.runs.throughput import BATCH_KEYS
 
 LOSSES = ("test_loss", "validation_loss")  # the first that enough runs have
@@ -42,7 +43,7 @@ def _batch_lines(table: RunsTable) -> Iterator[str]:
         return
     others = [column.key for column in table.columns if column.is_setting and column.key not in LEFT_OPEN]
     if others:
-        yield f"Loss over the global batch: cannot be told, because {others[0]} differs, too"
+        yield from paragraph(f"Loss over the global batch: cannot be told, because {others[0]} differs, too")
     else:
         yield from describe_batch_fit(fit_parabola(points))
 
@@ -69,5 +70,5 @@ def _memory_lines(records: Sequence[RunRecord]) -> Iterator[str]:
         yield from describe_memory_fit(fit_straight(points))
     for record in records:
         for search in record.searches.found:
-            yield f"{record.name}, -f on {search.device}:"
+            yield from paragraph(f"{record.name}, -f on {search.device}:")
             yield from (f"  {line}" for line in describe_memory_fit(fit_search(search)))

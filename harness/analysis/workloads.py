@@ -57,7 +57,10 @@ def read_workload(run: RunDirectory) -> Workload | CannotBeTold:
     summary = read_summary(run.summary) if run.summary.exists() else None
     reported = read_reported(run)
     layout = _layout(config, model.context_length, summary, reported)
-    tokens = _tokens(config, layout, summary)
+    try:
+        tokens = _tokens(config, layout, summary)
+    except UserError as error:  # a batch of more tokens than there can be
+        return CannotBeTold(f"its numbers are too large: {error}")
     if tokens is None:
         return CannotBeTold("its min_train_tokens is -1, all there is, and it has not trained yet")
     needed = summary.peak_memory_gib if summary else reported.memory_gib if reported else None

@@ -167,14 +167,20 @@ def _is_file(folder: Path, name: str) -> bool:
         return False
 
 
-def dataset_folder(datasets_dir: Path, name: str) -> Path:
-    """DATASETS_DIR/owner/name. Raises UserError for a name of another form, or for a file in the folder's place."""
+def check_dataset_name(name: str) -> tuple[str, str]:
+    """Its two parts. Raises UserError for a name of another form."""
     parts = name.split("/")
     if len(parts) != 2:
         raise UserError(f"dataset {quoted(name)}: must be owner/name, as on the Hugging Face Hub")
     if max(map(len, parts)) > LONGEST_NAME:
         raise UserError(f"dataset {quoted(name)}: longer than {LONGEST_NAME} characters")
     owner, short = (check_name(part, f"dataset {quoted(name)}") for part in parts)
+    return owner, short
+
+
+def dataset_folder(datasets_dir: Path, name: str) -> Path:
+    """DATASETS_DIR/owner/name. Raises UserError for a name of another form, or for a file in the folder's place."""
+    owner, short = check_dataset_name(name)
     for folder in (datasets_dir, datasets_dir / owner, datasets_dir / owner / short):
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{folder}: is a file, but must be a folder for datasets; move it or name another place")

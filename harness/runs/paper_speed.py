@@ -34,7 +34,9 @@ MICROBATCH_BYTES = 18
 GRADIENT_BYTES = 4
 MEMORY_SHARE = 0.8  # of the data sheet's bandwidth that a fused kernel reaches
 REST = 0.04  # of all: reports, data, gaps between kernels
-# The CPU's part, which bounds small models: about 560 kernels a microbatch of 12 layers, and 6 ms to launch them.
+# The CPU's part, which bounds small models: about 560 kernels a compiled microbatch of 12 layers, and 6 ms to launch
+# them. The time of one is that of Python and of the CPU as much as of the GPU, and may well be half or twice as long:
+# where it decides, there is no speed on paper (`too_small`).
 LAUNCHES_PER_LAYER = 45
 OTHER_LAUNCHES = 20
 LAUNCH_SECONDS = 11e-6
@@ -114,6 +116,24 @@ def why_not(train: Mapping[str, Any], world_size: int) -> str | None:
     return None
 
 
+def launches(model: ModelConfig) -> int:
+    """Kernels of a compiled microbatch, forward and backward."""
+    return LAUNCHES_PER_LAYER * model.n_layers + OTHER_LAUNCHES
+
+
+def too_small(model: ModelConfig, device: PaperDevice, layout: BatchLayout) -> str | None:
+    """Why such a microbatch has no speed on paper: the device's work on it, by all terms of `paper_speed` but the wait
+    for the CPU, takes less time than the CPU needs to launch the kernels, so that UNCERTAINTY holds for neither. None
+    if it takes longer."""
+    if not paper_speed(model, device, layout).terms["waiting for the CPU"]:
+        return None
+    kernels = launches(model)
+    return (
+        f"launching the kernels of a microbatch (about {kernels:,}, {1e3 * kernels * LAUNCH_SECONDS:,.1f} ms) takes "
+        "longer than their work; only a measurement tells the speed"
+    )
+
+
 @dataclass(frozen=True)
 class Work:
     """What one token of training needs, forward and backward; `numbers` of dropout are drawn once."""
@@ -179,7 +199,8 @@ class PaperSpeed:
 
 
 def paper_speed(model: ModelConfig, device: PaperDevice, layout: BatchLayout) -> PaperSpeed:
-    """What a token of training takes on such GPUs: compiled, 16-bit, AdamW, the ranks on one machine."""
+    """What a token of training takes on such GPUs: compiled, 16-bit, AdamW, the ranks on one machine. `why_not` and
+    `too_small` say where that is not to be believed."""
     work, chip = Work.of(model), device.chip
     products, memory = chip.matrix_peak * chip.matrix_share, device.bandwidth * MEMORY_SHARE
     tokens, steps = layout.microbatch_tokens, layout.accumulation_steps
@@ -195,7 +216,7 @@ def paper_speed(model: ModelConfig, device: PaperDevice, layout: BatchLayout) ->
         "optimizer, per step": work.parameters * STEP_BYTES / memory / (tokens * steps),
     }
     terms["rest"] = REST * sum(terms.values())
-    launching = (LAUNCHES_PER_LAYER * model.n_layers + OTHER_LAUNCHES) * LAUNCH_SECONDS / tokens
+    launching = launches(model) * LAUNCH_SECONDS / tokens
     terms["waiting for the CPU"] = max(0.0, launching - sum(terms.values()))
     # All other gradients travel while the backward pass goes on; the token embedding's is the last to be there.
     sent = 2 * (layout.world_size - 1) / layout.world_size * GRADIENT_BYTES * work.embedding_parameters

@@ -19,7 +19,7 @@ from harness.data.loader import BatchLayout
 from harness.model.config import ModelConfig
 from harness.runs.experiment import Experiment
 from harness.runs.intervals import times_due
-from harness.runs.paper_speed import DEVICES, UNCERTAINTY, PaperDevice, find_device, paper_speed, why_not
+from harness.runs.paper_speed import DEVICES, UNCERTAINTY, PaperDevice, find_device, paper_speed, too_small, why_not
 from harness.runs.reported import Reported, read_reported
 from harness.runs.summary import RunSummary, read_summary
 from harness.runs.throughput import KERNEL_KEYS, Measured, same_kernels
@@ -82,6 +82,7 @@ def on_paper(experiment: Experiment, layout: BatchLayout, device: PaperDevice | 
     if device is None:
         return None
     reason = why_not(experiment.config.model_dump(mode="json"), layout.world_size)
+    reason = reason or too_small(experiment.model, device, layout)
     if reason is not None:
         return PlannedSpeed(None, f"no speed on paper for {device.name}: {reason}; {GIVE_A_SPEED}")
     speed = three_digits(paper_speed(experiment.model, device, layout).tokens_per_second)

@@ -216,3 +216,68 @@ def test_benchmarks_compare_with_the_same_settings_only(tmp_path: Path, change: 
     (column,) = columns(table, "piqa_acc")
     assert column.cells[1].text == "0.625 ±0.012"
     assert column.lower_is_better is False
+
+
+IN_TRAINING = "piqa_acc_while_training"
+
+
+def test_benchmarks_while_training_are_in_a_column_of_their_own(tmp_path: Path) -> None:
+    """The last evaluation of the last training counts, whatever is reported behind it."""
+    a, b, c, d = (RunFolder(tmp_path, name, {"precision": "fp32"}).finish() for name in "abcd")
+    a.benchmark_at(120, 200, piqa=0.9).benchmark_at(50, 200, piqa=0.4, sciq=0.8).benchmark_at(99, 200, piqa=0.5)
+    a.train_to(100)
+    b.benchmark_at(99, 200, piqa=0.625)
+    c.benchmark_at(80, 200, piqa=0.75)
+    benchmarked(a, 0.45), benchmarked(d, 0.55)
+    table = table_of(a, b, c, d)
+    assert values(table, IN_TRAINING) == [0.5, 0.625, 0.75, None]
+    assert values(table, "piqa_acc") == [0.45, None, None, 0.55]
+    assert columns(table, "sciq_acc_while_training") == [], "not of the last evaluation"
+    (column,) = columns(table, IN_TRAINING)
+    assert (column.title, column.lower_is_better) == ("piqa acc while training", False)
+    assert column.about == "200 examples, in fp32, lm-eval's version not recorded"
+    assert [cell.text for cell in column.cells] == ["0.5 ±0.012", "0.625 ±0.012", "0.75 ±0.012", ""]
+    assert [cell.remark for cell in column.cells] == [
+        "measured while training, after global step 99",
+        "measured while training, after global step 99",
+        "measured while training, after global step 80",
+        "not measured while training",
+    ]
+    assert [record.name for record in table.sorted(IN_TRAINING).records] == ["c", "b", "a", "d"]
+
+
+def test_benchmarks_while_training_compare_on_as_many_examples_in_the_same_precision(tmp_path: Path) -> None:
+    a, b, c, d = finished(tmp_path, "a", "b", "c", "d")
+    e = RunFolder(tmp_path, "e", {"precision": "bf16"}).finish()
+    for run in (a, b, e):
+        run.benchmark_at(99, 200, piqa=0.5)
+    c.benchmark_at(99, 100, piqa=0.75)
+    d.benchmark_at(99, 200, piqa=None)
+    table = table_of(a, b, c, d, e)
+    (column,) = columns(table, IN_TRAINING)
+    assert [cell.value for cell in column.cells] == [0.5, 0.5, None, None, None]
+    assert "0.75 on 100 examples" in column.cells[2].remark
+    assert column.cells[3].remark == "its score is not finite"
+    assert "in bf16" in column.cells[4].remark
+
+
+def test_the_precision_that_auto_came_to_is_the_checkpoints(tmp_path: Path) -> None:
+    names = ("a", "b", "c")
+    runs = [RunFolder(tmp_path, name, {"precision": "auto"}).finish() for name in names]
+    for run, precision in zip(runs, ("bf16", "fp32", None), strict=True):
+        run.benchmark_at(99, 200, piqa=0.5)
+        if precision:
+            run.add_checkpoint(LATEST, "latest", precision=precision)
+    (column,) = columns(table_of(*runs), IN_TRAINING)
+    assert [cell.value for cell in column.cells] == [0.5, None, None]
+    assert "in fp32" in column.cells[1].remark
+    assert "in auto on NVIDIA H100" in column.cells[2].remark
+
+
+def test_benchmarks_of_a_run_under_way(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, "r").train_to(0, 10).benchmark_at(10, 200, piqa=0.5).train_to(20)
+    with run.directory.metrics.open("a") as file:
+        file.write('{"event": "benchmark", "global_step": 20, "task": "pi')
+    table = table_of(run)
+    assert values(table, IN_TRAINING) == [0.5]
+    assert columns(table, IN_TRAINING)[0].cells[0].remark.endswith("global step 10")

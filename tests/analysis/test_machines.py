@@ -190,6 +190,42 @@ def test_machines_of_which_nothing_is_known() -> None:
     assert (known.speed.value, known.speed.basis) == (5000.0, "measured")
 
 
+def test_a_model_so_small_that_the_cpu_decides() -> None:
+    """The quickstart: of no machine, by arithmetic or by scale; but what was measured there is told."""
+    work = work_of("quickstart")
+    found = project(work, read_machines(), [])
+    reasons = {str(each.why) for each in found if isinstance(each, NoProjection)}
+    assert len(found) == 5
+    assert reasons == {
+        "cannot be told, because no speed on such GPUs is known, and on paper launching the kernels of a microbatch "
+        "(about 110, 1.2 ms) takes longer than their work; only a measurement tells the speed"
+    }
+    layout = BatchLayout(2, 1, 8, 128)
+    mine = KnownSpeed("quickstart", True, "NVIDIA H100 80GB HBM3", layout, work.model, work.train, 400_000.0)
+    told = projections(work, [mine])
+    assert list(told) == ["2x H100 80 GiB"], "not scaled to other machines"
+    # Here a microbatch of 4, in as much time: from half of the speed to the whole of it.
+    assert told["2x H100 80 GiB"].speed.low == pytest.approx(200_000, rel=0.01)
+    assert told["2x H100 80 GiB"].speed.high == 400_000
+
+
+def test_a_table_of_small_numbers_is_narrow_too() -> None:
+    work = replace(work_of("8xa100m40"), tokens=36_864)
+    machines = [machine(machine="2x NVIDIA H100 80 GiB, spot", gpus=2), machine(price_per_hour=123_456.0)]
+    for known in ([], KNOWN):
+        lines = list(machines_table(work, project(work, machines, known)))
+        assert max(map(len, lines)) <= 80
+        headings = " ".join(line.removeprefix("machine") for line in lines if line.startswith("machine"))
+        assert headings.split() == ["$/h", "tokens/s", "hours", "dollars", "rests", "on"], "no column is lost"
+
+
+def test_a_long_name_of_a_machine_is_cut() -> None:
+    work = work_of("8xa100m40")
+    name = "a machine with a very long name that somebody rents from somebody else"
+    lines = list(machines_table(work, project(work, [machine(machine=name)], [])))
+    assert max(map(len, lines)) <= 80
+
+
 def test_the_cheapest_comes_first() -> None:
     work = work_of("8xa100m40")
     found = projections(work, [])

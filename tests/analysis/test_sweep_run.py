@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -351,4 +352,70 @@ def test_runs_that_are_not_made_are_not_run(shop: Workshop) -> None:
     done = sweep_command(shop, "run", str(shop.datasets))
     assert done.status == 2
     assert f"1 of its 2 runs are not made yet (s-seed2, ...): first `sweep_runs.py make {shop.path}" in done.stderr
+    assert done.stderr.endswith(f"s.json --runs-dir {shop.runs}`\n")
     assert "s-seed2  not made" in sweep_command(shop, "status").stdout
+
+
+def spoil(shop: Workshop, name: str) -> None:
+    """One of the runs of each kind that cannot be read."""
+    spoilt = shop.runs / name
+    kind = int(name.removeprefix("s-seed"))
+    if kind == 2:
+        (spoilt / "train.json").write_text('{"dataset": ')
+    elif kind == 3:
+        (spoilt / "train.json").write_text((spoilt / "train.json").read_text().replace('"random_seed": 3', '"x": 3'))
+    elif kind == 4:
+        (spoilt / "sweep-attempts.json").write_text('{"attempts": "many"}')
+    elif kind == 8:
+        (spoilt / "sweep-attempts.json").write_text('{"dollars": -1e400}')
+    elif kind == 5:
+        shutil.rmtree(spoilt)
+        spoilt.write_text("a file")
+    else:
+        shop.add_run(name, learning_rate=0.5)
+
+
+def test_one_damaged_run_hides_no_other(shop: Workshop) -> None:
+    made = make(shop, vary={"random_seed": [1, 2, 3, 4, 5, 6, 7, 8]})
+    add_summary(made.runs[0], final_validation_loss=2.5)
+    for kind in (2, 3, 4, 5, 6, 8):
+        spoil(shop, f"s-seed{kind}")
+
+    def says(*parts: object) -> bool:  # wherever lines are broken
+        return "".join("".join(map(str, parts)).split()) in "".join(done.stdout.split())
+
+    done = sweep_command(shop, "status")
+    assert (done.status, done.stderr) == (0, "")
+    assert max(map(len, done.stdout.splitlines()[1:])) <= 80
+    assert says("Sweep s in ", shop.runs, ": 1 finished, 1 not begun, 6 damaged")
+    assert says("s-seed1 finished validation loss 2.500")
+    assert says("s-seed7 not begun")
+    assert says("s-seed2 damaged ", shop.runs, "/s-seed2/train.json:1: not valid JSON")
+    assert says("s-seed3 damaged ", shop.runs, '/s-seed3/train.json: key "x": unknown')
+    assert says("s-seed4 damaged ", shop.runs, '/s-seed4/sweep-attempts.json: key "attempts"')
+    assert says("s-seed8 damaged ", shop.runs, '/s-seed8/sweep-attempts.json: key "dollars"')
+    assert says("s-seed5 damaged ", shop.runs, "/s-seed5: is a file")
+    assert says("s-seed6 damaged ", shop.runs, "/s-seed6: there is another run of this name")
+
+    done = sweep_command(shop, "plan", str(shop.datasets), "--assume-tps", "10")
+    assert (done.status, done.stderr) == (0, "")
+    assert says("Plan of sweep s, 8 runs")
+    assert says("1 finished already")
+    assert says("Speed of all 3 runs"), "what an attempt cost does not matter to a plan"
+    for name in ("s-seed2", "s-seed3", "s-seed5", "s-seed6"):
+        assert says("Cannot be trained: ", shop.runs, "/", name)
+
+    done = sweep_command(shop, "run", str(shop.datasets))
+    assert done.status == 2
+    assert done.stderr.startswith(f"error: {shop.runs}/s-seed2/train.json:1: not valid JSON")
+    assert not (shop.runs / "s-seed7" / "sweep.log").exists(), "nothing is trained"
+
+
+def test_a_plan_whose_only_run_left_is_damaged_shows_the_finished_ones(shop: Workshop) -> None:
+    made = make(shop, vary={"random_seed": [1, 2]})
+    add_summary(made.runs[0])
+    (shop.runs / "s-seed2" / "train.json").write_text("{")
+    done = sweep_command(shop, "plan", str(shop.datasets))
+    assert done.status == 0
+    assert "1 finished already" in done.stdout
+    assert "Cannot be trained: " in done.stdout

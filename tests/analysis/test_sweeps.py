@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -169,8 +170,24 @@ def test_the_documented_files_are_sweeps_of_the_shipped_runs(tmp_path: Path) -> 
         ({"vary": {}}, 'keys "vary" and "together": give at least one of them; derive_run.py makes a single run'),
         ({"set": {"eps": 1e-7}, "vary": {"eps": [1e-8]}}, 'key "eps": given in two of "set", "vary" and "together"'),
         ({"together": [{"eps": 1.0}, {"eps": 2.0}], "vary": {"eps": [1e-8]}}, 'key "eps": given in two of'),
-        ({"vary": {"random_seed": [1, 2, 1]}}, "s-seed1-"),
-        ({"vary": {"learning_rate": [1, 1.0]}}, "would be the same run; remove one of the values"),
+        (
+            {"vary": {"random_seed": [1, 2, 1]}},
+            'key "vary.random_seed": 1 and 1 would be the same run; remove one of the values',
+        ),
+        (
+            {"vary": {"learning_rate": [2, 1, 1.0], "random_seed": [1, 2]}},
+            'key "vary.learning_rate": 1 and 1.0 would be the same run; remove one of the values',
+        ),
+        ({"vary": {"qkv_bias": [True, True]}}, 'key "vary.qkv_bias": true and true would be the same run'),
+        ({"vary": {"random_seed": [None, 42]}}, 'key "vary.random_seed": null and 42 would be the same run'),
+        (
+            {"together": [{"random_seed": 1}, {"random_seed": 2}, {"random_seed": 1}], "vary": {"eps": [0.1, 0.2]}},
+            'key "together": entries 1 and 3 would be the same run; remove one of the values',
+        ),
+        (
+            {"together": [{"random_seed": 8}, {}], "vary": {"weight_decay": [None, 0.1]}},
+            'key "vary.weight_decay": null and 0.1 would be the same run',
+        ),
         ({"vary": {"learning_rate": [0.1, -1]}}, 's-lr-1/train.json: key "learning_rate": input should be greater'),
         ({"vary": {"n_heads": [2, 3]}}, 's-heads3/model.json: key "emb_dim": 16 is not a multiple of n_heads (3)'),
         ({"vary": {"dataset": ["a/b", "a"]}}, 'dataset "a": must be owner/name'),
@@ -223,6 +240,28 @@ def test_another_run_of_the_name_is_refused_and_nothing_is_made(shop: Workshop) 
     message = command(shop, "sweep_runs.py", "make", str(write(shop, vary={"random_seed": [1, 2]}))).stderr
     assert "s-seed2: there is another run of this name (random_seed: 3 -> 2); move it away" in message
     assert sorted(path.name for path in shop.runs.iterdir()) == ["base", "s-seed2"]
+
+
+@pytest.mark.parametrize(
+    ("put", "said"),
+    [
+        (
+            lambda place: place.write_text("mine"),
+            "is a file, not a run's folder; move it away, or give the sweep anoth",
+        ),
+        (lambda place: place.symlink_to("nowhere"), "is a link that leads nowhere; move it away, or give the sweep"),
+        (lambda place: place.mkdir(), "is a folder without train.json and model.json, and so no run; move it away"),
+        (lambda place: (place / "checkpoints").mkdir(parents=True), "is a folder without train.json and model.json"),
+    ],
+    ids=["file", "link", "empty", "other"],
+)
+def test_what_is_no_run_is_not_taken_for_one(shop: Workshop, put: Callable[[Path], Any], said: str) -> None:
+    put(shop.runs / "s-seed2")
+    done = command(shop, "sweep_runs.py", "make", str(write(shop, vary={"random_seed": [1, 2]})))
+    assert (done.status, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {shop.runs / 's-seed2'}: {said}")
+    assert done.stderr.count("\n") == 1
+    assert not (shop.runs / "s-seed1").exists(), "all, or none"
 
 
 def test_a_failure_half_way_leaves_nothing(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.compared_runs import BEST, LATEST, RunFolder
+from harness.runs.search_results import write_search
+from tests.runs.test_search_results import SEARCH
+from tests.support.compared_runs import BEST, DATASET, LATEST, MODEL, RunFolder
 from tests.support.isolation import ROOT, SHIPPED_RUNS
 
 
@@ -99,6 +102,103 @@ def test_one_folder_with_all_that_can_be_wrong(tmp_path: Path) -> None:
     assert f"of checkpoint {BEST} (best); measured, too: {LATEST}" in text
     assert "not a result of this version" in text
     assert "never trained" in text
+
+
+def test_numbers_and_kinds_that_cannot_be_meant(tmp_path: Path) -> None:
+    """Of hand-edited summaries: they cost their own cells, no other's, and no line more than 80 columns."""
+    odd: dict[str, dict[str, Any]] = {
+        "huge": {"tokens_per_second": 1e300, "final_validation_loss": 1e300, "seconds": {"total": 1e300}},
+        "endless": {"tokens_seen": 10**400, "seconds": {"total": 1e308, "training": 1e308}},
+        "dear": {"train": {"price_per_hour": 1e308}, "seconds": {"total": 1e10}, "model": MODEL},
+        "listed": {"dataset": {"name": 3, "train": {"sha256": [1]}, "validation": {"sha256": {"a": 1}}}},
+        "kinds": {"train": {"validation_batches": 5, "microbatch_size": 5, "start_val_token": [1], "dataset": {}}},
+        "many": {"world_size": 2**53 + 1},
+    }
+    for name, values in odd.items():
+        RunFolder(tmp_path, name).finish(**values)
+    RunFolder(tmp_path, "good").finish()
+    RunFolder(tmp_path, "twin").finish()
+    done = compare(tmp_path)
+    assert done.stderr == ""
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    said = {run["name"]: run["values"] for run in json.loads(compare(tmp_path, "--json").stdout)["runs"]}
+    assert said["good"]["validation_loss"]["value"] == 2.6
+    assert said["dear"]["dollars"] == {
+        "value": None,
+        "reported": False,
+        "remark": "worked out from numbers that are too large",
+    }
+    for name in (*odd, "good"):
+        lines = compare(tmp_path, name, "--machines").stdout.splitlines()
+        assert max(map(len, lines)) <= 80
+        assert any(line.startswith(f"{name} elsewhere: ") for line in lines)
+
+
+HOSTILE = "\x1b[2J\nH100\r\x07\u202e\u2028 of anybody's making, and a long one, too"
+
+
+def hostile_runs(folder: Path) -> None:
+    """Two runs, every text of which a terminal would obey, by whatever wrote it."""
+    for name, other in (("a\x1b[31m\nred", ""), ("b", "2")):
+        text = HOSTILE + other
+        dataset = {**DATASET, "name": text}
+        train = {"learning_rate": 0.001 + len(other)}
+        run = RunFolder(folder, name, train)
+        run.finish(device=text, torch=text, dataset=dataset).test_loss(2.5, dataset=text, precision=text)
+        run.train_to(0, 10, 20)
+        summary = json.loads(run.directory.summary.read_text())
+        summary["train"][HOSTILE] = summary["model"]["precision"] = text
+        run.directory.summary.write_text(json.dumps(summary))
+        score = {"task": HOSTILE, "metric": "acc\x1b", "value": 0.5, "higher_is_better": True}
+        weights = {"checkpoint": HOSTILE, "sha256": "0"}
+        result: dict[str, Any] = {
+            "kind": "benchmarks",
+            "weights": weights,
+            "date": HOSTILE,
+            "device": text,
+            "torch": text,
+        }
+        result |= {"lm_eval": HOSTILE, "tasks": [HOSTILE], "precision": HOSTILE, "scores": [score]}
+        (run.directory.results / "benchmarks.json").write_text(json.dumps(result))
+        search = SEARCH.model_copy(update={"device": text})
+        write_search(run.directory, search)
+
+
+def shown_whole(text: str) -> None:
+    """Lines of which a terminal obeys nothing but their ends."""
+    assert [line for line in text.split("\n") if not line.isprintable()] == []
+
+
+def test_no_text_of_a_file_moves_a_terminal(tmp_path: Path) -> None:
+    hostile_runs(tmp_path)
+    page, picture = tmp_path / "page.html", tmp_path / "picture.png"
+    done = compare(tmp_path, "--baseline", "b", "--html", str(page), "--chart", str(picture))
+    shown_whole(done.stdout)
+    shown_whole(done.stderr)
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "Glyph" not in done.stderr, "matplotlib has no sign for a control character"
+    assert r"\x1b[2J\nH100" in done.stdout
+    assert r"a\x1b[31m\nred" in done.stdout
+    for line in page.read_text().split("\n"):
+        assert line.isprintable()
+    said = json.loads(compare(tmp_path, "--json").stdout)
+    assert {run["values"]["torch"]["value"] for run in said["runs"]} == {HOSTILE, f"{HOSTILE}2"}, "as it is"
+
+
+def test_no_text_of_a_list_of_prices_moves_a_terminal(tmp_path: Path) -> None:
+    hostile_runs(tmp_path)
+    prices = json.loads((ROOT / "harness" / "analysis" / "machines.json").read_text())
+    for number, each in enumerate(prices["machines"]):
+        each |= {"machine": f"{HOSTILE}{number}", "source": HOSTILE}
+        each["device"] = HOSTILE if number else each["device"]
+    path = tmp_path / "prices.json"
+    path.write_text(json.dumps(prices))
+    for name in ("8xa100m40", "original"):
+        done = compare(SHIPPED_RUNS, name, "--machines", "--prices", str(path))
+        shown_whole(done.stdout)
+        assert max(map(len, done.stdout.splitlines())) <= 80
+    done = compare(tmp_path, "b", "--machines")
+    shown_whole(done.stdout)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,15 @@ import pytest
 
 from harness.data.loader import BatchLayout
 from harness.model.config import ModelConfig, load_model_config
-from harness.runs.paper_speed import DEVICES, PaperDevice, Work, find_device, paper_speed, why_not
+from harness.runs.paper_speed import (
+    DEVICES,
+    PaperDevice,
+    Work,
+    find_device,
+    paper_speed,
+    too_small,
+    why_not,
+)
 from harness.runs.throughput import peak_flops
 from tests.support.isolation import SHIPPED_RUNS
 
@@ -108,6 +116,25 @@ def test_a_tiny_model_waits_for_the_cpu() -> None:
     tiny = changed(n_layers=2, emb_dim=128, n_heads=2, context_length=128, vocab_size=4096)
     found = paper_speed(tiny, device("H100"), BatchLayout(1, 1, 4, 128))
     assert found.seconds * 4 * 128 == pytest.approx((2 * 45 + 20) * 11e-6)
+
+
+def test_where_the_cpu_decides_nothing_is_told() -> None:
+    """A microbatch is refused as soon as its kernels are done sooner than 11 µs each, 45 a layer and 20 besides."""
+    tiny = changed(n_layers=2, emb_dim=128, n_heads=2, context_length=128, vocab_size=4096)
+    assert too_small(tiny, device("H100"), BatchLayout(1, 1, 8, 128)) == (
+        "launching the kernels of a microbatch (about 110, 1.2 ms) takes longer than their work; only a measurement "
+        "tells the speed"
+    )
+    assert too_small(GPT2_SMALL, device("H100"), BatchLayout(8, 1, 13, 1024)) is None
+    refused = []
+    for microbatch in range(1, 2000):
+        layout = BatchLayout(1, 1, microbatch, 128)
+        terms = paper_speed(tiny, device("H100"), layout).terms
+        work = sum(value for key, value in terms.items() if key != "waiting for the CPU") * layout.microbatch_tokens
+        assert (too_small(tiny, device("H100"), layout) is not None) == (work < 110 * 11e-6)
+        refused.append(too_small(tiny, device("H100"), layout) is not None)
+    assert 0 < sum(refused) < len(refused), "both happen"
+    assert refused == sorted(refused, reverse=True)
 
 
 @pytest.mark.parametrize(("driver", "name"), DRIVER_NAMES.items())

@@ -630,6 +630,10 @@ def test_a_speed_on_paper(tmp_path: Path, name: str) -> None:
     assert total < BILLS[name][2] / 2, "the notebook's machine, with this program"
 
 
+# The width for which even the smallest microbatch is more work for a GPU than launching its kernels is for a CPU.
+LARGE_ENOUGH = {"emb_dim": 4096, "n_layers": 1}
+
+
 def test_nothing_measured_or_given_is_said_to_be_on_paper(shop: Workshop) -> None:
     shop.add_run(price_per_hour=36.0)
     assert "on paper" not in shop.attempt("--plan", "--assume-tps", "10").stdout
@@ -637,7 +641,7 @@ def test_nothing_measured_or_given_is_said_to_be_on_paper(shop: Workshop) -> Non
 
 def test_a_measured_speed_comes_first(shop: Workshop) -> None:
     """On the device that is assumed, or on any if none is; another's does not count."""
-    experiment = Experiment.load(RunDirectory(shop.add_run()), shop.datasets)
+    experiment = Experiment.load(RunDirectory(shop.add_run(model=LARGE_ENOUGH)), shop.datasets)
     add_summary(shop.runs / "r", experiment, device="NVIDIA H100 80GB HBM3")
     assert rows(shop.attempt("--plan", "--assume-device", "H100"))["speed"].startswith("96 tokens/s")
     found = rows(shop.attempt("--plan", "--assume-device", "H200"))
@@ -665,9 +669,19 @@ def test_what_is_not_on_paper_either(shop: Workshop) -> None:
     assert "16 ranks are more than one machine" in found["time and cost"]
 
 
+def test_a_model_too_small_for_a_speed_on_paper(tmp_path: Path) -> None:
+    """The quickstart: its GPU would wait for the CPU most of the time, and nothing tells for how long."""
+    result = plan_shipped(tmp_path, "quickstart", "--assume-device", "H100")
+    narrow(result)
+    found = rows(result)
+    assert found["time and cost"].startswith("unknown: no speed on paper for H100: launching the kernels")
+    assert "--assume-tps" in found["time and cost"]
+    assert "speed" not in found
+
+
 def test_this_machines_own_gpus(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is one for each rank, and they are alike."""
-    experiment = Experiment.load(RunDirectory(shop.add_run()), shop.datasets)
+    experiment = Experiment.load(RunDirectory(shop.add_run(model=LARGE_ENOUGH)), shop.datasets)
     values: dict[str, Any] = dict.fromkeys((field.name for field in fields(TrainOptions)), None)
     nothing_said = TrainOptions(**values)
 

@@ -11,7 +11,7 @@ import numpy as np
 from harness.model.config import ModelConfig
 from harness.runs.checkpoint_meta import CheckpointMeta, write_meta
 from harness.runs.directory import RunDirectory
-from harness.runs.metrics import MetricsFile, TrainEvent, ValidationEvent
+from harness.runs.metrics import BenchmarkEvent, MetricsFile, TrainEvent, ValidationEvent
 from harness.runs.results import LossResult, MeasuredWeights, Text, write_loss
 from harness.runs.train_config import TrainConfig
 
@@ -124,6 +124,14 @@ class RunFolder:
             place: dict[str, Any] = {"global_step": step, "tokens_seen": (step + 1) * 128, "seconds": 3.6 * step}
             metrics.append(TrainEvent(**place, loss=4 - step / 100, tokens_per_second=40.0))
             metrics.append(ValidationEvent(**place, loss=4.1 - step / 100))
+        return self
+
+    def benchmark_at(self, step: int, examples: int, **values: float | None) -> RunFolder:
+        """Lines of metrics.jsonl, for each task its accuracy after that step."""
+        metrics = MetricsFile(self.directory.metrics)
+        for task, value in values.items():
+            score: dict[str, Any] = {"task": task, "metric": "acc", "value": value, "stderr": 0.0123}
+            metrics.append(BenchmarkEvent(global_step=step, tokens_seen=(step + 1) * 128, examples=examples, **score))
         return self
 
     def test_loss(self, loss: float, checkpoint: str = BEST, **changes: Any) -> RunFolder:
