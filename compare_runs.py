@@ -33,7 +33,7 @@ PATH = click.Path(path_type=Path)
 @click.option("--reference", multiple=True, metavar="LABEL=LOSS", help="A line across the chart and the page's.")
 @click.option("--json", "as_json", is_flag=True, help="Everything as JSON.")
 def main(runs: tuple[str, ...], **options: Any) -> None:
-    """Compare RUNs, names of folders in --runs-dir or their paths; all of them if none is named.
+    """Compare RUNs, names of folders in --runs-dir, patterns like 'lr-*', or paths; without one, all there are.
 
     A table with a row for each: what was asked of it as far as it differs, what came out, and what it cost. Unlike
     things never stand in one column.

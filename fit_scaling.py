@@ -39,7 +39,8 @@ FORMATS = (".png", ".pdf", ".svg")
     "--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Folder of the runs."
 )
 def main(runs: tuple[str, ...], points: Path | None, **options: Any) -> None:
-    """Fit scaling laws to the final validation losses of RUNS, folders in runs/.
+    """Fit scaling laws to the final validation losses of RUNS: names of
+    folders in runs/, or patterns like 'ladder-*'.
 
     IsoFLOP profiles (the best size at each compute), power laws of the best size and tokens, and the law
     L(N, D) = E + A/N^alpha + B/D^beta, each with its 95% interval. Runs that have not finished are named and left out.
@@ -87,7 +88,7 @@ def load_points(runs: tuple[str, ...], points: Path | None, runs_dir: Path) -> P
         return read_points(points)
     if not runs:
         raise UserError("give the runs to fit, or --points with a CSV file")
-    folders = {(run := RunDirectory.find(runs_dir, name)).path.resolve(): run for name in runs}
+    folders = {run.path.resolve(): run for name in runs for run in RunDirectory.find_all(runs_dir, name)}
     return points_of_runs(list(folders.values()))  # each once
 
 

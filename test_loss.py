@@ -24,7 +24,13 @@ APPROXIMATE = " (approximate: by the whole split's mean, since the tokenizer's v
 @click.command(cls=Command)
 @click.argument("datasets_dir", type=click.Path(path_type=Path))
 @click.argument("files", nargs=-1, type=click.Path(path_type=Path), metavar="[MODEL_JSON MODEL_SAFETENSORS]...")
-@click.option("--run", "runs", multiple=True, metavar="RUN[:CHECKPOINT]", help="A run's best model, or the one named.")
+@click.option(
+    "--run",
+    "runs",
+    multiple=True,
+    metavar="RUN[:CHECKPOINT]",
+    help="A run's best model, or the one named; 'lr-*': of all such runs.",
+)
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 @click.option("--dataset", help="owner/name or builtin/name; default: what the checkpoint was trained on.")
 @click.option("--split", type=click.Choice(["test", "validation"]), help="Default: test where there is one.")
@@ -44,9 +50,10 @@ def main(datasets_dir: Path, files: tuple[Path, ...], runs: tuple[str, ...], run
     with one_line_errors():
         from harness.evaluation.held_out import TestLossOptions
         from harness.evaluation.loss_table import loss_tables
-        from harness.runs.named_models import each_once, model_of_run, models_of_files
+        from harness.runs.named_models import each_once, models_of_files, models_of_runs
 
-        models = each_once([*models_of_files(files), *(model_of_run(runs_dir, run) for run in runs)])
+        of_runs = (model for run in runs for model in models_of_runs(runs_dir, run))
+        models = each_once([*models_of_files(files), *of_runs])
         if not models:
             raise UserError("no model: give MODEL_JSON MODEL_SAFETENSORS, or --run RUN")
         found = measure_all(models, datasets_dir, TestLossOptions(**options))

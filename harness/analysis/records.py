@@ -140,14 +140,14 @@ def read_records(runs_dir: Path, names: tuple[str, ...]) -> list[RunRecord]:
 
 
 def find_runs(runs_dir: Path, names: tuple[str, ...]) -> list[RunDirectory]:
-    """The runs of these names or paths, each once, or all in `runs_dir`. Raises UserError for one that is not there,
-    or if there are none."""
+    """The runs of these names, paths or patterns (`lr-*`), each once, or all in `runs_dir`. Raises UserError for one
+    that is not there, or if there are none."""
     if not names:
         folders = sorted(path for path in runs_dir.iterdir() if _is_run(path)) if runs_dir.is_dir() else []
         if not folders:
             raise UserError(f"{runs_dir}: there are no runs; --runs-dir names the folder of your runs")
         return [RunDirectory(path) for path in folders]  # whatever they are called
-    found = {run.path.name: run for run in (RunDirectory.find(runs_dir, name) for name in names)}
+    found = {run.path.name: run for name in names for run in RunDirectory.find_all(runs_dir, name)}
     for run in found.values():
         if not _is_run(run.path):
             raise UserError(f"{run.path}: not a run; it has neither train.json nor summary.json")

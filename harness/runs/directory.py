@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import os
 import re
 import shlex
@@ -15,6 +16,7 @@ from harness.common.errors import UserError
 from harness.common.files import SAFE_NAME, check_inside, check_name, move
 from harness.common.lock import RunLock
 
+PATTERN = re.compile(r"[*?[]")  # none of these can be in a run's name
 CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-(\d+)")
 
 
@@ -85,6 +87,21 @@ class RunDirectory:
             there = "there are none in" if place.is_dir() else "there is no folder"
             hint = f"{there} {place}; --runs-dir names the folder of your runs"
         raise UserError(f"{path}: no such run; {hint}")
+
+    @classmethod
+    def find_all(cls, runs_dir: Path, name: str) -> list[RunDirectory]:
+        """The run of that name, or all whose names match a pattern like `lr-*`, by name.
+
+        Raises UserError as `find` does, and for a pattern that no run's name matches.
+        """
+        if not PATTERN.search(name):
+            return [cls.find(runs_dir, name)]
+        folder, pattern = os.path.split(name)
+        inside = not folder or os.path.realpath(folder) == os.path.realpath(runs_dir)
+        found = fnmatch.filter(_known_runs(runs_dir), pattern) if inside else []
+        if not found:
+            raise UserError(f"{runs_dir / pattern if inside else name}: no run in {runs_dir} has such a name")
+        return [cls.find(runs_dir, each) for each in found]
 
     @property
     def model_json(self) -> Path:

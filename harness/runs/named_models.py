@@ -53,19 +53,25 @@ def each_once(models: Sequence[NamedModel]) -> list[NamedModel]:
     return list({(model.label, model.files): model for model in told}.values())
 
 
-def model_of_run(runs_dir: Path, text: str) -> NamedModel:
-    """The model of RUN or RUN:CHECKPOINT: without a checkpoint `best`, or `latest` where there is no best, or the
-    weights beside model.json of an imported model.
+def models_of_runs(runs_dir: Path, text: str) -> list[NamedModel]:
+    """The models of RUN or RUN:CHECKPOINT, where RUN may be a pattern like `lr-*`: without a checkpoint `best`, or
+    `latest` where there is no best, or the weights beside model.json of an imported model.
 
     Raises UserError for a run or checkpoint that is not there, or a run without a model yet.
     """
     name, colon, checkpoint = text.rpartition(":")
-    run = RunDirectory.find(runs_dir, name if colon else text)
-    if colon:
-        return NamedModel(text, run.model_json, find_checkpoint(run.checkpoints, checkpoint) / WEIGHTS)
+    runs = RunDirectory.find_all(runs_dir, name if colon else text)
+    return [_model_of(run, checkpoint if colon else None) for run in runs]
+
+
+def _model_of(run: RunDirectory, checkpoint: str | None) -> NamedModel:
+    name = run.path.name
+    if checkpoint is not None:
+        weights = find_checkpoint(run.checkpoints, checkpoint) / WEIGHTS
+        return NamedModel(f"{name}:{checkpoint}", run.model_json, weights)
     for link in (BEST, LATEST):
         if (run.checkpoints / link).is_dir():
-            return NamedModel(run.path.name, run.model_json, run.checkpoints / link / WEIGHTS)
+            return NamedModel(name, run.model_json, run.checkpoints / link / WEIGHTS)
     if (run.path / WEIGHTS).is_file() and not run.train_json.exists():  # there it may be what a run starts from
-        return NamedModel(run.path.name, run.model_json, run.path / WEIGHTS)
+        return NamedModel(name, run.model_json, run.path / WEIGHTS)
     raise UserError(f"{run.checkpoints}: no best or latest checkpoint; train the run, or name another: RUN:CHECKPOINT")

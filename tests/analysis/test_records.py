@@ -146,6 +146,9 @@ def test_all_runs_of_a_folder_or_those_named(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     assert [record.name for record in read_records(tmp_path, ())] == ["a", "b", "c"]
     assert [record.name for record in read_records(tmp_path, ("c", "a", f"{tmp_path}/c/"))] == ["c", "a"]
+    assert [record.name for record in read_records(tmp_path, ("[bc]", f"{tmp_path}/?", "a"))] == ["b", "c", "a"]
+    with pytest.raises(UserError, match=r"a\*\*b: no run in .* has such a name"):
+        read_records(tmp_path, ("a**b",))
     with pytest.raises(UserError, match="no such run; did you mean b"):
         read_records(tmp_path, ("bb",))
     with pytest.raises(UserError, match="not a run; it has neither train"):

@@ -207,6 +207,18 @@ def test_the_same_weights_are_measured_once(shop: Workshop) -> None:
     assert len(losses_in(run)) == 1
 
 
+def test_a_pattern_names_all_such_runs(shop: Workshop, tmp_path: Path) -> None:
+    for name in ("lr-1", "lr-2", "other"):
+        shutil.copytree(shop.runs / "r", tmp_path / name, symlinks=True)
+    rows = measure(shop, "--runs-dir", str(tmp_path), "--run", "lr-*").stdout.splitlines()[1:3]
+    assert sorted(row.split()[0] for row in rows) == ["lr-1", "lr-2"]
+    rows = measure(shop, "--runs-dir", str(tmp_path), "--run", "lr-*:best", "--run", "lr-1").stdout.splitlines()[1:4]
+    assert sorted(row.split()[0] for row in rows) == ["lr-1", "lr-1:best", "lr-2:best"]
+    done = measure(shop, "--runs-dir", str(tmp_path), "--run", "rl-*")
+    assert (done.status, done.stdout) == (2, "")
+    assert done.stderr.strip().endswith(f"no run in {tmp_path} has such a name")
+
+
 def test_models_that_would_be_called_alike_are_called_by_their_paths(shop: Workshop, tmp_path: Path) -> None:
     other = shutil.copytree(shop.runs, tmp_path / "others", symlinks=True) / "r"
     done = measure(shop, *files_of(shop.runs / "r"), *files_of(other))
