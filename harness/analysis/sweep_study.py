@@ -11,6 +11,7 @@ import bisect
 import hashlib
 import json
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -103,8 +104,10 @@ class Pruner:
         for result in finished:
             study.add_trial(self._frozen("COMPLETE", _at(result.losses, losses), value=result.loss))
         study.add_trial(self._frozen("RUNNING", losses))
-        # Not should_prune() of the trial: that of one which was not asked for is always False.
-        return bool(pruner.prune(study, study.get_trials(deepcopy=False)[-1]))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, where all losses are NaN
+            # Not should_prune() of the trial: that of one which was not asked for is always False.
+            return bool(pruner.prune(study, study.get_trials(deepcopy=False)[-1]))
 
     def _frozen(self, state: str, losses: Mapping[int, float], value: float | None = None) -> FrozenTrial:
         states = self._optuna.trial.TrialState

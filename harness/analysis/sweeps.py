@@ -153,13 +153,13 @@ class Sweep(BaseModel):
         return bool(SEARCH_KEYS & self.model_fields_set)
 
     def _check_search(self) -> None:
+        if not self.search:
+            raise ValueError('key "search": name at least one key of model.json or train.json to choose values for')
         for key in ("vary", "together"):
             if getattr(self, key):
                 raise ValueError(
                     f'keys "search" and "{key}": leave one of them out; a search chooses every value itself'
                 )
-        if not self.search:
-            raise ValueError('key "search": name at least one key of model.json or train.json to choose values for')
         if self.trials is None:
             raise ValueError('key "trials": missing; give the number of runs that the search makes')
         twice = [key for key in self.search if key in self.set]
