@@ -1,4 +1,4 @@
-"""Many runs from one file: make them, plan them, run them."""
+"""Many runs from one file: make them, plan them, run them, or have them chosen one by one."""
 
 from __future__ import annotations
 

@@ -225,6 +225,10 @@ def test_the_ddp_wrap_is_in_one_place() -> None:
     assert mentioned == {"harness.training.parallel"}
 
 
+def test_optuna_is_imported_in_one_place() -> None:
+    assert users_of("optuna") == {"harness.analysis.sweep_study"}
+
+
 def test_matplotlib_is_imported_in_charts_only() -> None:
     users = users_of("matplotlib")
     assert "harness.runs.chart" in users, "this test finds them"

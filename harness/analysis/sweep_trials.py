@@ -6,6 +6,7 @@ Nothing else is kept of a search: whoever goes on with it reads the folders, so 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,12 +27,17 @@ from harness.analysis.sweeps import Sweep, labels, load_base, read_sweep, sweep_
 from harness.common.errors import UserError
 from harness.common.json_files import parse_config, read_json_object
 from harness.runs.metrics import Event, TrainEvent, ValidationEvent, read_metrics
+from harness.runs.plan import COLUMNS
 
 # What the losses are called in a summary.json, and on the screen.
 LOSSES = {
     "final_validation_loss": ("final_validation_loss", "validation loss"),
     "best_validation_loss": ("best_loss", "best validation loss"),
 }
+WHAT_IT_MEANS = (
+    "One seed each: how much of that is training noise is not known, and the lowest of many is low by luck, too. Train "
+    "the best few with several random_seeds (a sweep), and compare them with compare_runs.py."
+)
 
 
 @dataclass(frozen=True)
@@ -178,17 +184,11 @@ def describe_best(search: Search, results: Sequence[TrialResult]) -> list[str]:
     best = finished[0]
     chosen = ", ".join(f"{key} {value}" for key, value in best.trial.point.items())
     lines = ["", f"Best of {len(finished):,} finished trials: {best.trial.run.name}"]
-    lines.append(f"    {search.loss_name} {best.loss:.3f} with {chosen}")
+    lines.append(f"    {search.loss_name} {best.loss:.3f}")
+    lines += textwrap.wrap(chosen, COLUMNS, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
     if len(finished) == 1:
         return lines
     second = finished[1]
     lines.append(f"Next: {second.trial.run.name}")
     lines.append(f"    {search.loss_name} {second.loss:.3f}, {(second.loss or 0) - (best.loss or 0):.3f} more")
-    return [*lines, *WHAT_IT_MEANS]
-
-
-WHAT_IT_MEANS = (
-    "One seed each: how much of that is training noise is not known, and the lowest of",
-    "many is low by luck, too. Train the best few with several random_seeds (a sweep),",
-    "and compare them with compare_runs.py.",
-)
+    return [*lines, *textwrap.wrap(WHAT_IT_MEANS, COLUMNS)]

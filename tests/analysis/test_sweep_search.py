@@ -254,9 +254,9 @@ def test_status_and_the_end_name_the_best_first(shop: Workshop) -> None:
     best = describe_best(search, results(search))
     assert best[1] == f"Best of 4 finished trials: {losses[0][1]}"
     rate = losses[0][1].removeprefix("s-").split("lr")[1]
-    assert best[2] == f"    validation loss {losses[0][0]:.3f} with learning_rate {rate}"
-    assert best[4] == f"    validation loss {losses[1][0]:.3f}, {losses[1][0] - losses[0][0]:.3f} more"
-    assert "training noise is not known" in best[5]
+    assert best[2:4] == [f"    validation loss {losses[0][0]:.3f}", f"    learning_rate {rate}"]
+    assert best[5] == f"    validation loss {losses[1][0]:.3f}, {losses[1][0] - losses[0][0]:.3f} more"
+    assert "training noise is not known" in best[6]
 
 
 def test_each_point_is_tried_once(shop: Workshop) -> None:
