@@ -156,11 +156,13 @@ def search(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float |
         from harness.analysis.sweep_plan import AssumedSpeed, MachineUse, Planner
         from harness.analysis.sweep_run import leave
         from harness.analysis.sweep_search import SearchLimits, SearchRunner
+        from harness.analysis.sweep_study import check_installed
         from harness.analysis.sweep_trials import describe_best, load_search
         from harness.common.lasting_output import survive_closed_output
         from harness.common.lock import RunLock
 
         found = load_search(sweep, runs_dir, given["trials"])
+        check_installed()
         RunLock.take(runs_dir / f".sweep-{found.name}.lock", f"used for the sweep {found.name}")
         use = MachineUse.of(datasets_dir, given["groups"], given["processes"])
         planner = Planner(use, AssumedSpeed().options(runs_dir))

@@ -16,7 +16,7 @@ from harness.analysis.sweep_space import count_points
 from harness.analysis.sweep_study import Pruner, Sampler
 from harness.analysis.sweep_trials import Search, Trial, TrialResult, read_events, validation_losses
 from harness.common.errors import RunError, UserError
-from harness.runs.metrics import ValidationEvent
+from harness.runs.metrics import MetricsFile, ValidationEvent
 
 LARGEST_DRAWS = 200  # for one trial; where even they are of no use, hardly any point is
 LARGEST_FAILURES = 5  # one after the other, for which no point's values are to blame
@@ -48,6 +48,7 @@ class SearchRunner(SweepRunner):
         super().__init__([trial.run for trial in self.trials], planner, script, limits.max_dollars)
         self._ended: dict[str, TrialResult] = {}  # by the run's name: these do not change any more
         self._judged: dict[str, int] = {}  # by the run's name: how many of its losses are
+        self._sizes: dict[str, int] = {}  # by the run's name: of its metrics.jsonl, when it was last read
         self._said_impossible = False
 
     @property
@@ -136,7 +137,10 @@ class SearchRunner(SweepRunner):
 
     def _judge(self, attempt: Attempt, pruner: Pruner, say: Say) -> None:
         """Look at validation losses that are new, one after the other, as if each had been seen at once."""
-        name = attempt.run.name
+        name, size = attempt.run.name, MetricsFile(attempt.run.run.metrics).size()
+        if size == self._sizes.get(name, 0):
+            return
+        self._sizes[name] = size
         events = [event for event in read_events(attempt.run) if isinstance(event, ValidationEvent)]
         for count in range(self._judged.get(name, 0) + 1, len(events) + 1):
             self._judged[name] = count
