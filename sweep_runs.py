@@ -1,4 +1,4 @@
-"""Many runs from one file: make them, plan them, run them."""
+"""Many runs from one file: make them, plan them, run them, or have them chosen one by one."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ GROUPS = click.option(
 PROCESSES = click.option(
     "--processes", type=click.IntRange(1, 1024), help="Of each run. Default: a group's GPUs, or 1 without GPUs."
 )
+MAX_DOLLARS = click.option("--max-dollars", type=POSITIVE, help="Stop before all runs together have cost more.")
 GPUS = click.option("--gpus", type=click.IntRange(1, 64), default=8, show_default=True, help="Of each run's node.")
 
 
@@ -103,7 +104,7 @@ def plan(sweep: Path, datasets_dir: Path, runs_dir: Path, groups: int, **given: 
 @DATASETS_DIR
 @GROUPS
 @PROCESSES
-@click.option("--max-dollars", type=POSITIVE, help="Stop before all runs together have cost more.")
+@MAX_DOLLARS
 @RUNS_DIR
 def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | None, **given: Any) -> None:
     """Train the runs of SWEEP.json that are not finished, one after the other or --groups at a time.
@@ -131,6 +132,51 @@ def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | N
         leave(runner.run(say), found.runs)
 
 
+@main.command("search", short_help="Choose and train runs, one after the other.")
+@SWEEP
+@DATASETS_DIR
+@click.option("--trials", type=click.IntRange(1, 1000), help="So many in all. Default: the file's.")
+@click.option("--no-pruning", is_flag=True, help="Train every trial to its end.")
+@GROUPS
+@PROCESSES
+@MAX_DOLLARS
+@RUNS_DIR
+def search(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | None, **given: Any) -> None:
+    """Make and train the trials of a SWEEP.json with "search": Optuna chooses each by what the earlier ones came to.
+
+    \b
+        {"base": "quickstart", "trials": 20,
+         "search": {"learning_rate": {"min": 0.0003, "max": 0.01, "log": true},
+                    "lr_schedule": ["cosine", "wsd"]}}
+
+    A trial that does worse than half of the finished ones did is ended early. The same command goes on after whatever
+    has ended it. Needs the extra `sweep`: uv run --extra sweep sweep_runs.py search ...
+    """
+    with one_line_errors():
+        from harness.analysis.sweep_plan import AssumedSpeed, MachineUse, Planner
+        from harness.analysis.sweep_run import leave
+        from harness.analysis.sweep_search import SearchLimits, SearchRunner
+        from harness.analysis.sweep_study import check_installed
+        from harness.analysis.sweep_trials import describe_best, load_search
+        from harness.common.lasting_output import survive_closed_output
+        from harness.common.lock import RunLock
+
+        found = load_search(sweep, runs_dir, given["trials"])
+        check_installed()
+        RunLock.take(runs_dir / f".sweep-{found.name}.lock", f"used for the sweep {found.name}")
+        use = MachineUse.of(datasets_dir, given["groups"], given["processes"])
+        planner = Planner(use, AssumedSpeed().options(runs_dir))
+        limits = SearchLimits(max_dollars, prunes=not given["no_pruning"])
+        runner = SearchRunner(found, planner, Path(__file__).with_name("ddp_train.py"), limits)
+        survive_closed_output(runner.hang_up)
+        say(f"Search {found.name}: {found.count:,} trials, {runner.describe_start()}")
+        say("What they print goes to sweep.log in their folders.")
+        ends = runner.run(say)
+        for line in describe_best(found, runner.results()):
+            say(line)
+        leave(ends, runner.runs, runner.unmade)
+
+
 def say(text: str) -> None:
     print(text, flush=True)
 
@@ -139,11 +185,15 @@ def say(text: str) -> None:
 @SWEEP
 @RUNS_DIR
 def status(sweep: Path, runs_dir: Path) -> None:
-    """Print how far each run of SWEEP.json is."""
+    """Print how far each run of SWEEP.json is; of a search, the best first."""
     with one_line_errors():
         from harness.analysis.sweep_standing import describe_standings, standing_of
-        from harness.analysis.sweeps import load_sweep
+        from harness.analysis.sweep_trials import describe_search, load_search
+        from harness.analysis.sweeps import load_sweep, read_sweep
 
+        if read_sweep(sweep).is_search:
+            click.echo(describe_search(load_search(sweep, runs_dir)))
+            return
         found = load_sweep(sweep, runs_dir)
         click.echo(describe_standings(found.name, [standing_of(run) for run in found.runs], runs_dir))
 

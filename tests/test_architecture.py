@@ -73,10 +73,11 @@ BEFORE_TORCH = [
     "harness.analysis.table_text",
     "harness.analysis.table_fits",
     "harness.analysis.sweep_run",
+    "harness.analysis.sweep_search",
     "harness.analysis.cluster_files",
 ]
 HELP_SECONDS = 0.5  # of a processor: those on the clock are the machine's business
-SLOW = {"torch", "matplotlib", "transformers", "openai", "lm_eval", "pyarrow", "huggingface_hub"}
+SLOW = {"torch", "matplotlib", "transformers", "openai", "lm_eval", "pyarrow", "huggingface_hub", "optuna"}
 
 
 @cache
@@ -222,6 +223,10 @@ def test_the_ddp_wrap_is_in_one_place() -> None:
     assert users_of(*wraps) == {"harness.training.parallel"}
     mentioned = {name for name, path in SOURCES.items() if "DistributedDataParallel" in path.read_text()}
     assert mentioned == {"harness.training.parallel"}
+
+
+def test_optuna_is_imported_in_one_place() -> None:
+    assert users_of("optuna") == {"harness.analysis.sweep_study"}
 
 
 def test_matplotlib_is_imported_in_charts_only() -> None:

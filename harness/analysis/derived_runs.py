@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from harness.common.errors import RunError, UserError
 from harness.common.files import check_name, draft_folder, sync
@@ -51,6 +51,15 @@ class Difference(BaseModel):
     here: JsonValue
 
 
+class TrialRecord(BaseModel):
+    """Which trial of a search a run is: its number, from 0, and what was chosen for it."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
+
+    number: int = Field(ge=0)
+    point: dict[str, JsonValue]
+
+
 class Derivation(BaseModel):
     """A derived.json. `differs` was worked out when the run was made; the base may have been changed since."""
 
@@ -59,6 +68,7 @@ class Derivation(BaseModel):
     parent: str
     sweep: str | None = None  # by whose file it was made; None: by derive_run.py
     differs: dict[str, Difference] = {}
+    trial: TrialRecord | None = None  # None, and not written: of no search
 
 
 @dataclass(frozen=True)
@@ -141,9 +151,11 @@ def check_key(key: str) -> None:
     raise ValueError(f"key {quoted(key)}: {said}")
 
 
-def derive(base: Base, name: str, changes: Changes, sweep: str | None = None) -> DerivedRun:
+def derive(
+    base: Base, name: str, changes: Changes, sweep: str | None = None, trial: TrialRecord | None = None
+) -> DerivedRun:
     """The run that `base` becomes under the name `name` with some keys changed; null leaves a key out, so that its
-    default holds. Nothing is written.
+    default holds. `sweep` and `trial` say what it was made for. Nothing is written.
 
     Raises UserError, naming the file that would be wrong, for what could not be trained.
     """
@@ -166,6 +178,8 @@ def derive(base: Base, name: str, changes: Changes, sweep: str | None = None) ->
         if base.configs[key] != value and (key != "initial_weights" or key in changes)
     }
     derivation = Derivation(parent=base.run.path.name, sweep=sweep, differs=differs)
+    if trial is not None:
+        derivation = derivation.model_copy(update={"trial": trial})
     return DerivedRun(run, model, train, *configs, derivation)
 
 
@@ -205,7 +219,11 @@ def write_runs(runs: Sequence[DerivedRun]) -> None:
 
 def _write_run(folder: Path, run: DerivedRun) -> None:
     folder.mkdir()
-    contents = {"model.json": run.model, "train.json": run.train, DERIVED: run.derivation.model_dump(mode="json")}
+    contents = {
+        "model.json": run.model,
+        "train.json": run.train,
+        DERIVED: run.derivation.model_dump(mode="json", exclude_unset=True),
+    }
     for name, values in contents.items():
         path = folder / name
         path.write_text(json.dumps(values, indent=4, allow_nan=False) + "\n", encoding="utf-8")

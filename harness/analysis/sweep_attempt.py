@@ -69,6 +69,7 @@ class Attempt:
     noted: float
     dollars: float = 0.0
     is_stopped: bool = False
+    pruned_at_step: int | None = None
 
     @classmethod
     def start(cls, planned: RunPlan, group: DeviceGroup, script: Path, use: MachineUse) -> Attempt:
@@ -109,6 +110,7 @@ class Attempt:
             seconds=round(self.before.seconds + self.seconds, 3),
             dollars=round((self.before.dollars or 0.0) + self.dollars, 6) if has_price else None,
             exit_status=exit_status,
+            pruned_at_step=self.pruned_at_step,
         )
         with suppress(OSError):  # a full disk, say: no reason to end the other runs
             write_attempts(self.run, record)
@@ -118,6 +120,15 @@ class Attempt:
         if not self.is_stopped:
             self.is_stopped = True
             self.process.terminate()
+
+    def prune(self, step: int) -> None:
+        """Give it up by what it came to at this global step, and write that down before it is asked to end: whatever
+        kills this process in between, nobody trains it on."""
+        self.pruned_at_step = step
+        self.note()
+        self.log.write(f"# given up by the search after global step {step:,}\n".encode())
+        self.log.flush()
+        self.stop()
 
 
 _C_LIBRARY = ctypes.CDLL(None)  # loaded now: little is allowed between a fork and what follows it

@@ -19,6 +19,7 @@ from harness.analysis.sweep_standing import (
     LOG,
     dollars_spent,
     end_of_log,
+    is_done,
     read_attempts,
     standing_of,
     summary_of,
@@ -42,6 +43,7 @@ class Ends:
     finished: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     stopped: list[str] = field(default_factory=list)
+    pruned: list[str] = field(default_factory=list)
     not_begun: list[str] = field(default_factory=list)
     reason: str = ""  # why some were stopped or not begun
     signal: int = 0
@@ -52,7 +54,7 @@ class SweepRunner:
     `runs` may cost together, with what they have cost before."""
 
     def __init__(self, runs: Sequence[DerivedRun], planner: Planner, script: Path, max_dollars: float | None) -> None:
-        self.runs = runs
+        self.runs = list(runs)
         unpriced = [run.name for run in runs if run.train_config.price_per_hour is None]
         if max_dollars is not None and unpriced:
             raise UserError(
@@ -63,7 +65,7 @@ class SweepRunner:
         self.script = script
         self.max_dollars = max_dollars
         self.free = device_groups(planner.use)
-        self.waiting = [run for run in runs if summary_of(run) is None]
+        self.waiting = [run for run in runs if not is_done(run)]
         self.attempts: list[Attempt] = []
         self.spent_before = sum(map(dollars_spent, runs))
         self.spent = 0.0  # since this object was made
@@ -74,10 +76,11 @@ class SweepRunner:
         """Return when all are finished or have failed, or when a signal or the budget has ended it."""
         self._listen()
         last = time.monotonic()
-        while self.attempts or (self.waiting and not self.ends.reason):
+        while self.attempts or (self.is_work_left() and not self.ends.reason):
             self._stop_if_due(say)
+            self.watch(say)
             if not self.ends.reason:
-                self._start_what_can(say)
+                self.start_what_can(say)
             time.sleep(POLL_SECONDS)
             now = time.monotonic()
             self._account(now - last)
@@ -124,7 +127,15 @@ class SweepRunner:
         for attempt in going_on:
             attempt.stop()
 
-    def _start_what_can(self, say: Say) -> None:
+    def is_work_left(self) -> bool:
+        """Whether there is a run to begin."""
+        return bool(self.waiting)
+
+    def watch(self, say: Say) -> None:
+        """Called often, with `attempts` under way."""
+
+    def start_what_can(self, say: Say) -> None:
+        """Start waiting runs on what is free."""
         while self.free:
             run = next((run for run in self.waiting if self._can_start(run, say)), None)
             if run is None:
@@ -192,6 +203,8 @@ class SweepRunner:
         run, status = attempt.run, attempt.process.returncode
         is_finished = status == 0 and summary_of(run) is not None
         is_failed = not is_finished and not attempt.is_stopped
+        if is_finished:  # before it could be stopped
+            attempt.pruned_at_step = None
         attempt.note(exit_status=status if is_failed else None)
         if is_finished:
             self.ends.finished.append(run.name)
@@ -199,6 +212,8 @@ class SweepRunner:
         elif is_failed:
             self.ends.failed.append(run.name)
             say(f"{run.name}: failed with exit status {status} after {attempt.seconds:,.0f} s")
+        elif attempt.pruned_at_step is not None:
+            self.ends.pruned.append(run.name)
         else:
             self.ends.stopped.append(run.name)
             say(f"{run.name}: stopped after {attempt.seconds:,.0f} s; the same command continues it")
@@ -207,7 +222,8 @@ class SweepRunner:
 def describe_ends(ends: Ends, runs: Sequence[DerivedRun]) -> str:
     """For a terminal: how many ended how, and why; which failed, and the end of each one's log."""
     by_name = {run.name: run for run in runs}
-    counts = {"finished": ends.finished, "failed": ends.failed, "stopped": ends.stopped, "not begun": ends.not_begun}
+    counts = {"finished": ends.finished, "pruned": ends.pruned, "failed": ends.failed, "stopped": ends.stopped}
+    counts["not begun"] = ends.not_begun
     said = ", ".join(f"{len(names):,} {what}" for what, names in counts.items() if names)
     lines = [f"\n{said or 'Nothing to do: all runs are finished'}{f' ({ends.reason})' if ends.reason else ''}"]
     for what in ("stopped", "not begun"):
@@ -218,14 +234,14 @@ def describe_ends(ends: Ends, runs: Sequence[DerivedRun]) -> str:
     return "\n".join(lines)
 
 
-def leave(ends: Ends, runs: Sequence[DerivedRun]) -> None:
-    """Say how the runs ended. Raises RunStopped if a signal ended them, and RunError if some failed or if the budget
-    was not enough."""
+def leave(ends: Ends, runs: Sequence[DerivedRun], unmade: int = 0) -> None:
+    """Say how the runs ended, of which `unmade` have not even been made. Raises RunStopped if a signal ended them, and
+    RunError if some failed or if the budget was not enough."""
     print(describe_ends(ends, runs), flush=True)
     if ends.signal:
         raise RunStopped(ends.signal)
-    left = len(ends.stopped) + len(ends.not_begun)
+    left, count = len(ends.stopped) + len(ends.not_begun) + unmade, len(runs) + unmade
     if ends.failed:
-        raise RunError(f"{len(ends.failed):,} of {len(runs):,} runs failed; the same command tries them again")
+        raise RunError(f"{len(ends.failed):,} of {count:,} runs failed; the same command tries them again")
     if left:
-        raise RunError(f"{left:,} of {len(runs):,} runs are left: {ends.reason}")
+        raise RunError(f"{left:,} of {count:,} runs are left: {ends.reason}")

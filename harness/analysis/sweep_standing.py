@@ -27,7 +27,7 @@ ATTEMPTS, LOG = "sweep-attempts.json", "sweep.log"
 COLUMNS = 79
 TAIL_LINES, TAIL_BYTES, TAIL_COLUMNS = 5, 8192, 200
 
-State = Literal["finished", "going on", "failed", "stopped", "not begun", "not made", "damaged"]
+State = Literal["finished", "going on", "pruned", "failed", "stopped", "not begun", "not made", "damaged"]
 
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -42,6 +42,9 @@ class Attempts(BaseModel):
     seconds: Amount = 0.0
     dollars: Amount | None = None  # None: the price is not known
     exit_status: int | None = None  # of the last that failed; None: it did not, or is not at its end
+    pruned_at_step: int | None = (
+        None  # by the validation at which global step a search has given it up; None: it has not
+    )
 
 
 def read_attempts(run: DerivedRun) -> Attempts:
@@ -63,6 +66,11 @@ def summary_of(run: DerivedRun) -> RunSummary | None:
     wanted = run.train_config.min_train_tokens
     is_same = summary.train.get("min_train_tokens", wanted) == wanted
     return summary if is_same and summary.model in (None, run.model_config.model_dump(mode="json")) else None
+
+
+def is_done(run: DerivedRun) -> bool:
+    """Whether a sweep has no more to do with a run: it is finished, or a search has given it up."""
+    return summary_of(run) is not None or read_attempts(run).pruned_at_step is not None
 
 
 def dollars_spent(run: DerivedRun) -> float:
@@ -100,6 +108,8 @@ def _standing_of(run: DerivedRun) -> Standing:
     if is_held(run.run.path / ".lock"):
         return Standing(run, "going on", _progress(run))
     attempts = read_attempts(run)
+    if attempts.pruned_at_step is not None:
+        return Standing(run, "pruned", f"at global step {attempts.pruned_at_step:,}")
     if attempts.exit_status is not None:
         return Standing(run, "failed", f"exit status {attempts.exit_status}; {run.run.path / LOG} ends:")
     if list_checkpoints(run.run.checkpoints):
@@ -140,11 +150,29 @@ def end_of_log(run: DerivedRun) -> list[str]:
 
 def describe_standings(name: str, standings: Sequence[Standing], runs_dir: Path) -> str:
     """For a terminal: one line a run, and the end of the log of those that failed."""
+    said = count_states(standings)
+    lines = [f"Sweep {name} in {runs_dir}: {said}", "", *standing_lines(standings)]
+    return "\n".join(lines)
+
+
+def count_states(standings: Sequence[Standing]) -> str:
     counts = Counter(each.state for each in standings)
-    order: tuple[State, ...] = ("finished", "going on", "stopped", "failed", "not begun", "not made", "damaged")
-    said = ", ".join(f"{counts[state]:,} {state}" for state in order if counts[state])
-    lines = [f"Sweep {name} in {runs_dir}: {said}", ""]
-    width = max(len(each.run.name) for each in standings)
+    order: tuple[State, ...] = (
+        "finished",
+        "going on",
+        "stopped",
+        "pruned",
+        "failed",
+        "not begun",
+        "not made",
+        "damaged",
+    )
+    return ", ".join(f"{counts[state]:,} {state}" for state in order if counts[state])
+
+
+def standing_lines(standings: Sequence[Standing]) -> list[str]:
+    lines = []
+    width = max((len(each.run.name) for each in standings), default=0)
     for each in standings:
         said = printable(each.said)
         line = f"{each.run.name:<{width}}  {each.state:<9}  {said}".rstrip()
@@ -153,7 +181,7 @@ def describe_standings(name: str, standings: Sequence[Standing], runs_dir: Path)
         lines.append(line)
         if each.state == "failed":
             lines += [f"    {text}" for text in end_of_log(each.run)]
-    return "\n".join(lines)
+    return lines
 
 
 def _indented(text: str) -> str:

@@ -12,17 +12,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
 from harness.analysis.derived_runs import MODEL_KEYS, TRAIN_KEYS, Base, DerivedRun, check_key, derive
+from harness.analysis.sweep_space import NOT_SEARCHED, count_points, known_keys, parse_domain, parse_part
 from harness.common.errors import UserError
 from harness.common.files import check_name
-from harness.common.json_files import SCHEMA_KEY, json_schema, parse_config, read_json_object, strict_json
+from harness.common.json_files import SCHEMA_KEY, parse_config, read_json_object, strict_json
 from harness.common.messages import quoted
-from harness.model.config import ModelConfig
-from harness.runs.train_config import TrainConfig
 
 LARGEST_POINTS = 1000  # beyond it a sweep is a typing error, or wants another program
 LONGEST_LABEL = 60  # characters of a run's name that say what differs
@@ -49,10 +48,29 @@ SHORT = {
 }
 
 Settings = dict[str, JsonValue]
+SEARCH_KEYS = {"search", "trials", "objective", "pruning", "sampler_seed"}
+NUMBER_SCHEMA = {"type": "number"}
+RANGE_SCHEMA = {
+    "type": "object",
+    "properties": {"min": NUMBER_SCHEMA, "max": NUMBER_SCHEMA, "log": {"type": "boolean"}, "step": NUMBER_SCHEMA},
+    "required": ["min", "max"],
+    "additionalProperties": False,
+}
+
+
+class Pruning(BaseModel):
+    """When a search may end a trial early: once its lowest validation loss so far is above the median that the finished
+    trials had after as many tokens."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    after_trials: int = Field(default=5, ge=1, le=LARGEST_POINTS, description="Not before so many are finished.")
+    after_share: float = Field(default=0.3, ge=0, le=1, description="Not before this share of a trial's tokens.")
 
 
 class Sweep(BaseModel):
-    """A SWEEP.json: every combination of `vary`'s values and `together`'s entries is a run."""
+    """A SWEEP.json: every combination of `vary`'s values and `together`'s entries is a run; or, with `search`, each of
+    `trials` runs is chosen by what the earlier ones came to."""
 
     model_config = ConfigDict(title="SWEEP.json", frozen=True, strict=True, extra="forbid")
 
@@ -61,6 +79,15 @@ class Sweep(BaseModel):
     set: Settings = Field(default={}, description="Keys of model.json and train.json, alike in all runs.")
     vary: dict[str, list[JsonValue]] = Field(default={}, description="Values to combine with all the others.")
     together: list[Settings] = Field(default=[], description="Keys that change together: each entry is one value.")
+    search: dict[str, Any] = Field(
+        default={}, description='Ranges ({"min": ..., "max": ..., "log": true}) or lists of values to choose from.'
+    )
+    trials: int | None = Field(default=None, ge=1, le=LARGEST_POINTS, description="How many runs a search makes.")
+    objective: Literal["final_validation_loss", "best_validation_loss"] = Field(
+        default="final_validation_loss", description="What a search minimizes."
+    )
+    pruning: Pruning = Field(default=Pruning(), description="When a search may end a trial early.")
+    sampler_seed: int = Field(default=0, ge=0, lt=2**63, description="Of the search's random choices.")
 
     @model_validator(mode="before")
     @classmethod
@@ -75,6 +102,24 @@ class Sweep(BaseModel):
                 )
         return {key: value for key, value in raw.items() if key != SCHEMA_KEY}
 
+    @field_validator("pruning", mode="before")
+    @classmethod
+    def _pruning(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict):
+            raise ValueError(f'key "pruning": must be an object, such as {{"after_trials": 5}}, not {quoted(raw)}')
+        try:
+            return parse_part(Pruning, raw)
+        except ValueError as error:
+            raise ValueError(f'in "pruning": {error}') from None
+
+    @field_validator("search", mode="after")
+    @classmethod
+    def _domains(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return {key: parse_domain(key, each) for key, each in raw.items()}
+        except ValueError as error:
+            raise ValueError(f'in "search": {error}') from None
+
     @model_validator(mode="after")
     def _possible(self) -> Sweep:
         for place, key in self._all_keys():
@@ -82,6 +127,9 @@ class Sweep(BaseModel):
                 check_key(key)
             except ValueError as error:
                 raise ValueError(f'in "{place}": {error}') from None
+        if self.is_search:
+            self._check_search()
+            return self
         self._check_values()
         places = Counter(key for _, key in self._all_keys())
         twice = [key for key, count in places.items() if count > 1]
@@ -99,6 +147,29 @@ class Sweep(BaseModel):
         for key, values in self.vary.items():
             if not values:
                 raise ValueError(f'key "vary.{key}": has no values; give at least one, or remove the key')
+
+    @property
+    def is_search(self) -> bool:
+        return bool(SEARCH_KEYS & self.model_fields_set)
+
+    def _check_search(self) -> None:
+        if not self.search:
+            raise ValueError('key "search": name at least one key of model.json or train.json to choose values for')
+        for key in ("vary", "together"):
+            if getattr(self, key):
+                raise ValueError(
+                    f'keys "search" and "{key}": leave one of them out; a search chooses every value itself'
+                )
+        if self.trials is None:
+            raise ValueError('key "trials": missing; give the number of runs that the search makes')
+        twice = [key for key in self.search if key in self.set]
+        if twice:
+            raise ValueError(f'key "{twice[0]}": given in "set" and in "search"; keep one')
+        points = count_points(self.search)
+        if points is not None and points < self.trials:
+            raise ValueError(
+                f'key "trials": {self.trials:,}, but "search" has {points:,} points; "vary" makes them all'
+            )
 
     def _all_keys(self) -> Iterator[tuple[str, str]]:
         yield from (("set", key) for key in self.set)
@@ -170,12 +241,14 @@ def load_sweep(path: Path, runs_dir: Path) -> SweepRuns:
 
     Raises UserError naming the file, the key and the remedy.
     """
-    sweep = parse_config(Sweep, read_json_object(path), path)
-    name = _sweep_name(sweep, path)
-    try:
-        base = Base.load(runs_dir, sweep.base)
-    except UserError as error:
-        raise UserError(f'{path}: key "base": {error}') from None
+    sweep = read_sweep(path)
+    if sweep.is_search:
+        raise UserError(
+            f'{path}: key "search": makes its runs one by one as it trains them: '
+            f"`sweep_runs.py search {path} DATASETS_DIR`"
+        )
+    name = sweep_name(sweep, path)
+    base = load_base(sweep, path, runs_dir)
     points = list(sweep.points())
     runs = []
     for label, point in zip(labels(points), points, strict=True):
@@ -187,7 +260,20 @@ def load_sweep(path: Path, runs_dir: Path) -> SweepRuns:
     return SweepRuns(path, name, runs_dir, runs)
 
 
-def _sweep_name(sweep: Sweep, path: Path) -> str:
+def read_sweep(path: Path) -> Sweep:
+    """Read a SWEEP.json. Raises UserError naming the file, the key and the remedy."""
+    return parse_config(Sweep, read_json_object(path), path)
+
+
+def load_base(sweep: Sweep, path: Path, runs_dir: Path) -> Base:
+    """The run to derive from. Raises UserError."""
+    try:
+        return Base.load(runs_dir, sweep.base)
+    except UserError as error:
+        raise UserError(f'{path}: key "base": {error}') from None
+
+
+def sweep_name(sweep: Sweep, path: Path) -> str:
     name = path.stem if sweep.name is None else sweep.name
     try:
         if len(name) > LONGEST_SWEEP_NAME:
@@ -236,7 +322,7 @@ def _hash(point: Settings) -> str:
 def sweep_schema() -> dict[str, Any]:
     """The JSON Schema of a SWEEP.json for editors: it knows the keys of model.json and train.json."""
     schema = Sweep.model_json_schema()
-    known = {**json_schema(ModelConfig)["properties"], **json_schema(TrainConfig)["properties"]}
+    known = known_keys()
     keys = {key: known[key] for key in known if key in MODEL_KEYS or key in TRAIN_KEYS}
     lists = {key: {"type": "array", "items": of, "minItems": 1} for key, of in keys.items()}
     settings = {"type": "object", "properties": keys, "additionalProperties": False}
@@ -244,6 +330,11 @@ def sweep_schema() -> dict[str, Any]:
     properties["set"] |= settings
     properties["vary"] |= {"type": "object", "properties": lists, "additionalProperties": False}
     properties["together"]["items"] = settings
+    searched = {key: {"anyOf": [RANGE_SCHEMA, {**of, "minItems": 2}]} for key, of in lists.items()}
+    searched = {key: searched[key] for key in searched if key not in NOT_SEARCHED}
+    properties["search"] |= {"type": "object", "properties": searched, "additionalProperties": False}
+    properties["pruning"] = {**Pruning.model_json_schema(), "description": properties["pruning"]["description"]}
+    schema.pop("$defs", None)
     properties[SCHEMA_KEY] = {"type": "string", "description": "Where an editor finds this schema; without effect."}
     return schema
 
