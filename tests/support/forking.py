@@ -1,7 +1,7 @@
 """In place of a Python that starts cold, a fork of the process that starts it, which has imported torch already.
 
 A forked process runs a root script from its first line to its own exit, in a session, a folder and an environment of
-its own, like one that was started cold: `warm` has the first of them, and one that has called `fork_pythons` forks those
+its own, like one that was started cold. `warm` has the first of them; one that has called `fork_pythons` forks those
 that it starts itself. They remain its children, with the pipes, sessions and signals that it gives them.
 """
 

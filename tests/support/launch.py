@@ -20,8 +20,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from tests.support.isolation import SHIPPED_RUNS
-from tests.support.warm import ROOT as ROOT
 from tests.support.warm import FORK_PYTHONS, WarmProcess, warm_server
+from tests.support.warm import ROOT as ROOT
 
 Process = subprocess.Popen[str] | WarmProcess
 DATASET = "local/letters"

@@ -125,7 +125,7 @@ class Pair:
         return self.first, self.second
 
     def torchrun(self, name: str, *options: str, processes: int = 1, c10d: bool = False) -> list[WarmProcess]:
-        """Start the real torchrun on both hosts, to train the run `name` with so many processes on each, forked from it.
+        """Start the real torchrun on both hosts, to train the run `name` with so many forks of it on each.
 
         The first host is node 0; with `c10d`, torchrun chooses, and takes the one whose name comes first.
         """
