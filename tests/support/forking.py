@@ -87,7 +87,7 @@ def fork_pythons() -> None:
                 stream.flush()
         start(self, args, *positional, **options)
 
-    subprocess.Popen.__init__ = start_forked  # type: ignore[method-assign]
+    subprocess.Popen.__init__ = start_forked  # type: ignore[method-assign, assignment]
 
 
 def _become(script: Script, first: Callable[[], object] | None, environment: Mapping[str, str] | None) -> NoReturn:
