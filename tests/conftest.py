@@ -20,7 +20,7 @@ from xdist.scheduler import LoadFileScheduling
 
 from tests.support import isolation  # before all that imports torch
 from tests.support.jobs import set_pace
-from tests.support.launch import Workshop
+from tests.support.launch import PATIENCE_SECONDS, Workshop, finish
 from tests.support.reliability import Row, render, sections_of
 from tests.support.stopped_run import build_stopped_run
 
@@ -144,5 +144,6 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     shop = Workshop(tmp_path_factory.mktemp("quickstart"))
     short = {"min_train_tokens": 20 * 2048, "validation_interval": 10, "validation_batches": 2, "warmup_steps": 5}
     shop.add_shipped_run("quickstart", **short)
-    (shop.path / "printed").write_text(shop.torchrun("quickstart").stdout)
+    done = finish([shop.start_torchrun("quickstart")], expect=0, timeout=PATIENCE_SECONDS)
+    (shop.path / "printed").write_text(done.stdout)
     return shop

@@ -28,8 +28,9 @@ from harness.common.errors import UserError
 from harness.common.files import sha256
 from harness.common.json_files import read_json_object
 from tests.support.isolation import ROOT
-from tests.support.launch import Process, Workshop, metrics
-from tests.support.sweeping import add_summary, load, start, sweep_command
+from tests.support.launch import Process, Workshop, finish, metrics
+from tests.support.sweeping import add_summary, load, sweep_command
+from tests.support.warm import FORK_PYTHONS
 
 PATIENCE_SECONDS = 100
 
@@ -271,7 +272,9 @@ def test_a_run_that_another_process_trains_is_waited_for(shop: Workshop) -> None
 
 
 def begin(shop: Workshop, *options: str) -> Process:
-    return start(shop, "sweep_runs.py", "run", str(shop.path / "s.json"), str(shop.datasets), *options)
+    """Its runs, torchrun and ranks included, are forked from it."""
+    words = [str(ROOT / "sweep_runs.py"), "run", str(shop.path / "s.json"), str(shop.datasets), *options]
+    return shop.fork([*words, "--runs-dir", str(shop.runs)], {}, FORK_PYTHONS)
 
 
 def wait_for_steps(shop: Workshop, name: str, process: Process) -> None:
@@ -290,8 +293,7 @@ def weights(shop: Workshop, name: str) -> str:
 def test_real_runs_from_the_file_to_the_losses(shop: Workshop) -> None:
     shop.add_dataset()
     sweep = make(shop, together=[{"random_seed": 1}, {"initial_weights": "missing.safetensors"}])
-    done = sweep_command(shop, "run", str(shop.datasets), "--groups", "2")
-    assert done.status == 1
+    done = finish([begin(shop, "--groups", "2")], expect=1, timeout=PATIENCE_SECONDS)
     assert done.error_lines == ["error: 1 of 2 runs failed; the same command tries them again"]
     assert "1 finished, 1 failed" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("    error: ")

@@ -182,7 +182,7 @@ def test_torchrun_told(shop: Workshop, straight: Path, exhaustive: bool, evidenc
         run = shop.add_run(f"torchrun-{place}-{told.name}", **SETTINGS)
         mark = shop.path / f"{run.name}.mark"
         work = LONG_WORK[place].format(noted=f"note({str(mark)!r}, pause(5))")
-        process = Torchrun(shop, run).start(f"before({work}, rank=0, call=1)")
+        process = Torchrun(shop, run, are_forked=True).start(f"before({work}, rank=0, call=1)")
         await_file(mark, process)
         began = time.monotonic()
         os.kill(process.pid, told)  # Ctrl-C in a terminal reaches torchrun alone, too: its ranks have own sessions
@@ -217,7 +217,7 @@ def test_torchrun_told_in_a_download(tmp_path: Path, exhaustive: bool, evidence:
             dataset.files["train.safetensors"].delay_seconds = 60
             shop = Workshop(tmp_path / told.name, hub.environment(tmp_path / "hf") | {"HF_HUB_OFFLINE": "0"})
             run = shop.add_run(dataset=NAME, min_train_tokens=256)
-            process = Torchrun(shop, run).start("")
+            process = Torchrun(shop, run, are_forked=True).start("")
             while not any(file.downloads for file in dataset.files.values() if file.delay_seconds):
                 assert process.poll() is None, process.communicate(timeout=1)
                 time.sleep(0.02)
@@ -390,7 +390,7 @@ def die_in_lives(shop: Workshop, run: Path, deaths: Sequence[tuple[int, int]], a
         f"before(STEP, in_life({life}, {str(lives)!r}, kill), rank={rank}, step={step})\n"
         for life, (rank, step) in enumerate(deaths, 1)
     )
-    process = Torchrun(shop, run).start(prelude, "--max-restarts=3", arguments=arguments)
+    process = Torchrun(shop, run, are_forked=True).start(prelude, "--max-restarts=3", arguments=arguments)
     result = finish([process], expect=0, timeout=280)
     asked_back = bool(arguments) and arguments != ["--restart"]
     assert result.stdout.count("continuing from") == len(deaths) + asked_back, result.stdout

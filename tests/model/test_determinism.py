@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,11 +15,13 @@ from harness.common.errors import UserError
 from harness.distributed.signals import StopSignal
 from harness.model import determinism
 from harness.training import startup
-from tests.support.isolation import ROOT
+from tests.support.isolation import FOLDER, ROOT
 from tests.support.launch import Workshop
+from tests.support.warm import warm_server
 
 # What the process has set, and the code that an embedding's backward pass is compiled to on two threads: C++ or, where
-# there is a kernel of torch's own for it, a call of that.
+# there is a kernel of torch's own for it, a call of that. The C++ is not compiled on, processes for that are not
+# started, and the processor's vectors are not tried out: all that takes longer than what is looked for.
 PROGRAM = """
 import json, os, sys, torch
 from harness.model.determinism import compute_deterministically
@@ -29,7 +29,7 @@ if sys.argv[1] == "deterministic":
     compute_deterministically()
 assert not torch.cuda.is_initialized()
 import torch._inductor.config as inductor
-from torch._inductor.utils import run_and_get_code
+from torch._inductor.graph import GraphLowering
 torch.set_num_threads(2)
 names = ["shape_padding", "max_autotune", "coordinate_descent_tuning", "deterministic"]
 found = {name: getattr(inductor, name, None) for name in names}
@@ -41,23 +41,28 @@ if sys.argv[2:]:
     def backward(gradient, tokens):
         return torch.ops.aten.embedding_dense_backward(gradient, tokens, 50, -1, False)
     arguments = torch.randn(64, 8), torch.randint(0, 50, (64,))
-    _, code = run_and_get_code(torch.compile(backward), *arguments)
-    found["code"] = "\\n".join(code)
+    codes = []
+    def end_here(code):
+        codes.append(code)
+        raise RuntimeError("the code is there")
+    GraphLowering.save_output_code = staticmethod(end_here)
+    try:
+        torch.compile(backward)(*arguments)
+    except Exception as error:
+        assert "the code is there" in str(error)
+    (found["code"],) = codes
 print(json.dumps(found))
 """
 
 
 def settings(*arguments: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "2"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    path = FOLDER / "settings.py"
+    path.write_text(PROGRAM)
+    quick = {"TORCHINDUCTOR_VEC_ISA_OK": "0", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    process = warm_server().spawn([str(path), *arguments], ROOT, os.environ | quick)
+    stdout, stderr = process.communicate(timeout=200)
+    assert process.returncode == 0, stderr
+    return json.loads(stdout)
 
 
 @cache

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -337,6 +338,21 @@ def test_autocast_is_seen_by_a_compiled_loss(compiled_kernels: None) -> None:
     for one, other in zip(gradients(actual, features, weight), gradients(expected, features, weight), strict=True):
         assert one.dtype == torch.float32
         assert relative_error(one, other) < 2e-3
+
+
+@pytest.mark.slow
+def test_machine_code_of_the_kernel_computes_the_same() -> None:
+    """By the C++ compiler, without the processor's vectors: trying out which of them work takes longer than this."""
+    torch._dynamo.reset()
+    logits, targets = torch.randn(130, 384, generator=torch.Generator().manual_seed(0)), torch.arange(130) % 257
+    found = []
+    with torch._inductor.config.patch({"cpp.vec_isa_ok": False, "compile_threads": 1}):
+        for kernel in (eager_kernel, logit_errors._compiled_kernel):
+            errors, losses = logits.clone(), torch.empty(130)
+            kernel(errors, targets, losses, 257, True)
+            found += [errors, losses]
+    torch._dynamo.reset()
+    torch.testing.assert_close(found[2:], found[:2], rtol=1e-5, atol=2e-6)
 
 
 def test_there_are_no_second_derivatives() -> None:

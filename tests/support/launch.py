@@ -20,11 +20,12 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from tests.support.isolation import SHIPPED_RUNS
+from tests.support.warm import FORK_PYTHONS, WarmProcess, warm_server
 from tests.support.warm import ROOT as ROOT
-from tests.support.warm import WarmProcess, warm_server
 
 Process = subprocess.Popen[str] | WarmProcess
 DATASET = "local/letters"
+TORCHRUN = "from torch.distributed.run import main\nmain()\n"  # what the command `torchrun` is
 PATIENCE_SECONDS = 240  # for what takes two on an idle machine; below pytest's own timeout
 
 # A model that trains at thousands of tokens per second on one core, with everything a large one has.
@@ -121,10 +122,15 @@ class Workshop:
     def torchrun(
         self, *arguments: str, ranks: int = 2, expect: int | None = 0, timeout: float = PATIENCE_SECONDS
     ) -> Result:
-        """Run ddp_train.py under the real torchrun."""
-        return finish([self.start_torchrun(*arguments, ranks=ranks)], expect=expect, timeout=timeout)
+        """Run ddp_train.py under the real torchrun, which is forked, and forks its ranks."""
+        launcher = self.path / "torchrun"
+        launcher.write_text(TORCHRUN)
+        command = [str(launcher), "--standalone", f"--nproc_per_node={ranks}", str(ROOT / "ddp_train.py")]
+        process = self.fork([*command, *self._arguments(arguments)], {}, FORK_PYTHONS)
+        return finish([process], expect=expect, timeout=timeout)
 
     def start_torchrun(self, *arguments: str, ranks: int = 2) -> Process:
+        """Start it as a user does: Python and torch load anew, in torchrun and in each rank."""
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         return self.spawn([*launcher, str(ROOT / "ddp_train.py"), *self._arguments(arguments)], {})
 

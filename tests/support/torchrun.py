@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.isolation import ROOT
-from tests.support.launch import Workshop
-from tests.support.two_hosts import TORCHRUN
-from tests.support.warm import WarmProcess
+from tests.support.launch import TORCHRUN, Workshop
+from tests.support.warm import FORK_PYTHONS, WarmProcess
 
 FAULTS = "from tests.support.faults import *\n"
 # What ddp_train.py does first, before a prelude imports torch.
@@ -33,10 +32,12 @@ def with_faults(shop: Workshop, run: Path, prelude: str) -> Path:
 
 @dataclass(frozen=True)
 class Torchrun:
-    """A job of two ranks, processes that a torchrun has started cold."""
+    """A job of two ranks that a torchrun has started: cold processes, or `are_forked` from it, which takes seconds less
+    of each and leaves them its children."""
 
     shop: Workshop
     run: Path
+    are_forked: bool = False
 
     def start(self, prelude: str, *options: str, arguments: Sequence[str] = (), faults: str = FAULTS) -> WarmProcess:
         """Start torchrun with `options`, and ddp_train.py with `arguments` in each rank, where `faults` and `prelude`,
@@ -46,14 +47,15 @@ class Torchrun:
         launcher.write_text(TORCHRUN)
         command = [self.run.name, str(self.shop.datasets), *arguments, "--runs-dir", str(self.shop.runs)]
         launch = [str(launcher), "--standalone", "--nproc_per_node=2", *options, str(script), *command]
-        return self.shop.fork(launch, {MARK: self.mark})
+        return self.shop.fork(launch, {MARK: self.mark}, FORK_PYTHONS if self.are_forked else "")
 
     @property
     def mark(self) -> str:
         return str(self.run)
 
     def processes(self) -> list[int]:
-        """The pids of all processes of this job that run, wherever they have got to: torchrun and its descendants."""
+        """The pids of all processes of this job that run, wherever they have got to: torchrun and its descendants. Not
+        those that are forked: the system shows what environment a program was started with."""
         wanted = f"{MARK}={self.mark}".encode()
         found = []
         for entry in Path("/proc").iterdir():

@@ -27,15 +27,14 @@ from typing import TypeVar
 
 import pytest
 
-from tests.support.launch import ROOT, Result, Workshop
-from tests.support.warm import WarmProcess, warm_server
+from tests.support.launch import ROOT, TORCHRUN, Result, Workshop
+from tests.support.warm import FORK_PYTHONS, WarmProcess, warm_server
 
 T = TypeVar("T")
 
 ADDRESSES = {"node-a": "10.77.0.1", "node-b": "10.77.0.2"}
 INTERFACE = "eth0"
 PORT = 29500
-TORCHRUN = "from torch.distributed.run import main\nmain()\n"  # what the command `torchrun` is
 # Takes this thread into namespaces of another process; 0: whichever kinds they are.
 ENTER = """
 import ctypes, os
@@ -84,15 +83,16 @@ class Host:
         inherited = {key: value for key, value in os.environ.items() if key not in launcher}
         own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **self.shop.environment}
         entrance = ENTER.format(kinds=("net", "uts", "mnt"), pid=self.holder.pid) + f"os.chdir({str(self.work)!r})\n"
-        return warm_server().spawn(list(command), self.work, inherited | own | variables, entrance)
+        return warm_server().spawn(list(command), self.work, inherited | own | variables, entrance + FORK_PYTHONS)
 
     def training(self, name: str) -> list[str]:
         """The command that trains the run `name`."""
         return [str(ROOT / "ddp_train.py"), name, str(self.work / "datasets"), "--runs-dir", str(self.work / "runs")]
 
     def workers(self) -> list[int]:
-        """The pids of what torchrun has started here: `python -u ddp_train.py ...`."""
-        return [pid for pid in self.processes() if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1] == b"-u"]
+        """The pids of what torchrun has started here, which nothing else here has."""
+        parents = {pid: parent_of(pid) for pid in self.processes()}
+        return [pid for pid, parent in parents.items() if parent in parents and parents[parent] not in parents]
 
     def crash(self) -> None:
         """SIGKILL to everything that runs here."""
@@ -125,7 +125,7 @@ class Pair:
         return self.first, self.second
 
     def torchrun(self, name: str, *options: str, processes: int = 1, c10d: bool = False) -> list[WarmProcess]:
-        """Start the real torchrun on both hosts, to train the run `name` with so many processes on each.
+        """Start the real torchrun on both hosts, to train the run `name` with so many forks of it on each.
 
         The first host is node 0; with `c10d`, torchrun chooses, and takes the one whose name comes first.
         """
@@ -164,6 +164,11 @@ class Pair:
         for host in self.hosts:
             host.call("ip", "link", "set", INTERFACE, "up")
             host.call("ip", "neighbour", "flush", "dev", INTERFACE, "nud", "all")
+
+
+def parent_of(pid: int) -> int:
+    """proc(5), stat: the second field after the name, which is in brackets."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @contextmanager

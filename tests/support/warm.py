@@ -1,7 +1,8 @@
 """Processes that start at once: forked from one that has imported torch already, which takes seconds.
 
 A forked process runs a root script from its first line to its own exit, in a session, a folder and an environment of
-its own, like one that was started cold.
+its own, like one that was started cold. With the prelude FORK_PYTHONS, so do those that it starts itself: torchrun's
+ranks, a sweep's runs.
 """
 
 from __future__ import annotations
@@ -37,15 +38,18 @@ DRAWING = (
     ),
 )
 
+FORK_PYTHONS = "from tests.support.forking import fork_pythons\nfork_pythons()\n"
+
 # For each line on standard input one process, watched over by another that writes down its pid and how it ended.
 # huggingface_hub is not imported here: it reads its environment when it is.
 SERVER = """
-import atexit, gc, json, os, runpy, signal, sys, threading, traceback
+import gc, json, os, runpy, signal, sys
 sys.path.insert(0, sys.argv[1])
 import ddp_train, harness.runs.checkpoints, gpt, torch, safetensors.torch
 import checkpointing, harness.training.batch_size_finder, harness.runs.plan
 import harness.data.fetch, harness.training.startup, torch._dynamo
 from harness.training.chart_process import ChartProcess
+from tests.support.forking import run_to_the_end
 
 def note(path, number):
     with open(path + ".draft", "w") as file:
@@ -79,21 +83,12 @@ for line in sys.stdin:
         note(job["base"] + ".status", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         os._exit(0)
     become(job)
-    status = 0
-    try:
+
+    def program():
         exec(compile(job["prelude"], "prelude", "exec"), {})
         runpy.run_path(job["script"], run_name="__main__")
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-        status = 1
-    # As the interpreter ends, but for taking every object apart, which takes longer than most of these commands.
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        stream.flush()
-    os._exit(status)
+
+    run_to_the_end(program)
 os._exit(0)
 """
 
