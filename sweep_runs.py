@@ -107,29 +107,33 @@ def plan(sweep: Path, datasets_dir: Path, runs_dir: Path, groups: int, **given: 
 @MAX_DOLLARS
 @RUNS_DIR
 def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | None, **given: Any) -> None:
-    """Train the runs of SWEEP.json that are not finished, one after the other or --groups at a time.
+    """Make the runs of SWEEP.json that are missing, and train what is not finished: one run after the other, or
+    --groups at a time.
 
     The same command goes on after whatever has ended it. A run that fails does not stop the others. Ctrl-C stops them
     with checkpoints. What a run prints goes to sweep.log in its folder.
     """
     with one_line_errors():
+        from harness.analysis.derived_runs import write_runs
         from harness.analysis.sweep_plan import AssumedSpeed, MachineUse, Planner, plan_sweep
         from harness.analysis.sweep_run import SweepRunner, leave
-        from harness.analysis.sweeps import load_sweep
+        from harness.analysis.sweeps import load_sweep, next_commands
         from harness.common.lasting_output import survive_closed_output
         from harness.common.lock import RunLock
 
         found = load_sweep(sweep, runs_dir)
-        found.require_made()
+        missing = found.missing()
         RunLock.take(runs_dir / f".sweep-{found.name}.lock", f"used for the sweep {found.name}")
         use = MachineUse.of(datasets_dir, given["groups"], given["processes"])
         planner = Planner(use, AssumedSpeed().options(runs_dir))
         runner = SweepRunner(found.runs, planner, Path(__file__).with_name("ddp_train.py"), max_dollars)
         plan_sweep(found, planner).check_disk(runs_dir)
+        write_runs(missing)
         survive_closed_output(runner.hang_up)
         say(f"Sweep {found.name}: {len(runner.waiting):,} of {len(found.runs):,} runs are to be trained")
         say("What they print goes to sweep.log in their folders.")
         leave(runner.run(say), found.runs)
+        say(next_commands(found, datasets_dir))
 
 
 @main.command("search", short_help="Choose and train runs, one after the other.")

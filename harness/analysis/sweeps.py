@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import itertools
 import json
 import math
+import os
 import re
 import shlex
 from collections import Counter
@@ -228,12 +230,27 @@ class SweepRuns:
         if missing:
             raise UserError(
                 f"{self.path}: {len(missing):,} of its {len(self.runs):,} runs are not made yet ({missing[0].name}, "
-                f"...): first `sweep_runs.py make {shlex.quote(str(self.path))}{self._runs_dir_option}`"
+                f"...): first `sweep_runs.py make {shlex.quote(str(self.path))}{self.runs_dir_option}`"
             )
 
     @property
-    def _runs_dir_option(self) -> str:
+    def runs_dir_option(self) -> str:
+        """What a command needs to be told of the runs' folder, after a space; nothing where it is the usual one."""
         return "" if self.runs_dir == RUNS_DIR else f" --runs-dir {shlex.quote(str(self.runs_dir))}"
+
+
+def next_commands(sweep: SweepRuns, datasets_dir: Path) -> str:
+    """What to type when all runs are finished: how good each is, and what the sweep says."""
+    names = [run.name for run in sweep.runs]
+    pattern = f"{sweep.name}-*"
+    is_exact = set(fnmatch.filter(os.listdir(sweep.runs_dir), pattern)) == set(names)
+    named = [shlex.quote(pattern)] if is_exact else names
+    option = sweep.runs_dir_option
+    measured = " ".join(f"--run {name}" for name in named)
+    return (
+        f"\nNext:\n  uv run test_loss.py {shlex.quote(str(datasets_dir))} {measured}{option}"
+        f"\n  uv run compare_runs.py {' '.join(named)} --baseline {names[0]}{option}"
+    )
 
 
 def load_sweep(path: Path, runs_dir: Path) -> SweepRuns:

@@ -348,14 +348,25 @@ def test_ctrl_c_and_a_second_sweep_at_the_same_time(shop: Workshop) -> None:
     assert "s-seed2  not begun" in status
 
 
-def test_runs_that_are_not_made_are_not_run(shop: Workshop) -> None:
+def test_runs_that_are_missing_are_made(shop: Workshop) -> None:
+    shop.add_dataset()
     make(shop, vary={"random_seed": [1]})
     (shop.path / "s.json").write_text(json.dumps({"base": "base", "vary": {"random_seed": [1, 2]}}))
-    done = sweep_command(shop, "run", str(shop.datasets))
-    assert done.status == 2
-    assert f"1 of its 2 runs are not made yet (s-seed2, ...): first `sweep_runs.py make {shop.path}" in done.stderr
-    assert done.stderr.endswith(f"s.json --runs-dir {shop.runs}`\n")
+    script = sweep_command(shop, "slurm", str(shop.datasets))
+    assert script.status == 2
+    assert f"1 of its 2 runs are not made yet (s-seed2, ...): first `sweep_runs.py make {shop.path}" in script.stderr
+    assert script.stderr.endswith(f"s.json --runs-dir {shop.runs}`\n")
     assert "s-seed2  not made" in sweep_command(shop, "status").stdout
+    done = finish([begin(shop)], expect=0, timeout=PATIENCE_SECONDS)
+    assert (shop.runs / "s-seed2" / "summary.json").exists()
+    assert done.stdout.endswith(
+        f"Next:\n  uv run test_loss.py {shop.datasets} --run 's-*' --runs-dir {shop.runs}\n"
+        f"  uv run compare_runs.py 's-*' --baseline s-seed1 --runs-dir {shop.runs}\n"
+    )
+    (shop.runs / "s-another").mkdir()
+    again = sweep_command(shop, "run", str(shop.datasets))
+    assert "Nothing to do: all runs are finished" in again.stdout
+    assert "--run s-seed1 --run s-seed2 --runs-dir" in again.stdout, "a pattern would name another run, too"
 
 
 def spoil(shop: Workshop, name: str) -> None:
