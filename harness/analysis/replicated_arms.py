@@ -10,6 +10,7 @@ from itertools import takewhile
 from harness.analysis.records import RunRecord
 from harness.analysis.replicates import RunSetup, group_replicates
 from harness.common.messages import abbreviated
+from harness.runs.budget import as_tokens
 
 # What is left of names such as base-seed-1 and base-seed-2 where they begin to differ.
 SEED_ENDING = re.compile(r"[-_.]?((random[-_]?)?seed[-_=.]?\d*)?[-_=.]*$")
@@ -46,7 +47,8 @@ def named_arms(records: Sequence[RunRecord]) -> NamedArms:
 def setup_of(record: RunRecord) -> RunSetup:
     """What decides how the run came out."""
     dataset: Mapping[str, object] | None = record.dataset or None
-    return RunSetup(record.model, record.train, dataset, record.torch, record.device, record.world_size)
+    train = as_tokens(record.train, record.summary.budget if record.summary else None)
+    return RunSetup(record.model, train, dataset, record.torch, record.device, record.world_size)
 
 
 def arm_name(runs: Sequence[str]) -> str:

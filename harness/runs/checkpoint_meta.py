@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from harness.common.errors import UserError
 from harness.common.json_files import finite, parse_config, read_json_object
 from harness.model.tensor_names import META
+from harness.runs.budget import Budget
 from harness.runs.directory import CHECKPOINT_NAME
 from harness.runs.throughput import Conditions, Measured
 
@@ -153,6 +154,9 @@ class CheckpointMeta(BaseModel):
     precision: PrecisionName | None = None  # in which it was trained; earlier versions do not say
     tokenizer: str | None = None  # "gpt2", or the name of a file beside this one
     torch: str | None = None
+    # What train.json came to: a budget that is not in tokens, and keys that its scaling rules changed.
+    budget: Budget | None = None
+    scaled: dict[str, float] | None = None
     # A Provenance's. Whoever continues compares model and dataset with the run's own, and says what differs: any value.
     model: Any = None
     parameters: Count | None = None
