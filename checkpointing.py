@@ -35,7 +35,7 @@ from harness.training.async_writer import build_writer
 from harness.training.compilation import settle_compilation
 from harness.training.host_copies import HostCopies
 from harness.training.loss_meter import LossMeter
-from harness.training.reporter import Reporter, resolved_settings, restore_summary
+from harness.training.reporter import Reporter, program_and_settings, restore_summary
 from harness.training.rng import random_state, seed_for_rank, set_random_state
 from harness.training.startup import Start, say
 from harness.training.step import OptimizerStep
@@ -226,7 +226,6 @@ class Checkpointer:
 
     def _meta(self, state: TrainState, occasion: dict[str, Any]) -> CheckpointMeta:
         tokenizer = self.start.dataset.tokenizer
-        resolved = resolved_settings(self.start)
         return CheckpointMeta(
             **state.values(),
             **occasion,
@@ -239,7 +238,7 @@ class Checkpointer:
             precision=self.step.precision.name,
             tokenizer=tokenizer.name if isinstance(tokenizer, Path) else tokenizer,
             torch=torch.__version__,
-            **resolved,
+            **program_and_settings(self.start),
             **vars(self.start.provenance),
         )
 

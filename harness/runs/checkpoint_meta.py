@@ -154,6 +154,8 @@ class CheckpointMeta(BaseModel):
     precision: PrecisionName | None = None  # in which it was trained; earlier versions do not say
     tokenizer: str | None = None  # "gpt2", or the name of a file beside this one
     torch: str | None = None
+    versions: dict[str, str] = {}  # of the libraries, by name
+    commit: str | None = None  # of this program's sources; null where that is not known
     # What train.json came to: a budget that is not in tokens, and keys that its scaling rules changed.
     budget: Budget | None = None
     scaled: dict[str, float] | None = None

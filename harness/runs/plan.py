@@ -142,9 +142,9 @@ def describe_start(plan: Plan, speed: PlannedSpeed | None) -> list[str]:
         lines += _wrap(f"  budget: {plan.budget.describe()}; {left}{_price(plan, speed)}", following=" " * 4)
     if plan.config.batch_ramp is not None:
         seen = plan.position.tokens_seen if plan.position else 0
+        stages = [(seen + each.tokens_before, each.layout) for each in plan.batches.stages]
         sizes = [
-            f"{stage.layout.global_tokens // stage.layout.context_length:,} sequences from {seen + stage.tokens_before:,}"
-            for stage in plan.batches.stages
+            f"{layout.global_tokens // layout.context_length:,} sequences from {first:,}" for first, layout in stages
         ]
         lines += _wrap(f"  batch_ramp: {', '.join(sizes)} tokens on", following=" " * 4)
     for said in plan.scaled.explained:

@@ -37,7 +37,7 @@ class Outcome:
     throughput: Throughput
     machine: Machine
     layout: BatchLayout
-    resolved: dict[str, Any] = field(default_factory=dict)  # `budget` and `scaled` of the summary, where there are such
+    recorded: dict[str, Any] = field(default_factory=dict)  # of the summary's keys those that checkpoints have, too
 
 
 Count = Annotated[int, Field(ge=0)]
@@ -77,6 +77,8 @@ class RunSummary(BaseModel):
     microbatch_size: Positive | None = None
     accumulation_steps: Positive | None = None
     torch: str | None = None
+    versions: dict[str, str] = {}  # of the libraries, by name
+    commit: str | None = None  # of this program's sources; null where that is not known
     budget: Budget | None = None  # what it came to, where train.json's is not in tokens
     scaled: dict[str, float] | None = None  # keys of train.json that its scaling rules changed
     # A Provenance's
@@ -124,7 +126,7 @@ def summarise(run: str, outcome: Outcome, provenance: Provenance) -> RunSummary:
         microbatch_size=outcome.layout.microbatch_size,
         accumulation_steps=outcome.layout.accumulation_steps,
         torch=str(torch.__version__),
-        **outcome.resolved,
+        **outcome.recorded,
         **vars(provenance),
     )
 

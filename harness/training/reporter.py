@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from harness.common.errors import say_last
 from harness.common.memory import peak_bytes
+from harness.common.program import program_commit, program_versions
 from harness.common.units import GIB
 from harness.distributed.signals import described
 from harness.distributed.world import World
@@ -170,8 +171,8 @@ class Reporter:
             self.draw_chart()
         machine = measure_machine(self.world)
         if self.world.is_main:
-            resolved = resolved_settings(self.start)
-            outcome = Outcome(state, self.clock.now(), self.throughput, machine, self.start.layout, resolved)
+            recorded = program_and_settings(self.start)
+            outcome = Outcome(state, self.clock.now(), self.throughput, machine, self.start.layout, recorded)
             self.metrics.make_durable()
             write_summary(self.run, summarise(self.run.path.name, outcome, self.start.provenance))
             self.chart.finish(LAST_CHART_SECONDS)
@@ -201,11 +202,12 @@ def measure_machine(world: World) -> Machine:
     return Machine(world.device_name, world.size, max(world.gather(peak_bytes(world.device))) / GIB)
 
 
-def resolved_settings(start: Start) -> dict[str, Any]:
-    """What train.json's budget and scaling rules came to, for checkpoints and the summary; nothing of a run that has
-    neither."""
+def program_and_settings(start: Start) -> dict[str, Any]:
+    """For checkpoints and the summary: which program it is, and what train.json's budget and scaling rules came to, if
+    it has such."""
     resolved = {"budget": start.budget, "scaled": start.scaled.values or None}
-    return {key: value for key, value in resolved.items() if value is not None}
+    program = {"versions": program_versions(), "commit": program_commit()}
+    return program | {key: value for key, value in resolved.items() if value is not None}
 
 
 def throughput_on(start: Start, device_name: str) -> Throughput:
@@ -222,7 +224,7 @@ def restore_summary(start: Start, world: World) -> None:
     machine, layout = as_recorded(measure_machine(world), meta), as_recorded(start.layout, meta)
     seconds = dict.fromkeys(PHASES, 0.0) | meta.seconds
     provenance = Provenance(meta.model or {}, start.experiment.model.parameters, meta.train, meta.dataset or {})
-    resolved = {"budget": meta.budget, "scaled": meta.scaled}
-    resolved = {key: value for key, value in resolved.items() if value is not None}
-    outcome = Outcome(meta.state(), seconds, throughput_on(start, machine.device), machine, layout, resolved)
+    recorded = {key: getattr(meta, key) for key in ("versions", "commit", "budget", "scaled")}
+    recorded = {key: value for key, value in recorded.items() if value}
+    outcome = Outcome(meta.state(), seconds, throughput_on(start, machine.device), machine, layout, recorded)
     world.on_rank0(lambda: write_summary(run, summarise(run.path.name, outcome, provenance)))
