@@ -59,13 +59,13 @@ def tokens_of_budget(config: TrainConfig, model: ModelConfig, batches: BatchSche
     if config.train_steps is not None:
         return batches.tokens_before(config.train_steps)
     if config.tokens_per_parameter is not None:
-        wanted = math.ceil(config.tokens_per_parameter * model.parameters)
+        wanted = config.tokens_per_parameter * model.parameters
         check_one_batch(config, wanted / batches.tokens_before(1))
-        return batches.tokens_before(batches.steps_for(wanted))
+        return batches.tokens_before(batches.steps_for(math.ceil(wanted)))
     if config.target_flops is not None:
-        paid = int(config.target_flops) // model.flops_per_token
-        check_one_batch(config, paid / batches.tokens_before(1))
-        return batches.tokens_before(batches.steps_within(paid))
+        check_one_batch(config, config.target_flops / model.flops_per_token / batches.tokens_before(1))
+        paid = int(config.target_flops) // model.flops_per_token  # exact, as a quotient of floats is not
+        return batches.tokens_before(max(1, batches.steps_within(paid)))
     tokens = config.min_train_tokens
     return None if tokens is None or tokens == -1 else batches.tokens_before(batches.steps_for(tokens))
 
@@ -87,7 +87,7 @@ def check_one_batch(config: TrainConfig, batches: float) -> None:
     if batches >= 1:
         return
     key, value = config.budget, getattr(config, config.budget)
-    needed = f"raise it to at least {_rounded_up(value / batches)}" if batches > 0 else "raise it"
+    needed = f"raise it to at least {_rounded_up(value / batches)}"
     raise UserError(
         f'train.json: key "{key}": {value:g} is below one global batch ({batches:.2g} of it); {needed}, or make the '
         "global batch smaller"
