@@ -132,12 +132,14 @@ class Trainer:
 @click.option("--memory-limit-gib", type=POSITIVE, help="With -f: as if a device had G GiB.")
 @click.option("--write", is_flag=True, help="With -f: put the result into train.json.")
 @click.option("--plan", is_flag=True, help="Print what the command would do and cost; no training, no download.")
-@click.option("--assume-tps", type=POSITIVE, help="With --plan: tokens per second of training alone.")
 @click.option(
-    "--assume-tps-with-validation", type=POSITIVE, help="With --plan: tokens per second, validation's time counted."
+    "--assume-tps", type=POSITIVE, help="With --plan, or for target_hours: tokens per second of training alone."
 )
+@click.option("--assume-tps-with-validation", type=POSITIVE, help="The same, validation's time counted.")
 @click.option("--assume-world-size", type=click.IntRange(min=1), help="With --plan: as if there were N ranks.")
-@click.option("--assume-device", help="With --plan: as if they were such GPUs, like H100: a speed on paper.")
+@click.option(
+    "--assume-device", help="With --plan, or for target_hours: as if on such GPUs, like H100: a speed on paper."
+)
 @click.option("--restart", is_flag=True, help="Move earlier results to RUN/aside and start again.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 @schema_option

@@ -49,10 +49,10 @@ def test_compare_runs_shows_budgets_that_differ(shop: Workshop) -> None:
     shop.add_run("ratio", min_train_tokens=None, tokens_per_parameter=0.05)
     for name in ("steps", "ratio"):
         shop.train(name, ranks=1)
-    said = shop.script("compare_runs.py", "steps", "ratio", "--runs-dir", str(shop.runs), "--json", "-").stdout
-    columns = {column["key"]: column for column in json.loads(said)["columns"]}
-    assert columns["train_steps"] is not None
-    assert {"train_steps", "tokens_per_parameter"} <= columns.keys()
+    said = shop.script("compare_runs.py", "steps", "ratio", "--runs-dir", str(shop.runs), "--json").stdout
+    table = json.loads(said)
+    assert {"train_steps", "tokens_per_parameter"} <= table["columns"].keys()
+    assert "min_train_tokens" not in table["columns"]
 
 
 def test_replicates_are_those_that_saw_as_many_tokens(shop: Workshop) -> None:
@@ -97,7 +97,7 @@ def test_fit_scaling_predicts_a_run_by_its_budget(shop: Workshop) -> None:
     points.write_text("\n".join(rows) + "\n")
     arguments = ("fit_scaling.py", "--points", str(points), "--runs-dir", str(shop.runs), "--predict", "r")
     shop.add_run(min_train_tokens=None, tokens_per_parameter=20)
-    assert f"{20 * 8896:,}" in shop.command(*arguments).stdout
+    assert "178K tokens" in shop.command(*arguments).stdout
     shop.add_run(min_train_tokens=None, target_hours=2)
     refused = shop.command(*arguments)
     assert 'key "target_hours": 2.0 names no number; give parameters=,tokens=' in refused.stderr
