@@ -174,8 +174,22 @@ def finite(value: Any) -> Any:
 def json_schema(kind: type[RunFile]) -> dict[str, Any]:
     """The JSON Schema of a config class for editors, with the other spellings its loader accepts."""
     schema = kind.model_json_schema()
+    parts = schema.pop("$defs", {})
+    schema["properties"] = _without_references(schema["properties"], parts)
     place = {"type": "string", "description": "Where an editor finds this schema; without effect."}
     schema["properties"] |= {**kind.other_keys, SCHEMA_KEY: place}
     # Which of the others stands for which field is more than an editor needs to know.
     schema["required"] = [key for key in schema["required"] if key not in kind.replaceable_keys]
     return schema
+
+
+def _without_references(schema: Any, parts: dict[str, Any]) -> Any:
+    """With what it refers to in its place: whoever takes a key's schema out needs nothing besides."""
+    if isinstance(schema, list):
+        return [_without_references(each, parts) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
+        return _without_references(parts[reference.rpartition("/")[2]], parts)
+    return {key: _without_references(value, parts) for key, value in schema.items()}

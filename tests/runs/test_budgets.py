@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from harness.analysis.replicated_arms import as_tokens
 from harness.common.errors import UserError
 from harness.common.options import TrainOptions
 from harness.data.dataset import Dataset
 from harness.data.loader import BatchLayout
 from harness.model.config import load_model_config
-from harness.runs.budget import Budget, batch_schedule, stated_tokens, tokens_of_budget
+from harness.runs.budget import Budget, as_tokens, batch_schedule, stated_tokens, tokens_of_budget
 from harness.runs.checkpoint_meta import CheckpointMeta
 from harness.runs.directory import RunDirectory
 from harness.runs.experiment import Experiment
