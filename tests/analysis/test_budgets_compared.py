@@ -44,6 +44,7 @@ def test_how_far_a_run_is_by_what_its_budget_came_to(shop: Workshop) -> None:
     assert summary_of(longer) is None
 
 
+@pytest.mark.slow
 def test_compare_runs_shows_budgets_that_differ(shop: Workshop) -> None:
     shop.add_run("steps", min_train_tokens=None, train_steps=5)
     shop.add_run("ratio", min_train_tokens=None, tokens_per_parameter=0.05)
@@ -55,6 +56,7 @@ def test_compare_runs_shows_budgets_that_differ(shop: Workshop) -> None:
     assert "min_train_tokens" not in table["columns"]
 
 
+@pytest.mark.slow
 def test_replicates_are_those_that_saw_as_many_tokens(shop: Workshop) -> None:
     """Two runs of as many hours at other speeds are none; one in steps is one of the same in tokens."""
     records = []
