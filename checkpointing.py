@@ -35,7 +35,7 @@ from harness.training.async_writer import build_writer
 from harness.training.compilation import settle_compilation
 from harness.training.host_copies import HostCopies
 from harness.training.loss_meter import LossMeter
-from harness.training.reporter import Reporter, restore_summary
+from harness.training.reporter import Reporter, program_and_settings, restore_summary
 from harness.training.rng import random_state, seed_for_rank, set_random_state
 from harness.training.startup import Start, say
 from harness.training.step import OptimizerStep
@@ -138,7 +138,8 @@ class Checkpointer:
 
     def _steps_left(self) -> str:
         steps = self.start.position.total_steps - self.start.position.first_step
-        return f"{steps:,} global steps of {self.start.layout.global_tokens:,} tokens"
+        sizes = [f"{stage.layout.global_tokens:,}" for stage in self.start.batches.stages]
+        return f"{steps:,} global steps of {' to '.join(dict.fromkeys([sizes[0], sizes[-1]]))} tokens"
 
     def _say_where(self) -> None:
         """On several machines: which one has the results, and what continuing will need."""
@@ -237,6 +238,7 @@ class Checkpointer:
             precision=self.step.precision.name,
             tokenizer=tokenizer.name if isinstance(tokenizer, Path) else tokenizer,
             torch=torch.__version__,
+            **program_and_settings(self.start),
             **vars(self.start.provenance),
         )
 

@@ -20,6 +20,7 @@ from harness.common.options import POSITIVE, Command, TrainOptions
 from harness.distributed.signals import StopRequested, StopSignal
 from harness.distributed.watchdog import Place
 from harness.runs.intervals import due_after
+from harness.runs.scaling_rules import ramp_factor
 from harness.runs.schemas import schema_option
 
 if TYPE_CHECKING:
@@ -75,10 +76,17 @@ class Trainer:
     def train_step(self, step: int) -> None:
         """One update of the weights. The device may still be at it afterwards."""
         with self.start.clock.phase("training"), self.world.watchdog.guard(Place(step, "step")):
-            microbatches = self.loader.microbatches(step - self.start.position.first_step, self.world.rank)
-            self.meter.add(self.optimizer_step.run(microbatches, self.schedule.multiplier(step)))
-        self.state.advance(step, self.start.layout.global_tokens)
+            done = step - self.start.position.first_step
+            microbatches = self.loader.microbatches(done, self.world.rank)
+            batch_tokens = self.loader.batches.at(done).global_tokens
+            self.meter.add(self.optimizer_step.run(microbatches, self.multiplier(step, batch_tokens)))
+        self.state.advance(step, batch_tokens)
         self.reporter.console.advance()
+
+    def multiplier(self, step: int, batch_tokens: int) -> float:
+        """What the peak learning rates are multiplied by in a step with such a batch."""
+        ramp = ramp_factor(self.start.experiment.config, batch_tokens, self.start.layout.global_tokens)
+        return self.schedule.multiplier(step) * ramp
 
     def after_step(self, step: int, *, first: str = "report") -> None:
         """What is due after a step, from `first` on; all of it before the checkpoint, which includes the results."""
@@ -124,12 +132,14 @@ class Trainer:
 @click.option("--memory-limit-gib", type=POSITIVE, help="With -f: as if a device had G GiB.")
 @click.option("--write", is_flag=True, help="With -f: put the result into train.json.")
 @click.option("--plan", is_flag=True, help="Print what the command would do and cost; no training, no download.")
-@click.option("--assume-tps", type=POSITIVE, help="With --plan: tokens per second of training alone.")
 @click.option(
-    "--assume-tps-with-validation", type=POSITIVE, help="With --plan: tokens per second, validation's time counted."
+    "--assume-tps", type=POSITIVE, help="With --plan, or for target_hours: tokens per second of training alone."
 )
+@click.option("--assume-tps-with-validation", type=POSITIVE, help="The same, validation's time counted.")
 @click.option("--assume-world-size", type=click.IntRange(min=1), help="With --plan: as if there were N ranks.")
-@click.option("--assume-device", help="With --plan: as if they were such GPUs, like H100: a speed on paper.")
+@click.option(
+    "--assume-device", help="With --plan, or for target_hours: as if on such GPUs, like H100: a speed on paper."
+)
 @click.option("--restart", is_flag=True, help="Move earlier results to RUN/aside and start again.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 @schema_option
@@ -156,6 +166,7 @@ def main(run: str, datasets_dir: Path, checkpoint: str | None, **given: Any) -> 
         read_ranking()  # first: a launcher's leftovers would make this another run than was meant
         found = RunDirectory.find(options.runs_dir, run)
         experiment = Experiment.load(found, datasets_dir)
+        options.check_speeds(needs_speed=experiment.config.is_timed)
         experiment.check_dataset(ask_hub=not options.plan and local_rank() == 0)  # one process a machine asks
         if options.plan:
             from harness.runs.plan import print_plan
@@ -174,10 +185,10 @@ def main(run: str, datasets_dir: Path, checkpoint: str | None, **given: Any) -> 
 
             report_max_microbatch(experiment, build_rehearsal, options.memory_limit_gib, write=options.write)
         else:
-            train(experiment, checkpoint, restart=options.restart)
+            train(experiment, checkpoint, options)
 
 
-def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> None:
+def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions) -> None:
     """Start, continue, or find that there is nothing left to do."""
     from checkpointing import finish_already_trained
     from harness.distributed.world import World
@@ -186,7 +197,7 @@ def train(experiment: Experiment, checkpoint: str | None, *, restart: bool) -> N
 
     clock, stop = Clock(), StopSignal()
     world = World.join(is_stopping=stop.is_set)  # it listens from Trainer.train on
-    start = startup.prepare(experiment, world, clock, checkpoint, restart=restart)
+    start = startup.prepare(experiment, world, clock, checkpoint, options)
     if start.is_finished:
         finish_already_trained(start, world, named=checkpoint is not None)
     else:
@@ -229,7 +240,7 @@ def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
         world,
         stop,
         state=start.state(world),
-        loader=TokenLoader(start.dataset.split("train"), position.start_token, start.layout),
+        loader=TokenLoader(start.dataset.split("train"), position.start_token, start.layout, start.batches),
         schedule=build_schedule(config, position.total_steps),
         optimizer_step=step,
         meter=meter,

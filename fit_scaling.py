@@ -96,6 +96,7 @@ def plan_of(text: str, runs_dir: Path, cost: CostLaw) -> Plan:
     """The run that --predict asks about: `parameters=1e9,tokens=2e10`, or a run's name. Raises UserError."""
     from harness.analysis.scaling_laws import Plan
     from harness.model.config import load_model_config
+    from harness.runs.budget import stated_tokens
     from harness.runs.directory import RunDirectory
     from harness.runs.train_config import load_train_config
 
@@ -103,9 +104,11 @@ def plan_of(text: str, runs_dir: Path, cost: CostLaw) -> Plan:
         parameters, tokens = (plan_number(text, key) for key in ("parameters", "tokens"))
         return Plan("", parameters, tokens, cost.flops(parameters, tokens))
     run = RunDirectory.find(runs_dir, text)
-    model, wanted = load_model_config(run.model_json), load_train_config(run.train_json).min_train_tokens
-    if wanted <= 0:
-        raise UserError(f'{run.train_json}: key "min_train_tokens": {wanted} names no number; give parameters=,tokens=')
+    model, train = load_model_config(run.model_json), load_train_config(run.train_json)
+    wanted = stated_tokens(train, model)
+    if wanted is None:
+        said = f'key "{train.budget}": {getattr(train, train.budget)} names no number'
+        raise UserError(f"{run.train_json}: {said}; give parameters=,tokens=")
     return Plan(run.path.name, model.parameters, wanted, float(model.flops_per_token) * wanted)
 
 

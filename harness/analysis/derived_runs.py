@@ -25,7 +25,7 @@ from harness.model.config import ModelConfig, load_model_config
 from harness.runs.directory import RunDirectory
 from harness.runs.experiment import Experiment, first_difference
 from harness.runs.notebook_keys import translate_upstream
-from harness.runs.train_config import TrainConfig, load_train_config
+from harness.runs.train_config import BUDGETS, TrainConfig, load_train_config
 
 MODEL_KEYS = (*ModelConfig.model_fields, *ModelConfig.other_keys)
 TRAIN_KEYS = tuple(TrainConfig.model_fields)
@@ -33,8 +33,10 @@ DERIVED = "derived.json"
 # A key that is set takes the place of the base's keys that say the same in another way.
 ALTERNATIVES = {
     "depth": ("n_layers", "n_heads", "emb_dim"),
-    "global_batch_size": ("gradient_accumulation_steps",),
-    "gradient_accumulation_steps": ("global_batch_size",),
+    "global_batch_size": ("gradient_accumulation_steps", "batch_ramp"),
+    "gradient_accumulation_steps": ("global_batch_size", "batch_ramp"),
+    "batch_ramp": ("gradient_accumulation_steps", "global_batch_size"),
+    **{key: tuple(other for other in BUDGETS if other != key) for key in BUDGETS},
     "warmup_steps": ("warmup_period_percent",),
     "warmup_period_percent": ("warmup_steps",),
 }

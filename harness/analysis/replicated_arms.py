@@ -11,6 +11,7 @@ from itertools import chain, count, takewhile
 from harness.analysis.records import RunRecord
 from harness.analysis.replicates import RunSetup, group_replicates
 from harness.common.messages import abbreviated
+from harness.runs.budget import as_tokens
 
 # What is left of names such as base-seed-1 and base-seed-2 where they begin to differ.
 SEED_ENDING = re.compile(r"[-_.]?((random[-_]?)?seed[-_=.]?\d*)?[-_=.]*$")
@@ -65,7 +66,8 @@ def _names_of(groups: Sequence[Sequence[str]], runs: set[str], baseline: str | N
 def setup_of(record: RunRecord) -> RunSetup:
     """What decides how the run came out."""
     dataset: Mapping[str, object] | None = record.dataset or None
-    return RunSetup(record.model, record.train, dataset, record.torch, record.device, record.world_size)
+    train = as_tokens(record.train, record.summary.budget if record.summary else None)
+    return RunSetup(record.model, train, dataset, record.torch, record.device, record.world_size)
 
 
 def arm_name(runs: Sequence[str]) -> str:

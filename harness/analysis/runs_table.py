@@ -13,6 +13,7 @@ from harness.analysis.result_quantities import RESULTS, benchmark_quantities, tr
 from harness.analysis.settings import NOT_RECORDED, as_text, differing_keys, machine_of, settings_of
 from harness.common.errors import UserError, printable
 from harness.common.messages import nearest
+from harness.runs.budget import wanted_tokens
 
 # By which runs are sorted unless asked otherwise.
 LOSSES = ("test_loss", "validation_loss", "bits_per_byte", "train_loss")
@@ -130,8 +131,8 @@ def _state_column(records: Sequence[RunRecord]) -> list[Column]:
 
 
 def _state_text(record: RunRecord) -> str:
-    wanted, seen = record.train.get("min_train_tokens"), record.tokens_seen
-    if record.state.word in ("going on", "stopped") and isinstance(wanted, int) and wanted > 0 and seen:
+    wanted, seen = wanted_tokens(record.train, record.meta.budget if record.meta else None), record.tokens_seen
+    if record.state.word in ("going on", "stopped") and wanted and seen:
         return f"{record.state.word}, {min(99, int(100 * seen / wanted))} %"
     return record.state.word
 

@@ -19,9 +19,11 @@ from harness.common.options import TrainOptions
 from harness.common.units import GIB
 from harness.data.loader import BatchLayout
 from harness.runs.experiment import Experiment
-from harness.runs.plan import COLUMNS, Plan, make_plan, planned_seconds, planned_start
+from harness.runs.plan import COLUMNS, make_plan, planned_start
+from harness.runs.plan_costs import Plan, planned_seconds
 from harness.runs.planned_speed import PlannedSpeed, plan_speed
 from harness.runs.throughput import KERNEL_KEYS
+from harness.runs.timed_budget import find_budget
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,8 @@ class Planner:
         experiment = run.experiment(self.use.datasets_dir)
         try:
             start = planned_start(experiment, self.use.processes, None)
-            plan = make_plan(experiment, self.use.processes, start)
+            budget = find_budget(experiment, experiment.layout(self.use.processes), start, self.options)
+            plan = make_plan(experiment, self.use.processes, start, budget)
         except UserError as error:
             raise UserError(f"{run.name}: {error}") from None
         speed, price = self._speed(experiment, plan.layout), run.train_config.price_per_hour

@@ -18,9 +18,12 @@ from harness.common.errors import UserError, printable
 from harness.common.files import replace_text
 from harness.common.json_files import parse_config, read_json_object
 from harness.common.lock import is_held
-from harness.runs.checkpoint_lookup import list_checkpoints
+from harness.runs.budget import wanted_tokens
+from harness.runs.checkpoint_lookup import choose_start, list_checkpoints
+from harness.runs.checkpoint_meta import read_meta
 from harness.runs.metrics import read_metrics
 from harness.runs.summary import RunSummary, read_summary
+from harness.runs.train_config import BUDGETS
 
 ATTEMPTS, LOG = "sweep-attempts.json", "sweep.log"
 # Of a log's end: enough for an error in one line, which comes last, and what led to it.
@@ -63,8 +66,8 @@ def summary_of(run: DerivedRun) -> RunSummary | None:
         summary = read_summary(run.run.summary)
     except UserError:
         return None
-    wanted = run.train_config.min_train_tokens
-    is_same = summary.train.get("min_train_tokens", wanted) == wanted
+    wanted = run.train_config.model_dump(include={*BUDGETS})
+    is_same = all(summary.train.get(key, value) == value for key, value in wanted.items())
     return summary if is_same and summary.model in (None, run.model_config.model_dump(mode="json")) else None
 
 
@@ -128,13 +131,20 @@ def _result(summary: RunSummary, attempts: Attempts) -> str:
 
 def _progress(run: DerivedRun) -> str:
     """By the last line of metrics.jsonl."""
-    with suppress(OSError, UnicodeDecodeError):
+    with suppress(OSError, UnicodeDecodeError, UserError):
         events = read_metrics(run.run.metrics)
         if events:
-            seen, wanted = events[-1].tokens_seen, run.train_config.min_train_tokens
-            share = f", {min(1.0, seen / wanted):.0%}" if wanted > 0 else ""
+            seen, wanted = events[-1].tokens_seen, _wanted_tokens(run)
+            share = f", {min(1.0, seen / wanted):.0%}" if wanted else ""
             return f"global step {events[-1].global_step:,}, {seen:,} tokens{share}"
     return "nothing reported yet"
+
+
+def _wanted_tokens(run: DerivedRun) -> int | None:
+    """Of the whole run, by its train.json or else by what its latest checkpoint says of its budget."""
+    latest = choose_start(run.run.checkpoints, None)
+    recorded = read_meta(latest).budget if latest else None
+    return wanted_tokens(run.train_config.model_dump(mode="json"), recorded)
 
 
 def end_of_log(run: DerivedRun) -> list[str]:

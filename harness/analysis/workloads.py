@@ -11,8 +11,9 @@ from harness.analysis.cannot_be_told import CannotBeTold
 from harness.analysis.fits import Line, fit_search
 from harness.common.errors import UserError
 from harness.common.json_files import parse_config
-from harness.data.loader import BatchLayout, num_whole_batches
+from harness.data.loader import BatchLayout
 from harness.model.config import ModelConfig, load_model_config
+from harness.runs.budget import batch_schedule, tokens_of_budget
 from harness.runs.directory import RunDirectory
 from harness.runs.reported import Reported, read_reported
 from harness.runs.search_results import read_searches
@@ -58,11 +59,12 @@ def read_workload(run: RunDirectory) -> Workload | CannotBeTold:
     reported = read_reported(run)
     layout = _layout(config, model.context_length, summary, reported)
     try:
-        tokens = _tokens(config, layout, summary)
+        tokens = _tokens(config, model, layout, summary)
     except UserError as error:  # a batch of more tokens than there can be
         return CannotBeTold(f"its numbers are too large: {error}")
     if tokens is None:
-        return CannotBeTold("its min_train_tokens is -1, all there is, and it has not trained yet")
+        counts = "hours or dollars" if config.is_timed else "-1, all there is"
+        return CannotBeTold(f"its {config.budget} is {counts}, and it has not trained yet")
     needed = summary.peak_memory_gib if summary else reported.memory_gib if reported else None
     train = config.model_dump(mode="json")
     return Workload(run.path.name, model, train, layout, tokens, needed, _memory(run, model))
@@ -80,9 +82,11 @@ def _layout(
     return BatchLayout(1, config.accumulation_steps(1), config.microbatch_size, context_length)
 
 
-def _tokens(config: TrainConfig, layout: BatchLayout, summary: RunSummary | None) -> int | None:
-    if config.min_train_tokens != -1:
-        return num_whole_batches(config.min_train_tokens, 2**62, layout.global_tokens) * layout.global_tokens
+def _tokens(config: TrainConfig, model: ModelConfig, layout: BatchLayout, summary: RunSummary | None) -> int | None:
+    if summary is None or not config.is_timed:
+        tokens = tokens_of_budget(config, model, batch_schedule(config, layout))
+        if tokens is not None:
+            return tokens
     return None if summary is None else summary.tokens_seen or None
 
 

@@ -53,7 +53,7 @@ def parse_config(kind: type[Config], raw: dict[str, Any], path: Path) -> Config:
     except ValidationError as error:
         found = error.errors()
     # A misspelt key is missing under its right name, too: say it once.
-    unknown = [str(fault["loc"][0]) for fault in found if fault["type"] == "extra_forbidden"]
+    unknown = [str(fault["loc"][0]) for fault in found if _is_unknown_key(fault)]
     meant = {_unknown_key(key, kind)[0] for key in unknown[:SHOWN_FAULTS]}
     if meant & set(_suggested(kind)[1]):
         found = [fault for fault in found if fault["type"] != "missing"]
@@ -84,14 +84,21 @@ def _unknown_key(key: str, kind: type[BaseModel]) -> tuple[str | None, str]:
 
 def _describe(fault: Any, kind: type[BaseModel]) -> str:
     key = quoted(".".join(str(part) for part in fault["loc"] if not _is_union_branch(part)))
-    if fault["type"] == "extra_forbidden":
+    if _is_unknown_key(fault):
         return f"key {key}: {_unknown_key(str(fault['loc'][0]), kind)[1]}"
+    if fault["type"] == "extra_forbidden":
+        return f"key {key}: unknown; remove it"
     if fault["type"] == "missing":
         return f"key {key}: missing"
     if fault["type"] == "value_error":
         return str(fault["ctx"]["error"])
     message = fault["msg"][0].lower() + fault["msg"][1:]
     return f"key {key}: {message}, not {quoted(fault['input'])}"
+
+
+def _is_unknown_key(fault: Any) -> bool:
+    """Whether it is a key of the file that nobody knows, rather than one in an object that is a key's value."""
+    return bool(fault["type"] == "extra_forbidden" and len(fault["loc"]) == 1)
 
 
 def _is_union_branch(part: int | str) -> bool:
@@ -167,8 +174,22 @@ def finite(value: Any) -> Any:
 def json_schema(kind: type[RunFile]) -> dict[str, Any]:
     """The JSON Schema of a config class for editors, with the other spellings its loader accepts."""
     schema = kind.model_json_schema()
+    parts = schema.pop("$defs", {})
+    schema["properties"] = _without_references(schema["properties"], parts)
     place = {"type": "string", "description": "Where an editor finds this schema; without effect."}
     schema["properties"] |= {**kind.other_keys, SCHEMA_KEY: place}
     # Which of the others stands for which field is more than an editor needs to know.
     schema["required"] = [key for key in schema["required"] if key not in kind.replaceable_keys]
     return schema
+
+
+def _without_references(schema: Any, parts: dict[str, Any]) -> Any:
+    """With what it refers to in its place: whoever takes a key's schema out needs nothing besides."""
+    if isinstance(schema, list):
+        return [_without_references(each, parts) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
+        return _without_references(parts[reference.rpartition("/")[2]], parts)
+    return {key: _without_references(value, parts) for key, value in schema.items()}

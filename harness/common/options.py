@@ -43,16 +43,16 @@ POSITIVE = FiniteNumber(min=0, min_open=True, max=1e12)
 class TrainOptions:
     """What ddp_train.py is asked for, by the names of its options."""
 
-    find: bool
-    memory_limit_gib: float | None
-    write: bool
-    plan: bool
-    assume_tps: float | None
-    assume_tps_with_validation: float | None
-    assume_world_size: int | None
-    assume_device: str | None
-    restart: bool
-    runs_dir: Path
+    find: bool = False
+    memory_limit_gib: float | None = None
+    write: bool = False
+    plan: bool = False
+    assume_tps: float | None = None
+    assume_tps_with_validation: float | None = None
+    assume_world_size: int | None = None
+    assume_device: str | None = None
+    restart: bool = False
+    runs_dir: Path = Path("runs")
 
     def check(self, checkpoint: str | None) -> None:
         """Raises UserError for options that mean nothing together, or with a CHECKPOINT."""
@@ -60,17 +60,14 @@ class TrainOptions:
             raise UserError("--plan and -f: give one of them")
         belongs: dict[str, dict[str, object]] = {
             "-f": {"memory_limit_gib": self.memory_limit_gib, "write": self.write},
-            "--plan": {
-                "assume_tps": self.assume_tps,
-                "assume_tps_with_validation": self.assume_tps_with_validation,
-                "assume_world_size": self.assume_world_size,
-                "assume_device": self.assume_device,
-            },
+            "--plan": {"assume_world_size": self.assume_world_size},
         }
         for needed, is_given in (("-f", self.find), ("--plan", self.plan)):
             for option, value in belongs[needed].items():
                 if value and not is_given:
                     raise UserError(f"--{option.replace('_', '-')} belongs with {needed}")
+        if self.find:
+            self.check_speeds(needs_speed=False)
         if self.assume_tps and self.assume_tps_with_validation:
             raise UserError("--assume-tps and --assume-tps-with-validation: give one of them")
         if self.assume_device and (self.assume_tps or self.assume_tps_with_validation):
@@ -79,3 +76,10 @@ class TrainOptions:
             raise UserError("--restart and -f: give one of them")
         if checkpoint is not None and (self.restart or self.find):
             raise UserError("a CHECKPOINT to continue from goes with neither --restart nor -f")
+
+    def check_speeds(self, *, needs_speed: bool) -> None:
+        """Raises UserError for a speed where nothing is planned, nor trained that needs one."""
+        speeds = ("assume_tps", "assume_tps_with_validation", "assume_device")
+        for option in () if self.plan or needs_speed else speeds:
+            if getattr(self, option):
+                raise UserError(f"--{option.replace('_', '-')} belongs with --plan")

@@ -22,7 +22,6 @@ class Counterpart:
 
 SEQUENCES = "sequences per device and forward pass"
 BATCH_TOKENS = "counted in sequences: the tokens over context_length"
-STEPS_IN_TOKENS = "counted in tokens: steps x ranks x microbatch_size x gradient_accumulation_steps x context_length"
 ONE_DROPOUT = "one rate for embeddings, attention and residuals"
 ROPE = "learned positions; rope is not available yet"
 FIRST_BETA, SECOND_BETA = "the first of the two", "the second of the two"
@@ -66,21 +65,21 @@ _TRAINING = {
     "log_interval": ("report_interval", STEPS),
     "logging_steps": ("report_interval", STEPS),
     "lr": ("learning_rate", ""),
-    "lr_scheduler": ("lr_schedule", '"constant", "cosine" or "wsd"'),
-    "lr_scheduler_type": ("lr_schedule", '"constant", "cosine" or "wsd"'),
+    "lr_scheduler": ("lr_schedule", '"constant", "cosine", "wsd" or "linear"'),
+    "lr_scheduler_type": ("lr_schedule", '"constant", "cosine", "wsd" or "linear"'),
     "matrix_lr": ("muon_learning_rate", "not available yet"),
     "max_epochs": ("min_train_tokens", ALL_ONCE),
     "max_grad_norm": ("clipping_max_norm", "null: none"),
-    "max_iters": ("min_train_tokens", STEPS_IN_TOKENS),
+    "max_iters": ("train_steps", STEPS),
     "max_lr": ("learning_rate", ""),
-    "max_steps": ("min_train_tokens", STEPS_IN_TOKENS),
+    "max_steps": ("train_steps", STEPS),
     "micro_batch_size": ("microbatch_size", SEQUENCES),
     "min_lr": ("min_lr_ratio", "over learning_rate"),
     "minibatch": ("microbatch_size", SEQUENCES),
     "mixed_precision": ("precision", '"bf16", "fp16" or "fp32"'),
     "n_epochs": ("min_train_tokens", ALL_ONCE),
     "num_epochs": ("min_train_tokens", ALL_ONCE),
-    "num_iterations": ("min_train_tokens", STEPS_IN_TOKENS),
+    "num_iterations": ("train_steps", STEPS),
     "num_train_epochs": ("min_train_tokens", ALL_ONCE),
     "num_warmup_steps": ("warmup_steps", STEPS),
     "optim": ("optimizer", '"adamw"'),
@@ -95,8 +94,7 @@ _TRAINING = {
     "save_steps": ("checkpoint_interval", STEPS),
     "save_total_limit": ("keep_checkpoints", ""),
     "seed": ("random_seed", ""),
-    "target_flops": ("min_train_tokens", "over the FLOPs per token that --plan prints"),
-    "target_param_data_ratio": ("min_train_tokens", "times the parameters"),
+    "target_param_data_ratio": ("tokens_per_parameter", "of all parameters; nanochat leaves embeddings out"),
     "torch_compile": ("compile", ""),
     "torch_dtype": ("precision", '"bf16", "fp16" or "fp32"'),
     "total_batch_size": ("global_batch_size", BATCH_TOKENS),

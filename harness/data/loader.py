@@ -1,10 +1,12 @@
 """Which tokens a rank trains on: a split, from a starting token on, is a row of microbatches, and one formula
 (`TokenLoader.microbatches`) says which of them a rank takes at a global step. Nothing else is remembered between steps,
-so that a run can continue anywhere.
+so that a run can continue anywhere: how large a step's batch is follows from the tokens before it (`BatchSchedule`).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,6 +39,73 @@ class BatchLayout:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """Steps that are alike in their batch: from `first_step` on, before which there are `tokens_before` tokens."""
+
+    first_step: int
+    tokens_before: int
+    layout: BatchLayout
+
+
+@dataclass(frozen=True)
+class BatchSchedule:
+    """The global batch of every step from a starting token on. Steps and tokens count from there."""
+
+    stages: tuple[Stage, ...]  # in order; the last has no end
+
+    @classmethod
+    def constant(cls, layout: BatchLayout) -> BatchSchedule:
+        return cls((Stage(0, 0, layout),))
+
+    @classmethod
+    def ramp(cls, layouts: Sequence[tuple[int, BatchLayout]], tokens_seen: int) -> BatchSchedule:
+        """Each layout holds for the steps that begin once so many tokens of the run have been seen; the schedule starts
+        where `tokens_seen` have been."""
+        current = max(index for index, (seen, _) in enumerate(layouts) if seen <= tokens_seen)
+        stages = [Stage(0, 0, layouts[current][1])]
+        for seen, layout in layouts[current + 1 :]:
+            last = stages[-1]
+            # Steps of the stage before until so many tokens have been seen; none if its last step went beyond them.
+            steps = max(0, -(-(seen - tokens_seen - last.tokens_before) // last.layout.global_tokens))
+            here = Stage(last.first_step + steps, last.tokens_before + steps * last.layout.global_tokens, layout)
+            stages = [*(stages if steps else stages[:-1]), here]
+        return cls(tuple(stages))
+
+    def at(self, step: int) -> BatchLayout:
+        """The batch of a step."""
+        return self._stage(step).layout
+
+    def tokens_before(self, step: int) -> int:
+        """The tokens of all steps before this one."""
+        stage = self._stage(step)
+        return stage.tokens_before + (step - stage.first_step) * stage.layout.global_tokens
+
+    def steps_within(self, tokens: int) -> int:
+        """The largest number of steps that see at most so many tokens."""
+        stage = self._stage_of_token(tokens)
+        return stage.first_step + max(0, tokens - stage.tokens_before) // stage.layout.global_tokens
+
+    def steps_for(self, tokens: int) -> int:
+        """The smallest number of steps that see at least so many tokens."""
+        steps = self.steps_within(tokens)
+        return steps if self.tokens_before(steps) >= tokens else steps + 1
+
+    def num_steps(self, wanted: int, available: int) -> int:
+        """As `num_whole_batches`, with these batches."""
+        steps = self.steps_within(available - 1) if wanted == -1 else self.steps_for(wanted)
+        needed = self.tokens_before(max(steps, 1) if wanted == -1 else steps) + 1
+        if available < needed:
+            raise UserError(f"wanted {needed:,} tokens, but there are {max(0, available):,}")
+        return steps
+
+    def _stage(self, step: int) -> Stage:
+        return self.stages[max(0, bisect_right(self.stages, step, key=lambda stage: stage.first_step) - 1)]
+
+    def _stage_of_token(self, tokens: int) -> Stage:
+        return self.stages[max(0, bisect_right(self.stages, tokens, key=lambda stage: stage.tokens_before) - 1)]
+
+
+@dataclass(frozen=True)
 class Microbatch:
     """A microbatch as it lies in the file: B·T tokens and one more, since targets are inputs shifted by one."""
 
@@ -54,12 +123,16 @@ class Microbatch:
 
 
 class TokenLoader:
-    """Consecutive microbatches of a split from a starting token."""
+    """Consecutive microbatches of a split from a starting token, of one size; `batches` says how many of them a step
+    takes, if that changes."""
 
-    def __init__(self, tokens: TokenFile, start_token: int, layout: BatchLayout) -> None:
+    def __init__(
+        self, tokens: TokenFile, start_token: int, layout: BatchLayout, batches: BatchSchedule | None = None
+    ) -> None:
         self.tokens = tokens
         self.start_token = start_token
         self.layout = layout
+        self.batches = batches or BatchSchedule.constant(layout)
 
     def microbatch(self, index: int) -> Microbatch:
         """Microbatch `index`, counted from the start token."""
@@ -68,9 +141,12 @@ class TokenLoader:
 
     def microbatches(self, steps_from_start: int, rank: int) -> list[Microbatch]:
         """What `rank` trains on in the step that is so many after the one at the start token: in accumulation step a of
-        A, microbatch (steps_from_start·A + a)·world_size + rank."""
-        steps, size = self.layout.accumulation_steps, self.layout.world_size
-        return [self.microbatch((steps_from_start * steps + a) * size + rank) for a in range(steps)]
+        A, microbatch (n + a)·world_size + rank, with n the accumulation steps before this step: steps_from_start·A, if
+        A was the same in all of them."""
+        size, tokens_before = self.layout.world_size, self.batches.tokens_before(steps_from_start)
+        before = tokens_before // (size * self.layout.microbatch_tokens)
+        steps = self.batches.at(steps_from_start).accumulation_steps
+        return [self.microbatch((before + a) * size + rank) for a in range(steps)]
 
 
 def num_whole_batches(wanted: int, available: int, batch_tokens: int) -> int:
@@ -79,12 +155,4 @@ def num_whole_batches(wanted: int, available: int, batch_tokens: int) -> int:
     `available` counts the tokens in the file from the slice's start; one more than the batches is needed, as the last
     target. Raises UserError saying how many tokens were wanted and how many there are.
     """
-    if wanted == -1:
-        batches = max(0, available - 1) // batch_tokens
-        needed = batch_tokens + 1
-    else:
-        batches = -(-wanted // batch_tokens)  # rounded up, in whole numbers: exact beyond 2**53, too
-        needed = batches * batch_tokens + 1
-    if available < needed:
-        raise UserError(f"wanted {needed:,} tokens, but there are {max(0, available):,}")
-    return batches
+    return BatchSchedule.constant(BatchLayout(1, 1, 1, batch_tokens)).num_steps(wanted, available)

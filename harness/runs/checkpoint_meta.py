@@ -16,7 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from harness.common.errors import UserError
 from harness.common.json_files import finite, parse_config, read_json_object
+from harness.data.loader import BatchSchedule
 from harness.model.tensor_names import META
+from harness.runs.budget import Budget
 from harness.runs.directory import CHECKPOINT_NAME
 from harness.runs.throughput import Conditions, Measured
 
@@ -153,6 +155,11 @@ class CheckpointMeta(BaseModel):
     precision: PrecisionName | None = None  # in which it was trained; earlier versions do not say
     tokenizer: str | None = None  # "gpt2", or the name of a file beside this one
     torch: str | None = None
+    versions: dict[str, str] = {}  # of the libraries, by name
+    commit: str | None = None  # of this program's sources; null where that is not known
+    # What train.json came to: a budget that is not in tokens, and keys that its scaling rules changed.
+    budget: Budget | None = None
+    scaled: dict[str, float] | None = None
     # A Provenance's. Whoever continues compares model and dataset with the run's own, and says what differs: any value.
     model: Any = None
     parameters: Count | None = None
@@ -221,13 +228,15 @@ def _own_sha256(values: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps({**values, "sha256": others}, sort_keys=True).encode()).hexdigest()
 
 
-def upgrade_notebook_meta(meta: CheckpointMeta, provenance: Provenance | None, global_tokens: int) -> CheckpointMeta:
+def upgrade_notebook_meta(
+    meta: CheckpointMeta, provenance: Provenance | None, batches: BatchSchedule
+) -> CheckpointMeta:
     """A notebook's meta.json with what ours would say: it belongs to the run that it is put into (`provenance`, if that
-    is known yet), and saw `global_tokens` tokens in each step, of which nobody has recorded the seconds. One of ours
-    stays as it is."""
+    is known yet), and saw the tokens of that run's `batches` from its beginning, of which nobody has recorded the
+    seconds. One of ours stays as it is."""
     if not meta.is_from_notebook:
         return meta
-    seen = (meta.global_step + 1) * global_tokens
+    seen = batches.tokens_before(meta.global_step + 1)
     unmeasured = {"seconds": {}, "foreign_tokens": seen, "measured_from_tokens": seen, "measured_from_seconds": 0.0}
     belongs = vars(provenance) if provenance else {}
     added = {"tokens_seen": seen, **unmeasured, "measured_from_step": meta.global_step}

@@ -11,10 +11,12 @@ from typing import Any
 from harness.common.errors import UserError
 from harness.data.dataset import Dataset, dataset_folder
 from harness.data.fetch import check_obtainable
-from harness.data.loader import BatchLayout, num_whole_batches
+from harness.data.loader import BatchLayout, BatchSchedule
 from harness.model.config import ModelConfig, load_model_config
+from harness.runs.budget import Budget, batch_schedule, recorded_budget, tokens_of_budget
 from harness.runs.checkpoint_meta import CheckpointMeta, Provenance
 from harness.runs.directory import RunDirectory
+from harness.runs.scaling_rules import ScaledSettings, Setup, scale_settings
 from harness.runs.schedule import build_schedule
 from harness.runs.train_config import TrainConfig, load_train_config
 
@@ -45,30 +47,40 @@ class Position:
         return self.first_step >= self.total_steps
 
 
+@dataclass(frozen=True)
+class Done:
+    """What of a run is behind it."""
+
+    steps: int = 0
+    tokens: int = 0
+
+
 def find_position(
-    config: TrainConfig, layout: BatchLayout, split_tokens: int, *, steps_done: int = 0, tokens_seen: int = 0
+    config: TrainConfig, layout: BatchLayout, split_tokens: int, *, done: Done = Done(), wanted: int | None = None
 ) -> Position:
-    """The position after `steps_done` global steps that saw `tokens_seen` tokens, for the batch of today.
+    """The position after what is done, for the batch of today; `wanted`: tokens of the whole run, if train.json's
+    budget is not `min_train_tokens`.
 
     It continues at the token it stopped at, so that a change of world size, microbatch or accumulation neither repeats
     nor skips one. Raises UserError if the split is too short.
     """
-    start = config.start_train_token + tokens_seen
+    start, batches = config.start_train_token + done.tokens, batch_schedule(config, layout, done.tokens)
     available = split_tokens - start
-    wanted = config.min_train_tokens
+    wanted = config.min_train_tokens if wanted is None else wanted
+    assert wanted is not None, "a budget that is not in tokens was made tokens of before"
     if wanted == -1:
-        exhausted = tokens_seen > 0 and available - 1 < layout.global_tokens
+        exhausted = done.tokens > 0 and available - 1 < batches.tokens_before(1)
     else:
-        exhausted = tokens_seen >= wanted
-        wanted = max(1, wanted - tokens_seen)
+        exhausted = done.tokens >= wanted
+        wanted = max(1, wanted - done.tokens)
     try:
-        steps = 0 if exhausted else num_whole_batches(wanted, available, layout.global_tokens)
+        steps = 0 if exhausted else batches.num_steps(wanted, available)
     except UserError as error:
         raise UserError(
             f'the train split of {config.dataset} is too short: from token {start:,} (train.json: "start_train_token") '
-            f"{error}; lower min_train_tokens or the batch"
+            f"{error}; lower {config.budget} or the batch"
         ) from None
-    return Position(steps_done, steps_done + steps, start, tokens_seen)
+    return Position(done.steps, done.steps + steps, start, done.tokens)
 
 
 def check_continuable(meta: CheckpointMeta, path: Path, now: Provenance) -> None:
@@ -168,15 +180,45 @@ class Experiment:
         steps = self.config.accumulation_steps(world_size)
         return BatchLayout(world_size, steps, self.config.microbatch_size, self.model.context_length)
 
-    def position(self, layout: BatchLayout, split_tokens: int, meta: CheckpointMeta | None) -> Position:
-        """Where training goes on after the checkpoint that `meta` describes, or starts without one.
+    def batches(self, layout: BatchLayout, tokens_seen: int = 0) -> BatchSchedule:
+        """The global batches from where so many tokens have been seen."""
+        return batch_schedule(self.config, layout, tokens_seen)
+
+    def budget(self, layout: BatchLayout, meta: CheckpointMeta | None) -> Budget | None:
+        """What the run's budget comes to: as the checkpoint that `meta` describes has recorded it, or else by what its
+        files say. None for `min_train_tokens`, which is in tokens already, and for a budget that needs a speed.
+
+        Raises UserError for a budget below one global batch.
+        """
+        config = self.config
+        recorded = recorded_budget(config, meta.budget if meta else None)
+        if recorded is not None or config.min_train_tokens is not None:
+            return recorded
+        tokens = tokens_of_budget(config, self.model, self.batches(layout))
+        if tokens is None:
+            return None
+        return Budget(key=config.budget, value=getattr(config, config.budget), tokens=tokens)
+
+    def position(
+        self, layout: BatchLayout, split_tokens: int, meta: CheckpointMeta | None, budget: Budget | None = None
+    ) -> Position:
+        """Where training goes on after the checkpoint that `meta` describes, or starts without one; `budget`: what
+        hours or dollars came to, if train.json counts these.
 
         Raises UserError if the split is too short, or the warm-up longer than the run.
         """
-        done = {"steps_done": meta.global_step + 1, "tokens_seen": meta.tokens_seen} if meta else {}
-        position = find_position(self.config, layout, split_tokens, **done)
+        done = Done(meta.global_step + 1, meta.tokens_seen) if meta else Done()
+        budget = budget or self.budget(layout, meta)
+        wanted = None if budget is None else budget.tokens
+        position = find_position(self.config, layout, split_tokens, done=done, wanted=wanted)
         build_schedule(self.config, position.total_steps)
         return position
+
+    def scaled_settings(self, layout: BatchLayout, position: Position) -> ScaledSettings:
+        """What train.json's rules make of its learning rates and weight decay."""
+        left = self.batches(layout, position.tokens_seen).tokens_before(position.total_steps - position.first_step)
+        setup = Setup(layout.global_tokens, position.tokens_seen + left, self.model.n_layers)
+        return scale_settings(self.config, setup)
 
     def provenance(self, dataset: Dataset) -> Provenance:
         """What a checkpoint of this experiment belongs to."""

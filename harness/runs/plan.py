@@ -3,112 +3,65 @@
 from __future__ import annotations
 
 import json
-import math
-import shutil
 import sys
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from harness.common.errors import UserError
 from harness.common.options import TrainOptions
 from harness.common.units import GIB
 from harness.data.dataset import Dataset, check_token_ids, is_present
-from harness.data.loader import BatchLayout
 from harness.model.tensor_names import check_weights_file
+from harness.runs.budget import Budget
 from harness.runs.checkpoint_lookup import choose_start, refuse_unnamed
 from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, upgrade_notebook_meta
-from harness.runs.experiment import Experiment, Position
-from harness.runs.intervals import times_due
-from harness.runs.optimizer_state import optimizer_state_bytes
+from harness.runs.experiment import Experiment
+from harness.runs.plan_costs import Plan, planned_seconds
 from harness.runs.planned_speed import PlannedSpeed, plan_speed
+from harness.runs.scaling_rules import UNSCALED
+from harness.runs.timed_budget import find_budget
 from harness.runs.train_config import TrainConfig
 
 COLUMNS = 79
-WEIGHT_BYTES = 4  # per parameter: fp32
-OTHER_BYTES = 2**20  # the rest of a checkpoint: random states, tokenizer, meta.json
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A run's arithmetic. `position` is None while the dataset's length is needed and not known yet."""
-
-    name: str
-    config: TrainConfig
-    parameters: int
-    flops_per_token: int
-    layout: BatchLayout
-    position: Position | None
-    initial_weights: Path | None = None  # the file that the run will start from, if it is one
-
-    def validations(self) -> int:
-        every = self.config.validation_interval
-        return self._times(every) if every else 0
-
-    def benchmarks(self) -> int:
-        """How often train.json's benchmark tasks will be evaluated."""
-        every = self.config.benchmark_interval
-        return self._times(every) if every else 0
-
-    def checkpoints(self) -> int:
-        """How many checkpoints will be written from here on."""
-        return self._times(self.config.checkpoint_every)
-
-    def _times(self, every: int) -> int:
-        """Steps of this plan that are a multiple of `every`, or the last."""
-        assert self.position is not None
-        return times_due(range(self.position.first_step, self.position.total_steps), every)
-
-    def checkpoint_bytes(self) -> int:
-        """Size of one checkpoint on disk."""
-        weights, optimizer = self.parameters * WEIGHT_BYTES, optimizer_state_bytes(self.config, self.parameters)
-        return weights + optimizer + OTHER_BYTES
-
-    def disk_bytes(self) -> int:
-        """The most that the checkpoints of this plan occupy at once."""
-        kept = self.checkpoints()
-        if self.config.keep_checkpoints is not None:
-            # best and latest besides, and the one being written.
-            kept = min(kept, self.config.keep_checkpoints + 3)
-        return kept * self.checkpoint_bytes()
-
-    def check_disk(self, folder: Path) -> None:
-        """Raises UserError if the disk under `folder` cannot hold the checkpoints: better now than after hours."""
-        free = shutil.disk_usage(folder).free
-        if self.position is not None and self.disk_bytes() > free:
-            raise UserError(
-                f"{folder}: the run's {self.checkpoints():,} checkpoints need {self.disk_bytes() / GIB:.2f} GiB, but "
-                f"{free / GIB:.2f} GiB are free; set keep_checkpoints in train.json, raise checkpoint_interval, or "
-                "use another disk (--runs-dir)"
-            )
-
-    def tokens(self) -> int:
-        assert self.position is not None
-        return (self.position.total_steps - self.position.first_step) * self.layout.global_tokens
 
 
 def describe_plan(plan: Plan, model: BaseModel, speed: PlannedSpeed) -> str:
     """The plan as text for a terminal."""
-    layout, config = plan.layout, plan.config
+    config = plan.config
     lines = [*_wrap(f"Plan for {plan.name}: nothing is trained or downloaded", following=""), ""]
     lines += _settings("model.json", model.model_dump()) + _settings("train.json", config.model_dump())
     rows = [
         ("parameters", f"{plan.parameters:,}"),
         *([("starts from", str(plan.initial_weights))] if plan.initial_weights else []),
         ("FLOPs per token", f"{plan.flops_per_token:,}"),
-        (
-            "global batch",
-            f"{layout.world_size} ranks x {layout.microbatch_size} sequences x {layout.accumulation_steps} "
-            "accumulation steps\n"
-            f"= {layout.global_tokens // layout.context_length:,} sequences = {layout.global_tokens:,} tokens",
-        ),
+        ("global batch", _global_batch(plan)),
+        *([("scaled", "\n".join(plan.scaled.explained))] if plan.scaled.explained else []),
+        *([("budget", _budget(plan.budget))] if plan.budget else []),
         *(_work_rows(plan, speed) if plan.position else [("global steps", _unknown(config))]),
     ]
     return "\n".join(lines + _table(rows))
+
+
+def _global_batch(plan: Plan) -> str:
+    """What it is made of; of a ramp, each size that there will be."""
+    stages = plan.batches.stages
+    said = []
+    for stage in stages:
+        layout = stage.layout
+        seen = (plan.position.tokens_seen if plan.position else 0) + stage.tokens_before
+        since = f"from {seen:,} tokens on: " if len(stages) > 1 else ""
+        said.append(
+            f"{since}{layout.world_size} ranks x {layout.microbatch_size} sequences x {layout.accumulation_steps} "
+            "accumulation steps\n"
+            f"= {layout.global_tokens // layout.context_length:,} sequences = {layout.global_tokens:,} tokens"
+        )
+    return "\n".join(said)
+
+
+def _budget(budget: Budget) -> str:
+    return budget.describe() + (f"\n{budget.speed}" if budget.speed else "")
 
 
 def _work_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
@@ -159,37 +112,9 @@ def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
     return [("speed", said), ("time", time), ("cost", cost)]
 
 
-def planned_seconds(plan: Plan, speed: PlannedSpeed) -> dict[str, float]:
-    """How long each phase of the plan takes: training, validation, and the benchmarks if there are any and their time
-    is known. Start-up and checkpoints are not in it. The speed must be known, and the plan's position."""
-    assert speed.tokens_per_second is not None
-    training, validating = _seconds(plan, speed, speed.tokens_per_second)
-    parts = {"training": training, "validation": validating}
-    if plan.benchmarks() and speed.benchmark_seconds is not None:
-        parts["benchmarks"] = plan.benchmarks() * speed.benchmark_seconds
-    return parts
-
-
 def _range(quantity: float, uncertainty: float, write: Callable[[float], str]) -> str:
     """What a quantity that is inverse to an uncertain speed may come to."""
     return f"{write(quantity / (1 + uncertainty))} to {write(quantity / (1 - uncertainty))}"
-
-
-def _seconds(plan: Plan, speed: PlannedSpeed, tokens_per_second: float) -> tuple[float, float]:
-    """Of training and of validation."""
-    layout = plan.layout
-    # The microbatches of the rank that has most of them: the others wait for it.
-    microbatches = plan.config.validation_batches or 0
-    if plan.config.validation_ranks == "all":
-        microbatches = math.ceil(microbatches / layout.world_size)
-    training = plan.tokens() / tokens_per_second
-    # A forward pass is a third of a step's work.
-    work = plan.validations() * microbatches * layout.microbatch_tokens * layout.world_size / 3
-    validating = work / tokens_per_second
-    if speed.includes_validation and training:
-        share = training / (training + validating) if speed.training_share is None else speed.training_share
-        return training * share, training * (1 - share)
-    return training, validating
 
 
 def _cost(price: float | None, seconds: dict[str, float]) -> str:
@@ -206,6 +131,33 @@ def _hours(seconds: float) -> str:
 
 def _unknown(config: TrainConfig) -> str:
     return f"unknown until {config.dataset} is on this machine (min_train_tokens is -1)"
+
+
+def describe_start(plan: Plan, speed: PlannedSpeed | None) -> list[str]:
+    """What train.json's budget, ramp and scaling rules come to, for the lines that training begins with: nothing if it
+    has none of them. `speed`: what the budget's time and cost are reckoned with."""
+    lines = []
+    if plan.budget is not None and plan.position is not None:
+        left = f"{plan.position.total_steps - plan.position.first_step:,} global steps, {plan.tokens():,} tokens to go"
+        lines += _wrap(f"  budget: {plan.budget.describe()}; {left}{_price(plan, speed)}", following=" " * 4)
+    if plan.config.batch_ramp is not None:
+        seen = plan.position.tokens_seen if plan.position else 0
+        stages = [(seen + each.tokens_before, each.layout) for each in plan.batches.stages]
+        sizes = [
+            f"{layout.global_tokens // layout.context_length:,} sequences from {first:,}" for first, layout in stages
+        ]
+        lines += _wrap(f"  batch_ramp: {', '.join(sizes)} tokens on", following=" " * 4)
+    for said in plan.scaled.explained:
+        lines += _wrap(f"  scaled: {said}", following=" " * 4)
+    return lines
+
+
+def _price(plan: Plan, speed: PlannedSpeed | None) -> str:
+    if speed is None or speed.tokens_per_second is None:
+        return "" if speed is None else f"; time and cost unknown: {speed.source}"
+    seconds, price = sum(planned_seconds(plan, speed).values()), plan.config.price_per_hour
+    cost = "" if price is None else f", ${seconds * price / 3600:,.2f}"
+    return f", {_hours(seconds)}{cost} at {speed.tokens_per_second:,.0f} tokens/s ({speed.source})"
 
 
 def _settings(title: str, values: dict[str, Any]) -> list[str]:
@@ -227,12 +179,16 @@ def _wrap(text: str, following: str) -> list[str]:
     return textwrap.wrap(text, COLUMNS, subsequent_indent=following, break_on_hyphens=False, drop_whitespace=True)
 
 
-def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | None) -> Plan:
-    """The plan of what is left to do after the checkpoint that `meta` describes, or of the whole run.
+def make_plan(
+    experiment: Experiment, world_size: int, meta: CheckpointMeta | None, budget: Budget | None = None
+) -> Plan:
+    """The plan of what is left to do after the checkpoint that `meta` describes, or of the whole run; `budget`: what
+    train.json's was found to come to (find_budget), if that is known.
 
     The dataset is consulted if it is on this machine. Raises UserError for what cannot work.
     """
     layout = experiment.layout(world_size)
+    budget = budget or find_budget(experiment, layout, meta, TrainOptions())
     config, model = experiment.config, experiment.model
     position = None
     if is_present(experiment.datasets_dir, config.dataset, experiment.splits):
@@ -242,11 +198,22 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
         experiment.check_validation_slice(layout, dataset)
         for split in experiment.splits:
             check_token_ids(dataset, split, model.vocab_size)
-        position = experiment.position(layout, len(dataset.split("train")), meta)
+        position = experiment.position(layout, len(dataset.split("train")), meta, budget)
     elif config.min_train_tokens != -1:
-        position = experiment.position(layout, sys.maxsize, meta)
+        position = experiment.position(layout, sys.maxsize, meta, budget)
     initial = experiment.initial_weights if meta is None else None
-    return Plan(experiment.run.path.name, config, model.parameters, model.flops_per_token, layout, position, initial)
+    scaled = experiment.scaled_settings(layout, position) if position else UNSCALED
+    return Plan(
+        experiment.run.path.name,
+        config,
+        model.parameters,
+        model.flops_per_token,
+        layout,
+        position,
+        initial,
+        budget,
+        scaled,
+    )
 
 
 def planned_start(experiment: Experiment, world_size: int, checkpoint: str | None) -> CheckpointMeta | None:
@@ -259,14 +226,15 @@ def planned_start(experiment: Experiment, world_size: int, checkpoint: str | Non
     refuse_unnamed(start, meta, checkpoint)
     here = is_present(experiment.datasets_dir, config.dataset, experiment.splits)
     provenance = experiment.provenance(Dataset.open(experiment.datasets_dir, config.dataset)) if here else None
-    return upgrade_notebook_meta(meta, provenance, experiment.layout(world_size).global_tokens)
+    return upgrade_notebook_meta(meta, provenance, experiment.batches(experiment.layout(world_size)))
 
 
 def print_plan(experiment: Experiment, checkpoint: str | None, ranks: int, options: TrainOptions) -> None:
     """Print what the command would do with `checkpoint` (None: with the latest) on so many ranks, if no other number is
     assumed. Raises UserError for what training would refuse, but for the names of benchmarks."""
     ranks = options.assume_world_size or ranks
-    plan = make_plan(experiment, ranks, None if options.restart else planned_start(experiment, ranks, checkpoint))
+    meta = None if options.restart else planned_start(experiment, ranks, checkpoint)
+    plan = make_plan(experiment, ranks, meta, find_budget(experiment, experiment.layout(ranks), meta, options))
     if plan.initial_weights is not None:
         check_weights_file(plan.initial_weights, experiment.model)
     speed = plan_speed(experiment, plan.layout, options)

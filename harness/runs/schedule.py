@@ -25,6 +25,8 @@ class Schedule:
             return warmup(step, self.warmup_steps)
         if self.shape == "cosine":
             return cosine(step - self.warmup_steps, self.total_steps - self.warmup_steps, self.min_ratio)
+        if self.shape == "linear":
+            return linear(step - self.warmup_steps, self.total_steps - self.warmup_steps, self.min_ratio)
         if self.shape == "wsd":
             return linear_decay(step - (self.total_steps - self.decay_steps), self.decay_steps, self.min_ratio)
         return 1.0
@@ -39,6 +41,13 @@ def cosine(step: int, steps: int, min_ratio: float) -> float:
     """Half a cosine from 1 at step 0 to `min_ratio` at the last of `steps` (Loshchilov & Hutter, arXiv:1608.03983)."""
     progress = min(step / max(steps - 1, 1), 1.0)
     return min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def linear(step: int, steps: int, min_ratio: float) -> float:
+    """Linear from 1 at step 0 to `min_ratio` where step `steps` would be: no step is wasted at a learning rate of zero.
+    To zero: "D2Z" of Bergsma et al., arXiv:2502.15938."""
+    progress = min(step / max(steps, 1), 1.0)
+    return 1 - (1 - min_ratio) * progress
 
 
 def linear_decay(step: int, steps: int, min_ratio: float) -> float:
@@ -59,7 +68,7 @@ def build_schedule(config: TrainConfig, total_steps: int) -> Schedule:
     if warmup_steps > total_steps:
         raise UserError(
             f'train.json: key "warmup_steps": {warmup_steps} steps of warm-up are longer than the run of '
-            f"{total_steps} global steps; shorten the warm-up or raise min_train_tokens"
+            f"{total_steps} global steps; shorten the warm-up or raise {config.budget}"
         )
     decay_steps = round(total_steps * (config.decay_period_percent or 0) / 100)
     if warmup_steps + decay_steps > total_steps:

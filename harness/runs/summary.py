@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +13,7 @@ from harness.common.errors import RunError
 from harness.common.files import replace_text
 from harness.common.json_files import finite, parse_config, read_json_object
 from harness.data.loader import BatchLayout
+from harness.runs.budget import Budget
 from harness.runs.checkpoint_meta import Provenance, TrainState
 from harness.runs.directory import RunDirectory
 from harness.runs.throughput import Measured, Throughput, unknown_peak
@@ -36,6 +37,7 @@ class Outcome:
     throughput: Throughput
     machine: Machine
     layout: BatchLayout
+    recorded: dict[str, Any] = field(default_factory=dict)  # of the summary's keys those that checkpoints have, too
 
 
 Count = Annotated[int, Field(ge=0)]
@@ -75,6 +77,10 @@ class RunSummary(BaseModel):
     microbatch_size: Positive | None = None
     accumulation_steps: Positive | None = None
     torch: str | None = None
+    versions: dict[str, str] = {}  # of the libraries, by name
+    commit: str | None = None  # of this program's sources; null where that is not known
+    budget: Budget | None = None  # what it came to, where train.json's is not in tokens
+    scaled: dict[str, float] | None = None  # keys of train.json that its scaling rules changed
     # A Provenance's
     model: dict[str, Any] | None = None
     parameters: Count | None = None
@@ -120,6 +126,7 @@ def summarise(run: str, outcome: Outcome, provenance: Provenance) -> RunSummary:
         microbatch_size=outcome.layout.microbatch_size,
         accumulation_steps=outcome.layout.accumulation_steps,
         torch=str(torch.__version__),
+        **outcome.recorded,
         **vars(provenance),
     )
 

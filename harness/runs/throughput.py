@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 # Keys of train.json that decide, with the model and the number of ranks, how long a step takes.
-BATCH_KEYS = ("microbatch_size", "gradient_accumulation_steps", "global_batch_size")
+BATCH_KEYS = ("microbatch_size", "gradient_accumulation_steps", "global_batch_size", "batch_ramp")
 KERNEL_KEYS = (
     *("precision", "residual_precision", "compile", "coordinate_descent_tuning", "exact_dropout"),
     *("activation_checkpointing", "optimizer", "shard_optimizer", "deterministic", "bucket_mb"),

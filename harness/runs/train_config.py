@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from harness.common.errors import UserError
 from harness.common.json_files import Count, RunFile, parse_config, read_json_object
 from harness.runs.notebook_keys import NOTEBOOK_KEYS, translate_upstream
 
 LARGEST_PRICE = 1e9
+# How much is trained: one of these is in a train.json. Those of TIMED_BUDGETS need a speed to become tokens.
+TIMED_BUDGETS = ("target_hours", "target_dollars")
+BUDGETS = ("min_train_tokens", "train_steps", "tokens_per_parameter", "target_flops", *TIMED_BUDGETS)
+DEFAULT_MIN_LR_RATIO = 0.1
+
+
+class BatchScale(BaseModel):
+    """`scale_with_batch`: harness/runs/scaling_rules.py has the formulas."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    reference_tokens: Count = Field(ge=1, description="Tokens of the global batch that learning_rate was tuned with.")
+    reference_train_tokens: Count | None = Field(
+        default=None, ge=1, description="Tokens of the run that weight_decay was tuned in; null: they do not count."
+    )
+
+
+class DepthScale(BaseModel):
+    """`scale_with_depth`: harness/runs/scaling_rules.py has the formula."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    reference_layers: Count = Field(ge=1, description="n_layers of the model that weight_decay was tuned with.")
 
 
 class TrainConfig(RunFile):
@@ -23,9 +47,23 @@ class TrainConfig(RunFile):
 
     dataset: str = Field(min_length=1, description="owner/name on the Hugging Face Hub, or builtin/name.")
     microbatch_size: Count = Field(ge=1, description="Sequences per device and forward pass.")
-    min_train_tokens: Count = Field(
+    min_train_tokens: Count | None = Field(
+        default=None,
         description="Train on the smallest whole number of global batches with at least this many tokens; "
-        "-1: on every whole global batch there is."
+        "-1: on every whole global batch there is.",
+    )
+    train_steps: Count | None = Field(default=None, ge=1, description="In its place: so many global steps.")
+    tokens_per_parameter: float | None = Field(
+        default=None, gt=0, le=1e9, allow_inf_nan=False, description="In its place: tokens for each parameter."
+    )
+    target_flops: float | None = Field(
+        default=None, gt=0, le=1e40, allow_inf_nan=False, description="In its place: floating-point operations."
+    )
+    target_hours: float | None = Field(
+        default=None, gt=0, le=1e9, allow_inf_nan=False, description="In its place: hours, at the speed that is known."
+    )
+    target_dollars: float | None = Field(
+        default=None, gt=0, le=1e12, allow_inf_nan=False, description="In its place: dollars, by price_per_hour."
     )
     start_train_token: Count = Field(ge=0, description="Where in the train split the slice begins.")
     validation_interval: Count | None = Field(
@@ -44,17 +82,32 @@ class TrainConfig(RunFile):
     global_batch_size: Count | None = Field(
         default=None, ge=1, description="Sequences per optimizer step over all ranks, instead of accumulation steps."
     )
+    batch_ramp: list[Annotated[tuple[Count, Count], Field(strict=False)]] | None = Field(
+        default=None,
+        min_length=1,
+        description="A global batch that grows: [from so many tokens on, so many sequences over all ranks], in order.",
+    )
     learning_rate: float = Field(default=0.0004, gt=0, allow_inf_nan=False, description="Peak learning rate.")
     weight_decay: float = Field(default=0.1, ge=0, allow_inf_nan=False, description="Decoupled weight decay.")
     betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False, description="AdamW's averaging factors.")
     eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False, description="AdamW's denominator term.")
     decay_all_parameters: bool = Field(default=True, description="false: weight decay on matrices only.")
-    lr_schedule: Literal["constant", "cosine", "wsd"] = Field(default="constant", description="Shape after warm-up.")
+    scale_with_batch: BatchScale | None = Field(
+        default=None, description="Learning rates and weight decay for another global batch than they were tuned with."
+    )
+    scale_with_depth: DepthScale | None = Field(
+        default=None, description="Weight decay for another number of layers than it was tuned with."
+    )
+    lr_schedule: Literal["constant", "cosine", "wsd", "linear"] = Field(
+        default="constant", description="Shape after warm-up."
+    )
     warmup_steps: Count | None = Field(default=None, ge=0, description="Global steps of linear warm-up.")
     warmup_period_percent: float | None = Field(
         default=None, ge=0, le=100, description="Warm-up as a percentage of all global steps, rounded down."
     )
-    min_lr_ratio: float = Field(default=0.1, ge=0, le=1, description="Final over peak learning rate.")
+    min_lr_ratio: float = Field(
+        default=DEFAULT_MIN_LR_RATIO, ge=0, le=1, description="Final over peak learning rate; linear: 0 if not given."
+    )
     decay_period_percent: float | None = Field(
         default=None, gt=0, le=100, description="wsd: the last part of the run, in which the learning rate falls."
     )
@@ -111,6 +164,14 @@ class TrainConfig(RunFile):
     sample_interval: Count | None = Field(default=None, ge=1, description="Global steps between printed samples.")
     sample_prompt: str | None = Field(default=None, min_length=1, description="What a printed sample continues.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _linear_to_zero(cls, raw: Any) -> Any:
+        """Written down as if it had been given, so that every record of the run says where the rate ends."""
+        if isinstance(raw, dict) and raw.get("lr_schedule") == "linear" and "min_lr_ratio" not in raw:
+            return {**raw, "min_lr_ratio": 0.0}
+        return raw
+
     @model_validator(mode="after")
     def _possible(self) -> TrainConfig:
         _refuse_unavailable(self)
@@ -128,19 +189,37 @@ class TrainConfig(RunFile):
         assert every is not None, "checked when the file was loaded"
         return every
 
-    def accumulation_steps(self, world_size: int) -> int:
-        """Microbatches that each of `world_size` ranks runs per optimizer step.
+    @property
+    def budget(self) -> str:
+        """The key that says how much is trained."""
+        return next(key for key in BUDGETS if getattr(self, key) is not None)
 
-        Raises UserError where `global_batch_size` is not a whole number of microbatches on every rank.
+    @property
+    def is_timed(self) -> bool:
+        """Whether the budget needs a speed to become tokens."""
+        return self.budget in TIMED_BUDGETS
+
+    @property
+    def sequences(self) -> int | None:
+        """Of a global batch over all ranks, the last of a ramp; None if train.json counts accumulation steps."""
+        return self.batch_ramp[-1][1] if self.batch_ramp else self.global_batch_size
+
+    def accumulation_steps(self, world_size: int, sequences: int | None = None) -> int:
+        """Microbatches that each of `world_size` ranks runs per optimizer step, of a global batch of `sequences`; None:
+        of the global batch of train.json, the last of a ramp.
+
+        Raises UserError where a global batch is not a whole number of microbatches on every rank.
         """
-        if self.global_batch_size is None:
+        sequences = sequences or self.sequences
+        if sequences is None:
             return self.gradient_accumulation_steps
         per_pass = self.microbatch_size * world_size
-        steps, rest = divmod(self.global_batch_size, per_pass)
+        steps, rest = divmod(sequences, per_pass)
         if rest or not steps:
             raise UserError(
-                f'train.json: key "global_batch_size": {self.global_batch_size} sequences are not a multiple of '
-                f"{self.microbatch_size} (microbatch_size) x {world_size} (ranks) = {per_pass}; change one of them"
+                f'train.json: key "{"batch_ramp" if self.batch_ramp else "global_batch_size"}": {sequences} sequences '
+                f"are not a multiple of {self.microbatch_size} (microbatch_size) x {world_size} (ranks) = {per_pass}; "
+                "change one of them"
             )
         return steps
 
@@ -155,17 +234,19 @@ def _refuse_unavailable(config: TrainConfig) -> None:
 
 
 def _check_train_combinations(config: TrainConfig) -> None:
-    given = config.model_fields_set
-    if config.min_train_tokens < 1 and config.min_train_tokens != -1:
-        raise ValueError('key "min_train_tokens": must be at least 1, or -1 for all there is')
-    if config.global_batch_size is not None and "gradient_accumulation_steps" in given:
-        raise ValueError('keys "gradient_accumulation_steps" and "global_batch_size": give one of them, not both')
+    _check_budget(config)
+    _check_batch(config)
     if config.warmup_steps is not None and config.warmup_period_percent is not None:
         raise ValueError('keys "warmup_steps" and "warmup_period_percent": give one of them, not both')
     if not all(0 <= beta < 1 for beta in config.betas):
         raise ValueError('key "betas": both must be at least 0 and below 1')
     if (config.decay_period_percent is not None) != (config.lr_schedule == "wsd"):
         raise ValueError('key "decay_period_percent": belongs with "lr_schedule": "wsd", and only there')
+    if config.lr_schedule == "constant" and config.min_lr_ratio != DEFAULT_MIN_LR_RATIO:
+        raise ValueError(
+            'key "min_lr_ratio": belongs with "lr_schedule": "cosine", "wsd" or "linear"; "constant" does not fall: '
+            "remove the key"
+        )
     if (config.warmup_period_percent or 0) + (config.decay_period_percent or 0) > 100:
         raise ValueError('keys "warmup_period_percent" and "decay_period_percent": together above 100')
     if config.residual_precision == "bf16" and config.precision in ("fp16", "fp32"):
@@ -182,6 +263,43 @@ def _check_train_combinations(config: TrainConfig) -> None:
     if (config.benchmark_interval is None) != (config.benchmark_tasks is None):
         raise ValueError('keys "benchmark_interval" and "benchmark_tasks": give both or neither')
     _check_validation_keys(config)
+
+
+def _check_budget(config: TrainConfig) -> None:
+    given = [key for key in BUDGETS if getattr(config, key) is not None]
+    if not given:
+        others = ", ".join(f'"{key}"' for key in BUDGETS[1:])
+        raise ValueError(f'key "min_train_tokens": missing; give it, or one of {others}')
+    if len(given) > 1:
+        named = " and ".join(f'"{key}"' for key in given)
+        raise ValueError(f"keys {named}: each says how much to train; give one of them")
+    tokens = config.min_train_tokens
+    if tokens is not None and tokens < 1 and tokens != -1:
+        raise ValueError('key "min_train_tokens": must be at least 1, or -1 for all there is')
+    if config.target_dollars is not None and not config.price_per_hour:
+        raise ValueError(
+            'key "target_dollars": needs "price_per_hour" above 0, the price of the whole machine; give it, or '
+            '"target_hours" in its place'
+        )
+
+
+def _check_batch(config: TrainConfig) -> None:
+    accumulates = "gradient_accumulation_steps" in config.model_fields_set
+    if config.global_batch_size is not None and accumulates:
+        raise ValueError('keys "gradient_accumulation_steps" and "global_batch_size": give one of them, not both')
+    ramp = config.batch_ramp
+    if ramp is None:
+        return
+    if accumulates or config.global_batch_size is not None:
+        other = "gradient_accumulation_steps" if accumulates else "global_batch_size"
+        raise ValueError(f'keys "batch_ramp" and "{other}": each says the global batch; give one of them')
+    if ramp[0][0] != 0:
+        raise ValueError('key "batch_ramp": must begin at token 0, as in [[0, 8], [1000000, 16]]')
+    pairs = list(itertools.pairwise(ramp))
+    if ramp[0][1] < 1 or any(after[0] <= before[0] or after[1] <= before[1] for before, after in pairs):
+        raise ValueError(
+            'key "batch_ramp": tokens and sequences must grow from entry to entry, as in [[0, 8], [1000000, 16]]'
+        )
 
 
 def _check_validation_keys(config: TrainConfig) -> None:

@@ -102,7 +102,7 @@ def find_max_microbatch(
         dataset.split("train"),
         config.start_train_token,
         experiment.model.context_length,
-        PROBE_ACCUMULATION if config.global_batch_size is not None else config.gradient_accumulation_steps,
+        config.gradient_accumulation_steps if config.sequences is None else PROBE_ACCUMULATION,
         validates=config.validates,
         rehearse=rehearsal.rehearse,
         limit_bytes=limit.usable_bytes,
@@ -249,14 +249,16 @@ def remark_on_validation(experiment: Experiment, microbatch_size: int, world: Wo
 def write_microbatch_size(experiment: Experiment, found: int, world_size: int) -> int:
     """Put the largest usable microbatch of at most `found` into train.json; that number.
 
-    With a `global_batch_size` a usable one divides it evenly over the ranks. Raises RunError if there is none.
+    With a `global_batch_size` or a `batch_ramp` a usable one divides it evenly over the ranks. Raises RunError if there
+    is none.
     """
-    path, wanted = experiment.run.train_json, experiment.config.global_batch_size
-    size = found
-    if wanted is not None:
-        size = next((n for n in range(found, 0, -1) if wanted % (n * world_size) == 0), 0)
-        if not size:
-            raise RunError(f"{path}: no microbatch divides global_batch_size {wanted} over {world_size} ranks")
+    path, config = experiment.run.train_json, experiment.config
+    wanted = [size for _, size in config.batch_ramp or []] or [config.global_batch_size or 0]
+    size = next((n for n in range(found, 0, -1) if all(each % (n * world_size) == 0 for each in wanted)), 0)
+    if not size:
+        key = "batch_ramp" if config.batch_ramp else "global_batch_size"
+        sizes = ", ".join(map(str, wanted))
+        raise RunError(f"{path}: no microbatch divides {key} {sizes} over {world_size} ranks")
     text = path.read_text(encoding="utf-8")
     pattern = r'("(?:micro|mini)batch_size"\s*:\s*)\d+'
     replace_text(path, re.sub(pattern, lambda match: match.group(1) + json.dumps(size), text, count=1))

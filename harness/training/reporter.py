@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from harness.common.errors import say_last
 from harness.common.memory import peak_bytes
+from harness.common.program import program_commit, program_versions
 from harness.common.units import GIB
 from harness.distributed.signals import described
 from harness.distributed.world import World
@@ -100,6 +101,7 @@ class Reporter:
         self.console = Console(start.position.total_steps, start.position.first_step, visible=visible)
         self.throughput = throughput_on(start, world.device_name)
         self._seconds_at_start = dict(self.clock.seconds)
+        self._tokens = start.batches.tokens_before(start.position.total_steps - start.position.first_step)
         self._last_report = (start.position.tokens_seen, self.clock.seconds["training"])
 
     def training(self, metrics: TrainMetrics, state: TrainState, learning_rate: float) -> None:
@@ -169,7 +171,8 @@ class Reporter:
             self.draw_chart()
         machine = measure_machine(self.world)
         if self.world.is_main:
-            outcome = Outcome(state, self.clock.now(), self.throughput, machine, self.start.layout)
+            recorded = program_and_settings(self.start)
+            outcome = Outcome(state, self.clock.now(), self.throughput, machine, self.start.layout, recorded)
             self.metrics.make_durable()
             write_summary(self.run, summarise(self.run.path.name, outcome, self.start.provenance))
             self.chart.finish(LAST_CHART_SECONDS)
@@ -189,14 +192,22 @@ class Reporter:
             return {}
         seconds, position = self.clock.now(), self.start.position
         here = sum(seconds[phase] - self._seconds_at_start[phase] for phase in seconds if phase != "setup")
-        done = state.global_step + 1 - position.first_step
-        remaining = position.total_steps - state.global_step - 1
+        done = state.tokens_seen - position.tokens_seen
+        remaining = self._tokens - done
         return {"$": f"{so_far:,.2f} of {so_far + (self.throughput.dollars(here * remaining / done) or 0):,.2f}"}
 
 
 def measure_machine(world: World) -> Machine:
     """Collective: the peak of memory is the largest of any rank."""
     return Machine(world.device_name, world.size, max(world.gather(peak_bytes(world.device))) / GIB)
+
+
+def program_and_settings(start: Start) -> dict[str, Any]:
+    """For checkpoints and the summary: which program it is, and what train.json's budget and scaling rules came to, if
+    it has such."""
+    resolved = {"budget": start.budget, "scaled": start.scaled.values or None}
+    program = {"versions": program_versions(), "commit": program_commit()}
+    return program | {key: value for key, value in resolved.items() if value is not None}
 
 
 def throughput_on(start: Start, device_name: str) -> Throughput:
@@ -213,5 +224,7 @@ def restore_summary(start: Start, world: World) -> None:
     machine, layout = as_recorded(measure_machine(world), meta), as_recorded(start.layout, meta)
     seconds = dict.fromkeys(PHASES, 0.0) | meta.seconds
     provenance = Provenance(meta.model or {}, start.experiment.model.parameters, meta.train, meta.dataset or {})
-    outcome = Outcome(meta.state(), seconds, throughput_on(start, machine.device), machine, layout)
+    recorded = {key: getattr(meta, key) for key in ("versions", "commit", "budget", "scaled")}
+    recorded = {key: value for key, value in recorded.items() if value}
+    outcome = Outcome(meta.state(), seconds, throughput_on(start, machine.device), machine, layout, recorded)
     world.on_rank0(lambda: write_summary(run, summarise(run.path.name, outcome, provenance)))

@@ -15,9 +15,10 @@ from harness.common.device import idle_gpus
 from harness.common.errors import PeerError, RunError, RunStopped, UserError
 from harness.common.lock import RunLock
 from harness.common.memory import is_out_of_memory, taken_by_others
+from harness.common.options import TrainOptions
 from harness.data.dataset import Dataset
 from harness.data.fetch import ensure_dataset
-from harness.data.loader import BatchLayout
+from harness.data.loader import BatchLayout, BatchSchedule
 from harness.distributed.connection_errors import leaving_with_peers
 from harness.distributed.signals import StopSignal
 from harness.distributed.world import World
@@ -25,12 +26,17 @@ from harness.model.determinism import explain_nondeterminism
 from harness.model.kernels import not_compiled, rounded_dropout, should_compile
 from harness.model.precision import Precision
 from harness.runs import checkpoints
+from harness.runs.budget import Budget
 from harness.runs.checkpoint_lookup import choose_start
 from harness.runs.checkpoint_meta import CheckpointMeta, Provenance, TrainState, read_meta, upgrade_notebook_meta
 from harness.runs.directory import RunDirectory
 from harness.runs.experiment import Experiment, Position, comparable_losses, first_difference
-from harness.runs.plan import make_plan
+from harness.runs.plan import describe_start, make_plan
+from harness.runs.plan_costs import Plan
+from harness.runs.planned_speed import plan_speed
+from harness.runs.scaling_rules import UNSCALED, ScaledSettings
 from harness.runs.throughput import Conditions, same_conditions, unknown_peak
+from harness.runs.timed_budget import find_budget
 from harness.runs.train_config import TrainConfig
 from harness.training.clock import Clock
 
@@ -50,11 +56,13 @@ class Start:
     lock: RunLock | None = None
     precision: str | None = None  # what "auto" means for this run; None: what the device is best at
     is_rehearsal: bool = False  # in a folder that goes away, and without a word
+    budget: Budget | None = None  # what train.json's came to when the run began, if that is not in tokens
+    scaled: ScaledSettings = UNSCALED  # what its scaling rules make of its settings
 
     @classmethod
     def rehearsal(cls, experiment: Experiment, dataset: Dataset, folder: Path, device: torch.device) -> Start:
         """One sequence a step, and as many steps as any schedule needs, in the precision that the run goes on in."""
-        small = {"microbatch_size": 1, "gradient_accumulation_steps": 1, "global_batch_size": None}
+        small = {"microbatch_size": 1, "gradient_accumulation_steps": 1, "global_batch_size": None, "batch_ramp": None}
         alone = replace(experiment, run=RunDirectory(folder), config=experiment.config.model_copy(update=small))
         position = Position(0, 2**40, experiment.config.start_train_token, 0)
         precision = None
@@ -70,9 +78,14 @@ class Start:
 
     @property
     def step_config(self) -> TrainConfig:
-        """train.json with the precision that it comes to."""
-        config = self.experiment.config
+        """train.json with the precision that it comes to, and what its scaling rules make of it."""
+        config = self.scaled.apply(self.experiment.config)
         return config if self.precision is None else config.model_copy(update={"precision": self.precision})
+
+    @property
+    def batches(self) -> BatchSchedule:
+        """The global batches of the steps from here on."""
+        return self.experiment.batches(self.layout, self.position.tokens_seen)
 
     @property
     def interrupted_in(self) -> str | None:
@@ -100,10 +113,11 @@ class Start:
         return state
 
 
-def prepare(experiment: Experiment, world: World, clock: Clock, checkpoint: str | None, *, restart: bool) -> Start:
+def prepare(experiment: Experiment, world: World, clock: Clock, checkpoint: str | None, options: TrainOptions) -> Start:
     """Take the run's lock, fetch its data, choose and verify the checkpoint to continue from, and check the plan.
 
-    `checkpoint` is a folder's name, "latest" or "best"; None for the latest, if there is one. Collective. Raises
+    `checkpoint` is a folder's name, "latest" or "best"; None for the latest, if there is one. Of `options`, --restart
+    and the speed that a budget is reckoned with are looked at. Collective. Raises
     UserError or RunError, with the remedy, for whatever would keep the run from its end.
     """
     run, layout = experiment.run, experiment.layout(world.size)
@@ -115,22 +129,38 @@ def prepare(experiment: Experiment, world: World, clock: Clock, checkpoint: str 
     def choose() -> tuple[Path, CheckpointMeta] | None:
         if lock.began_before:  # torchrun has restarted its workers: what the user asked for was done the first time
             return checkpoints.open_start(run.checkpoints, None)
-        return None if restart else checkpoints.open_start(run.checkpoints, checkpoint)
+        return None if options.restart else checkpoints.open_start(run.checkpoints, checkpoint)
 
     path, meta = world.on_rank0(choose) or (None, None)
-    if world.on_rank0(lambda: lock.began_before or not restart):
+    if world.on_rank0(lambda: lock.began_before or not options.restart):
         refuse_wrong_machine(world, run)
     is_from_notebook = meta is not None and meta.is_from_notebook
     if meta:
-        meta = upgrade_notebook_meta(meta, experiment.provenance(dataset), layout.global_tokens)
+        meta = upgrade_notebook_meta(meta, experiment.provenance(dataset), experiment.batches(layout))
         clock.add(meta.seconds)
     # The plan's checks are the run's: short data, unknown tokens, a long warm-up or a full disk end it here.
-    plan = world.on_each_node(lambda: make_plan(experiment, world.size, meta))
+    # A budget in hours is what rank 0's machine knows of the speed, on all of them.
+    budget = world.broadcast(lambda: find_budget(experiment, layout, meta, options))
+    plan = world.on_each_node(lambda: make_plan(experiment, world.size, meta, budget))
     world.on_rank0(lambda: plan.check_disk(run.path))
+    world.on_rank0(lambda: say_plan(experiment, plan, options))
     assert plan.position is not None, "the dataset is here"
     checkpoints.check_tokenizer(dataset.tokenizer)
     precision = world.broadcast(lambda: choose_precision(experiment.config, world.device, meta))
-    return Start(experiment, dataset, layout, plan.position, clock, path, meta, is_from_notebook, lock, precision)
+    return Start(
+        *(experiment, dataset, layout, plan.position, clock, path, meta, is_from_notebook, lock, precision),
+        budget=budget,
+        scaled=plan.scaled,
+    )
+
+
+def say_plan(experiment: Experiment, plan: Plan, options: TrainOptions) -> None:
+    """Print what train.json's budget, ramp and scaling rules come to, before anything is spent on it. Rank 0 only."""
+    if plan.position is None or plan.position.is_finished:
+        return
+    speed = None if plan.budget is None else plan_speed(experiment, plan.layout, options)
+    for line in describe_start(plan, speed):
+        click.echo(line)
 
 
 def choose_precision(config: TrainConfig, device: torch.device, meta: CheckpointMeta | None) -> str:

@@ -325,3 +325,38 @@ def test_initial_weights_are_still_found(shop: Workshop) -> None:
     assert named is not None
     assert named.samefile(weights)
     assert run.derivation.differs.keys() == {"random_seed"}
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "named"),
+    [
+        ("train_steps", [10, 20], ["s-steps10", "s-steps20"]),
+        ("tokens_per_parameter", [5, 20.0], ["s-tokens_per_parameter5", "s-tokens_per_parameter20.0"]),
+        ("target_flops", [1e15, 1e16], ["s-flops1000000000000000.0", "s-flops1e+16"]),
+        ("target_hours", [0.5], ["s-hours0.5"]),
+        ("target_dollars", [3], ["s-dollars3"]),
+    ],
+)
+def test_a_budget_takes_anothers_place(shop: Workshop, key: str, values: list[float], named: list[str]) -> None:
+    sweep = load(shop, set={"price_per_hour": 10.0}, vary={key: values})
+    assert names(sweep) == named
+    assert settings(sweep, key, "min_train_tokens") == [(value, None) for value in values]
+    assert all("min_train_tokens" not in run.train for run in sweep.runs)
+    base = Base.load(shop.runs, "base")
+    back = derive(base, "again", {"min_train_tokens": 640})
+    assert back.train_config.budget == "min_train_tokens"
+    other = "target_flops" if key == "train_steps" else "train_steps"
+    both = {key: values[0], other: 5, "price_per_hour": 10.0}
+    twice = refusal(shop, set=both, vary={"random_seed": [1]})
+    assert "each says how much to train; give one of them" in twice
+
+
+def test_a_ramp_takes_the_place_of_a_batch(shop: Workshop) -> None:
+    ramp = [[0, 8], [1000, 16]]
+    sweep = load(shop, vary={"batch_ramp": [ramp, [[0, 4]]]})
+    assert names(sweep) == ["s-ramp_0_8_1000_16", "s-ramp_0_4"]
+    assert all("gradient_accumulation_steps" not in run.train for run in sweep.runs)
+    scaled = load(
+        shop, "t.json", set={"scale_with_batch": {"reference_tokens": 64}}, vary={"global_batch_size": [4, 8]}
+    )
+    assert [run.train_config.scale_with_batch is not None for run in scaled.runs] == [True, True]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from harness.common.errors import UserError
 from harness.common.json_files import RunFile, json_schema
 from harness.model.config import ModelConfig, load_model_config
 from harness.runs.schedule import build_schedule
@@ -57,6 +58,14 @@ DEFAULTS: dict[str, Any] = {
     "warmup_period_percent": None,
     "decay_period_percent": None,
     "muon_learning_rate": None,
+    "train_steps": None,
+    "tokens_per_parameter": None,
+    "target_flops": None,
+    "target_hours": None,
+    "target_dollars": None,
+    "batch_ramp": None,
+    "scale_with_batch": None,
+    "scale_with_depth": None,
 }
 MODEL_DEFAULTS = {
     "tie_weights": False,
@@ -121,12 +130,18 @@ def test_defaults_are_the_tables(train: WriteTrain, model: WriteModel) -> None:
         {"sample_interval": 100, "sample_prompt": "x"},
         {"min_train_tokens": -1},
         {"min_train_tokens": 1},
+        {"min_train_tokens": ..., "train_steps": 100},
+        {"min_train_tokens": ..., "tokens_per_parameter": 20},
+        {"min_train_tokens": ..., "target_flops": 1e18},
+        {"min_train_tokens": ..., "target_hours": 0.5},
+        {"min_train_tokens": ..., "target_dollars": 3, "price_per_hour": 10.0},
+        {"lr_schedule": "linear", "min_lr_ratio": 0.1},
     ],
 )
 def test_every_key_of_the_table_is_accepted(train: WriteTrain, changes: dict[str, Any]) -> None:
     config = train(**changes)
     for key, value in changes.items():
-        assert getattr(config, key) == (tuple(value) if key == "betas" else value)
+        assert getattr(config, key) == (tuple(value) if key == "betas" else None if value is ... else value)
 
 
 @pytest.mark.parametrize(
@@ -312,6 +327,7 @@ INTEGERS = [
     "report_interval",
     "max_skipped_steps",
     "sample_interval",
+    "train_steps",
 ]
 FLOATS = [
     "learning_rate",
@@ -323,6 +339,10 @@ FLOATS = [
     "clipping_max_norm",
     "muon_learning_rate",
     "price_per_hour",
+    "tokens_per_parameter",
+    "target_flops",
+    "target_hours",
+    "target_dollars",
 ]
 FLAGS = ["decay_all_parameters", "shard_optimizer", "activation_checkpointing", "compile", "deterministic"]
 CHOICES = ["lr_schedule", "optimizer", "precision", "validation_ranks", "compile"]
@@ -399,6 +419,11 @@ def test_impossible_betas(train: WriteTrain, betas: Any) -> None:
         ("report_interval", 0),
         ("max_skipped_steps", 0),
         ("price_per_hour", -1),
+        ("train_steps", 0),
+        ("tokens_per_parameter", 0),
+        ("target_flops", -1),
+        ("target_hours", 0),
+        ("target_dollars", 0),
     ],
 )
 def test_impossible_values(train: WriteTrain, key: str, value: float) -> None:
@@ -525,6 +550,67 @@ def test_model_features_to_come(model: WriteModel, key: str, value: Any) -> None
     message = refusal(model, **{key: value})
     assert f'key "{key}": ' in message
     assert "not available yet" in message
+
+
+# How much to train, how fast the batch grows, and what scales
+
+
+def test_without_a_budget_all_of_them_are_named(train: WriteTrain) -> None:
+    message = refusal(train, min_train_tokens=...)
+    for key in ("train_steps", "tokens_per_parameter", "target_flops", "target_hours", "target_dollars"):
+        assert f'"{key}"' in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"train_steps": 5}, 'keys "min_train_tokens" and "train_steps": each says how much to train; give one'),
+        (
+            {"min_train_tokens": ..., "target_flops": 1e18, "target_hours": 1},
+            'keys "target_flops" and "target_hours": each says how much to train; give one',
+        ),
+        ({"min_train_tokens": ..., "target_dollars": 3}, 'key "target_dollars": needs "price_per_hour" above 0'),
+        ({"min_train_tokens": ..., "target_dollars": 3, "price_per_hour": 0}, 'needs "price_per_hour" above 0'),
+        ({"batch_ramp": [[0, 8]], "global_batch_size": 8}, 'keys "batch_ramp" and "global_batch_size": each says'),
+        ({"batch_ramp": [[0, 8]], "gradient_accumulation_steps": 2}, '"batch_ramp" and "gradient_accumulation_steps"'),
+        ({"batch_ramp": []}, 'key "batch_ramp": '),
+        ({"batch_ramp": [[5, 8]]}, 'key "batch_ramp": must begin at token 0'),
+        ({"batch_ramp": [[0, 8], [0, 16]]}, 'key "batch_ramp": tokens and sequences must grow'),
+        ({"batch_ramp": [[0, 8], [100, 8]]}, 'key "batch_ramp": tokens and sequences must grow'),
+        ({"batch_ramp": [[0, 8], [100]]}, 'key "batch_ramp.1'),
+        ({"batch_ramp": [[0, 0]]}, 'key "batch_ramp": tokens and sequences must grow'),
+        ({"scale_with_batch": True}, 'key "scale_with_batch": '),
+        ({"scale_with_batch": {}}, 'key "scale_with_batch.reference_tokens": missing'),
+        ({"scale_with_batch": {"reference_tokens": 0}}, 'key "scale_with_batch.reference_tokens": '),
+        ({"scale_with_batch": {"reference_tokens": 9, "depth": 1}}, 'key "scale_with_batch.depth": unknown'),
+        ({"scale_with_depth": {"reference_layers": 1.5}}, 'key "scale_with_depth.reference_layers": '),
+        ({"min_lr_ratio": 0.0}, 'key "min_lr_ratio": belongs with "lr_schedule": "cosine", "wsd" or "linear"'),
+        ({"lr_schedule": "linear", "decay_period_percent": 20}, 'key "decay_period_percent": belongs with'),
+    ],
+    ids=str,
+)
+def test_budgets_ramps_and_rules_that_cannot_be(train: WriteTrain, changes: dict[str, Any], words: str) -> None:
+    assert words in refusal(train, **changes)
+
+
+def test_a_ramp_and_rules(train: WriteTrain) -> None:
+    rules: dict[str, Any] = {
+        "batch_ramp": [[0, 26], [1_000_000, 52]],
+        "scale_with_batch": {"reference_tokens": 524_288, "reference_train_tokens": None},
+        "scale_with_depth": {"reference_layers": 12},
+    }
+    config = train(**rules)
+    assert {key: value for key, value in config.model_dump(mode="json").items() if key in rules} == rules
+    assert (config.accumulation_steps(2), config.accumulation_steps(2, 26)) == (2, 1)
+    with pytest.raises(UserError, match=r'"batch_ramp": 26 sequences are not a multiple of 13 .* x 4 \(ranks\) = 52'):
+        config.accumulation_steps(4, 26)
+
+
+def test_linear_ends_at_zero_unless_told_where(train: WriteTrain) -> None:
+    """And says so wherever the configuration is written down."""
+    assert train(lr_schedule="linear").model_dump()["min_lr_ratio"] == 0
+    assert train(lr_schedule="linear", min_lr_ratio=0.2).min_lr_ratio == 0.2
+    assert train(lr_schedule="cosine").min_lr_ratio == 0.1
 
 
 # Upstream spellings

@@ -75,7 +75,7 @@ def test_no_key_of_another_program_gets_advice_for_its_looks(tmp_path: Path) -> 
         ("epochs", "min_train_tokens"),
         ("per_gpu_train_batch_size", "microbatch_size"),
         ("input_val_bin", "dataset"),
-        ("target_flops", "min_train_tokens"),
+        ("target_param_data_ratio", "tokens_per_parameter"),
     ],
 )
 def test_more_names_lead_to_ours(train: WriteTrain, name: str, ours: str) -> None:
@@ -88,10 +88,10 @@ FOREIGN_TRAIN = {
     "per_device_train_batch_size": "microbatch_size",
     "device_batch_size": "microbatch_size",
     "total_batch_size": "global_batch_size",
-    "max_iters": "min_train_tokens",
-    "num_iterations": "min_train_tokens",
+    "max_iters": "train_steps",
+    "num_iterations": "train_steps",
     "num_train_epochs": "min_train_tokens",
-    "max_steps": "min_train_tokens",
+    "max_steps": "train_steps",
     "warmup_iters": "warmup_steps",
     "warmup_ratio": "warmup_period_percent",
     "min_lr": "min_lr_ratio",
@@ -174,7 +174,8 @@ def test_what_other_programs_have_and_we_have_not(train: WriteTrain, model: Writ
 
 def test_units_are_told_where_they_differ(train: WriteTrain) -> None:
     assert "sequences per device" in refusal(train, batch_size=12)
-    assert "counted in tokens: steps x ranks x microbatch_size" in refusal(train, max_iters=600_000)
+    assert "in global steps" in refusal(train, max_iters=600_000)
+    assert "in tokens; -1: all of the split once" in refusal(train, num_train_epochs=1)
     assert "over learning_rate" in refusal(train, min_lr=6e-5)
     assert "times 100" in refusal(train, warmup_ratio=0.05)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from harness.common.errors import UserError
-from harness.runs.schedule import Schedule, build_schedule, cosine, linear_decay, warmup
+from harness.runs.schedule import Schedule, build_schedule, cosine, linear, linear_decay, warmup
 from harness.runs.train_config import TrainConfig
 
 
@@ -46,6 +46,29 @@ def test_linear_decay_reaches_the_floor_at_its_last_step() -> None:
     values = [linear_decay(step, 4, 0.2) for step in range(-2, 4)]
     assert values == pytest.approx([1.0, 1.0, 0.8, 0.6, 0.4, 0.2], rel=1e-15)
     assert linear_decay(9, 4, 0.2) == pytest.approx(0.2, rel=1e-15)
+
+
+def test_linear_falls_in_equal_parts_and_wastes_no_step() -> None:
+    assert [linear(step, 4, 0.0) for step in range(6)] == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    assert [linear(step, 4, 0.2) for step in range(4)] == pytest.approx([1.0, 0.8, 0.6, 0.4], rel=1e-15)
+
+
+def test_linear_is_transformers() -> None:
+    """Its multipliers after warm-up; there theirs begins with a step at zero, and ours is one part ahead."""
+    import torch
+    from transformers import get_linear_schedule_with_warmup
+
+    total_steps = 40
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    theirs = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=10, num_training_steps=total_steps)
+    expected = []
+    for _ in range(total_steps):
+        expected.append(theirs.get_last_lr()[0])
+        optimizer.step()
+        theirs.step()
+    built = schedule(total_steps, lr_schedule="linear", warmup_steps=10)
+    assert multipliers(built)[10:] == pytest.approx(expected[10:], rel=1e-12)
+    assert multipliers(built)[:10] == pytest.approx([value + 0.1 for value in expected[:10]], rel=1e-12)
 
 
 def test_constant_is_one_everywhere() -> None:

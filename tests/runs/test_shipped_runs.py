@@ -44,6 +44,7 @@ def train_json(name: str) -> dict[str, Any]:
 def test_every_run_loads(name: str) -> None:
     run = RunDirectory.find(SHIPPED_RUNS, name)
     config, model = load_train_config(run.train_json), load_model_config(run.model_json)
+    assert config.min_train_tokens is not None
     assert config.min_train_tokens == -1 or config.min_train_tokens >= model.context_length
     if config.min_train_tokens != -1:
         world_size = 8 if name in MACHINES else 1
@@ -61,6 +62,7 @@ def test_the_rented_machines_have_the_notebooks_numbers(name: str) -> None:
     assert (config.validation_interval, config.validation_batches) == (617, 300)
     assert (config.min_train_tokens, config.start_train_token, config.start_val_token) == (CHINCHILLA_TOKENS, 0, 0)
     assert config.dataset == FINEWEB
+    assert config.min_train_tokens is not None
     batch = 8 * config.accumulation_steps(8) * microbatch * 1024
     assert num_whole_batches(config.min_train_tokens, 2**62, batch) == steps
     assert steps * batch == tokens
@@ -87,6 +89,7 @@ def test_original_is_the_run_on_one_gpu() -> None:
 def test_test_is_small_and_on_the_real_dataset() -> None:
     config = load_train_config(SHIPPED_RUNS / "test" / "train.json")
     assert config.dataset == FINEWEB
+    assert config.min_train_tokens is not None
     assert config.min_train_tokens <= 10**6
 
 

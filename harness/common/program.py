@@ -1,0 +1,57 @@
+"""Which program computed something: the versions of what it is made of, and the commit of its own sources."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# What decides the numbers of a run, and what reads and writes its files.
+LIBRARIES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "tiktoken", "pydantic")
+GIT_SECONDS = 10.0
+
+
+@cache
+def program_versions() -> dict[str, str]:
+    """Of Python and of the libraries that are installed, by name; of CUDA's runtime and NVIDIA's driver, if torch is
+    built for CUDA."""
+    import torch
+
+    versions = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    versions["torch"] = str(torch.__version__)
+    if torch.version.cuda:
+        versions["cuda"] = torch.version.cuda
+    driver = Path("/sys/module/nvidia/version")
+    with suppress(OSError):
+        versions["nvidia_driver"] = driver.read_text().strip()
+    return versions
+
+
+@cache
+def program_commit(root: Path = ROOT) -> str | None:
+    """The commit of the checkout that this program runs from, with "-dirty" behind it if tracked files have changed
+    since; None where that cannot be told: no checkout, or no git."""
+    if not (root / ".git").exists():  # else git would look further up, and answer for another project
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    with suppress(OSError, subprocess.SubprocessError):
+        result = subprocess.run(
+            command,
+            env=environment | {"GIT_OPTIONAL_LOCKS": "0"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=GIT_SECONDS,
+        )
+        return result.stdout.strip() or None
+    return None

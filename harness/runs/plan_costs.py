@@ -1,0 +1,115 @@
+"""A run's arithmetic: steps, tokens, how often what is due, disk, and the time it takes at a speed."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.common.errors import UserError
+from harness.common.units import GIB
+from harness.data.loader import BatchLayout, BatchSchedule
+from harness.runs.budget import Budget, batch_schedule
+from harness.runs.experiment import Position
+from harness.runs.intervals import times_due
+from harness.runs.optimizer_state import optimizer_state_bytes
+from harness.runs.planned_speed import PlannedSpeed
+from harness.runs.scaling_rules import UNSCALED, ScaledSettings
+from harness.runs.train_config import TrainConfig
+
+WEIGHT_BYTES = 4  # per parameter: fp32
+OTHER_BYTES = 2**20  # the rest of a checkpoint: random states, tokenizer, meta.json
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run's arithmetic. `position` is None while the dataset's length is needed and not known yet."""
+
+    name: str
+    config: TrainConfig
+    parameters: int
+    flops_per_token: int
+    layout: BatchLayout
+    position: Position | None
+    initial_weights: Path | None = None  # the file that the run will start from, if it is one
+    budget: Budget | None = None  # what train.json's came to, if that is not in tokens
+    scaled: ScaledSettings = UNSCALED
+
+    def validations(self) -> int:
+        every = self.config.validation_interval
+        return self._times(every) if every else 0
+
+    def benchmarks(self) -> int:
+        """How often train.json's benchmark tasks will be evaluated."""
+        every = self.config.benchmark_interval
+        return self._times(every) if every else 0
+
+    def checkpoints(self) -> int:
+        """How many checkpoints will be written from here on."""
+        return self._times(self.config.checkpoint_every)
+
+    def _times(self, every: int) -> int:
+        """Steps of this plan that are a multiple of `every`, or the last."""
+        assert self.position is not None
+        return times_due(range(self.position.first_step, self.position.total_steps), every)
+
+    def checkpoint_bytes(self) -> int:
+        """Size of one checkpoint on disk."""
+        weights, optimizer = self.parameters * WEIGHT_BYTES, optimizer_state_bytes(self.config, self.parameters)
+        return weights + optimizer + OTHER_BYTES
+
+    def disk_bytes(self) -> int:
+        """The most that the checkpoints of this plan occupy at once."""
+        kept = self.checkpoints()
+        if self.config.keep_checkpoints is not None:
+            # best and latest besides, and the one being written.
+            kept = min(kept, self.config.keep_checkpoints + 3)
+        return kept * self.checkpoint_bytes()
+
+    def check_disk(self, folder: Path) -> None:
+        """Raises UserError if the disk under `folder` cannot hold the checkpoints: better now than after hours."""
+        free = shutil.disk_usage(folder).free
+        if self.position is not None and self.disk_bytes() > free:
+            raise UserError(
+                f"{folder}: the run's {self.checkpoints():,} checkpoints need {self.disk_bytes() / GIB:.2f} GiB, but "
+                f"{free / GIB:.2f} GiB are free; set keep_checkpoints in train.json, raise checkpoint_interval, or "
+                "use another disk (--runs-dir)"
+            )
+
+    @property
+    def batches(self) -> BatchSchedule:
+        """The global batches from where the plan begins."""
+        return batch_schedule(self.config, self.layout, self.position.tokens_seen if self.position else 0)
+
+    def tokens(self) -> int:
+        assert self.position is not None
+        return self.batches.tokens_before(self.position.total_steps - self.position.first_step)
+
+
+def planned_seconds(plan: Plan, speed: PlannedSpeed) -> dict[str, float]:
+    """How long each phase of the plan takes: training, validation, and the benchmarks if there are any and their time
+    is known. Start-up and checkpoints are not in it. The speed must be known, and the plan's position."""
+    assert speed.tokens_per_second is not None
+    training, validating = _seconds(plan, speed, speed.tokens_per_second)
+    parts = {"training": training, "validation": validating}
+    if plan.benchmarks() and speed.benchmark_seconds is not None:
+        parts["benchmarks"] = plan.benchmarks() * speed.benchmark_seconds
+    return parts
+
+
+def _seconds(plan: Plan, speed: PlannedSpeed, tokens_per_second: float) -> tuple[float, float]:
+    """Of training and of validation."""
+    layout = plan.layout
+    # The microbatches of the rank that has most of them: the others wait for it.
+    microbatches = plan.config.validation_batches or 0
+    if plan.config.validation_ranks == "all":
+        microbatches = math.ceil(microbatches / layout.world_size)
+    training = plan.tokens() / tokens_per_second
+    # A forward pass is a third of a step's work.
+    work = plan.validations() * microbatches * layout.microbatch_tokens * layout.world_size / 3
+    validating = work / tokens_per_second
+    if speed.includes_validation and training:
+        share = training / (training + validating) if speed.training_share is None else speed.training_share
+        return training * share, training * (1 - share)
+    return training, validating

@@ -1,0 +1,106 @@
+"""Runs with other budgets than tokens in the commands that read many runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from harness.analysis.derived_runs import Base, derive, write_runs
+from harness.analysis.fits import CannotBeTold
+from harness.analysis.records import RunRecord
+from harness.analysis.replicated_arms import named_arms
+from harness.analysis.sweep_standing import standing_of, summary_of
+from harness.analysis.workloads import Workload, read_workload
+from harness.runs.directory import RunDirectory
+from tests.support.launch import Workshop
+
+TELL = "from tests.support.faults import *\nbefore(STEP, tell(SIGTERM), rank=0, step=3)\n"
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Workshop:
+    made = Workshop(tmp_path)
+    made.add_dataset(tokens=20_000)
+    return made
+
+
+def test_how_far_a_run_is_by_what_its_budget_came_to(shop: Workshop) -> None:
+    """In the status of a sweep and the table of runs; and a finished one is not finished once the budget changes."""
+    shop.add_run("base")
+    derived = derive(Base.load(shop.runs, "base"), "r", {"train_steps": 8})
+    write_runs([derived])
+    shop.train(ranks=1, prelude=TELL, expect=128 + 15)
+    standing = standing_of(derived)
+    assert standing.state == "stopped"
+    assert standing.said.endswith("tokens, 50%")
+    shop.add_run("never")
+    said = shop.script("compare_runs.py", "r", "never", "--runs-dir", str(shop.runs)).stdout
+    assert "stopped, 50 %" in said
+    shop.train(ranks=1)
+    assert summary_of(derived) is not None
+    longer = derive(Base.load(shop.runs, "base"), "r", {"train_steps": 9})
+    assert summary_of(longer) is None
+
+
+@pytest.mark.slow
+def test_compare_runs_shows_budgets_that_differ(shop: Workshop) -> None:
+    shop.add_run("steps", min_train_tokens=None, train_steps=5)
+    shop.add_run("ratio", min_train_tokens=None, tokens_per_parameter=0.05)
+    for name in ("steps", "ratio"):
+        shop.train(name, ranks=1)
+    said = shop.script("compare_runs.py", "steps", "ratio", "--runs-dir", str(shop.runs), "--json").stdout
+    table = json.loads(said)
+    assert {"train_steps", "tokens_per_parameter"} <= table["columns"].keys()
+    assert "min_train_tokens" not in table["columns"]
+
+
+@pytest.mark.slow
+def test_replicates_are_those_that_saw_as_many_tokens(shop: Workshop) -> None:
+    """Two runs of as many hours at other speeds are none; one in steps is one of the same in tokens."""
+    records = []
+    for name, keys, options in (
+        ("slow", {"target_hours": 0.001, "random_seed": 1}, ("--assume-tps", "100")),
+        ("fast", {"target_hours": 0.001, "random_seed": 2}, ("--assume-tps", "200")),
+        ("steps", {"train_steps": 5, "random_seed": 3}, ()),
+        ("tokens", {"min_train_tokens": 320, "random_seed": 4}, ()),
+    ):
+        shop.add_run(name, **{"min_train_tokens": None, **keys})
+        shop.train(name, *options, ranks=1)
+        records.append(RunRecord.read(RunDirectory(shop.runs / name)))
+    tokens = {record.name: record.tokens_seen for record in records}
+    assert tokens["slow"] != tokens["fast"]
+    assert tokens["steps"] == tokens["tokens"] == 320
+    groups = {frozenset(runs) for runs in named_arms(records).runs.values()}
+    assert frozenset({"steps", "tokens"}) in groups
+    assert not any({"slow", "fast"} <= group for group in groups)
+
+
+def test_what_a_run_would_take_elsewhere(shop: Workshop) -> None:
+    shop.add_run(min_train_tokens=None, target_flops=49_152 * 64 * 7.5)
+    work = read_workload(RunDirectory(shop.runs / "r"))
+    assert isinstance(work, Workload)
+    assert work.tokens == 7 * 64
+    shop.add_run(min_train_tokens=None, target_hours=1.0)
+    untold = read_workload(RunDirectory(shop.runs / "r"))
+    assert isinstance(untold, CannotBeTold)
+    assert "its target_hours is hours or dollars" in untold.reason
+
+
+def test_fit_scaling_predicts_a_run_by_its_budget(shop: Workshop) -> None:
+    points = shop.path / "points.csv"
+    rows = ["parameters,tokens,flops,loss"]
+    for parameters in (1e5, 2e5, 4e5, 8e5):
+        for tokens in (1e6, 2e6, 4e6, 8e6):
+            rows.append(
+                f"{parameters},{tokens},{6 * parameters * tokens},{1.5 + 30 / parameters**0.3 + 40 / tokens**0.3}"
+            )
+    points.write_text("\n".join(rows) + "\n")
+    arguments = ("fit_scaling.py", "--points", str(points), "--runs-dir", str(shop.runs), "--predict", "r")
+    shop.add_run(min_train_tokens=None, tokens_per_parameter=20)
+    assert "178K tokens" in shop.command(*arguments).stdout
+    shop.add_run(min_train_tokens=None, target_hours=2)
+    refused = shop.command(*arguments)
+    assert 'key "target_hours": 2.0 names no number; give parameters=,tokens=' in refused.stderr
+    assert json.loads((shop.runs / "r" / "train.json").read_text())["target_hours"] == 2

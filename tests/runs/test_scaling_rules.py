@@ -1,0 +1,87 @@
+"""The rules that scale learning rates and weight decay: their formulas by hand, and what they keep as it was."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from harness.runs.scaling_rules import (
+    Setup,
+    decay_factor,
+    depth_factor,
+    horizon_factor,
+    ramp_factor,
+    rate_factor,
+    scale_settings,
+)
+from harness.runs.train_config import TrainConfig
+
+SETUP = Setup(batch_tokens=4 * 1024, train_tokens=10**6, layers=6)
+
+
+def config(**keys: Any) -> TrainConfig:
+    needed = {"dataset": "a/b", "microbatch_size": 1, "min_train_tokens": 1, "start_train_token": 0}
+    return TrainConfig.model_validate({**needed, "checkpoint_interval": 1, **keys})
+
+
+def test_formulas_by_hand() -> None:
+    assert rate_factor(4096, 1024) == 2.0
+    assert rate_factor(512, 1024) == pytest.approx(math.sqrt(0.5), rel=1e-15)
+    assert decay_factor(4096, 1024) == 2.0
+    assert horizon_factor(10**6, 250_000) == 0.25
+    assert depth_factor(6, 12) == 4.0
+    assert depth_factor(24, 12) == 0.25
+    assert rate_factor(7, 7) == decay_factor(7, 7) == horizon_factor(7, 7) == depth_factor(7, 7) == 1.0
+
+
+def test_nothing_is_scaled_unasked() -> None:
+    scaled = scale_settings(config(), SETUP)
+    assert (scaled.values, scaled.explained) == ({}, ())
+    assert scaled.apply(config()) == config()
+
+
+@pytest.mark.parametrize("batch", [256, 1024, 5000, 1_000_000])
+def test_weight_decay_forgets_over_as_many_tokens(batch: int) -> None:
+    """B/(eta·lambda) tokens, whatever the batch."""
+    base = config(learning_rate=0.002, weight_decay=0.1, scale_with_batch={"reference_tokens": 1024})
+    values = scale_settings(base, Setup(batch, 10**6, 6)).values
+    assert values["learning_rate"] == pytest.approx(0.002 * math.sqrt(batch / 1024), rel=1e-12)
+    assert batch / (values["learning_rate"] * values["weight_decay"]) == pytest.approx(1024 / (0.002 * 0.1), rel=1e-12)
+
+
+def test_weight_decay_forgets_over_the_same_part_of_the_run() -> None:
+    """B/(eta·lambda·D), whatever the batch and the number of tokens."""
+    rule = {"reference_tokens": 1024, "reference_train_tokens": 250_000}
+    values = scale_settings(config(scale_with_batch=rule), SETUP).values
+    part = SETUP.batch_tokens / (values["learning_rate"] * values["weight_decay"] * SETUP.train_tokens)
+    assert part == pytest.approx(1024 / (0.0004 * 0.1 * 250_000), rel=1e-12)
+    assert values == pytest.approx({"learning_rate": 0.0008, "weight_decay": 0.1 * 2 * 0.25}, rel=1e-12)
+
+
+def test_depth_scales_weight_decay_alone() -> None:
+    scaled = scale_settings(config(scale_with_depth={"reference_layers": 12}), SETUP)
+    assert scaled.values == pytest.approx({"weight_decay": 0.4}, rel=1e-12)
+    assert scaled.explained == ("weight_decay 0.1 x (12 / 6)^2 = 0.4",)
+
+
+def test_both_rules_say_how_each_number_came_about() -> None:
+    both = config(scale_with_batch={"reference_tokens": 1024}, scale_with_depth={"reference_layers": 3})
+    scaled = scale_settings(both, SETUP)
+    assert scaled.explained == (
+        "learning_rate 0.0004 x sqrt(4,096 / 1,024) = 0.0008",
+        "weight_decay 0.1 x sqrt(4,096 / 1,024) x (3 / 6)^2 = 0.05",
+    )
+    applied = scaled.apply(both)
+    assert (applied.learning_rate, applied.weight_decay) == pytest.approx((0.0008, 0.05), rel=1e-12)
+    assert (both.learning_rate, both.weight_decay) == (0.0004, 0.1)
+
+
+def test_a_ramp_has_the_rate_of_each_steps_batch() -> None:
+    ramped = config(scale_with_batch={"reference_tokens": 1024})
+    largest = scale_settings(ramped, SETUP).values["learning_rate"]
+    for batch in (1024, 2048, 4096):
+        rate = largest * ramp_factor(ramped, batch, SETUP.batch_tokens)
+        assert rate == pytest.approx(0.0004 * rate_factor(batch, 1024), rel=1e-12)
+    assert ramp_factor(config(), 1024, 4096) == 1.0

@@ -1,0 +1,169 @@
+"""Real runs with a budget in time, a batch that grows and scaled rates: what they train on, record, and continue."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.common.program import program_commit
+from tests.support.isolation import ROOT
+from tests.support.launch import Workshop, metrics
+from tests.support.same_end import assert_same_end
+
+RAMP: dict[str, Any] = {
+    "gradient_accumulation_steps": None,
+    "microbatch_size": 1,
+    "batch_ramp": [[0, 2], [150, 4], [300, 8]],
+    "min_train_tokens": 1000,
+    "start_train_token": 7,
+    "learning_rate": 0.01,
+    "lr_schedule": "linear",
+    "warmup_steps": 2,
+    "checkpoint_interval": 4,
+    "precision": "fp32",
+}
+# 16 tokens a sequence: five steps of 32, three of 64 (up to 352), six of 128: 14 steps, 1,120 tokens.
+BATCHES = [32] * 5 + [64] * 3 + [128] * 6
+STOP = "from tests.support.faults import *\nbefore(STEP, tell(SIGTERM), rank=0, step={step})\n"
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Workshop:
+    made = Workshop(tmp_path)
+    made.add_dataset(tokens=20_000)
+    return made
+
+
+def end_of(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The latest checkpoint's meta.json, and the summary."""
+    meta = json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())
+    return meta, json.loads((run / "summary.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_ramp_continues_to_the_bit(shop: Workshop, ranks: int) -> None:
+    """Stopped in its first batch, at the step after which the batch grows, and in its last: the run that never stopped,
+    over every token of the slice once."""
+    straight, stopped = shop.add_run("straight", **RAMP), shop.add_run("stopped", **RAMP)
+    said = shop.train("straight", ranks=ranks).stdout
+    assert "14 global steps of 32 to 128 tokens" in said
+    assert "  batch_ramp: 2 sequences from 0, 4 sequences from 160, 8 sequences from 352" in said
+    seen = shop.path / "seen"
+    seen.mkdir()
+    record = f"from tests.support.faults import *\nrecord_windows({str(seen)!r})\n"
+    for step in (2, 4, 10):
+        shop.train("stopped", ranks=ranks, prelude=record + STOP.format(step=step), expect=128 + 15)
+    shop.train("stopped", ranks=ranks, prelude=record)
+    assert_same_end(straight, stopped)
+    meta, summary = end_of(stopped)
+    assert (meta["global_step"], meta["tokens_seen"], summary["tokens_seen"]) == (13, sum(BATCHES), sum(BATCHES))
+    assert summary["accumulation_steps"] == 8 // ranks
+    windows = sorted(tuple(map(int, line.split())) for path in seen.iterdir() for line in path.read_text().splitlines())
+    assert [start for start, _ in windows] == list(range(7, 7 + sum(BATCHES), 16))
+    tokens = {event["global_step"]: event["tokens_seen"] for event in metrics(straight) if event["event"] == "train"}
+    assert tokens == {step: sum(BATCHES[: step + 1]) for step in tokens}
+
+
+@pytest.mark.slow
+def test_a_ramp_continues_on_another_number_of_ranks(shop: Workshop) -> None:
+    run = shop.add_run(**RAMP)
+    shop.train(ranks=1, prelude=STOP.format(step=6), expect=128 + 15)
+    shop.train(ranks=2)
+    meta, _ = end_of(run)
+    assert (meta["global_step"], meta["tokens_seen"]) == (13, sum(BATCHES))
+
+
+def test_scaled_rates_are_trained_with_printed_and_recorded(shop: Workshop) -> None:
+    """The same run as one whose files have the scaled numbers, to the bit; with a ramp the rate follows each step's
+    batch."""
+    both = {"min_train_tokens": None, "train_steps": 4, "precision": "fp32", "report_interval": 1}
+    rules = {"scale_with_batch": {"reference_tokens": 16}, "scale_with_depth": {"reference_layers": 4}}
+    scaled = shop.add_run("scaled", learning_rate=0.01, weight_decay=0.1, **both, **rules)
+    by_hand = shop.add_run("by_hand", learning_rate=0.02, weight_decay=0.1 * 2 * 4, **both)
+    said = shop.train("scaled", ranks=1).stdout
+    assert "  scaled: learning_rate 0.01 x sqrt(64 / 16) = 0.02\n" in said
+    assert "  scaled: weight_decay 0.1 x sqrt(64 / 16) x (4 / 2)^2 = 0.8\n" in said
+    shop.train("by_hand", ranks=1)
+    assert_same_end(scaled, by_hand)
+    for record in end_of(scaled):
+        assert record["scaled"] == pytest.approx({"learning_rate": 0.02, "weight_decay": 0.8}, rel=1e-12)
+        assert (record["train"]["learning_rate"], record["train"]["scale_with_batch"]["reference_tokens"]) == (0.01, 16)
+    assert all("scaled" not in record for record in end_of(by_hand))
+    ramped = shop.add_run(
+        "ramped",
+        **{**both, **rules, "batch_ramp": [[0, 2], [64, 4]], "gradient_accumulation_steps": None},
+        learning_rate=0.01,
+    )
+    shop.train("ramped", ranks=1)
+    rates = [event["learning_rate"] for event in metrics(ramped) if event["event"] == "train"]
+    assert rates == pytest.approx([0.01 * (batch / 16) ** 0.5 for batch in (32, 32, 64, 64)], rel=1e-12)
+
+
+def test_a_later_speed_does_not_change_what_hours_came_to(shop: Workshop) -> None:
+    run = shop.add_run(min_train_tokens=None, target_hours=0.002, precision="fp32")
+    said = shop.train("r", "--assume-tps", "100", ranks=1, prelude=STOP.format(step=3), expect=128 + 15).stdout
+    first, _, rest = said.partition("global step 0")
+    told = re.search(r"budget: target_hours 0\.002: ([\d,]+) tokens; (\d+) global steps", " ".join(first.split()))
+    assert told
+    assert "at 100 tokens/s (assumed)" in " ".join(first.split())
+    assert rest, "it was told before the first step"
+    tokens = int(told[1].replace(",", ""))
+    assert tokens == int(told[2]) * 64
+    # Twice as fast, or nothing known of the speed: neither changes anything.
+    planned = " ".join(shop.attempt("--plan", "--assume-tps", "200").stdout.split())
+    assert f"budget target_hours 0.002: {tokens:,} tokens 100 tokens/s (assumed)" in planned
+    shop.train(ranks=1)
+    meta, summary = end_of(run)
+    for record in (meta, summary):
+        assert record["tokens_seen"] == tokens
+        budget = {"key": "target_hours", "value": 0.002, "tokens": tokens, "speed": "100 tokens/s (assumed)"}
+        assert record["budget"] == budget
+    assert "is finished" in shop.train("r", "--assume-tps", "1e6", ranks=1).stdout
+
+
+def test_checkpoints_and_summary_say_what_was_run_and_by_which_program(shop: Workshop) -> None:
+    """Every setting, defaults too; versions, commit, device and seed."""
+    run = shop.add_run(min_train_tokens=64)
+    shop.train(ranks=1)
+    for record in end_of(run):
+        assert record["versions"]["torch"] == record["torch"] == torch.__version__
+        assert record["versions"]["python"] == platform.python_version()
+        assert {"numpy", "safetensors", "pydantic"} <= record["versions"].keys()
+        assert record["commit"] == program_commit()
+        assert record["device"].endswith(" CPU")
+        assert record["train"]["random_seed"] == 42
+        assert {"eps", "warmup_steps", "scale_with_batch", "train_steps"} <= record["train"].keys()
+        assert {"norm", "n_kv_heads"} <= record["model"].keys()
+        assert not {"budget", "scaled"} & record.keys()
+
+
+def test_the_commit_is_the_checkouts_own(tmp_path: Path) -> None:
+    assert program_commit(tmp_path) is None, "no checkout"
+
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(["git", "-C", tmp_path, *who, *words], check=True, capture_output=True, text=True).stdout
+
+    git("init", "-q")
+    (tmp_path / "file").write_text("one")
+    git("add", "file")
+    git("commit", "-qm", "one")
+    head = git("rev-parse", "HEAD").strip()
+    program_commit.cache_clear()
+    assert program_commit(tmp_path) == head
+    (tmp_path / "file").write_text("two")
+    program_commit.cache_clear()
+    assert program_commit(tmp_path) == f"{head}-dirty"
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    assert program_commit(inside) is None, "another project's"
+    if (ROOT / ".git").exists():
+        assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", str(program_commit()))
