@@ -43,6 +43,7 @@ class Plan:
     flops_per_token: int
     layout: BatchLayout
     position: Position | None
+    optimizer_bytes: int = 0  # of its state, over all ranks together
     initial_weights: Path | None = None  # the file that the run will start from, if it is one
 
     def validations(self) -> int:
@@ -65,8 +66,7 @@ class Plan:
 
     def checkpoint_bytes(self) -> int:
         """Size of one checkpoint on disk."""
-        weights, optimizer = self.parameters * WEIGHT_BYTES, optimizer_state_bytes(self.config, self.parameters)
-        return weights + optimizer + OTHER_BYTES
+        return self.parameters * WEIGHT_BYTES + self.optimizer_bytes + OTHER_BYTES
 
     def disk_bytes(self) -> int:
         """The most that the checkpoints of this plan occupy at once."""
@@ -106,9 +106,17 @@ def describe_plan(plan: Plan, model: BaseModel, speed: PlannedSpeed) -> str:
             "accumulation steps\n"
             f"= {layout.global_tokens // layout.context_length:,} sequences = {layout.global_tokens:,} tokens",
         ),
+        *_share_rows(plan),
         *(_work_rows(plan, speed) if plan.position else [("global steps", _unknown(config))]),
     ]
     return "\n".join(lines + _table(rows))
+
+
+def _share_rows(plan: Plan) -> list[tuple[str, str]]:
+    if not plan.config.shard_optimizer:
+        return []
+    whole, ranks = plan.optimizer_bytes / GIB, plan.layout.world_size
+    return [("optimizer", f"{whole:.2f} GiB of state, about {whole / ranks:.2f} on each of {ranks} ranks")]
 
 
 def _work_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
@@ -246,7 +254,11 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
     elif config.min_train_tokens != -1:
         position = experiment.position(layout, sys.maxsize, meta)
     initial = experiment.initial_weights if meta is None else None
-    return Plan(experiment.run.path.name, config, model.parameters, model.flops_per_token, layout, position, initial)
+    return Plan(
+        *(experiment.run.path.name, config, model.parameters, model.flops_per_token, layout, position),
+        optimizer_bytes=optimizer_state_bytes(config, model),
+        initial_weights=initial,
+    )
 
 
 def planned_start(experiment: Experiment, world_size: int, checkpoint: str | None) -> CheckpointMeta | None:
