@@ -135,7 +135,7 @@ class AdamW:
         if self._shares.size == 1:
             return whole
         # Copies: views would keep all of it.
-        return {key: piece.of(value).clone() if value.dim() else value for key, value in whole.items()}
+        return {key: (piece.of(value) if value.dim() else value).clone() for key, value in whole.items()}
 
     def _tensors(self) -> list[Tensor]:
         """In torch's order: group by group."""
