@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from harness.distributed.world import World
-from harness.model.weights import split_fused
 from harness.runs.optimizer_state import MOMENTS, is_muons
 from harness.runs.train_config import MUON_FIRST_MOMENTUM, TrainConfig
 from harness.training.adamw import AdamW
 from harness.training.gradients import clip_divisor, gradient_norm, zero_gradients
+from harness.training.matrices import Matrix, batch_cost, batches_of, matrices_of
 from harness.training.named_state import NamedState, StateShapes, check_state
 from harness.training.newton_schulz import orthogonalise
 from harness.training.parameter_groups import trained_parameters
-from harness.training.shares import Piece, Shares
+from harness.training.shares import Shares
 
 T = TypeVar("T")
 
 (BUFFER,) = MOMENTS["muon"]
-# Small matrices of one block and shape are orthogonalised together, up to so many numbers: one at a time they would
-# hardly occupy a device. Which ones go together does not depend on the number of ranks, lest the last bit do.
-BATCH_NUMBERS = 2**20
 # Update scales of a matrix of A rows and B columns, by their names in torch.optim.Muon.
 SCALES = {
     # Liu et al., "Muon is Scalable for LLM Training" (arXiv:2502.16982), section 2.2: the update's root mean square is
@@ -34,59 +30,6 @@ SCALES = {
     # Keller Jordan's, see newton_schulz.py.
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
 }
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """A matrix that is orthogonalised: a parameter, or as many of its rows as are one tensor in checkpoints."""
-
-    name: str  # of the parameter
-    start: int  # its first number in the flattened parameter
-    rows: int
-    columns: int
-
-    @property
-    def sides(self) -> tuple[int, int]:
-        """The shape, the smaller side first."""
-        return min(self.rows, self.columns), max(self.rows, self.columns)
-
-    def wide(self, flat: Tensor) -> Tensor:
-        """Its numbers as a matrix that is at least as wide as high: a view."""
-        matrix = flat.view(self.rows, self.columns)
-        return matrix if self.rows <= self.columns else matrix.mT
-
-    def of(self, parameter: Tensor) -> Tensor:
-        """The matrix in a tensor of the parameter's shape: a view, at least as wide as high."""
-        return self.wide(self.piece().of(parameter))
-
-    def piece(self, owner: int = 0) -> Piece:
-        return Piece(self.name, self.start, self.start + self.rows * self.columns, owner)
-
-
-def matrices_of(name: str, parameter: nn.Parameter, model: nn.Module) -> list[Matrix]:
-    """A parameter as the matrices that it is in checkpoints: query, key and value each by itself."""
-    found, start = [], 0
-    for part in split_fused(name, parameter.detach(), model.config).values():  # type: ignore[arg-type]
-        found.append(Matrix(name, start, *part.shape))
-        start += part.numel()
-    return found
-
-
-def batches_of(matrices: list[Matrix]) -> list[list[Matrix]]:
-    """Matrices that are orthogonalised together: of one block and shape, and together not too large."""
-    alike: dict[tuple[str, int, int], list[Matrix]] = {}
-    for matrix in matrices:
-        alike.setdefault((matrix.name.split(".")[1], *matrix.sides), []).append(matrix)
-    batches = []
-    for (_, low, high), found in alike.items():
-        count = max(1, BATCH_NUMBERS // (low * high))
-        batches += [found[at : at + count] for at in range(0, len(found), count)]
-    return batches
-
-
-def batch_cost(batch: list[Matrix]) -> float:
-    """What orthogonalising takes, in units of its own: 4·M²·N + 2·M³ operations a step and matrix of M × N."""
-    return sum(2 * low**2 * high + low**3 for low, high in (matrix.sides for matrix in batch))
 
 
 class Muon:
@@ -156,19 +99,16 @@ class Muon:
 
     def _step_batch(self, batch: list[Matrix], kept: Tensor, momentum: Tensor, divisor: Tensor | None) -> None:
         """Update matrices, or with `kept` of 0 leave them and their momentum as they are."""
-        gradients = [(each, self._muons[each.name].grad) for each in batch]
-        numbers = [each.of(gradient) for each, gradient in gradients if gradient is not None]
-        if len(numbers) < len(batch):  # the loss does not depend on them
-            return
-        numbers_GxMxN = torch.stack(numbers)
-        if divisor is not None:
-            numbers_GxMxN /= divisor
-        numbers_GxMxN = torch.where(kept.bool(), numbers_GxMxN, 0)  # infinity times 0 is no number
-        for each, number_MxN in zip(batch, numbers_GxMxN, strict=True):
-            average_MxN = each.wide(self._momenta[each])
-            average_MxN.lerp_(number_MxN, (1 - momentum) * kept)
-            number_MxN.lerp_(average_MxN, momentum)
-        updates_GxMxN = orthogonalise(numbers_GxMxN, self._dtype or numbers_GxMxN.dtype)
+        numbers: list[Tensor] = []
+        for each in batch:
+            gradient = self._muons[each.name].grad
+            if gradient is None:  # the loss does not depend on it
+                return
+            flat = each.piece().of(gradient)
+            flat = torch.where(kept.bool(), flat if divisor is None else flat / divisor, 0)  # infinity · 0 is no number
+            average = self._momenta[each].lerp_(flat, (1 - momentum) * kept)
+            numbers.append(each.wide(flat.lerp_(average, momentum)))
+        updates_GxMxN = orthogonalise(torch.stack(numbers), self._dtype or numbers[0].dtype)
         for each, update_MxN in zip(batch, updates_GxMxN, strict=True):
             weight_MxN = each.of(self._muons[each.name])
             weight_MxN *= 1 - self._rate * self._decay * kept

@@ -16,7 +16,8 @@ from harness.common.errors import UserError
 from harness.model.precision import Precision
 from harness.runs.optimizer_state import optimizer_state_bytes
 from harness.runs.train_config import TrainConfig
-from harness.training.muon import BATCH_NUMBERS, Matrix, Muon, batches_of
+from harness.training.matrices import BATCH_NUMBERS, Matrix, batches_of
+from harness.training.muon import Muon
 from harness.training.newton_schulz import orthogonalise
 from harness.training.optimizer import build_optimizer
 from harness.training.step import build_step
@@ -53,7 +54,7 @@ def with_gradients(model: nn.Module, seed: int, size: float = 1.0) -> None:
 
 def as_in_checkpoints(model: GPTModel, name: str, tensor: Tensor) -> list[Tensor]:
     """Query, key and value of a fused tensor, by the sizes that the layer splits its output by."""
-    return list(tensor.split(model.trf_blocks[0].att.qkv_sizes)) if ".qkv." in name else [tensor]  # type: ignore[union-attr, arg-type]
+    return list(tensor.split(model.trf_blocks[0].att.qkv_sizes)) if ".qkv." in name else [tensor]  # type: ignore[union-attr]
 
 
 class Reference:
@@ -85,9 +86,10 @@ class Reference:
         for group in self.muon.param_groups if momentum is not None else ():
             group["momentum"] = momentum
         for name, parts in self.parts.items():
-            assert self.muons[name].grad is not None
-            for part, gradient in zip(parts, as_in_checkpoints(self.model, name, self.muons[name].grad), strict=True):
-                part.grad = gradient.clone()
+            gradient = self.muons[name].grad
+            assert gradient is not None
+            for part, own in zip(parts, as_in_checkpoints(self.model, name, gradient), strict=True):
+                part.grad = own.clone()
         with InFp64():
             self.muon.step()
         self.adamw.step()

@@ -17,8 +17,24 @@ from harness.training.shares import GRAIN, Shares
 from tests.support.launch import Workshop, finish, free_port
 
 # No size divides by the number of ranks, and there are pieces on both sides of what travels alone.
-MODEL = {"vocab_size": 4999, "context_length": 9, "emb_dim": 58, "n_heads": 2, "n_layers": 3, "drop_rate": 0.0}
-CASES = {
+MODEL: dict[str, Any] = {
+    "vocab_size": 4999,
+    "context_length": 9,
+    "emb_dim": 58,
+    "n_heads": 2,
+    "n_layers": 3,
+    "drop_rate": 0.0,
+}
+SETTINGS: dict[str, Any] = {
+    "dataset": "a/b",
+    "microbatch_size": 1,
+    "min_train_tokens": 1,
+    "start_train_token": 0,
+    "checkpoint_interval": 1,
+    "learning_rate": 0.01,
+    "precision": "fp32",
+}
+CASES: dict[str, dict[str, Any]] = {
     "adamw": {"optimizer": "adamw"},
     "muon": {"optimizer": "muon", "muon_momentum_warmup_steps": 3},
     "groups": {"optimizer": "muon", "embedding_learning_rate": 0.1, "decay_all_parameters": False},
@@ -101,16 +117,7 @@ world.leave()
 def train(shop: Workshop, ranks: int, case: str, out: Path, earlier: Path | None = None) -> Any:
     """What sharded training by so many ranks has come to, after it was compared with training that shares nothing."""
     (shop.path / "worker.py").write_text(WORKER)
-    config = {
-        "dataset": "a/b",
-        "microbatch_size": 1,
-        "min_train_tokens": 1,
-        "start_train_token": 0,
-        "checkpoint_interval": 1,
-        "learning_rate": 0.01,
-        "precision": "fp32",
-        **CASES[case],
-    }
+    config = SETTINGS | CASES[case]
     arguments = [json.dumps(each) for each in (config, MODEL | {"qkv_bias": True}, str(out), earlier and str(earlier))]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
@@ -161,16 +168,7 @@ def test_works_that_cannot_be_cut_are_spread_by_what_they_cost() -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_process_that_rehearses_for_others_keeps_its_own_share_and_saves_the_whole(optimizer: str) -> None:
     """-f tries microbatches on each rank alone, with the memory that it will have among others."""
-    config = TrainConfig(
-        dataset="a/b",
-        microbatch_size=1,
-        min_train_tokens=1,
-        start_train_token=0,
-        checkpoint_interval=1,
-        precision="fp32",
-        optimizer=optimizer,
-        shard_optimizer=True,
-    )
+    config = TrainConfig(**SETTINGS | {"optimizer": optimizer, "shard_optimizer": True})
     world = World(0, 0, 1, 1, torch.device("cpu"), stands_for=(0, 4))
     model = GPTModel(ModelConfig(**MODEL, qkv_bias=True))
     built = build_optimizer(model, config, None, world)
