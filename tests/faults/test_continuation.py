@@ -179,10 +179,12 @@ def test_stopped_after_each_step(
 
 
 def describe(setups: list[Setup]) -> str:
-    ranks, accumulations, precisions = (
-        sorted({str(getattr(setup, key)) for setup in setups}) for key in ("ranks", "accumulation", "precision")
+    keys = ("ranks", "accumulation", "precision", "optimizer")
+    ranks, accumulations, precisions, optimizers = (
+        " or ".join(sorted({str(getattr(setup, key)) for setup in setups})) for key in keys
     )
-    return f"{' or '.join(ranks)} ranks, accumulation {' or '.join(accumulations)}, {' or '.join(precisions)}, dropout"
+    shared = ", its state shared out or not" if any(setup.shard_optimizer for setup in setups) else ""
+    return f"{ranks} ranks, accumulation {accumulations}, {precisions}, {optimizers}{shared}, dropout"
 
 
 def test_the_scaler_has_a_state_to_lose(straight: dict[Setup, Path]) -> None:
