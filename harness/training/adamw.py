@@ -132,7 +132,7 @@ class AdamW:
         self._has_state = True
 
     def _own_state(self, piece: Piece, saved: dict[str, Tensor]) -> dict[str, Tensor]:
-        # By the very strings that torch uses: pickle tells the same string from an equal one, and so do the file's bytes.
+        # By the very strings that torch uses: pickle tells a string from its equal, and so do the file's bytes.
         whole = {key: saved[key] for key in ("step", *MOMENTS["adamw"])}
         if self._shares.size == 1:
             return whole
