@@ -233,7 +233,7 @@ def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
     residual = precision.residual_dtype(config.residual_precision)
     model = GPTModel(start.experiment.model, recompute_blocks=config.activation_checkpointing, residual_dtype=residual)
     trained = parallelise(model.to(world.device), start.experiment, world)
-    step = build_step(model, trained, start.step_config, before_exchange=world.watchdog.beat)
+    step = build_step(model, trained, start.step_config, before_exchange=world.watchdog.beat, world=world)
     meter, reporter = LossMeter(world.device), Reporter(start, world)
     return Trainer(
         start,

@@ -212,10 +212,9 @@ def test_no_command_imports_another(command: str) -> None:
     assert not set(all_imports(tree_of(command))) & (set(COMMANDS) - {command})
 
 
-def test_collectives_are_called_by_world_and_the_optimizer_only() -> None:
+def test_collectives_are_called_by_world_and_the_optimizers_shares_only() -> None:
     ranks = {"harness.distributed.world", "harness.distributed.rendezvous"}
-    assert users_of("torch.distributed") <= ranks | {"harness.training.optimizer"}
-    assert users_of("torch.distributed") >= ranks, "this test finds them"
+    assert users_of("torch.distributed") == ranks | {"harness.training.shares"}
 
 
 def test_the_ddp_wrap_is_in_one_place() -> None:

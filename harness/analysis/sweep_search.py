@@ -16,6 +16,7 @@ from harness.analysis.sweep_space import count_points
 from harness.analysis.sweep_study import Pruner, Sampler
 from harness.analysis.sweep_trials import Search, Trial, TrialResult, read_events, validation_losses
 from harness.common.errors import RunError, UserError
+from harness.runs.budget import stated_tokens
 from harness.runs.metrics import MetricsFile, ValidationEvent
 
 LARGEST_DRAWS = 200  # for one trial; where even they are of no use, hardly any point is
@@ -154,6 +155,7 @@ class SearchRunner(SweepRunner):
 
 
 def _tokens_of(attempt: Attempt, finished: Sequence[TrialResult]) -> int:
-    """How many tokens the trial has in all; as many as others had if its settings say "all there are"."""
-    wanted = attempt.run.train_config.min_train_tokens
-    return wanted if wanted > 0 else max((max(result.losses, default=0) for result in finished), default=0)
+    """How many tokens the trial has in all; as many as others had where its settings do not say it by themselves: all
+    there are, or steps, hours and dollars."""
+    stated = stated_tokens(attempt.run.train_config, attempt.run.model_config)
+    return int(stated) if stated else max((max(result.losses, default=0) for result in finished), default=0)

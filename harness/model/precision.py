@@ -66,6 +66,12 @@ class Precision:
             )
         return torch.bfloat16
 
+    def update_dtype(self) -> torch.dtype | None:
+        """The dtype of an optimizer's own matrix products: bf16 where training is in bf16 and the device has matrix
+        units for it; None for the weights'."""
+        has_units = self.device_type != "cpu" or has_matrix_units()
+        return torch.bfloat16 if self.name == "bf16" and has_units else None
+
     def autocast(self) -> AbstractContextManager[object]:
         """The context a forward pass runs in."""
         if self.name == "fp32":

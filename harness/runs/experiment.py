@@ -102,6 +102,16 @@ def check_continuable(meta: CheckpointMeta, path: Path, now: Provenance) -> None
             )
 
 
+def check_same_optimizer(meta: CheckpointMeta, path: Path, now: Provenance) -> None:
+    """Raises UserError if the checkpoint at `path` has another optimizer's state than train.json's would be."""
+    then, today = meta.train.get("optimizer", "adamw"), now.train["optimizer"]
+    if then != today:
+        raise UserError(
+            f'{path}: made with "optimizer": "{then}", but train.json has "{today}"; put it back, use --restart, or '
+            'let another run start from its weights ("initial_weights")'
+        )
+
+
 def comparable_losses(meta: CheckpointMeta, provenance: Provenance) -> bool:
     """Whether losses that decide which checkpoint is best are measured on the same text today as in the run up to a
     checkpoint."""
@@ -146,7 +156,13 @@ class Experiment:
         """Read both files of the run. Raises UserError for anything wrong in them."""
         config = load_train_config(run.train_json)
         dataset_folder(datasets_dir, config.dataset)  # a name that cannot be one is noticed here
-        return cls(run, config, load_model_config(run.model_json), datasets_dir)
+        model = load_model_config(run.model_json)
+        if model.tie_weights and config.head_learning_rate is not None:
+            raise UserError(
+                f'{run.train_json}: key "head_learning_rate": with "tie_weights" in model.json the head is the token '
+                'embedding; use "embedding_learning_rate"'
+            )
+        return cls(run, config, model, datasets_dir)
 
     def tiny(self) -> Experiment:
         """The same with next to no model, to which nothing is compiled: it does all the same things in no time."""
@@ -244,4 +260,6 @@ class Experiment:
 
     def check_checkpoint(self, meta: CheckpointMeta, dataset: Dataset) -> None:
         """Raises UserError if the checkpoint that `meta` describes is another experiment's."""
-        check_continuable(meta, self.run.checkpoints, self.provenance(dataset))
+        provenance = self.provenance(dataset)
+        check_continuable(meta, self.run.checkpoints, provenance)
+        check_same_optimizer(meta, self.run.checkpoints, provenance)

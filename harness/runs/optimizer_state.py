@@ -1,20 +1,34 @@
-"""How much an optimizer keeps besides the weights, for what is worked out without torch; harness/training/optimizer.py
-has the optimizers themselves."""
+"""How much an optimizer keeps besides the weights, for what is worked out without torch; harness/training/ has the
+optimizers themselves."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
+from harness.model.config import ModelConfig
+from harness.model.tensor_names import public_shapes
 from harness.runs.train_config import TrainConfig
 
-# By train.json's `optimizer`: the tensors that it keeps of each parameter, of the parameter's own shape, in fp32.
-MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq")}
+# By optimizer: the tensors that it keeps of each of its parameters, of the parameter's own shape, in fp32.
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
 MOMENT_BYTES = 4
 
 
+def is_muons(name: str, shape: Sequence[int]) -> bool:
+    """Whether a tensor, by its name here or in a checkpoint, is one that Muon updates: a matrix of a block's attention
+    or feed-forward layers."""
+    return name.startswith("trf_blocks.") and len(shape) == 2 and (".att." in name or ".ff." in name)
+
+
 def moment_bytes(optimizer: str, parameters: int) -> int:
-    """Bytes of the moments of so many parameters."""
+    """Bytes of what an optimizer keeps of so many parameters of its own."""
     return len(MOMENTS[optimizer]) * MOMENT_BYTES * parameters
 
 
-def optimizer_state_bytes(config: TrainConfig, parameters: int) -> int:
-    """Bytes of the state of train.json's optimizer, over all ranks together, for a model of so many parameters."""
-    return moment_bytes(config.optimizer, parameters)
+def optimizer_state_bytes(config: TrainConfig, model: ModelConfig) -> int:
+    """Bytes of the state of train.json's optimizer, over all ranks together."""
+    muons = 0
+    if config.optimizer == "muon":
+        muons = sum(math.prod(shape) for name, shape in public_shapes(model).items() if is_muons(name, shape))
+    return moment_bytes("muon", muons) + moment_bytes("adamw", model.parameters - muons)

@@ -97,6 +97,8 @@ UNKNOWN_PRICE: dict[str, Any] = {
     "exact_dropout": True,
     "residual_precision": "bf16",
     "coordinate_descent_tuning": True,
+    "optimizer": "muon",
+    "shard_optimizer": True,
 }
 
 

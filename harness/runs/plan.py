@@ -18,6 +18,7 @@ from harness.runs.budget import Budget
 from harness.runs.checkpoint_lookup import choose_start, refuse_unnamed
 from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, upgrade_notebook_meta
 from harness.runs.experiment import Experiment
+from harness.runs.optimizer_state import optimizer_state_bytes
 from harness.runs.plan_costs import Plan, planned_seconds
 from harness.runs.planned_speed import PlannedSpeed, plan_speed
 from harness.runs.scaling_rules import UNSCALED
@@ -37,6 +38,7 @@ def describe_plan(plan: Plan, model: BaseModel, speed: PlannedSpeed) -> str:
         *([("starts from", str(plan.initial_weights))] if plan.initial_weights else []),
         ("FLOPs per token", f"{plan.flops_per_token:,}"),
         ("global batch", _global_batch(plan)),
+        *_share_rows(plan),
         *([("scaled", "\n".join(plan.scaled.explained))] if plan.scaled.explained else []),
         *([("budget", _budget(plan.budget))] if plan.budget else []),
         *(_work_rows(plan, speed) if plan.position else [("global steps", _unknown(config))]),
@@ -62,6 +64,13 @@ def _global_batch(plan: Plan) -> str:
 
 def _budget(budget: Budget) -> str:
     return budget.describe() + (f"\n{budget.speed}" if budget.speed else "")
+
+
+def _share_rows(plan: Plan) -> list[tuple[str, str]]:
+    if not plan.config.shard_optimizer:
+        return []
+    whole, ranks = plan.optimizer_bytes / GIB, plan.layout.world_size
+    return [("optimizer", f"{whole:.2f} GiB of state, about {whole / ranks:.2f} on each of {ranks} ranks")]
 
 
 def _work_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
@@ -210,6 +219,7 @@ def make_plan(
         model.flops_per_token,
         layout,
         position,
+        optimizer_state_bytes(config, model),
         initial,
         budget,
         scaled,

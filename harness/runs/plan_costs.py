@@ -13,7 +13,6 @@ from harness.data.loader import BatchLayout, BatchSchedule
 from harness.runs.budget import Budget, batch_schedule
 from harness.runs.experiment import Position
 from harness.runs.intervals import times_due
-from harness.runs.optimizer_state import optimizer_state_bytes
 from harness.runs.planned_speed import PlannedSpeed
 from harness.runs.scaling_rules import UNSCALED, ScaledSettings
 from harness.runs.train_config import TrainConfig
@@ -32,6 +31,7 @@ class Plan:
     flops_per_token: int
     layout: BatchLayout
     position: Position | None
+    optimizer_bytes: int = 0  # of its state, over all ranks together
     initial_weights: Path | None = None  # the file that the run will start from, if it is one
     budget: Budget | None = None  # what train.json's came to, if that is not in tokens
     scaled: ScaledSettings = UNSCALED
@@ -56,8 +56,7 @@ class Plan:
 
     def checkpoint_bytes(self) -> int:
         """Size of one checkpoint on disk."""
-        weights, optimizer = self.parameters * WEIGHT_BYTES, optimizer_state_bytes(self.config, self.parameters)
-        return weights + optimizer + OTHER_BYTES
+        return self.parameters * WEIGHT_BYTES + self.optimizer_bytes + OTHER_BYTES
 
     def disk_bytes(self) -> int:
         """The most that the checkpoints of this plan occupy at once."""

@@ -38,6 +38,13 @@ class DepthScale(BaseModel):
     reference_layers: Count = Field(ge=1, description="n_layers of the model that weight_decay was tuned with.")
 
 
+MUON_FIRST_MOMENTUM = 0.85  # where its warm-up begins
+MUON_KEYS = (
+    *("muon_learning_rate", "muon_update_scale", "muon_weight_decay"),
+    *("muon_momentum", "muon_momentum_warmup_steps"),
+)
+
+
 class TrainConfig(RunFile):
     """How one experiment is trained: the contents of `runs/<name>/train.json`."""
 
@@ -114,8 +121,33 @@ class TrainConfig(RunFile):
     clipping_max_norm: float | None = Field(
         default=None, gt=0, allow_inf_nan=False, description="Gradient clipping by global norm; null: none."
     )
-    optimizer: Literal["adamw", "muon"] = Field(default="adamw", description="muon: matrices by Muon, rest by AdamW.")
-    muon_learning_rate: float | None = Field(default=None, gt=0, allow_inf_nan=False, description="Muon's own peak.")
+    optimizer: Literal["adamw", "muon"] = Field(
+        default="adamw", description="muon: the blocks' matrices by Muon, all else by AdamW."
+    )
+    embedding_learning_rate: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="AdamW's peak for embeddings; null: learning_rate."
+    )
+    head_learning_rate: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="AdamW's peak for the output head; null: learning_rate."
+    )
+    vector_learning_rate: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="AdamW's peak for biases and norms; null: learning_rate."
+    )
+    muon_learning_rate: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="Muon's peak; null: learning_rate."
+    )
+    muon_update_scale: Literal["match_rms_adamw", "original"] = Field(
+        default="match_rms_adamw",
+        description="What Muon's rate is multiplied by for a matrix of A x B: 0.2 sqrt(max(A, B)), by which AdamW's "
+        "rates fit; or the writeup's sqrt(max(1, A / B)).",
+    )
+    muon_weight_decay: float | None = Field(
+        default=None, ge=0, allow_inf_nan=False, description="Muon's decoupled weight decay; null: weight_decay."
+    )
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1, description="Muon's averaging factor (Nesterov).")
+    muon_momentum_warmup_steps: Count | None = Field(
+        default=None, ge=1, description="Steps in which Muon's momentum rises from 0.85; null: none."
+    )
     shard_optimizer: bool = Field(default=False, description="ZeRO-1: optimizer state split over the ranks.")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
         default="auto", description="auto: bf16 where the device has matrix units for it, else fp16 on CUDA, else fp32."
@@ -174,7 +206,7 @@ class TrainConfig(RunFile):
 
     @model_validator(mode="after")
     def _possible(self) -> TrainConfig:
-        _refuse_unavailable(self)
+        _check_optimizer(self)
         _check_train_combinations(self)
         return self
 
@@ -224,13 +256,17 @@ class TrainConfig(RunFile):
         return steps
 
 
-def _refuse_unavailable(config: TrainConfig) -> None:
-    if config.optimizer != "adamw":
-        raise ValueError(f'key "optimizer": "{config.optimizer}" is not available yet; use "adamw"')
-    if config.muon_learning_rate is not None:
-        raise ValueError('key "muon_learning_rate": the muon optimizer is not available yet; remove the key')
-    if config.shard_optimizer:
-        raise ValueError('key "shard_optimizer": true is not available yet; use false')
+def _check_optimizer(config: TrainConfig) -> None:
+    for key in MUON_KEYS if config.optimizer != "muon" else ():
+        if getattr(config, key) != TrainConfig.model_fields[key].default:
+            raise ValueError(f'key "{key}": belongs with "optimizer": "muon"; remove it, or use that optimizer')
+    if config.optimizer == "muon" and config.precision == "fp16":
+        raise ValueError('keys "optimizer" and "precision": "muon" does not run in "fp16"; use "bf16" or "fp32"')
+    if config.muon_momentum_warmup_steps is not None and config.muon_momentum < MUON_FIRST_MOMENTUM:
+        raise ValueError(
+            f'key "muon_momentum_warmup_steps": momentum rises from {MUON_FIRST_MOMENTUM}, and "muon_momentum" is '
+            f"{config.muon_momentum:g}; raise that, or remove the warm-up"
+        )
 
 
 def _check_train_combinations(config: TrainConfig) -> None:

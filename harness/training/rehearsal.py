@@ -49,7 +49,9 @@ class Rehearsal:
     _trainer: RehearsedTrainer | None = None
 
     def build_step(self) -> OptimizerStep:
-        self._trainer = self.build_trainer(World(0, self.world.local_rank, 1, 1, self.world.device))
+        here = self.world
+        alone = World(0, here.local_rank, 1, 1, here.device, stands_for=(here.rank, here.size))
+        self._trainer = self.build_trainer(alone)
         return self._trainer.optimizer_step
 
     def rehearse(self, result: StepResult) -> None:

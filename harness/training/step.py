@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.data.loader import Microbatch
+from harness.distributed.world import World
 from harness.model.precision import Precision
 from harness.runs.train_config import TrainConfig
 from harness.training.optimizer import Optimizer, build_optimizer
@@ -109,10 +110,17 @@ class OptimizerStep:
 
 
 def build_step(
-    model: nn.Module, trained: nn.Module, config: TrainConfig, before_exchange: Callable[[], None] = lambda: None
+    model: nn.Module,
+    trained: nn.Module,
+    config: TrainConfig,
+    before_exchange: Callable[[], None] = lambda: None,
+    world: World | None = None,
 ) -> OptimizerStep:
-    """The step that train.json describes for `model`; `trained` is the model as it is trained, wrapped or the same."""
+    """The step that train.json describes for `model`; `trained` is the model as it is trained, wrapped or the same.
+    `world` has the ranks that share the optimizer's state, if train.json says so. Raises UserError for what this device
+    cannot do."""
     device = next(model.parameters()).device
     precision = Precision.for_training(config.precision, device)
     precision.allow_tf32()
-    return OptimizerStep(trained, build_optimizer(model, config), precision, config, before_exchange)
+    optimizer = build_optimizer(model, config, precision, world)
+    return OptimizerStep(trained, optimizer, precision, config, before_exchange)

@@ -45,19 +45,30 @@ class Setup:
     ranks: int
     accumulation: int
     precision: str
+    optimizer: str = "adamw"
+    shard_optimizer: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.ranks}-{self.accumulation}-{self.precision}"
+        shared = "-sharded" if self.shard_optimizer else ""
+        return f"{self.ranks}-{self.accumulation}-{self.precision}-{self.optimizer}{shared}"
 
     def add_run(self, shop: Workshop, name: str) -> Path:
-        own = {"gradient_accumulation_steps": self.accumulation, "precision": self.precision}
+        own: dict[str, Any] = {"gradient_accumulation_steps": self.accumulation, "precision": self.precision}
+        own |= {"optimizer": self.optimizer, "shard_optimizer": self.shard_optimizer}
+        if self.optimizer == "muon":
+            own["muon_momentum_warmup_steps"] = STEPS
         tokens = STEPS * self.ranks * self.accumulation * 2 * 16
         return shop.add_run(name, **SETTINGS, **own, min_train_tokens=tokens)
 
 
-EVERY_SETUP = [Setup(*values) for values in itertools.product((1, 2, 4), (1, 3), ("fp32", "fp16"))]
-FEW_SETUPS = [Setup(1, 1, "fp32"), Setup(2, 3, "fp16"), Setup(4, 3, "fp32"), Setup(4, 1, "fp16")]
+OTHER_OPTIMIZERS = [
+    Setup(1, 1, "fp32", "muon"),
+    Setup(2, 1, "fp32", "muon", shard_optimizer=True),
+    Setup(2, 1, "fp16", "adamw", shard_optimizer=True),
+]
+EVERY_SETUP = [Setup(*values) for values in itertools.product((1, 2, 4), (1, 3), ("fp32", "fp16"))] + OTHER_OPTIMIZERS
+FEW_SETUPS = [Setup(1, 1, "fp32"), Setup(2, 3, "fp16"), Setup(4, 3, "fp32"), Setup(4, 1, "fp16"), *OTHER_OPTIMIZERS]
 
 
 @pytest.fixture(scope="module")
@@ -168,10 +179,12 @@ def test_stopped_after_each_step(
 
 
 def describe(setups: list[Setup]) -> str:
-    ranks, accumulations, precisions = (
-        sorted({str(getattr(setup, key)) for setup in setups}) for key in ("ranks", "accumulation", "precision")
+    keys = ("ranks", "accumulation", "precision", "optimizer")
+    ranks, accumulations, precisions, optimizers = (
+        " or ".join(sorted({str(getattr(setup, key)) for setup in setups})) for key in keys
     )
-    return f"{' or '.join(ranks)} ranks, accumulation {' or '.join(accumulations)}, {' or '.join(precisions)}, dropout"
+    shared = ", its state shared out or not" if any(setup.shard_optimizer for setup in setups) else ""
+    return f"{ranks} ranks, accumulation {accumulations}, {precisions}, {optimizers}{shared}, dropout"
 
 
 def test_the_scaler_has_a_state_to_lose(straight: dict[Setup, Path]) -> None:

@@ -61,6 +61,7 @@ CHOICES: dict[str, list[Any]] = {
     "residual_precision": ["fp32", "bf16", "fp16"],
     "validation_ranks": ["rank0", "all", "rank1"],
     "optimizer": ["adamw", "muon", "sgd"],
+    "muon_update_scale": ["original", "match_rms_adamw", "spectral"],
     "dataset": [DATASET, "local/none", "builtin/none", "../x", "a/b/c", "", "letters", "local/" + "x" * 300, "é/ü"],
     "sample_prompt": ["x", "", "\n", "x" * 100_000],
     "betas": [[0.9, 0.99], [0, 0], [1, 1], [0.9], [0.9, 0.99, 0.999], "0.9", {"0": 0.9}, [0.9999999999999999] * 2],

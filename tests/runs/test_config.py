@@ -57,6 +57,9 @@ DEFAULTS: dict[str, Any] = {
     "warmup_steps": None,
     "warmup_period_percent": None,
     "decay_period_percent": None,
+    "embedding_learning_rate": None,
+    "head_learning_rate": None,
+    "vector_learning_rate": None,
     "muon_learning_rate": None,
     "train_steps": None,
     "tokens_per_parameter": None,
@@ -66,6 +69,10 @@ DEFAULTS: dict[str, Any] = {
     "batch_ramp": None,
     "scale_with_batch": None,
     "scale_with_depth": None,
+    "muon_update_scale": "match_rms_adamw",
+    "muon_weight_decay": None,
+    "muon_momentum": 0.95,
+    "muon_momentum_warmup_steps": None,
 }
 MODEL_DEFAULTS = {
     "tie_weights": False,
@@ -109,6 +116,12 @@ def test_defaults_are_the_tables(train: WriteTrain, model: WriteModel) -> None:
         {"clipping_max_norm": None},
         {"optimizer": "adamw"},
         {"shard_optimizer": False},
+        {"shard_optimizer": True},
+        {"embedding_learning_rate": 0.1, "head_learning_rate": 0.2, "vector_learning_rate": 0.3},
+        {"optimizer": "muon"},
+        {"optimizer": "muon", "precision": "fp32", "muon_learning_rate": 0.02, "muon_update_scale": "original"},
+        {"optimizer": "muon", "precision": "bf16", "muon_weight_decay": 0, "muon_momentum": 0},
+        {"optimizer": "muon", "muon_momentum": 0.85, "muon_momentum_warmup_steps": 300},
         {"precision": "auto"},
         {"precision": "bf16"},
         {"precision": "fp16"},
@@ -478,6 +491,11 @@ def test_model_flags_are_true_or_false(model: WriteModel, key: str) -> None:
             {"lr_schedule": "wsd", "decay_period_percent": 60, "warmup_period_percent": 41},
             ["decay_period_percent", "warmup_period_percent"],
         ),
+        ({"optimizer": "muon", "precision": "fp16"}, ["optimizer", "precision"]),
+        (
+            {"optimizer": "muon", "muon_momentum": 0.8, "muon_momentum_warmup_steps": 9},
+            ["muon_momentum_warmup_steps", "muon_momentum"],
+        ),
         ({"residual_precision": "bf16", "precision": "fp32"}, ["residual_precision", "precision"]),
         ({"residual_precision": "bf16", "precision": "fp16"}, ["residual_precision", "precision"]),
         ({"coordinate_descent_tuning": True, "compile": False}, ["coordinate_descent_tuning", "compile"]),
@@ -522,16 +540,31 @@ def test_impossible_depth(tmp_path: Path, depth: Any) -> None:
     assert 'key "depth": ' in refusal(load_model_config, path)
 
 
-# Refused: not available yet
+# Refused: keys of another optimizer
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("optimizer", "muon"), ("muon_learning_rate", 0.02), ("shard_optimizer", True)]
+    ("key", "value"),
+    [
+        ("muon_learning_rate", 0.02),
+        ("muon_update_scale", "original"),
+        ("muon_weight_decay", 0.1),
+        ("muon_momentum", 0.9),
+        ("muon_momentum_warmup_steps", 300),
+    ],
 )
-def test_training_features_to_come(train: WriteTrain, key: str, value: Any) -> None:
-    message = refusal(train, **{key: value})
-    assert f'key "{key}": ' in message
-    assert "not available yet" in message
+def test_muons_keys_belong_with_muon(train: WriteTrain, key: str, value: Any) -> None:
+    assert f'key "{key}": belongs with "optimizer": "muon"; remove it' in refusal(train, **{key: value})
+    assert getattr(train(optimizer="muon", **{key: value}), key) == value
+
+
+def test_all_defaults_spelled_out_are_no_keys_of_another_optimizer(train: WriteTrain) -> None:
+    """A configuration as a summary or a checkpoint has it can be used as train.json."""
+    spelled = {key: value for key, value in DEFAULTS.items() if key != "gradient_accumulation_steps"}
+    assert train(**spelled | {"betas": [0.9, 0.999]}) == train()
+
+
+# Refused: not available yet
 
 
 @pytest.mark.parametrize(

@@ -19,15 +19,10 @@ from harness.distributed.world import World
 from harness.model.precision import Precision
 from harness.runs.optimizer_state import optimizer_state_bytes
 from harness.runs.train_config import TrainConfig
-from harness.training.optimizer import (
-    AdamW,
-    NamedState,
-    Optimizer,
-    StateShapes,
-    build_optimizer,
-    check_state,
-    clip_gradients,
-)
+from harness.training.adamw import AdamW
+from harness.training.gradients import clip_gradients
+from harness.training.named_state import NamedState, StateShapes, check_state
+from harness.training.optimizer import Optimizer, build_optimizer
 from harness.training.step import OptimizerStep, build_step
 
 CPU = torch.device("cpu")
@@ -239,7 +234,7 @@ def test_bytes_of_state_are_those_that_there_are() -> None:
     step = trained_step()
     state = step.optimizer.named_state(ALONE)
     there = sum(value.nbytes for values in state.values() for key, value in values.items() if key != "step")
-    assert AdamW.state_bytes(CONFIG.parameters) == optimizer_state_bytes(TRAIN, CONFIG.parameters) == there
+    assert optimizer_state_bytes(TRAIN, CONFIG) == there
 
 
 # Any optimizer
@@ -282,10 +277,6 @@ class Momentum:
     def load_named_state(self, saved: NamedState) -> None:
         check_state(saved, self.state_shapes())
         self.velocities = {name: state["velocity"].clone() for name, state in saved.items()}
-
-    @staticmethod
-    def state_bytes(parameters: int) -> int:
-        return 4 * parameters
 
 
 def momentum_step(model: nn.Module) -> OptimizerStep:

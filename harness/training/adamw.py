@@ -1,0 +1,144 @@
+"""AdamW, of all parameters or of those that another optimizer leaves to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.distributed.world import World
+from harness.runs.optimizer_state import MOMENTS
+from harness.runs.train_config import TrainConfig
+from harness.training.gradients import clip_divisor, clip_gradients, gradient_norm, zero_gradients
+from harness.training.named_state import NamedState, StateShapes, check_state
+from harness.training.parameter_groups import Group, adamw_groups, trained_parameters
+from harness.training.shares import Piece, Shares
+
+
+class AdamW:
+    """AdamW (Loshchilov & Hutter, arXiv:1711.05101) in torch's fused kernel, which can skip a step on the device.
+
+    Weight decay is on every parameter, or with `decay_all_parameters: false` on matrices only. Of `shares`, this rank
+    keeps the moments of its own: slices of the flattened parameters, as many numbers on each rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: TrainConfig,
+        shares: Shares | None = None,
+        parameters: dict[str, nn.Parameter] | None = None,
+    ) -> None:
+        """Of all parameters that are trained, or those given."""
+        groups = adamw_groups(model, config, trained_parameters(model) if parameters is None else parameters)
+        self._shares = shares or Shares()
+        self._peak = self._rate = config.learning_rate
+        self.parameters = {name: parameter for group in groups for name, parameter in group.parameters.items()}
+        self.pieces = self._shares.cut({name: parameter.numel() for name, parameter in self.parameters.items()})
+        self._own = {piece: self._tensor(piece) for piece in self.pieces if piece.owner == self._shares.rank}
+        self._has_state = False
+        settings: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps}
+        self._adamw = torch.optim.AdamW([self._torch_group(group) for group in groups], **settings, fused=True)
+        for group in self.param_groups:
+            group["peak_learning_rate"] = group["lr"]
+        # Of whole gradients, which all ranks have alike: what GradScaler decides by.
+        self._scaled = torch.optim.SGD(list(self.parameters.values())) if self.parameters else None
+
+    def _tensor(self, piece: Piece) -> Tensor:
+        """What torch's optimizer updates: a parameter itself, or a view of a part of it."""
+        parameter = self.parameters[piece.name]
+        return parameter if self._shares.size == 1 else piece.of(parameter)
+
+    def _torch_group(self, group: Group) -> dict[str, Any]:
+        own = [tensor for piece, tensor in self._own.items() if piece.name in group.parameters]
+        return {"params": own, "lr": group.learning_rate, "weight_decay": group.weight_decay}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """torch's: dicts of `params`, `lr`, `weight_decay` and so on."""
+        return self._adamw.param_groups
+
+    @property
+    def learning_rate(self) -> float:
+        return self._rate
+
+    def set_multiplier(self, multiplier: float) -> None:
+        self._rate = self._peak * multiplier
+        for group in self.param_groups:
+            group["lr"] = group["peak_learning_rate"] * multiplier
+
+    def update(self, scaler: torch.amp.GradScaler, max_norm: float | None) -> tuple[Tensor, Tensor]:
+        if scaler.is_enabled():
+            assert self._scaled is not None
+            scaler.unscale_(self._scaled)
+            norm = clip_gradients(self.parameters.values(), max_norm)
+            skipped = (~torch.isfinite(norm)).float()
+            self.step(skipped, None)
+        else:
+            norm, skipped = gradient_norm(self.parameters.values())
+            self.step(skipped, clip_divisor(norm, max_norm))
+        self._shares.exchange(self.pieces, self.parameters)
+        scaler.update()
+        return norm.float(), skipped
+
+    def step(self, skipped: Tensor, divisor: Tensor | None) -> None:
+        """Divide the gradients and update this rank's own, or neither, by the fused kernels' own ways to do so, which
+        GradScaler uses too: see torch.amp.GradScaler.step."""
+        if self._shares.size > 1:
+            for piece, tensor in self._own.items():
+                gradient = self.parameters[piece.name].grad
+                tensor.grad = None if gradient is None else piece.of(gradient)
+        if divisor is not None:
+            self._adamw.grad_scale = divisor  # type: ignore[attr-defined]
+        self._adamw.found_inf = skipped  # type: ignore[attr-defined]
+        self._adamw.step()
+        self._has_state = True
+        del self._adamw.found_inf  # type: ignore[attr-defined]
+        if divisor is not None:
+            del self._adamw.grad_scale  # type: ignore[attr-defined]
+        if self._shares.size > 1:  # nobody holds gradients that the step forgets
+            for tensor in self._own.values():
+                tensor.grad = None
+
+    def zero_grad(self) -> None:
+        zero_gradients(self.parameters.values())
+
+    def state_shapes(self) -> StateShapes:
+        return {
+            name: {"step": torch.Size(), **dict.fromkeys(MOMENTS["adamw"], parameter.shape)}
+            for name, parameter in self.parameters.items()
+        }
+
+    def named_state(self, world: World) -> NamedState:
+        state = self._adamw.state
+        if self._shares.size > 1:
+            own = {piece: state[tensor] for piece, tensor in self._own.items()}
+            return self._shares.gather(self.pieces, own, self.state_shapes()) if self._has_state else {}
+        if not world.is_main:  # every rank has all of it
+            return {}
+        return {
+            piece.name: {key: value.detach() for key, value in state[tensor].items()}
+            for piece, tensor in self._own.items()
+            if tensor in state
+        }
+
+    def load_named_state(self, saved: NamedState) -> None:
+        check_state(saved, self.state_shapes())
+        index = {tensor: index for index, tensor in enumerate(self._tensors())}
+        state = {index[tensor]: self._own_state(piece, saved[piece.name]) for piece, tensor in self._own.items()}
+        groups = self._adamw.state_dict()["param_groups"]
+        self._adamw.load_state_dict({"state": state, "param_groups": groups})
+        self._has_state = True
+
+    def _own_state(self, piece: Piece, saved: dict[str, Tensor]) -> dict[str, Tensor]:
+        # By the very strings that torch uses: pickle tells a string from its equal, and so do the file's bytes.
+        whole = {key: saved[key] for key in ("step", *MOMENTS["adamw"])}
+        if self._shares.size == 1:
+            return whole
+        # Copies: views would keep all of it.
+        return {key: (piece.of(value) if value.dim() else value).clone() for key, value in whole.items()}
+
+    def _tensors(self) -> list[Tensor]:
+        """In torch's order: group by group."""
+        return [tensor for group in self.param_groups for tensor in group["params"]]

@@ -1,0 +1,171 @@
+"""Muon, for the matrices of the blocks; AdamW has the rest."""
+
+from __future__ import annotations
+
+import math
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from harness.distributed.world import World
+from harness.runs.optimizer_state import MOMENTS, is_muons
+from harness.runs.train_config import MUON_FIRST_MOMENTUM, TrainConfig
+from harness.training.adamw import AdamW
+from harness.training.gradients import clip_divisor, gradient_norm, zero_gradients
+from harness.training.matrices import Matrix, batch_cost, batches_of, matrices_of
+from harness.training.named_state import NamedState, StateShapes, check_state
+from harness.training.newton_schulz import orthogonalise
+from harness.training.parameter_groups import trained_parameters
+from harness.training.shares import Shares
+
+T = TypeVar("T")
+
+(BUFFER,) = MOMENTS["muon"]
+# Update scales of a matrix of A rows and B columns, by their names in torch.optim.Muon.
+SCALES = {
+    # Liu et al., "Muon is Scalable for LLM Training" (arXiv:2502.16982), section 2.2: the update's root mean square is
+    # about that of AdamW's, whose rates and decay then fit.
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    # Keller Jordan's, see newton_schulz.py.
+    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+}
+
+
+class Muon:
+    """Momentum whose Nesterov form is orthogonalised (Jordan et al. 2024), with decoupled weight decay. Formulas, names
+    and order of operations are those of torch.optim.Muon, which keeps its momentum as an average, not a sum.
+
+    Of `shares`, this rank orthogonalises whole batches of matrices and keeps their momentum.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: TrainConfig, dtype: torch.dtype | None = None, shares: Shares | None = None
+    ) -> None:
+        """`dtype` is what matrices are orthogonalised in; None for the parameters'."""
+        self._shares, self._dtype, self._config = shares or Shares(), dtype, config
+        self._parameters = trained_parameters(model)
+        self._muons = {name: each for name, each in self._parameters.items() if is_muons(name, each.shape)}
+        others = {name: each for name, each in self._parameters.items() if name not in self._muons}
+        self._adamw = AdamW(model, config, self._shares, others)
+        matrices = [each for name, parameter in self._muons.items() for each in matrices_of(name, parameter, model)]
+        batches = batches_of(matrices)
+        owners = self._shares.owners([batch_cost(batch) for batch in batches])
+        shared = list(zip(batches, owners, strict=True))
+        self._pieces = [each.piece(owner) for batch, owner in shared for each in batch]
+        self._batches = [batch for batch, owner in shared if owner == self._shares.rank]
+        self._momenta: dict[Matrix, Tensor] = {}  # flat, of this rank's matrices
+        self._whole: dict[str, Tensor] = {}  # where nothing is shared out: what those are views of
+        self._steps: Tensor | None = None  # that were not skipped, fp32, on the device; None before the first
+        self._multiplier = 1.0
+
+    @property
+    def learning_rate(self) -> float:
+        return self._adamw.learning_rate
+
+    def set_multiplier(self, multiplier: float) -> None:
+        self._multiplier = multiplier
+        self._adamw.set_multiplier(multiplier)
+
+    def update(self, scaler: torch.amp.GradScaler, max_norm: float | None) -> tuple[Tensor, Tensor]:
+        assert not scaler.is_enabled(), "fp16 is refused before"
+        norm, skipped = gradient_norm(self._parameters.values())
+        divisor = clip_divisor(norm, max_norm)
+        self._adamw.step(skipped, divisor)
+        self._step_matrices(skipped, divisor)
+        self._shares.exchange([*self._adamw.pieces, *self._pieces], self._parameters)
+        return norm.float(), skipped
+
+    def zero_grad(self) -> None:
+        zero_gradients(self._parameters.values())
+
+    @torch.no_grad()
+    def _step_matrices(self, skipped: Tensor, divisor: Tensor | None) -> None:
+        if self._steps is None:
+            self._make_state()
+        assert self._steps is not None
+        dtype = next(iter(self._muons.values())).dtype
+        kept, momentum = (1 - skipped).to(dtype), self._momentum(dtype)
+        for batch in self._batches:
+            self._step_batch(batch, kept, momentum, divisor)
+        self._steps += kept
+
+    def _momentum(self, dtype: torch.dtype) -> Tensor:
+        """That of the next step: from MUON_FIRST_MOMENTUM in a straight line, if there is a warm-up."""
+        assert self._steps is not None
+        full, steps = self._config.muon_momentum, self._config.muon_momentum_warmup_steps
+        part = torch.ones_like(self._steps) if steps is None else (self._steps / steps).clamp(max=1)
+        return full - (full - MUON_FIRST_MOMENTUM) * (1 - part.to(dtype))
+
+    def _step_batch(self, batch: list[Matrix], kept: Tensor, momentum: Tensor, divisor: Tensor | None) -> None:
+        """Update matrices, or with `kept` of 0 leave them and their momentum as they are."""
+        numbers: list[Tensor] = []
+        for each in batch:
+            gradient = self._muons[each.name].grad
+            if gradient is None:  # the loss does not depend on it
+                return
+            flat = each.piece().of(gradient)
+            flat = torch.where(kept.bool(), flat if divisor is None else flat / divisor, 0)  # infinity · 0 is no number
+            average = self._momenta[each].lerp_(flat, (1 - momentum) * kept)
+            numbers.append(each.wide(flat.lerp_(average, momentum)))
+        updates_GxMxN = orthogonalise(torch.stack(numbers), self._dtype or numbers[0].dtype)
+        for each, update_MxN in zip(batch, updates_GxMxN, strict=True):
+            weight_MxN = each.of(self._muons[each.name])
+            weight_MxN *= 1 - self._rate * self._decay * kept
+            weight_MxN -= update_MxN.to(weight_MxN.dtype) * (self._rate * self._scale(each) * kept)
+
+    @property
+    def _rate(self) -> float:
+        own = self._config.muon_learning_rate
+        return self._multiplier * (self._config.learning_rate if own is None else own)
+
+    @property
+    def _decay(self) -> float:
+        own = self._config.muon_weight_decay
+        return self._config.weight_decay if own is None else own
+
+    def _scale(self, matrix: Matrix) -> float:
+        return SCALES[self._config.muon_update_scale](matrix.rows, matrix.columns)
+
+    def _make_state(self) -> None:
+        """Momentum of zero, of each parameter or, where it is shared out, of each own matrix."""
+        if self._shares.size == 1:
+            self._whole = {name: torch.zeros_like(parameter.detach()) for name, parameter in self._muons.items()}
+        for matrix in [each for batch in self._batches for each in batch]:
+            piece, parameter = matrix.piece(), self._muons[matrix.name].detach()
+            own = self._whole.get(matrix.name)
+            count = piece.stop - piece.start
+            self._momenta[matrix] = parameter.new_zeros(count) if own is None else piece.of(own)
+        self._steps = torch.zeros((), device=next(iter(self._parameters.values())).device)
+
+    def state_shapes(self) -> StateShapes:
+        muons = {name: {"step": torch.Size(), BUFFER: parameter.shape} for name, parameter in self._muons.items()}
+        return self._in_order(self._adamw.state_shapes() | muons)
+
+    def named_state(self, world: World) -> NamedState:
+        others = self._adamw.named_state(world)
+        if self._steps is None:
+            return {}
+        if self._shares.size > 1:
+            own = {
+                each.piece(self._shares.rank): {"step": self._steps, BUFFER: momentum}
+                for each, momentum in self._momenta.items()
+            }
+            shapes = {name: shape for name, shape in self.state_shapes().items() if name in self._muons}
+            return self._in_order(others | self._shares.gather(self._pieces, own, shapes))
+        if not world.is_main:  # every rank has all of it
+            return {}
+        return self._in_order(others | {name: {"step": self._steps, BUFFER: own} for name, own in self._whole.items()})
+
+    def _in_order(self, values: dict[str, T]) -> dict[str, T]:
+        """By name in the model's order."""
+        return {name: values[name] for name in self._parameters if name in values}
+
+    def load_named_state(self, saved: NamedState) -> None:
+        check_state(saved, self.state_shapes())
+        self._adamw.load_named_state({name: state for name, state in saved.items() if name not in self._muons})
+        self._make_state()
+        assert self._steps is not None
+        for matrix, momentum in self._momenta.items():
+            momentum.copy_(matrix.piece().of(saved[matrix.name][BUFFER]))
+        self._steps.copy_(saved[next(iter(self._muons))]["step"])

@@ -1,0 +1,139 @@
+"""What each rank keeps and updates of the parameters under `shard_optimizer` (ZeRO, stage 1: Rajbhandari et al.,
+arXiv:1910.02054), and how ranks exchange it.
+
+Parameters and gradients are whole on every rank. Of each parameter, pieces of its flattened numbers have an owner, the
+only rank that keeps their state. It updates them, and gives them to the others, in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.distributed.connection_errors import leaving_with_peers
+from harness.distributed.world import World
+from harness.training.named_state import NamedState, StateShapes
+
+# Numbers in a row that are never parted: kernels take so many at once or fewer, and what is left at a tensor's end by
+# other instructions, whose results may be others in the last bit.
+GRAIN = 64
+SMALL = 2**18  # pieces with fewer numbers travel together: each exchange takes some time, however small
+MESSAGE = 2**26  # numbers of state in one message
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Numbers `start` to `stop` of a flattened parameter, and the rank whose they are."""
+
+    name: str
+    start: int
+    stop: int
+    owner: int = 0
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The piece of a tensor of the parameter's shape: a view, flat."""
+        return tensor.detach().view(-1)[self.start : self.stop]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """This rank among those that share an optimizer's state. A world of one, and one that shares nothing, is one rank
+    that owns everything; `is_connected` is false where one process rehearses what a rank among others would keep."""
+
+    rank: int = 0
+    size: int = 1
+    is_connected: bool = False
+    control: Any = None  # the group on the CPU
+
+    @classmethod
+    def among(cls, world: World) -> Shares:
+        """A share for each rank of the world, or of the one that it stands for."""
+        if world.stands_for is not None:
+            return cls(*world.stands_for)
+        return cls(world.rank, world.size, world.size > 1, world.control)
+
+    def cut(self, sizes: Mapping[str, int]) -> list[Piece]:
+        """Parameters of such sizes cut so that each rank owns the same number of numbers, to within GRAIN."""
+        total, before, pieces = sum(sizes.values()), 0, []
+        for name, size in sizes.items():
+            bounds = [total * rank // self.size - before for rank in range(self.size + 1)]
+            cuts = [min(max(-(-bound // GRAIN) * GRAIN, 0), size) for bound in bounds]
+            pieces += [Piece(name, cuts[rank], cuts[rank + 1], rank) for rank in range(self.size)]
+            before += size
+        return [piece for piece in pieces if piece.stop > piece.start]
+
+    def owners(self, costs: Sequence[float]) -> list[int]:
+        """An owner for each of several works that cannot be cut: the dearest first, each to the rank that has least to
+        do yet (Graham 1969)."""
+        loads, owners = [0.0] * self.size, [0] * len(costs)
+        for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
+            owners[index] = loads.index(min(loads))
+            loads[owners[index]] += costs[index]
+        return owners
+
+    @torch.no_grad()
+    def exchange(self, pieces: Iterable[Piece], parameters: Mapping[str, nn.Parameter]) -> None:
+        """Give every rank the owners' numbers of all pieces. Collective; the device may still be at it afterwards."""
+        if self.size == 1:
+            return
+        views: list[list[Tensor]] = [[] for _ in range(self.size)]
+        for piece in pieces:
+            views[piece.owner].append(piece.of(parameters[piece.name]))
+        small = [[view for view in each if view.numel() < SMALL] for each in views]
+        packed = [torch.cat(each) if each else None for each in small]
+        large = [(owner, view) for owner, each in enumerate(views) for view in each if view.numel() >= SMALL]
+        messages = large + [(owner, pack) for owner, pack in enumerate(packed) if pack is not None]
+        if self.is_connected:
+            with leaving_with_peers():
+                pending = [dist.broadcast(tensor, src=owner, async_op=True) for owner, tensor in messages]
+                for work in pending:
+                    assert work is not None, "this rank is one of the group"
+                    work.wait()
+        for each, pack in zip(small, packed, strict=True):
+            if pack is not None:
+                torch._foreach_copy_(each, list(pack.split([view.numel() for view in each])))
+
+    def gather(
+        self, pieces: Sequence[Piece], own: Mapping[Piece, Mapping[str, Tensor]], shapes: StateShapes
+    ) -> NamedState:
+        """The whole state on rank 0, on the CPU, from every rank's `own` of its pieces; nothing on the others.
+        Collective. All of it is of fp32; what has no dimensions comes with each piece."""
+        pieces = sorted(pieces, key=lambda piece: piece.owner)  # stable: each owner's in order
+        whole: NamedState = {}
+        for owner, theirs in groupby(pieces, key=lambda piece: piece.owner):
+            places = [(piece, key, bool(shape)) for piece in theirs for key, shape in shapes[piece.name].items()]
+            count = sum(piece.stop - piece.start if has_shape else 1 for piece, _, has_shape in places)
+            numbers = self._send_to_rank0(owner, [own[piece][key] for piece, key, _ in places if piece in own], count)
+            for piece, key, has_shape in places if numbers is not None else ():
+                assert numbers is not None
+                state = whole.setdefault(piece.name, {})
+                if key not in state:
+                    state[key] = torch.empty(shapes[piece.name][key])
+                target = state[key].view(-1)[piece.start : piece.stop] if has_shape else state[key].view(-1)
+                target.copy_(numbers[: target.numel()])
+                numbers = numbers[target.numel() :]
+        return {name: whole[name] for name in shapes if name in whole}
+
+    def _send_to_rank0(self, owner: int, tensors: Sequence[Tensor], count: int) -> Tensor | None:
+        """On rank 0 the owner's tensors, one after the other; None elsewhere. By the CPU's group: a device's memory may
+        be full, and nothing else goes on."""
+        if self.rank == owner:
+            numbers = torch.cat([tensor.detach().reshape(-1).cpu() for tensor in tensors])
+        elif self.rank == 0:
+            numbers = torch.zeros(count)
+        else:
+            return None
+        if owner != 0 and self.is_connected:
+            with leaving_with_peers():
+                for part in numbers.split(MESSAGE):
+                    if self.rank == 0:
+                        dist.recv(part, src=owner, group=self.control)
+                    else:
+                        dist.send(part, dst=0, group=self.control)
+        return numbers if self.rank == 0 else None

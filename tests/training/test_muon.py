@@ -1,0 +1,313 @@
+"""Muon is torch.optim.Muon on the blocks' matrices and AdamW on the rest; skipped steps and saved states are exact."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from gpt import GPTModel
+from harness.common.errors import UserError
+from harness.model.precision import Precision
+from harness.runs.optimizer_state import optimizer_state_bytes
+from harness.runs.train_config import TrainConfig
+from harness.training.matrices import BATCH_NUMBERS, Matrix, batches_of
+from harness.training.muon import Muon
+from harness.training.newton_schulz import orthogonalise
+from harness.training.optimizer import build_optimizer
+from harness.training.step import build_step
+from tests.training.test_optimizer import (
+    ALONE,
+    BATCHES,
+    CONFIG,
+    NO_SCALER,
+    TRAIN,
+    alike,
+    fresh_model,
+    same_weights,
+)
+
+MUON = TRAIN.model_copy(update={"optimizer": "muon", "precision": "fp32"})
+RATES = {"muon_learning_rate": 0.02, "muon_weight_decay": 0.3, "muon_momentum": 0.9}
+
+
+class InFp64(TorchFunctionMode):
+    """torch.optim.Muon rounds what it orthogonalises to bf16, whatever the weights are. Here it does not."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") is torch.bfloat16:
+            kwargs["dtype"] = torch.float64
+        return function(*args, **kwargs)
+
+
+def with_gradients(model: nn.Module, seed: int, size: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = size * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+
+
+def as_in_checkpoints(model: GPTModel, name: str, tensor: Tensor) -> list[Tensor]:
+    """Query, key and value of a fused tensor, by the sizes that the layer splits its output by."""
+    return list(tensor.split(model.trf_blocks[0].att.qkv_sizes)) if ".qkv." in name else [tensor]  # type: ignore[union-attr]
+
+
+class Reference:
+    """torch's own two optimizers, with copies of the matrices as they are in checkpoints."""
+
+    def __init__(self, model: GPTModel, config: TrainConfig) -> None:
+        is_muons = lambda name, each: name.startswith("trf_blocks.") and each.dim() == 2  # noqa: E731
+        self.muons = {name: each for name, each in model.named_parameters() if is_muons(name, each)}
+        self.others = [each for name, each in model.named_parameters() if name not in self.muons]
+        self.model = model
+        self.parts = {
+            name: [nn.Parameter(part.clone()) for part in as_in_checkpoints(model, name, each.detach())]
+            for name, each in self.muons.items()
+        }
+        self.muon = torch.optim.Muon(
+            [part for parts in self.parts.values() for part in parts],
+            lr=config.muon_learning_rate or config.learning_rate,
+            weight_decay=config.weight_decay if config.muon_weight_decay is None else config.muon_weight_decay,
+            momentum=config.muon_momentum,
+            adjust_lr_fn=config.muon_update_scale,
+        )
+        self.adamw = torch.optim.AdamW(self.others, lr=config.learning_rate, fused=True)
+        self.adamw.defaults["weight_decay"] = self.adamw.param_groups[0]["weight_decay"] = config.weight_decay
+
+    def step(self, multiplier: float = 1.0, momentum: float | None = None) -> None:
+        for optimizer in (self.muon, self.adamw):
+            for group in optimizer.param_groups:
+                group["lr"] = group.setdefault("peak", group["lr"]) * multiplier
+        for group in self.muon.param_groups if momentum is not None else ():
+            group["momentum"] = momentum
+        for name, parts in self.parts.items():
+            gradient = self.muons[name].grad
+            assert gradient is not None
+            for part, own in zip(parts, as_in_checkpoints(self.model, name, gradient), strict=True):
+                part.grad = own.clone()
+        with InFp64():
+            self.muon.step()
+        self.adamw.step()
+        with torch.no_grad():
+            for name, parts in self.parts.items():
+                self.muons[name].copy_(torch.cat([part.detach() for part in parts]))
+
+
+def fp64_pair(config: TrainConfig) -> tuple[GPTModel, Muon, GPTModel, Reference]:
+    ours, theirs = fresh_model().double(), fresh_model().double()
+    return ours, Muon(ours, config), theirs, Reference(theirs, config)
+
+
+@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("rates", [{}, RATES])
+def test_muon_is_torchs_in_fp64(scale: str, rates: dict[str, Any]) -> None:
+    """Over steps of different rates; AdamW's part is torch's AdamW, to the bit."""
+    config = MUON.model_copy(update={"muon_update_scale": scale, **rates})
+    ours, optimizer, theirs, reference = fp64_pair(config)
+    for number in range(6):
+        for model in (ours, theirs):
+            with_gradients(model, number)
+        optimizer.set_multiplier(1 / (number + 1))
+        optimizer.update(NO_SCALER, None)
+        reference.step(1 / (number + 1))
+        assert optimizer.learning_rate == config.learning_rate * (1 / (number + 1))
+    changed = 0
+    for (name, left), right in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        if name in reference.muons:
+            torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12)
+            changed += 1
+        else:
+            assert torch.equal(left, right), name
+    assert changed == 4 * CONFIG.n_layers
+
+
+def test_in_bf16_products_it_is_torchs_as_it_stands() -> None:
+    """Weights of fp32, and what is orthogonalised rounded to bf16 by both: to a few units of bf16's last place."""
+    torch.manual_seed(0)
+    matrix = torch.randn(48, 16)
+    parameter, theirs = nn.Parameter(torch.zeros(48, 16)), nn.Parameter(torch.zeros(48, 16))
+    theirs.grad = matrix.clone()
+    torch.optim.Muon([theirs], lr=1.0, weight_decay=0.0, momentum=0.0, adjust_lr_fn="original").step()
+    with torch.no_grad():
+        parameter.sub_(orthogonalise(matrix.mT.unsqueeze(0), torch.bfloat16)[0].mT.float() * math.sqrt(3))
+    torch.testing.assert_close(parameter, theirs, rtol=0, atol=2**-7)
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (8, 32), (5, 7), (1, 9)])
+def test_singular_values_come_near_one_and_vectors_stay(shape: tuple[int, int]) -> None:
+    """Applied to U·S·Vᵀ, it is U·p(S)·Vᵀ, p the quintic five times over: between 0.65 and 1.25 for all above 0.02."""
+    torch.manual_seed(0)
+    rows, columns = shape
+    u, _, vh = torch.linalg.svd(torch.randn(3, rows, columns, dtype=torch.float64), full_matrices=False)
+    s = torch.linspace(0.05, 1, rows, dtype=torch.float64).expand(3, rows)
+    found = orthogonalise(u @ torch.diag_embed(s) @ vh, torch.float64)
+    values = s / s.norm(dim=-1, keepdim=True)
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    torch.testing.assert_close(found, u @ torch.diag_embed(values) @ vh, rtol=1e-10, atol=1e-12)
+    assert values.min() > 0.65
+    assert values.max() < 1.25
+
+
+def test_a_matrix_of_zeros_stays_zero() -> None:
+    assert torch.equal(orthogonalise(torch.zeros(1, 3, 4), torch.float32), torch.zeros(1, 3, 4))
+
+
+def test_momentum_warms_up_in_a_straight_line_over_the_steps_done() -> None:
+    """From 0.85 to 0.95 over four steps; a skipped step is none."""
+    config = MUON.model_copy(update={"muon_momentum_warmup_steps": 4})
+    ours, optimizer, theirs, reference = fp64_pair(config)
+    for number, momentum in enumerate((0.85, 0.875, 0.9, 0.925, 0.95, 0.95)):
+        if number == 2:
+            with_gradients(ours, number, math.inf)
+            assert optimizer.update(NO_SCALER, None)[1] == 1
+        for model in (ours, theirs):
+            with_gradients(model, number)
+        optimizer.update(NO_SCALER, None)
+        reference.step(momentum=momentum)
+    for left, right in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_are_clipped_by_their_norm_over_everything() -> None:
+    ours, optimizer, theirs, reference = fp64_pair(MUON)
+    for number in range(4):
+        for model in (ours, theirs):
+            with_gradients(model, number, size=1.0 + number)
+        norm, _ = optimizer.update(NO_SCALER, 0.5)
+        torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5).float())
+        reference.step()
+    for left, right in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-7)  # the divisor is of fp32
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(value: float) -> None:
+    model = fresh_model()
+    optimizer = Muon(model, MUON.model_copy(update={"muon_momentum_warmup_steps": 9}))
+    for number in range(2):
+        with_gradients(model, number)
+        optimizer.update(NO_SCALER, 1.0)
+    weights = [parameter.clone() for parameter in model.parameters()]
+    state = copy.deepcopy(optimizer.named_state(ALONE))
+    with_gradients(model, 2)
+    gradient = model.trf_blocks[0].att.qkv.weight.grad  # type: ignore[union-attr]
+    assert isinstance(gradient, Tensor)
+    gradient[3, 3] = value
+    _, skipped = optimizer.update(NO_SCALER, 1.0)
+    assert skipped == 1
+    assert all(map(torch.equal, weights, model.parameters()))
+    assert alike(optimizer.named_state(ALONE), state)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_kinds_of_parameters_have_their_own_rates(optimizer: str) -> None:
+    """Each kind moves as in a run in which everything has its rate."""
+    own = {"embedding_learning_rate": 0.1, "head_learning_rate": 0.2, "vector_learning_rate": 0.3}
+    kinds = {"tok_emb.weight": 0.1, "pos_emb.weight": 0.1, "out_head.weight": 0.2}
+    config = TRAIN.model_copy(update={"optimizer": optimizer, "precision": "fp32", **own})
+    moved = {rate: moved_by(config.model_copy(update=one_rate(rate))) for rate in (0.01, 0.1, 0.2, 0.3)}
+    found = moved_by(config)
+    for name, values in found.items():
+        rate = kinds.get(name, 0.3 if values.dim() == 1 else 0.01)
+        assert torch.equal(values, moved[rate][name]), name
+    assert build_optimizer(fresh_model(), config).learning_rate == 0.01
+
+
+def one_rate(rate: float) -> dict[str, Any]:
+    others = ("embedding_learning_rate", "head_learning_rate", "vector_learning_rate", "muon_learning_rate")
+    return {"learning_rate": rate, **dict.fromkeys(others, None)}
+
+
+def moved_by(config: TrainConfig) -> dict[str, Tensor]:
+    model = fresh_model()
+    optimizer = build_optimizer(model, config)
+    with_gradients(model, 0)
+    optimizer.update(NO_SCALER, None)
+    return dict(model.named_parameters())
+
+
+def test_a_tied_head_is_one_parameter_with_the_embeddings_rate() -> None:
+    model = fresh_model(config=CONFIG.model_copy(update={"tie_weights": True}))
+    optimizer = Muon(model, MUON.model_copy(update={"embedding_learning_rate": 0.5}))
+    rates = {id(each): group["lr"] for group in optimizer._adamw.param_groups for each in group["params"]}
+    assert rates[id(model.out_head.weight)] == 0.5
+    assert "out_head.weight" not in optimizer.state_shapes()
+
+
+# State
+
+
+def test_the_state_goes_by_name_and_its_bytes_are_those_reckoned() -> None:
+    model = fresh_model()
+    step = build_step(model, model, MUON)
+    assert step.optimizer.named_state(ALONE) == {}
+    for batch in BATCHES[:3]:
+        step.run(batch, 1.0)
+    state = step.optimizer.named_state(ALONE)
+    assert list(state) == [name for name, _ in model.named_parameters()]
+    assert {name: {key: value.shape for key, value in each.items()} for name, each in state.items()} == (
+        step.optimizer.state_shapes()
+    )
+    assert list(state["trf_blocks.0.att.qkv.weight"]) == ["step", "momentum_buffer"]
+    assert list(state["trf_blocks.0.att.qkv.bias"]) == ["step", "exp_avg", "exp_avg_sq"]
+    assert {float(each["step"]) for each in state.values()} == {3.0}
+    there = sum(value.nbytes for each in state.values() for key, value in each.items() if key != "step")
+    assert there == optimizer_state_bytes(MUON, CONFIG) < optimizer_state_bytes(TRAIN, CONFIG)
+
+
+def test_a_state_goes_on_to_the_bit() -> None:
+    """With a momentum that is still warming up."""
+    config = MUON.model_copy(update={"muon_momentum_warmup_steps": 4})
+    at_once, stopped, continued = fresh_model(), fresh_model(), fresh_model(seed=1)
+    steps = {model: build_step(model, model, config) for model in (at_once, stopped, continued)}
+    for batch in BATCHES:
+        steps[at_once].run(batch, 1.0)
+    for batch in BATCHES[:2]:
+        steps[stopped].run(batch, 1.0)
+    continued.load_state_dict(stopped.state_dict())
+    saved = copy.deepcopy(steps[stopped].optimizer.named_state(ALONE))
+    steps[continued].optimizer.load_named_state(saved)
+    for batch in BATCHES[2:]:
+        steps[continued].run(batch, 1.0)
+    assert same_weights(at_once, continued)
+    assert alike(steps[at_once].optimizer.named_state(ALONE), steps[continued].optimizer.named_state(ALONE))
+
+
+def test_adamws_state_is_refused() -> None:
+    model = fresh_model()
+    adamw = build_step(model, model, TRAIN)
+    adamw.run(BATCHES[0], 1.0)
+    with pytest.raises(ValueError, match=r"trf_blocks.0.att.qkv.weight has \['exp_avg'"):
+        Muon(model, MUON).load_named_state(adamw.optimizer.named_state(ALONE))
+
+
+# What is orthogonalised together, and in what
+
+
+def test_large_matrices_are_orthogonalised_alone() -> None:
+    small = [Matrix(f"trf_blocks.{block}.att.out_proj.weight", 0, 8, 8) for block in (0, 1) for _ in range(3)]
+    assert list(map(len, batches_of(small))) == [3, 3]
+    side = math.isqrt(BATCH_NUMBERS // 2)
+    large = [Matrix("trf_blocks.0.att.qkv.weight", at, side, side) for at in range(5)]
+    assert list(map(len, batches_of(large))) == [2, 2, 1]
+    assert list(map(len, batches_of([Matrix("trf_blocks.0.ff.layers.0.weight", 0, 2 * side, side)]))) == [1]
+
+
+def test_products_are_in_bf16_where_training_is_and_the_device_has_units_for_it(monkeypatch: Any) -> None:
+    for has_units in (False, True):
+        monkeypatch.setattr("harness.model.precision.has_matrix_units", lambda has=has_units: has)
+        assert Precision("fp32", "cpu").update_dtype() is None
+        assert Precision("bf16", "cpu").update_dtype() is (torch.bfloat16 if has_units else None)
+        assert Precision("bf16", "cuda").update_dtype() is torch.bfloat16
+
+
+def test_fp16_is_refused_where_the_device_would_choose_it() -> None:
+    with pytest.raises(UserError, match=r'train.json: key "optimizer": "muon" .*fp16') as refused:
+        build_optimizer(fresh_model(), MUON.model_copy(update={"precision": "auto"}), Precision("fp16", "cuda"))
+    assert "\n" not in str(refused.value)
