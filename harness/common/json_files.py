@@ -34,6 +34,7 @@ class RunFile(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
     other_keys: ClassVar[dict[str, dict[str, Any]]] = {}  # further keys that loading one accepts, as JSON Schema
     replaceable_keys: ClassVar[set[str]] = set()  # fields without a default that can be left out for one of those
+    null_for_none: ClassVar[set[str]] = set()  # fields where someone might look for 0
 
     @model_validator(mode="before")
     @classmethod
@@ -91,12 +92,13 @@ def _describe(fault: Any, kind: type[BaseModel]) -> str:
     if fault["type"] == "value_error":
         return str(fault["ctx"]["error"])
     message = fault["msg"][0].lower() + fault["msg"][1:]
-    return f"key {key}: {message}, not {quoted(fault['input'])}"
+    none = "; null for none" if key.strip('"') in getattr(kind, "null_for_none", set()) else ""
+    return f"key {key}: {message}{none}, not {quoted(fault['input'])}"
 
 
 def _is_union_branch(part: int | str) -> bool:
     """pydantic puts the tried member of a union into the location; a reader of train.json never wrote it."""
-    return isinstance(part, str) and (part in {"bool", "int", "float"} or part.startswith("literal["))
+    return isinstance(part, str) and (part in {"bool", "int", "float", "dict"} or part.startswith("literal["))
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
