@@ -12,10 +12,12 @@ import transformers
 
 from gpt import GPTModel, ModelConfig
 from harness.common.errors import UserError
+from harness.data.tokenizers.load import load_tokenizer
 from harness.hf import notebook_format
 from harness.hf.native_format import native_format
 from tests.hf.test_convert_hf import convert, refused, write_checkpoint
 from tests.model.test_model import random_model, random_tokens, shape
+from tests.support.launch import Workshop
 
 LLAMA: dict[str, Any] = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu"}
 QWEN: dict[str, Any] = {**LLAMA, "qk_norm": True, "linear_bias": False}
@@ -105,6 +107,21 @@ def test_exported_folders_load_as_the_native_class(tmp_path: Path, changes: dict
     tokens = random_tokens(config)
     with torch.no_grad():
         assert (model(tokens) - loaded.eval()(tokens).logits).abs().max() < 1e-5
+
+
+def test_transformers_samples_what_test_smoke_prints(tmp_path: Path) -> None:
+    """Generation with the caches of both, here with rotary positions and shared heads."""
+    config = shape(vocab_size=300, **QWEN, n_kv_heads=2)
+    model = write_checkpoint(tmp_path / "c", config)
+    (tmp_path / "model.json").write_text(config.model_dump_json())
+    own = load_tokenizer(tmp_path / "c" / "tokenizer.json")
+    peer = peer_of(model)
+    output = peer.generate(
+        torch.tensor([own.encode("def f(")]), max_new_tokens=12, do_sample=False, eos_token_id=own.eot_token
+    )
+    arguments = [str(tmp_path / "model.json"), str(tmp_path / "c" / "model.safetensors"), "--prompt", "def f("]
+    printed = Workshop(tmp_path).script("test_smoke.py", *arguments, "--num-tokens", "12", "--temperature", "0").stdout
+    assert printed == own.decode([token for token in output[0].tolist() if token != own.eot_token]) + "\n"
 
 
 @pytest.mark.parametrize(
