@@ -71,20 +71,9 @@ def test_native_classes_give_the_same_logits_and_gradients(changes: dict[str, An
 
 def test_softcap_is_gemma_2s() -> None:
     """Gemma 2's head on our features: the rest of its blocks has no counterpart here."""
-    settings = {
-        "vocab_size": 97,
-        "hidden_size": 48,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-    }
-    settings |= {
-        "num_key_value_heads": 4,
-        "head_dim": 12,
-        "final_logit_softcapping": 2.5,
-        "attn_implementation": "eager",
-    }
-    gemma: Any = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**settings)).eval()
+    sizes: dict[str, Any] = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 8, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 12, "final_logit_softcapping": 2.5}
+    gemma: Any = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes)).eval()
     model = random_model(shape(logit_softcap=2.5)).eval()
     tokens = random_tokens(model.config)
     with torch.no_grad():
