@@ -75,7 +75,7 @@ def test_rmsnorm_is_its_formula() -> None:
     norm = RMSNorm(12, gain=True).double()
     with torch.no_grad():
         norm.scale.copy_(torch.randn(12))  # type: ignore[union-attr]
-    expected = x / (x.pow(2).sum(-1, keepdim=True) / 12 + 1e-5).sqrt() * norm.scale
+    expected = x / (x.pow(2).sum(-1, keepdim=True) / 12 + 1e-5).sqrt() * norm.scale  # type: ignore[operator]
     torch.testing.assert_close(norm(x), expected, rtol=1e-12, atol=0)
     plain = RMSNorm(12, gain=False)
     torch.testing.assert_close(plain(x), F.rms_norm(x, (12,), eps=1e-5), rtol=1e-12, atol=0)
