@@ -169,8 +169,20 @@ def finite(value: Any) -> Any:
 def json_schema(kind: type[RunFile]) -> dict[str, Any]:
     """The JSON Schema of a config class for editors, with the other spellings its loader accepts."""
     schema = kind.model_json_schema()
+    schema = _written_out(schema, schema.pop("$defs", {}))
     place = {"type": "string", "description": "Where an editor finds this schema; without effect."}
     schema["properties"] |= {**kind.other_keys, SCHEMA_KEY: place}
     # Which of the others stands for which field is more than an editor needs to know.
     schema["required"] = [key for key in schema["required"] if key not in kind.replaceable_keys]
     return schema
+
+
+def _written_out(schema: Any, definitions: dict[str, Any]) -> Any:
+    """A schema with what it refers to in its place, so that parts of it can be used elsewhere."""
+    if isinstance(schema, list):
+        return [_written_out(each, definitions) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    named = definitions[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else {}
+    rest = {key: value for key, value in schema.items() if key != "$ref"}
+    return {key: _written_out(value, definitions) for key, value in {**named, **rest}.items()}
