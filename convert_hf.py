@@ -27,7 +27,7 @@ READERS = {"transformers": "transformers", "notebook": "the lab notebook's scrip
 
 @click.group(cls=Group)
 def main() -> None:
-    """Exchange models with everyone's tools, as transformers' native GPT-2 without code of ours, and with the lab
+    """Exchange models with everyone's tools, as transformers' native classes without code of ours, and with the lab
     notebook's."""
 
 

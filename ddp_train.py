@@ -231,7 +231,12 @@ def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
     seed_alike(config.random_seed)  # every rank draws the same weights
     precision = Precision.for_training(start.step_config.precision, world.device)
     residual = precision.residual_dtype(config.residual_precision)
-    model = GPTModel(start.experiment.model, recompute_blocks=config.activation_checkpointing, residual_dtype=residual)
+    model = GPTModel(
+        start.experiment.model,
+        recompute_blocks=config.activation_checkpointing,
+        residual_dtype=residual,
+        z_loss=config.z_loss,
+    )
     trained = parallelise(model.to(world.device), start.experiment, world)
     step = build_step(model, trained, start.step_config, before_exchange=world.watchdog.beat, world=world)
     meter, reporter = LossMeter(world.device), Reporter(start, world)

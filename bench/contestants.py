@@ -74,7 +74,7 @@ def ours(case: Case, precision: str, *, tied: bool) -> Contestant:
     World.join()  # which arranges threads and memory
     torch.manual_seed(42)
     model = GPTModel(case.shape.model_copy(update={"tie_weights": tied})).to(case.device)
-    choose_kernels(model, case.shape.drop_rate, case.device, compiled=case.compile)
+    choose_kernels(model, case.shape.drop_rates.attention_weights, case.device, compiled=case.compile)
     settings: dict[str, Any] = {
         "dataset": "builtin/none",
         "microbatch_size": case.microbatch,

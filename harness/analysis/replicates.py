@@ -101,7 +101,8 @@ def _why_alone(setup: RunSetup) -> str | None:
     weights = setup.train.get("initial_weights")
     if weights is None:
         return None
-    if not setup.model.get("drop_rate"):
+    rate = setup.model.get("drop_rate")
+    if not (any(rate.values()) if isinstance(rate, dict) else rate):
         return "random_seed changes nothing in it: initial_weights are given, and drop_rate is 0"
     path = PurePath(str(weights))
     if not path.is_absolute() and ".." not in path.parts:

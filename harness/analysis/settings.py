@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from harness.analysis.records import RunRecord
+from harness.model.config import ModelConfig
 
 HASH_CHARACTERS = 8
 NOT_RECORDED = "not recorded"
@@ -14,8 +15,9 @@ NOT_RECORDED = "not recorded"
 
 def settings_of(record: RunRecord) -> dict[str, Any]:
     """Keys of model.json and train.json, then those of the data's content, the machine and torch, by name; a key that
-    nothing says is not there."""
-    settings = {**record.model, **record.train}
+    nothing says is not there. A model that an earlier version recorded has the defaults of keys that it did not know.
+    """
+    settings = {**(ModelConfig.defaults() if record.model else {}), **record.model, **record.train}
     content = _content(record.dataset)
     machine = machine_of(record)
     known = {"dataset_content": content, "machine": machine, "torch": record.torch}

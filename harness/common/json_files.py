@@ -34,6 +34,7 @@ class RunFile(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
     other_keys: ClassVar[dict[str, dict[str, Any]]] = {}  # further keys that loading one accepts, as JSON Schema
     replaceable_keys: ClassVar[set[str]] = set()  # fields without a default that can be left out for one of those
+    null_for_none: ClassVar[set[str]] = set()  # fields where someone might look for 0
 
     @model_validator(mode="before")
     @classmethod
@@ -93,7 +94,8 @@ def _describe(fault: Any, kind: type[BaseModel]) -> str:
     if fault["type"] == "value_error":
         return str(fault["ctx"]["error"])
     message = fault["msg"][0].lower() + fault["msg"][1:]
-    return f"key {key}: {message}, not {quoted(fault['input'])}"
+    none = "; null for none" if key.strip('"') in getattr(kind, "null_for_none", set()) else ""
+    return f"key {key}: {message}{none}, not {quoted(fault['input'])}"
 
 
 def _is_unknown_key(fault: Any) -> bool:
@@ -103,7 +105,7 @@ def _is_unknown_key(fault: Any) -> bool:
 
 def _is_union_branch(part: int | str) -> bool:
     """pydantic puts the tried member of a union into the location; a reader of train.json never wrote it."""
-    return isinstance(part, str) and (part in {"bool", "int", "float"} or part.startswith("literal["))
+    return isinstance(part, str) and (part in {"bool", "int", "float", "dict"} or part.startswith("literal["))
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -174,8 +176,7 @@ def finite(value: Any) -> Any:
 def json_schema(kind: type[RunFile]) -> dict[str, Any]:
     """The JSON Schema of a config class for editors, with the other spellings its loader accepts."""
     schema = kind.model_json_schema()
-    parts = schema.pop("$defs", {})
-    schema["properties"] = _without_references(schema["properties"], parts)
+    schema = _written_out(schema, schema.pop("$defs", {}))
     place = {"type": "string", "description": "Where an editor finds this schema; without effect."}
     schema["properties"] |= {**kind.other_keys, SCHEMA_KEY: place}
     # Which of the others stands for which field is more than an editor needs to know.
@@ -183,13 +184,12 @@ def json_schema(kind: type[RunFile]) -> dict[str, Any]:
     return schema
 
 
-def _without_references(schema: Any, parts: dict[str, Any]) -> Any:
-    """With what it refers to in its place: whoever takes a key's schema out needs nothing besides."""
+def _written_out(schema: Any, definitions: dict[str, Any]) -> Any:
+    """A schema with what it refers to in its place, so that parts of it can be used elsewhere."""
     if isinstance(schema, list):
-        return [_without_references(each, parts) for each in schema]
+        return [_written_out(each, definitions) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    reference = schema.get("$ref")
-    if isinstance(reference, str):
-        return _without_references(parts[reference.rpartition("/")[2]], parts)
-    return {key: _without_references(value, parts) for key, value in schema.items()}
+    named = definitions[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else {}
+    rest = {key: value for key, value in schema.items() if key != "$ref"}
+    return {key: _written_out(value, definitions) for key, value in {**named, **rest}.items()}

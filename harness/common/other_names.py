@@ -22,8 +22,8 @@ class Counterpart:
 
 SEQUENCES = "sequences per device and forward pass"
 BATCH_TOKENS = "counted in sequences: the tokens over context_length"
-ONE_DROPOUT = "one rate for embeddings, attention and residuals"
-ROPE = "learned positions; rope is not available yet"
+ONE_DROPOUT = "one rate, or an object of embedding, attention_weights, attention_output and mlp_output"
+ROPE = 'beside "position": "rope"'
 FIRST_BETA, SECOND_BETA = "the first of the two", "the second of the two"
 STEPS, MICROBATCHES = "in global steps", "in microbatches"
 ALL_ONCE = "in tokens; -1: all of the split once"
@@ -112,18 +112,24 @@ _TRAINING = {
     "zero_stage": ("shard_optimizer", "true: stage 1"),
 }
 
+MLP = '"gelu" (GPT-2\'s, by tanh), "relu2" or "swiglu" (gated, with silu)'
 _SHAPE = {
-    "activation_function": ("mlp", '"gelu": GPT-2\'s, by tanh'),
+    "activation_function": ("mlp", MLP),
     "attention_bias": ("qkv_bias", ""),
     "attention_dropout": ("drop_rate", ONE_DROPOUT),
     "attention_probs_dropout_prob": ("drop_rate", ONE_DROPOUT),
     "attn_pdrop": ("drop_rate", ONE_DROPOUT),
-    "bias": ("qkv_bias", "of queries, keys and values; a block's other layers always have theirs"),
+    "bias": ("qkv_bias", "of queries, keys and values; linear_bias is of a block's other layers"),
     "block_size": ("context_length", ""),
     "d_model": ("emb_dim", ""),
     "dropout": ("drop_rate", ONE_DROPOUT),
     "embd_pdrop": ("drop_rate", ONE_DROPOUT),
-    "hidden_act": ("mlp", '"gelu": GPT-2\'s, by tanh'),
+    "final_logit_softcapping": ("logit_softcap", ""),
+    "head_size": ("head_dim", ""),
+    "hidden_act": ("mlp", MLP),
+    "intermediate_size": ("mlp_dim", ""),
+    "mlp_bias": ("linear_bias", ""),
+    "n_inner": ("mlp_dim", ""),
     "hidden_dropout_prob": ("drop_rate", ONE_DROPOUT),
     "hidden_size": ("emb_dim", ""),
     "max_position_embeddings": ("context_length", ""),
@@ -143,9 +149,8 @@ _SHAPE = {
     "num_layers": ("n_layers", ""),
     "padded_vocab_size": ("vocab_size", ""),
     "resid_pdrop": ("drop_rate", ONE_DROPOUT),
-    "rope_parameters": ("position", ROPE),
-    "rope_scaling": ("position", ROPE),
-    "rope_theta": ("position", ROPE),
+    "rope_parameters": ("rope_base", "its rope_theta"),
+    "rope_theta": ("rope_base", ROPE),
     "seq_len": ("context_length", ""),
     "seq_length": ("context_length", ""),
     "sequence_len": ("context_length", ""),
@@ -180,8 +185,7 @@ WITHOUT_KEY = {
     **dict.fromkeys(("out_dir", "output_dir", "overwrite_output_dir"), _FOLDER),
     **dict.fromkeys(("initializer_range", "layer_norm_epsilon", "layer_norm_eps", "scale_attn_weights"), _FIXED),
     "rms_norm_eps": _FIXED,
-    **dict.fromkeys(("n_inner", "intermediate_size"), "not a setting here: the feed-forward layer is 4 x emb_dim wide"),
-    **dict.fromkeys(("head_dim", "head_size"), "not a setting here: emb_dim / n_heads"),
+    "rope_scaling": "not a setting here: rope is not stretched beyond context_length; remove it",
     "aspect_ratio": 'not a setting here: 64 for each layer of "depth"; or give emb_dim, n_heads and n_layers',
     **dict.fromkeys(("resume", "resume_from_checkpoint", "resume_from_step"), _CONTINUING),
     **dict.fromkeys(("always_save_checkpoint", "load_best_model_at_end", "save_only_model"), _LINKS),

@@ -33,7 +33,8 @@ def window_losses(model: LanguageModel, microbatches: Iterable[Microbatch], prec
         for microbatch in microbatches:
             tokens_BxT, targets_BxT = microbatch.to(device)
             features_NxC = model.features(tokens_BxT).flatten(0, 1)
-            losses_N = token_cross_entropies(features_NxC, model.out_head.weight, targets_BxT.flatten())
+            head, targets_N = model.out_head, targets_BxT.flatten()
+            losses_N = token_cross_entropies(features_NxC, head.weight, targets_N, softcap=head.softcap)
             losses.append(losses_N.view_as(targets_BxT).double().mean(dim=1))
     whole: np.ndarray = torch.cat(losses).float().cpu().numpy() if losses else np.empty(0, np.float32)
     return whole

@@ -1,5 +1,6 @@
-"""A model of ours as a folder that transformers loads without code of ours: the weights under GPT-2's names, what its
-class needs to know, and the tokenizer as a tokenizer.json, into which an encoding of tiktoken has to be translated.
+"""A model of ours as a folder that transformers loads without code of ours: the weights under the names of GPT-2, Llama
+or Qwen 3, what that class needs to know, and the tokenizer as a tokenizer.json, into which an encoding of tiktoken has
+to be translated.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from harness.data.tokenizers.bpe import character_of_byte
 from harness.data.tokenizers.load import ROUND_TRIP_PROBE, load_tokenizer
 from harness.data.tokenizers.tiktoken_files import SUFFIX, read_encoding
 from harness.data.tokenizers.tokenizer import END_OF_TEXT
-from harness.hf.gpt2_format import check_exact, to_config, to_tensors
+from harness.hf.native_format import native_format
 from harness.model.tensor_names import WEIGHTS
 from harness.model.weights import save_weights
 from harness.runs.model_folder import ModelFiles, check_tokenizer_fits, new_folder, tokenizer_file_of
@@ -31,18 +32,19 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def export_model(model: Any, files: ModelFiles, folder: Path, dtype: str) -> None:
     """Write `model` (a gpt.GPTModel with the weights of `files`) and its tokenizer to a new folder.
 
-    Raises UserError for a model that GPT-2's class does not compute, or a folder that is there already, RunError if it
+    Raises UserError for a model that no native class computes, or a folder that is there already, RunError if it
     cannot be written; nothing is then left of it.
     """
-    check_exact(model.config)
+    native = native_format(model.config)
+    native.check_exact(model.config)
     tokenizer = tokenizer_file_of(files.weights)
     loaded = load_tokenizer(tokenizer)
     check_tokenizer_fits(loaded, model.config.vocab_size, files.weights)
     with new_folder(folder) as draft:
-        tensors = to_tensors(model.to_checkpoint_names(), model.config)
+        tensors = native.to_tensors(model.to_checkpoint_names(), model.config)
         converted = {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}
         save_weights(converted, draft / WEIGHTS)
-        config = to_config(model.config, loaded.eot_token, str(DTYPES[dtype]).removeprefix("torch."))
+        config = native.to_config(model.config, loaded.eot_token, str(DTYPES[dtype]).removeprefix("torch."))
         replace_text(draft / "config.json", json.dumps(config, indent=2) + "\n")
         ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), loaded.eot_token)
         replace_text(draft / "generation_config.json", json.dumps(ends, indent=2) + "\n")

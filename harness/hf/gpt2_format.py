@@ -33,8 +33,22 @@ NORMS = {
     "norm2.shift": "ln_2.bias",
 }
 PRODUCTS = {"att.out_proj": "attn.c_proj", "ff.layers.0": "mlp.c_fc", "ff.layers.2": "mlp.c_proj"}
-# model.json's levers, and the one setting of each that GPT-2's class computes.
-LEVERS = {"position": "learned", "norm": "layernorm", "mlp": "gelu", "qk_norm": False}
+# model.json's levers that no native class has, and how they are off.
+EXTRAS: dict[str, tuple[Any, ...]] = {
+    "logit_softcap": (None,),
+    "value_embeddings": (None,),
+    "embedding_skip": (False,),
+    "bigram_embedding": (None,),
+}
+# The others, and what GPT-2's class computes.
+LEVERS: dict[str, tuple[Any, ...]] = {
+    "position": ("learned",),
+    "norm": ("layernorm",),
+    "mlp": ("gelu", "relu2"),
+    "qk_norm": (False,),
+    **EXTRAS,
+}
+ACTIVATIONS = {"gelu": "gelu_new", "relu2": "relu2"}
 # What a config.json may change about GPT-2 that ours does not have, with the values that ours computes.
 FIXED: dict[str, tuple[Any, ...]] = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -46,16 +60,28 @@ FIXED: dict[str, tuple[Any, ...]] = {
 }
 
 
+def model_type(shape: Any) -> str:
+    """transformers' name of the class."""
+    return "gpt2"
+
+
 def check_exact(shape: Any) -> None:
     """Raises UserError, by the lever's name, for a model (gpt.ModelConfig) that GPT-2's class does not compute."""
     for lever, native in LEVERS.items():
-        if getattr(shape, lever) != native:
-            raise UserError(
-                f'model.json: key "{lever}": {quoted(getattr(shape, lever))} has no native class in transformers that '
-                f"computes the same; {quoted(native)} has"
-            )
-    if shape.n_kv_heads not in (None, shape.n_heads):
-        raise UserError('model.json: key "n_kv_heads": no native class in transformers computes the same; leave it out')
+        if getattr(shape, lever) not in native:
+            raise no_native_class(shape, lever, native)
+    for lever, native_value in (("n_kv_heads", shape.n_heads), ("head_dim", shape.emb_dim // shape.n_heads)):
+        if getattr(shape, lever) not in (None, native_value):
+            raise no_native_class(shape, lever, (native_value,))
+
+
+def no_native_class(shape: Any, lever: str, native: tuple[Any, ...], beside: str = "") -> UserError:
+    """The refusal of a lever that stands where it does, and what would be native, `beside` another one."""
+    others = " or ".join(quoted(value) for value in native)
+    return UserError(
+        f'model.json: key "{lever}": {quoted(getattr(shape, lever))} has no native class in transformers that '
+        f"computes the same{beside and f' beside {beside}'}; {others} has"
+    )
 
 
 def to_config(shape: Any, eot_token: int, dtype: str) -> dict[str, Any]:
@@ -68,12 +94,12 @@ def to_config(shape: Any, eot_token: int, dtype: str) -> dict[str, Any]:
         "n_embd": shape.emb_dim,
         "n_layer": shape.n_layers,
         "n_head": shape.n_heads,
-        "n_inner": None,
-        "activation_function": "gelu_new",
+        "n_inner": None if shape.mlp_width == 4 * shape.emb_dim else shape.mlp_width,
+        "activation_function": ACTIVATIONS[shape.mlp],
         "layer_norm_epsilon": NORM_EPSILON,
-        "resid_pdrop": shape.drop_rate,
-        "embd_pdrop": shape.drop_rate,
-        "attn_pdrop": shape.drop_rate,
+        "resid_pdrop": shape.drop_rates.attention_output,  # and the feed-forward layer's, there
+        "embd_pdrop": shape.drop_rates.embedding,
+        "attn_pdrop": shape.drop_rates.attention_weights,
         "initializer_range": 0.02,
         "scale_attn_weights": True,
         "use_cache": True,
@@ -89,18 +115,23 @@ def to_tensors(ours: dict[str, Tensor], shape: Any) -> dict[str, Tensor]:
     theirs = {PREFIX + name: ours[own] for own, name in OUTER.items()}
     if not shape.tie_weights:
         theirs[PEER_HEAD] = ours[HEAD]
-    no_bias = torch.zeros(shape.emb_dim)
     for layer in range(shape.n_layers):
         block, there = f"trf_blocks.{layer}", f"{PREFIX}h.{layer}"
         qkv = [f"{block}.att.{part}" for part in PARTS]
         theirs[f"{there}.attn.c_attn.weight"] = torch.cat([ours[f"{name}.weight"].T for name in qkv], dim=1)
-        theirs[f"{there}.attn.c_attn.bias"] = torch.cat([ours.get(f"{name}.bias", no_bias) for name in qkv])
+        theirs[f"{there}.attn.c_attn.bias"] = torch.cat([bias(ours, name) for name in qkv])
         for own, name in PRODUCTS.items():
             theirs[f"{there}.{name}.weight"] = ours[f"{block}.{own}.weight"].T.contiguous()
-            theirs[f"{there}.{name}.bias"] = ours[f"{block}.{own}.bias"]
+            theirs[f"{there}.{name}.bias"] = bias(ours, f"{block}.{own}")
         for own, name in NORMS.items():
             theirs[f"{there}.{name}"] = ours[f"{block}.{own}"]
     return theirs
+
+
+def bias(ours: dict[str, Tensor], layer: str) -> Tensor:
+    """A linear layer's bias; zeros if it has none."""
+    weight = ours[f"{layer}.weight"]
+    return ours.get(f"{layer}.bias", torch.zeros(len(weight), dtype=weight.dtype))
 
 
 def from_config(config: dict[str, Any], source: Path) -> dict[str, Any]:

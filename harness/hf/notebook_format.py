@@ -16,7 +16,7 @@ from torch import Tensor
 
 from harness.common.errors import UserError
 from harness.common.messages import abbreviated, quoted
-from harness.hf.gpt2_format import LEVERS
+from harness.hf import gpt2_format
 from harness.model.tensor_names import EMBEDDING, HEAD
 
 MODEL_TYPE = "gpjtgpt2"
@@ -25,6 +25,8 @@ MASK = ".att.mask"
 SIZES = ("vocab_size", "context_length", "emb_dim", "n_heads", "n_layers")
 KEYS = (*SIZES, "drop_rate", "qkv_bias")
 TIED = "tie_weights"
+# model.json's levers, and what its program computes.
+LEVERS = {**gpt2_format.LEVERS, "mlp": ("gelu",), "linear_bias": (True,)}
 # What else its author's models have had, in words; LoRE is low-rank factors in place of the embedding or the head.
 OTHERS = {"moe": "a mixture of experts", "lore": "low-rank vocabulary matrices"}
 LORE_SWITCHES = ("input_embeddings", "output_head")
@@ -73,9 +75,11 @@ def from_tensors(theirs: dict[str, Tensor], shape: dict[str, Any]) -> dict[str, 
 
 def check_exact(shape: Any) -> None:
     """Raises UserError, by the levers' names, for a model (gpt.ModelConfig) that the notebook's does not compute."""
-    other = [lever for lever, only in LEVERS.items() if getattr(shape, lever) != only]
-    if shape.n_kv_heads not in (None, shape.n_heads):
-        other.append("n_kv_heads")
+    other = [lever for lever, computed in LEVERS.items() if getattr(shape, lever) not in computed]
+    plain = {"n_kv_heads": shape.n_heads, "head_dim": shape.emb_dim // shape.n_heads, "mlp_dim": 4 * shape.emb_dim}
+    other += [lever for lever, only in plain.items() if getattr(shape, lever) not in (None, only)]
+    if not isinstance(shape.drop_rate, (int, float)):
+        other.append("drop_rate")
     if other:
         keys = abbreviated([f'key "{lever}": {quoted(getattr(shape, lever))}' for lever in other])
         raise UserError(f"model.json: {keys}: the notebook's program has no such model")

@@ -1,14 +1,15 @@
-"""`model.json` as a class: the shape of a model, and what it costs. Without torch."""
+"""`model.json` as a class: the shape of a model. What it costs is in harness/model/costs.py. Without torch."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from harness.common.json_files import Count, RunFile, parse_config, read_json_object
+from harness.common.messages import quoted
+from harness.model.costs import count_parameters, training_flops_per_token
 
 HEAD_DIM_OF_DEPTH = 64
 DEPTH = "In place of n_layers, n_heads and emb_dim: so many layers, and as many heads of 64."
@@ -16,8 +17,48 @@ DEPTH = "In place of n_layers, n_heads and emb_dim: so many layers, and as many 
 # makes layers for hours.
 LARGEST_PARAMETERS = 10**13
 LARGEST_LAYERS = 10_000
-# What later keys of the table may already say without changing anything.
-AVAILABLE = {"position": "learned", "norm": "layernorm", "mlp": "gelu", "qk_norm": False}
+LARGEST_LISTED = 64  # numbers of heads that an error offers
+ROPE_BASE = 10_000.0  # Su et al., arXiv:2104.09864
+MLP_GROWTH = 4  # GPT-2's
+
+
+class DropRates(BaseModel):
+    """Dropout at each of the four places where GPT-2 has it."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    embedding: float = Field(default=0.0, ge=0, lt=1, description="On the sum of the embeddings.")
+    attention_weights: float = Field(default=0.0, ge=0, lt=1, description="On the weights after the softmax.")
+    attention_output: float = Field(default=0.0, ge=0, lt=1, description="On what attention adds to the residuals.")
+    mlp_output: float = Field(default=0.0, ge=0, lt=1, description="On what the feed-forward layer adds to them.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_places(cls, raw: Any) -> Any:
+        unknown = [key for key in raw if key not in cls.model_fields] if isinstance(raw, dict) else []
+        if unknown:
+            places = ", ".join(cls.model_fields)
+            raise ValueError(f'key "drop_rate": {quoted(unknown[0])} is not one of its places: {places}')
+        return raw
+
+    @classmethod
+    def everywhere(cls, rate: float) -> DropRates:
+        return cls(**dict.fromkeys(cls.model_fields, rate))
+
+    @property
+    def highest(self) -> float:
+        """0 where nothing is dropped."""
+        return max(self.model_dump().values())
+
+
+def _kind_of_drop_rate(value: Any) -> str:
+    return "dict" if isinstance(value, (dict, DropRates)) else "float"
+
+
+DropRate = Annotated[
+    Annotated[float, Field(ge=0, lt=1), Tag("float")] | Annotated[DropRates, Tag("dict")],
+    Discriminator(_kind_of_drop_rate),
+]
 
 
 class ModelConfig(RunFile):
@@ -26,20 +67,49 @@ class ModelConfig(RunFile):
     model_config = ConfigDict(title="model.json")
     other_keys: ClassVar[dict[str, dict[str, Any]]] = {"depth": {"type": "integer", "minimum": 1, "description": DEPTH}}
     replaceable_keys: ClassVar[set[str]] = {"emb_dim", "n_heads", "n_layers", "drop_rate", "qkv_bias"}  # by depth
+    null_for_none: ClassVar[set[str]] = {"logit_softcap", "value_embeddings", "bigram_embedding"}
 
     vocab_size: Count = Field(ge=2, description="Token ids are 0 .. vocab_size - 1.")
     context_length: Count = Field(ge=1, description="Tokens the model sees at once.")
     emb_dim: Count = Field(ge=1, description="Width of the residual stream.")
-    n_heads: Count = Field(ge=1, description="Attention heads; emb_dim is a multiple.")
+    n_heads: Count = Field(ge=1, description="Attention heads; emb_dim is a multiple unless head_dim is given.")
     n_layers: int = Field(ge=1, le=LARGEST_LAYERS, description="Transformer blocks.")
-    drop_rate: float = Field(ge=0, lt=1, description="Dropout on embeddings, attention weights and residuals.")
+    drop_rate: DropRate = Field(
+        description="Dropout on embeddings, attention weights and residuals: one rate, or an object with each place's."
+    )
     qkv_bias: bool = Field(description="Biases on the query, key and value projections.")
     tie_weights: bool = Field(default=False, description="Output head shares the token embedding.")
     position: Literal["learned", "rope"] = Field(default="learned", description="Position encoding.")
     norm: Literal["layernorm", "rmsnorm"] = Field(default="layernorm", description="Normalisation.")
     mlp: Literal["gelu", "relu2", "swiglu"] = Field(default="gelu", description="Feed-forward activation.")
-    qk_norm: bool = Field(default=False, description="Normalise queries and keys.")
+    qk_norm: bool = Field(default=False, description="RMS-normalise the queries and keys of each head.")
     n_kv_heads: Count | None = Field(default=None, ge=1, description="Key-value heads; null: n_heads.")
+    rope_base: float | None = Field(
+        default=None, gt=1, allow_inf_nan=False, description=f"Base of rope's wavelengths; null: {ROPE_BASE:,.0f}."
+    )
+    norm_gain: bool | None = Field(default=None, description="Learned gains in RMS norms; null: true.")
+    linear_bias: bool = Field(default=True, description="Biases on a block's other linear layers.")
+    head_dim: Count | None = Field(default=None, ge=1, description="Width of a head; null: emb_dim / n_heads.")
+    mlp_dim: Count | None = Field(
+        default=None,
+        ge=1,
+        description="Width of the feed-forward layer; null: 4 emb_dim, with swiglu 8 ceil(emb_dim / 3).",
+    )
+    logit_softcap: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="Logits become c tanh(logits / c); null: they stay."
+    )
+    initialisation: Literal["gpt2", "zero_residual"] = Field(
+        default="gpt2", description="zero_residual: projections into the residual stream begin at zero."
+    )
+    value_embeddings: Count | None = Field(
+        default=None,
+        ge=1,
+        description="So many embeddings are mixed into values: those of the first so many blocks, and of the last.",
+    )
+    embedding_skip: bool = Field(default=False, description="A learned skip from the embedding to each block.")
+    bigram_embedding: Count | None = Field(
+        default=None, ge=2, description="Buckets of an embedding of the hashed last two tokens; null: none."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -61,21 +131,24 @@ class ModelConfig(RunFile):
         rest = {key: value for key, value in raw.items() if key != "depth"}
         return {"drop_rate": 0.0, "qkv_bias": False, **shape, **rest}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _spell_out(cls, raw: Any) -> Any:
+        """Give keys that belong to a lever their defaults where the lever is on, so that what is recorded says them."""
+        if not isinstance(raw, dict):
+            return raw
+        filled = dict(raw)
+        if filled.get("rope_base") is None and filled.get("position") == "rope":
+            filled["rope_base"] = ROPE_BASE
+        if filled.get("norm_gain") is None and (filled.get("norm") == "rmsnorm" or filled.get("qk_norm") is True):
+            filled["norm_gain"] = True
+        return filled
+
     @model_validator(mode="after")
     def _possible(self) -> ModelConfig:
-        for key, available in AVAILABLE.items():
-            value = getattr(self, key)
-            if value != available:
-                raise ValueError(f'key "{key}": {json.dumps(value)} is not available yet; use {json.dumps(available)}')
-        if self.n_kv_heads not in (None, self.n_heads):
-            raise ValueError(f'key "n_kv_heads": {self.n_kv_heads} is not available yet; use n_heads or remove it')
-        if self.emb_dim % self.n_heads:
-            below = self.emb_dim // self.n_heads * self.n_heads
-            nearest = [str(multiple) for multiple in (below, below + self.n_heads) if multiple]
-            raise ValueError(
-                f'key "emb_dim": {self.emb_dim} is not a multiple of n_heads ({self.n_heads}); '
-                f"the nearest: {' and '.join(nearest)}"
-            )
+        _check_heads(self)
+        _check_levers(self)
+        _check_value_embeddings(self)
         if self.parameters > LARGEST_PARAMETERS:
             raise ValueError(
                 f'keys "vocab_size", "context_length", "emb_dim" and "n_layers": a model of {self.parameters:,} '
@@ -83,25 +156,99 @@ class ModelConfig(RunFile):
             )
         return self
 
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """The keys that may be left out, with what they then are."""
+        return {key: field.default for key, field in cls.model_fields.items() if not field.is_required()}
+
+    @property
+    def drop_rates(self) -> DropRates:
+        """The rate at each place."""
+        return self.drop_rate if isinstance(self.drop_rate, DropRates) else DropRates.everywhere(self.drop_rate)
+
+    @property
+    def head_width(self) -> int:
+        """Width of a query's, key's or value's head."""
+        return self.head_dim or self.emb_dim // self.n_heads
+
+    @property
+    def query_width(self) -> int:
+        """Width of the queries of all heads, and of what the heads have mixed."""
+        return self.n_heads * self.head_width
+
+    @property
+    def kv_width(self) -> int:
+        """Width of the keys of all key-value heads, and of their values."""
+        return (self.n_kv_heads or self.n_heads) * self.head_width
+
+    @property
+    def mlp_width(self) -> int:
+        """Width of the feed-forward layer. SwiGLU's default is 8/3 of the model's width, so that its three matrices
+        have as many weights as GPT-2's two (Shazeer, arXiv:2002.05202), rounded up to a multiple of 8."""
+        if self.mlp_dim is not None:
+            return self.mlp_dim
+        return 8 * -(-self.emb_dim // 3) if self.mlp == "swiglu" else MLP_GROWTH * self.emb_dim
+
+    def value_embedding_of(self, layer: int) -> int | None:
+        """Which value embedding a block has, if any: the first blocks and the last share theirs, in the same order."""
+        tables = self.value_embeddings or 0
+        from_the_last = layer - (self.n_layers - tables)
+        return layer if layer < tables else from_the_last if from_the_last >= 0 else None
+
     @property
     def parameters(self) -> int:
         """Number of trainable parameters; a tied head counts once."""
-        block_vectors = 4 * self.emb_dim + 6 * self.emb_dim  # two norms; biases of out_proj and both ff layers
-        if self.qkv_bias:
-            block_vectors += 3 * self.emb_dim
-        embeddings = (self.vocab_size + self.context_length) * self.emb_dim
-        head = 0 if self.tie_weights else self.vocab_size * self.emb_dim
-        return self.n_layers * (12 * self.emb_dim**2 + block_vectors) + 2 * self.emb_dim + embeddings + head
+        return count_parameters(self)
 
     @property
     def flops_per_token(self) -> int:
-        """Floating-point operations of the matrix products for one token of training, forward and backward.
+        """Floating-point operations of the matrix products for one token of training, forward and backward."""
+        return training_flops_per_token(self)
 
-        6 for each weight that multiplies (embeddings are look-ups, the head is not) and 12·L·C·T for the attention
-        scores and sums, uncausal as is customary (PaLM, arXiv:2204.02311, appendix B).
-        """
-        multiplying = self.n_layers * 12 * self.emb_dim**2 + self.vocab_size * self.emb_dim
-        return 6 * multiplying + 12 * self.n_layers * self.emb_dim * self.context_length
+
+def _check_heads(config: ModelConfig) -> None:
+    width, heads, kv_heads = config.emb_dim, config.n_heads, config.n_kv_heads
+    if config.head_dim is None and width % heads:
+        below = width // heads * heads
+        nearest = [str(multiple) for multiple in (below, below + heads) if multiple]
+        raise ValueError(
+            f'key "emb_dim": {width} is not a multiple of n_heads ({heads}); the nearest: {" and ".join(nearest)}; '
+            "or give head_dim"
+        )
+    if kv_heads is not None and heads % kv_heads:
+        divisors = [str(each) for each in range(1, min(heads, LARGEST_LISTED) + 1) if heads % each == 0]
+        raise ValueError(
+            f'key "n_kv_heads": {kv_heads} does not divide n_heads ({heads}); use one of {", ".join(divisors)}'
+        )
+    if config.position == "rope" and config.head_width % 2:
+        raise ValueError(
+            f'key "position": "rope" turns pairs, and heads of {config.head_width} are odd; make head_dim even, or '
+            "change emb_dim or n_heads"
+        )
+
+
+def _check_levers(config: ModelConfig) -> None:
+    if config.qkv_bias and not config.linear_bias:
+        raise ValueError(
+            'keys "qkv_bias" and "linear_bias": with "linear_bias": false no linear layer has biases; let qkv_bias be '
+            "false, too"
+        )
+    if config.rope_base is not None and config.position != "rope":
+        raise ValueError('key "rope_base": belongs with "position": "rope"; remove it, or change position')
+    if config.norm_gain is not None and config.norm != "rmsnorm" and not config.qk_norm:
+        raise ValueError(
+            'key "norm_gain": belongs with "norm": "rmsnorm" or "qk_norm": true; remove it, or change one of them'
+        )
+
+
+def _check_value_embeddings(config: ModelConfig) -> None:
+    tables, layers = config.value_embeddings, config.n_layers
+    if tables is not None and tables != layers and 2 * tables > layers:
+        raise ValueError(
+            f'key "value_embeddings": {tables} for the first blocks and the last are too many for {layers} blocks; use '
+            + (f"at most {layers // 2}, or " if layers > 1 else "")
+            + f"{layers} (one for each block)"
+        )
 
 
 def load_model_config(path: Path) -> ModelConfig:

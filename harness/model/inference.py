@@ -11,6 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from harness.model.embeddings import NO_TOKEN
+from harness.model.output_head import OutputHead
+
 FIRST_PLACES = 64
 
 
@@ -19,7 +22,7 @@ class LanguageModel(Protocol):
     lengths: a compiled module would compile for each."""
 
     config: Any  # has vocab_size, context_length and n_layers
-    out_head: nn.Linear
+    out_head: OutputHead
 
     def features(self, tokens_BxT: Tensor) -> Tensor: ...
     def further_features(self, tokens_BxT: Tensor, lengths: list[int], cache: KeyValueCache) -> Tensor: ...
@@ -74,6 +77,8 @@ class KeyValueCache:
         self.layers = [LayerCache(self) for _ in range(layers)]
         self.lengths: list[int] = []  # tokens that each row holds
         self.count = 0  # places that the longest row needs
+        self.previous: Tensor  # the predecessor of each of the call's tokens (BxT)
+        self._last_Bx1: Tensor | None = None  # each row's last token, NO_TOKEN for an empty one
 
     def take(self, tokens_BxT: Tensor, lengths: list[int]) -> Tensor:
         """Announce a call's tokens, of which row b has `lengths[b]`. Returns their positions (BxT)."""
@@ -83,13 +88,22 @@ class KeyValueCache:
         self.places = torch.tensor(before, device=device)[:, None] + torch.arange(width, device=device)
         self.visible = (torch.arange(self.count, device=device) <= self.places[:, :, None])[:, None]
         self.lengths = [old + new for old, new in zip(before, lengths, strict=True)]
+        self._note_predecessors(tokens_BxT, lengths)
         return self.places
+
+    def _note_predecessors(self, tokens_BxT: Tensor, lengths: list[int]) -> None:
+        last = self._last_Bx1 if self._last_Bx1 is not None else torch.full_like(tokens_BxT[:, :1], NO_TOKEN)
+        joined = torch.cat((last, tokens_BxT), dim=1)
+        self.previous = joined[:, :-1]
+        self._last_Bx1 = joined.gather(1, torch.tensor(lengths, device=joined.device)[:, None])
 
     def keep(self, rows: list[int]) -> None:
         """Go on with these rows alone."""
         if not self.lengths:
             return
         self.lengths = [self.lengths[row] for row in rows]
+        assert self._last_Bx1 is not None
+        self._last_Bx1 = self._last_Bx1[torch.tensor(rows, device=self._last_Bx1.device)]
         for layer in self.layers:
             assert layer.keys is not None
             assert layer.values is not None

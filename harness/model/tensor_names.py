@@ -45,23 +45,45 @@ class TensorKind(NamedTuple):
 def public_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of a model, by its public name, in the model's order."""
     width = config.emb_dim
-    kv_rows = (config.n_kv_heads or config.n_heads) * (width // config.n_heads)
-    rows = {"W_query": width, "W_key": kv_rows, "W_value": kv_rows}
-    block: dict[str, tuple[int, ...]] = {"norm1.scale": (width,), "norm1.shift": (width,)}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, width)}
+    if config.position == "learned":
+        shapes["pos_emb.weight"] = (config.context_length, width)
+    if config.bigram_embedding is not None:
+        shapes["bigram_emb.weight"] = (config.bigram_embedding, width)
+    for table in range(config.value_embeddings or 0):
+        shapes[f"value_embs.{table}.weight"] = (config.vocab_size, config.kv_width)
+    for layer in range(config.n_layers):
+        shapes |= {f"trf_blocks.{layer}.{name}": shape for name, shape in _block_shapes(config, layer).items()}
+    return {**shapes, **_norm_shapes("final_norm", config), HEAD: (config.vocab_size, width)}
+
+
+def _norm_shapes(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    parts = ("scale", "shift") if config.norm == "layernorm" else ("scale",) if config.norm_gain else ()
+    return {f"{name}.{part}": (config.emb_dim,) for part in parts}
+
+
+def _block_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    """A block's tensors, without the block's own prefix."""
+    width, queries, kv, hidden = config.emb_dim, config.query_width, config.kv_width, config.mlp_width
+    rows = {"W_query": queries, "W_key": kv, "W_value": kv}
+    block: dict[str, tuple[int, ...]] = {"skip.scale": (2,)} if config.embedding_skip else {}
+    block |= _norm_shapes("norm1", config)
     block |= {f"att.{part}.weight": (count, width) for part, count in rows.items()}
     block |= {f"att.{part}.bias": (count,) for part, count in rows.items() if config.qkv_bias}
-    block |= {"att.out_proj.weight": (width, width), "att.out_proj.bias": (width,)}
-    block |= {"norm2.scale": (width,), "norm2.shift": (width,)}
-    block |= {"ff.layers.0.weight": (4 * width, width), "ff.layers.0.bias": (4 * width,)}
-    block |= {"ff.layers.2.weight": (width, 4 * width), "ff.layers.2.bias": (width,)}
-    return {
-        EMBEDDING: (config.vocab_size, width),
-        "pos_emb.weight": (config.context_length, width),
-        **{f"trf_blocks.{at}.{name}": shape for at in range(config.n_layers) for name, shape in block.items()},
-        "final_norm.scale": (width,),
-        "final_norm.shift": (width,),
-        HEAD: (config.vocab_size, width),
-    }
+    block |= _linear_shapes("att.out_proj", (width, queries), config)
+    if config.qk_norm and config.norm_gain:
+        block |= {f"att.{part}_norm.scale": (config.head_width,) for part in "qk"}
+    if config.value_embedding_of(layer) is not None:
+        block["att.value_mix.scale"] = (2,)
+    block |= _norm_shapes("norm2", config)
+    block |= _linear_shapes("ff.layers.0", (hidden, width), config)
+    block |= _linear_shapes("ff.layers.2", (width, hidden), config)
+    return block | (_linear_shapes("ff.gate", (hidden, width), config) if config.mlp == "swiglu" else {})
+
+
+def _linear_shapes(name: str, shape: tuple[int, int], config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    bias: dict[str, tuple[int, ...]] = {f"{name}.bias": shape[:1]} if config.linear_bias else {}
+    return {f"{name}.weight": shape, **bias}
 
 
 def public_names(offered: Mapping[str, Offered], *, tied: bool) -> dict[str, Offered]:

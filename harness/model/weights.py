@@ -21,9 +21,7 @@ FUSED = ".att.qkv."
 
 def qkv_sizes(config: ModelConfig) -> tuple[int, int, int]:
     """Rows of the fused tensor that are query, key and value: there may be fewer heads of the latter two."""
-    head_dim = config.emb_dim // config.n_heads
-    kv_size = (config.n_kv_heads or config.n_heads) * head_dim
-    return config.n_heads * head_dim, kv_size, kv_size
+    return config.query_width, config.kv_width, config.kv_width
 
 
 def checkpoint_names(name: str) -> list[str]:

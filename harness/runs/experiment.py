@@ -88,6 +88,8 @@ def check_continuable(meta: CheckpointMeta, path: Path, now: Provenance) -> None
     its tokens were counted from another place, than `now`'s."""
     for part in ("model", "dataset"):
         then, today = getattr(meta, part), getattr(now, part)
+        if part == "model" and isinstance(then, dict):  # an earlier version knew of fewer keys
+            then = {**ModelConfig.defaults(), **then}
         if part == "dataset" and isinstance(then, dict):  # a run may have gone without the validation split
             both = then.keys() & today.keys()
             then, today = ({key: side[key] for key in sorted(both)} for side in (then, today))
@@ -172,7 +174,11 @@ class Experiment:
             "emb_dim": 2,
             "n_heads": 1,
             "n_kv_heads": None,
+            "head_dim": None,
+            "mlp_dim": None,
             "n_layers": 1,
+            "value_embeddings": self.model.value_embeddings and 1,
+            "bigram_embedding": self.model.bigram_embedding and 2,
         }
         config = self.config.model_copy(update={"compile": False})
         return replace(self, model=self.model.model_copy(update=shape), config=config)

@@ -16,6 +16,7 @@ from typing import Any
 
 from harness.data.loader import BatchLayout
 from harness.model.config import ModelConfig
+from harness.model.costs import block_weights
 
 UNCERTAINTY = 0.15  # of a speed on paper, either way: a judgement, until more was measured
 LARGEST_MACHINE = 8  # GPUs that NVLink joins; a network between machines is another arithmetic
@@ -23,6 +24,14 @@ LARGEST_MACHINE = 8  # GPUs that NVLink joins; a network between machines is ano
 # Bytes that kernels between the matrix products read and write: per token, layer and unit of width, and outside of the
 # layers. Inductor's own counts for GPT-2 small in bf16 with an fp32 residual stream: 107 kB a layer, 150 kB besides.
 LAYER_BYTES = 139
+# What of them is the feed-forward layer's, per unit of its own width (in GPT-2 four times the model's); with SwiGLU
+# there are two such tensors and their product. Besides, by what a fused kernel has to read and write in bf16: queries
+# and keys that are turned or normalised, a value embedding looked up and mixed in, a skip from the embedding; nobody
+# has counted those.
+MLP_BYTES = {"gelu": 10, "relu2": 10, "swiglu": 16}
+HEAD_BYTES = 8  # per unit of queries and keys
+VALUE_BYTES = 18  # per unit of values
+SKIP_BYTES = 16  # per unit of width
 OTHER_BYTES = 195
 DROPOUT_BYTES = 4  # of LAYER_BYTES: two masks of a byte, written and read
 LOGIT_BYTES = 4  # a logit read and its gradient written, both bf16, in one kernel
@@ -154,15 +163,16 @@ class Work:
         """Matrix products: 6 FLOPs for each weight that multiplies (PaLM, arXiv:2204.02311, appendix B). Attention:
         the causal half of 2 products forward (2·T·C a token and layer) and, the scores being computed again, 5
         backward (Dao, arXiv:2307.08691, section 3): 7·T·C."""
-        width, layers = model.emb_dim, model.n_layers
-        drops = model.drop_rate > 0
+        width, layers, rates = model.emb_dim, model.n_layers, model.drop_rates
+        residual_dropouts = [rates.attention_output > 0, rates.mlp_output > 0]
         return cls(
-            layer_flops=6 * 12 * width**2 * layers,
+            layer_flops=6 * block_weights(model) * layers,
             head_flops=6 * width * model.vocab_size,
-            attention_flops=7 * model.context_length * width * layers,
-            layer_bytes=width * (layers * (LAYER_BYTES - (0 if drops else DROPOUT_BYTES)) + OTHER_BYTES),
+            attention_flops=7 * model.context_length * model.query_width * layers,
+            layer_bytes=layers * (_layer_bytes(model) + width * DROPOUT_BYTES / 2 * sum(residual_dropouts))
+            + width * OTHER_BYTES,
             logit_bytes=LOGIT_BYTES * model.vocab_size,
-            numbers=width * (2 * layers + 1) if drops else 0,
+            numbers=width * (layers * sum(residual_dropouts) + (rates.embedding > 0)),
             parameters=model.parameters,
             embedding_parameters=model.vocab_size * width,
         )
@@ -181,6 +191,18 @@ class Work:
         """Seconds that no program with these kernels goes below: arithmetic at the peak, memory at the full bandwidth,
         the two at once (the roofline of Williams et al. 2009)."""
         return max(self.matrix_flops / matrix_peak, self.bytes / bandwidth)
+
+
+def _layer_bytes(model: ModelConfig) -> float:
+    """A layer's traffic between products without dropout."""
+    count = (LAYER_BYTES - DROPOUT_BYTES - 4 * MLP_BYTES["gelu"]) * model.emb_dim
+    count += MLP_BYTES[model.mlp] * model.mlp_width
+    if model.position == "rope" or model.qk_norm:
+        count += HEAD_BYTES * (model.query_width + model.kv_width)
+    if model.embedding_skip:
+        count += SKIP_BYTES * model.emb_dim
+    share = min(1.0, 2 * (model.value_embeddings or 0) / model.n_layers)  # of the layers that have a value embedding
+    return count + share * VALUE_BYTES * model.kv_width
 
 
 @dataclass(frozen=True)
@@ -206,7 +228,7 @@ def paper_speed(model: ModelConfig, device: PaperDevice, layout: BatchLayout) ->
     work, chip = Work.of(model), device.chip
     products, memory = chip.matrix_peak * chip.matrix_share, device.bandwidth * MEMORY_SHARE
     tokens, steps = layout.microbatch_tokens, layout.accumulation_steps
-    suits_cudnn = (model.drop_rate * CUDNN_DROPOUT_STEPS).is_integer()
+    suits_cudnn = (model.drop_rates.attention_weights * CUDNN_DROPOUT_STEPS).is_integer()
     terms = {
         "layers' products": work.layer_flops / products,
         "head's products": work.head_flops / products,

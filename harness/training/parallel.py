@@ -19,7 +19,7 @@ def parallelise(model: nn.Module, experiment: Experiment, world: World) -> nn.Mo
     if config.coordinate_descent_tuning:
         tune_by_coordinate_descent()
     choose_kernels(
-        *(model, experiment.model.drop_rate, world.device),
+        *(model, experiment.model.drop_rates.attention_weights, world.device),
         compiled=config.compile,
         exact_dropout=config.exact_dropout,
     )

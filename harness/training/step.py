@@ -21,7 +21,7 @@ from harness.training.optimizer import Optimizer, build_optimizer
 class StepResult:
     """What a step leaves on the device: nobody has waited for it yet."""
 
-    losses_A: Tensor  # this rank's loss of each microbatch, fp64
+    losses_A: Tensor  # this rank's cross-entropy of each microbatch, fp64
     gradient_norm: Tensor
     skipped: Tensor
 
@@ -37,7 +37,8 @@ class OptimizerStep:
         config: TrainConfig,
         before_exchange: Callable[[], None] = lambda: None,
     ) -> None:
-        """`model(inputs, targets)` returns the mean loss; its parameters' device is where everything happens.
+        """`model(inputs, targets)` returns the mean loss, or terms whose sum is minimised and the first of which is
+        reported; its parameters' device is where everything happens.
 
         `before_exchange` is called where this rank has done its own work of a step and goes on with the others.
         """
@@ -69,11 +70,11 @@ class OptimizerStep:
             # Off before the forward: DDP decides there whether this backward exchanges gradients.
             with self._gradient_exchange(last=index == len(microbatches) - 1):
                 with self.precision.autocast():
-                    loss = self.model(inputs_BxT, targets_BxT)
+                    terms = self.model(inputs_BxT, targets_BxT)
                 if index == len(microbatches) - 1:
                     self.before_exchange()
-                self.scaler.scale(loss / len(microbatches)).backward()
-            losses.append(loss.detach().double())
+                self.scaler.scale(terms.sum() / len(microbatches)).backward()
+            losses.append(terms.detach().flatten()[0].double())
         return torch.stack(losses)
 
     def warm_up(self, microbatch: Microbatch) -> None:
@@ -90,8 +91,8 @@ class OptimizerStep:
         inputs_BxT, targets_BxT = microbatch.to(self.device)
         with self._gradient_exchange(last=False):
             with self.precision.autocast():
-                loss = self.model(inputs_BxT, targets_BxT)
-            self.scaler.scale(loss).backward()
+                terms = self.model(inputs_BxT, targets_BxT)
+            self.scaler.scale(terms.sum()).backward()
         self.model.zero_grad(set_to_none=True)  # as they were: DDP has not made them views of its buckets yet
 
     def forget_gradients(self) -> None:

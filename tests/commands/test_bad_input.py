@@ -206,7 +206,7 @@ KEYS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("model.json", {"vocab_sise": 64}, ['key "vocab_sise": unknown', 'did you mean "vocab_size"?']),
     ("model.json", {"n_heads": 3}, ["emb_dim", "n_heads"]),
     ("model.json", {"emb_dim": None}, ['key "emb_dim": missing']),
-    ("model.json", {"position": "rope"}, ['"position"', "not available yet"]),
+    ("model.json", {"position": "rope", "head_dim": 3}, ['key "position"', "make head_dim even"]),
 ]
 
 

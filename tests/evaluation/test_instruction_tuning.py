@@ -250,7 +250,8 @@ def test_what_cannot_be_fine_tuned(data: Path, tokenizer: Tokenizer) -> None:
         fine_tune(tiny(), (train, cut), 0, FineTuneSettings(0.01), lambda line: None)
     broken = tiny()
     with torch.no_grad():
-        broken.final_norm.scale.fill_(math.nan)
+        for parameter in broken.final_norm.parameters():
+            parameter.fill_(math.nan)
     with pytest.raises(RunError, match="not finite"):
         fine_tune(broken, (train, validation), 0, FineTuneSettings(0.01), lambda line: None)
 

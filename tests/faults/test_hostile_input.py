@@ -87,13 +87,17 @@ TRAIN_TEXTS = mutations(TRAIN, PLAUSIBLE_TRAIN, UPSTREAM)
 SIZES = [-1, 0, 1, 2, 3, 16, 10**15, 2**63 - 1, 2**63, 10**30, 10**400]
 PLAUSIBLE_MODEL: dict[str, list[Any]] = {
     **dict.fromkeys(("vocab_size", "context_length", "emb_dim", "n_heads", "n_layers", "n_kv_heads", "depth"), SIZES),
-    "drop_rate": [0, 0.0, 0.1, 0.999, 1, 1.0, -0.1, 1e300, None],
-    **{key: [True, False, None, 1] for key in ("qkv_bias", "tie_weights", "qk_norm")},
+    "drop_rate": [0, 0.0, 0.1, 0.999, 1, 1.0, -0.1, 1e300, None, {"embedding": 0.1}, {"embedding": 2}, {"x": 0}],
+    **{key: [True, False, None, 1] for key in ("qkv_bias", "tie_weights", "qk_norm", "linear_bias", "embedding_skip")},
+    **{key: [*SIZES, None] for key in ("head_dim", "mlp_dim", "value_embeddings", "bigram_embedding")},
+    **{key: [0, 1, 15.0, 10000.0, -1.0, 1e300, None] for key in ("rope_base", "logit_softcap")},
+    "initialisation": ["gpt2", "zero_residual", ""],
+    "norm_gain": [True, False, None, 1],
     "position": ["learned", "rope", ""],
     "norm": ["layernorm", "rmsnorm", None],
     "mlp": ["gelu", "relu2", "swiglu", 5],
 }
-MODEL_TEXTS = mutations(MODEL, PLAUSIBLE_MODEL, ["position", "norm", "mlp", "depth"])
+MODEL_TEXTS = mutations(MODEL, PLAUSIBLE_MODEL, ["position", "norm", "mlp", "depth", "drop_rate", "value_embeddings"])
 
 
 @pytest.fixture

@@ -19,8 +19,14 @@ from torch.utils.checkpoint import checkpoint
 from gpt import GPTModel
 from harness.model import logit_errors
 from harness.model.config import ModelConfig
-from harness.model.cross_entropy import CHUNK_LOGITS, chunk_rows, linear_cross_entropy
-from harness.model.logit_errors import eager_kernel, fused_kernel
+from harness.model.cross_entropy import (
+    CHUNK_LOGITS,
+    chunk_rows,
+    linear_cross_entropy,
+    token_cross_entropies,
+    training_losses,
+)
+from harness.model.logit_errors import Terms, eager_kernel, fused_kernel
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -218,6 +224,84 @@ def test_fp16_does_not_overflow_with_a_small_vocabulary_and_many_rows(monkeypatc
         loss = linear_cross_entropy(features, weight, torch.zeros(rows, dtype=torch.int64))
     _, actual = gradients(loss, features, weight)
     torch.testing.assert_close(actual[0], torch.full((2,), 1 / vocab - 1), rtol=1e-3, atol=0)
+
+
+# Soft-cap and z-loss
+
+
+def levered(features: Tensor, weight: Tensor, targets: Tensor, softcap: float | None, z_loss: float) -> list[Tensor]:
+    """The cross-entropy and the z-loss by their formulas."""
+    logits = F.linear(features, weight)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    return [F.cross_entropy(logits, targets), z_loss * logits.logsumexp(-1).square().mean()]
+
+
+@pytest.mark.parametrize("rows_per_chunk", [1, 7, 10_000])
+@pytest.mark.parametrize(("softcap", "z_loss"), [(4.0, 0.0), (None, 0.01), (4.0, 0.01), (0.5, 1.0)])
+def test_softcap_and_z_loss_equal_their_formulas_in_fp64(
+    monkeypatch: pytest.MonkeyPatch, rows_per_chunk: int, softcap: float | None, z_loss: float
+) -> None:
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", rows_per_chunk * 101)
+    features, weight, targets = inputs(65, 16, 101)
+    expected = levered(features, weight, targets, softcap, z_loss)
+    if z_loss:
+        losses = training_losses(features, weight, targets, z_loss=z_loss, softcap=softcap)
+        torch.testing.assert_close(losses, torch.stack(expected), rtol=1e-11, atol=0)
+        ours = gradients(losses.sum(), features, weight)
+    else:
+        loss = linear_cross_entropy(features, weight, targets, softcap=softcap)
+        torch.testing.assert_close(loss, expected[0], rtol=1e-12, atol=0)
+        ours = gradients(loss, features, weight)
+    for actual, wanted in zip(ours, gradients(sum(expected, torch.zeros(())), features, weight), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-10, atol=1e-14)
+    rows = token_cross_entropies(features, weight, targets, softcap=softcap)
+    torch.testing.assert_close(rows.mean(), expected[0], rtol=1e-12, atol=0)
+
+
+def test_gradcheck_of_softcap_and_z_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 4 * 9)
+    features, weight, targets = inputs(6, 4, 9)
+
+    def total(features: Tensor, weight: Tensor) -> Tensor:
+        return training_losses(features, weight, targets, z_loss=0.1, softcap=2.0).sum()
+
+    assert torch.autograd.gradcheck(lambda *leaves: checkpoint(total, *leaves, use_reentrant=False), (features, weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("terms", [Terms(3.0, 0.0), Terms(0.0, 0.02), Terms(3.0, 0.02)], ids=str)
+def test_both_formulations_of_softcap_and_z_loss_agree(terms: Terms, dtype: torch.dtype) -> None:
+    """Logits padded to whole tiles, with something in the padding that must not count."""
+    exact, rows, vocab = torch.float64 if dtype == torch.float64 else torch.float32, 65, 1009
+    logits = torch.randn(rows, 1024, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * 3
+    logits, targets = logits.to(dtype), torch.arange(rows) * 7 % vocab
+    valid = logits[:, :vocab].to(exact).requires_grad_()
+    capped = terms.softcap * torch.tanh(valid / terms.softcap) if terms.softcap else valid
+    expected = [F.cross_entropy(capped, targets, reduction="none")]
+    expected += [terms.z_loss * capped.logsumexp(-1).square()] if terms.z_loss else []
+    torch.stack(expected).sum().backward()
+    assert valid.grad is not None
+    wanted = torch.stack(expected, 1).detach().view(rows, *(() if len(expected) == 1 else (2,)))
+    rounding = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 8e-3}[dtype]
+    for kernel in (eager_kernel, fused_kernel):
+        errors, losses = logits.clone(), torch.empty_like(wanted)
+        kernel(errors, targets, losses, vocab, True, terms)
+        torch.testing.assert_close(losses, wanted, rtol=1e-6, atol=2e-6)
+        torch.testing.assert_close(errors[:, :vocab].to(exact), valid.grad, rtol=rounding, atol=rounding)
+        assert errors[:, vocab:].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_softcap_and_z_loss_in_half_precision(dtype: torch.dtype) -> None:
+    features, weight, targets = inputs(300, 32, 1009, torch.float32)
+    truth = levered(features, weight, targets, 8.0, 1e-3)
+    with torch.autocast("cpu", dtype):
+        losses = training_losses(features, weight, targets, z_loss=1e-3, softcap=8.0)
+    torch.testing.assert_close(losses, torch.stack(truth), rtol=1e-3, atol=1e-4)
+    for actual, wanted in zip(
+        gradients(losses.sum(), features, weight), gradients(truth[0] + truth[1], features, weight), strict=True
+    ):
+        assert relative_error(actual, wanted) < 0.02
 
 
 # As a compiler sees it

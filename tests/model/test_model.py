@@ -455,7 +455,7 @@ def test_every_dropout_of_gpt2_acts(place: str) -> None:
     block = block_of(model, 0)
     model.drop.p = 0.3 if place == "embeddings" else 0.0
     block.att.drop_rate = 0.3 if place == "attention weights" else 0.0
-    block.drop.p = 0.3 if place == "residuals" else 0.0
+    block.drop.p = block.mlp_drop.p = 0.3 if place == "residuals" else 0.0
     tokens = random_tokens(model.config)
     with torch.no_grad():
         assert not torch.equal(model(tokens), model(tokens))

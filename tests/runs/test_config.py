@@ -73,6 +73,7 @@ DEFAULTS: dict[str, Any] = {
     "muon_weight_decay": None,
     "muon_momentum": 0.95,
     "muon_momentum_warmup_steps": None,
+    "z_loss": 0.0,
 }
 MODEL_DEFAULTS = {
     "tie_weights": False,
@@ -81,6 +82,16 @@ MODEL_DEFAULTS = {
     "mlp": "gelu",
     "qk_norm": False,
     "n_kv_heads": None,
+    "rope_base": None,
+    "norm_gain": None,
+    "linear_bias": True,
+    "head_dim": None,
+    "mlp_dim": None,
+    "logit_softcap": None,
+    "initialisation": "gpt2",
+    "value_embeddings": None,
+    "embedding_skip": False,
+    "bigram_embedding": None,
 }
 
 # Accepted
@@ -169,6 +180,25 @@ def test_every_key_of_the_table_is_accepted(train: WriteTrain, changes: dict[str
         {"n_kv_heads": 12},
         {"n_kv_heads": None},
         {"drop_rate": 0.0},
+        {"position": "rope"},
+        {"position": "rope", "rope_base": 500_000.0},
+        {"norm": "rmsnorm"},
+        {"norm": "rmsnorm", "norm_gain": False},
+        {"qk_norm": True},
+        {"qk_norm": True, "norm_gain": False},
+        {"mlp": "relu2"},
+        {"mlp": "swiglu"},
+        {"mlp_dim": 1},
+        {"n_kv_heads": 4},
+        {"head_dim": 100},
+        {"linear_bias": False},
+        {"logit_softcap": 15.0},
+        {"initialisation": "zero_residual"},
+        {"value_embeddings": 1},
+        {"value_embeddings": 6},
+        {"value_embeddings": 12},
+        {"embedding_skip": True},
+        {"bigram_embedding": 2},
     ],
 )
 def test_every_key_of_model_json_is_accepted(model: WriteModel, changes: dict[str, Any]) -> None:
@@ -564,25 +594,83 @@ def test_all_defaults_spelled_out_are_no_keys_of_another_optimizer(train: WriteT
     assert train(**spelled | {"betas": [0.9, 0.999]}) == train()
 
 
-# Refused: not available yet
+# The levers of model.json
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("changes", "key", "remedy"),
     [
-        ("position", "rope"),
-        ("norm", "rmsnorm"),
-        ("mlp", "relu2"),
-        ("mlp", "swiglu"),
-        ("qk_norm", True),
-        ("n_kv_heads", 4),
-        ("n_kv_heads", 24),
+        ({"emb_dim": 770}, "emb_dim", "the nearest: 768 and 780"),
+        ({"n_kv_heads": 5}, "n_kv_heads", "use one of 1, 2, 3, 4, 6, 12"),
+        ({"n_kv_heads": 24}, "n_kv_heads", "use one of 1, 2, 3, 4, 6, 12"),
+        ({"position": "rope", "head_dim": 63}, "position", "make head_dim even"),
+        ({"position": "rope", "emb_dim": 780}, "position", "make head_dim even"),
+        ({"rope_base": 10_000.0}, "rope_base", 'belongs with "position": "rope"; remove it'),
+        ({"position": "rope", "rope_base": 1.0}, "rope_base", "greater than 1"),
+        ({"norm_gain": False}, "norm_gain", 'belongs with "norm": "rmsnorm"'),
+        ({"logit_softcap": 0}, "logit_softcap", "greater than 0; null for none"),
+        ({"logit_softcap": -1.5}, "logit_softcap", "greater than 0; null for none"),
+        ({"linear_bias": False, "qkv_bias": True}, "linear_bias", "let qkv_bias be false"),
+        ({"mlp_dim": 0}, "mlp_dim", "greater than or equal to 1"),
+        ({"head_dim": 0}, "head_dim", "greater than or equal to 1"),
+        ({"bigram_embedding": 0}, "bigram_embedding", "greater than or equal to 2; null for none"),
+        ({"bigram_embedding": 1}, "bigram_embedding", "greater than or equal to 2; null for none"),
+        ({"value_embeddings": 0}, "value_embeddings", "greater than or equal to 1; null for none"),
+        ({"value_embeddings": True}, "value_embeddings", "valid integer"),
+        ({"value_embeddings": 7}, "value_embeddings", "at most 6, or 12 (one for each block)"),
+        ({"n_layers": 1, "value_embeddings": 2}, "value_embeddings", "use 1 (one for each block)"),
+        ({"initialisation": "zero"}, "initialisation", "'gpt2' or 'zero_residual'"),
+        ({"mlp": "geglu"}, "mlp", "'swiglu'"),
+        ({"drop_rate": {"attention": 0.1}}, "drop_rate", "embedding, attention_weights, attention_output, mlp_output"),
+        ({"drop_rate": {"embedding": 1.0}}, "drop_rate.embedding", "less than 1"),
+        ({"drop_rate": [0.1]}, "drop_rate", "valid number"),
+    ],
+    ids=str,
+)
+def test_impossible_levers_are_refused_with_the_remedy(
+    model: WriteModel, changes: dict[str, Any], key: str, remedy: str
+) -> None:
+    message = refusal(model, **changes)
+    assert f'"{key}"' in message
+    assert remedy in message
+
+
+def test_dropout_has_four_places_together_or_apart(model: WriteModel) -> None:
+    assert set(model(drop_rate=0.25).drop_rates.model_dump().values()) == {0.25}
+    apart = model(drop_rate={"embedding": 0.1, "mlp_output": 0.2})
+    assert list(apart.drop_rates.model_dump().values()) == [0.1, 0.0, 0.0, 0.2]
+    assert model(drop_rate=apart.model_dump()["drop_rate"]) == apart, "as a checkpoint records it"
+
+
+def test_what_belongs_to_a_lever_is_spelt_out(model: WriteModel) -> None:
+    assert model(position="rope").rope_base == 10_000
+    assert model(norm="rmsnorm").norm_gain is True
+    assert model(qk_norm=True).norm_gain is True
+    assert (model().rope_base, model().norm_gain) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tables"),
+    [
+        ({"n_layers": 5, "value_embeddings": 2}, [0, 1, None, 0, 1]),
+        ({"n_layers": 2, "value_embeddings": 1}, [0, 0]),
+        ({"n_layers": 3, "value_embeddings": 3}, [0, 1, 2]),
+        ({"n_layers": 3}, [None, None, None]),
     ],
 )
-def test_model_features_to_come(model: WriteModel, key: str, value: Any) -> None:
-    message = refusal(model, **{key: value})
-    assert f'key "{key}": ' in message
-    assert "not available yet" in message
+def test_the_first_blocks_and_the_last_share_value_embeddings(
+    model: WriteModel, changes: dict[str, Any], tables: list[int | None]
+) -> None:
+    config = model(**changes)
+    assert [config.value_embedding_of(layer) for layer in range(config.n_layers)] == tables
+
+
+@pytest.mark.parametrize(
+    ("changes", "width"),
+    [({}, 3072), ({"mlp": "swiglu"}, 2048), ({"mlp": "swiglu", "emb_dim": 132}, 352), ({"mlp_dim": 5}, 5)],
+)
+def test_width_of_the_feed_forward_layer(model: WriteModel, changes: dict[str, Any], width: int) -> None:
+    assert model(**changes).mlp_width == width
 
 
 # How much to train, how fast the batch grows, and what scales

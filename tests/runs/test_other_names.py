@@ -135,6 +135,10 @@ FOREIGN_MODEL = {
     "resid_pdrop": "drop_rate",
     "bias": "qkv_bias",
     "tie_word_embeddings": "tie_weights",
+    "n_inner": "mlp_dim",
+    "intermediate_size": "mlp_dim",
+    "rope_theta": "rope_base",
+    "final_logit_softcapping": "logit_softcap",
 }
 
 
@@ -160,7 +164,7 @@ def test_other_programs_model_keys_lead_to_ours(train: WriteTrain, model: WriteM
         ("wandb_log", "metrics.jsonl"),
         ("backend", "nccl on GPUs"),
         ("resume_from_checkpoint", "the same command continues"),
-        ("n_inner", "4 x emb_dim"),
+        ("rope_scaling", "not stretched beyond context_length"),
         ("Output-Dir", "the run's own folder"),
     ],
 )

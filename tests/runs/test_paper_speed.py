@@ -94,6 +94,24 @@ def test_an_h200_term_by_term() -> None:
     assert terms["rest"] == pytest.approx(0.04 * others)
 
 
+@pytest.mark.parametrize(
+    "levers",
+    [
+        {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "n_kv_heads": 4, "linear_bias": False},
+        {"head_dim": 128, "mlp_dim": 1000, "qk_norm": True},
+        {"value_embeddings": 3, "embedding_skip": True, "bigram_embedding": 10_000},
+    ],
+)
+def test_levers_count_by_what_they_multiply_and_move(levers: dict[str, Any]) -> None:
+    model, plain = changed(**levers), Work.of(GPT2_SMALL)
+    work = Work.of(model)
+    attention = 12 * model.n_layers * model.query_width * model.context_length
+    assert work.layer_flops + work.head_flops == model.flops_per_token - attention
+    assert work.attention_flops == pytest.approx(attention * 7 / 12)
+    if "head_dim" not in levers:
+        assert work.layer_bytes > plain.layer_bytes, "they move more"
+
+
 def test_what_each_term_depends_on() -> None:
     def speed(drop_rate: float = 0.1, ranks: int = 1, steps: int = 1, microbatch: int = 13) -> float:
         layout = BatchLayout(ranks, steps, microbatch, 1024)

@@ -251,12 +251,16 @@ class Calls:
     def __init__(self) -> None:
         self.uncompiled = 0
 
-    def plain(self, features_NxC: torch.Tensor, weight_VxC: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+    def plain(
+        self, features_NxC: torch.Tensor, weight_VxC: torch.Tensor, targets_N: torch.Tensor, *, softcap: None
+    ) -> torch.Tensor:
         if not torch.compiler.is_compiling():
             self.uncompiled += 1
         return F.cross_entropy(F.linear(features_NxC, weight_VxC), targets_N)
 
-    def in_chunks(self, features_NxC: torch.Tensor, weight_VxC: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+    def in_chunks(
+        self, features_NxC: torch.Tensor, weight_VxC: torch.Tensor, targets_N: torch.Tensor, *, softcap: None
+    ) -> torch.Tensor:
         """A loop over rows, which holds for one number of them only."""
         if not torch.compiler.is_compiling():
             self.uncompiled += 1

@@ -102,7 +102,8 @@ def fine_tune(
 def batch_loss(model: LanguageModel, batch: Batch) -> Tensor:
     """Mean cross-entropy over the batch's learnt tokens, of which there are some."""
     inputs_BxT, learnt_BxT, targets_N = batch.learnt(next(model.parameters()).device)
-    return linear_cross_entropy(model.features(inputs_BxT)[learnt_BxT], model.out_head.weight, targets_N)
+    features_NxC, head = model.features(inputs_BxT)[learnt_BxT], model.out_head
+    return linear_cross_entropy(features_NxC, head.weight, targets_N, softcap=head.softcap)
 
 
 def mean_loss(model: LanguageModel, held_out: Iterable[Batch], precision: Precision) -> float:

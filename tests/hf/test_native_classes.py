@@ -1,0 +1,161 @@
+"""Models with levers as transformers' native classes, which compute the same; or a refusal by the lever's name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from gpt import GPTModel, ModelConfig
+from harness.common.errors import UserError
+from harness.data.tokenizers.load import load_tokenizer
+from harness.hf import notebook_format
+from harness.hf.native_format import native_format
+from tests.hf.test_convert_hf import convert, refused, write_checkpoint
+from tests.model.test_model import random_model, random_tokens, shape
+from tests.support.launch import Workshop
+
+LLAMA: dict[str, Any] = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu"}
+QWEN: dict[str, Any] = {**LLAMA, "qk_norm": True, "linear_bias": False}
+
+
+def peer_of(model: GPTModel) -> Any:
+    """The native class with the weights of `model`."""
+    native = native_format(model.config)
+    native.check_exact(model.config)
+    settings = native.to_config(model.config, 0, "float32")
+    kind = settings.pop("model_type")
+    automatic: Any = transformers.AutoConfig
+    config = automatic.for_model(kind, **settings, attn_implementation="eager")
+    build: Any = transformers.AutoModelForCausalLM
+    peer = build.from_config(config).eval()
+    assert type(peer).__name__ == settings["architectures"][0]
+    missing, surplus = peer.load_state_dict(native.to_tensors(model.to_checkpoint_names(), model.config), strict=False)
+    assert set(missing) <= ({"lm_head.weight"} if model.config.tie_weights else set())
+    assert not surplus
+    return peer
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        (LLAMA, "llama"),
+        ({**LLAMA, "linear_bias": False, "n_kv_heads": 2, "tie_weights": True, "rope_base": 777.0}, "llama"),
+        ({**LLAMA, "qkv_bias": True, "head_dim": 18, "mlp_dim": 40, "n_kv_heads": 1}, "llama"),
+        ({**LLAMA, "norm_gain": False, "linear_bias": False}, "llama"),
+        (QWEN, "qwen3"),
+        ({**QWEN, "norm_gain": False, "n_kv_heads": 2, "head_dim": 16, "tie_weights": True}, "qwen3"),
+        ({"mlp": "relu2", "mlp_dim": 56}, "gpt2"),
+        ({"linear_bias": False, "initialisation": "zero_residual"}, "gpt2"),
+    ],
+    ids=str,
+)
+def test_native_classes_give_the_same_logits_and_gradients(changes: dict[str, Any], kind: str) -> None:
+    model = random_model(shape(**changes)).eval()
+    peer = peer_of(model)
+    assert peer.config.model_type == kind
+    assert native_format(model.config).model_type(model.config) == kind
+    tokens, targets = random_tokens(model.config), random_tokens(model.config, seed=4)
+    theirs = peer(tokens).logits
+    assert theirs.abs().max() > 1, "logits near zero would agree by themselves"
+    assert (model(tokens) - theirs).abs().max() < 2e-5
+    model(tokens, targets).backward()
+    F.cross_entropy(theirs.flatten(0, 1), targets.flatten()).backward()
+    embedding = peer.get_input_embeddings().weight
+    torch.testing.assert_close(model.tok_emb.weight.grad, embedding.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_softcap_is_gemma_2s() -> None:
+    """Gemma 2's head on our features: the rest of its blocks has no counterpart here."""
+    sizes: dict[str, Any] = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 8, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 12, "final_logit_softcapping": 2.5}
+    gemma: Any = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes)).eval()
+    model = random_model(shape(logit_softcap=2.5)).eval()
+    tokens = random_tokens(model.config)
+    with torch.no_grad():
+        seen: list[torch.Tensor] = []
+        gemma.lm_head.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        theirs = gemma(tokens).logits
+        model.out_head.weight.copy_(gemma.lm_head.weight)
+        torch.testing.assert_close(model.out_head(seen[0]), theirs)
+
+
+@pytest.mark.parametrize("changes", [{**LLAMA, "tie_weights": True}, QWEN], ids=["llama", "qwen3"])
+def test_exported_folders_load_as_the_native_class(tmp_path: Path, changes: dict[str, Any]) -> None:
+    config = shape(vocab_size=300, **changes)
+    model = write_checkpoint(tmp_path / "c", config)
+    convert(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "out"))
+    automatic: Any = transformers.AutoModelForCausalLM
+    loaded, report = automatic.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    tokens = random_tokens(config)
+    with torch.no_grad():
+        assert (model(tokens) - loaded.eval()(tokens).logits).abs().max() < 1e-5
+
+
+def test_transformers_samples_what_test_smoke_prints(tmp_path: Path) -> None:
+    """Generation with the caches of both, here with rotary positions and shared heads."""
+    config = shape(vocab_size=300, **QWEN, n_kv_heads=2)
+    model = write_checkpoint(tmp_path / "c", config)
+    (tmp_path / "model.json").write_text(config.model_dump_json())
+    own = load_tokenizer(tmp_path / "c" / "tokenizer.json")
+    peer = peer_of(model)
+    output = peer.generate(
+        torch.tensor([own.encode("def f(")]), max_new_tokens=12, do_sample=False, eos_token_id=own.eot_token
+    )
+    arguments = [str(tmp_path / "model.json"), str(tmp_path / "c" / "model.safetensors"), "--prompt", "def f("]
+    printed = Workshop(tmp_path).script("test_smoke.py", *arguments, "--num-tokens", "12", "--temperature", "0").stdout
+    assert printed == own.decode([token for token in output[0].tolist() if token != own.eot_token]) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"position": "rope"}, "norm"),
+        ({**LLAMA, "mlp": "relu2"}, "mlp"),
+        ({**LLAMA, "qk_norm": True}, "linear_bias"),
+        ({**LLAMA, "logit_softcap": 15.0}, "logit_softcap"),
+        ({**LLAMA, "value_embeddings": 1}, "value_embeddings"),
+        ({**LLAMA, "embedding_skip": True}, "embedding_skip"),
+        ({**LLAMA, "bigram_embedding": 50}, "bigram_embedding"),
+        ({"norm": "rmsnorm"}, "norm"),
+        ({"mlp": "swiglu"}, "mlp"),
+        ({"qk_norm": True}, "qk_norm"),
+        ({"n_kv_heads": 2}, "n_kv_heads"),
+        ({"head_dim": 10}, "head_dim"),
+        ({"logit_softcap": 15.0}, "logit_softcap"),
+        ({"value_embeddings": 1}, "value_embeddings"),
+        ({"embedding_skip": True}, "embedding_skip"),
+        ({"bigram_embedding": 50}, "bigram_embedding"),
+    ],
+    ids=str,
+)
+def test_what_no_native_class_computes_is_refused_by_the_levers_name(changes: dict[str, Any], key: str) -> None:
+    config = shape(**changes)
+    with pytest.raises(UserError, match=f'model.json: key "{key}": .* has$') as caught:
+        native_format(config).check_exact(config)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="the notebook's program has no such model"):
+        notebook_format.check_exact(config)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"linear_bias": False}, {"mlp": "relu2"}, {"mlp_dim": 8}, {"drop_rate": {}}], ids=str
+)
+def test_what_the_notebook_has_not_is_refused_though_gpt2_has_it(changes: dict[str, Any]) -> None:
+    config = shape(**changes)
+    native_format(config).check_exact(config)
+    with pytest.raises(UserError, match=f'key "{next(iter(changes))}": '):
+        notebook_format.check_exact(config)
+
+
+def test_a_refused_export_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "c", ModelConfig(**{**shape(vocab_size=300).model_dump(), "value_embeddings": 1}))
+    refused(
+        tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "out"), says='key "value_embeddings": 1 has no native'
+    )

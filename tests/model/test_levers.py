@@ -1,0 +1,416 @@
+"""Each lever of model.json against another implementation: transformers' Llama, Qwen 3 and Gemma 2, or its formula."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from gpt import GPTModel
+from harness.data.loader import Microbatch
+from harness.evaluation.likelihood import Scorer
+from harness.evaluation.loss import window_losses
+from harness.model import logit_errors
+from harness.model.embeddings import bigram_buckets, shifted
+from harness.model.inference import KeyValueCache
+from harness.model.logit_errors import fused_kernel
+from harness.model.norms import RMSNorm
+from harness.model.precision import Precision
+from harness.model.rotary import rotated, rotation
+from harness.model.tensor_names import public_shapes
+from tests.model.test_model import SOURCE, block_of, random_model, random_tokens, shape
+
+# Each lever alone, by what model.json says.
+LEVERS: dict[str, dict[str, Any]] = {
+    "no biases": {"linear_bias": False},
+    "rope": {"position": "rope"},
+    "rope with another base": {"position": "rope", "rope_base": 500.0},
+    "rmsnorm": {"norm": "rmsnorm"},
+    "rmsnorm without gain": {"norm": "rmsnorm", "norm_gain": False},
+    "qk_norm": {"qk_norm": True},
+    "qk_norm without gain": {"qk_norm": True, "norm_gain": False},
+    "relu2": {"mlp": "relu2"},
+    "swiglu": {"mlp": "swiglu"},
+    "mlp_dim": {"mlp_dim": 56},
+    "one key-value head": {"n_kv_heads": 1},
+    "two key-value heads": {"n_kv_heads": 2, "qkv_bias": True},
+    "head_dim": {"head_dim": 10},
+    "softcap": {"logit_softcap": 2.5},
+    "zero_residual": {"initialisation": "zero_residual"},
+    "value embeddings": {"value_embeddings": 1},
+    "value embeddings for each block": {"value_embeddings": 3, "n_kv_heads": 2},
+    "embedding skip": {"embedding_skip": True},
+    "bigrams": {"bigram_embedding": 50},
+}
+LLAMA: dict[str, Any] = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "linear_bias": False}
+ALL: dict[str, Any] = {
+    **LLAMA,
+    "qk_norm": True,
+    "n_kv_heads": 2,
+    "head_dim": 14,
+    "mlp_dim": 72,
+    "logit_softcap": 15.0,
+    "value_embeddings": 1,
+    "embedding_skip": True,
+    "bigram_embedding": 50,
+    "initialisation": "zero_residual",
+}
+CASES = {**LEVERS, "all": ALL}
+each_lever = pytest.mark.parametrize("changes", CASES.values(), ids=CASES.keys())
+
+
+# Formulas
+
+
+def test_rmsnorm_is_its_formula() -> None:
+    x = torch.randn(2, 5, 12, dtype=torch.float64)
+    norm = RMSNorm(12, gain=True).double()
+    with torch.no_grad():
+        norm.scale.copy_(torch.randn(12))  # type: ignore[union-attr]
+    expected = x / (x.pow(2).sum(-1, keepdim=True) / 12 + 1e-5).sqrt() * norm.scale  # type: ignore[operator]
+    torch.testing.assert_close(norm(x), expected, rtol=1e-12, atol=0)
+    plain = RMSNorm(12, gain=False)
+    torch.testing.assert_close(plain(x), F.rms_norm(x, (12,), eps=1e-5), rtol=1e-12, atol=0)
+    assert not list(plain.parameters())
+    assert norm(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_rope_turns_pairs_as_complex_numbers() -> None:
+    x = torch.randn(2, 3, 7, 10, dtype=torch.float64)
+    turn = rotation(torch.arange(7), 10, 10_000.0, torch.float64)
+    turned = torch.complex(x[..., :5], x[..., 5:]) * torch.tensor(
+        [
+            [complex(math.cos(a), math.sin(a)) for a in (p * 10_000 ** (-2 * i / 10) for i in range(5))]
+            for p in range(7)
+        ],
+        dtype=torch.complex128,
+    )
+    torch.testing.assert_close(rotated(x, turn), torch.cat((turned.real, turned.imag), -1), rtol=1e-12, atol=1e-14)
+
+
+def test_rope_knows_distances_only() -> None:
+    q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
+
+    def score(at: int, other: int) -> float:
+        first, second = (rotation(torch.tensor([place]), 8, 10_000.0, torch.float64) for place in (at, other))
+        return float((rotated(q, first) * rotated(k, second)).sum())
+
+    assert score(5, 2) == pytest.approx(score(105, 102), rel=1e-9)
+    assert score(5, 2) != pytest.approx(score(5, 3), rel=1e-3)
+
+
+def test_buckets_of_bigrams() -> None:
+    tokens = torch.tensor([[3, 50_256, 3, 7], [7, 7, 0, 3]])
+    buckets = bigram_buckets(tokens, shifted(tokens), 1001)
+    rows = tokens.tolist()
+    expected = [
+        [1000 if at == 0 else ((36_313 * row[at]) ^ (27_191 * row[at - 1])) % 1000 for at in range(4)] for row in rows
+    ]
+    assert buckets.tolist() == expected
+    assert bigram_buckets(torch.tensor([[2**31 - 1]]), torch.tensor([[2**31 - 2]]), 10).item() in range(9), "int64"
+
+
+@pytest.mark.parametrize(
+    ("mlp", "activation"),
+    [
+        ("gelu", lambda first, gate: F.gelu(first, approximate="tanh")),
+        ("relu2", lambda first, gate: first.clamp(min=0) ** 2),
+        ("swiglu", lambda first, gate: gate * torch.sigmoid(gate) * first),
+    ],
+)
+def test_feed_forward_layers_are_their_formulas(mlp: str, activation: Callable[[Tensor, Any], Tensor]) -> None:
+    model = random_model(shape(mlp=mlp, n_layers=1)).double()
+    ff, tensors = block_of(model, 0).ff, {name: each.double() for name, each in model.state_dict().items()}
+    x = torch.randn(2, 5, 48, dtype=torch.float64)
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return x @ tensors[f"trf_blocks.0.ff.{name}.weight"].T + tensors[f"trf_blocks.0.ff.{name}.bias"]
+
+    gate = linear("gate", x) if mlp == "swiglu" else None
+    expected = linear("layers.2", activation(linear("layers.0", x), gate))
+    torch.testing.assert_close(ff(x), expected, rtol=1e-12, atol=1e-14)
+
+
+def test_logits_are_capped_everywhere_they_are_made() -> None:
+    """In the logits, in losses of whole microbatches and of each sequence, and in likelihoods."""
+    model, cap = random_model(shape(logit_softcap=0.5)).eval(), 0.5
+    tokens, targets = random_tokens(model.config), random_tokens(model.config, seed=4)
+    with torch.no_grad():
+        raw = F.linear(model.features(tokens), model.out_head.weight)
+        expected = cap * torch.tanh(raw / cap)
+        assert raw.abs().max() > 2 * cap, "capping changes them"
+        torch.testing.assert_close(model(tokens), expected)
+        losses = F.cross_entropy(expected.transpose(1, 2), targets, reduction="none")
+        torch.testing.assert_close(model(tokens, targets), losses.mean())
+    row = tokens[0].tolist()
+    precision = Precision("fp32", "cpu")
+    [found] = Scorer(model, precision, 97, 4).score([(row[:10], row[10:])])
+    assert found.total == pytest.approx(expected[0].log_softmax(-1)[range(9, 23), row[10:]].sum().item(), rel=1e-5)
+    window = Microbatch(torch.cat((tokens[0], targets[0, -1:])).numpy().astype("uint16"), 24)
+    [mean] = window_losses(model, [window], precision)
+    wanted = F.cross_entropy(expected[0], torch.cat((tokens[0, 1:], targets[0, -1:])))
+    assert mean == pytest.approx(wanted.item(), rel=1e-5)
+
+
+def reference(model: GPTModel, tokens: Tensor) -> Tensor:
+    """The logits of a model with position "rope", norm "rmsnorm" without gain, mlp "relu2", no biases, value
+    embeddings, skip and bigrams, from the public tensors alone, written down as modded-nanogpt's train_gpt.py has it:
+    each block is x = λ0·x + λ1·x0; x += attention(norm(x)), with values λ0·v + λ1·embedding; x += mlp(norm(x))."""
+    config, w = model.config, {name: tensor.double() for name, tensor in model.to_checkpoint_names().items()}
+    heads, length = config.n_heads, tokens.shape[1]
+
+    def norm(x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], eps=1e-5)
+
+    def turn(x: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        angles = torch.arange(length).double()[:, None] * 10_000 ** (-torch.arange(half).double() / half)
+        x1, x2 = x[..., :half], x[..., half:]
+        return torch.cat((x1 * angles.cos() - x2 * angles.sin(), x1 * angles.sin() + x2 * angles.cos()), -1)
+
+    before = F.pad(tokens, (1, 0))[:, :-1]
+    hashed = torch.bitwise_xor(36_313 * tokens, 27_191 * before) % (config.bigram_embedding - 1)  # type: ignore[operator]
+    hashed[:, 0] = config.bigram_embedding - 1  # type: ignore[operator]
+    x = x0 = norm(w["tok_emb.weight"][tokens] + w["bigram_emb.weight"][hashed])
+    for layer, table in zip(range(config.n_layers), (0, None, 0), strict=True):
+        block = {
+            name.removeprefix(f"trf_blocks.{layer}."): w[name] for name in w if name.startswith(f"trf_blocks.{layer}.")
+        }
+        x = block["skip.scale"][0] * x + block["skip.scale"][1] * x0
+        q, k, v = (norm(x) @ block[f"att.W_{part}.weight"].T for part in ("query", "key", "value"))
+        if table is not None:
+            mix = block["att.value_mix.scale"]
+            v = mix[0] * v + mix[1] * w[f"value_embs.{table}.weight"][tokens]
+        q, k, v = (each.unflatten(-1, (heads, -1)).transpose(1, 2) for each in (q, k, v))
+        q, k = turn(norm(q)), turn(norm(k))
+        scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+        scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -math.inf)
+        x = x + (scores.softmax(-1) @ v).transpose(1, 2).flatten(-2) @ block["att.out_proj.weight"].T
+        hidden = (norm(x) @ block["ff.layers.0.weight"].T).relu().square()
+        x = x + hidden @ block["ff.layers.2.weight"].T
+    return norm(x) @ w["out_head.weight"].T
+
+
+def test_embeddings_of_values_skip_and_bigrams_are_modded_nanogpts() -> None:
+    levers = {"position": "rope", "norm": "rmsnorm", "norm_gain": False, "qk_norm": True, "mlp": "relu2"}
+    extras = {"value_embeddings": 1, "embedding_skip": True, "bigram_embedding": 50, "linear_bias": False}
+    model = random_model(shape(**levers, **extras)).double().eval()
+    tokens = random_tokens(model.config)
+    with torch.no_grad():
+        expected = reference(model, tokens)
+        torch.testing.assert_close(model(tokens), expected, rtol=1e-9, atol=1e-11)
+        for name in ("bigram_emb.weight", "value_embs.0.weight", "trf_blocks.1.skip.scale"):
+            changed = copy.deepcopy(model)
+            changed.get_parameter(name).zero_()
+            assert (changed(tokens) - expected).abs().max() > 1e-3, f"{name} counts"
+
+
+# Initialisation
+
+
+def test_what_a_fresh_model_begins_with() -> None:
+    torch.manual_seed(0)
+    model = GPTModel(shape(**{**ALL, "n_layers": 4, "value_embeddings": 2}))
+    for name, parameter in model.named_parameters():
+        if name.endswith(("att.out_proj.weight", "ff.layers.2.weight")) or name == "bigram_emb.weight":
+            assert not parameter.any(), name
+        elif name.endswith("value_mix.scale"):
+            assert parameter.tolist() == [0.5, 0.5]
+        elif name.endswith("skip.scale"):
+            assert parameter.tolist() == [1, 0]
+        elif parameter.dim() == 2:
+            assert parameter.std().item() == pytest.approx(0.02, rel=0.1), name
+        else:
+            assert torch.all(parameter == 1), name
+    tokens = random_tokens(model.config, 8)
+    assert model(tokens, random_tokens(model.config, 8, seed=5)).item() == pytest.approx(math.log(97), rel=0.02)
+
+
+def test_zero_residual_begins_as_embedding_and_head() -> None:
+    torch.manual_seed(0)
+    model = GPTModel(shape(initialisation="zero_residual"))
+    tokens = random_tokens(model.config)
+    with torch.no_grad():
+        bare = model.tok_emb(tokens) + model.pos_emb(torch.arange(24))  # type: ignore[misc]
+        torch.testing.assert_close(model(tokens), model.out_head(model.final_norm(bare)))
+
+
+def test_every_parameter_learns() -> None:
+    model = random_model(shape(**ALL))
+    model(random_tokens(model.config), random_tokens(model.config, seed=4)).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.any(), name
+
+
+# Counts
+
+
+@each_lever
+def test_counts_are_the_real_ones(changes: dict[str, Any]) -> None:
+    for tied in (False, True):
+        config = shape(**changes, tie_weights=tied)
+        model = GPTModel(config)
+        assert config.parameters == sum(parameter.numel() for parameter in model.parameters())
+    head = {
+        torch.ops.ddp_pretrain.linear_cross_entropy: lambda features, weight, *_, **__: 2 * features[0] * weight.numel()
+    }
+    tokens = random_tokens(config, batch=1)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=head) as counter:
+        model(tokens, tokens)
+    assert 3 * counter.get_total_flops() == config.flops_per_token * config.context_length
+
+
+# Checkpoints
+
+
+@each_lever
+def test_checkpoints_hold_the_public_tensors_and_bring_them_back(changes: dict[str, Any]) -> None:
+    model = random_model(shape(**changes)).eval()
+    tensors = model.to_checkpoint_names()
+    assert list(public_shapes(model.config).items()) == [(name, tuple(each.shape)) for name, each in tensors.items()]
+    other = GPTModel(model.config).eval()
+    other.load_checkpoint_tensors(tensors, SOURCE)
+    assert all(torch.equal(each, tensors[name]) for name, each in other.to_checkpoint_names().items())
+    tokens = random_tokens(model.config)
+    with torch.no_grad():
+        assert torch.equal(model(tokens), other(tokens))
+
+
+# Generation with a cache
+
+
+@each_lever
+def test_reading_on_from_a_cache_gives_the_same_logits(changes: dict[str, Any]) -> None:
+    """Rows of unequal lengths, by one to seven tokens at a time; a row leaves on the way."""
+    model = random_model(shape(**changes)).double().eval()
+    tokens, cache = random_tokens(model.config, batch=3), KeyValueCache(model.config.n_layers)
+    with torch.no_grad():
+        whole = model(tokens)
+        done, rows = [0, 0, 0], [0, 1, 2]
+        for lengths in ([5, 7, 1], [1, 1, 1], [3, 1], [1, 1], [4, 6]):
+            if len(lengths) < len(rows):
+                cache.keep([0, 2])
+                rows, done = [0, 2], [done[0], done[2]]
+            given = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
+            for at, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+                given[at, :length] = tokens[row, done[at] : done[at] + length]
+            logits = model.out_head(model.further_features(given, lengths, cache))
+            for at, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+                expected = whole[row, done[at] : done[at] + length]
+                torch.testing.assert_close(logits[at, :length], expected, rtol=1e-9, atol=1e-11)
+                done[at] += length
+
+
+# How it is trained
+
+
+@each_lever
+def test_recomputed_blocks_give_the_same_gradients(changes: dict[str, Any]) -> None:
+    config = shape(**changes, drop_rate=0.2)
+    tokens, targets = random_tokens(config), random_tokens(config, seed=4)
+
+    def gradients(recompute: bool) -> dict[str, Tensor | None]:
+        model = random_model(config, recompute_blocks=recompute)
+        torch.manual_seed(11)  # dropout masks
+        model(tokens, targets).backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    plain, recomputed = gradients(False), gradients(True)
+    for name, gradient in plain.items():
+        torch.testing.assert_close(recomputed[name], gradient, rtol=1e-5, atol=1e-8, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each_lever
+def test_half_precision_is_near_fp32(changes: dict[str, Any], dtype: torch.dtype) -> None:
+    """Products in half precision, and with bf16 the residual stream, too."""
+    model = random_model(shape(**changes))
+    model.residual_dtype = torch.bfloat16 if dtype == torch.bfloat16 else None
+    tokens, targets = random_tokens(model.config), random_tokens(model.config, seed=4)
+    exact = model(tokens, targets)
+    with torch.autocast("cpu", dtype):
+        seen: list[torch.dtype] = []
+        model.final_norm.register_forward_pre_hook(lambda _, given: seen.append(given[0].dtype))
+        half = model(tokens, targets)
+    assert seen == [torch.bfloat16 if dtype == torch.bfloat16 else torch.float32]
+    assert half.dtype == torch.float32
+    assert half.item() == pytest.approx(exact.item(), rel=0.02)
+    half.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
+
+
+def test_a_compiled_model_with_all_levers_is_one_graph_with_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs are traced, but no machine code is made of them: quick."""
+    torch._dynamo.reset()
+    kernel = torch.compile(fused_kernel, dynamic=False, fullgraph=True, backend="aot_eager")
+    monkeypatch.setattr(logit_errors, "_compile", lambda: kernel)
+    model = random_model(shape(**{**ALL, "n_layers": 2}))
+    model.z_loss = 0.01
+    plain, graphs = copy.deepcopy(model), []
+
+    def backend(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Any:
+        from torch._dynamo.backends.debugging import aot_eager
+
+        graphs.append(graph)
+        return aot_eager(graph, examples)
+
+    model.compile(backend=backend, dynamic=False)
+    tokens, targets = random_tokens(model.config), random_tokens(model.config, seed=4)
+    ours, theirs = (each(tokens, targets) for each in (model, plain))
+    for terms in (ours, theirs):
+        terms.sum().backward()
+    torch.testing.assert_close(ours, theirs)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+    assert len(graphs) == 1
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("place", ["embedding", "attention_weights", "attention_output", "mlp_output"])
+def test_each_place_of_dropout_acts_alone(place: str) -> None:
+    model = random_model(shape(drop_rate={place: 0.3}, n_layers=1)).train()
+    block = block_of(model, 0)
+    rates = {"embedding": model.drop.p, "attention_weights": block.att.drop_rate}
+    rates |= {"attention_output": block.drop.p, "mlp_output": block.mlp_drop.p}
+    assert {name: rate for name, rate in rates.items() if rate} == {place: 0.3}
+    tokens = random_tokens(model.config)
+    with torch.no_grad():
+        assert not torch.equal(model(tokens), model(tokens))
+        assert torch.equal(model.eval()(tokens), model(tokens))
+
+
+def test_one_rate_everywhere_is_the_four_places_bit_for_bit() -> None:
+    tokens, losses = random_tokens(shape()), []
+    for rate in (0.2, dict.fromkeys(("embedding", "attention_weights", "attention_output", "mlp_output"), 0.2)):
+        model = random_model(shape(drop_rate=rate))
+        torch.manual_seed(5)
+        losses.append(model(tokens, tokens).item())
+    assert losses[0] == losses[1]
+
+
+def test_keys_and_values_take_less_of_a_cache_with_fewer_heads() -> None:
+    model, cache = random_model(shape(n_kv_heads=1)).eval(), KeyValueCache(3)
+    with torch.no_grad():
+        model.further_features(random_tokens(model.config), [24, 24], cache)
+    assert cache.layers[0].keys is not None
+    assert cache.layers[0].keys.shape[1] == 1
+
+
+def test_no_lever_lets_a_token_see_a_later_one() -> None:
+    model = random_model(shape(**ALL)).eval()
+    tokens = random_tokens(model.config)
+    changed = tokens.clone()
+    changed[:, 10] = (changed[:, 10] + 1) % model.config.vocab_size
+    with torch.no_grad():
+        before, after = model(tokens), model(changed)
+    torch.testing.assert_close(after[:, :10], before[:, :10], rtol=0, atol=1e-6)
+    assert ((after - before)[:, 10:].abs().amax(dim=-1) > 1e-5).all(), "and every later one sees it"
