@@ -75,12 +75,12 @@ def render(report: Report) -> str:
     title = escaped(report.title)
     body = [
         f"<h1>{title}</h1>",
-        _paragraphs("made", [report.made]),
         _answer(report.answer),
         _table(report),
         _list("Remarks", report.remarks),
         _charts(report),
         _provenance(report.provenance),
+        _paragraphs("note", [report.made]),
     ]
     return "\n".join(
         [
