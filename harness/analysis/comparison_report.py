@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.analysis.against_baseline import BaselineComparison
@@ -142,7 +142,7 @@ def report_of(
             *(f"r: reported, or worked out from it, not measured here: {source}" for source in sources),
             *(f"{column.title}: on {column.about}" for column in table.columns if column.about),
             *(problem for record in table.records for problem in record.problems),
-            *fit_lines(table),
+            *_unbroken(fit_lines(table)),
             *curves.over(AXES["steps"])[1],
         ],
         charts=charts,
@@ -151,6 +151,17 @@ def report_of(
         provenance={record.name: _provenance(record) for record in table.records},
         made=made,
     )
+
+
+def _unbroken(lines: Iterable[str]) -> list[str]:
+    """Lines for a terminal as whole paragraphs: those that are indented go on from the one before."""
+    whole: list[str] = []
+    for line in lines:
+        if whole and line.startswith(" "):
+            whole[-1] += f" {line.strip()}"
+        else:
+            whole.append(line)
+    return whole
 
 
 def _answer(comparison: BaselineComparison | None) -> Answer:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from harness.analysis.against_baseline import BaselineComparison, compare_with
@@ -12,8 +14,10 @@ from harness.analysis.curves import AXES
 from harness.analysis.html_report import render
 from harness.analysis.records import RunRecord
 from harness.analysis.runs_table import RunsTable
+from harness.runs.directory import RunDirectory
 from harness.runs.metrics import TrainEvent, ValidationEvent, read_metrics
 from tests.support.compared_runs import DATASET, LATEST, RunFolder
+from tests.support.isolation import SHIPPED_RUNS
 
 
 def records(*runs: RunFolder) -> list[RunRecord]:
@@ -123,17 +127,10 @@ def test_the_page_has_the_table_its_reasons_and_the_curves(tmp_path: Path) -> No
     report = report_of(table, BaselineComparison("no verdict, and why"), {"GPT-2 small": 3.5}, made="Made today")
     assert [axis.name for axis, _ in report.charts] == list(AXES), "prices are known: dollars, too"
     page = render(report)
-    for text in (
-        "first",
-        "second",
-        "third",
-        "2.500",
-        "not measured by test_loss.py",
-        "GPT-2 small 3.500",
-        "Made today",
-    ):
+    for text in ("first", "second", "third", "2.500", "not measured by test_loss.py", "GPT-2 small 3.500"):
         assert text in page
     assert '<p class="verdict">no verdict, and why</p>' in page
+    assert '<p class="note">Made today</p>' in page
     headings = [column.heading for column in report.columns]
     assert headings[0] == "run"
     row = dict(zip(headings, report.rows[0], strict=True))
@@ -161,6 +158,15 @@ def test_the_page_begins_with_the_losses_and_what_differs(tmp_path: Path) -> Non
     assert report.chart_note == "The verdicts are by test loss; these curves are of the validation loss."
 
 
+def test_a_fit_is_one_remark(tmp_path: Path) -> None:
+    for name in ("8xa100m40", "8xh100m80", "8xb200m160"):
+        shutil.copytree(SHIPPED_RUNS / name, tmp_path / name)
+    shipped = [RunRecord.read(RunDirectory(path)) for path in tmp_path.iterdir()]
+    remarks = report_of(RunsTable.of(shipped), None, {}).remarks
+    assert len([text for text in remarks if text.startswith("Memory over the microbatch: ")]) == 1
+    assert not any(text.startswith((" ", "(")) for text in remarks)
+
+
 def test_a_single_run_has_all_its_columns(tmp_path: Path) -> None:
     report = report_of(RunsTable.of(records(trained(tmp_path, "a", 1))).sorted(None), None, {})
     assert "parameters" in [column.heading for column in report.columns]
@@ -179,11 +185,12 @@ def test_a_chart_says_which_losses_verdicts_are_by_where_it_shows_others(tmp_pat
 def test_the_picture_has_its_signs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written, where the top is cut and a reference is far off; every marker is whole, the ticks are plain."""
     import matplotlib.pyplot as plt  # here, since every process that runs tests loads this file
+    from matplotlib.figure import Figure
 
     from harness.analysis.charts import draw_curves
     from harness.analysis.curves import Curve
 
-    figures = []
+    figures: list[Figure] = []
     monkeypatch.setattr(plt, "close", figures.append)
     curve = Curve("a", [0, 0.02, 0.05], [11.0, 4.0, 3.0])
     draw_curves([curve], AXES["hours"], tmp_path / "c.png", {"far": 1.0}, "a note")
@@ -196,7 +203,8 @@ def test_the_picture_has_its_signs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [each.get_text() for each in figure.texts] == ["a note"]
     assert [label.get_text() for label in axes.get_xticklabels()][:3] == ["0", "0.01", "0.02"]
     markers = [line for line in axes.lines if line.get_marker() == "o"]
-    assert [(*line.get_xdata(), *line.get_ydata()) for line in markers] == [(0.02, 4.0), (0.05, 3.0)]
+    places = [np.concatenate([line.get_xdata(), line.get_ydata()]).tolist() for line in markers]
+    assert places == [[0.02, 4.0], [0.05, 3.0]]
     assert not any(line.get_clip_on() for line in markers)
     plt.close(figure)
 
