@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,7 +59,7 @@ def main(runs: tuple[str, ...], **options: Any) -> None:
         if asked.html is not None:
             _write_page(asked.html, table, comparison, asked)
         if asked.chart is not None:
-            _draw_chart(asked.chart, table, asked)
+            _draw_chart(asked.chart, table, comparison, asked)
 
 
 def _compare(table: RunsTable, asked: CompareOptions) -> BaselineComparison | None:
@@ -100,28 +103,29 @@ def _elsewhere(runs: tuple[str, ...], asked: CompareOptions) -> Iterator[str]:
 def _write_page(path: Path, table: RunsTable, comparison: BaselineComparison | None, asked: CompareOptions) -> None:
     from harness.analysis.comparison_report import report_of
     from harness.analysis.html_report import write_report
-    from harness.analysis.table_fits import fit_lines
 
-    verdicts = [*(comparison.lines() if comparison else []), *fit_lines(table)]
-    write_report(path, report_of(table, verdicts, asked.read_references(), asked.baseline_name()))
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    made = f"Made {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())} by: uv run {command}"
+    write_report(path, report_of(table, comparison, asked.read_references(), asked.baseline_name(), made))
     click.echo(f"Wrote {path}", err=True)
 
 
-def _draw_chart(path: Path, table: RunsTable, asked: CompareOptions) -> None:
+def _draw_chart(path: Path, table: RunsTable, comparison: BaselineComparison | None, asked: CompareOptions) -> None:
     """Raises UserError if nothing can be drawn."""
-    from harness.analysis.comparison_report import comparable_curves
+    from harness.analysis.comparison_report import chart_note, comparable_curves
     from harness.analysis.curves import choose_axis
     from harness.analysis.table_text import paragraph
     from harness.common.errors import UserError
     from harness.common.messages import abbreviated
 
     axis = choose_axis(asked.over)
-    curves, problems = comparable_curves(table.records, asked.baseline_name()).over(axis)
+    comparable = comparable_curves(table.records, asked.baseline_name())
+    curves, problems = comparable.over(axis)
     if not curves:
         raise UserError(f"--chart: nothing to draw: {abbreviated(problems, most=3, separator='; ')}")
     from harness.analysis.charts import draw_curves
 
-    draw_curves(curves, axis, path, asked.read_references())
+    draw_curves(curves, axis, path, asked.read_references(), chart_note(comparison, comparable.kind))
     for problem in problems:
         for line in paragraph(f"not drawn: {problem}"):
             click.echo(line, err=True)

@@ -27,12 +27,14 @@ from harness.runs.results import LossResult, read_window_losses
 
 @dataclass(frozen=True)
 class BaselineComparison:
-    """`title` says what is compared, `notes` what was left out; no verdicts where nothing compares."""
+    """`title` says what is compared, `notes` what was left out; no verdicts where nothing compares. `loss` names what
+    the verdicts are by."""
 
     title: str
     verdicts: list[Verdict] = field(default_factory=list)
     closing: str = ""
     notes: list[str] = field(default_factory=list)
+    loss: str = ""
 
     def lines(self) -> list[str]:
         """A paragraph each."""
@@ -111,4 +113,4 @@ def _compare(own: str, arms: NamedArms, loss: _Loss) -> BaselineComparison:
     if not others:
         return _nothing(own, "there is no other arm", arms)
     closing = seeds_sentence([built[own], *others])
-    return BaselineComparison(title, compare_arms(built[own], others), closing, [*notes, *arms.notes])
+    return BaselineComparison(title, compare_arms(built[own], others), closing, [*notes, *arms.notes], loss.name)

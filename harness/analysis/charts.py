@@ -10,9 +10,9 @@ from typing import Any
 import matplotlib
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import FuncFormatter
 
-from harness.analysis.curves import Axis, Curve, loss_title, shown_range
+from harness.analysis.curves import Axis, Curve, cut_note, loss_title, marked_points, shown_range
 from harness.common.errors import printable
 from harness.common.files import atomic_file
 
@@ -22,20 +22,24 @@ matplotlib.use("Agg")  # machines without a display
 SHADES = ("#1b2a49", "#c8553d", "#5fa8a0")
 LINES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D")
-MOST_MARKERS = 12  # along a curve
+FAINT = "#555555"
 GAP = 0.032  # between the labels at the right edge, as a part of the height
 
 
-def draw_curves(curves: Sequence[Curve], axis: Axis, picture: Path, references: Mapping[str, float]) -> None:
-    """Draw the curves, each named at its end, with a dotted line for each reference (label: loss). Replicates have a
-    band from the lowest to the highest. A picture that is there is replaced in one rename."""
+def draw_curves(
+    curves: Sequence[Curve], axis: Axis, picture: Path, references: Mapping[str, float], note: str = ""
+) -> None:
+    """Draw the curves, each named at its end, with a dotted line for each reference (label: loss); one that is far off
+    is only named, with an arrow. Replicates have a band from the lowest to the highest. `note` stands below. A picture
+    that is there is replaced in one rename."""
     figure, axes = plt.subplots(figsize=(10, 6), dpi=150)
-    figure.subplots_adjust(left=0.08, right=0.72, top=0.95, bottom=0.1)
+    figure.subplots_adjust(left=0.08, right=0.72, top=0.95, bottom=0.12)
     try:
+        _dress(axes, curves, axis, references)
         for number, curve in enumerate(curves):
             _draw(axes, curve, number)
-        _dress(axes, curves, axis, references)
         _name(axes, curves, references)
+        figure.text(0.08, 0.015, note, fontsize=9, color=FAINT, parse_math=False)
         drawn = io.BytesIO()
         figure.savefig(drawn, format="png", metadata={"Software": None})
     finally:
@@ -52,8 +56,10 @@ def style(number: int) -> tuple[str, str, str]:
 
 def _draw(axes: Axes, curve: Curve, number: int) -> None:
     colour, line, marker = style(number)
-    every = max(1, len(curve.x) // MOST_MARKERS)
-    axes.plot(curve.x, curve.y, color=colour, linestyle=line, marker=marker, markersize=4, markevery=every, lw=1.5)
+    axes.plot(curve.x, curve.y, color=colour, linestyle=line, lw=1.5)
+    # Markers of their own, so that one on the frame's edge is whole.
+    for x, loss in marked_points(curve, axes.get_ylim()):
+        axes.plot(x, loss, color=colour, marker=marker, markersize=4, clip_on=False, zorder=3)
     if curve.low:
         axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.18, linewidth=0)
 
@@ -61,26 +67,32 @@ def _draw(axes: Axes, curve: Curve, number: int) -> None:
 def _dress(axes: Axes, curves: Sequence[Curve], axis: Axis, references: Mapping[str, float]) -> None:
     axes.set_xlabel(axis.label)
     axes.set_ylabel(loss_title(curves))
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: axis.number(value)))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25, linewidth=0.6)
     axes.set_xlim(left=0, right=max(curve.x[-1] for curve in curves))
     axes.set_ylim(*shown_range(curves, references))
+    note = cut_note(curves, axes.get_ylim()[1])
+    axes.text(0.005, 1.012, note, transform=axes.transAxes, fontsize=9, color=FAINT, va="bottom")
     for loss in references.values():
-        axes.axhline(loss, color="#555555", linewidth=1, linestyle=(0, (1, 2)))
+        axes.axhline(loss, color=FAINT, linewidth=1, linestyle=(0, (1, 2)))
 
 
 def _name(axes: Axes, curves: Sequence[Curve], references: Mapping[str, float]) -> None:
-    """Write each label at the right edge, beside the end of its curve, or as near as the others leave room."""
+    """Write each label at the right edge, beside the end of its curve, or as near as the others leave room; that of a
+    reference beyond the picture at its edge, with an arrow."""
     bottom, top = axes.get_ylim()
     labels = [(curve.y[-1], _label(curve), *style(number)[:2]) for number, curve in enumerate(curves)]
-    labels += [(loss, f"{printable(name)}: {loss:.3f}", "#555555", ":") for name, loss in references.items()]
+    for name, loss in references.items():
+        arrow = "↓ " if loss < bottom else "↑ " if loss > top else ""
+        labels.append((loss, f"{arrow}{printable(name)}: {loss:.3f}", FAINT, ":"))
     labels.sort()
-    heights = spread([(loss - bottom) / (top - bottom) for loss, *_ in labels], GAP)
+    heights = spread([min(1.0, max(0.0, (loss - bottom) / (top - bottom))) for loss, *_ in labels], GAP)
     for height, (loss, text, colour, line) in zip(heights, labels, strict=True):
         own = (loss - bottom) / (top - bottom)
         place: dict[str, Any] = {"transform": axes.transAxes, "color": colour}
-        axes.plot([1.0, 1.02, 1.06], [own, height, height], linestyle=line, linewidth=1.2, clip_on=False, **place)
+        if 0 <= own <= 1:
+            axes.plot([1.0, 1.02, 1.06], [own, height, height], linestyle=line, linewidth=1.2, clip_on=False, **place)
         axes.text(1.07, height, text, fontsize=9, va="center", parse_math=False, **place)  # $ is no formula here
 
 

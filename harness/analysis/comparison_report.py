@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from harness.analysis.against_baseline import BaselineComparison
 from harness.analysis.comparability import Ground, training_ground, validation_ground
-from harness.analysis.curves import AXES, LEAST_POINTS, Axis, Curve, CurveSource, curves_of, losses_of
-from harness.analysis.html_report import Cell, Column, Report
+from harness.analysis.curves import AXES, KIND_WORDS, LEAST_POINTS, Axis, Curve, CurveSource, curves_of, losses_of
+from harness.analysis.html_report import Answer, Cell, Column, Report
 from harness.analysis.quantities import GroundOf
 from harness.analysis.records import RunRecord
 from harness.analysis.replicated_arms import named_arms
 from harness.analysis.runs_table import Cell as TableCell
+from harness.analysis.runs_table import Column as TableColumn
 from harness.analysis.runs_table import RunsTable, is_number
 from harness.analysis.settings import machine_of
+from harness.analysis.table_fits import fit_lines
 from harness.common.messages import abbreviated
 from harness.runs.metrics import Event, TrainEvent, ValidationEvent, read_metrics
 
@@ -21,6 +24,8 @@ KINDS: tuple[tuple[type[Event], GroundOf], ...] = (
     (ValidationEvent, validation_ground),
     (TrainEvent, training_ground),
 )
+# In which order a page has them, before what takes less of a reader's first look.
+LOSSES = ("test_loss", "validation_loss", "best_validation_loss", "bits_per_byte", "train_loss")
 
 
 @dataclass(frozen=True)
@@ -101,35 +106,103 @@ def last_training(events: Sequence[Event]) -> list[Event]:
     return list(events[starts[-1] if starts else 0 :])
 
 
+def chart_note(comparison: BaselineComparison | None, kind: type[Event]) -> str:
+    """Which losses the verdicts are by, where they are not those that are drawn; or nothing."""
+    drawn = f"{KIND_WORDS[kind]} loss"
+    if comparison is None or comparison.loss in ("", drawn):
+        return ""
+    return f"The verdicts are by {comparison.loss}; these curves are of the {drawn}."
+
+
 def report_of(
-    table: RunsTable, verdicts: Sequence[str], references: Mapping[str, float], baseline: str | None = None
+    table: RunsTable,
+    comparison: BaselineComparison | None,
+    references: Mapping[str, float],
+    baseline: str | None = None,
+    made: str = "",
 ) -> Report:
-    """The page of a table, with the curves that can be drawn over each axis. `baseline` is the run that the verdicts
-    are against."""
+    """The page of a table, with the curves that can be drawn over each axis. `baseline` is the run that the comparison
+    is against; `made` says when and by which command the page was made."""
     curves = comparable_curves(table.records, baseline)
     drawn = [(axis, curves.over(axis)[0]) for axis in AXES.values()]
     charts = [(axis, found) for axis, found in drawn if len(found) == len(drawn[0][1]) and found]
-    columns = [Column("run"), *(Column(_heading(each.title, each.unit), each.about) for each in table.columns)]
+    shown, alike = _arranged(table)
     rows = [
-        [Cell(record.name, record.name), *(_cell(column.cells[row]) for column in table.columns)]
+        [Cell(record.name, record.name), *(_cell(column.cells[row]) for column in shown)]
         for row, record in enumerate(table.records)
     ]
     sources = {record.reported.source: None for record in table.records if record.reported}
     return Report(
         title="Comparison of runs",
-        columns=columns,
+        columns=[Column("run"), *(Column(_heading(each.title, each.unit), each.about) for each in shown)],
         rows=rows,
-        verdicts=verdicts,
+        answer=_answer(comparison),
+        below_table=_below(table, alike),
         remarks=[
             *(f"r: reported, or worked out from it, not measured here: {source}" for source in sources),
             *(f"{column.title}: on {column.about}" for column in table.columns if column.about),
             *(problem for record in table.records for problem in record.problems),
+            *_unbroken(fit_lines(table)),
             *curves.over(AXES["steps"])[1],
         ],
         charts=charts,
+        chart_note=chart_note(comparison, curves.kind),
         references=references if charts else {},
         provenance={record.name: _provenance(record) for record in table.records},
+        made=made,
     )
+
+
+def _unbroken(lines: Iterable[str]) -> list[str]:
+    """Lines for a terminal as whole paragraphs: those that are indented go on from the one before."""
+    whole: list[str] = []
+    for line in lines:
+        if whole and line.startswith(" "):
+            whole[-1] += f" {line.strip()}"
+        else:
+            whole.append(line)
+    return whole
+
+
+def _answer(comparison: BaselineComparison | None) -> Answer:
+    if comparison is None:
+        return Answer()
+    notes = [*filter(None, [comparison.closing]), *comparison.notes]
+    if not comparison.verdicts:  # the title says why there are none
+        return Answer([comparison.title], notes=notes)
+    return Answer([verdict.sentence for verdict in comparison.verdicts], comparison.title, notes)
+
+
+def _arranged(table: RunsTable) -> tuple[list[TableColumn], list[TableColumn]]:
+    """The columns as a page has them: what the table is sorted by and the losses first, so that they are seen without
+    scrolling, then what differs, then the rest; and those that say the same of all runs, which are not among them."""
+    alike = [column for column in table.columns if _is_alike(column)]
+    shown = [column for column in table.columns if column not in alike]
+
+    def rank(column: TableColumn) -> tuple[int, int]:
+        quantity = column.key.removeprefix("reported_").partition(":")[0]
+        if quantity in LOSSES or column.title == table.sorted_by:
+            return 0, -1 if column.title == table.sorted_by else LOSSES.index(quantity)
+        return (1, 0) if column.is_setting or column.key == "state" else (2, 0)
+
+    return sorted(shown, key=rank), alike
+
+
+def _is_alike(column: TableColumn) -> bool:
+    """Whether it says the same of two runs or more, and is nothing that came out of them."""
+    first, *others = column.cells
+    is_result = column.lower_is_better is not None
+    return bool(others) and not is_result and first.value is not None and all(cell == first for cell in others)
+
+
+def _below(table: RunsTable, alike: Sequence[TableColumn]) -> list[str]:
+    """What a reader of the table has to know, and what has no column in it."""
+    values = [f"{_heading(column.title, column.unit)}: {_cell(column.cells[0]).text}" for column in alike]
+    return [
+        f"Sorted by {table.sorted_by}." * bool(table.sorted_by and len(table.records) > 1),
+        f"The same for all runs: {'; '.join(values)}." * bool(values),
+        f"No run has: {', '.join(table.absent)}." * bool(table.absent),
+    ]
 
 
 def _heading(title: str, unit: str) -> str:

@@ -13,7 +13,12 @@ LEAST_POINTS = 2
 # The losses of the first part of an axis are near ln(vocabulary), and would squeeze the rest into the lower edge.
 WARM_PART = 0.2
 HEADROOM = 0.06
+CUT_RATIO = 2.0  # times the losses after that part: if the whole curves take no more height, nothing is cut off
+REACH = 1.0  # times the curves' range: a reference further off would leave most of a picture empty, and is only named
+LEAST_REACH = 0.1  # nats
+MOST_MARKERS = 12  # along a curve
 LARGEST_LOSS = 1e6  # nats per token: beyond it a run has diverged, which is left out as a loss that is not finite is
+PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 KIND_WORDS: Mapping[type[Event], str] = {ValidationEvent: "validation", TrainEvent: "training"}
 
 
@@ -23,6 +28,23 @@ class Axis:
 
     name: str
     label: str  # with its unit
+    is_counted: bool = True  # in numbers that may take a prefix such as M; hours and dollars may not
+
+    def number(self, value: float) -> str:
+        """A tick's label: 1.2M tokens, but 0.05 hours."""
+        return number_text(value) if self.is_counted else plain_number(value)
+
+
+def number_text(value: float) -> str:
+    """A count, with a prefix where it is large: 1.2M."""
+    size, prefix = next(((size, prefix) for size, prefix in PREFIXES if abs(value) >= size), (1.0, ""))
+    return f"{value / size:.4g}{prefix}"
+
+
+def plain_number(value: float) -> str:
+    """Without prefix and power of ten: 0.0005, or 1,250."""
+    text = f"{value:,.10f}".rstrip("0").rstrip(".")
+    return "0" if text == "-0" else text
 
 
 AXES = {
@@ -30,11 +52,12 @@ AXES = {
     for axis in (
         Axis("steps", "global steps"),
         Axis("tokens", "tokens seen"),
-        Axis("hours", "hours"),
-        Axis("dollars", "US dollars"),
+        Axis("hours", "hours", is_counted=False),
+        Axis("dollars", "US dollars", is_counted=False),
         Axis("flops", "FLOPs of training"),
     )
 }
+DEFAULT_AXIS = "tokens"
 
 
 @dataclass(frozen=True)
@@ -155,8 +178,32 @@ def curves_of(
 
 
 def shown_range(curves: Sequence[Curve], references: Mapping[str, float]) -> tuple[float, float]:
-    """The lowest and the highest loss to show: of all but the first, steep part of each curve."""
+    """The lowest and the highest loss to show: of the whole curves, or, where their first, steep part would take more
+    than half of the height, of the rest; and of the references that are near."""
     settled = [y for curve in curves for x, y in zip(curve.x, curve.y, strict=True) if x >= WARM_PART * curve.x[-1]]
-    shown = [*settled, *(low for curve in curves for low in curve.low[-1:]), *references.values()]
-    room = HEADROOM * (max(shown) - min(shown)) or HEADROOM * max(shown)
+    settled += [low for curve in curves for low in curve.low[-1:]]
+    whole = [*settled, *(y for curve in curves for y in curve.y)]
+    shown = whole if _extent(whole) <= CUT_RATIO * _extent(settled) else settled
+    reach = max(REACH * _extent(shown), LEAST_REACH)
+    near = [loss for loss in references.values() if min(shown) - reach <= loss <= max(shown) + reach]
+    shown = [*shown, *near]
+    room = HEADROOM * _extent(shown) or HEADROOM * max(shown)
     return min(shown) - room, max(shown) + room
+
+
+def _extent(losses: Sequence[float]) -> float:
+    return max(losses) - min(losses)
+
+
+def cut_note(curves: Sequence[Curve], top: float) -> str:
+    """What to write above a picture that ends at the loss `top`; nothing if no curve is cut off there."""
+    highest = max(y for curve in curves for y in curve.y)
+    return f"↑ cut off here: the first losses go up to {highest:.2f}" if highest > top else ""
+
+
+def marked_points(curve: Curve, shown: tuple[float, float]) -> list[tuple[float, float]]:
+    """The points to mark, as (x, loss): evenly spaced ones and the last, as far as they lie in the range of losses that
+    is shown."""
+    every = max(1, len(curve.x) // MOST_MARKERS)
+    chosen = sorted({*range(0, len(curve.x), every), len(curve.x) - 1})
+    return [(curve.x[at], curve.y[at]) for at in chosen if shown[0] <= curve.y[at] <= shown[1]]

@@ -21,6 +21,12 @@ function compare(one, other, descending) {
   return descending ? -order : order;
 }
 
+// Says that the table is wider than the window where it is.
+const wide = document.querySelector(".wide"), more = document.querySelector("#more");
+const tell = () => { more.hidden = wide.scrollWidth <= wide.clientWidth; };
+addEventListener("resize", tell);
+tell();
+
 // Shows the curves whose boxes are ticked, in every chart.
 for (const box of document.querySelectorAll("input[data-curve]")) {
   box.addEventListener("change", () => {

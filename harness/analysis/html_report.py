@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness.analysis.curves import Axis, Curve
+from harness.analysis.curves import DEFAULT_AXIS, Axis, Curve
 from harness.analysis.line_drawing import LineDrawing, escaped, swatch
 from harness.common.errors import RunError
 from harness.common.files import replace_text
@@ -36,18 +36,30 @@ class Column:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """Which was better: `verdicts` stand out, `about` says what they are by, `notes` what they rest on."""
+
+    verdicts: Sequence[str] = ()
+    about: str = ""
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
 class Report:
     """All that a page shows. `rows` have a cell for each column; the first names the run. `charts` has for each axis
-    the same curves; `provenance` a few lines on each run."""
+    the same curves; `provenance` a few lines on each run; `made` says when and how the page was."""
 
     title: str
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
-    verdicts: Sequence[str] = ()
+    answer: Answer = Answer()
+    below_table: Sequence[str] = ()
     remarks: Sequence[str] = ()  # why cells are empty, and what was left out
     charts: Sequence[tuple[Axis, Sequence[Curve]]] = ()
+    chart_note: str = ""
     references: Mapping[str, float] = field(default_factory=dict)
     provenance: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    made: str = ""
 
 
 def write_report(path: Path, report: Report) -> None:
@@ -63,11 +75,12 @@ def render(report: Report) -> str:
     title = escaped(report.title)
     body = [
         f"<h1>{title}</h1>",
-        _list("Which was better", report.verdicts),
+        _answer(report.answer),
         _table(report),
         _list("Remarks", report.remarks),
         _charts(report),
         _provenance(report.provenance),
+        _paragraphs("note", [report.made]),
     ]
     return "\n".join(
         [
@@ -84,6 +97,18 @@ def render(report: Report) -> str:
             "",
         ]
     )
+
+
+def _answer(answer: Answer) -> str:
+    if not answer.verdicts:
+        return ""
+    verdicts = _paragraphs("verdict", answer.verdicts)
+    return f"<h2>Which was better</h2>{_paragraphs('', [answer.about])}{verdicts}{_paragraphs('note', answer.notes)}"
+
+
+def _paragraphs(kind: str, lines: Sequence[str]) -> str:
+    """Those that say something, of a class that the style sheet knows."""
+    return "".join(f'<p class="{kind}">{escaped(line)}</p>' for line in lines if line)
 
 
 def _list(heading: str, lines: Sequence[str]) -> str:
@@ -104,8 +129,11 @@ def _table(report: Report) -> str:
     rows = "".join(
         f"<tr>{''.join(_cell(cell, kind) for cell, kind in zip(row, kinds, strict=True))}</tr>" for row in report.rows
     )
+    table = f"<table><thead><tr>{headings}</tr></thead><tbody>{rows}</tbody></table>"
     return (
-        f'<h2>Runs</h2><div class="wide"><table><thead><tr>{headings}</tr></thead><tbody>{rows}</tbody></table></div>'
+        f'<h2>Runs</h2><div class="wide" tabindex="0" role="region" aria-label="Runs">{table}</div>'
+        '<p class="note" id="more" hidden>The table goes on to the right: scroll it sideways.</p>'
+        f"{_paragraphs('note', report.below_table)}"
     )
 
 
@@ -118,20 +146,23 @@ def _cell(cell: Cell, kind: str) -> str:
 def _charts(report: Report) -> str:
     if not report.charts:
         return ""
+    names = [axis.name for axis, _ in report.charts]
+    first = DEFAULT_AXIS if DEFAULT_AXIS in names else names[0]
     choices = "".join(
-        f'<label><input type="radio" name="axis" value="{axis.name}"{" checked" * (not number)}> {axis.label}</label>'
-        for number, (axis, _) in enumerate(report.charts)
+        f'<label><input type="radio" name="axis" value="{axis.name}"{" checked" * (axis.name == first)}> '
+        f"{axis.label}</label>"
+        for axis, _ in report.charts
     )
     drawings = "".join(
-        f'<figure data-axis="{axis.name}"{" hidden" * bool(number)}>'
+        f'<figure data-axis="{axis.name}"{" hidden" * (axis.name != first)}>'
         f"{LineDrawing(axis, curves, report.references).svg()}</figure>"
-        for number, (axis, curves) in enumerate(report.charts)
+        for axis, curves in report.charts
     )
     legend = "".join(_legend(curve, number) for number, curve in enumerate(report.charts[0][1]))
-    named = ", ".join(f"{escaped(name)} {loss:.3f}" for name, loss in report.references.items())
-    lines = f"<p>Dotted across: {named}.</p>" if named else ""
+    named = ", ".join(f"{name} {loss:.3f}" for name, loss in report.references.items())
+    lines = _paragraphs("note", [f"Dotted across, where the curves come near it: {named}." * bool(named)])
     return (
-        f"<h2>{_losses(report)}</h2>"
+        f"<h2>{_losses(report)}</h2>{_paragraphs('note', [report.chart_note])}"
         f'<form class="choices" aria-label="What losses are drawn over">{choices}</form>{drawings}'
         f'<form class="legend" aria-label="Which curves are drawn">{legend}</form>{lines}'
     )

@@ -7,21 +7,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from harness.analysis.curves import Axis, Curve, loss_title, shown_range
+from harness.analysis.curves import Axis, Curve, cut_note, loss_title, marked_points, shown_range
 from harness.common.errors import printable
 
 WIDTH, HEIGHT = 720, 400
-LEFT, RIGHT, TOP, BOTTOM = 88, 12, 12, 56
+LEFT, RIGHT, TOP, BOTTOM = 88, 12, 32, 56
 TITLE = 20  # of the losses' axis: how far from the left edge its line of text stands
 TICKS = 5
 SHADES, DASHES = 3, ("", "9 4", "9 3 2 3", "2 3")  # as in charts.py: twelve that differ without colour, too
-PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-
-
-def number_text(value: float) -> str:
-    """A tick's label: 1.2M."""
-    size, prefix = next(((size, prefix) for size, prefix in PREFIXES if abs(value) >= size), (1.0, ""))
-    return f"{value / size:.3g}{prefix}"
+MARKER = 3  # the radius of a point on a curve
 
 
 def ticks(low: float, high: float) -> list[float]:
@@ -53,7 +47,7 @@ def escaped(text: str) -> str:
 
 @dataclass(frozen=True)
 class LineDrawing:
-    """Curves over an axis, with a line across for each reference loss."""
+    """Curves over an axis, with a line across for each reference loss that is near them."""
 
     axis: Axis
     curves: Sequence[Curve]
@@ -65,7 +59,9 @@ class LineDrawing:
         right = max(curve.x[-1] for curve in self.curves)
         parts = [self._grid(low, high, right)]
         parts += [self._curve(number, curve, (low, high), right) for number, curve in enumerate(self.curves)]
-        parts += [self._reference(name, loss, (low, high)) for name, loss in self.references.items()]
+        parts += [
+            self._reference(name, loss, (low, high)) for name, loss in self.references.items() if low <= loss <= high
+        ]
         title = html.escape(f"{self._losses} over {self.axis.label}")
         frame = f"M{LEFT} {TOP}H{WIDTH - RIGHT}V{HEIGHT - BOTTOM}H{LEFT}Z"
         clip = f'<clipPath id="frame-{self.axis.name}"><path d="{frame}"/></clipPath>'
@@ -91,9 +87,9 @@ class LineDrawing:
             lines.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
             lines.append(f'<text class="up" x="{LEFT - 8}" y="{y:.1f}">{loss:.4g}</text>')
         for value in ticks(0, right):
-            lines.append(
-                f'<text class="along" x="{self._x(value, right):.1f}" y="{base + 20}">{number_text(value)}</text>'
-            )
+            x, number = self._x(value, right), self.axis.number(value)
+            lines.append(f'<text class="along" x="{x:.1f}" y="{base + 20}">{number}</text>')
+        lines.append(f'<text x="{LEFT}" y="{TOP - 10}">{cut_note(self.curves, high)}</text>')
         lines.append(f'<text class="along" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}">{self.axis.label}</text>')
         turned = f'transform="translate({TITLE} {(TOP + base) / 2}) rotate(-90)"'
         lines.append(f'<text class="along" {turned}>{html.escape(self._losses)}</text>')
@@ -110,7 +106,13 @@ class LineDrawing:
             band = f'<path class="band shade{number % SHADES}" d="{around}"/>'
         title = f"<title>{escaped(curve.label)}: {curve.y[-1]:.3f}</title>"
         line = f'<path {stroke(number)} d="M{path(curve.y, curve.x)}"/>'
-        return f'<g data-curve="{number}" clip-path="url(#frame-{self.axis.name})">{title}{band}{line}</g>'
+        clipped = f'<g clip-path="url(#frame-{self.axis.name})">{band}{line}</g>'
+        dots = "".join(  # not clipped: those at the edge are whole
+            f'<circle class="dot shade{number % SHADES}" r="{MARKER}" '
+            f'cx="{self._x(x, right):.1f}" cy="{self._y(loss, shown):.1f}"/>'
+            for x, loss in marked_points(curve, shown)
+        )
+        return f'<g data-curve="{number}">{title}{clipped}{dots}</g>'
 
     def _reference(self, name: str, loss: float, shown: tuple[float, float]) -> str:
         y = self._y(loss, shown)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from harness.analysis.comparison_report import comparable_curves, last_training, report_of
+from harness.analysis.against_baseline import BaselineComparison, compare_with
+from harness.analysis.comparison_report import chart_note, comparable_curves, last_training, report_of
 from harness.analysis.curves import AXES
 from harness.analysis.html_report import render
 from harness.analysis.records import RunRecord
 from harness.analysis.runs_table import RunsTable
-from harness.runs.metrics import read_metrics
+from harness.runs.directory import RunDirectory
+from harness.runs.metrics import TrainEvent, ValidationEvent, read_metrics
 from tests.support.compared_runs import DATASET, LATEST, RunFolder
+from tests.support.isolation import SHIPPED_RUNS
 
 
 def records(*runs: RunFolder) -> list[RunRecord]:
@@ -42,7 +47,7 @@ def test_the_baselines_curve_is_called_as_in_the_verdicts(tmp_path: Path) -> Non
     runs = records(trained(tmp_path, "one", 1), trained(tmp_path, "two", 2), trained(tmp_path, "b", 1, 0.002))
     curves, _ = comparable_curves(runs, "two").over(AXES["tokens"])
     assert sorted((curve.label, curve.runs) for curve in curves) == [("b", 1), ("two and others", 2)]
-    report = report_of(RunsTable.of(runs), [], {}, "two")
+    report = report_of(RunsTable.of(runs), None, {}, "two")
     assert "two and others" in {curve.label for curve in report.charts[0][1]}
 
 
@@ -94,7 +99,7 @@ def test_chart_and_page_say_which_losses_they_show(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Axes, "set_ylabel", lambda _self, text: said.append(text))
     for run, kind in ((trained(tmp_path, "a", 1), "validation"), (without, "training")):
         table = RunsTable.of(records(run))
-        page = render(report_of(table, [], {}))
+        page = render(report_of(table, None, {}))
         assert f"<h2>{kind.capitalize()} loss</h2>" in page
         for axis in ("steps", "hours"):
             assert f'aria-label="{kind.capitalize()} loss (nats per token) over {AXES[axis].label}"' in page
@@ -119,16 +124,89 @@ def test_of_metrics_that_begin_again_the_last_training_counts(tmp_path: Path) ->
 def test_the_page_has_the_table_its_reasons_and_the_curves(tmp_path: Path) -> None:
     measured, other = trained(tmp_path, "first", 1).test_loss(2.5), trained(tmp_path, "second", 1, 0.002)
     table = RunsTable.of(records(measured, other, RunFolder(tmp_path, "third")))
-    report = report_of(table, ["a verdict"], {"GPT-2 small": 3.5})
+    report = report_of(table, BaselineComparison("no verdict, and why"), {"GPT-2 small": 3.5}, made="Made today")
     assert [axis.name for axis, _ in report.charts] == list(AXES), "prices are known: dollars, too"
     page = render(report)
-    for text in ("first", "second", "third", "2.500", "not measured by test_loss.py", "a verdict", "GPT-2 small 3.500"):
+    for text in ("first", "second", "third", "2.500", "not measured by test_loss.py", "GPT-2 small 3.500"):
         assert text in page
+    assert '<p class="verdict">no verdict, and why</p>' in page
+    assert '<p class="note">Made today</p>' in page
     headings = [column.heading for column in report.columns]
     assert headings[0] == "run"
     row = dict(zip(headings, report.rows[0], strict=True))
     assert row["test loss, nats/token"].value == 2.5
     assert row["learning_rate"].value == 0.001
+
+
+def test_the_page_begins_with_the_losses_and_what_differs(tmp_path: Path) -> None:
+    runs = [trained(tmp_path, "a", 1).test_loss(2.5), trained(tmp_path, "b", 1, 0.002).test_loss(2.4)]
+    table = RunsTable.of(records(*runs)).sorted(None)
+    report = report_of(table, compare_with("a", table.records), {})
+    headings = [column.heading for column in report.columns]
+    losses = [at for at, heading in enumerate(headings) if "loss" in heading or heading == "bits per byte"]
+    assert headings[:2] == ["run", "test loss, nats/token"], "what it is sorted by"
+    assert losses == list(range(1, len(losses) + 1))
+    assert headings[losses[-1] + 1] == "learning_rate"
+    [sorted_by, same, absent] = report.below_table
+    assert sorted_by == "Sorted by test loss."
+    assert "global batch, sequences: " in same
+    assert not any("global batch" in heading or "parameters" in heading for heading in headings)
+    assert absent.startswith("No run has: ")
+    assert report.answer.about.startswith("Against a (1 run), by test loss on")
+    assert len(report.answer.verdicts) == 1
+    assert report.answer.verdicts[0].startswith("b against a: cannot be told")
+    assert report.chart_note == "The verdicts are by test loss; these curves are of the validation loss."
+
+
+def test_a_fit_is_one_remark(tmp_path: Path) -> None:
+    for name in ("8xa100m40", "8xh100m80", "8xb200m160"):
+        shutil.copytree(SHIPPED_RUNS / name, tmp_path / name)
+    shipped = [RunRecord.read(RunDirectory(path)) for path in tmp_path.iterdir()]
+    remarks = report_of(RunsTable.of(shipped), None, {}).remarks
+    assert len([text for text in remarks if text.startswith("Memory over the microbatch: ")]) == 1
+    assert not any(text.startswith((" ", "(")) for text in remarks)
+
+
+def test_a_single_run_has_all_its_columns(tmp_path: Path) -> None:
+    report = report_of(RunsTable.of(records(trained(tmp_path, "a", 1))).sorted(None), None, {})
+    assert "parameters" in [column.heading for column in report.columns]
+    assert not any(line.startswith(("The same", "Sorted")) for line in report.below_table)
+
+
+def test_a_chart_says_which_losses_verdicts_are_by_where_it_shows_others(tmp_path: Path) -> None:
+    by_validation = compare_with("a", records(trained(tmp_path, "a", 1), trained(tmp_path, "b", 1, 0.002)))
+    assert chart_note(by_validation, ValidationEvent) == ""
+    assert chart_note(by_validation, TrainEvent) == (
+        "The verdicts are by validation loss; these curves are of the training loss."
+    )
+    assert chart_note(None, ValidationEvent) == chart_note(BaselineComparison("nothing"), ValidationEvent) == ""
+
+
+def test_the_picture_has_its_signs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written, where the top is cut and a reference is far off; every marker is whole, the ticks are plain."""
+    import matplotlib.pyplot as plt  # here, since every process that runs tests loads this file
+    from matplotlib.figure import Figure
+
+    from harness.analysis.charts import draw_curves
+    from harness.analysis.curves import Curve
+
+    figures: list[Figure] = []
+    monkeypatch.setattr(plt, "close", figures.append)
+    curve = Curve("a", [0, 0.02, 0.05], [11.0, 4.0, 3.0])
+    draw_curves([curve], AXES["hours"], tmp_path / "c.png", {"far": 1.0}, "a note")
+    monkeypatch.undo()
+    [figure] = figures
+    axes = figure.axes[0]
+    assert {"↑ cut off here: the first losses go up to 11.00", "↓ far: 1.000"} <= {
+        each.get_text() for each in axes.texts
+    }
+    assert [each.get_text() for each in figure.texts] == ["a note"]
+    assert [label.get_text() for label in axes.get_xticklabels()][:3] == ["0", "0.01", "0.02"]
+    markers = [line for line in axes.lines if line.get_marker() == "o"]
+    places = [np.concatenate([line.get_xdata(), line.get_ydata()]).tolist() for line in markers]
+    assert places == [[0.02, 4.0], [0.05, 3.0]]
+    assert not any(line.get_clip_on() for line in markers)
+    plt.close(figure)
 
 
 def test_a_byte_that_is_no_text_costs_one_line_of_the_curve(tmp_path: Path) -> None:

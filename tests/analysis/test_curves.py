@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.analysis.curves import AXES, Curve, CurveSource, choose_axis, curves_of, loss_title, shown_range
+from harness.analysis.curves import (
+    AXES,
+    Curve,
+    CurveSource,
+    choose_axis,
+    curves_of,
+    cut_note,
+    loss_title,
+    marked_points,
+    shown_range,
+)
 from harness.common.errors import UserError
 from harness.runs.metrics import Event, TrainEvent, ValidationEvent
 
@@ -105,6 +115,44 @@ def test_the_steep_beginning_is_cut_off() -> None:
     low, high = shown_range([curve], {"a reference": 2.0})
     assert 1.8 < low < 2.0
     assert 4.0 < high < 4.2
+    assert cut_note([curve], high) == "↑ cut off here: the first losses go up to 11.00"
+
+
+def test_a_beginning_that_leaves_the_rest_half_of_the_height_is_shown() -> None:
+    curve = Curve("a", [0, 1, 50, 100], [4.9, 4.5, 4.0, 3.0])
+    low, high = shown_range([curve], {})
+    assert low < 3.0
+    assert high > 4.9
+    assert cut_note([curve], high) == ""
+
+
+def test_a_reference_that_is_far_off_does_not_squeeze_the_curves() -> None:
+    curve = Curve("a", [0, 50, 100], [5.0, 4.5, 4.0])
+    assert shown_range([curve], {"far": 2.0, "farther": 9.0}) == shown_range([curve], {})
+    low, high = shown_range([curve], {"near": 3.2, "far": 2.0})
+    assert 2.0 < low < 3.2
+    assert high > 5.0
+
+
+def test_the_last_point_is_marked_and_none_beyond_the_picture() -> None:
+    curve = Curve("a", [float(at) for at in range(30)], [30.0 - at for at in range(30)])
+    marked = marked_points(curve, (0.0, 28.5))
+    assert marked[0] == (2.0, 28.0), "every second; the first lies above the picture"
+    assert marked[-1] == (29.0, 1.0)
+    assert all(curve.y[int(x)] == loss <= 28.5 for x, loss in marked)
+
+
+@pytest.mark.parametrize(
+    ("axis", "texts"),
+    [
+        ("hours", ["0", "0.01", "0.3", "1,250"]),
+        ("dollars", ["0", "0.01", "0.3", "1,250"]),
+        ("tokens", ["0", "0.01", "0.3", "1.25k"]),
+    ],
+)
+def test_hours_and_dollars_are_plain_numbers(axis: str, texts: list[str]) -> None:
+    assert [AXES[axis].number(value) for value in (0, 0.01, 0.1 + 0.2, 1250)] == texts
+    assert AXES["dollars"].number(2e-05) == "0.00002"
 
 
 @settings(deadline=None)  # it loads matplotlib

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.analysis.curves import AXES, Curve
-from harness.analysis.html_report import Cell, Column, Report, render, write_report
-from harness.analysis.line_drawing import number_text, ticks
+from harness.analysis.curves import AXES, Curve, number_text
+from harness.analysis.html_report import Answer, Cell, Column, Report, render, write_report
+from harness.analysis.line_drawing import LineDrawing, ticks
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BROWSER = next((found for name in BROWSERS if (found := shutil.which(name))), None)
@@ -30,11 +30,14 @@ REPORT = Report(
         [Cell("<slow>", "<slow>"), Cell("9.5", 9.5)],
         [Cell("none", "none"), Cell("–", None, "no result")],
     ],
-    verdicts=["fast is better than <slow>"],
+    answer=Answer(["fast is better than <slow>"], "Against <slow>, by test loss:", ["by <two> seeds"]),
+    below_table=["Sorted by loss."],
     remarks=["none: no result"],
-    charts=[(AXES["tokens"], CURVES), (AXES["hours"], CURVES)],
+    charts=[(AXES["steps"], CURVES), (AXES["tokens"], CURVES), (AXES["hours"], CURVES)],
+    chart_note="The verdicts are by test loss.",
     references={"a reference": 3.5},
     provenance={"fast": ["torch 2.15.0"]},
+    made="Made today by: compare_runs.py '<a>'",
 )
 
 
@@ -43,6 +46,41 @@ def test_names_of_runs_are_text() -> None:
     assert "<slow>" not in page
     assert page.count("&lt;slow&gt;") >= 4
     assert "<h1>Two &amp; more</h1>" in page
+
+
+def test_the_verdict_stands_out_and_the_rest_in_its_place() -> None:
+    page = render(REPORT)
+    parts = [
+        '<p class="">Against &lt;slow&gt;, by test loss:</p>',
+        '<p class="verdict">fast is better than &lt;slow&gt;</p>',
+        '<p class="note">by &lt;two&gt; seeds</p>',
+        "<table>",
+        '<p class="note">Sorted by loss.</p>',
+        '<p class="note">The verdicts are by test loss.</p>',
+        '<p class="note">Made today by: compare_runs.py &#x27;&lt;a&gt;&#x27;</p>',
+    ]
+    places = [page.index(part) for part in parts]
+    assert places == sorted(places)
+
+
+def test_tokens_are_the_axis_at_first() -> None:
+    assert re.findall('value="([a-z]*)" checked', render(REPORT)) == ["tokens"]
+    assert re.findall('<figure data-axis="([a-z]*)">', render(REPORT)) == ["tokens"]
+    hours_only = Report("t", REPORT.columns, REPORT.rows, charts=[(AXES["hours"], CURVES)])
+    assert re.findall('value="([a-z]*)" checked', render(hours_only)) == ["hours"]
+
+
+def test_a_drawing_marks_its_points_whole_and_says_where_it_is_cut() -> None:
+    steep = [Curve("a", [0, 50, 100], [11.0, 4.0, 3.0])]
+    drawing = LineDrawing(AXES["dollars"], steep, {"near": 3.5, "far": 1.0}).svg()
+    assert drawing.count("<circle") == 2, "the first lies above"
+    assert ">↑ cut off here: the first losses go up to 11.00</text>" in drawing
+    assert re.search(r"</g><circle[^>]*/><circle[^>]*/></g>", drawing), "not within what is clipped"
+    assert "near: 3.500" in drawing
+    assert "far: 1.000" not in drawing
+    whole = LineDrawing(AXES["dollars"], [Curve("a", [0, 50, 100], [4.0, 3.5, 3.0])], {}).svg()
+    assert whole.count("<circle") == 3
+    assert "cut off" not in whole
 
 
 def test_it_needs_nothing_else() -> None:
@@ -92,7 +130,7 @@ ORDER = "[...document.querySelectorAll('tbody tr')].map((row) => row.cells[0].te
 @pytest.mark.skipif(BROWSER is None, reason="no browser on this machine")
 def test_in_a_browser(tmp_path: Path) -> None:
     """Sorting by number and by name, both ways, choosing curves and the axis; at a telephone's width nothing but the
-    table is wider than the window."""
+    table is wider than the window, and if the table is, that is said."""
     script = f"""
         const said = [], order = () => {ORDER}, heading = (at) => document.querySelectorAll('th button')[at];
         for (const at of [1, 1, 0]) {{ heading(at).click(); said.push(order()); }}
@@ -104,6 +142,9 @@ def test_in_a_browser(tmp_path: Path) -> None:
         said.push(shown());
         document.querySelector('input[value=hours]').click(); said.push(shown());
         said.push(document.documentElement.scrollWidth <= window.innerWidth);
+        said.push(document.querySelector('#more').hidden);
+        document.querySelector('table').style.width = '900px'; window.dispatchEvent(new Event('resize'));
+        said.push(document.querySelector('#more').hidden);
         return said.join('; ');
     """
     said = in_browser(render(REPORT), script, tmp_path, "--window-size=500,900").split("; ")
@@ -111,11 +152,13 @@ def test_in_a_browser(tmp_path: Path) -> None:
         "<slow> fast none",
         "fast <slow> none",
         "<slow> fast none",
-        "none,none",
-        "[,]",
-        "false,true",
-        "true,false",
+        "none,none,none",
+        "[,,]",
+        "true,false,true",
+        "true,true,false",
         "true",
+        "true",
+        "false",
     ]
 
 
