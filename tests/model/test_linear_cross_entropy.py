@@ -26,7 +26,7 @@ from harness.model.cross_entropy import (
     token_cross_entropies,
     training_losses,
 )
-from harness.model.logit_errors import Terms, eager_kernel, fused_kernel
+from harness.model.logit_errors import PLAIN, Terms, eager_kernel, fused_kernel
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -433,7 +433,7 @@ def test_machine_code_of_the_kernel_computes_the_same() -> None:
     with torch._inductor.config.patch({"cpp.vec_isa_ok": False, "compile_threads": 1}):
         for kernel in (eager_kernel, logit_errors._compiled_kernel):
             errors, losses = logits.clone(), torch.empty(130)
-            kernel(errors, targets, losses, 257, True)
+            kernel(errors, targets, losses, 257, True, PLAIN)
             found += [errors, losses]
     torch._dynamo.reset()
     torch.testing.assert_close(found[2:], found[:2], rtol=1e-5, atol=2e-6)
