@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from harness.common.options import Command
 if TYPE_CHECKING:
     from harness.analysis.against_baseline import BaselineComparison
     from harness.analysis.compare_options import ChosenRuns, CompareOptions
+    from harness.analysis.records import RunRecord
     from harness.analysis.runs_table import RunsTable
 
 PATH = click.Path(path_type=Path)
@@ -58,7 +59,7 @@ def main(runs: tuple[str, ...], **options: Any) -> None:
         if asked.html is not None:
             _write_page(asked.html, table, comparison, asked)
         if asked.chart is not None:
-            _draw_chart(asked.chart, table, asked)
+            _draw_chart(asked.chart, [*table.records, *chosen.left_out], asked)
 
 
 def _compare(table: RunsTable, chosen: ChosenRuns) -> BaselineComparison | None:
@@ -74,7 +75,7 @@ def _left_out(chosen: ChosenRuns) -> Iterator[str]:
 
     if chosen.left_out:
         names = abbreviated([record.name for record in chosen.left_out])
-        yield from paragraph(f"Never trained, and not shown unless they are named: {names}")
+        yield from paragraph(f"never trained, and not shown unless they are named: {names}")
 
 
 def _lines(table: RunsTable, comparison: BaselineComparison | None) -> Iterator[str]:
@@ -118,7 +119,7 @@ def _write_page(path: Path, table: RunsTable, comparison: BaselineComparison | N
     click.echo(f"Wrote {path}", err=True)
 
 
-def _draw_chart(path: Path, table: RunsTable, asked: CompareOptions) -> None:
+def _draw_chart(path: Path, records: Sequence[RunRecord], asked: CompareOptions) -> None:
     """Raises UserError if nothing can be drawn."""
     from harness.analysis.comparison_report import comparable_curves
     from harness.analysis.curves import choose_axis
@@ -127,7 +128,7 @@ def _draw_chart(path: Path, table: RunsTable, asked: CompareOptions) -> None:
     from harness.common.messages import abbreviated
 
     axis = choose_axis(asked.over)
-    curves, problems = comparable_curves(table.records, asked.baseline_name()).over(axis)
+    curves, problems = comparable_curves(records, asked.baseline_name()).over(axis)
     if not curves:
         raise UserError(f"--chart: nothing to draw: {abbreviated(problems, most=3, separator='; ')}")
     from harness.analysis.charts import draw_curves

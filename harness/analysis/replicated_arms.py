@@ -77,13 +77,14 @@ def _asked_of(record: RunRecord) -> RunSetup:
 
 
 def arm_of_name(records: Sequence[RunRecord], name: str) -> tuple[str, ...]:
-    """The runs of the arm that a comparison of these runs calls by that name; none if there is no such arm."""
-    # An arm may be called after the run that the comparison was asked for.
+    """The runs of the arm that a comparison of these runs calls by that name, first the one that it may be called
+    after; none if there is no such arm."""
+    # A baseline's arm may be called after the run that was asked for.
     leads = [record.name for record in records if record.summary is not None and name.startswith(record.name)]
     for lead in (None, *leads):
         found = named_arms(records, lead).runs.get(name)
         if found:
-            return found
+            return tuple(sorted(found, key=lambda run: run != lead))
     return ()
 
 
