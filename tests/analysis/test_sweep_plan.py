@@ -87,6 +87,17 @@ def test_the_summary_of_another_training_finishes_nothing(shop: Workshop, change
     assert plan(shop, **keys).finished == 0
 
 
+def test_the_summary_of_an_earlier_version_that_had_fewer_keys_finishes_a_run(shop: Workshop) -> None:
+    keys: dict[str, Any] = {"vary": {"random_seed": [1]}}
+    (run,) = load(shop, **keys).runs
+    write_runs([run])
+    model = run.model_config.model_dump(mode="json")
+    add_summary(run, model={key: model[key] for key in model if key not in ("logit_softcap", "linear_bias")})
+    assert plan(shop, **keys).finished == 1
+    add_summary(run, model={"emb_dim": "wide"})
+    assert plan(shop, **keys).finished == 0
+
+
 def test_runs_whose_speed_is_not_known_are_named_and_not_counted(shop: Workshop) -> None:
     keys: dict[str, Any] = {"together": [{}, {"emb_dim": 32}]}
     base = load(shop, **keys).runs[0]
