@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,8 @@ from harness.common.options import Command
 
 if TYPE_CHECKING:
     from harness.analysis.against_baseline import BaselineComparison
-    from harness.analysis.compare_options import CompareOptions
+    from harness.analysis.compare_options import ChosenRuns, CompareOptions
+    from harness.analysis.records import RunRecord
     from harness.analysis.runs_table import RunsTable
 
 PATH = click.Path(path_type=Path)
@@ -26,7 +27,7 @@ PATH = click.Path(path_type=Path)
 @click.command(cls=Command)
 @click.argument("runs", nargs=-1, metavar="[RUN]...")
 @click.option("--runs-dir", type=PATH, default=Path("runs"), show_default=True)
-@click.option("--baseline", metavar="RUN", help="Say of every other run whether it is better, and how sure that is.")
+@click.option("--baseline", metavar="RUN", help="Or its arm: is any other run better, and how sure is that?")
 @click.option("--sort", metavar="KEY", help="A column, as --json names it, or name. Default: the best loss first.")
 @click.option("--machines", is_flag=True, help="What each RUN would take and cost on other machines.")
 @click.option("--prices", type=PATH, help="With --machines: your list of them, like harness/analysis/machines.json.")
@@ -36,37 +37,48 @@ PATH = click.Path(path_type=Path)
 @click.option("--reference", multiple=True, metavar="LABEL=LOSS", help="A line across the chart and the page's.")
 @click.option("--json", "as_json", is_flag=True, help="Everything as JSON.")
 def main(runs: tuple[str, ...], **options: Any) -> None:
-    """Compare RUNs, names of folders in --runs-dir, patterns like 'lr-*', or paths; without one, all there are.
+    """Compare RUNs, names of folders in --runs-dir, patterns like 'lr-*', or paths; without one, all that were trained.
 
     A table with a row for each: what was asked of it as far as it differs, what came out, and what it cost. Unlike
     things never stand in one column.
     """
     with one_line_errors():
         from harness.analysis.compare_options import CompareOptions
-        from harness.analysis.records import read_records
         from harness.analysis.runs_table import RunsTable
 
         asked = CompareOptions(**options)
         asked.check(runs)
-        records = read_records(asked.runs_dir, (*runs, asked.baseline) if runs and asked.baseline else runs)
-        table = RunsTable.of(records).sorted(asked.sort)
-        comparison = _compare(table, asked)
+        chosen = asked.choose_runs(runs)
+        asked = chosen.asked
+        table = RunsTable.of(chosen.records).sorted(asked.sort)
+        comparison = _compare(table, chosen)
         for line in _json_lines(table, comparison) if asked.as_json else _lines(table, comparison):
             click.echo(line)
         if asked.machines:
             for line in _elsewhere(runs, asked):
                 click.echo(line)
+        for line in _left_out(chosen):
+            click.echo(line, err=asked.as_json)
         if asked.html is not None:
             _write_page(asked.html, table, comparison, asked)
         if asked.chart is not None:
-            _draw_chart(asked.chart, table, comparison, asked)
+            _draw_chart(asked.chart, [*table.records, *chosen.left_out], comparison, asked)
 
 
-def _compare(table: RunsTable, asked: CompareOptions) -> BaselineComparison | None:
+def _compare(table: RunsTable, chosen: ChosenRuns) -> BaselineComparison | None:
     from harness.analysis.against_baseline import compare_with
 
-    baseline = asked.baseline_name()
-    return None if baseline is None else compare_with(baseline, table.records)
+    baseline = chosen.asked.baseline_name()
+    return None if baseline is None else compare_with(baseline, [*table.records, *chosen.left_out])
+
+
+def _left_out(chosen: ChosenRuns) -> Iterator[str]:
+    from harness.analysis.table_text import paragraph
+    from harness.common.messages import abbreviated
+
+    if chosen.left_out:
+        names = abbreviated([record.name for record in chosen.left_out])
+        yield from paragraph(f"never trained, and not shown unless they are named: {names}")
 
 
 def _lines(table: RunsTable, comparison: BaselineComparison | None) -> Iterator[str]:
@@ -110,7 +122,9 @@ def _write_page(path: Path, table: RunsTable, comparison: BaselineComparison | N
     click.echo(f"Wrote {path}", err=True)
 
 
-def _draw_chart(path: Path, table: RunsTable, comparison: BaselineComparison | None, asked: CompareOptions) -> None:
+def _draw_chart(
+    path: Path, records: Sequence[RunRecord], comparison: BaselineComparison | None, asked: CompareOptions
+) -> None:
     """Raises UserError if nothing can be drawn."""
     from harness.analysis.comparison_report import chart_note, comparable_curves
     from harness.analysis.curves import choose_axis
@@ -119,7 +133,7 @@ def _draw_chart(path: Path, table: RunsTable, comparison: BaselineComparison | N
     from harness.common.messages import abbreviated
 
     axis = choose_axis(asked.over)
-    comparable = comparable_curves(table.records, asked.baseline_name())
+    comparable = comparable_curves(records, asked.baseline_name())
     curves, problems = comparable.over(axis)
     if not curves:
         raise UserError(f"--chart: nothing to draw: {abbreviated(problems, most=3, separator='; ')}")

@@ -24,6 +24,7 @@ PROCESSES = click.option(
     "--processes", type=click.IntRange(1, 1024), help="Of each run. Default: a group's GPUs, or 1 without GPUs."
 )
 MAX_DOLLARS = click.option("--max-dollars", type=POSITIVE, help="Stop before all runs together have cost more.")
+WHERE_THEY_PRINT = "What they print goes to sweep.log in their folders."
 GPUS = click.option("--gpus", type=click.IntRange(1, 64), default=8, show_default=True, help="Of each run's node.")
 
 
@@ -99,7 +100,7 @@ def plan(sweep: Path, datasets_dir: Path, runs_dir: Path, groups: int, **given: 
         planned.check_disk(runs_dir)
 
 
-@main.command("run", short_help="Train what is not finished.")
+@main.command("run", short_help="Make its runs, and train what is not finished.")
 @SWEEP
 @DATASETS_DIR
 @GROUPS
@@ -131,7 +132,8 @@ def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | N
         write_runs(missing)
         survive_closed_output(runner.hang_up)
         say(f"Sweep {found.name}: {len(runner.waiting):,} of {len(found.runs):,} runs are to be trained")
-        say("What they print goes to sweep.log in their folders.")
+        if runner.is_work_left():
+            say(WHERE_THEY_PRINT)
         leave(runner.run(say), found.runs)
         say(next_commands(found, datasets_dir))
 
@@ -174,7 +176,8 @@ def search(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float |
         runner = SearchRunner(found, planner, Path(__file__).with_name("ddp_train.py"), limits)
         survive_closed_output(runner.hang_up)
         say(f"Search {found.name}: {found.count:,} trials, {runner.describe_start()}")
-        say("What they print goes to sweep.log in their folders.")
+        if runner.is_work_left():
+            say(WHERE_THEY_PRINT)
         ends = runner.run(say)
         for line in describe_best(found, runner.results()):
             say(line)

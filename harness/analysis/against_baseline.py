@@ -18,9 +18,9 @@ from harness.analysis.comparability import (
 )
 from harness.analysis.quantities import validation_losses
 from harness.analysis.records import RunRecord
-from harness.analysis.replicated_arms import NamedArms, named_arms
+from harness.analysis.replicated_arms import NamedArms, has_unfinished_arm, named_arms
 from harness.analysis.result_quantities import test_losses
-from harness.analysis.verdicts import Verdict, compare_arms, seeds_sentence
+from harness.analysis.verdicts import Verdict, compare_arms, seeds_for_seen, seeds_sentence
 from harness.common.errors import UserError
 from harness.runs.results import LossResult, read_window_losses
 
@@ -51,6 +51,8 @@ def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineCompari
         state = next(record.state.word for record in records if record.name == baseline)
         verb = "was" if state == "never trained" else "is"
         return _nothing(baseline, f"it {verb} {state}: only what has been trained here to its end is compared", arms)
+    if len(arms.runs) == 1 and has_unfinished_arm(records, baseline):
+        return _nothing(own, "no run of another arm has finished", arms)
     for loss, measured in (("test loss", test_losses(records)), ("validation loss", validation_losses(records))):
         names = [record.name for record in records]
         groups = [
@@ -112,5 +114,6 @@ def _compare(own: str, arms: NamedArms, loss: _Loss) -> BaselineComparison:
     title = f"Against {own} ({runs} {'run' if runs == 1 else 'runs'}), by {loss.name} on {loss.group.ground.words}:"
     if not others:
         return _nothing(own, "there is no other arm", arms)
-    closing = seeds_sentence([built[own], *others])
-    return BaselineComparison(title, compare_arms(built[own], others), closing, [*notes, *arms.notes], loss.name)
+    verdicts = compare_arms(built[own], others)
+    closing = [seeds_sentence([built[own], *others]), seeds_for_seen(verdicts, [built[own], *others])]
+    return BaselineComparison(title, verdicts, " ".join(filter(None, closing)), [*notes, *arms.notes], loss.name)

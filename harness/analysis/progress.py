@@ -27,6 +27,11 @@ class Progress:
     silent_seconds: float  # since the last line was written
 
 
+def percent_done(tokens_seen: int, tokens_wanted: int) -> str:
+    """How much of its training a run that has not finished has done, rounded down, so that none is at 100 %."""
+    return f"{min(99, 100 * tokens_seen // tokens_wanted)} %"
+
+
 def read_progress(path: Path) -> Progress | None:
     """None if the file is not there, or no line in it is a report of ours. Raises UserError if it cannot be read.
 

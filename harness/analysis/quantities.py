@@ -19,6 +19,7 @@ from harness.runs.reported import Reported
 from harness.runs.throughput import peak_flops
 
 LOSS_UNIT = "nats/token"
+MONEY = "money"  # the style of amounts that may be a fraction of a cent
 EVERYWHERE = Ground("alike", "")  # of what needs no common ground: tokens, seconds, dollars
 Get = Callable[[RunRecord], float | Missing | None]
 GetReported = Callable[[Reported, RunRecord], float | None]
@@ -34,7 +35,7 @@ class Quantity:
     key: str  # in --sort and --json
     title: str
     unit: str
-    style: str  # of format()
+    style: str  # of format(), or MONEY
     measure: MeasureAll
     report: GetReported | None = None
     lower_is_better: bool | None = None
@@ -247,10 +248,10 @@ SPENT: tuple[Quantity, ...] = (
         *(_reported_hours_without_validation, True),
     ),
     Quantity(
-        "dollars", "cost", "$", ",.2f", of_each(_cost(_hours), "not recorded"), reported_value("train_dollars"), True
+        "dollars", "cost", "$", MONEY, of_each(_cost(_hours), "not recorded"), reported_value("train_dollars"), True
     ),
     Quantity(
-        *("dollars_without_validation", "cost without validation", "$", ",.2f"),
+        *("dollars_without_validation", "cost without validation", "$", MONEY),
         of_each(_cost(_hours_without_validation), "not recorded"),
         *(reported_value("dollars_without_validation"), True),
     ),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain, count, takewhile
 
 from harness.analysis.records import RunRecord
-from harness.analysis.replicates import RunSetup, group_replicates
+from harness.analysis.replicates import RunSetup, asks_for_the_same, group_replicates
 from harness.common.messages import abbreviated
 from harness.runs.budget import as_tokens
 
@@ -61,6 +61,31 @@ def _names_of(groups: Sequence[Sequence[str]], runs: set[str], baseline: str | N
         numbered = (f"{name} ({number})" for number in count(2))
         names.append(next(each for each in chain([name], numbered) if each not in unusable))
     return names
+
+
+def has_unfinished_arm(records: Sequence[RunRecord], finished: str) -> bool:
+    """Whether a run that has not finished is of another arm than the run `finished`, by what their files ask for: what
+    else decides, such as the machine, is not known before the end."""
+    own = next(record for record in records if record.name == finished)
+    others = (record for record in records if record.summary is None and record.model and record.train)
+    return any(not asks_for_the_same(_asked_of(own), _asked_of(other)) for other in others)
+
+
+def _asked_of(record: RunRecord) -> RunSetup:
+    """With its budget as it is given."""
+    return RunSetup(record.model, record.train, None, None, None, record.world_size)
+
+
+def arm_of_name(records: Sequence[RunRecord], name: str) -> tuple[str, ...]:
+    """The runs of the arm that a comparison of these runs calls by that name, first the one that it may be called
+    after; none if there is no such arm."""
+    # A baseline's arm may be called after the run that was asked for.
+    leads = [record.name for record in records if record.summary is not None and name.startswith(record.name)]
+    for lead in (None, *leads):
+        found = named_arms(records, lead).runs.get(name)
+        if found:
+            return tuple(sorted(found, key=lambda run: run != lead))
+    return ()
 
 
 def setup_of(record: RunRecord) -> RunSetup:

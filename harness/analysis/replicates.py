@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -123,6 +123,16 @@ def _settings(setup: RunSetup) -> list[Any]:
     train["checkpoint_interval"] = train["checkpoint_interval"] or train["validation_interval"]
     deciding = {key: value for key, value in train.items() if key not in {SEED, *WITHOUT_EFFECT}}
     return [_with_defaults(ModelConfig, setup.model), deciding, setup.dataset]
+
+
+def asks_for_the_same(one: RunSetup, other: RunSetup) -> bool:
+    """Whether two runs are alike in what their files say, but for the seed; a number of ranks that one of them does not
+    know is the other's."""
+    ranks = one.world_size or other.world_size
+    first, second = (
+        _settings(replace(each, dataset=None, world_size=each.world_size or ranks)) for each in (one, other)
+    )
+    return json.dumps(first, sort_keys=True) == json.dumps(second, sort_keys=True)
 
 
 def _with_defaults(schema: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from harness.analysis.comparability import Ground, Group, Measured, Measurement, Missing, comparable_groups
-from harness.analysis.quantities import EVERYWHERE, SPENT, TRAINED, Quantity
+from harness.analysis.progress import percent_done
+from harness.analysis.quantities import EVERYWHERE, MONEY, SPENT, TRAINED, Quantity
 from harness.analysis.records import RunRecord
 from harness.analysis.result_quantities import RESULTS, benchmark_quantities, training_benchmark_quantities
 from harness.analysis.settings import NOT_RECORDED, as_text, differing_keys, machine_of, settings_of
 from harness.common.errors import UserError, printable
 from harness.common.messages import nearest
+from harness.common.units import amount_text
 from harness.runs.budget import wanted_tokens
 
 # By which runs are sorted unless asked otherwise.
@@ -133,7 +135,7 @@ def _state_column(records: Sequence[RunRecord]) -> list[Column]:
 def _state_text(record: RunRecord) -> str:
     wanted, seen = wanted_tokens(record.train, record.meta.budget if record.meta else None), record.tokens_seen
     if record.state.word in ("going on", "stopped") and wanted and seen:
-        return f"{record.state.word}, {min(99, int(100 * seen / wanted))} %"
+        return f"{record.state.word}, {percent_done(seen, wanted)}"
     return record.state.word
 
 
@@ -167,7 +169,7 @@ def _quantity_columns(quantity: Quantity, records: Sequence[RunRecord]) -> list[
     groups = comparable_groups(measured)
     shown = [group for number, group in enumerate(groups) if number == 0 or len(group.members) > 1]
     columns = _numbered([_measured_column(quantity, group, shown, measured) for group in shown])
-    reported = _numbered(_reported_columns(quantity, records))
+    reported = _numbered(_reported_columns(quantity, records, [] if columns else measured))
     if columns:
         reported = [replace(each, key=f"reported_{each.key}", title=f"{each.title}, reported") for each in reported]
     return columns + reported
@@ -196,13 +198,20 @@ def _elsewhere(quantity: Quantity, of_run: Sequence[Measurement], shown: Sequenc
     return f"its {quantity.title} does not compare: {values}"
 
 
-def _reported_columns(quantity: Quantity, records: Sequence[RunRecord]) -> list[Column]:
+def _reported_columns(quantity: Quantity, records: Sequence[RunRecord], measured: Sequence[Measured]) -> list[Column]:
+    """`measured`, where there is no other column of this quantity, has the reasons why no run has a number of its own:
+    of a run that nobody has reported of, that is what an empty cell says."""
     reported = [_reported(quantity, record) for record in records]
+    reasons = ["not reported"] * len(records)
+    for row, (record, own) in enumerate(zip(records, measured, strict=False)):
+        if record.reported is None and isinstance(own, Missing):
+            reasons[row] = own.reason
     columns = []
     for group in comparable_groups(reported):
         members = [group.members.get(row) for row in range(len(records))]
         cells = [
-            _number(quantity, each, is_reported=True) if each else Cell(None, "", "not reported") for each in members
+            _number(quantity, each, is_reported=True) if each else Cell(None, "", reason)
+            for each, reason in zip(members, reasons, strict=True)
         ]
         columns.append(_column(quantity, group.ground, cells))
     return columns
@@ -219,7 +228,9 @@ def _reported(quantity: Quantity, record: RunRecord) -> Measured:
 
 
 def number_text(value: float, style: str) -> str:
-    """By a format; what is too large to be meant, as a power of ten: it would take hundreds of digits."""
+    """By a format, or as money; what is too large to be meant, as a power of ten: it would take hundreds of digits."""
+    if style == MONEY and abs(value) < LARGEST_SHOWN:
+        return amount_text(value)
     return format(value, style if abs(value) < LARGEST_SHOWN else ".2e")
 
 

@@ -15,7 +15,7 @@ from typing import IO
 
 from harness.analysis.derived_runs import DerivedRun
 from harness.analysis.sweep_plan import MachineUse, RunPlan, visible_gpus
-from harness.analysis.sweep_standing import LOG, Attempts, read_attempts, write_attempts
+from harness.analysis.sweep_standing import LOG, Attempts, UnderWay, read_attempts, write_attempts
 from harness.common.errors import UserError
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -110,6 +110,7 @@ class Attempt:
             seconds=round(self.before.seconds + self.seconds, 3),
             dollars=round((self.before.dollars or 0.0) + self.dollars, 6) if has_price else None,
             exit_status=exit_status,
+            under_way=UnderWay.of(self.process.pid) if self.process.poll() is None else None,
             pruned_at_step=self.pruned_at_step,
         )
         with suppress(OSError):  # a full disk, say: no reason to end the other runs

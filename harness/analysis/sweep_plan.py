@@ -16,7 +16,7 @@ from harness.analysis.sweeps import SweepRuns
 from harness.common.errors import UserError
 from harness.common.gpu_names import gpu_names
 from harness.common.options import TrainOptions
-from harness.common.units import GIB
+from harness.common.units import GIB, amount_text
 from harness.data.loader import BatchLayout
 from harness.runs.experiment import Experiment
 from harness.runs.plan import COLUMNS, make_plan, planned_start
@@ -24,6 +24,9 @@ from harness.runs.plan_costs import Plan, planned_seconds
 from harness.runs.planned_speed import PlannedSpeed, plan_speed
 from harness.runs.throughput import KERNEL_KEYS
 from harness.runs.timed_budget import find_budget
+
+# Of a run whose speed is not known, and for which nobody can be expected to know it.
+OR_TRAIN_ONE = "or train one of them first, which measures it"
 
 
 @dataclass(frozen=True)
@@ -188,6 +191,8 @@ def describe_sweep_plan(plan: SweepPlan, runs_dir: Path) -> str:
         lines += [*_rows(plan), "", *_speeds(plan), "", *_totals(plan, runs_dir)]
     for reason in plan.refused:
         lines += _wrap(f"Cannot be trained: {reason}")
+    if not lines[-1]:
+        lines.pop()
     return "\n".join(lines)
 
 
@@ -214,7 +219,7 @@ def _cells(each: RunPlan) -> tuple[str, ...]:
     if each.plan.position is None:
         return "unknown", "unknown", "unknown", "unknown"
     time = "unknown" if each.seconds is None else _duration(each.seconds)
-    dollars = "unknown" if each.dollars is None else f"${each.dollars:,.2f}"
+    dollars = "unknown" if each.dollars is None else f"${amount_text(each.dollars)}"
     return f"{each.plan.tokens():,}", time, dollars, f"{each.plan.disk_bytes() / GIB:.2f}"
 
 
@@ -227,7 +232,10 @@ def _speeds(plan: SweepPlan) -> list[str]:
     sources: dict[str, list[str]] = {}
     for each in plan.left:
         rate = each.speed.tokens_per_second
-        said = f"unknown: {each.speed.source}" if rate is None else f"{rate:,.0f} tokens/s ({each.speed.source})"
+        if rate is None:
+            said = f"unknown: {each.speed.source}; {OR_TRAIN_ONE}"
+        else:
+            said = f"{rate:,.0f} tokens/s ({each.speed.source})"
         sources.setdefault(said, []).append(each.run.name)
     lines = []
     for said, names in sources.items():
@@ -244,9 +252,9 @@ def _totals(plan: SweepPlan, runs_dir: Path) -> list[str]:
     cost = sum(each.dollars or 0.0 for each in plan.left)
     untimed = [each.run.name for each in plan.left if each.seconds is None]
     uncosted = [each.run.name for each in plan.left if each.dollars is None]
-    lines = [f"Together, {groups}, {ranks}, without start-up and checkpoints:"]
+    lines = _wrap(f"Together, {groups}, {ranks}, without start-up and checkpoints:")
     lines += _wrap(_sum("time", _duration(plan.seconds()), untimed, len(plan.left)), "    ")
-    lines += _wrap(_sum("cost", f"${cost:,.2f}", uncosted, len(plan.left)), "    ")
+    lines += _wrap(_sum("cost", f"${amount_text(cost)}", uncosted, len(plan.left)), "    ")
     if any(each.run.train_config.price_per_hour is None for each in plan.left):
         lines += _wrap('for the cost, put the machine\'s "price_per_hour" into the sweep\'s "set"', "    ")
     lines.append(f"    disk: {plan.disk_bytes / GIB:.2f} GiB of checkpoints at most; {free:,.2f} GiB are free")

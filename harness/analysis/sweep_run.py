@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 
@@ -27,6 +28,7 @@ from harness.analysis.sweep_standing import (
 )
 from harness.common.errors import RunError, RunStopped, UserError
 from harness.common.lock import is_held
+from harness.common.units import amount_text
 from harness.data.dataset import is_present
 
 POLL_SECONDS = 0.2
@@ -117,7 +119,7 @@ class SweepRunner:
         if self.ends.signal:
             self.ends.reason = f"stopped by {signal.Signals(self.ends.signal).name}"
         elif self.max_dollars is not None and self.spent_before + self.spent >= self.max_dollars:
-            self.ends.reason = f"--max-dollars {self.max_dollars:,.2f} are spent"
+            self.ends.reason = f"--max-dollars {amount_text(self.max_dollars)} are spent"
         else:
             return
         going_on = [attempt for attempt in self.attempts if not attempt.is_stopped]
@@ -181,8 +183,8 @@ class SweepRunner:
         spent = self.spent_before + self.spent
         total, name = spent + under_way + (planned.dollars or 0.0), planned.run.name
         if total > self.max_dollars or spent >= self.max_dollars:
-            said = f", and with {name} they would be ${total:,.2f}" if planned.dollars else ""
-            self.ends.reason = f"--max-dollars {self.max_dollars:,.2f}: ${spent:,.2f} are spent{said}"
+            said = f", and with {name} they would be ${amount_text(total)}" if planned.dollars else ""
+            self.ends.reason = f"--max-dollars {amount_text(self.max_dollars)}: ${amount_text(spent)} are spent{said}"
             return False
         if planned.dollars is None:
             say(f"{name}: what it costs is not known yet; it is stopped when the budget is spent")
@@ -219,15 +221,25 @@ class SweepRunner:
             say(f"{run.name}: stopped after {attempt.seconds:,.0f} s; the same command continues it")
 
 
-def describe_ends(ends: Ends, runs: Sequence[DerivedRun]) -> str:
-    """For a terminal: how many ended how, and why; which failed, and the end of each one's log."""
+def describe_ends(ends: Ends, runs: Sequence[DerivedRun], unmade: int = 0) -> str:
+    """For a terminal: how many of all runs ended how, those that were done before counted, and why; which failed, and
+    the end of each one's log. `unmade`: so many more have not even been made."""
     by_name = {run.name: run for run in runs}
-    counts = {"finished": ends.finished, "pruned": ends.pruned, "failed": ends.failed, "stopped": ends.stopped}
-    counts["not begun"] = ends.not_begun
-    said = ", ".join(f"{len(names):,} {what}" for what, names in counts.items() if names)
-    lines = [f"\n{said or 'Nothing to do: all runs are finished'}{f' ({ends.reason})' if ends.reason else ''}"]
+    left = {"failed": ends.failed, "stopped": ends.stopped, "not begun": ends.not_begun}
+    before = by_name.keys() - {*ends.finished, *ends.pruned, *chain(*left.values())}
+    pruned = {name for name in before if summary_of(by_name[name]) is None}
+    counts = {
+        "finished": len(ends.finished) + len(before - pruned),
+        "pruned": len(ends.pruned) + len(pruned),
+        **{what: len(names) for what, names in left.items()},
+        "not made": unmade,
+    }
+    said = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+    if not ends.reason and len(before) == len(runs) and not unmade:
+        said = "Nothing to do: all runs are finished" + (" or pruned" if pruned else "")
+    lines = [f"\n{said}{f' ({ends.reason})' if ends.reason else ''}"]
     for what in ("stopped", "not begun"):
-        lines += [f"{what}: {name}" for name in counts[what]]
+        lines += [f"{what}: {name}" for name in left[what]]
     for name in ends.failed:
         lines.append(f"failed: {name}; {by_name[name].run.path / LOG} ends:")
         lines += [f"    {text}" for text in end_of_log(by_name[name])]
@@ -237,7 +249,7 @@ def describe_ends(ends: Ends, runs: Sequence[DerivedRun]) -> str:
 def leave(ends: Ends, runs: Sequence[DerivedRun], unmade: int = 0) -> None:
     """Say how the runs ended, of which `unmade` have not even been made. Raises RunStopped if a signal ended them, and
     RunError if some failed or if the budget was not enough."""
-    print(describe_ends(ends, runs), flush=True)
+    print(describe_ends(ends, runs, unmade), flush=True)
     if ends.signal:
         raise RunStopped(ends.signal)
     left, count = len(ends.stopped) + len(ends.not_begun) + unmade, len(runs) + unmade

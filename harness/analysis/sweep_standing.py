@@ -9,15 +9,19 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.analysis.derived_runs import DerivedRun
+from harness.analysis.progress import percent_done
 from harness.common.errors import UserError, printable
 from harness.common.files import replace_text
 from harness.common.json_files import parse_config, read_json_object
 from harness.common.lock import is_held
+from harness.common.processes import ProcessName, start_time
+from harness.common.units import amount_text
+from harness.model.config import ModelConfig
 from harness.runs.budget import wanted_tokens
 from harness.runs.checkpoint_lookup import choose_start, list_checkpoints
 from harness.runs.checkpoint_meta import read_meta
@@ -30,10 +34,30 @@ ATTEMPTS, LOG = "sweep-attempts.json", "sweep.log"
 COLUMNS = 79
 TAIL_LINES, TAIL_BYTES, TAIL_COLUMNS = 5, 8192, 200
 
-State = Literal["finished", "going on", "pruned", "failed", "stopped", "not begun", "not made", "damaged"]
-
+State = Literal["finished", "starting", "going on", "pruned", "failed", "stopped", "not begun", "not made", "damaged"]
+WHAT_TIMES_ARE = (
+    "Times and costs are from the start of a run's processes to their end, in all attempts together; those of "
+    "compare_runs.py begin later, with the training's set-up."
+)
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class UnderWay(BaseModel):
+    """The process of an attempt, as others can know it; `started` tells it from a later one of the same number."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
+
+    host: str
+    pid: int = Field(gt=0)
+    namespace: str
+    started: str
+
+    @classmethod
+    def of(cls, pid: int) -> UnderWay:
+        """A process of this machine that has not been waited for."""
+        own = ProcessName.own()
+        return cls(host=own.host, pid=pid, namespace=own.namespace, started=start_time(pid))
 
 
 class Attempts(BaseModel):
@@ -45,6 +69,7 @@ class Attempts(BaseModel):
     seconds: Amount = 0.0
     dollars: Amount | None = None  # None: the price is not known
     exit_status: int | None = None  # of the last that failed; None: it did not, or is not at its end
+    under_way: UnderWay | None = None  # the attempt under way; None: there is none
     pruned_at_step: int | None = (
         None  # by the validation at which global step a search has given it up; None: it has not
     )
@@ -60,6 +85,16 @@ def write_attempts(run: DerivedRun, attempts: Attempts) -> None:
     replace_text(run.run.path / ATTEMPTS, json.dumps(attempts.model_dump(exclude_none=True)) + "\n")
 
 
+def is_under_way(attempts: Attempts) -> bool:
+    """Whether the process that a sweep has started lives; False of one on another machine, which is not to be seen."""
+    named = attempts.under_way
+    if named is None:
+        return False
+    process = ProcessName(named.host, named.pid, named.namespace)
+    is_seen = process.is_neighbour_of(ProcessName.own()) and not process.is_gone()
+    return is_seen and start_time(process.pid) == named.started
+
+
 def summary_of(run: DerivedRun) -> RunSummary | None:
     """The summary of a run that is finished; None of one that is not: its summary is missing, or another training's."""
     try:
@@ -68,7 +103,18 @@ def summary_of(run: DerivedRun) -> RunSummary | None:
         return None
     wanted = run.train_config.model_dump(include={*BUDGETS})
     is_same = all(summary.train.get(key, value) == value for key, value in wanted.items())
-    return summary if is_same and summary.model in (None, run.model_config.model_dump(mode="json")) else None
+    return summary if is_same and _is_of_shape(summary.model, run.model_config) else None
+
+
+def _is_of_shape(recorded: dict[str, Any] | None, config: ModelConfig) -> bool:
+    """Whether a summary's model is this one, or not recorded; keys that an earlier version did not write have their
+    defaults."""
+    if recorded is None:
+        return True
+    try:
+        return ModelConfig.model_validate(recorded).model_dump() == config.model_dump()
+    except ValidationError:
+        return False
 
 
 def is_done(run: DerivedRun) -> bool:
@@ -113,6 +159,8 @@ def _standing_of(run: DerivedRun) -> Standing:
     attempts = read_attempts(run)
     if attempts.pruned_at_step is not None:
         return Standing(run, "pruned", f"at global step {attempts.pruned_at_step:,}")
+    if is_under_way(attempts):  # it has no lock yet: it loads its libraries
+        return Standing(run, "starting", _progress(run) if list_checkpoints(run.run.checkpoints) else "")
     if attempts.exit_status is not None:
         return Standing(run, "failed", f"exit status {attempts.exit_status}; {run.run.path / LOG} ends:")
     if list_checkpoints(run.run.checkpoints):
@@ -125,7 +173,7 @@ def _result(summary: RunSummary, attempts: Attempts) -> str:
     loss = next((f"{kind} loss {value:.3f}" for kind, value in losses if value is not None), "no finite loss")
     seconds = attempts.seconds or summary.seconds.get("total")
     dollars = attempts.dollars if attempts.dollars is not None else (summary.dollars or {}).get("total")
-    parts = [loss, f"{seconds:,.0f} s" if seconds is not None else "", f"${dollars:,.2f}" if dollars else ""]
+    parts = [loss, f"{seconds:,.0f} s" if seconds is not None else "", f"${amount_text(dollars)}" if dollars else ""]
     return ", ".join(part for part in parts if part)
 
 
@@ -135,7 +183,7 @@ def _progress(run: DerivedRun) -> str:
         events = read_metrics(run.run.metrics)
         if events:
             seen, wanted = events[-1].tokens_seen, _wanted_tokens(run)
-            share = f", {min(1.0, seen / wanted):.0%}" if wanted else ""
+            share = f", {percent_done(seen, wanted)}" if wanted else ""
             return f"global step {events[-1].global_step:,}, {seen:,} tokens{share}"
     return "nothing reported yet"
 
@@ -162,6 +210,8 @@ def describe_standings(name: str, standings: Sequence[Standing], runs_dir: Path)
     """For a terminal: one line a run, and the end of the log of those that failed."""
     said = count_states(standings)
     lines = [f"Sweep {name} in {runs_dir}: {said}", "", *standing_lines(standings)]
+    if any(each.state == "finished" and read_attempts(each.run).attempts for each in standings):
+        lines += ["", *textwrap.wrap(WHAT_TIMES_ARE, COLUMNS)]
     return "\n".join(lines)
 
 
@@ -170,6 +220,7 @@ def count_states(standings: Sequence[Standing]) -> str:
     order: tuple[State, ...] = (
         "finished",
         "going on",
+        "starting",
         "stopped",
         "pruned",
         "failed",

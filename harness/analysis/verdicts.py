@@ -85,6 +85,34 @@ def seeds_sentence(arms: Sequence[Arm]) -> str:
     )
 
 
+def seeds_for_seen(verdicts: Sequence[Verdict], arms: Sequence[Arm]) -> str:
+    """How many seeds would tell differences as large as those that were seen, of the verdicts that cannot tell them by
+    the seeds there are; nothing if there is none of these. `arms` are all that are compared, the baseline too. The
+    formula is that of `seeds_sentence`: a t test of two arms, whatever Holm's correction and other text would add."""
+    spread = borrowed_from(arms).spread
+    if spread is None or spread.deviation == 0:
+        return ""
+    parts = []
+    for verdict in verdicts:
+        if verdict.difference is None or not _is_within_seeds(verdict):
+            continue
+        size = abs(verdict.difference.value)
+        needed = seeds_needed(spread, size)
+        low, high = (_seeds(each) for each in (needed.low, needed.high))
+        digits = _digits(verdict.interval or (0.0, 0.0))
+        parts.append(f"{_seeds(needed.likely)} for {verdict.arm} ({size:.{digits}f} nats; {low} to {high})")
+    return f"Seeds of each arm to tell a difference as large as the one seen: {', '.join(parts)}." if parts else ""
+
+
+def _is_within_seeds(verdict: Verdict) -> bool:
+    """Whether training noise alone hides the difference: elsewhere more seeds would not show it."""
+    if verdict.word is not Word.CANNOT_BE_TOLD or verdict.difference is None or not _is_tested(verdict.difference):
+        return False
+    assert verdict.difference.training is not None, "it was tested"
+    low, high = verdict.difference.training.interval()
+    return low <= 0 <= high
+
+
 def _seeds(number: int | None) -> str:
     return f"over {MOST_SEEDS:,}" if number is None else f"{number:,}"
 

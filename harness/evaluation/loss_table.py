@@ -44,10 +44,12 @@ def loss_tables(models: Sequence[ModelLoss]) -> Iterator[str]:
     groups: dict[object, list[ModelLoss]] = {}
     for model in models:
         groups.setdefault((model.test.text.content, model.test.precision), []).append(model)
-    for group in groups.values():
+    for number, group in enumerate(groups.values()):
+        if number:
+            yield ""
         yield from _table(group)
-        yield ""
     if len(groups) > 1:
+        yield ""
         yield from textwrap.wrap(_across(models), COLUMNS)
 
 

@@ -214,3 +214,24 @@ def test_a_baseline_with_nothing_to_compare(tmp_path: Path) -> None:
     found = compare_with("a", records(a))
     assert "cannot be told, because" in found.title
     assert found.verdicts == []
+
+
+def test_an_arm_that_exists_and_has_not_finished_is_not_said_to_be_missing(tmp_path: Path) -> None:
+    own = arm(tmp_path, 0.001, (2.5, 2.6))
+    assert compare_with(own[0].path.name, records(*own)).title.endswith("because there is no other arm")
+    third_seed = RunFolder(tmp_path, "third", {"learning_rate": 0.001, "random_seed": 3})
+    found = compare_with(own[0].path.name, records(*own, third_seed))
+    assert found.title.endswith("because there is no other arm"), "a seed of its own is no other arm"
+    other = RunFolder(tmp_path, "other", {"learning_rate": 0.002}).train_to(0, 10)
+    for runs in (own, own[:1]):
+        found = compare_with(own[0].path.name, records(*runs, third_seed, other))
+        assert found.title.endswith(": cannot be told, because no run of another arm has finished")
+        assert "stopped, and so in no comparison: other" in found.notes
+
+
+def test_the_seeds_that_a_difference_like_the_one_seen_takes_are_in_the_closing(tmp_path: Path) -> None:
+    own, other = arm(tmp_path, 0.001, (2.50, 2.52, 2.48)), arm(tmp_path, 0.002, (2.49, 2.51, 2.47))
+    closing = compare_with(own[0].path.name, records(*own, *other)).closing
+    assert "to tell 0.01 nats apart in 80 % of cases takes " in closing
+    assert "Seeds of each arm to tell a difference as large as the one seen: " in closing
+    assert " for lr-0.002 (0.010 nats; " in closing

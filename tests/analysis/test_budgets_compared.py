@@ -34,7 +34,7 @@ def test_how_far_a_run_is_by_what_its_budget_came_to(shop: Workshop) -> None:
     shop.train(ranks=1, prelude=TELL, expect=128 + 15)
     standing = standing_of(derived)
     assert standing.state == "stopped"
-    assert standing.said.endswith("tokens, 50%")
+    assert standing.said.endswith("tokens, 50 %")
     shop.add_run("never")
     said = shop.script("compare_runs.py", "r", "never", "--runs-dir", str(shop.runs)).stdout
     assert "stopped, 50 %" in said

@@ -98,6 +98,24 @@ def test_every_empty_cell_says_why(tmp_path: Path) -> None:
     assert {cell.remark for key, cell in empty if cell is column(table, key).cells[2]} >= {"never trained"}
 
 
+def test_beside_reported_figures_an_own_run_says_why_it_has_none(tmp_path: Path) -> None:
+    reported = RunFolder(tmp_path, "8xa100m40")
+    (reported.path / "reported.json").write_text((SHIPPED_RUNS / "8xa100m40" / "reported.json").read_text())
+    own = RunFolder(tmp_path, "own").finish(mfu=None)
+    table = table_of(own, reported)
+    remarks = {key: column(table, key).cells[0].remark for key in ("test_loss", "mfu", "reported_hours")}
+    assert remarks == {
+        "test_loss": "not measured by test_loss.py",
+        "mfu": "peak of the device not known",
+        "reported_hours": "not reported",
+    }
+
+
+def test_fractions_of_a_cent_are_shown(tmp_path: Path) -> None:
+    table = table_of(RunFolder(tmp_path, "a", {"price_per_hour": 0.05}).finish())
+    assert column(table, "dollars").cells[0].text == "0.0050"
+
+
 def test_a_damaged_result_is_not_said_never_to_have_been_measured(tmp_path: Path) -> None:
     damaged, half = RunFolder(tmp_path, "a").finish().test_loss(2.5), RunFolder(tmp_path, "b")
     half.add_checkpoint(BEST, "best").add_checkpoint(LATEST, "latest").finish().test_loss(2.4).test_loss(2.6, LATEST)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,17 @@ def test_the_summary_of_another_training_finishes_nothing(shop: Workshop, change
     assert plan(shop, **keys).finished == 0
 
 
+def test_the_summary_of_an_earlier_version_that_had_fewer_keys_finishes_a_run(shop: Workshop) -> None:
+    keys: dict[str, Any] = {"vary": {"random_seed": [1]}}
+    (run,) = load(shop, **keys).runs
+    write_runs([run])
+    model = run.model_config.model_dump(mode="json")
+    add_summary(run, model={key: model[key] for key in model if key not in ("logit_softcap", "linear_bias")})
+    assert plan(shop, **keys).finished == 1
+    add_summary(run, model={"emb_dim": "wide"})
+    assert plan(shop, **keys).finished == 0
+
+
 def test_runs_whose_speed_is_not_known_are_named_and_not_counted(shop: Workshop) -> None:
     keys: dict[str, Any] = {"together": [{}, {"emb_dim": 32}]}
     base = load(shop, **keys).runs[0]
@@ -100,6 +112,18 @@ def test_runs_whose_speed_is_not_known_are_named_and_not_counted(shop: Workshop)
     assert "Speed of t-emb32: unknown: no earlier run of this shape" in said
 
 
+def test_of_runs_that_nobody_has_trained_one_is_to_be_trained_first(shop: Workshop) -> None:
+    said = describe_sweep_plan(plan(shop, vary={"random_seed": [1, 2]}), shop.runs)
+    assert "or train one of them first, which measures it" in " ".join(said.split())
+
+
+def test_small_amounts_are_no_nothing(shop: Workshop) -> None:
+    """(1280 + 160) tokens at 2,880 a second are 0.5 s, of a dollar an hour."""
+    shop.add_run("base", price_per_hour=36.0)
+    said = describe_sweep_plan(plan(shop, 2880.0, vary={"random_seed": [1]}), shop.runs)
+    assert "cost: $0.0050" in said
+
+
 def test_without_a_price_there_is_no_cost(shop: Workshop) -> None:
     shop.add_run("base")
     said = describe_sweep_plan(plan(shop, 10.0, vary={"random_seed": [1]}), shop.runs)
@@ -109,6 +133,7 @@ def test_without_a_price_there_is_no_cost(shop: Workshop) -> None:
 
 def test_every_line_fits_a_terminal(shop: Workshop) -> None:
     found = plan(shop, 0.001, vary={"random_seed": [1, 2], "learning_rate": [0.1, 0.2]}, name="a-rather-long-name-" * 3)
+    found = replace(found, use=MachineUse(shop.datasets, 1, 2))
     assert max(map(len, describe_sweep_plan(found, Path("runs")).splitlines())) <= 80
 
 

@@ -22,11 +22,20 @@ from harness.analysis.derived_runs import write_runs
 from harness.analysis.sweep_attempt import training_command
 from harness.analysis.sweep_plan import AssumedSpeed, MachineUse, Planner
 from harness.analysis.sweep_run import STOPPING_SIGNALS, Ends, SweepRunner, describe_ends
-from harness.analysis.sweep_standing import describe_standings, read_attempts, standing_of
+from harness.analysis.sweep_standing import (
+    Attempts,
+    Standing,
+    UnderWay,
+    describe_standings,
+    read_attempts,
+    standing_of,
+    write_attempts,
+)
 from harness.analysis.sweeps import SweepRuns
 from harness.common.errors import UserError
 from harness.common.files import sha256
 from harness.common.json_files import read_json_object
+from harness.runs.metrics import MetricsFile, TrainEvent
 from tests.support.isolation import ROOT
 from tests.support.launch import Process, Workshop, finish, metrics
 from tests.support.sweeping import add_summary, load, sweep_command
@@ -248,6 +257,67 @@ def test_a_signal_stops_the_runs_with_checkpoints(shop: Workshop, number: int) -
     assert "not begun: s-seed2" in describe_ends(ends, sweep.runs)
 
 
+def test_a_run_whose_process_has_begun_is_starting(shop: Workshop) -> None:
+    """It has no lock until its libraries are loaded; a killed sweep leaves a record of a process that is gone."""
+    sweep = make(shop, set={"eps": 2.0}, vary={"random_seed": [1, 2]})
+    seen: list[str] = []
+
+    def look() -> None:
+        seen.append(describe_standings("s", [standing_of(each) for each in sweep.runs], shop.runs))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    when((shop.runs / "s-seed1" / "began").exists, look)
+    run(shop, sweep)
+    assert seen[0].splitlines()[0].endswith(": 1 starting, 1 not begun")
+    assert seen[0].splitlines()[2] == "s-seed1  starting"
+    left = read_json_object(shop.runs / "s-seed1" / "sweep-attempts.json")
+    assert "under_way" not in left
+    assert standing_of(sweep.runs[0]).state == "stopped"
+    for pid in (os.getpid(), 2**22 + 1):  # a later process of that number, and none at all
+        gone = UnderWay.of(os.getpid()).model_copy(update={"pid": pid, "started": "1"})
+        write_attempts(sweep.runs[0], Attempts(attempts=1, under_way=gone))
+        assert standing_of(sweep.runs[0]).state == "stopped"
+    write_attempts(sweep.runs[0], Attempts(attempts=1, under_way=UnderWay.of(os.getpid())))
+    assert standing_of(sweep.runs[0]) == Standing(sweep.runs[0], "starting", "nothing reported yet")
+
+
+def test_totals_are_those_of_the_whole_sweep(shop: Workshop) -> None:
+    sweep = make(shop, vary={"eps": [4.0, 2.0, 5.0, 1.0]})
+    add_summary(sweep.runs[0])
+    when((shop.runs / "s-eps2.0" / "began").exists, lambda: os.kill(os.getpid(), signal.SIGINT))
+    stopped, _ = run(shop, sweep)
+    said = describe_ends(stopped, sweep.runs)
+    assert said.startswith("\n1 finished, 1 stopped, 2 not begun (stopped by SIGINT)\n")
+    (shop.path / "in_place.py").write_text(IN_PLACE_OF_TRAINING.replace("eps == 2", "False"))
+    shutil.rmtree(shop.runs / "s-eps2.0" / "checkpoints")  # in place of which there is nothing to continue from
+    assert describe_ends(run(shop, sweep)[0], sweep.runs).startswith("\n3 finished, 1 failed\n")
+    write_attempts(sweep.runs[3], Attempts(attempts=1, pruned_at_step=7))
+    assert describe_ends(Ends(), sweep.runs) == "\nNothing to do: all runs are finished or pruned"
+    assert describe_ends(Ends(reason="spent"), sweep.runs, 2) == "\n3 finished, 1 pruned, 2 not made (spent)"
+
+
+def test_status_says_what_its_times_are_and_shows_fractions_of_a_cent(shop: Workshop) -> None:
+    sweep = make(shop, vary={"random_seed": [1, 2]})
+    add_summary(sweep.runs[0], dollars={"total": 0.0049}, seconds={"total": 176.0})
+    standings = [standing_of(each) for each in sweep.runs]
+    assert "176 s, $0.0049" in standings[0].said
+    assert "Times" not in describe_standings("s", standings, shop.runs), "it was trained by hand"
+    write_attempts(sweep.runs[0], Attempts(attempts=1, seconds=207.0, dollars=0.0057))
+    said = describe_standings("s", [standing_of(each) for each in sweep.runs], shop.runs)
+    assert "207 s, $0.0057" in said
+    assert "from the start of a run's processes to their end, in all attempts together" in " ".join(said.split())
+
+
+def test_progress_is_written_as_comparisons_write_it(shop: Workshop) -> None:
+    """26.9 % of the tokens are 26 %, with a space."""
+    (made,) = make(shop, vary={"random_seed": [1]}).runs
+    event = TrainEvent(global_step=5, tokens_seen=344, seconds=1.0, loss=2.0)
+    MetricsFile(made.run.metrics).append(event)
+    lock = made.run.lock()
+    assert standing_of(made) == Standing(made, "going on", "global step 5, 344 tokens, 26 %")
+    os.close(lock.descriptor)
+
+
 def test_a_run_that_another_process_trains_is_waited_for(shop: Workshop) -> None:
     sweep = make(shop, vary={"random_seed": [1, 2]})
     program = (
@@ -366,6 +436,9 @@ def test_runs_that_are_missing_are_made(shop: Workshop) -> None:
     (shop.runs / "s-another").mkdir()
     again = sweep_command(shop, "run", str(shop.datasets))
     assert "Nothing to do: all runs are finished" in again.stdout
+    assert "sweep.log" not in again.stdout, "nothing is printed into it"
+    planned = sweep_command(shop, "plan", str(shop.datasets)).stdout
+    assert planned.endswith("2 finished already\n")
     assert "--run s-seed1 --run s-seed2 --runs-dir" in again.stdout, "a pattern would name another run, too"
 
 

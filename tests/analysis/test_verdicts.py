@@ -13,7 +13,7 @@ from harness.analysis import noise
 from harness.analysis.arms import Arm, borrowed_from, difference_of
 from harness.analysis.cannot_be_told import CannotBeTold
 from harness.analysis.noise import MeanEstimate
-from harness.analysis.verdicts import Verdict, Word, compare_arms, seeds_sentence
+from harness.analysis.verdicts import Verdict, Word, compare_arms, seeds_for_seen, seeds_sentence
 
 BASELINE = Arm("lr-0.0015", [3.50, 3.51, 3.49])
 TWO_LINES = 160
@@ -172,6 +172,42 @@ def test_what_replicates_say_of_seeds() -> None:
         "takes 17 seeds of each arm (6 to 621, as that spread is itself uncertain)."
     )
     assert "over 10,000 seeds" in seeds_sentence([Arm("b", [1.0, 9.0])])
+
+
+def test_how_many_seeds_would_tell_a_difference_like_the_one_seen() -> None:
+    """By the number that another implementation of the test's power gives: it is the least that reaches 80 %."""
+    arms = [
+        Arm("lr-0.003", [3.48, 3.49, 3.50]),
+        Arm("lr-0.01", [3.60, 3.61, 3.62]),
+        Arm("lr-0.002", [3.49, 3.51, 3.53]),
+    ]
+    verdicts = compare(*arms)
+    assert [each.word.value for each in verdicts] == ["cannot be told", "worse", "cannot be told"]
+    said = seeds_for_seen(verdicts, [BASELINE, *arms])
+    deviation = math.sqrt(sum(float(np.var(arm.losses)) * 3 for arm in [BASELINE, *arms]) / 8)
+
+    def least(difference: float) -> int:
+        return next(runs for runs in range(2, 10_000) if welch_power(difference / deviation, runs) >= 0.8)
+
+    assert said.startswith(
+        f"Seeds of each arm to tell a difference as large as the one seen: {least(0.01)} for lr-0.003 (0.010 nats; "
+    )
+    assert f", {least(0.01)} for lr-0.002 (0.010 nats; " in said
+    assert "lr-0.01 " not in said, "that one is told"
+
+
+def welch_power(shift: float, runs: int) -> float:
+    """Of a two-sided t test at 5 % of two arms with so many runs, whose means lie `shift` deviations apart."""
+    df, noncentrality = 2 * runs - 2, shift * math.sqrt(runs / 2)
+    reach = scipy.stats.t.ppf(0.975, df)
+    return float(scipy.stats.nct.sf(reach, df, noncentrality) + scipy.stats.nct.cdf(-reach, df, noncentrality))
+
+
+def test_without_training_noise_there_is_no_number_of_seeds_for_a_difference() -> None:
+    one, other = Arm("a", [3.0]), Arm("b", [3.1])
+    assert seeds_for_seen(compare(other, baseline=one), [one, other]) == ""
+    alike = Arm("c", [3.0, 3.0])
+    assert seeds_for_seen(compare(other, baseline=alike), [alike, other]) == ""
 
 
 # How often they are wrong ---------------------------------------------------------------------------------------------

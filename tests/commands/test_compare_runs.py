@@ -72,6 +72,48 @@ def test_a_baseline_need_not_be_named_twice(runs: Path) -> None:
     assert verdict["difference"] == pytest.approx(-0.1)
 
 
+@pytest.mark.parametrize("baseline", ["lr-0.001", "lr-0.001*", "lr-0.001-seed-[12]"])
+def test_a_baseline_may_be_named_as_its_arm_or_by_a_pattern(tmp_path: Path, baseline: str) -> None:
+    for rate, loss in ((0.001, 2.5), (0.002, 2.4)):
+        for seed in (1, 2):
+            settings = {"learning_rate": rate, "random_seed": seed}
+            RunFolder(tmp_path, f"lr-{rate}-seed-{seed}", settings).finish().test_loss(loss + seed / 1000)
+    for runs in ((), ("lr-0.002*",)):
+        said = compare(tmp_path, *runs, "--baseline", baseline).stdout
+        assert "Against lr-0.001 (" in said
+        assert "lr-0.002 is better than lr-0.001 by 0.10" in " ".join(said.split())
+    refused = compare(tmp_path, "--baseline", "lr-*", status=2).stderr
+    assert refused == "error: --baseline lr-*: runs of several arms: lr-0.001, lr-0.002; name one of them\n"
+    assert "no run in" in compare(tmp_path, "--baseline", "lr-9*", status=2).stderr
+
+
+def test_an_arm_that_is_called_after_the_run_asked_for_is_found_by_that_name(tmp_path: Path) -> None:
+    for name, seed in (("base", 1), ("wide", 2)):
+        RunFolder(tmp_path, name, {"random_seed": seed}).finish().test_loss(2.5 + seed / 1000)
+    RunFolder(tmp_path, "other", {"learning_rate": 0.1}).finish().test_loss(2.4)
+    for lead in ("base", "wide"):
+        assert f"Against {lead} and others (2 runs)" in compare(tmp_path, "--baseline", lead).stdout
+        assert f"Against {lead} and others (2 runs)" in compare(tmp_path, "--baseline", f"{lead} and others").stdout
+
+
+def test_without_names_what_was_never_trained_is_a_line_and_no_row(tmp_path: Path) -> None:
+    RunFolder(tmp_path, "mine").finish().test_loss(2.5)
+    RunFolder(tmp_path, "shipped", {"learning_rate": 0.1})
+    line = "never trained, and not shown unless they are named: shipped"
+    said = compare(tmp_path).stdout.splitlines()
+    assert said[-1] == line
+    assert [each for each in said if each.startswith("shipped")] == []
+    as_json = compare(tmp_path, "--json")
+    assert [run["name"] for run in json.loads(as_json.stdout)["runs"]] == ["mine"]
+    assert as_json.stderr == f"{line}\n"
+    assert "shipped  never trained" in compare(tmp_path, "mine", "shipped").stdout
+    against = compare(tmp_path, "--baseline", "mine").stdout
+    assert "cannot be told, because no run of another arm has finished" in against
+    (tmp_path / "mine" / "summary.json").unlink()
+    (tmp_path / "mine" / "results").rename(tmp_path / "results")
+    assert "shipped" in compare(tmp_path).stdout.split("Sorted")[0], "none was trained"
+
+
 def test_json_has_every_number_and_every_reason(runs: Path) -> None:
     said = json.loads(compare(runs, "--json", "--sort", "name").stdout)
     a, _, c = said["runs"]

@@ -179,6 +179,7 @@ def test_several_models_are_a_table_by_loss(shop: Workshop) -> None:
     done = measure(shop, *files_of(run, checkpoint_of_step(run, 10)), *options)
     assert (done.status, done.stderr) == (0, "")
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
+    assert not done.stdout.endswith("\n\n"), "no empty line below a table with nothing behind it"
     table, _, place = done.stdout.partition("Measured on ")
     head, *rows = table.splitlines()
     assert head.split() == ["model", "loss", "bits/byte", "global", "batch", "parameters"]
@@ -236,7 +237,8 @@ def test_models_that_read_other_text_get_tables_of_their_own(shop: Workshop) -> 
     runs = ["--runs-dir", str(shop.runs), "--run", "r", "--run", "other"]
     done = measure(shop, *runs)
     assert done.stdout.count("Measured on") == 2
-    assert "Losses compare within a table" in done.stdout
+    assert done.stdout.count("\n\nmodel ") == 1
+    assert "\n\nLosses compare within a table" in done.stdout
     together = measure(shop, *runs, "--dataset", DATASET)
     assert together.stdout.count("Measured on") == 1
     assert "within a table" not in together.stdout
