@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from harness.analysis.derived_runs import DerivedRun
 from harness.analysis.progress import percent_done
@@ -21,7 +21,6 @@ from harness.common.json_files import parse_config, read_json_object
 from harness.common.lock import is_held
 from harness.common.processes import ProcessName, start_time
 from harness.common.units import amount_text
-from harness.model.config import ModelConfig
 from harness.runs.budget import wanted_tokens
 from harness.runs.checkpoint_lookup import choose_start, list_checkpoints
 from harness.runs.checkpoint_meta import read_meta
@@ -103,18 +102,7 @@ def summary_of(run: DerivedRun) -> RunSummary | None:
         return None
     wanted = run.train_config.model_dump(include={*BUDGETS})
     is_same = all(summary.train.get(key, value) == value for key, value in wanted.items())
-    return summary if is_same and _is_of_shape(summary.model, run.model_config) else None
-
-
-def _is_of_shape(recorded: dict[str, Any] | None, config: ModelConfig) -> bool:
-    """Whether a summary's model is this one, or not recorded; keys that an earlier version did not write have their
-    defaults."""
-    if recorded is None:
-        return True
-    try:
-        return ModelConfig.model_validate(recorded).model_dump() == config.model_dump()
-    except ValidationError:
-        return False
+    return summary if is_same and summary.has_shape(run.model_config) is not False else None
 
 
 def is_done(run: DerivedRun) -> bool:

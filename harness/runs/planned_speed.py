@@ -212,13 +212,13 @@ class EarlierSpeed:
 def earlier_speeds(runs_dir: Path, experiment: Experiment, layout: BatchLayout) -> list[EarlierSpeed]:
     """The speeds that runs in `runs_dir` have measured with this model and batch, if their train.json let a step take
     as long as this one's does."""
-    model, train = experiment.model.model_dump(mode="json"), experiment.config.model_dump(mode="json")
+    train = experiment.config.model_dump(mode="json")
     found = []
     for path in sorted(runs_dir.glob("*/summary.json")):
         with suppress(UserError):  # not a summary of ours; a plan does not depend on it
             summary = read_summary(path)
             speed = summary.tokens_per_second
-            is_alike = summary.model == model and _layout(summary) == _layout(layout)
+            is_alike = summary.has_shape(experiment.model) and _layout(summary) == _layout(layout)
             if is_alike and same_kernels(summary.train, train) and speed is not None and 0 < speed < math.inf:
                 found.append(EarlierSpeed(path, speed, summary.measured, summary.device))
     return found

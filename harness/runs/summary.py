@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.common.errors import RunError
 from harness.common.files import replace_text
 from harness.common.json_files import finite, parse_config, read_json_object
 from harness.data.loader import BatchLayout
+from harness.model.config import ModelConfig
 from harness.runs.budget import Budget
 from harness.runs.checkpoint_meta import Provenance, TrainState
 from harness.runs.directory import RunDirectory
@@ -86,6 +87,16 @@ class RunSummary(BaseModel):
     parameters: Count | None = None
     train: dict[str, Any] = {}
     dataset: dict[str, Any] | None = None
+
+    def has_shape(self, config: ModelConfig) -> bool | None:
+        """Whether the run's model was of this shape; None if that is not recorded. Keys that an earlier version did not
+        write have their defaults."""
+        if self.model is None:
+            return None
+        try:
+            return ModelConfig.model_validate(self.model).model_dump() == config.model_dump()
+        except ValidationError:
+            return False
 
 
 def read_summary(path: Path) -> RunSummary:

@@ -379,6 +379,9 @@ def test_the_speed_of_an_earlier_run(shop: Workshop) -> None:
     assert rows(shop.attempt("--plan"))["speed"].startswith("64 tokens/s")
     add_summary(shop.runs / "r", experiment, tokens_per_second=80.0)
     assert rows(shop.attempt("--plan"))["speed"].startswith("80 tokens/s")
+    fewer = {key: value for key, value in experiment.model.model_dump(mode="json").items() if key != "logit_softcap"}
+    add_summary(shop.runs / "r", experiment, tokens_per_second=72.0, model=fewer)
+    assert rows(shop.attempt("--plan"))["speed"].startswith("72 tokens/s"), "by a version that had fewer keys"
     # One too short to be believed does not stand in the way of others.
     add_summary(shop.runs / "r", experiment, measured={"global_steps": 3, "tokens": 192, "seconds": 1.0})
     assert rows(shop.attempt("--plan"))["speed"].startswith("64 tokens/s")
