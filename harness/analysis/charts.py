@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ LINES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D")
 FAINT = "#555555"
 GAP = 0.032  # between the labels at the right edge, as a part of the height
+LABEL = 36  # characters that find room there
 
 
 def draw_curves(
@@ -41,7 +43,9 @@ def draw_curves(
         _name(axes, curves, references)
         figure.text(0.08, 0.015, note, fontsize=9, color=FAINT, parse_math=False)
         drawn = io.BytesIO()
-        figure.savefig(drawn, format="png", metadata={"Software": None})
+        with warnings.catch_warnings():  # of letters that the font lacks: they are drawn as boxes
+            warnings.filterwarnings("ignore", "Glyph .* missing from font")
+            figure.savefig(drawn, format="png", metadata={"Software": None})
     finally:
         plt.close(figure)
     with atomic_file(picture.resolve()) as draft:
@@ -79,27 +83,33 @@ def _dress(axes: Axes, curves: Sequence[Curve], axis: Axis, references: Mapping[
 
 
 def _name(axes: Axes, curves: Sequence[Curve], references: Mapping[str, float]) -> None:
-    """Write each label at the right edge, beside the end of its curve, or as near as the others leave room; that of a
-    reference beyond the picture at its edge, with an arrow."""
+    """Write each label at the right edge, with a line from the end of its curve, as near as the others leave room; that
+    of a reference beyond the picture at its edge, with an arrow."""
     bottom, top = axes.get_ylim()
-    labels = [(curve.y[-1], _label(curve), *style(number)[:2]) for number, curve in enumerate(curves)]
+    right = axes.get_xlim()[1]
+    labels = [
+        (curve.y[-1], _label(curve), curve.x[-1] / right, *style(number)[:2]) for number, curve in enumerate(curves)
+    ]
     for name, loss in references.items():
         arrow = "↓ " if loss < bottom else "↑ " if loss > top else ""
-        labels.append((loss, f"{arrow}{printable(name)}: {loss:.3f}", FAINT, ":"))
+        labels.append((loss, f"{arrow}{printable(name)}: {loss:.3f}", 1.0, FAINT, ":"))
     labels.sort()
     heights = spread([min(1.0, max(0.0, (loss - bottom) / (top - bottom))) for loss, *_ in labels], GAP)
-    for height, (loss, text, colour, line) in zip(heights, labels, strict=True):
+    for height, (loss, text, end, colour, line) in zip(heights, labels, strict=True):
         own = (loss - bottom) / (top - bottom)
         place: dict[str, Any] = {"transform": axes.transAxes, "color": colour}
         if 0 <= own <= 1:
+            if end < 1:  # the curve ends before the others
+                axes.plot([end, 1.0], [own, own], linestyle=(0, (1, 4)), linewidth=0.8, **place)
             axes.plot([1.0, 1.02, 1.06], [own, height, height], linestyle=line, linewidth=1.2, clip_on=False, **place)
         axes.text(1.07, height, text, fontsize=9, va="center", parse_math=False, **place)  # $ is no formula here
 
 
 def _label(curve: Curve) -> str:
     name = printable(curve.label)
-    name = name if len(name) <= 28 else f"{name[:27]}…"
-    return f"{name}: {curve.y[-1]:.3f}" + (f" ({curve.runs} runs)" if curve.runs > 1 else "")
+    loss = f": {curve.y[-1]:.3f}" + (f" ({curve.runs} runs)" if curve.runs > 1 else "")
+    room = LABEL - len(loss)
+    return (name if len(name) <= room else f"{name[: room - 1]}…") + loss
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
