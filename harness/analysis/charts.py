@@ -25,7 +25,7 @@ LINES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D")
 FAINT = "#555555"
 GAP = 0.032  # between the labels at the right edge, as a part of the height
-LABEL = 36  # characters that find room there
+LABEL = 32  # characters that find room there
 
 
 def draw_curves(
