@@ -70,6 +70,7 @@ def make(sweep: Path, runs_dir: Path) -> None:
 
         found = load_sweep(sweep, runs_dir)
         missing = found.missing()
+        found.check_startable(missing)
         write_runs(missing)
         there = len(found.runs) - len(missing)
         click.echo(f"{len(missing):,} runs made in {runs_dir}" + (f", {there:,} were there already" if there else ""))
@@ -124,6 +125,7 @@ def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | N
 
         found = load_sweep(sweep, runs_dir)
         missing = found.missing()
+        found.check_startable(missing)
         RunLock.take(runs_dir / f".sweep-{found.name}.lock", f"used for the sweep {found.name}")
         use = MachineUse.of(datasets_dir, given["groups"], given["processes"])
         planner = Planner(use, AssumedSpeed().options(runs_dir))

@@ -121,6 +121,7 @@ class SearchRunner(SweepRunner):
         for draw in range(LARGEST_DRAWS):
             try:
                 trial = self.search.make_trial(number, self.sampler.suggest(results, number, draw))
+                trial.run.check_startable()
             except UserError as error:
                 refusal = str(error)
                 if not self._said_impossible:

@@ -544,7 +544,7 @@ def test_a_budget_cannot_be_kept_where_what_is_spent_cannot_be_read(shop: Worksh
     made = make(shop, vary={"random_seed": [1]})
     run(shop, made)
     (shop.runs / "s-seed1" / "sweep-attempts.json").write_text("{")
-    with pytest.raises(UserError, match="sweep-attempts.json:1: not valid JSON.*move it away"):
+    with pytest.raises(UserError, match=r"sweep-attempts\.json:1: not valid JSON.*move it away"):
         run(shop, made, max_dollars=1e6)
 
 
