@@ -73,7 +73,8 @@ def make(sweep: Path, runs_dir: Path) -> None:
         found.check_startable(missing)
         write_runs(missing)
         there = len(found.runs) - len(missing)
-        click.echo(f"{len(missing):,} runs made in {runs_dir}" + (f", {there:,} were there already" if there else ""))
+        made = "1 run" if len(missing) == 1 else f"{len(missing):,} runs"
+        click.echo(f"{made} made in {runs_dir}" + (f", {there:,} were there already" if there else ""))
         for run in missing:
             click.echo(f"  {run.name}")
 

@@ -352,6 +352,15 @@ def test_derive_run(shop: Workshop) -> None:
     assert again.stderr == f"error: {shop.runs / 'new'}: is there already; choose another name, or move it away\n"
 
 
+def test_what_derive_run_and_make_print(shop: Workshop) -> None:
+    done = command(shop, "derive_run.py", "base", "ramp", "--set", "batch_ramp=[[0, 2], [64, 4]]")
+    assert "  batch_ramp: null -> [[0, 2], [64, 4]]\n" in done.stdout
+    done = command(shop, "derive_run.py", "base", "same")
+    assert done.stdout == f"{shop.runs / 'same'}: base without a difference; --set KEY=VALUE makes one\n"
+    done = command(shop, "sweep_runs.py", "make", str(write(shop, vary={"random_seed": [1]})))
+    assert done.stdout.startswith(f"1 run made in {shop.runs}\n")
+
+
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
