@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import click
@@ -36,11 +37,10 @@ def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path) -> None
             raise UserError(f"{folder}: is there already; choose another name, or move it away")
         run = derive(parent, new, changes)
         write_runs([run])
-        click.echo(f"{folder}: {parent.run.path.name} with")
+        with_what = "with" if run.derivation.differs else "without a difference; --set KEY=VALUE makes one"
+        click.echo(f"{folder}: {parent.run.path.name} {with_what}")
         for key, difference in run.derivation.differs.items():
-            click.echo(f"  {key}: {difference.base} -> {difference.here}")
-        if not run.derivation.differs:
-            click.echo("  no difference")
+            click.echo(f"  {key}: {json.dumps(difference.base)} -> {json.dumps(difference.here)}")
 
 
 if __name__ == "__main__":

@@ -70,9 +70,11 @@ def make(sweep: Path, runs_dir: Path) -> None:
 
         found = load_sweep(sweep, runs_dir)
         missing = found.missing()
+        found.check_startable(missing)
         write_runs(missing)
         there = len(found.runs) - len(missing)
-        click.echo(f"{len(missing):,} runs made in {runs_dir}" + (f", {there:,} were there already" if there else ""))
+        made = "1 run" if len(missing) == 1 else f"{len(missing):,} runs"
+        click.echo(f"{made} made in {runs_dir}" + (f", {there:,} were there already" if there else ""))
         for run in missing:
             click.echo(f"  {run.name}")
 
@@ -124,6 +126,7 @@ def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | N
 
         found = load_sweep(sweep, runs_dir)
         missing = found.missing()
+        found.check_startable(missing)
         RunLock.take(runs_dir / f".sweep-{found.name}.lock", f"used for the sweep {found.name}")
         use = MachineUse.of(datasets_dir, given["groups"], given["processes"])
         planner = Planner(use, AssumedSpeed().options(runs_dir))

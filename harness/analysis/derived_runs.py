@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,9 @@ from harness.runs.train_config import BUDGETS, TrainConfig, load_train_config
 MODEL_KEYS = (*ModelConfig.model_fields, *ModelConfig.other_keys)
 TRAIN_KEYS = tuple(TrainConfig.model_fields)
 DERIVED = "derived.json"
+SHOWN_DIFFERENCES = 6
+# What a run's folder has in it before its training has begun.
+BEFORE_TRAINING = {"model.json", "train.json", DERIVED, "sweep.log", "sweep-attempts.json", ".lock"}
 # A key that is set takes the place of the base's keys that say the same in another way.
 ALTERNATIVES = {
     "depth": ("n_layers", "n_heads", "emb_dim"),
@@ -130,13 +134,45 @@ class DerivedRun:
         if other is not None:
             raise UserError(f'{folder}: {other}; move it away, or give the sweep another "name"')
         there = _settings(load_model_config(self.run.model_json), load_train_config(self.run.train_json))
-        difference = first_difference(there, self.settings)
-        if difference:
-            raise UserError(
-                f"{folder}: there is another run of this name ({difference}); move it away, or give the sweep "
-                'another "name"'
-            )
+        different = _differences(there, self.settings)
+        if different:
+            remedy = 'move it away, or give the sweep another "name"'
+            if self._is_own_and_unbegun():
+                remedy = "this sweep has made it, and nothing of it is trained: delete the folder, and make again"
+            raise UserError(f"{folder}: there is another run of this name ({different}); {remedy}")
         return True
+
+    def _is_own_and_unbegun(self) -> bool:
+        """Whether the folder there is of a sweep of this name, with nothing in it that only training writes."""
+        folder = self.run.path
+        if not {path.name for path in folder.iterdir()} <= BEFORE_TRAINING:
+            return False
+        try:
+            record = parse_config(Derivation, read_json_object(folder / DERIVED), folder / DERIVED)
+        except UserError:
+            return False
+        return record.sweep is not None and record.sweep == self.derivation.sweep
+
+    def check_startable(self) -> None:
+        """Raises UserError for what training would refuse whatever the data and the number of processes. One process
+        has the smallest batch, and so the most steps, where their number is not that of the files."""
+        experiment = self.experiment(self.run.path)  # no data is looked at
+        try:
+            experiment.check_together()
+            layout = experiment.layout(1)
+            budget = experiment.budget(layout, None)
+            if budget is not None or self.train_config.min_train_tokens not in (None, -1):
+                experiment.position(layout, sys.maxsize, None, budget)
+        except UserError as error:
+            raise UserError(f"{self.name}: {error}") from None
+
+
+def _differences(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """All of them, as far as a line holds them."""
+    found = [first_difference({key: there.get(key)}, {key: wanted[key]}) for key in wanted]
+    different = [each for each in found if each]
+    more = len(different) - SHOWN_DIFFERENCES
+    return ", ".join(different[:SHOWN_DIFFERENCES]) + (f", and {more:,} more" if more > 0 else "")
 
 
 def _settings(model: ModelConfig, train: TrainConfig) -> dict[str, Any]:

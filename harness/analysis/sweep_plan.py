@@ -111,6 +111,7 @@ class Planner:
         refuse."""
         experiment = run.experiment(self.use.datasets_dir)
         try:
+            experiment.check_together()
             start = planned_start(experiment, self.use.processes, None)
             budget = find_budget(experiment, experiment.layout(self.use.processes), start, self.options)
             plan = make_plan(experiment, self.use.processes, start, budget)

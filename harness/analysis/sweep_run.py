@@ -47,6 +47,7 @@ class Ends:
     stopped: list[str] = field(default_factory=list)
     pruned: list[str] = field(default_factory=list)
     not_begun: list[str] = field(default_factory=list)
+    damaged: dict[str, str] = field(default_factory=dict)  # which file of a run cannot be read, and what to do
     reason: str = ""  # why some were stopped or not begun
     signal: int = 0
 
@@ -56,6 +57,8 @@ class SweepRunner:
     `runs` may cost together, with what they have cost before."""
 
     def __init__(self, runs: Sequence[DerivedRun], planner: Planner, script: Path, max_dollars: float | None) -> None:
+        """Runs with a file that cannot be read are left out, and named at the end. Raises UserError for a budget
+        without a price, and for one where such a file hides what is spent."""
         self.runs = list(runs)
         unpriced = [run.name for run in runs if run.train_config.price_per_hour is None]
         if max_dollars is not None and unpriced:
@@ -67,12 +70,19 @@ class SweepRunner:
         self.script = script
         self.max_dollars = max_dollars
         self.free = device_groups(planner.use)
-        self.waiting = [run for run in runs if not is_done(run)]
-        self.attempts: list[Attempt] = []
-        self.spent_before = sum(map(dollars_spent, runs))
-        self.spent = 0.0  # since this object was made
         self.ends = Ends()
+        self.waiting = [run for run in runs if self._is_waiting(run)]
+        self.attempts: list[Attempt] = []
+        self.spent_before = sum(map(dollars_spent, runs)) if max_dollars is not None else 0.0
+        self.spent = 0.0  # since this object was made
         self._said_waiting: set[str] = set()
+
+    def _is_waiting(self, run: DerivedRun) -> bool:
+        try:
+            return not is_done(run)
+        except UserError as error:
+            self.ends.damaged[run.name] = str(error)
+            return False
 
     def run(self, say: Say) -> Ends:
         """Return when all are finished or have failed, or when a signal or the budget has ended it."""
@@ -203,7 +213,7 @@ class SweepRunner:
         attempt.log.close()
         self.planner.forget_speeds()
         run, status = attempt.run, attempt.process.returncode
-        is_finished = status == 0 and summary_of(run) is not None
+        is_finished = status == 0 and standing_of(run).state == "finished"
         is_failed = not is_finished and not attempt.is_stopped
         if is_finished:  # before it could be stopped
             attempt.pruned_at_step = None
@@ -226,13 +236,14 @@ def describe_ends(ends: Ends, runs: Sequence[DerivedRun], unmade: int = 0) -> st
     the end of each one's log. `unmade`: so many more have not even been made."""
     by_name = {run.name: run for run in runs}
     left = {"failed": ends.failed, "stopped": ends.stopped, "not begun": ends.not_begun}
-    before = by_name.keys() - {*ends.finished, *ends.pruned, *chain(*left.values())}
+    before = by_name.keys() - {*ends.finished, *ends.pruned, *ends.damaged, *chain(*left.values())}
     pruned = {name for name in before if summary_of(by_name[name]) is None}
     counts = {
         "finished": len(ends.finished) + len(before - pruned),
         "pruned": len(ends.pruned) + len(pruned),
         **{what: len(names) for what, names in left.items()},
         "not made": unmade,
+        "damaged": len(ends.damaged),
     }
     said = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
     if not ends.reason and len(before) == len(runs) and not unmade:
@@ -243,12 +254,13 @@ def describe_ends(ends: Ends, runs: Sequence[DerivedRun], unmade: int = 0) -> st
     for name in ends.failed:
         lines.append(f"failed: {name}; {by_name[name].run.path / LOG} ends:")
         lines += [f"    {text}" for text in end_of_log(by_name[name])]
+    lines += [f"damaged: {name}; {reason}" for name, reason in ends.damaged.items()]
     return "\n".join(lines)
 
 
 def leave(ends: Ends, runs: Sequence[DerivedRun], unmade: int = 0) -> None:
     """Say how the runs ended, of which `unmade` have not even been made. Raises RunStopped if a signal ended them, and
-    RunError if some failed or if the budget was not enough."""
+    RunError if some failed or are damaged, or if the budget was not enough."""
     print(describe_ends(ends, runs, unmade), flush=True)
     if ends.signal:
         raise RunStopped(ends.signal)
@@ -257,3 +269,5 @@ def leave(ends: Ends, runs: Sequence[DerivedRun], unmade: int = 0) -> None:
         raise RunError(f"{len(ends.failed):,} of {count:,} runs failed; the same command tries them again")
     if left:
         raise RunError(f"{left:,} of {count:,} runs are left: {ends.reason}")
+    if ends.damaged:
+        raise RunError(f"{len(ends.damaged):,} of {count:,} runs are damaged and were left as they are")

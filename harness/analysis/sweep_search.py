@@ -35,7 +35,8 @@ class SearchRunner(SweepRunner):
     """Makes and runs the trials of a search. Those that were begun before come first."""
 
     def __init__(self, search: Search, planner: Planner, script: Path, limits: SearchLimits) -> None:
-        """Raises UserError without Optuna, for a budget without a price, and for more trials than there are points."""
+        """Raises UserError without Optuna, for a budget without a price, for more trials than there are points, and for
+        a trial with a file that cannot be read."""
         self.search = search
         self.trials = search.trials()
         self.sampler = Sampler(search.sweep.search, search.sweep.sampler_seed)
@@ -47,6 +48,8 @@ class SearchRunner(SweepRunner):
         if points is not None and points < search.count:
             raise UserError(f'{search.path}: key "search": has {points:,} points, fewer than {search.count:,} trials')
         super().__init__([trial.run for trial in self.trials], planner, script, limits.max_dollars)
+        if self.ends.damaged:  # what the next points are chosen by is not to be read
+            raise UserError(next(iter(self.ends.damaged.values())))
         self._ended: dict[str, TrialResult] = {}  # by the run's name: these do not change any more
         self._judged: dict[str, int] = {}  # by the run's name: how many of its losses are
         self._sizes: dict[str, int] = {}  # by the run's name: of its metrics.jsonl, when it was last read
@@ -118,6 +121,7 @@ class SearchRunner(SweepRunner):
         for draw in range(LARGEST_DRAWS):
             try:
                 trial = self.search.make_trial(number, self.sampler.suggest(results, number, draw))
+                trial.run.check_startable()
             except UserError as error:
                 refusal = str(error)
                 if not self._said_impossible:

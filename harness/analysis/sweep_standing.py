@@ -75,9 +75,14 @@ class Attempts(BaseModel):
 
 
 def read_attempts(run: DerivedRun) -> Attempts:
-    """Raises UserError for a file that is none of ours."""
+    """Raises UserError, with the remedy, for a file that is none of ours."""
     path = run.run.path / ATTEMPTS
-    return parse_config(Attempts, read_json_object(path), path) if path.exists() else Attempts()
+    if not path.exists():
+        return Attempts()
+    try:
+        return parse_config(Attempts, read_json_object(path), path)
+    except UserError as error:
+        raise UserError(f"{error}; move it away: only what the attempts have cost is forgotten with it") from None
 
 
 def write_attempts(run: DerivedRun, attempts: Attempts) -> None:
@@ -95,23 +100,33 @@ def is_under_way(attempts: Attempts) -> bool:
 
 
 def summary_of(run: DerivedRun) -> RunSummary | None:
-    """The summary of a run that is finished; None of one that is not: its summary is missing, or another training's."""
+    """The summary of a run that is finished; None of one that is not: its summary is missing, or another training's.
+
+    Raises UserError, with the remedy, for one that cannot be read: training, too, leaves it as it is.
+    """
+    if not run.run.summary.exists():
+        return None
     try:
         summary = read_summary(run.run.summary)
-    except UserError:
-        return None
+    except UserError as error:
+        raise UserError(
+            f"{error}; move it away, and `sweep_runs.py run` writes it again from the last checkpoint"
+        ) from None
     wanted = run.train_config.model_dump(include={*BUDGETS})
     is_same = all(summary.train.get(key, value) == value for key, value in wanted.items())
     return summary if is_same and summary.has_shape(run.model_config) is not False else None
 
 
 def is_done(run: DerivedRun) -> bool:
-    """Whether a sweep has no more to do with a run: it is finished, or a search has given it up."""
-    return summary_of(run) is not None or read_attempts(run).pruned_at_step is not None
+    """Whether a sweep has no more to do with a run: it is finished, or a search has given it up. Raises UserError for
+    a file that cannot be read."""
+    attempts = read_attempts(run)  # of a finished run, too, so that all commands call the same runs damaged
+    return summary_of(run) is not None or attempts.pruned_at_step is not None
 
 
 def dollars_spent(run: DerivedRun) -> float:
-    """What a run has cost so far: by the sweep's clock, or else, of one that was trained by hand, by its summary."""
+    """What a run has cost so far: by the sweep's clock, or else, of one that was trained by hand, by its summary.
+    Raises UserError for a file that cannot be read."""
     spent = read_attempts(run).dollars
     if spent is None:
         summary = summary_of(run)

@@ -155,11 +155,19 @@ def _has_diverged(events: Sequence[Event]) -> bool:
 
 def describe_search(search: Search) -> str:
     """For a terminal: one line a trial, the best first."""
-    results = [search.result_of(trial) for trial in search.trials()]
+    results = [_result_to_show(search, trial) for trial in search.trials()]
     standings = [_standing(result) for result in sorted(results, key=_rank)]
     said = count_states(standings) or "nothing is made yet"
     head = f"Search {search.name} in {search.runs_dir}, {len(results):,} of {search.count:,} trials made: {said}"
     return "\n".join([head, "", *standing_lines(standings)]).rstrip()
+
+
+def _result_to_show(search: Search, trial: Trial) -> TrialResult:
+    """One with a file that cannot be read has no result; its standing says why."""
+    try:
+        return search.result_of(trial)
+    except UserError:
+        return TrialResult(trial, "unfinished", {})
 
 
 def _standing(result: TrialResult) -> Standing:

@@ -231,6 +231,14 @@ class SweepRuns:
         """Those that are not made yet. Raises UserError if a folder holds another run."""
         return [run for run in self.runs if not run.is_made()]
 
+    def check_startable(self, runs: Sequence[DerivedRun]) -> None:
+        """Raises UserError if training would refuse one of these, of which nothing is made yet."""
+        for run in runs:
+            try:
+                run.check_startable()
+            except UserError as error:
+                raise UserError(f"{self.path}: makes {error}") from None
+
     def require_made(self) -> None:
         """Raises UserError unless all of them are."""
         missing = self.missing()

@@ -159,12 +159,17 @@ class Experiment:
         config = load_train_config(run.train_json)
         dataset_folder(datasets_dir, config.dataset)  # a name that cannot be one is noticed here
         model = load_model_config(run.model_json)
-        if model.tie_weights and config.head_learning_rate is not None:
+        experiment = cls(run, config, model, datasets_dir)
+        experiment.check_together()
+        return experiment
+
+    def check_together(self) -> None:
+        """Raises UserError for what each of the two files may say, but not both."""
+        if self.model.tie_weights and self.config.head_learning_rate is not None:
             raise UserError(
-                f'{run.train_json}: key "head_learning_rate": with "tie_weights" in model.json the head is the token '
-                'embedding; use "embedding_learning_rate"'
+                f'{self.run.train_json}: key "head_learning_rate": with "tie_weights" in model.json the head is the '
+                'token embedding; use "embedding_learning_rate"'
             )
-        return cls(run, config, model, datasets_dir)
 
     def tiny(self) -> Experiment:
         """The same with next to no model, to which nothing is compiled: it does all the same things in no time."""

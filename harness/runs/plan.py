@@ -129,9 +129,10 @@ def _range(quantity: float, uncertainty: float, write: Callable[[float], str]) -
 def _cost(price: float | None, seconds: dict[str, float]) -> str:
     if price is None:
         return "unknown: no price_per_hour in train.json"
-    dollars = {part: spent * price / 3600 for part, spent in seconds.items()}
-    parts = " + ".join(f"${cost:,.2f} {part}" for part, cost in dollars.items())
-    return f"{parts} = ${sum(dollars.values()):,.2f} at ${price}/h"
+    cents = {part: round(spent * price / 36) for part, spent in seconds.items()}
+    parts = " + ".join(f"${cost / 100:,.2f} {part}" for part, cost in cents.items())
+    # The sum of what is printed, so that it adds up.
+    return f"{parts} = ${sum(cents.values()) / 100:,.2f} at ${price}/h"
 
 
 def _hours(seconds: float) -> str:

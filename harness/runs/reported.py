@@ -3,14 +3,24 @@ never stand where measured ones do."""
 
 from __future__ import annotations
 
+import difflib
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from harness.common.json_files import parse_config, read_json_object
 from harness.data.loader import BatchLayout
 from harness.runs.directory import RunDirectory
 
+# Figures that programs look for; a file may have others. Those of the first line are never 0.
+POSITIVE = ("microbatch_size", "global_batch_size", "train_seconds", "tokens_seen", "tokens_per_second")
+LOOKED_FOR = (
+    *POSITIVE,
+    *("validation_runs", "validation_seconds_each", "seconds_without_validation"),
+    *("final_train_loss", "final_validation_loss", "test_loss", "instruction_score"),
+    *("price_per_hour", "train_dollars", "validation_dollars", "dollars_without_validation"),
+)
+ALIKE = 0.92  # of difflib's ratio: one letter of a dozen; others, such as "test_loss_latest", are names of their own
 LARGEST = 1e18  # figure; beyond it none means anything, and products of several might leave what floats hold
 
 
@@ -40,6 +50,17 @@ class Reported(BaseModel):
     model: dict[str, Any] | None = None
     train: dict[str, Any] = {}
     figures: dict[str, ReportedFigure]
+
+    @field_validator("figures", mode="after")
+    @classmethod
+    def _possible(cls, figures: dict[str, ReportedFigure]) -> dict[str, ReportedFigure]:
+        for name, figure in figures.items():
+            meant = [] if name in LOOKED_FOR else difflib.get_close_matches(name, LOOKED_FOR, n=1, cutoff=ALIKE)
+            if meant:
+                raise ValueError(f'key "figures.{name}": unknown; did you mean "{meant[0]}"?')
+            if name in POSITIVE and not figure.value:
+                raise ValueError(f'key "figures.{name}.value": must be above 0; leave out what is not reported')
+        return figures
 
     def value(self, name: str) -> float | None:
         """The figure of this name; None if it is not reported."""

@@ -11,12 +11,13 @@ import hashlib
 import json
 import math
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
@@ -92,9 +93,15 @@ class LossResult(Result):
     kind: str = "test_loss"
     text: Text
     precision: str
-    loss: Number | None  # nats per token; None where it is not finite
-    bits_per_byte: Number | None = None
+    loss: Annotated[Number, Field(ge=0)] | None  # nats per token; None where it is not finite
+    bits_per_byte: Annotated[Number, Field(ge=0)] | None = None
     bits_are_exact: bool = True  # by the bytes of the very tokens predicted, not by the whole split's mean
+
+    @model_validator(mode="after")
+    def _both_are_nothing_or_none(self) -> LossResult:
+        if self.loss and self.bits_per_byte == 0:
+            raise ValueError('key "bits_per_byte": 0, but the loss is not')
+        return self
 
     @property
     def windows_name(self) -> str:
@@ -206,13 +213,16 @@ def write_loss(run: RunDirectory, result: LossResult, window_losses: np.ndarray)
 
 
 def read_results(run: RunDirectory) -> Results:
-    """All results of a run."""
+    """All results of a run; a loss that the losses of its windows contradict is among the problems."""
     results = Results()
     for path in sorted(run.results.glob("*.json")):
         if path.name.startswith(SEARCH_PREFIX):
             continue
         try:
-            results.found.append(_read(path))
+            result = _read(path)
+            if isinstance(result, LossResult):
+                _check_windows(run, result, path)
+            results.found.append(result)
         except UserError as error:
             results.problems.append(str(error))
             results.unread.append(path.name)
@@ -231,6 +241,23 @@ def _read(path: Path) -> Result:
         raise UserError(f"{path}: not a result of this version; measure again, or move the file away") from None
 
 
+def _check_windows(run: RunDirectory, result: LossResult, path: Path) -> None:
+    """Raises UserError if the losses of the windows contradict the result. Without them it stands by itself."""
+    losses = None
+    with suppress(OSError, SafetensorError), safe_open(run.results / result.windows_name, "numpy") as file:
+        losses = file.get_tensor("losses")
+    if losses is None or losses.shape != (result.text.windows,) or _is_mean(result.loss, losses):
+        return
+    raise UserError(
+        f"{path}: its loss is {result.loss:g}, but the mean of its windows' losses ({result.windows_name}) is "
+        f"{losses.mean(dtype=np.float64):g}; measure again, or move the file away"
+    )
+
+
+def _is_mean(loss: float | None, losses: np.ndarray) -> bool:
+    return loss is None or math.isclose(float(losses.mean(dtype=np.float64)), loss, rel_tol=1e-4)
+
+
 def read_window_losses(run: RunDirectory, result: LossResult) -> np.ndarray:
     """The loss of each window, fp32 of shape [windows]. Raises UserError if its file is missing or another's."""
     path = run.results / result.windows_name
@@ -241,6 +268,6 @@ def read_window_losses(run: RunDirectory, result: LossResult) -> np.ndarray:
         raise UserError(f"{path}: cannot read the losses of the windows: {error}; measure again") from None
     if losses.shape != (result.text.windows,):
         raise UserError(f"{path}: has losses of shape {list(losses.shape)}, not [{result.text.windows}]; measure again")
-    if result.loss is not None and not math.isclose(float(losses.mean(dtype=np.float64)), result.loss, rel_tol=1e-4):
+    if not _is_mean(result.loss, losses):
         raise UserError(f"{path}: has losses whose mean is not {result.loss:.4f}, the one measured; measure again")
     return losses

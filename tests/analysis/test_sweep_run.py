@@ -21,7 +21,7 @@ import pytest
 from harness.analysis.derived_runs import write_runs
 from harness.analysis.sweep_attempt import training_command
 from harness.analysis.sweep_plan import AssumedSpeed, MachineUse, Planner
-from harness.analysis.sweep_run import STOPPING_SIGNALS, Ends, SweepRunner, describe_ends
+from harness.analysis.sweep_run import STOPPING_SIGNALS, Ends, SweepRunner, describe_ends, leave
 from harness.analysis.sweep_standing import (
     Attempts,
     Standing,
@@ -32,7 +32,7 @@ from harness.analysis.sweep_standing import (
     write_attempts,
 )
 from harness.analysis.sweeps import SweepRuns
-from harness.common.errors import UserError
+from harness.common.errors import RunError, UserError
 from harness.common.files import sha256
 from harness.common.json_files import read_json_object
 from harness.runs.metrics import MetricsFile, TrainEvent
@@ -505,3 +505,66 @@ def test_a_plan_whose_only_run_left_is_damaged_shows_the_finished_ones(shop: Wor
     assert done.status == 0
     assert "1 finished already" in done.stdout
     assert "Cannot be trained: " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("summary.json", "writes it again from the last checkpoint"),
+        ("sweep-attempts.json", "only what the attempts have cost is forgotten"),
+    ],
+)
+def test_a_record_that_cannot_be_read_is_told_with_its_remedy(shop: Workshop, file: str, said: str) -> None:
+    made = make(shop, vary={"random_seed": [1, 2]})
+    run(shop, made)
+    (shop.runs / "s-seed2" / "summary.json").unlink()
+    spoilt = shop.runs / "s-seed1" / file
+    spoilt.write_text("{")
+    standing = standing_of(made.runs[0])
+    assert standing.state == "damaged"
+    assert standing.said.startswith(f"{spoilt}:1: not valid JSON")
+    assert said in standing.said
+
+    (shop.runs / "s-seed1" / "began").unlink()
+    ends, _ = run(shop, made)
+    assert ends == Ends(finished=["s-seed2"], damaged={"s-seed1": standing.said})
+    assert not (shop.runs / "s-seed1" / "began").exists(), "it is not trained anew"
+    assert spoilt.read_text() == "{"
+    with pytest.raises(RunError, match="1 of 2 runs are damaged"):
+        leave(ends, made.runs)
+    assert describe_ends(ends, made.runs).endswith(f"1 finished, 1 damaged\ndamaged: s-seed1; {standing.said}")
+
+    spoilt.unlink()
+    ends, _ = run(shop, made)
+    assert not ends.damaged
+    assert standing_of(made.runs[0]).state == "finished"
+
+
+def test_a_budget_cannot_be_kept_where_what_is_spent_cannot_be_read(shop: Workshop) -> None:
+    made = make(shop, vary={"random_seed": [1]})
+    run(shop, made)
+    (shop.runs / "s-seed1" / "sweep-attempts.json").write_text("{")
+    with pytest.raises(UserError, match=r"sweep-attempts\.json:1: not valid JSON.*move it away"):
+        run(shop, made, max_dollars=1e6)
+
+
+@pytest.mark.slow
+def test_a_real_summary_that_is_moved_away_is_written_again(shop: Workshop) -> None:
+    made = make(shop, vary={"random_seed": [1]})
+    shop.add_dataset()
+    assert sweep_command(shop, "run", str(shop.datasets)).status == 0
+    place = shop.runs / "s-seed1"
+    before = read_json_object(place / "summary.json")
+    weights_before = weights(shop, "s-seed1")
+    (place / "summary.json").write_text("{")
+    assert standing_of(made.runs[0]).state == "damaged"
+    refused = sweep_command(shop, "run", str(shop.datasets))
+    assert refused.status == 2, "it is the only run"
+    assert "move it away, and `sweep_runs.py run` writes it again" in refused.stderr
+    (place / "summary.json").rename(place / "away")
+    assert sweep_command(shop, "run", str(shop.datasets)).status == 0
+    after = read_json_object(place / "summary.json")
+    assert (after["final_validation_loss"], weights(shop, "s-seed1")) == (
+        before["final_validation_loss"],
+        weights_before,
+    )

@@ -276,6 +276,16 @@ def test_points_that_cannot_be_trained_are_left_out(shop: Workshop) -> None:
     assert sum("16 is not a multiple of n_heads (3)" in line for line in said) == 1
 
 
+def test_points_that_no_training_can_start_are_left_out(shop: Workshop) -> None:
+    """A warm-up that is longer than the 20 steps."""
+    space = {"warmup_steps": [2, 20, 21, 30], "lr_schedule": ["constant", "cosine"]}
+    search = load(shop, set={"learning_rate": 0.01}, search=space, trials=4)
+    ends, said = run(shop, search)
+    assert len(ends.finished) == 4
+    assert {point["warmup_steps"] for point in points(search)} == {2, 20}
+    assert sum("steps of warm-up are longer than the run" in line for line in said) == 1
+
+
 def test_a_space_without_a_possible_point_is_told(shop: Workshop) -> None:
     search = load(shop, search={"n_heads": [3, 5, 6], "learning_rate": RATES})
     ends, _ = run(shop, search)

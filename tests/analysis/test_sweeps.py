@@ -246,6 +246,59 @@ def test_another_run_of_the_name_is_refused_and_nothing_is_made(shop: Workshop) 
 
 
 @pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        # 20 steps of 64 tokens
+        ({"vary": {"warmup_steps": [20, 21]}}, 's-warmup21: train.json: key "warmup_steps": 21 steps of warm-up are'),
+        ({"set": {"warmup_steps": 2, "train_steps": 1}, "vary": {"random_seed": [1]}}, "longer than the run of 1 glob"),
+        ({"vary": {"global_batch_size": [3]}}, "3 sequences are not a multiple of 2"),
+        ({"vary": {"target_flops": [1.0]}}, "is below one global batch"),
+        ({"set": {"tie_weights": True}, "vary": {"head_learning_rate": [0.1]}}, "the head is the token embedding"),
+    ],
+)
+def test_what_no_training_can_start_is_not_made(shop: Workshop, keys: dict[str, Any], said: str) -> None:
+    sweep = load(shop, **keys)
+    with pytest.raises(UserError, match=re.escape(said)) as caught:
+        sweep.check_startable(sweep.missing())
+    assert str(caught.value).startswith(f"{sweep.path}: makes s-")
+
+
+def test_the_commands_check_what_they_make(shop: Workshop) -> None:
+    path = str(write(shop, vary={"warmup_steps": [20, 21]}))
+    for arguments in (("make", path), ("run", path, str(shop.datasets))):
+        done = command(shop, "sweep_runs.py", *arguments)
+        assert done.status == 2
+        assert done.stderr.startswith(f"error: {path}: makes s-warmup21: ")
+    assert [each.name for each in shop.runs.iterdir()] == ["base"]
+
+
+def test_where_tokens_are_not_known_nothing_is_refused(shop: Workshop) -> None:
+    """All there are, and a budget that needs a speed."""
+    unknown = [{"min_train_tokens": -1}, {"target_hours": 0.001}]
+    sweep = load(shop, set={"warmup_steps": 10**6}, together=unknown)
+    sweep.check_startable(sweep.missing())
+
+
+def test_all_differences_are_named_and_a_folder_never_begun_may_be_deleted(shop: Workshop) -> None:
+    write_runs(load(shop, vary={"random_seed": [1]}).runs)
+    changed: dict[str, Any] = {"set": {"warmup_steps": 3, "learning_rate": 0.5}, "vary": {"random_seed": [1]}}
+    with pytest.raises(UserError) as caught:
+        load(shop, **changed).missing()
+    said = str(caught.value)
+    assert "learning_rate: 0.0015 -> 0.5" in said
+    assert "warmup_steps: None -> 3" in said
+    assert said.endswith("nothing of it is trained: delete the folder, and make again")
+
+    (shop.runs / "s-seed1" / "checkpoints").mkdir()
+    with pytest.raises(UserError, match=r'move it away, or give the sweep another "name"$'):
+        load(shop, **changed).missing()
+    (shop.runs / "s-seed1" / "checkpoints").rmdir()
+    (shop.runs / "s-seed1" / "derived.json").unlink()
+    with pytest.raises(UserError, match=r'move it away, or give the sweep another "name"$'):
+        load(shop, **changed).missing()
+
+
+@pytest.mark.parametrize(
     ("put", "said"),
     [
         (
@@ -297,6 +350,15 @@ def test_derive_run(shop: Workshop) -> None:
     again = command(shop, "derive_run.py", *asked)
     assert again.status == 2
     assert again.stderr == f"error: {shop.runs / 'new'}: is there already; choose another name, or move it away\n"
+
+
+def test_what_derive_run_and_make_print(shop: Workshop) -> None:
+    done = command(shop, "derive_run.py", "base", "ramp", "--set", "batch_ramp=[[0, 2], [64, 4]]")
+    assert "  batch_ramp: null -> [[0, 2], [64, 4]]\n" in done.stdout
+    done = command(shop, "derive_run.py", "base", "same")
+    assert done.stdout == f"{shop.runs / 'same'}: base without a difference; --set KEY=VALUE makes one\n"
+    done = command(shop, "sweep_runs.py", "make", str(write(shop, vary={"random_seed": [1]})))
+    assert done.stdout.startswith(f"1 run made in {shop.runs}\n")
 
 
 @pytest.mark.parametrize(

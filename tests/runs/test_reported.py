@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -151,5 +152,28 @@ def test_what_the_figures_leave_open_is_none(tmp_path: Path) -> None:
     assert figures(**whole, validation_runs=10.0, validation_seconds_each=50.0).training_speed is None
     assert figures(microbatch_size=13.0, global_batch_size=100.0).layout is None
     assert figures(microbatch_size=0.5, global_batch_size=4.0).layout is None
-    nothing = figures(**dict.fromkeys([*whole, "seconds_without_validation"], 0.0))
+    nothing = figures(
+        **dict.fromkeys(["validation_runs", "validation_seconds_each", "seconds_without_validation"], 0.0)
+    )
     assert [nothing.training_speed, nothing.whole_run_speed] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("train_seconds", 0.0, '"figures.train_seconds.value": must be above 0'),
+        ("global_batch_size", 0.0, '"figures.global_batch_size.value": must be above 0'),
+        ("tran_seconds", 5.0, '"figures.tran_seconds": unknown; did you mean "train_seconds"?'),
+    ],
+)
+def test_impossible_and_misspelt_figures_are_refused(tmp_path: Path, name: str, value: float, said: str) -> None:
+    figures = {name: {"value": value, "unit": "x", "place": "y"}}
+    with pytest.raises(UserError, match=re.escape(f"reported.json: key {said}")):
+        read_reported(write(tmp_path, figures=figures))
+
+
+def test_figures_of_other_names_are_kept(tmp_path: Path) -> None:
+    figures = {name: {"value": 0.0, "unit": "x", "place": "y"} for name in ("test_loss_latest", "validation_dollars")}
+    found = read_reported(write(tmp_path, figures=figures))
+    assert found is not None
+    assert found.value("test_loss_latest") == 0.0

@@ -121,6 +121,29 @@ def test_a_damaged_file_is_known_by_its_name(run: RunDirectory) -> None:
     assert not results.has_unread(BenchmarkResult)
 
 
+@pytest.mark.parametrize("loss", ["5000", "-1", "2.6"])
+def test_a_loss_that_its_windows_contradict_is_left_out(run: RunDirectory, loss: str) -> None:
+    path = write_loss(run, LOSS, LOSSES)
+    path.write_text(path.read_text().replace(f'"loss": {LOSS.loss}', f'"loss": {loss}'))
+    results = read_results(run)
+    assert results.found == []
+    (problem,) = results.problems
+    assert problem.startswith(f"{path}: ")
+    assert problem.endswith("; measure again, or move the file away")
+    if loss != "-1":
+        assert f"its loss is {loss}, but the mean of its windows' losses ({LOSS.windows_name}) is 2.5" in problem
+    assert results.has_unread(LossResult, LOSS.weights.checkpoint)
+
+    path.with_suffix(".safetensors").unlink()
+    assert len(read_results(run).found) == (loss != "-1"), "without its windows it stands by itself"
+
+
+def test_no_bits_for_a_loss_are_none_of_ours(run: RunDirectory) -> None:
+    path = write_loss(run, LOSS, LOSSES)
+    path.write_text(path.read_text().replace('"bits_per_byte": 1.25', '"bits_per_byte": 0.0'))
+    assert "not a result of this version" in read_results(run).problems[0]
+
+
 def test_losses_of_windows_that_are_missing_or_too_few(run: RunDirectory) -> None:
     path = write_loss(run, LOSS, LOSSES[:2])
     with pytest.raises(UserError, match=r"has losses of shape \[2\], not \[3\]; measure again"):
