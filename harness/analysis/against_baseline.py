@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -12,16 +13,19 @@ from harness.analysis.comparability import (
     MEASURED_TOO,
     Ground,
     Group,
+    Measured,
+    Missing,
     chosen_results,
     comparable_groups,
     loss_ground,
 )
-from harness.analysis.quantities import validation_losses
+from harness.analysis.quantities import final_validation_losses
 from harness.analysis.records import RunRecord
 from harness.analysis.replicated_arms import NamedArms, has_unfinished_arm, named_arms
-from harness.analysis.result_quantities import test_losses
+from harness.analysis.result_quantities import all_test_losses, test_losses
 from harness.analysis.verdicts import Verdict, compare_arms, seeds_for_seen, seeds_sentence
 from harness.common.errors import UserError
+from harness.common.messages import abbreviated
 from harness.runs.results import LossResult, read_window_losses
 
 
@@ -53,14 +57,20 @@ def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineCompari
         return _nothing(baseline, f"it {verb} {state}: only what has been trained here to its end is compared", arms)
     if len(arms.runs) == 1 and has_unfinished_arm(records, baseline):
         return _nothing(own, "no run of another arm has finished", arms)
-    for loss, measured in (("test loss", test_losses(records)), ("validation loss", validation_losses(records))):
-        names = [record.name for record in records]
+    names = [record.name for record in records]
+    for loss, measured in (("test loss", _test_losses(records)), ("validation loss", final_validation_losses(records))):
         groups = [
             group for group in comparable_groups(measured) if any(names[row] in arms.runs[own] for row in group.members)
         ]
         if groups and len(groups[0].members) > 1:
-            return _compare(own, arms, _Loss(loss, groups[0], records))
+            return _compare(own, arms, _Loss(loss, groups[0], records, measured))
     return _nothing(baseline, "no other run has a test loss or validation loss on the same text", arms)
+
+
+def _test_losses(records: Sequence[RunRecord]) -> list[Measured]:
+    """With NaN for a loss that is not finite: a run that diverged is no less part of its arm."""
+    found = zip(records, test_losses(records), strict=True)
+    return [all_test_losses(record) or in_table for record, in_table in found]
 
 
 def _nothing(baseline: str, reason: str, arms: NamedArms) -> BaselineComparison:
@@ -69,11 +79,13 @@ def _nothing(baseline: str, reason: str, arms: NamedArms) -> BaselineComparison:
 
 @dataclass(frozen=True)
 class _Loss:
-    """What is compared: `group` has the losses by the position of their runs."""
+    """What is compared: `group` has the losses by the position of their runs, `measured` those on other texts, too. A
+    loss that is not finite is NaN."""
 
     name: str
     group: Group
     records: Sequence[RunRecord]
+    measured: Sequence[Measured]
 
     def arm(self, name: str, runs: Sequence[str], notes: list[str]) -> Arm:
         """With the losses of the windows, where every run has them."""
@@ -85,7 +97,17 @@ class _Loss:
             for row, measurement in members
             if measurement.remark and MEASURED_TOO not in measurement.remark
         ]
-        return Arm(name, losses, self._windows([self.records[row] for row, _ in members], notes))
+        its_records = [self.records[row] for row, _ in members]
+        windows = self._windows(its_records, notes) if np.isfinite(losses).all() else None
+        return Arm(name, losses, windows, [record.name for record in its_records])
+
+    def left_out(self, runs: Collection[str]) -> list[str]:
+        """Which of these runs have no such loss on this text, and why."""
+        names: dict[str, list[str]] = {}
+        for row, (record, measured) in enumerate(zip(self.records, self.measured, strict=True)):
+            if record.name in runs and row not in self.group.members:
+                names.setdefault(_elsewhere(measured), []).append(record.name)
+        return [f"{abbreviated(each)}: not compared by {self.name}: {reason}" for reason, each in names.items()]
 
     def _windows(self, records: Sequence[RunRecord], notes: list[str]) -> list[np.ndarray] | None:
         try:
@@ -95,6 +117,12 @@ class _Loss:
             return None
         there = [each for each in windows if each is not None]
         return there if len(there) == len(windows) and there else None
+
+
+def _elsewhere(measured: Measured) -> str:
+    if isinstance(measured, Missing):
+        return measured.reason
+    return f"measured on {' and '.join(each.ground.words for each in measured)}"
 
 
 def window_losses(record: RunRecord, ground: Ground) -> np.ndarray | None:
@@ -116,4 +144,5 @@ def _compare(own: str, arms: NamedArms, loss: _Loss) -> BaselineComparison:
         return _nothing(own, "there is no other arm", arms)
     verdicts = compare_arms(built[own], others)
     closing = [seeds_sentence([built[own], *others]), seeds_for_seen(verdicts, [built[own], *others])]
-    return BaselineComparison(title, verdicts, " ".join(filter(None, closing)), [*notes, *arms.notes], loss.name)
+    notes += [*loss.left_out({*chain(*arms.runs.values())}), *arms.notes]
+    return BaselineComparison(title, verdicts, " ".join(filter(None, closing)), notes, loss.name)

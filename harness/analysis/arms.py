@@ -17,11 +17,13 @@ from harness.analysis.training_noise import Part, Spread, Uncertain, combine, ow
 @dataclass(frozen=True)
 class Arm:
     """`losses` has one run each, in nats per token: for all arms of a comparison of the same text. `windows`, where
-    known for every run, has the losses of that text's windows, [windows] each, in the order of `losses`."""
+    known for every run, has the losses of that text's windows, [windows] each, in the order of `losses`. `names` has
+    the runs' names, in the same order, where they are known."""
 
     name: str
     losses: Sequence[float]
     windows: Sequence[np.ndarray] | None = None
+    names: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.windows is not None and len(self.windows) != len(self.losses):
@@ -34,6 +36,11 @@ class Arm:
     @property
     def is_finite(self) -> bool:
         return bool(np.isfinite(self.losses).all())
+
+    @property
+    def not_finite(self) -> list[str]:
+        """The names of the runs whose losses are not finite."""
+        return [name for name, loss in zip(self.names, self.losses, strict=False) if not np.isfinite(loss)]
 
     @property
     def texts(self) -> set[int]:

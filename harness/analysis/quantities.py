@@ -99,6 +99,22 @@ def _validation_loss(record: RunRecord) -> float | Missing | None:
     return Missing("trained without validation") if is_off else value
 
 
+def final_validation_losses(records: Sequence[RunRecord]) -> list[Measured]:
+    """Those of runs that have finished, NaN for a loss that is not finite."""
+    return [
+        [Measurement(math.nan, ground)] if isinstance(each, Missing) and (ground := _diverged_on(record)) else each
+        for record, each in zip(records, validation_losses(records), strict=True)
+    ]
+
+
+def _diverged_on(record: RunRecord) -> Ground | None:
+    """The text of a last validation that was done, and whose loss is not finite."""
+    summary, is_off = record.summary, record.train.get("validation_interval") is None
+    if summary is None or is_off or "final_validation_loss" not in summary.model_fields_set:
+        return None
+    return validation_ground(record) if summary.final_validation_loss is None else None
+
+
 def _best_validation_loss(record: RunRecord) -> float | Missing | None:
     last = _validation_loss(record)
     if last is None or isinstance(last, Missing):

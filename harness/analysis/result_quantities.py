@@ -3,6 +3,7 @@ evaluated."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -48,12 +49,21 @@ def test_losses(records: Sequence[RunRecord]) -> list[Measured]:
 
 
 def _test_loss(record: RunRecord) -> Measured:
-    results = record.results.of(LossResult)
-    chosen = chosen_results(record, results, [loss_ground(result) for result in results])
-    found = [Measurement(result.loss, ground, remark) for result, ground, remark in chosen if result.loss is not None]
-    if chosen and not found:
+    measured = all_test_losses(record)
+    found = [each for each in measured if math.isfinite(each.value)]
+    if measured and not found:
         return Missing(NOT_FINITE)
     return found or _missing(record, LossResult)
+
+
+def all_test_losses(record: RunRecord) -> list[Measurement]:
+    """One for each text, NaN for a loss that is not finite."""
+    results = record.results.of(LossResult)
+    chosen = chosen_results(record, results, [loss_ground(result) for result in results])
+    return [
+        Measurement(math.nan if result.loss is None else result.loss, ground, remark)
+        for result, ground, remark in chosen
+    ]
 
 
 def _bits_per_byte(records: Sequence[RunRecord]) -> list[Measured]:

@@ -10,6 +10,7 @@ from enum import Enum
 from harness.analysis.arms import Arm, Difference, borrowed_from, difference_of
 from harness.analysis.noise import MeanEstimate
 from harness.analysis.training_noise import DIFFERENCE_TO_TELL, MOST_SEEDS, Uncertain, holm, seeds_needed
+from harness.common.messages import abbreviated
 
 FIRST_SEEDS = 3  # runs of each arm that give a first idea of training noise
 
@@ -136,8 +137,18 @@ def _not_comparable(baseline: Arm, arm: Arm) -> str | None:
         if not each.runs:
             return f"{each.name} has no run with this loss"
         if not each.is_finite:
-            return f"a loss of {each.name} is not finite"
+            return _diverged(each)
     return None
+
+
+def _diverged(arm: Arm) -> str:
+    """An arm of one run has its name."""
+    if list(arm.names) == [arm.name]:
+        return f"the loss of {arm.name} is not finite"
+    which = f" ({abbreviated(arm.not_finite)})" if arm.not_finite else ""
+    if len(arm.not_finite) > 1:
+        return f"{len(arm.not_finite)} losses of {arm.name}{which} are not finite"
+    return f"a loss of {arm.name}{which} is not finite"
 
 
 def _unknown(baseline: Arm, arm: Arm, reason: str) -> Verdict:

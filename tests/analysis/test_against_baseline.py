@@ -160,6 +160,48 @@ def test_an_arm_measured_on_another_text_is_in_no_verdict_but_a_sentence(tmp_pat
     ]
 
 
+@pytest.mark.parametrize("measured", ["validation", "test"])
+def test_a_seed_that_diverged_is_no_reason_to_compare_the_others_alone(tmp_path: Path, measured: str) -> None:
+    """Else an arm would be better for its survivors."""
+    settings = [
+        (0.001, 1, 2.50),
+        (0.001, 2, 2.52),
+        (0.002, 1, 2.40),
+        (0.002, 2, 2.41),
+        (0.002, 3, None),
+        (0.1, 1, None),
+    ]
+    runs = []
+    for rate, seed, loss in settings:
+        run = RunFolder(tmp_path, f"lr-{rate}-seed-{seed}", {"learning_rate": rate, "random_seed": seed})
+        runs.append(run.finish(final_validation_loss=loss))
+        if measured == "test":
+            run.test_loss(loss)
+    found = compare_with("lr-0.001-seed-1", records(*runs))
+    lost = "a loss of lr-0.002 (lr-0.002-seed-3) is not finite"
+    assert f"by {measured} loss on" in found.title
+    assert [verdict.reason for verdict in found.verdicts] == [lost, "the loss of lr-0.1-seed-1 is not finite"]
+    assert [verdict.runs for verdict in found.verdicts] == [(3, 2), (1, 2)]
+    of_baseline = compare_with("lr-0.002-seed-1", records(*runs[:5])).verdicts
+    assert [verdict.reason for verdict in of_baseline] == [lost]
+    assert compare_with("lr-0.1-seed-1", records(runs[0], runs[5])).verdicts[0].word is Word.CANNOT_BE_TOLD
+
+
+def test_a_seed_measured_elsewhere_or_not_at_all_is_named_below_the_verdict(tmp_path: Path) -> None:
+    own, other = arm(tmp_path, 0.001, (2.50, 2.52)), arm(tmp_path, 0.002, (2.40, 2.41))
+    rest = [RunFolder(tmp_path, f"lr-0.002-seed-{n}", {"learning_rate": 0.002, "random_seed": n}) for n in (3, 4, 5)]
+    for run in rest:
+        run.finish()
+    rest[0].test_loss(2.0, windows=600, precision="bf16")
+    found = compare_with("lr-0.001-seed-1", records(*own, *other, *rest))
+    assert [verdict.runs for verdict in found.verdicts] == [(2, 2)]
+    assert found.notes == [
+        "lr-0.002-seed-3: not compared by test loss: measured on 600 x 16 tokens from 0 of the test split of me/texts "
+        "(cccccccc), in bf16",
+        "lr-0.002-seed-4, lr-0.002-seed-5: not compared by test loss: not measured by test_loss.py",
+    ]
+
+
 def test_losses_of_other_checkpoints_than_the_best_are_told(tmp_path: Path) -> None:
     a, b = (RunFolder(tmp_path, name, {"learning_rate": rate}).finish() for name, rate in (("a", 1), ("b", 2)))
     for run in (a, b):

@@ -134,8 +134,8 @@ class RunFolder:
             metrics.append(BenchmarkEvent(global_step=step, tokens_seen=(step + 1) * 128, examples=examples, **score))
         return self
 
-    def test_loss(self, loss: float, checkpoint: str = BEST, **changes: Any) -> RunFolder:
-        """A result of test_loss.py, every window with that loss."""
+    def test_loss(self, loss: float | None, checkpoint: str = BEST, **changes: Any) -> RunFolder:
+        """A result of test_loss.py, every window with that loss; None is one that is not finite."""
         text = TEXT.model_copy(update={key: changes.pop(key) for key in [*changes] if key in Text.model_fields})
         weights = MeasuredWeights(
             checkpoint=checkpoint,
@@ -144,8 +144,8 @@ class RunFolder:
             is_best=checkpoint == BEST,
             is_latest=checkpoint == LATEST,
         )
-        values: dict[str, Any] = {"precision": "fp32", "bits_per_byte": loss / 2, **changes}
+        values: dict[str, Any] = {"precision": "fp32", "bits_per_byte": None if loss is None else loss / 2, **changes}
         measured: dict[str, Any] = {"date": "2026-01-03T00:00:00Z", "device": "CPU", "torch": "2.15.0"}
         result = LossResult(weights=weights, text=text, loss=loss, **measured, **values)
-        write_loss(self.directory, result, np.full(text.windows, loss, np.float32))
+        write_loss(self.directory, result, np.full(text.windows, np.nan if loss is None else loss, np.float32))
         return self
