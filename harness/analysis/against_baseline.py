@@ -106,7 +106,7 @@ class _Loss:
         names: dict[str, list[str]] = {}
         for row, (record, measured) in enumerate(zip(self.records, self.measured, strict=True)):
             if record.name in runs and row not in self.group.members:
-                names.setdefault(_elsewhere(measured), []).append(record.name)
+                names.setdefault(_elsewhere(measured, self.group.ground), []).append(record.name)
         return [f"{abbreviated(each)}: not compared by {self.name}: {reason}" for reason, each in names.items()]
 
     def _windows(self, records: Sequence[RunRecord], notes: list[str]) -> list[np.ndarray] | None:
@@ -119,10 +119,10 @@ class _Loss:
         return there if len(there) == len(windows) and there else None
 
 
-def _elsewhere(measured: Measured) -> str:
+def _elsewhere(measured: Measured, ground: Ground) -> str:
     if isinstance(measured, Missing):
         return measured.reason
-    return f"measured on {' and '.join(each.ground.words for each in measured)}"
+    return f"measured on {' and '.join(each.ground.words_beside([ground]) for each in measured)}"
 
 
 def window_losses(record: RunRecord, ground: Ground) -> np.ndarray | None:

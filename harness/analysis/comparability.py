@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from harness.analysis.records import RunRecord
@@ -15,10 +15,17 @@ from harness.runs.results import AnyResult, BenchmarkResult, InstructionResult, 
 
 @dataclass(frozen=True)
 class Ground:
-    """What a number was measured on. Numbers compare if their grounds are equal; `words` are for a reader."""
+    """What a number was measured on. Numbers compare if their grounds are equal; `words` are for a reader, and
+    `further` is what else tells it from a ground of the same words."""
 
     identity: Hashable
     words: str = field(compare=False)
+    further: str = field(default="", compare=False)
+
+    def words_beside(self, others: Iterable[Ground]) -> str:
+        """Such that they are not those of one of the others."""
+        is_alike = any(self != other and self.words == other.words for other in others)
+        return f"{self.words}, {self.further}" if is_alike and self.further else self.words
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,7 @@ def comparable_groups(measured: Sequence[Measured]) -> list[Group]:
 def training_ground(record: RunRecord) -> Ground | None:
     """The text that a run's training losses are over; None if its content is not recorded."""
     split = record.dataset.get("train")
-    if not isinstance(split, dict):
+    if not isinstance(split, dict) or not split.get("sha256"):
         return None
     context = record.model.get("context_length")
     words = f"the train split of {record.dataset.get('name')} ({_short(split.get('sha256'))}), context {context}"
@@ -71,13 +78,14 @@ def training_ground(record: RunRecord) -> Ground | None:
 
 
 def validation_ground(record: RunRecord) -> Ground | None:
-    """The same of its validation losses: the slice that train.json asks for."""
+    """The same of its validation losses: the slice that train.json asks for. Two texts whose content is not recorded
+    are not known to be the same."""
     split, train, context = record.dataset.get("validation"), record.train, record.model.get("context_length")
     batches, start = train.get("validation_batches"), train.get("start_val_token", 0)
     microbatch = train.get("microbatch_size")
-    if not isinstance(split, dict) or not isinstance(batches, int) or not isinstance(microbatch, int):
+    if not isinstance(split, dict) or not split.get("sha256"):
         return None
-    if not isinstance(start, int):
+    if not isinstance(batches, int) or not isinstance(microbatch, int) or not isinstance(start, int):
         return None
     sequences = batches * microbatch
     words = (
@@ -94,7 +102,9 @@ def _identity(*parts: object) -> str:
 
 def loss_ground(result: LossResult) -> Ground:
     """A test loss compares on the same tokens, cut into the same windows, in the same precision."""
-    return Ground(("loss", result.text.content, result.precision), f"{text_words(result.text)}, in {result.precision}")
+    words = f"{text_words(result.text)}, in {result.precision}"
+    tokenizer = f"with another tokenizer ({_short(result.text.tokenizer)})"
+    return Ground(("loss", result.text.content, result.precision), words, tokenizer)
 
 
 def text_words(text: Text) -> str:

@@ -193,7 +193,9 @@ def _elsewhere(quantity: Quantity, of_run: Sequence[Measurement], shown: Sequenc
     if any(measurement.ground == group.ground for measurement in of_run for group in shown):
         return f"its {quantity.title} is in another column: measured on other ground"
     values = "; ".join(
-        f"{number_text(measurement.value, quantity.style)} on {measurement.ground.words}" for measurement in of_run
+        f"{number_text(measurement.value, quantity.style)} on "
+        f"{measurement.ground.words_beside(group.ground for group in shown)}"
+        for measurement in of_run
     )
     return f"its {quantity.title} does not compare: {values}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from harness.analysis.cannot_be_told import CannotBeTold
 from harness.analysis.isoflop import IsoFlop, Optimum, PowerLaw, Profile
 from harness.analysis.scaling_data import CostLaw, Points
-from harness.analysis.scaling_laws import LawFit
+from harness.analysis.scaling_laws import LawFit, bounded
 from harness.analysis.scaling_report import Analysis, power, short
 from harness.common.files import atomic_file
 from harness.common.statistics import Estimate
@@ -105,7 +106,8 @@ def _draw_profile(axes: Axes, points: Points, profile: Profile, colour: np.ndarr
 
 def _error(value: Estimate) -> list[list[float]]:
     """Lengths to both ends of the interval, as matplotlib takes them."""
-    return [[max(value.value - value.low, 0)], [max(value.high - value.value, 0)]]
+    lengths = [max(value.value - value.low, 0), max(value.high - value.value, 0)]
+    return [[length if math.isfinite(length) else math.nan] for length in lengths]
 
 
 def _mark(axis: Axis, values: np.ndarray, write: Callable[[float], str]) -> None:
@@ -171,12 +173,16 @@ def _best_of_law(
     for flops in along:
         value, drawn = fit.law.best_size(flops, cost), fit.resampled.best_size(flops, cost)
         if quantity == "tokens":
-            value, drawn = cost.tokens(flops, value), cost.tokens(flops, drawn)
+            with np.errstate(divide="ignore", over="ignore"):  # of a size of 0
+                value, drawn = cost.tokens(flops, value), cost.tokens(flops, drawn)
         middle.append(value)
-        ends = np.percentile(drawn, [2.5, 97.5])
-        low.append(ends[0])
-        high.append(ends[1])
-    return np.array(middle), np.array(low), np.array(high)
+        interval = bounded(value, drawn)
+        low.append(interval.low)
+        high.append(interval.high)
+    # Left open where the interval has no bound, or goes down to zero, which no logarithmic axis has.
+    ends = np.array([low, high])
+    ends = np.where((ends > 0) & np.isfinite(ends), ends, np.nan)
+    return np.array(middle), ends[0], ends[1]
 
 
 def _draw_losses(axes: Axes, analysis: Analysis) -> None:

@@ -8,6 +8,7 @@ fitted to each draw.
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +32,7 @@ STARTS = len(FLOORS) * len(PARTS) * len(EXPONENTS) ** 2
 LEAST_FLOOR = 1e-3  # of the lowest loss: an E below it is none
 LEAST_SPREAD = 0.05  # of tokens about a power of the parameters: less, and the law's two terms are one
 LEAST_EXPONENT, LARGEST_EXPONENT = 0.005, 5.0
+LARGEST = 1e300  # what is above is beyond all bounds
 LEAST_CHANGE = 1e-9  # of ln L between the points: less is rounding
 
 
@@ -53,19 +55,32 @@ class Law:
     b: np.ndarray
     alpha: np.ndarray
     beta: np.ndarray
+    logs: tuple[np.ndarray, np.ndarray] | None = None  # ln A and ln B, where A and B may be beyond what numbers hold
+
+    @property
+    def _log_terms(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.logs or (np.log(self.a), np.log(self.b))
 
     def loss(self, parameters: np.ndarray | float, tokens: np.ndarray | float) -> np.ndarray:
-        return self.e + self.a * parameters**-self.alpha + self.b * tokens**-self.beta
+        """Infinite where it is beyond what numbers hold."""
+        log_a, log_b = self._log_terms
+        with np.errstate(over="ignore", divide="ignore"):
+            by_size = np.exp(log_a - self.alpha * np.log(parameters))
+            return np.asarray(self.e + by_size + np.exp(log_b - self.beta * np.log(tokens)))
 
     def best_size(self, flops: float, cost: CostLaw) -> np.ndarray:
         """The parameters with the lowest loss among all splits of these FLOPs.
 
         With FLOPs c N^p D, the derivative of L over ln N is zero at N^(alpha + p beta) = (alpha A / p beta B)
-        (FLOPs / c)^beta; for c = 6 and p = 1 it is equation 4 of Hoffmann et al.
+        (FLOPs / c)^beta; for c = 6 and p = 1 it is equation 4 of Hoffmann et al. Where the loss does not fall with
+        parameters, as in some resamples, the best size is 0; else, where it does not fall with tokens, infinite.
         """
-        power = self.alpha + cost.exponent * self.beta
-        ratio = self.alpha * self.a / (cost.exponent * self.beta * self.b)
-        return (ratio * (flops / cost.coefficient) ** self.beta) ** (1 / power)
+        log_a, log_b = self._log_terms
+        with np.errstate(all="ignore"):  # the exponents of resamples may have any sign, and be near zero
+            power = self.alpha + cost.exponent * self.beta
+            log_ratio = log_a - log_b + np.log(self.alpha) - np.log(cost.exponent * self.beta)
+            size = np.exp((log_ratio + self.beta * np.log(flops / cost.coefficient)) / power)
+        return np.where(self.alpha <= 0, 0.0, np.where(self.beta <= 0, np.inf, size))
 
 
 @dataclass(frozen=True)
@@ -84,7 +99,8 @@ class LawFit:
 
     def size_exponent(self, cost: CostLaw) -> Coefficient:
         """The power of FLOPs that the compute-optimal number of parameters grows with."""
-        value, drawn = ((law.beta / (law.alpha + cost.exponent * law.beta)) for law in (self.law, self.resampled))
+        with np.errstate(divide="ignore"):
+            value, drawn = (law.beta / (law.alpha + cost.exponent * law.beta) for law in (self.law, self.resampled))
         return _coefficient(value, drawn)
 
 
@@ -118,10 +134,22 @@ class Split:
 
 
 def _coefficient(value: np.ndarray, drawn: np.ndarray) -> Coefficient:
-    interval = estimate(float(value), drawn)
+    interval, drawn = bounded(value, drawn), np.clip(drawn, -LARGEST, LARGEST)
     low, high = np.percentile(drawn, [TRIMMED_PERCENT, 100 - TRIMMED_PERCENT])
     middle = drawn[(low <= drawn) & (drawn <= high)]
-    return Coefficient(interval.value, float(np.std(middle, ddof=1)), interval.low, interval.high)
+    scale = float(np.abs(middle).max()) or 1.0  # squares of large numbers would overflow
+    error = float(np.std(middle / scale, ddof=1)) * scale
+    # A normal distribution's is a quarter of the interval: one above all of it is that of a few resamples.
+    is_bounded = error <= interval.high - interval.low
+    return Coefficient(interval.value, error if is_bounded else math.inf, interval.low, interval.high)
+
+
+def bounded(value: np.ndarray | float, drawn: np.ndarray) -> Estimate:
+    """With ends that are infinite where they lie beyond all bounds. None of `drawn` is NaN."""
+    found = estimate(float(value), np.clip(drawn, -LARGEST, LARGEST))
+    # Not quite: an end between two resamples is rounded.
+    low, high = (end if abs(end) < LARGEST / 10 else math.copysign(math.inf, end) for end in (found.low, found.high))
+    return Estimate(found.value, low, high)
 
 
 def fit_law(points: Points, resamples: int, *, seed: int = 0, delta: float = HUBER_DELTA) -> LawFit | CannotBeTold:
@@ -259,7 +287,7 @@ class _Problem:
         log_a, log_b, log_e, alpha, beta = np.moveaxis(x, -1, 0)
         with np.errstate(over="ignore"):
             a, b = np.exp(log_a + alpha * self.mean_u), np.exp(log_b + beta * self.mean_v)
-        return Law(np.exp(log_e), a, b, alpha, beta)
+        return Law(np.exp(log_e), a, b, alpha, beta, (log_a + alpha * self.mean_u, log_b + beta * self.mean_v))
 
 
 def predict(fit: LawFit, points: Points, plan: Plan) -> Prediction:
@@ -267,11 +295,12 @@ def predict(fit: LawFit, points: Points, plan: Plan) -> Prediction:
     parameters, tokens = plan.parameters, plan.tokens
     value = float(fit.law.loss(parameters, tokens))
     drawn = fit.resampled.loss(parameters, tokens)
-    drawn = drawn * np.exp(_scatter(fit.residuals, len(drawn)))
+    with np.errstate(over="ignore"):
+        drawn = drawn * np.exp(_scatter(fit.residuals, len(drawn)))
     given = {"parameters": parameters, "tokens": tokens, "FLOPs": plan.flops}
     there = {"parameters": points.parameters, "tokens": points.tokens, "FLOPs": points.flops}
     beyond = [text for key in given if (text := _beyond(key, given[key], there[key]))]
-    return Prediction(plan, estimate(value, drawn), beyond)
+    return Prediction(plan, bounded(value, drawn), beyond)
 
 
 def _scatter(residuals: np.ndarray, count: int) -> np.ndarray:
@@ -293,7 +322,8 @@ def _beyond(name: str, value: float, points: np.ndarray) -> str | None:
 def best_split(fit: LawFit, points: Points, cost: CostLaw, flops: float) -> Split:
     """How to divide FLOPs between size and tokens, by the law."""
     value, drawn = (law.best_size(flops, cost) for law in (fit.law, fit.resampled))
-    parameters = estimate(float(value), drawn)
-    tokens = estimate(float(cost.tokens(flops, value)), cost.tokens(flops, drawn))
+    parameters = bounded(value, drawn)
+    with np.errstate(divide="ignore", over="ignore"):  # of a size of 0
+        tokens = bounded(cost.tokens(flops, value), cost.tokens(flops, drawn))
     plan = Plan(f"{flops:.3g} FLOPs", parameters.value, tokens.value, flops)
     return Split(flops, parameters, tokens, predict(fit, points, plan))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from harness.analysis.scaling_laws import (
 from harness.common.statistics import Estimate
 
 WIDTH = 80
+UNBOUNDED = "unbounded"
 SHOWN_LEFT_OUT = 8
 UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 
@@ -91,7 +93,7 @@ def short(value: float) -> str:
 
 def power(value: float) -> str:
     """Three digits and a power of ten: 5.76e23."""
-    return re.sub(r"e\+0?", "e", f"{value:.3g}")
+    return UNBOUNDED if math.isinf(value) else re.sub(r"e\+0?", "e", f"{value:.3g}")
 
 
 def _range(values: np.ndarray, form: Callable[[float], str]) -> str:
@@ -111,7 +113,7 @@ def _describe_points(points: Points, cost: CostLaw) -> list[str]:
     lines = [
         _points(len(points)),
         f"  parameters {_range(points.parameters, short)}, tokens {_range(points.tokens, short)}",
-        f"  FLOPs {_range(points.flops, power)}, loss {_range(points.loss, '{:.3f}'.format)}",
+        f"  FLOPs {_range(points.flops, power)}, loss {_range(points.loss, _loss)}",
     ]
     by_rule = points.tokens_by_rule
     if by_rule:
@@ -163,8 +165,14 @@ def _describe_profile(profile: Profile) -> list[str]:
     return [f"{head}{best:<26}  {short(optimum.tokens.value):>7}  {loss}"]
 
 
+def _loss(value: float) -> str:
+    return f"{value:.3f}" if value < 1e6 else power(value)
+
+
 def _digits(value: float) -> str:
     """Four digits, of large numbers all that stand before the point."""
+    if math.isinf(value):
+        return UNBOUNDED
     return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.4g}".replace("e+", "e")
 
 
@@ -178,7 +186,12 @@ def _ends(value: Coefficient) -> str:
 
 
 def _interval(value: Estimate | Coefficient, form: str) -> str:
-    return f"{value.value:{form}} [{value.low:{form}}, {value.high:{form}}]"
+    numbers = (value.value, value.low, value.high)
+    middle, low, high = (
+        f"{number:{form}}" if abs(number) < 1e6 else f"{'-' if number < 0 else ''}{power(abs(number))}"
+        for number in numbers
+    )
+    return f"{middle} [{low}, {high}]"
 
 
 def _describe_law(analysis: Analysis) -> list[str]:
@@ -232,7 +245,8 @@ def _describe_beyond(prediction: Prediction) -> list[str]:
 
 
 def as_json(analysis: Analysis) -> dict[str, Any]:
-    """Everything, for programs: what cannot be told is {"cannot_be_told": reason}."""
+    """Everything, for programs: what cannot be told is {"cannot_be_told": reason}, and an interval's end or a standard
+    error that is beyond all bounds is null."""
     points = analysis.points
     columns = {key: getattr(points, key).tolist() for key in ("parameters", "tokens", "flops", "loss")}
     return {
@@ -245,13 +259,17 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         "best_splits": [
             {
                 "flops": split.flops,
-                "parameters": vars(split.parameters),
-                "tokens": vars(split.tokens),
+                "parameters": _json_of(split.parameters),
+                "tokens": _json_of(split.tokens),
                 **{key: _json_of_prediction(split.prediction)[key] for key in ("loss", "beyond_the_points")},
             }
             for split in analysis.splits
         ],
     }
+
+
+def _json_of(value: Estimate | Coefficient) -> dict[str, float | None]:
+    return {key: number if math.isfinite(number) else None for key, number in vars(value).items()}
 
 
 def _untold(value: CannotBeTold) -> dict[str, Any]:
@@ -286,12 +304,13 @@ def _json_of_law(analysis: Analysis) -> dict[str, Any]:
         return _untold(law)
     names = {"E": "E", "A": "A", "B": "B", "α": "alpha", "β": "beta"}
     return {
-        **{names[name]: vars(each) for name, each in law.coefficients().items()},
-        "best_parameters_exponent": vars(law.size_exponent(analysis.cost)),
+        **{names[name]: _json_of(each) for name, each in law.coefficients().items()},
+        "best_parameters_exponent": _json_of(law.size_exponent(analysis.cost)),
         "delta": law.delta,
         "resamples": analysis.questions.resamples,
     }
 
 
 def _json_of_prediction(prediction: Prediction) -> dict[str, Any]:
-    return {**vars(prediction.plan), "loss": vars(prediction.loss), "beyond_the_points": prediction.beyond}
+    plan = {key: None if value == math.inf else value for key, value in vars(prediction.plan).items()}
+    return {**plan, "loss": _json_of(prediction.loss), "beyond_the_points": prediction.beyond}

@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 from harness.analysis.against_baseline import compare_with
 from harness.analysis.records import RunRecord
 from harness.analysis.replicated_arms import arm_name, named_arms
+from harness.analysis.runs_table import RunsTable
 from harness.analysis.verdicts import Word
 from harness.runs.results import LossResult, read_results, write_loss
 from tests.support.compared_runs import BEST, LATEST, RunFolder
@@ -200,6 +201,26 @@ def test_a_seed_measured_elsewhere_or_not_at_all_is_named_below_the_verdict(tmp_
         "(cccccccc), in bf16",
         "lr-0.002-seed-4, lr-0.002-seed-5: not compared by test loss: not measured by test_loss.py",
     ]
+
+
+def test_another_tokenizer_is_in_the_words_where_it_is_what_differs(tmp_path: Path) -> None:
+    a, b, c = (RunFolder(tmp_path, name, {"learning_rate": n}).finish() for n, name in enumerate("abc", 1))
+    a.test_loss(2.5), b.test_loss(2.4), c.test_loss(2.3, tokenizer="ab" * 32)
+    ending = "(cccccccc), in fp32, with another tokenizer (abababab)"
+    (note,) = compare_with("a", records(a, b, c)).notes
+    assert note.startswith("c: not compared by test loss: measured on ")
+    assert note.endswith(ending)
+    (column,) = [each for each in RunsTable.of(records(a, b, c)).columns if each.key == "test_loss"]
+    assert [each.remark.endswith(ending) for each in column.cells if each.value is None] == [True]
+
+
+@pytest.mark.parametrize("recorded", [{}, {"sha256": None}])
+def test_texts_whose_content_is_not_recorded_are_not_the_same(tmp_path: Path, recorded: dict[str, None]) -> None:
+    dataset = {"name": "me/texts", "train": {"tokens": 100_000}, "validation": {"tokens": 10_000, **recorded}}
+    runs = [RunFolder(tmp_path, name, {"learning_rate": n}).finish(dataset=dataset) for n, name in enumerate("ab", 1)]
+    found = compare_with("a", records(*runs))
+    assert found.verdicts == []
+    assert "no other run has a test loss or validation loss on the same text" in found.title
 
 
 def test_losses_of_other_checkpoints_than_the_best_are_told(tmp_path: Path) -> None:

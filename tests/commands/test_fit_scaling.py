@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.analysis.scaling import LAW, best_size, ladder
@@ -54,6 +55,54 @@ def test_points_of_a_known_law_are_told_in_eighty_columns(points: str) -> None:
     assert "300M parameters, 10B tokens, 1.8e19 FLOPs: loss 2." in done.stdout
     assert "best split of 1e19 FLOPs: loss " in done.stdout
     assert "EXTRAPOLATED" not in done.stdout
+
+
+# Losses of five sizes at each of four numbers of FLOPs; the best fit has an exponent of parameters of 0.01.
+HARDLY_FALLING = [
+    423.3,
+    418.3,
+    413.1,
+    412.2,
+    411.8,
+    419.3,
+    417.2,
+    413.4,
+    410.4,
+    405.6,
+    419.7,
+    415.5,
+    410.4,
+    410.1,
+    404.0,
+    420.7,
+    415.4,
+    413.2,
+    408.7,
+    404.0,
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["huge", "flat"])
+def test_resamples_beyond_all_bounds_give_no_warning_and_no_nan(tmp_path: Path, kind: str) -> None:
+    """One loss of 1e30, and a law of which the loss hardly falls with size: fits of some resamples overflow."""
+    known = ladder(0.003)
+    parameters, flops, losses = known.parameters, known.flops, known.loss.copy()
+    if kind == "huge":
+        losses[3] = 1e30
+    else:
+        parameters, losses = np.tile(np.geomspace(1e6, 1e8, 5), 4), np.array(HARDLY_FALLING)
+        flops = np.repeat(1e15 * 4.0 ** np.arange(4), 5)
+    columns = (parameters.tolist(), flops.tolist(), losses.tolist())
+    rows = [",".join(map(repr, row)) for row in zip(*columns, strict=True)]
+    file = tmp_path / "points.csv"
+    file.write_text("\n".join(["parameters,flops,loss", *rows]))
+    chart = str(tmp_path / "chart.png")
+    done = fit("--points", str(file), "--budget", "1e13", "--predict", "parameters=1e3,tokens=1e3", "--chart", chart)
+    assert done.stderr == ""
+    assert "nan" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    json.loads(fit("--points", str(file), "--budget", "1e13", "--json").stdout)
 
 
 def test_a_single_point_is_one_and_tokens_that_were_given_show_whether_the_rule_holds(tmp_path: Path) -> None:
