@@ -10,9 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from harness.common.json_files import read_json_object
 from harness.runs.metrics import MetricsFile, TrainEvent
 from tests.support.isolation import ROOT
 from tests.support.launch import Process, Workshop, finish, metrics
-from tests.support.sweeping import add_summary, load, sweep_command
+from tests.support.sweeping import add_summary, load, sweep_command, when
 from tests.support.warm import FORK_PYTHONS
 
 PATIENCE_SECONDS = 100
@@ -232,18 +231,6 @@ def test_a_budget_without_a_price_is_refused(shop: Workshop) -> None:
 
 
 # Signals, and others at work
-
-
-def when(condition: Callable[[], object], then: Callable[[], object]) -> None:
-    """Call `then` from a thread once `condition` holds."""
-
-    def watch() -> None:
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not condition() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        then()
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 @pytest.mark.parametrize("number", STOPPING_SIGNALS)

@@ -10,7 +10,6 @@ import os
 import random
 import signal
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -29,7 +28,7 @@ from harness.analysis.sweeps import Pruning
 from harness.common.errors import UserError
 from harness.common.json_files import read_json_object
 from tests.support.launch import Workshop, metrics
-from tests.support.sweeping import start, sweep_command
+from tests.support.sweeping import start, sweep_command, when
 
 optuna = pytest.importorskip("optuna", reason="the extra `sweep` is not installed")
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -376,18 +375,6 @@ def test_without_pruning_every_trial_is_trained_to_its_end(shop: Workshop) -> No
     assert (len(ends.stopped), ends.pruned, ends.signal) == (1, [], signal.SIGTERM)
     (shop.path / "hold").unlink()
     assert run(shop, search, prunes=False)[0].finished == ends.stopped
-
-
-def when(condition: Callable[[], object], then: Callable[[], object]) -> None:
-    """Call `then` from a thread once `condition` holds."""
-
-    def watch() -> None:
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not condition() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        then()
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 # Stopped, grown, changed

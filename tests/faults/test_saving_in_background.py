@@ -181,6 +181,7 @@ def test_told_to_stop_in_a_save(shop: Workshop, straight: Path, exhaustive: bool
         run = add_run(shop, f"told-{number}")
         prelude = FAULTS + f"before({moment.format(action='in_turn(tell(SIGTERM), pause(0.2))')}, rank=0)"
         result = shop.train(run.name, prelude=prelude, expect=128 + signal.SIGTERM)
+        assert len(result.error_lines) == 1, result.stderr
         (line,) = result.error_lines
         assert line.startswith(f"stopped by SIGTERM after global step {latest_step(run)};")
         shop.train(run.name, prelude=FAULTS)
@@ -201,6 +202,7 @@ def test_a_failing_save(shop: Workshop, straight: Path, exhaustive: bool, eviden
     for number, (moment, last) in enumerate(cases):
         run = add_run(shop, f"failing-{number}")
         result = shop.train(run.name, prelude=FAULTS + f"before({moment}, rank=0)", expect=1)
+        assert len(result.error_lines) == 1, result.stderr
         (line,) = result.error_lines
         assert "cannot write the checkpoint of step" in line
         assert "No space left on device" in line

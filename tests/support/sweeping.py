@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 from harness.analysis.derived_runs import DerivedRun
@@ -42,3 +45,15 @@ def add_summary(run: DerivedRun, **values: Any) -> None:
     summary |= {"train": run.train_config.model_dump(mode="json"), "accumulation_steps": 2, "device": "an abacus"}
     summary |= {"tokens_per_second": 96.0, "measured": {"global_steps": 30, "tokens": 1920, "seconds": 20.0}}
     (run.run.path / "summary.json").write_text(json.dumps(summary | values))
+
+
+def when(condition: Callable[[], object], then: Callable[[], object]) -> None:
+    """Call `then` from a thread once `condition` holds."""
+
+    def watch() -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        then()
+
+    threading.Thread(target=watch, daemon=True).start()
