@@ -28,6 +28,7 @@ from harness.common.messages import quoted
 LARGEST_POINTS = 1000  # beyond it a sweep is a typing error, or wants another program
 LONGEST_LABEL = 60  # characters of a run's name that say what differs
 LONGEST_SWEEP_NAME = 60
+RUN_NAME_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 RUNS_DIR = Path("runs")  # unless --runs-dir is given
 # What runs' names call the keys that are varied most; others are written out.
 SHORT = {
@@ -56,6 +57,7 @@ SHORT = {
     "lr_schedule": "schedule",
 }
 
+ENTRY_NAME = "name"  # of an entry of `together`: no setting, but what its runs are called
 Settings = dict[str, JsonValue]
 SEARCH_KEYS = {"search", "trials", "objective", "pruning", "sampler_seed"}
 NUMBER_SCHEMA = {"type": "number"}
@@ -85,7 +87,9 @@ class Sweep(BaseModel):
 
     base: str = Field(min_length=1, description="The run to derive from: a folder beside those that are made.")
     name: str | None = Field(default=None, description="What the runs' names begin with; null: the file's name.")
-    set: Settings = Field(default={}, description="Keys of model.json and train.json, alike in all runs.")
+    set: Settings = Field(
+        default={}, description="Keys of model.json and train.json, alike in all runs but where an entry changes them."
+    )
     vary: dict[str, list[JsonValue]] = Field(default={}, description="Values to combine with all the others.")
     together: list[Settings] = Field(default=[], description="Keys that change together: each entry is one value.")
     search: dict[str, Any] = Field(
@@ -140,10 +144,8 @@ class Sweep(BaseModel):
             self._check_search()
             return self
         self._check_values()
-        places = Counter(key for _, key in self._all_keys())
-        twice = [key for key, count in places.items() if count > 1]
-        if twice:
-            raise ValueError(f'key "{twice[0]}": given in two of "set", "vary" and "together"; keep one')
+        self._check_places()
+        self._check_names()
         if self.count > LARGEST_POINTS:
             raise ValueError(
                 f'keys "vary" and "together": make {self.count:,} runs; a sweep can have {LARGEST_POINTS:,}'
@@ -156,6 +158,27 @@ class Sweep(BaseModel):
         for key, values in self.vary.items():
             if not values:
                 raise ValueError(f'key "vary.{key}": has no values; give at least one, or remove the key')
+
+    def _check_places(self) -> None:
+        """A key has one place; but what `set` gives to all runs, entries of `together` may change, if not all do."""
+        varied = Counter(key for _, key in self._varied())
+        everywhere = [key for key in self.set if self.together and all(key in entry for entry in self.together)]
+        twice = [key for key, count in varied.items() if count > 1]
+        twice += [key for key in self.set if key in self.vary] + everywhere
+        if twice:
+            raise ValueError(f'key "{twice[0]}": given in two of "set", "vary" and "together"; keep one')
+
+    def _check_names(self) -> None:
+        names = [entry[ENTRY_NAME] for entry in self.together if ENTRY_NAME in entry]
+        for name in names:
+            if not isinstance(name, str) or not RUN_NAME_PART.fullmatch(name) or len(name) > LONGEST_LABEL:
+                raise ValueError(
+                    f'in "together": key "name": {quoted(name)} must be a text of letters, digits and _ . + - that '
+                    f"begins with a letter or digit, of {LONGEST_LABEL} characters at most"
+                )
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        if twice:
+            raise ValueError(f'in "together": key "name": {quoted(twice[0])} is given twice; give each its own')
 
     @property
     def is_search(self) -> bool:
@@ -186,7 +209,7 @@ class Sweep(BaseModel):
 
     def _varied(self) -> Iterator[tuple[str, str]]:
         """(place, key) of what may differ between the runs, each once, in the order of the file."""
-        together = (key for entry in self.together for key in entry)
+        together = (key for entry in self.together for key in entry if key != ENTRY_NAME)
         yield from (("together", key) for key in dict.fromkeys(together))
         yield from (("vary", key) for key in self.vary)
 
@@ -197,6 +220,17 @@ class Sweep(BaseModel):
 
     def points(self) -> Iterator[Settings]:
         """What differs in each run from the base and from `set`, in the order of the file, the last key fastest."""
+        yield from ({key: each[key] for key in each if key != ENTRY_NAME} for each in self._combinations())
+
+    def names(self) -> list[str]:
+        """What each point's run is called after the sweep: an entry's own name stands for all that the entry sets."""
+        points = []
+        for each in self._combinations():
+            own = {key: each[key] for key in (ENTRY_NAME, *self.vary) if key in each}
+            points.append(own if ENTRY_NAME in each else each)
+        return labels(points)
+
+    def _combinations(self) -> Iterator[Settings]:
         for entry in self.together or [{}]:
             for values in itertools.product(*self.vary.values()):
                 yield {**entry, **dict(zip(self.vary, values, strict=True))}
@@ -281,9 +315,8 @@ def load_sweep(path: Path, runs_dir: Path) -> SweepRuns:
         )
     name = sweep_name(sweep, path)
     base = load_base(sweep, path, runs_dir)
-    points = list(sweep.points())
     runs = []
-    for label, point in zip(labels(points), points, strict=True):
+    for label, point in zip(sweep.names(), sweep.points(), strict=True):
         try:
             runs.append(derive(base, f"{name}-{label}", {**sweep.set, **point}, name))
         except UserError as error:
@@ -340,6 +373,8 @@ def labels(points: list[Settings]) -> list[str]:
 
 
 def _part(key: str, value: JsonValue) -> str:
+    if key == ENTRY_NAME:
+        return str(value)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         text = repr(value)
     else:
@@ -361,7 +396,8 @@ def sweep_schema() -> dict[str, Any]:
     properties = schema["properties"]
     properties["set"] |= settings
     properties["vary"] |= {"type": "object", "properties": lists, "additionalProperties": False}
-    properties["together"]["items"] = settings
+    named = {ENTRY_NAME: {"type": "string", "description": "What its runs are called, in place of all its keys."}}
+    properties["together"]["items"] = {**settings, "properties": named | keys}
     searched = {key: {"anyOf": [RANGE_SCHEMA, {**of, "minItems": 2}]} for key, of in lists.items()}
     searched = {key: searched[key] for key in searched if key not in NOT_SEARCHED}
     properties["search"] |= {"type": "object", "properties": searched, "additionalProperties": False}

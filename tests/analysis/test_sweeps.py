@@ -111,6 +111,17 @@ def test_names_stay_when_a_sweep_grows(shop: Workshop) -> None:
     assert set(names(few)) < set(names(more))
 
 
+def test_entries_have_names_and_change_what_all_get(shop: Workshop) -> None:
+    shop.add_run("base")
+    entries = [{"name": "plain"}, {"name": "own", "eps": 1e-6, "learning_rate": 0.5}, {"learning_rate": 0.25}]
+    sweep = load(shop, set={"eps": 1e-7}, together=entries, vary={"random_seed": [1, 2]})
+    assert names(sweep) == [
+        *("s-plain-seed1", "s-plain-seed2", "s-own-seed1", "s-own-seed2", "s-lr0.25-seed1", "s-lr0.25-seed2")
+    ]
+    assert settings(sweep, "eps", "learning_rate")[::2] == [(1e-7, 0.0004), (1e-6, 0.5), (1e-7, 0.25)]
+    assert "name" not in sweep.runs[2].train | sweep.runs[2].model
+
+
 def canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
@@ -134,7 +145,7 @@ def test_no_key_is_in_both_files() -> None:
 def test_the_schema_knows_the_keys_of_both_files() -> None:
     schema = json.loads(json.dumps(sweep_schema(), allow_nan=False))
     vary, together = schema["properties"]["vary"], schema["properties"]["together"]["items"]
-    assert vary["properties"].keys() == {*MODEL_KEYS, *TRAIN_KEYS} == together["properties"].keys()
+    assert vary["properties"].keys() == {*MODEL_KEYS, *TRAIN_KEYS} == together["properties"].keys() - {"name"}
     assert vary["properties"]["emb_dim"] == {"type": "array", "items": together["properties"]["emb_dim"], "minItems": 1}
     assert schema["required"] == ["base"]
     assert "$ref" not in json.dumps(schema), "no part of it was left behind"
@@ -173,6 +184,10 @@ def test_the_documented_files_are_sweeps_of_the_shipped_runs(tmp_path: Path) -> 
         ({"vary": {}}, 'keys "vary" and "together": give at least one of them; derive_run.py makes a single run'),
         ({"set": {"eps": 1e-7}, "vary": {"eps": [1e-8]}}, 'key "eps": given in two of "set", "vary" and "together"'),
         ({"together": [{"eps": 1.0}, {"eps": 2.0}], "vary": {"eps": [1e-8]}}, 'key "eps": given in two of'),
+        ({"set": {"eps": 1e-7}, "together": [{"eps": 1.0}, {"eps": 2.0}]}, 'key "eps": given in two of'),
+        ({"together": [{"name": "a/b"}]}, 'in "together": key "name": "a/b" must be a text of letters, digits and'),
+        ({"together": [{"name": 3}]}, 'in "together": key "name": 3 must be a text of letters'),
+        ({"together": [{"name": "a"}, {"name": "a", "eps": 1e-7}]}, 'key "name": "a" is given twice'),
         (
             {"vary": {"random_seed": [1, 2, 1]}},
             'key "vary.random_seed": 1 and 1 would be the same run; remove one of the values',
