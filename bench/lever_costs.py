@@ -1,0 +1,112 @@
+"""What a step of each run of a sweep takes: all in one process, on one thread, in turns on the same tokens.
+
+    uv run bench/lever_costs.py sweeps/levers.json
+
+Turns, because whatever else the machine does then slows all of them alike: ratios to the first run hold where seconds
+do not. Runs that differ by their seed alone are one line. The sweep need not have been made or trained.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import click
+import numpy as np
+import torch
+
+# `python bench/...` puts bench/ on the path, not the repository root.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from gpt import GPTModel
+from harness.analysis.derived_runs import DerivedRun
+from harness.analysis.sweeps import RUNS_DIR, load_sweep
+from harness.common.errors import one_line_errors
+from harness.data.loader import Microbatch
+from harness.distributed.world import World
+from harness.model.kernels import choose_kernels
+from harness.training.step import OptimizerStep, build_step
+
+WARM_UP = 3
+
+
+@dataclass
+class Contestant:
+    """A run's optimizer step, and the seconds that its turns took."""
+
+    name: str
+    step: OptimizerStep
+    microbatches: int
+    batch_BxT: tuple[int, int]
+    vocabulary: int
+    parameters: int
+    seconds: list[float] = field(default_factory=list)
+
+    def take(self, number: int, *, counts: bool) -> None:
+        random = np.random.default_rng(number)
+        batch, context = self.batch_BxT
+        tokens = random.integers(0, self.vocabulary, (self.microbatches, batch * context + 1)).astype(np.uint16)
+        batches = [Microbatch(each, context) for each in tokens]
+        begun = time.perf_counter()
+        self.step.run(batches, 1.0)
+        if counts:
+            self.seconds.append(time.perf_counter() - begun)
+
+
+def contestant(run: DerivedRun) -> Contestant:
+    """Training of one process, as ddp_train.py runs it, without its data."""
+    config, shape = run.train_config, run.model_config
+    torch.manual_seed(config.random_seed)
+    model = GPTModel(shape)
+    device = torch.device("cpu")
+    choose_kernels(model, shape.drop_rates.attention_weights, device, compiled=False)
+    step = build_step(model, model, config)
+    sequences = config.microbatch_size
+    microbatches = config.gradient_accumulation_steps
+    if config.global_batch_size is not None:
+        microbatches = config.global_batch_size // sequences
+    parameters = sum(each.numel() for each in model.parameters())
+    return Contestant(run.name, step, microbatches, (sequences, shape.context_length), shape.vocab_size, parameters)
+
+
+def arms(runs: list[DerivedRun]) -> list[DerivedRun]:
+    """The first run of each arm: of those that differ by their seed alone."""
+    first: dict[str, DerivedRun] = {}
+    for run in runs:
+        first.setdefault(str({k: v for k, v in run.settings.items() if k != "random_seed"}), run)
+    return list(first.values())
+
+
+def line(each: Contestant, first: Contestant) -> str:
+    ratios = [mine / its for mine, its in zip(each.seconds, first.seconds, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    milliseconds = statistics.median(each.seconds) * 1e3
+    return f"{each.name:50} {each.parameters:10,} {milliseconds:8.1f} ms {middle:6.3f}  [{low:.3f}, {high:.3f}]"
+
+
+@click.command()
+@click.argument("sweep", type=click.Path(path_type=Path))
+@click.option("--turns", default=40, show_default=True)
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=RUNS_DIR, show_default=True)
+def main(sweep: Path, turns: int, runs_dir: Path) -> None:
+    """Print parameters, milliseconds, and the ratio to the sweep's first run with its quartiles."""
+    with one_line_errors():
+        runs = arms(load_sweep(sweep, runs_dir).runs)
+        World.join()  # which arranges threads and memory
+        torch.set_num_threads(1)
+        everyone = [contestant(run) for run in runs]
+    gc.disable()
+    for number in range(WARM_UP + turns):
+        first = number % len(everyone)
+        for each in everyone[first:] + everyone[:first]:
+            each.take(number, counts=number >= WARM_UP)
+    for each in everyone:
+        print(line(each, everyone[0]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
