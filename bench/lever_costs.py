@@ -9,11 +9,13 @@ do not. Runs that differ by their seed alone are one line. The sweep need not ha
 from __future__ import annotations
 
 import gc
+import json
 import statistics
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -32,6 +34,7 @@ from harness.model.kernels import choose_kernels
 from harness.training.step import OptimizerStep, build_step
 
 WARM_UP = 3
+SEED = "-seed1"  # ends the name of the run that stands for its arm
 
 
 @dataclass
@@ -81,18 +84,32 @@ def arms(runs: list[DerivedRun]) -> list[DerivedRun]:
     return list(first.values())
 
 
-def line(each: Contestant, first: Contestant) -> str:
+def summary(each: Contestant, first: Contestant) -> dict[str, Any]:
+    """Medians of what a step takes, and of its ratio to the first one's in the same turn, with quartiles."""
     ratios = [mine / its for mine, its in zip(each.seconds, first.seconds, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     milliseconds = statistics.median(each.seconds) * 1e3
-    return f"{each.name:50} {each.parameters:10,} {milliseconds:8.1f} ms {middle:6.3f}  [{low:.3f}, {high:.3f}]"
+    return {
+        "name": each.name.removesuffix(SEED),
+        "parameters": each.parameters,
+        "milliseconds": milliseconds,
+        "ratio": middle,
+        "quartiles": [low, high],
+    }
+
+
+def line(row: dict[str, Any]) -> str:
+    low, high = row["quartiles"]
+    times = f"{row['milliseconds']:8.1f} ms {row['ratio']:6.3f}  [{low:.3f}, {high:.3f}]"
+    return f"{row['name']:40} {row['parameters']:10,} {times}"
 
 
 @click.command()
 @click.argument("sweep", type=click.Path(path_type=Path))
 @click.option("--turns", default=40, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="For bench/lever_table.py.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=RUNS_DIR, show_default=True)
-def main(sweep: Path, turns: int, runs_dir: Path) -> None:
+def main(sweep: Path, turns: int, as_json: bool, runs_dir: Path) -> None:
     """Print parameters, milliseconds, and the ratio to the sweep's first run with its quartiles."""
     with one_line_errors():
         runs = arms(load_sweep(sweep, runs_dir).runs)
@@ -104,8 +121,8 @@ def main(sweep: Path, turns: int, runs_dir: Path) -> None:
         first = number % len(everyone)
         for each in everyone[first:] + everyone[:first]:
             each.take(number, counts=number >= WARM_UP)
-    for each in everyone:
-        print(line(each, everyone[0]), flush=True)
+    rows = [summary(each, everyone[0]) for each in everyone]
+    print(json.dumps(rows, indent=1) if as_json else "\n".join(line(each) for each in rows))
 
 
 if __name__ == "__main__":

@@ -141,9 +141,19 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 @pytest.fixture(scope="session")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     """The quickstart run under the real torchrun, trained for twenty of its steps on the dataset it made."""
-    shop = Workshop(tmp_path_factory.mktemp("quickstart"))
+    return _begun_run("quickstart", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def quickstart_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    """The same of the run with GPT-2's model, which other programs can read."""
+    return _begun_run("quickstart-gpt2", tmp_path_factory)
+
+
+def _begun_run(name: str, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    shop = Workshop(tmp_path_factory.mktemp(name))
     short = {"min_train_tokens": 20 * 2048, "validation_interval": 10, "validation_batches": 2, "warmup_steps": 5}
-    shop.add_shipped_run("quickstart", **short)
-    done = finish([shop.start_torchrun("quickstart")], expect=0, timeout=PATIENCE_SECONDS)
+    shop.add_shipped_run(name, **short)
+    done = finish([shop.start_torchrun(name)], expect=0, timeout=PATIENCE_SECONDS)
     (shop.path / "printed").write_text(done.stdout)
     return shop

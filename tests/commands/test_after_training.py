@@ -35,7 +35,7 @@ class Journey:
 
     def __init__(self, shop: Workshop, path: Path) -> None:
         self.shop, self.path = shop, path
-        self.run = shop.runs / "quickstart"
+        self.run = shop.runs / "quickstart-gpt2"
         self.tuned, self.exported = path / "tuned", path / "exported"
 
     def do(self, script: str, *arguments: str, **environment: str) -> Result:
@@ -52,8 +52,8 @@ class Journey:
 
 
 @pytest.fixture(scope="module")
-def journey(quickstart: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Journey:
-    return Journey(quickstart, tmp_path_factory.mktemp("journey"))
+def journey(quickstart_gpt2: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Journey:
+    return Journey(quickstart_gpt2, tmp_path_factory.mktemp("journey"))
 
 
 def test_fine_tuned_and_judged(journey: Journey) -> None:
@@ -82,7 +82,7 @@ def test_fine_tuned_and_judged(journey: Journey) -> None:
 def test_a_card_of_the_fine_tuned_model_says_so(journey: Journey) -> None:
     card = journey.do("convert_hf.py", "publish", str(journey.tuned), "me/tuned", "--card").stdout
     assert "fine-tuned on the instructions of `instructions.json`" in card
-    assert "from `quickstart/" in card
+    assert "from `quickstart-gpt2/" in card
     assert "    ### Response:" in card
     assert "has not been taught" not in card
 

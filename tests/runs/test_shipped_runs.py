@@ -14,7 +14,9 @@ from harness.runs.schedule import build_schedule
 from harness.runs.train_config import load_train_config
 from tests.support.isolation import SHIPPED_RUNS
 
-SHIPPED = ["quickstart", "test", "original", "8xa100m40", "8xa100m80", "8xh100m80", "8xb200m160"]
+QUICKSTARTS = ["quickstart", "quickstart-gpt2"]
+FAST = ["8xa100m40-fast", "8xh100m80-fast"]
+SHIPPED = [*QUICKSTARTS, *FAST, "test", "original", "8xa100m40", "8xa100m80", "8xh100m80", "8xb200m160"]
 
 # microbatch, dollars per hour, global steps, tokens: exact figures of the notebook's table.
 MACHINES: dict[str, tuple[int, float, int, int]] = {
