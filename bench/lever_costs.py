@@ -1,6 +1,7 @@
-"""What a step of each run of a sweep takes: all in one process, on one thread, in turns on the same tokens.
+"""What a step of each run of a sweep takes: all in one process of one thread, in turns on the same tokens.
 
     uv run bench/lever_costs.py sweeps/levers.json
+    uv run torchrun --standalone --nproc_per_node=2 bench/lever_costs.py sweeps/levers.json
 
 Turns, because whatever else the machine does then slows all of them alike: ratios to the first run hold where seconds
 do not. Runs that differ by their seed alone are one line. The sweep need not have been made or trained.
@@ -30,7 +31,7 @@ from harness.analysis.sweeps import RUNS_DIR, load_sweep
 from harness.common.errors import one_line_errors
 from harness.data.loader import Microbatch
 from harness.distributed.world import World
-from harness.model.kernels import choose_kernels
+from harness.training.parallel import parallelise
 from harness.training.step import OptimizerStep, build_step
 
 WARM_UP = 3
@@ -60,14 +61,12 @@ class Contestant:
             self.seconds.append(time.perf_counter() - begun)
 
 
-def contestant(run: DerivedRun) -> Contestant:
-    """Training of one process, as ddp_train.py runs it, without its data."""
+def contestant(run: DerivedRun, world: World) -> Contestant:
+    """Training as ddp_train.py runs it, without its data."""
     config, shape = run.train_config, run.model_config
     torch.manual_seed(config.random_seed)
     model = GPTModel(shape)
-    device = torch.device("cpu")
-    choose_kernels(model, shape.drop_rates.attention_weights, device, compiled=False)
-    step = build_step(model, model, config)
+    step = build_step(model, parallelise(model, run.experiment(Path()), world), config, world=world)
     sequences = config.microbatch_size
     microbatches = config.gradient_accumulation_steps
     if config.global_batch_size is not None:
@@ -111,18 +110,24 @@ def line(row: dict[str, Any]) -> str:
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=RUNS_DIR, show_default=True)
 def main(sweep: Path, turns: int, as_json: bool, runs_dir: Path) -> None:
     """Print parameters, milliseconds, and the ratio to the sweep's first run with its quartiles."""
-    with one_line_errors():
+    with one_line_errors():  # which ends the process of a rank: nothing stands behind it
         runs = arms(load_sweep(sweep, runs_dir).runs)
-        World.join()  # which arranges threads and memory
+        world = World.join()  # which arranges memory
         torch.set_num_threads(1)
-        everyone = [contestant(run) for run in runs]
+        everyone = [contestant(run, world) for run in runs]
+        take_turns(everyone, turns)
+        rows = [summary(each, everyone[0]) for each in everyone]
+        if world.is_main:
+            print(json.dumps(rows, indent=1) if as_json else "\n".join(line(each) for each in rows))
+
+
+def take_turns(everyone: list[Contestant], turns: int) -> None:
+    """Each is first in its turn. Pauses of the garbage collector are nobody's work."""
     gc.disable()
     for number in range(WARM_UP + turns):
         first = number % len(everyone)
         for each in everyone[first:] + everyone[:first]:
             each.take(number, counts=number >= WARM_UP)
-    rows = [summary(each, everyone[0]) for each in everyone]
-    print(json.dumps(rows, indent=1) if as_json else "\n".join(line(each) for each in rows))
 
 
 if __name__ == "__main__":
