@@ -88,12 +88,23 @@ def scale_settings(config: TrainConfig, setup: Setup) -> ScaledSettings:
     return ScaledSettings(values, tuple(explained))
 
 
-def ramp_factor(config: TrainConfig, batch_tokens: int, largest_batch_tokens: int) -> float:
-    """What the rates of one step are multiplied by where `scale_with_batch` meets a ramp: the rates of ScaledSettings
-    are those of its largest batch, and the rule holds for the batch of each step. Weight decay stays as it is there."""
+@dataclass(frozen=True)
+class Multipliers:
+    """What the peak learning rates and the weight decays are multiplied by in one step."""
+
+    rate: float = 1.0
+    decay: float = 1.0
+
+
+def ramp_multipliers(config: TrainConfig, batch_tokens: int, largest_batch_tokens: int) -> Multipliers:
+    """Of a step with such a batch, where `scale_with_batch` meets a ramp: rates and decay of ScaledSettings are those of
+    its largest batch, and the rule holds for the batch of each step. Weights are then forgotten over as many tokens,
+    B/(η·λ), in each part of the ramp."""
     if config.scale_with_batch is None or batch_tokens == largest_batch_tokens:
-        return 1.0
-    return rate_factor(batch_tokens, largest_batch_tokens)
+        return Multipliers()
+    return Multipliers(
+        rate_factor(batch_tokens, largest_batch_tokens), decay_factor(batch_tokens, largest_batch_tokens)
+    )
 
 
 def _is_number(value: Any) -> bool:
