@@ -97,8 +97,8 @@ class Multipliers:
 
 
 def ramp_multipliers(config: TrainConfig, batch_tokens: int, largest_batch_tokens: int) -> Multipliers:
-    """Of a step with such a batch, where `scale_with_batch` meets a ramp: rates and decay of ScaledSettings are those of
-    its largest batch, and the rule holds for the batch of each step. Weights are then forgotten over as many tokens,
+    """Of a step with such a batch, where `scale_with_batch` meets a ramp: rates and decay of ScaledSettings are those
+    of its largest batch, and the rule holds for the batch of each step. Decay then forgets over as many tokens,
     B/(η·λ), in each part of the ramp."""
     if config.scale_with_batch is None or batch_tokens == largest_batch_tokens:
         return Multipliers()

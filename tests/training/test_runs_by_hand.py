@@ -94,7 +94,7 @@ class ByHand:
         return (step + 1) / 3 if step < 3 else 1 - (step - 3) / 11
 
     def update(self, step: int, name: str, gradient: Tensor) -> None:
-        train, weight = self.train, self.model.get_parameter(name)
+        train, weight = self.train, self.model.get_parameter(name).detach()
         by_batch = math.sqrt(SEQUENCES[step] * 16 / 64)
         horizon = 2240 / 1120
         is_matrix = weight.dim() == 2 and name.startswith("trf_blocks")
@@ -148,7 +148,7 @@ def start_and_end(shop: Workshop, train: dict[str, Any], ranks: int) -> Iterator
     model = GPTModel(ModelConfig(**SHAPE))
     with torch.no_grad():
         for parameter in model.parameters():  # nothing at zero, and all gradients of about one size
-            parameter += 0.05 * torch.randn(parameter.shape)
+            parameter.add_(0.05 * torch.randn(parameter.shape))
     start = shop.path / "start.safetensors"
     save_file({name: each.contiguous() for name, each in model.to_checkpoint_names().items()}, start)
     yield model.double()
