@@ -222,9 +222,7 @@ class Experiment:
         if recorded is not None or config.min_train_tokens is not None:
             return recorded
         tokens = tokens_of_budget(config, self.model, self.batches(layout))
-        if tokens is None:
-            return None
-        return Budget(key=config.budget, value=getattr(config, config.budget), tokens=tokens)
+        return None if tokens is None else Budget.of(config, tokens)
 
     def position(
         self, layout: BatchLayout, split_tokens: int, meta: CheckpointMeta | None, budget: Budget | None = None

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from harness.common.errors import UserError
 from harness.runs.train_config import TrainConfig
 
 RATE, DECAY = "learning_rate", "weight_decay"
@@ -65,7 +66,8 @@ UNSCALED = ScaledSettings({})
 
 
 def scale_settings(config: TrainConfig, setup: Setup) -> ScaledSettings:
-    """What `scale_with_batch` and `scale_with_depth` make of learning rates (all keys that end so) and weight decay."""
+    """What `scale_with_batch` and `scale_with_depth` make of learning rates (all keys that end so) and weight decay.
+    Raises UserError where one of them is too large for a number."""
     factors: dict[str, list[tuple[str, float]]] = {RATE: [], DECAY: []}
     batch, depth = config.scale_with_batch, config.scale_with_depth
     if batch is not None:
@@ -84,6 +86,11 @@ def scale_settings(config: TrainConfig, setup: Setup) -> ScaledSettings:
         chosen = next((each for suffix, each in factors.items() if key.endswith(suffix)), [])
         if chosen and _is_number(value):
             values[key] = value * math.prod(factor for _, factor in chosen)
+            if not math.isfinite(values[key]):
+                raise UserError(
+                    f'train.json: key "{key}": {value:g} x {" x ".join(said for said, _ in chosen)} is no number any '
+                    "more; check it, and what it is scaled by"
+                )
             explained.append(f"{key} {value:g} x {' x '.join(said for said, _ in chosen)} = {values[key]:.4g}")
     return ScaledSettings(values, tuple(explained))
 

@@ -706,7 +706,11 @@ def test_without_a_budget_all_of_them_are_named(train: WriteTrain) -> None:
         ({"scale_with_batch": {"reference_tokens": 9, "depth": 1}}, 'key "scale_with_batch.depth": unknown'),
         ({"scale_with_depth": {"reference_layers": 1.5}}, 'key "scale_with_depth.reference_layers": '),
         ({"min_lr_ratio": 0.0}, 'key "min_lr_ratio": belongs with "lr_schedule": "cosine", "wsd" or "linear"'),
-        ({"lr_schedule": "linear", "decay_period_percent": 20}, 'key "decay_period_percent": belongs with'),
+        (
+            {"lr_schedule": "linear", "decay_period_percent": 20},
+            'key "decay_period_percent": belongs with "lr_schedule": "wsd", and only there; remove it',
+        ),
+        ({"lr_schedule": "wsd"}, 'key "decay_period_percent": missing; "lr_schedule": "wsd" needs it'),
     ],
     ids=str,
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from harness.common.errors import UserError
 from harness.runs.scaling_rules import (
     Multipliers,
     Setup,
@@ -77,6 +78,12 @@ def test_both_rules_say_how_each_number_came_about() -> None:
     applied = scaled.apply(both)
     assert (applied.learning_rate, applied.weight_decay) == pytest.approx((0.0008, 0.05), rel=1e-12)
     assert (both.learning_rate, both.weight_decay) == (0.0004, 0.1)
+
+
+@pytest.mark.parametrize("key", ["learning_rate", "weight_decay", "embedding_learning_rate"])
+def test_what_is_scaled_beyond_all_numbers_is_refused(key: str) -> None:
+    with pytest.raises(UserError, match=rf'^train.json: key "{key}": 1e\+308 x sqrt\(4,096 / 16\) is no number'):
+        scale_settings(config(**{key: 1e308}, scale_with_batch={"reference_tokens": 16}), SETUP)
 
 
 def test_a_ramp_has_the_rate_and_decay_of_each_steps_batch() -> None:
