@@ -41,7 +41,8 @@ class Budget(BaseModel):
 
     def describe(self) -> str:
         """For a terminal, without the speed."""
-        return f"{self.key} {self.value:,g}: {self.tokens:,} tokens"
+        value = f"{self.value:,}" if isinstance(self.value, int) else f"{self.value:,g}"
+        return f"{self.key} {value}: {self.tokens:,} tokens"
 
 
 def batch_schedule(config: TrainConfig, layout: BatchLayout, tokens_seen: int = 0) -> BatchSchedule:

@@ -249,6 +249,11 @@ def test_the_layout_of_a_ramp_is_its_largest(shop: Workshop) -> None:
     assert asked.batches(layout).at(0) == replace(layout, accumulation_steps=1)
 
 
+def test_counts_are_printed_to_the_last_digit() -> None:
+    assert Budget(key="train_steps", value=1234567, tokens=5).describe() == "train_steps 1,234,567: 5 tokens"
+    assert Budget(key="target_flops", value=3e15, tokens=5000).describe() == "target_flops 3e+15: 5,000 tokens"
+
+
 def test_a_damaged_budget_is_named(shop: Workshop, tmp_path: Path) -> None:
     run = shop.add_run(min_train_tokens=None, train_steps=2)
     assert shop.attempt().status == 0
