@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from signal import SIGTERM
 from typing import Any
 
 import pytest
@@ -135,6 +136,21 @@ class ByHand:
         return 0.2 * math.sqrt(max(rows, columns))
 
 
+@dataclass(frozen=True)
+class Part:
+    """A part of a run: on so many ranks, whose optimizer's state is shared out or not, up to a step or to the end."""
+
+    ranks: int
+    is_shared: bool = False
+    last: int | None = None
+
+    @property
+    def prelude(self) -> str:
+        if self.last is None:
+            return ""
+        return f"from tests.support.faults import *\nbefore(STEP, tell(SIGTERM), rank=0, step={self.last})\n"
+
+
 @pytest.fixture
 def shop(tmp_path: Path) -> Workshop:
     made = Workshop(tmp_path)
@@ -142,8 +158,8 @@ def shop(tmp_path: Path) -> Workshop:
     return made
 
 
-def start_and_end(shop: Workshop, train: dict[str, Any], ranks: int) -> Iterator[GPTModel]:
-    """The weights that a run starts from, in fp64, and those it comes to."""
+def start_and_end(shop: Workshop, train: dict[str, Any], parts: Sequence[Part]) -> Iterator[GPTModel]:
+    """The weights that a run starts from, in fp64, and those it comes to in several parts."""
     torch.manual_seed(3)
     model = GPTModel(ModelConfig(**SHAPE))
     with torch.no_grad():
@@ -152,24 +168,32 @@ def start_and_end(shop: Workshop, train: dict[str, Any], ranks: int) -> Iterator
     start = shop.path / "start.safetensors"
     save_file({name: each.contiguous() for name, each in model.to_checkpoint_names().items()}, start)
     yield model.double()
-    run = shop.add_run("r", model=SHAPE, **SETTINGS | train, initial_weights=str(start), checkpoint_interval=4)
-    shop.train("r", ranks=ranks)
+    keys = SETTINGS | train | {"initial_weights": str(start), "checkpoint_interval": 4}
+    for part in parts:
+        run = shop.add_run("r", model=SHAPE, **keys, shard_optimizer=part.is_shared)
+        shop.train("r", ranks=part.ranks, prelude=part.prelude, expect=0 if part.last is None else 128 + SIGTERM)
     end = GPTModel(ModelConfig(**SHAPE))
     end.load_checkpoint_tensors(load_file(run / "checkpoints" / "latest" / "model.safetensors"), run)
     yield end.double()
 
 
+# Stopped in the first batch and in the second, each time to go on with other ranks and another way to keep the state.
+PARTS = (Part(2, True, 3), Part(1, False, 6), Part(2, True))
+
+
 @pytest.mark.parametrize(
-    ("train", "ranks"),
+    ("train", "parts"),
     [
-        ({}, 1),
-        ({**MUON, "shard_optimizer": True}, 2),
-        pytest.param({**MUON, "muon_update_scale": "original"}, 1, marks=pytest.mark.slow),
+        ({}, [Part(1)]),
+        (MUON, [Part(2, True)]),
+        pytest.param({**MUON, "muon_update_scale": "original"}, [Part(1)], marks=pytest.mark.slow),
+        pytest.param(MUON, PARTS, marks=pytest.mark.slow),
+        pytest.param({}, PARTS, marks=pytest.mark.slow),
     ],
-    ids=["adamw", "muon-sharded", "muon-original"],
+    ids=["adamw", "muon-shared", "muon-original", "muon-in-parts", "adamw-in-parts"],
 )
-def test_a_run_is_its_formulas(shop: Workshop, train: dict[str, Any], ranks: int) -> None:
-    weights = start_and_end(shop, train, ranks)
+def test_a_run_is_its_formulas(shop: Workshop, train: dict[str, Any], parts: Sequence[Part]) -> None:
+    weights = start_and_end(shop, train, parts)
     model = next(weights)
     start = {name: each.detach().clone() for name, each in model.named_parameters()}
     tokens = load_file(shop.datasets / DATASET / "train.safetensors")["tokens"].long()
