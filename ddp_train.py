@@ -20,7 +20,7 @@ from harness.common.options import POSITIVE, Command, TrainOptions
 from harness.distributed.signals import StopRequested, StopSignal
 from harness.distributed.watchdog import Place
 from harness.runs.intervals import due_after
-from harness.runs.scaling_rules import ramp_factor
+from harness.runs.scaling_rules import ramp_multipliers
 from harness.runs.schemas import schema_option
 
 if TYPE_CHECKING:
@@ -79,14 +79,11 @@ class Trainer:
             done = step - self.start.position.first_step
             microbatches = self.loader.microbatches(done, self.world.rank)
             batch_tokens = self.loader.batches.at(done).global_tokens
-            self.meter.add(self.optimizer_step.run(microbatches, self.multiplier(step, batch_tokens)))
+            ramp = ramp_multipliers(self.start.experiment.config, batch_tokens, self.start.layout.global_tokens)
+            rate = self.schedule.multiplier(step) * ramp.rate
+            self.meter.add(self.optimizer_step.run(microbatches, rate, ramp.decay))
         self.state.advance(step, batch_tokens)
         self.reporter.console.advance()
-
-    def multiplier(self, step: int, batch_tokens: int) -> float:
-        """What the peak learning rates are multiplied by in a step with such a batch."""
-        ramp = ramp_factor(self.start.experiment.config, batch_tokens, self.start.layout.global_tokens)
-        return self.schedule.multiplier(step) * ramp
 
     def after_step(self, step: int, *, first: str = "report") -> None:
         """What is due after a step, from `first` on; all of it before the checkpoint, which includes the results."""

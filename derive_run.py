@@ -36,6 +36,7 @@ def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path) -> None
         if folder.exists():
             raise UserError(f"{folder}: is there already; choose another name, or move it away")
         run = derive(parent, new, changes)
+        run.check_startable()
         write_runs([run])
         with_what = "with" if run.derivation.differs else "without a difference; --set KEY=VALUE makes one"
         click.echo(f"{folder}: {parent.run.path.name} {with_what}")

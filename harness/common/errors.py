@@ -152,7 +152,10 @@ def _leave(error: UserError | RunError) -> None:
     if isinstance(error, PeerError) or (isinstance(error, UserError) and _local_rank() != 0):
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)
-        time.sleep(SPEAKER_PATIENCE_SECONDS)
+        if EXIT.stop_signal:  # torchrun's, say, for the rank that speaks: it came just before it would end this one
+            error = RunStopped(EXIT.stop_signal)
+        else:
+            time.sleep(SPEAKER_PATIENCE_SECONDS)
     if not isinstance(error, RunStopped) and not EXIT.is_explained:
         tell(str(error))
     # Not sys.exit: interpreter shutdown would wait for communication threads whose peers may already be gone.

@@ -14,6 +14,7 @@ class Exit:
         self.has_own_reason = False
         self.has_lost_peer = False
         self.is_explained = False
+        self.stop_signal = 0  # the last one that has asked this process to end in good order; 0: none has
 
     def begin_for_own_reason(self) -> None:
         """The main thread ends the process, and says itself what there is to say."""

@@ -93,7 +93,9 @@ def _describe(fault: Any, kind: type[BaseModel]) -> str:
         return f"key {key}: missing"
     if fault["type"] == "value_error":
         return str(fault["ctx"]["error"])
-    message = fault["msg"][0].lower() + fault["msg"][1:]
+    message = fault["msg"][0].lower() + fault["msg"][1:].split(" after validation")[0]
+    if fault["type"] == "model_type":  # else the name of a class here is in it
+        message = "must be an object, { ... }"
     none = "; null for none" if key.strip('"') in getattr(kind, "null_for_none", set()) else ""
     return f"key {key}: {message}{none}, not {quoted(fault['input'])}"
 

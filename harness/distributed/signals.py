@@ -13,6 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from harness.common import launcher
+from harness.common.exit import EXIT
 
 if TYPE_CHECKING:
     from harness.distributed.world import World
@@ -82,7 +83,7 @@ class StopSignal:
             raise StopRequested(signal_number, during)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signal = number
+        self.signal = EXIT.stop_signal = number
 
 
 def ignores_hangup() -> bool:

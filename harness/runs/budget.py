@@ -19,6 +19,7 @@ from harness.model.config import ModelConfig
 from harness.runs.train_config import TrainConfig
 
 SECONDS_PER_HOUR = 3600
+COUNTABLE = 2**62  # tokens of a run are below it
 
 
 class Budget(BaseModel):
@@ -28,12 +29,20 @@ class Budget(BaseModel):
 
     key: str
     value: float | int
-    tokens: Annotated[int, Field(ge=1, lt=2**62)]  # of the whole run: a whole number of that time's global batches
+    tokens: Annotated[int, Field(ge=1, lt=COUNTABLE)]  # of the whole run: a whole number of that time's global batches
     speed: str | None = None  # that hours or dollars were reckoned with, and where it came from
+
+    @classmethod
+    def of(cls, config: TrainConfig, tokens: int, speed: str | None = None) -> Budget:
+        """What train.json's budget came to. Raises UserError if those are more tokens than can be counted."""
+        check_countable(config, tokens)
+        found = cls(key=config.budget, value=getattr(config, config.budget), tokens=tokens)
+        return found if speed is None else found.model_copy(update={"speed": speed})  # what is not set is not written
 
     def describe(self) -> str:
         """For a terminal, without the speed."""
-        return f"{self.key} {self.value:,g}: {self.tokens:,} tokens"
+        value = f"{self.value:,}" if isinstance(self.value, int) else f"{self.value:,g}"
+        return f"{self.key} {value}: {self.tokens:,} tokens"
 
 
 def batch_schedule(config: TrainConfig, layout: BatchLayout, tokens_seen: int = 0) -> BatchSchedule:
@@ -82,12 +91,23 @@ def stated_tokens(config: TrainConfig, model: ModelConfig) -> float | None:
     return None if config.min_train_tokens in (None, -1) else config.min_train_tokens
 
 
+def check_countable(config: TrainConfig, tokens: float) -> None:
+    """Raises UserError for a budget of so many tokens that no run has ever seen them."""
+    if tokens >= COUNTABLE:
+        key, value = config.budget, getattr(config, config.budget)
+        raise UserError(
+            f'train.json: key "{key}": {value:g} comes to {tokens:.2g} tokens, and there are never {COUNTABLE:.2g}; '
+            "lower it"
+        )
+
+
 def check_one_batch(config: TrainConfig, batches: float) -> None:
     """Raises UserError for a budget that pays for less than one global batch; `batches` is how many it pays for."""
     if batches >= 1:
         return
     key, value = config.budget, getattr(config, config.budget)
-    needed = f"raise it to at least {_rounded_up(value / batches)}"
+    # Of the smallest numbers, their part of a batch is no number any more.
+    needed = f"raise it to at least {_rounded_up(value / batches)}" if batches else "raise it"
     raise UserError(
         f'train.json: key "{key}": {value:g} is below one global batch ({batches:.2g} of it); {needed}, or make the '
         "global batch smaller"

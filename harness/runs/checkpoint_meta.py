@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     Recorded = TypeVar("Recorded", bound=DataclassInstance)
 
+OPTIMIZER = "optimizer.pt"  # the file beside it; the notebook's may have none
+
 # What every checkpoint of ours says of itself. The lab notebook's have train_loss, val_loss, global_step and is_best.
 OWN_KEYS = {"sha256", "model", "train", "tokens_seen"}
 
@@ -229,16 +231,18 @@ def _own_sha256(values: dict[str, Any]) -> str:
 
 
 def upgrade_notebook_meta(
-    meta: CheckpointMeta, provenance: Provenance | None, batches: BatchSchedule
+    path: Path, meta: CheckpointMeta, provenance: Provenance | None, batches: BatchSchedule
 ) -> CheckpointMeta:
-    """A notebook's meta.json with what ours would say: it belongs to the run that it is put into (`provenance`, if that
-    is known yet), and saw the tokens of that run's `batches` from its beginning, of which nobody has recorded the
-    seconds. One of ours stays as it is."""
+    """The meta.json of the notebook's checkpoint `path` with what ours would say: it belongs to the run that it is put
+    into (`provenance`, if that is known yet), and saw the tokens of that run's `batches` from its beginning, of which
+    nobody has recorded the seconds. The optimizer's state, if there is one, is AdamW's. One of ours stays as it is."""
     if not meta.is_from_notebook:
         return meta
     seen = batches.tokens_before(meta.global_step + 1)
     unmeasured = {"seconds": {}, "foreign_tokens": seen, "measured_from_tokens": seen, "measured_from_seconds": 0.0}
-    belongs = vars(provenance) if provenance else {}
+    belongs = dict(vars(provenance)) if provenance else {}
+    if belongs and (path / OPTIMIZER).exists():
+        belongs["train"] = {**belongs["train"], "optimizer": "adamw"}
     added = {"tokens_seen": seen, **unmeasured, "measured_from_step": meta.global_step}
     return meta.model_copy(update={**belongs, **added})
 

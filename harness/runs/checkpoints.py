@@ -31,10 +31,10 @@ from harness.runs.checkpoint_lookup import BEST, FOREIGN, LATEST, refuse_unnamed
 from harness.runs.checkpoint_lookup import choose_start as choose_start
 from harness.runs.checkpoint_lookup import find_checkpoint as find_checkpoint
 from harness.runs.checkpoint_lookup import list_checkpoints as list_checkpoints
-from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, verify_meta, write_meta
+from harness.runs.checkpoint_meta import OPTIMIZER, CheckpointMeta, read_meta, verify_meta, write_meta
 
 TEMPORARY_PREFIX = ".saving-"
-OPTIMIZER, SCALER, TRAIN_STATE = "optimizer.pt", "scaler.pt", "train_state.pt"
+SCALER, TRAIN_STATE = "scaler.pt", "train_state.pt"
 
 
 @dataclass(frozen=True)

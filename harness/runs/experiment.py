@@ -221,10 +221,12 @@ class Experiment:
         recorded = recorded_budget(config, meta.budget if meta else None)
         if recorded is not None or config.min_train_tokens is not None:
             return recorded
-        tokens = tokens_of_budget(config, self.model, self.batches(layout))
-        if tokens is None:
-            return None
-        return Budget(key=config.budget, value=getattr(config, config.budget), tokens=tokens)
+        if config.train_steps is not None and meta is not None:  # some of them with another batch, perhaps
+            left = max(0, config.train_steps - (meta.global_step + 1))
+            tokens: int | None = meta.tokens_seen + self.batches(layout, meta.tokens_seen).tokens_before(left)
+        else:
+            tokens = tokens_of_budget(config, self.model, self.batches(layout))
+        return None if tokens is None else Budget.of(config, tokens)
 
     def position(
         self, layout: BatchLayout, split_tokens: int, meta: CheckpointMeta | None, budget: Budget | None = None

@@ -237,7 +237,7 @@ def planned_start(experiment: Experiment, world_size: int, checkpoint: str | Non
     refuse_unnamed(start, meta, checkpoint)
     here = is_present(experiment.datasets_dir, config.dataset, experiment.splits)
     provenance = experiment.provenance(Dataset.open(experiment.datasets_dir, config.dataset)) if here else None
-    return upgrade_notebook_meta(meta, provenance, experiment.batches(experiment.layout(world_size)))
+    return upgrade_notebook_meta(start, meta, provenance, experiment.batches(experiment.layout(world_size)))
 
 
 def print_plan(experiment: Experiment, checkpoint: str | None, ranks: int, options: TrainOptions) -> None:

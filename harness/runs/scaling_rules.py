@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from harness.common.errors import UserError
 from harness.runs.train_config import TrainConfig
 
 RATE, DECAY = "learning_rate", "weight_decay"
@@ -65,7 +66,8 @@ UNSCALED = ScaledSettings({})
 
 
 def scale_settings(config: TrainConfig, setup: Setup) -> ScaledSettings:
-    """What `scale_with_batch` and `scale_with_depth` make of learning rates (all keys that end so) and weight decay."""
+    """What `scale_with_batch` and `scale_with_depth` make of learning rates (all keys that end so) and weight decay.
+    Raises UserError where one of them is too large for a number."""
     factors: dict[str, list[tuple[str, float]]] = {RATE: [], DECAY: []}
     batch, depth = config.scale_with_batch, config.scale_with_depth
     if batch is not None:
@@ -84,16 +86,32 @@ def scale_settings(config: TrainConfig, setup: Setup) -> ScaledSettings:
         chosen = next((each for suffix, each in factors.items() if key.endswith(suffix)), [])
         if chosen and _is_number(value):
             values[key] = value * math.prod(factor for _, factor in chosen)
+            if not math.isfinite(values[key]):
+                raise UserError(
+                    f'train.json: key "{key}": {value:g} x {" x ".join(said for said, _ in chosen)} is no number any '
+                    "more; check it, and what it is scaled by"
+                )
             explained.append(f"{key} {value:g} x {' x '.join(said for said, _ in chosen)} = {values[key]:.4g}")
     return ScaledSettings(values, tuple(explained))
 
 
-def ramp_factor(config: TrainConfig, batch_tokens: int, largest_batch_tokens: int) -> float:
-    """What the rates of one step are multiplied by where `scale_with_batch` meets a ramp: the rates of ScaledSettings
-    are those of its largest batch, and the rule holds for the batch of each step. Weight decay stays as it is there."""
+@dataclass(frozen=True)
+class Multipliers:
+    """What the peak learning rates and the weight decays are multiplied by in one step."""
+
+    rate: float = 1.0
+    decay: float = 1.0
+
+
+def ramp_multipliers(config: TrainConfig, batch_tokens: int, largest_batch_tokens: int) -> Multipliers:
+    """Of a step with such a batch, where `scale_with_batch` meets a ramp: rates and decay of ScaledSettings are those
+    of its largest batch, and the rule holds for the batch of each step. Decay then forgets over as many tokens,
+    B/(η·λ), in each part of the ramp."""
     if config.scale_with_batch is None or batch_tokens == largest_batch_tokens:
-        return 1.0
-    return rate_factor(batch_tokens, largest_batch_tokens)
+        return Multipliers()
+    return Multipliers(
+        rate_factor(batch_tokens, largest_batch_tokens), decay_factor(batch_tokens, largest_batch_tokens)
+    )
 
 
 def _is_number(value: Any) -> bool:

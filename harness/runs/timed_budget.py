@@ -5,7 +5,7 @@ from __future__ import annotations
 from harness.common.errors import UserError
 from harness.common.options import TrainOptions
 from harness.data.loader import BatchLayout
-from harness.runs.budget import SECONDS_PER_HOUR, Budget, check_one_batch
+from harness.runs.budget import SECONDS_PER_HOUR, Budget, check_countable, check_one_batch
 from harness.runs.checkpoint_meta import CheckpointMeta
 from harness.runs.experiment import Experiment, Position
 from harness.runs.plan_costs import Plan, planned_seconds
@@ -29,7 +29,7 @@ def find_budget(
     assert speed.tokens_per_second is not None
     tokens = _affordable_tokens(experiment, layout, speed)
     said = f"{speed.tokens_per_second:,.0f} tokens/s ({speed.source})"
-    return Budget(key=config.budget, value=getattr(config, config.budget), tokens=tokens, speed=said)
+    return Budget.of(config, tokens, said)
 
 
 def _known_speed(experiment: Experiment, layout: BatchLayout, options: TrainOptions) -> PlannedSpeed:
@@ -59,6 +59,7 @@ def _affordable_tokens(experiment: Experiment, layout: BatchLayout, speed: Plann
     check_one_batch(config, seconds / planned(1))
     # More steps never take less time: the most that fit are found by halving.
     assert speed.tokens_per_second is not None
+    check_countable(config, seconds * speed.tokens_per_second)
     fits, too_many = 1, batches.steps_within(int(seconds * speed.tokens_per_second)) + 2
     while too_many - fits > 1:
         middle = (fits + too_many) // 2

@@ -279,8 +279,13 @@ def _check_train_combinations(config: TrainConfig) -> None:
         raise ValueError('keys "warmup_steps" and "warmup_period_percent": give one of them, not both')
     if not all(0 <= beta < 1 for beta in config.betas):
         raise ValueError('key "betas": both must be at least 0 and below 1')
-    if (config.decay_period_percent is not None) != (config.lr_schedule == "wsd"):
-        raise ValueError('key "decay_period_percent": belongs with "lr_schedule": "wsd", and only there')
+    if config.lr_schedule == "wsd" and config.decay_period_percent is None:
+        raise ValueError('key "decay_period_percent": missing; "lr_schedule": "wsd" needs it, as in 20')
+    if config.lr_schedule != "wsd" and config.decay_period_percent is not None:
+        raise ValueError(
+            'key "decay_period_percent": belongs with "lr_schedule": "wsd", and only there; remove it, or use that '
+            "schedule"
+        )
     if config.lr_schedule == "constant" and config.min_lr_ratio != DEFAULT_MIN_LR_RATIO:
         raise ValueError(
             'key "min_lr_ratio": belongs with "lr_schedule": "cosine", "wsd" or "linear"; "constant" does not fall: '

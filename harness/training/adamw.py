@@ -41,7 +41,7 @@ class AdamW:
         settings: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps}
         self._adamw = torch.optim.AdamW([self._torch_group(group) for group in groups], **settings, fused=True)
         for group in self.param_groups:
-            group["peak_learning_rate"] = group["lr"]
+            group["peak_learning_rate"], group["full_weight_decay"] = group["lr"], group["weight_decay"]
         # Of whole gradients, which all ranks have alike: what GradScaler decides by.
         self._scaled = torch.optim.SGD(list(self.parameters.values())) if self.parameters else None
 
@@ -63,10 +63,11 @@ class AdamW:
     def learning_rate(self) -> float:
         return self._rate
 
-    def set_multiplier(self, multiplier: float) -> None:
+    def set_multiplier(self, multiplier: float, decay: float = 1.0) -> None:
         self._rate = self._peak * multiplier
         for group in self.param_groups:
             group["lr"] = group["peak_learning_rate"] * multiplier
+            group["weight_decay"] = group["full_weight_decay"] * decay
 
     def update(self, scaler: torch.amp.GradScaler, max_norm: float | None) -> tuple[Tensor, Tensor]:
         if scaler.is_enabled():

@@ -57,15 +57,15 @@ class Muon:
         self._momenta: dict[Matrix, Tensor] = {}  # flat, of this rank's matrices
         self._whole: dict[str, Tensor] = {}  # where nothing is shared out: what those are views of
         self._steps: Tensor | None = None  # that were not skipped, fp32, on the device; None before the first
-        self._multiplier = 1.0
+        self._multiplier = self._decay_multiplier = 1.0
 
     @property
     def learning_rate(self) -> float:
         return self._adamw.learning_rate
 
-    def set_multiplier(self, multiplier: float) -> None:
-        self._multiplier = multiplier
-        self._adamw.set_multiplier(multiplier)
+    def set_multiplier(self, multiplier: float, decay: float = 1.0) -> None:
+        self._multiplier, self._decay_multiplier = multiplier, decay
+        self._adamw.set_multiplier(multiplier, decay)
 
     def update(self, scaler: torch.amp.GradScaler, max_norm: float | None) -> tuple[Tensor, Tensor]:
         assert not scaler.is_enabled(), "fp16 is refused before"
@@ -122,7 +122,7 @@ class Muon:
     @property
     def _decay(self) -> float:
         own = self._config.muon_weight_decay
-        return self._config.weight_decay if own is None else own
+        return self._decay_multiplier * (self._config.weight_decay if own is None else own)
 
     def _scale(self, matrix: Matrix) -> float:
         return SCALES[self._config.muon_update_scale](matrix.rows, matrix.columns)

@@ -31,8 +31,9 @@ class Optimizer(Protocol):
         parameters have rates of their own."""
         ...
 
-    def set_multiplier(self, multiplier: float) -> None:
-        """Set each group's learning rate to `multiplier` times its peak."""
+    def set_multiplier(self, multiplier: float, decay: float = 1.0) -> None:
+        """Set each group's learning rate to `multiplier` times its peak, and its weight decay to `decay` times what
+        train.json says."""
         ...
 
     def update(self, scaler: torch.amp.GradScaler, max_norm: float | None) -> tuple[Tensor, Tensor]:

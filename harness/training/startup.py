@@ -135,8 +135,8 @@ def prepare(experiment: Experiment, world: World, clock: Clock, checkpoint: str 
     if world.on_rank0(lambda: lock.began_before or not options.restart):
         refuse_wrong_machine(world, run)
     is_from_notebook = meta is not None and meta.is_from_notebook
-    if meta:
-        meta = upgrade_notebook_meta(meta, experiment.provenance(dataset), experiment.batches(layout))
+    if path and meta:
+        meta = upgrade_notebook_meta(path, meta, experiment.provenance(dataset), experiment.batches(layout))
         clock.add(meta.seconds)
     # The plan's checks are the run's: short data, unknown tokens, a long warm-up or a full disk end it here.
     # A budget in hours is what rank 0's machine knows of the speed, on all of them.

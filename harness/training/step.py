@@ -54,10 +54,11 @@ class OptimizerStep:
         first = next(model.parameters())
         first.register_post_accumulate_grad_hook(lambda _: before_exchange())
 
-    def run(self, microbatches: Sequence[Microbatch], multiplier: float) -> StepResult:
-        """One step over this rank's microbatches at `multiplier` times the peak learning rates."""
+    def run(self, microbatches: Sequence[Microbatch], multiplier: float, decay: float = 1.0) -> StepResult:
+        """One step over this rank's microbatches at `multiplier` times the peak learning rates and `decay` times the
+        weight decays."""
         losses = self.accumulate(microbatches)
-        self.optimizer.set_multiplier(multiplier)
+        self.optimizer.set_multiplier(multiplier, decay)
         norm, skipped = self.optimizer.update(self.scaler, self.max_norm)
         self.forget_gradients()
         return StepResult(losses, norm, skipped)

@@ -383,6 +383,8 @@ def test_what_derive_run_and_make_print(shop: Workshop) -> None:
         ("learning_rate", '--set "learning_rate": must be KEY=VALUE'),
         ("learning_rate=high", 'new/train.json: key "learning_rate": input should be a valid number, not "high"'),
         ("learning_rate=NaN", 'key "learning_rate": input should be a valid number, not "NaN"'),
+        ("warmup_steps=21", 'new: train.json: key "warmup_steps": 21 steps of warm-up are longer than the run of 20'),
+        ("target_flops=1e40", 'new: train.json: key "target_flops": 1e+40 comes to '),
     ],
 )
 def test_derive_run_refuses(shop: Workshop, setting: str, said: str) -> None:

@@ -234,12 +234,9 @@ class Lives:
         return phase, victim, processes
 
 
-@pytest.mark.slow
-@pytest.mark.fault("killed again and again")
-@pytest.mark.timeout(900)
-def test_killed_at_random_instants(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
-    kills = 50 if exhaustive else 4
-    settings = LONG | {"min_train_tokens": 128 * STEPS_A_LIFE * kills}
+def kill_again_and_again(shop: Workshop, settings: dict[str, Any], kills: int) -> Counter[str]:
+    """Kill a rank of one run so many times, and compare its end with that of a run never killed; in which phases."""
+    settings = settings | {"min_train_tokens": 128 * STEPS_A_LIFE * kills}
     shop.add_dataset("local/long", tokens=128 * (STEPS_A_LIFE + 1) * kills)
     runs = [shop.add_run(name, dataset="local/long", **settings) for name in ("unharmed", "harmed")]
     shop.train("unharmed", prelude=file_operations.WITHOUT_CHARTS)
@@ -256,10 +253,27 @@ def test_killed_at_random_instants(shop: Workshop, exhaustive: bool, evidence: E
             future.result()
     shop.train("harmed", prelude=file_operations.WITHOUT_CHARTS)
     assert_same_end(*runs)
+    return phases
+
+
+def by_phase(phases: Counter[str]) -> str:
+    return ", ".join(f"{count} in {phase}" for phase, count in phases.most_common())
+
+
+ALIKE_AGAIN_AND_AGAIN = (
+    f"the rest of the job ends within {VANISH_SECONDS} s each time (while ranks join, by torchrun's SIGTERM), the same "
+    "command goes on, and the end is that of a run never killed, bit for bit"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.fault("killed again and again")
+@pytest.mark.timeout(900)
+def test_killed_at_random_instants(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+    kills = 50 if exhaustive else 4
+    phases = kill_again_and_again(shop, LONG, kills)
     evidence(
-        injected="one run whose ranks are killed by SIGKILL, a random one at a random instant: "
-        + ", ".join(f"{count} in {phase}" for phase, count in phases.most_common()),
+        injected=f"one run whose ranks are killed by SIGKILL, a random one at a random instant: {by_phase(phases)}",
         times=kills,
-        outcome=f"the rest of the job ends within {VANISH_SECONDS} s each time (while ranks join, by torchrun's "
-        "SIGTERM), the same command goes on, and the end is that of a run never killed, bit for bit",
+        outcome=ALIKE_AGAIN_AND_AGAIN,
     )

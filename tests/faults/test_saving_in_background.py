@@ -19,6 +19,7 @@ import pytest
 
 from harness.runs.checkpoints import list_checkpoints, verify_checkpoint
 from tests.conftest import Evidence
+from tests.support.jobs import ends_of, said
 from tests.support.launch import Workshop, finish, metrics
 from tests.support.same_end import assert_same_end
 
@@ -219,6 +220,20 @@ def test_a_failing_save(shop: Workshop, straight: Path, exhaustive: bool, eviden
         outcome="the run ends with one line that says which checkpoint could not be written; older ones are whole; the "
         "same command continues to the same end, bit for bit",
     )
+
+
+def test_a_rank_that_is_told_to_end_as_it_leaves_does_not_speak_for_the_one_that_failed(shop: Workshop) -> None:
+    """torchrun's SIGTERM reaches rank 1 just when it has heard of rank 0's error: it goes, and leaves the telling to
+    rank 0, instead of waiting for a signal that has come already."""
+    run = add_run(shop, "leaving")
+    faults = "before('harness.common.errors:_leave', tell(SIGTERM), rank=1)\nbefore(WRITE, fill_disk, rank=0, call=2)\n"
+    processes = shop.start(run.name, prelude=FAULTS + faults)
+    result = ends_of(processes, timeout=60)
+    assert result.status == 1
+    assert processes[1].returncode == 128 + signal.SIGTERM
+    told = [line for _, stderr in said(processes) for line in stderr.splitlines() if line.startswith("error:")]
+    assert len(told) == 1, told
+    assert "cannot write the checkpoint of step" in told[0]
 
 
 def failures(exhaustive: bool) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -165,6 +165,25 @@ def test_below_one_global_batch(shop: Workshop, train: dict[str, Any], words: li
     assert all(word in message for word in words), message
 
 
+@pytest.mark.parametrize(
+    ("train", "words"),
+    [
+        ({"train_steps": 2**61}, "comes to 1.5e+20 tokens, and there are never 4.6e+18; lower it"),
+        ({"target_flops": 1e40}, "comes to 2e+35 tokens"),
+        ({"target_hours": 1e9}, "comes to 3.6e+24 tokens"),
+        ({"target_dollars": 3.0, "price_per_hour": 5e-324}, "comes to inf tokens"),
+        ({"target_flops": 5e-324}, "is below one global batch (0 of it); raise it, or make the global batch smaller"),
+        ({"target_dollars": 5e-324, "price_per_hour": 10.0}, "is below one global batch (0 of it); raise it, or"),
+    ],
+    ids=str,
+)
+def test_numbers_at_the_ends_of_what_there_is(shop: Workshop, train: dict[str, Any], words: str) -> None:
+    """One line that names the key, as for all others."""
+    message = refused(shop, TrainOptions(assume_tps=1e12), **train)
+    assert message.startswith(f'train.json: key "{next(iter(train))}": ')
+    assert words in message
+
+
 def test_the_remedy_for_too_small_a_budget_is_enough(shop: Workshop) -> None:
     for key in ("tokens_per_parameter", "target_flops", "target_hours"):
         said = re.search(r"at least ([\d.e+-]+),", refused(shop, TrainOptions(assume_tps=100.0), **{key: 1e-6}))
@@ -228,6 +247,11 @@ def test_the_layout_of_a_ramp_is_its_largest(shop: Workshop) -> None:
     layout = asked.layout(2)
     assert layout == BatchLayout(2, 3, 2, 16)
     assert asked.batches(layout).at(0) == replace(layout, accumulation_steps=1)
+
+
+def test_counts_are_printed_to_the_last_digit() -> None:
+    assert Budget(key="train_steps", value=1234567, tokens=5).describe() == "train_steps 1,234,567: 5 tokens"
+    assert Budget(key="target_flops", value=3e15, tokens=5000).describe() == "target_flops 3e+15: 5,000 tokens"
 
 
 def test_a_damaged_budget_is_named(shop: Workshop, tmp_path: Path) -> None:

@@ -145,6 +145,24 @@ def test_without_its_optimizer_training_starts_one_afresh(tmp_path: Path) -> Non
     assert "its weights are taken" in result.stdout
 
 
+def test_its_optimizer_is_adamw_and_another_is_refused_by_name(tmp_path: Path) -> None:
+    """With the remedy, by training and by the plan, and nothing is touched; its weights alone can go on."""
+    shop, _, folder = workshop(tmp_path)
+    run = shop.add_run("r", model={"drop_rate": 0.0}, **SETTINGS, optimizer="muon")
+    before = sorted(path.relative_to(run) for path in run.rglob("*"))
+    for options in ([NAME], [NAME, "--plan"]):
+        result = shop.attempt(*options)
+        assert result.status == 2
+        (line,) = result.error_lines
+        assert 'made with "optimizer": "adamw", but train.json has "muon"; put it back, use --restart, or let' in line
+        assert '"initial_weights"' in line
+    assert sorted(path.relative_to(run) for path in run.rglob("*") if path.name != ".lock") == before
+    (folder / "optimizer.pt").unlink()
+    result = shop.attempt(NAME)
+    assert result.status == 0, result.stderr
+    assert "its weights are taken" in result.stdout
+
+
 def test_two_ranks_take_a_notebooks_checkpoint(tmp_path: Path) -> None:
     """Twice the batch: its steps are taken to have seen twice as many tokens."""
     shop, _, _ = workshop(tmp_path)

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from harness.common.errors import UserError
 from harness.runs.scaling_rules import (
+    Multipliers,
     Setup,
     decay_factor,
     depth_factor,
     horizon_factor,
-    ramp_factor,
+    ramp_multipliers,
     rate_factor,
     scale_settings,
 )
@@ -78,10 +80,19 @@ def test_both_rules_say_how_each_number_came_about() -> None:
     assert (both.learning_rate, both.weight_decay) == (0.0004, 0.1)
 
 
-def test_a_ramp_has_the_rate_of_each_steps_batch() -> None:
+@pytest.mark.parametrize("key", ["learning_rate", "weight_decay", "embedding_learning_rate"])
+def test_what_is_scaled_beyond_all_numbers_is_refused(key: str) -> None:
+    with pytest.raises(UserError, match=rf'^train.json: key "{key}": 1e\+308 x sqrt\(4,096 / 16\) is no number'):
+        scale_settings(config(**{key: 1e308}, scale_with_batch={"reference_tokens": 16}), SETUP)
+
+
+def test_a_ramp_has_the_rate_and_decay_of_each_steps_batch() -> None:
+    """By hand, and B/(eta·lambda) is the same in each step."""
     ramped = config(scale_with_batch={"reference_tokens": 1024})
-    largest = scale_settings(ramped, SETUP).values["learning_rate"]
-    for batch in (1024, 2048, 4096):
-        rate = largest * ramp_factor(ramped, batch, SETUP.batch_tokens)
-        assert rate == pytest.approx(0.0004 * rate_factor(batch, 1024), rel=1e-12)
-    assert ramp_factor(config(), 1024, 4096) == 1.0
+    largest = scale_settings(ramped, SETUP).values
+    for batch, by_hand in ((1024, 1.0), (2048, math.sqrt(2)), (4096, 2.0)):
+        step = ramp_multipliers(ramped, batch, SETUP.batch_tokens)
+        rate, decay = largest["learning_rate"] * step.rate, largest["weight_decay"] * step.decay
+        assert (rate, decay) == pytest.approx((0.0004 * by_hand, 0.1 * by_hand), rel=1e-12)
+        assert batch / (rate * decay) == pytest.approx(1024 / (0.0004 * 0.1), rel=1e-12)
+    assert ramp_multipliers(config(), 1024, 4096) == Multipliers(1.0, 1.0)

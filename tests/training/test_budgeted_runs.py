@@ -129,6 +129,21 @@ def test_a_later_speed_does_not_change_what_hours_came_to(shop: Workshop) -> Non
     assert "is finished" in shop.train("r", "--assume-tps", "1e6", ranks=1).stdout
 
 
+def test_steps_that_are_asked_for_later_are_that_many_in_all(shop: Workshop) -> None:
+    """Also where those that are done had another batch."""
+    shop.add_run(min_train_tokens=64 * 4)
+    shop.train(ranks=1)
+    run = shop.add_run(min_train_tokens=None, train_steps=10, gradient_accumulation_steps=4)
+    planned = " ".join(shop.attempt("--plan").stdout.split())
+    assert "done already 4 steps, 256 tokens global steps 6 more tokens 768 more" in planned
+    shop.train(ranks=1)
+    meta, summary = end_of(run)
+    assert (meta["global_step"], meta["tokens_seen"], summary["global_steps"]) == (9, 64 * 4 + 128 * 6, 10)
+    assert meta["budget"] == {"key": "train_steps", "value": 10, "tokens": 64 * 4 + 128 * 6}
+    shop.add_run(min_train_tokens=None, train_steps=3, gradient_accumulation_steps=4)
+    assert "is finished: 10 global steps" in shop.train(ranks=1).stdout
+
+
 def test_checkpoints_and_summary_say_what_was_run_and_by_which_program(shop: Workshop) -> None:
     """Every setting, defaults too; versions, commit, device and seed."""
     run = shop.add_run(min_train_tokens=64)

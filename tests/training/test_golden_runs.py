@@ -1,5 +1,5 @@
-"""Twenty steps of a tiny run with each lever alone, and with all of them, against losses that were recorded: whatever
-changes a run's numbers is seen here.
+"""Twenty steps of a tiny run with each lever, optimizer and schedule alone, and with all of them, against losses that
+were recorded: whatever changes a run's numbers is seen here.
 
 Whoever means to change them records them again, and says in the commit why they changed:
 
@@ -18,7 +18,10 @@ import pytest
 import torch
 
 from gpt import GPTModel
-from harness.data.loader import Microbatch
+from harness.data.loader import BatchLayout, Microbatch
+from harness.runs.budget import batch_schedule
+from harness.runs.scaling_rules import Setup, ramp_multipliers, scale_settings
+from harness.runs.schedule import build_schedule
 from harness.runs.train_config import TrainConfig
 from harness.training.step import build_step
 from tests.model.test_levers import ALL, LEVERS
@@ -30,7 +33,32 @@ STEPS, SHOWN = 20, (0, 4, 9, 14, 19)
 # Other processors and versions of torch add up in another order, which training makes larger.
 HERE, ELSEWHERE = 1e-5, 2e-3
 
-TRAIN: dict[str, Any] = {"learning_rate": 0.01, "clipping_max_norm": 1.0, "precision": "fp32"}
+TRAIN: dict[str, Any] = {
+    "learning_rate": 0.01,
+    "clipping_max_norm": 1.0,
+    "precision": "fp32",
+    "microbatch_size": 2,
+    "global_batch_size": 4,
+    "min_train_tokens": None,
+    "train_steps": STEPS,
+}
+RATES = {"embedding_learning_rate": 0.02, "head_learning_rate": 0.005, "vector_learning_rate": 0.03}
+RAMP: dict[str, Any] = {"global_batch_size": None, "batch_ramp": [[0, 2], [240, 4]]}
+SCALED: dict[str, Any] = {
+    "scale_with_batch": {"reference_tokens": 64, "reference_train_tokens": 1200},
+    "scale_with_depth": {"reference_layers": 3},
+}
+WRITEUPS = {"optimizer": "muon", "muon_update_scale": "original", "muon_learning_rate": 0.02}
+MUON: dict[str, Any] = {
+    "optimizer": "muon",
+    "muon_learning_rate": 0.02,
+    "muon_weight_decay": 0.5,
+    "muon_momentum": 0.9,
+    "muon_momentum_warmup_steps": 10,
+    "decay_all_parameters": False,
+    **RATES,
+}
+LINEAR = {"lr_schedule": "linear", "warmup_steps": 3}
 DROPOUT = {"embedding": 0.1, "attention_weights": 0.2, "attention_output": 0.0, "mlp_output": 0.1}
 # By name: keys of model.json, and of train.json.
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -42,23 +70,47 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dropout by place": ({"drop_rate": DROPOUT}, {}),
     "z_loss": ({}, {"z_loss": 0.001}),
     "all": ({**ALL, "drop_rate": DROPOUT, "tie_weights": True}, {"z_loss": 0.001}),
+    "rates of kinds": ({}, RATES),
+    "muon": ({}, {"optimizer": "muon"}),
+    "muon at the writeup's scale": ({}, WRITEUPS),
+    "muon with rates of its own": ({}, MUON),
+    "muon's momentum warms up": ({}, {"optimizer": "muon", "muon_momentum_warmup_steps": 10}),
+    "warm-up": ({}, {"warmup_steps": 3}),
+    "cosine": ({}, {"lr_schedule": "cosine"}),
+    "wsd": ({}, {"lr_schedule": "wsd", "decay_period_percent": 40}),
+    "linear": ({}, {"lr_schedule": "linear"}),
+    "batch_ramp": ({}, RAMP),
+    "scaled": ({}, SCALED),
+    "batch_ramp, scaled": ({}, {**RAMP, **SCALED}),
+    "muon, ramp and schedule": ({}, {**MUON, **RAMP, **SCALED, **LINEAR, "z_loss": 0.001}),
+    "everything": (
+        {**ALL, "drop_rate": DROPOUT},
+        {**MUON, **RAMP, **SCALED, **LINEAR, "z_loss": 0.001},
+    ),
 }
 
 
 def losses_of(name: str) -> list[float]:
     """The cross-entropies of some steps on text that can be learnt: each token decides the next but for some noise."""
     model_json, train_json = RUNS[name]
+    config = TrainConfig.model_validate({**SEED_TRAIN, **TRAIN, **train_json})
     torch.manual_seed(42)
-    model = GPTModel(shape(**model_json), z_loss=train_json.get("z_loss", 0.0))
-    step = build_step(model, model, TrainConfig.model_validate({**SEED_TRAIN, **TRAIN, **train_json}))
+    model = GPTModel(shape(**model_json), z_loss=config.z_loss)
+    layout = BatchLayout(1, config.accumulation_steps(1), config.microbatch_size, model.config.context_length)
+    batches, schedule = batch_schedule(config, layout), build_schedule(config, STEPS)
+    setup = Setup(layout.global_tokens, batches.tokens_before(STEPS), model.config.n_layers)
+    step = build_step(model, model, scale_settings(config, setup).apply(config))
     tokens = [1]
     for noise in np.random.default_rng(7).integers(0, 8, STEPS * 2 * 48):
         tokens.append(int(tokens[-1] * 5 + 3 + (noise if noise < 2 else 0)) % 97)
     found = []
     for at in range(STEPS):
-        parts = (tokens[start : start + 49] for start in (96 * at, 96 * at + 48))  # two sequences each
-        batch = [Microbatch(np.array(part, dtype=np.uint16), model.config.context_length) for part in parts]
-        found.append(step.run(batch, multiplier=1.0).losses_A.mean().item())
+        before, here = batches.tokens_before(at), batches.at(at)
+        starts = range(before, before + here.global_tokens, here.microbatch_tokens)
+        parts = (tokens[start : start + here.microbatch_tokens + 1] for start in starts)
+        batch = [Microbatch(np.array(part, dtype=np.uint16), here.context_length) for part in parts]
+        ramp = ramp_multipliers(config, here.global_tokens, layout.global_tokens)
+        found.append(step.run(batch, schedule.multiplier(at) * ramp.rate, ramp.decay).losses_A.mean().item())
     return [found[at] for at in SHOWN]
 
 

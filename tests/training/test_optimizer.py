@@ -248,7 +248,7 @@ class Momentum:
         self.velocities: dict[str, Tensor] = {}
         self.peak = self.learning_rate = config.learning_rate
 
-    def set_multiplier(self, multiplier: float) -> None:
+    def set_multiplier(self, multiplier: float, decay: float = 1.0) -> None:
         self.learning_rate = self.peak * multiplier
 
     @torch.no_grad()

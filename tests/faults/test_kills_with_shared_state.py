@@ -1,0 +1,71 @@
+"""Killed at any instant, with Muon and an optimizer state that is shared out.
+
+Before rank 0 writes it, the state of all ranks is gathered; whoever is killed when, the same command again must come to
+the end of a run that nothing happened to, bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.conftest import Evidence
+from tests.faults.test_kills import (
+    ALIKE_AGAIN_AND_AGAIN,
+    EACH_OF,
+    HOW,
+    LONG,
+    OUTCOME,
+    SETTINGS,
+    Call,
+    by_phase,
+    describe,
+    kill_again_and_again,
+    kill_everywhere,
+)
+from tests.support import file_operations
+from tests.support.jobs import set_pace
+from tests.support.launch import Workshop
+
+pytestmark = pytest.mark.slow
+
+SHARED: dict[str, Any] = {"optimizer": "muon", "muon_momentum_warmup_steps": 5, "shard_optimizer": True}
+LATEST_AND_BEST = Call("save", 2, SHARED)
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory, exhaustive: bool) -> Workshop:
+    """A dataset, and a run that nothing happens to."""
+    set_pace(exhaustive)
+    shop = Workshop(tmp_path_factory.mktemp("shared"))
+    shop.add_dataset()
+    shop.add_run("straight", **SETTINGS | SHARED)
+    shop.train("straight", prelude=file_operations.WITHOUT_CHARTS)
+    return shop
+
+
+@pytest.mark.fault("killed in a save of shared state")
+@pytest.mark.timeout(900)
+def test_killed_at_each_operation_of_a_save(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+    kinds = kill_everywhere(shop, [LATEST_AND_BEST], 1 if exhaustive else 2 * EACH_OF)
+    evidence(
+        injected="SIGKILL of rank 0 at a file operation of a save with Muon and shard_optimizer, one that moves latest "
+        f"and best: {describe(kinds)}. {HOW}",
+        times=kinds.total(),
+        outcome=OUTCOME,
+    )
+
+
+@pytest.mark.fault("killed again and again with shared state")
+@pytest.mark.timeout(900)
+def test_killed_at_random_instants(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+    """A rank in turn after each phase's beginning: joining, start-up, training, validation, save."""
+    kills = 20 if exhaustive else 5
+    phases = kill_again_and_again(shop, LONG | SHARED, kills)
+    evidence(
+        injected="one run with Muon and shard_optimizer whose ranks are killed by SIGKILL, a random one at a random "
+        f"instant: {by_phase(phases)}",
+        times=kills,
+        outcome=ALIKE_AGAIN_AND_AGAIN,
+    )
