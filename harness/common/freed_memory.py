@@ -10,10 +10,11 @@ import ctypes
 import resource
 
 # mallopt(3) and mallopt's header; values are C ints.
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4
 NEVER = -1
 DEFAULT_MAPPINGS = 65536
-OWN_MAPPING_BYTES = 2**20
+OWN_MAPPING_BYTES = 2**16
+CUSHION_BYTES = 2**23
 AMPLE = 2
 
 
@@ -37,6 +38,8 @@ def give_back_at_once() -> None:
     _mallopt(M_MMAP_MAX, DEFAULT_MAPPINGS)
     _mallopt(M_MMAP_THRESHOLD, OWN_MAPPING_BYTES)
     _mallopt(M_TRIM_THRESHOLD, OWN_MAPPING_BYTES)
+    _mallopt(M_TOP_PAD, CUSHION_BYTES)
+    del [*(bytearray(2**15) for _ in range(CUSHION_BYTES // 2**15))][:]
 
 
 def _is_limited() -> bool:
