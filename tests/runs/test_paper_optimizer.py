@@ -28,9 +28,18 @@ MUON = {"optimizer": "muon"}
 SHARED = {"shard_optimizer": True}
 # The stack of the public speed record for GPT-2 small's loss, as far as model.json has it.
 FAST: dict[str, Any] = {
-    **{"position": "rope", "rope_base": 10_000.0, "norm": "rmsnorm", "qk_norm": True, "norm_gain": True},
-    **{"mlp": "relu2", "initialisation": "zero_residual", "linear_bias": False, "drop_rate": 0.0},
-    **{"value_embeddings": 3, "embedding_skip": True, "bigram_embedding": 50_000},
+    "position": "rope",
+    "rope_base": 10_000.0,
+    "norm": "rmsnorm",
+    "qk_norm": True,
+    "norm_gain": True,
+    "mlp": "relu2",
+    "initialisation": "zero_residual",
+    "linear_bias": False,
+    "drop_rate": 0.0,
+    "value_embeddings": 3,
+    "embedding_skip": True,
+    "bigram_embedding": 50_000,
 }
 
 
@@ -48,7 +57,7 @@ def test_newton_schulz_is_what_torch_counts(sides: tuple[int, int]) -> None:
 class Traffic(TorchDispatchMode):
     """Counts kernels, and bytes of tensors that those besides the products read and write."""
 
-    VIEWS = frozenset("view slice detach transpose expand _unsafe_view unbind".split())
+    VIEWS = frozenset(["view", "slice", "detach", "transpose", "expand", "_unsafe_view", "unbind"])
 
     def __init__(self) -> None:
         super().__init__()
