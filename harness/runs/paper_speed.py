@@ -28,7 +28,7 @@ LARGEST_MACHINE = 8  # GPUs that NVLink joins; a network between machines is ano
 LAYER_BYTES = 139
 # What of them is the feed-forward layer's, per unit of its own width (in GPT-2 four times the model's); with SwiGLU
 # there are two such tensors and their product. Besides, by what a fused kernel has to read and write in bf16: queries
-# and keys that are turned or normalised, a value embedding looked up and mixed in, a skip from the embedding, and, once,
+# and keys that are turned or normalised, a value embedding looked up and mixed in, a skip from the embedding and, once,
 # a bigram's embedding looked up and its gradient added; nobody has counted those.
 MLP_BYTES = {"gelu": 10, "relu2": 10, "swiglu": 16}
 HEAD_BYTES = 8  # per unit of queries and keys
