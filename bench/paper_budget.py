@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 # `python bench/...` puts bench/ on the path, not the repository root.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -30,6 +31,13 @@ NOTEBOOK = {
 }
 # One GPU of each kind, with the notebook's microbatch where it had one.
 SINGLE = {"A100 40GB": 13, "A100 80GB": 28, "H100": 27, "H200": 64, "B200": 64}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW": {},
+    "AdamW, shared": {"shard_optimizer": True},
+    "Muon": {"optimizer": "muon"},
+    "Muon, shared": {"optimizer": "muon", "shard_optimizer": True},
+}
+OPTIMIZER_TERMS = ("optimizer, per step", "Newton and Schulz, per step", "exchange")
 # The machine this is developed on, two cores with AMX, 2026-11-22: the fastest of 590 products of 512 x 768 x 768, and
 # of 118 copies of 16 MiB, between other programs (load 6 to 9). FLOP/s, bytes/s.
 CPU = {"fp32": (332e9, 20.2e9), "bf16": (2.4e12, 20.2e9)}
@@ -106,6 +114,19 @@ def term_table(model: ModelConfig) -> list[str]:
     return table(title, rows)
 
 
+def optimizer_table(model: ModelConfig) -> list[str]:
+    """Microseconds a token of what differs between optimizers, on each of eight GPUs with the notebook's microbatch."""
+    rows = []
+    for name in ("A100 40GB", "H100"):
+        for says, train in OPTIMIZERS.items():
+            found = paper_speed(model, device(name), BatchLayout(8, 1, SINGLE[name], CONTEXT), train)
+            terms = [found.terms.get(term, 0.0) for term in OPTIMIZER_TERMS]
+            rows.append([f"8 x {name}", says, *(f"{1e6 * term:.2f}" for term in terms)])
+            rows[-1].append(_thousands(found.tokens_per_second))
+    title = ["machine", "train.json", *OPTIMIZER_TERMS, "tokens/s"]
+    return table(title, rows)
+
+
 def machine_table(runs: Path) -> list[str]:
     """The notebook's four machines, with its batches; validation shared out among the ranks."""
     rows = []
@@ -142,6 +163,7 @@ def tables(runs: Path) -> dict[str, list[str]]:
         "work": work_table(model),
         "floors": floor_table(model),
         "terms": term_table(model),
+        "optimizers": optimizer_table(model),
         "machines": machine_table(runs),
     }
 

@@ -269,7 +269,7 @@ def _around(value: float, basis: Basis) -> Speed:
 def _paper(work: Workload, name: str, layout: BatchLayout) -> float | CannotBeTold:
     """Tokens per second by arithmetic, where that is to be believed."""
     device = find_device(name)
-    reason = None if device is None else too_small(work.model, device, layout)
+    reason = None if device is None else too_small(work.model, device, layout, work.train)
     speed = _arithmetic(work, name, layout)
     if reason is not None and not isinstance(speed, CannotBeTold):
         return CannotBeTold(f"no speed on such GPUs is known, and on paper {reason}")
@@ -284,4 +284,4 @@ def _arithmetic(work: Workload, name: str, layout: BatchLayout) -> float | Canno
     reason = why_not(work.train, layout.world_size)
     if reason is not None:
         return CannotBeTold(f"no speed of {layout.world_size} x {name} is known, and on paper {reason}")
-    return paper_speed(work.model, device, layout).tokens_per_second
+    return paper_speed(work.model, device, layout, work.train).tokens_per_second

@@ -10,10 +10,14 @@ import ctypes
 import resource
 
 # mallopt(3) and mallopt's header; values are C ints.
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4
 NEVER = -1
 DEFAULT_MAPPINGS = 65536
-OWN_MAPPING_BYTES = 2**20
+OWN_MAPPING_BYTES = 2**17  # glibc's own, until it raises it by what it has seen freed
+# Kept free at the heap's end for smaller ones. oneDNN ends the process with a segmentation fault where it gets none of
+# its own, which happens when larger blocks have just taken the last page (docs/LOG.md).
+CUSHION_BYTES = 2**22
+CUSHION_BLOCK = 2**15
 AMPLE = 2
 
 
@@ -33,10 +37,14 @@ def keep_if_ample(free_bytes: int) -> None:
 
 
 def give_back_at_once() -> None:
-    """Give every block above a MiB its own mapping, which goes back to the system as soon as it is freed."""
+    """Give every large block its own mapping, which goes back to the system as soon as it is freed. For small ones the
+    heap keeps CUSHION_BYTES, which it takes now."""
     _mallopt(M_MMAP_MAX, DEFAULT_MAPPINGS)
     _mallopt(M_MMAP_THRESHOLD, OWN_MAPPING_BYTES)
     _mallopt(M_TRIM_THRESHOLD, OWN_MAPPING_BYTES)
+    _mallopt(M_TOP_PAD, CUSHION_BYTES)
+    blocks = [bytearray(CUSHION_BLOCK) for _ in range(CUSHION_BYTES // CUSHION_BLOCK)]
+    del blocks
 
 
 def _is_limited() -> bool:

@@ -70,9 +70,20 @@ def check_exact(shape: Any) -> None:
     for lever, native in LEVERS.items():
         if getattr(shape, lever) not in native:
             raise no_native_class(shape, lever, native)
+    check_width(shape)
     for lever, native_value in (("n_kv_heads", shape.n_heads), ("head_dim", shape.emb_dim // shape.n_heads)):
         if getattr(shape, lever) not in (None, native_value):
             raise no_native_class(shape, lever, (native_value,))
+
+
+def check_width(shape: Any) -> None:
+    """Raises UserError for a width that is not a multiple of the number of heads: GPT-2 has its heads side by side in
+    it, and transformers refuses to load such a Llama whatever its head_dim."""
+    if shape.emb_dim % shape.n_heads:
+        raise UserError(
+            f'model.json: key "emb_dim": {shape.emb_dim} has no native class in transformers that computes the same '
+            f'beside "n_heads": {shape.n_heads}; a multiple of {shape.n_heads} has'
+        )
 
 
 def no_native_class(shape: Any, lever: str, native: tuple[Any, ...], beside: str = "") -> UserError:

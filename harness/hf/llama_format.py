@@ -13,7 +13,7 @@ from torch import Tensor
 
 from harness.common.errors import UserError
 from harness.common.messages import quoted
-from harness.hf.gpt2_format import EXTRAS, bias, no_native_class
+from harness.hf.gpt2_format import EXTRAS, bias, check_width, no_native_class
 from harness.model.norms import EPSILON
 from harness.model.tensor_names import EMBEDDING, HEAD
 
@@ -44,7 +44,9 @@ def check_exact(shape: Any) -> None:
     for lever, native in LEVERS.items():
         if getattr(shape, lever) not in native:
             raise no_native_class(shape, lever, native, beside='"position": "rope"')
-    if shape.qk_norm and shape.linear_bias:
+    if not shape.qk_norm:
+        check_width(shape)
+    elif shape.linear_bias:
         raise UserError(
             f'model.json: key "linear_bias": {quoted(True)} has no native class in transformers that computes the same '
             'beside "qk_norm": true; false has'

@@ -76,7 +76,7 @@ def from_tensors(theirs: dict[str, Tensor], shape: dict[str, Any]) -> dict[str, 
 def check_exact(shape: Any) -> None:
     """Raises UserError, by the levers' names, for a model (gpt.ModelConfig) that the notebook's does not compute."""
     other = [lever for lever, computed in LEVERS.items() if getattr(shape, lever) not in computed]
-    plain = {"n_kv_heads": shape.n_heads, "head_dim": shape.emb_dim // shape.n_heads, "mlp_dim": 4 * shape.emb_dim}
+    plain = {"n_kv_heads": shape.n_heads, "head_dim": shape.emb_dim / shape.n_heads, "mlp_dim": 4 * shape.emb_dim}
     other += [lever for lever, only in plain.items() if getattr(shape, lever) not in (None, only)]
     if not isinstance(shape.drop_rate, (int, float)):
         other.append("drop_rate")

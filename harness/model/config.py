@@ -18,6 +18,10 @@ DEPTH = "In place of n_layers, n_heads and emb_dim: so many layers, and as many 
 LARGEST_PARAMETERS = 10**13
 LARGEST_LAYERS = 10_000
 LARGEST_LISTED = 64  # numbers of heads that an error offers
+# Beyond them a cap leaves nothing of the logits in half precision, or is no number in fp32. Gemma 2's is 30.
+SOFTCAPS = (0.01, 10_000)
+SIZES = ("vocab_size", "context_length", "emb_dim", "n_layers")
+SIZES_OF_LEVERS = ("mlp_dim", "head_dim", "value_embeddings", "bigram_embedding")
 ROPE_BASE = 10_000.0  # Su et al., arXiv:2104.09864
 MLP_GROWTH = 4  # GPT-2's
 
@@ -96,7 +100,7 @@ class ModelConfig(RunFile):
         description="Width of the feed-forward layer; null: 4 emb_dim, with swiglu 8 ceil(emb_dim / 3).",
     )
     logit_softcap: float | None = Field(
-        default=None, gt=0, allow_inf_nan=False, description="Logits become c tanh(logits / c); null: they stay."
+        default=None, gt=0, le=SOFTCAPS[1], description="Logits become c tanh(logits / c); null: they stay."
     )
     initialisation: Literal["gpt2", "zero_residual"] = Field(
         default="gpt2", description="zero_residual: projections into the residual stream begin at zero."
@@ -150,9 +154,10 @@ class ModelConfig(RunFile):
         _check_levers(self)
         _check_value_embeddings(self)
         if self.parameters > LARGEST_PARAMETERS:
+            *sizes, last = map(quoted, [*SIZES, *(key for key in SIZES_OF_LEVERS if getattr(self, key) is not None)])
             raise ValueError(
-                f'keys "vocab_size", "context_length", "emb_dim" and "n_layers": a model of {self.parameters:,} '
-                f"parameters; there can be {LARGEST_PARAMETERS:,}"
+                f"keys {', '.join(sizes)} and {last}: a model of {self.parameters:,} parameters; there can be "
+                f"{LARGEST_PARAMETERS:,}"
             )
         return self
 
@@ -232,6 +237,11 @@ def _check_levers(config: ModelConfig) -> None:
         raise ValueError(
             'keys "qkv_bias" and "linear_bias": with "linear_bias": false no linear layer has biases; let qkv_bias be '
             "false, too"
+        )
+    if config.logit_softcap is not None and config.logit_softcap < SOFTCAPS[0]:
+        raise ValueError(
+            f'key "logit_softcap": input should be from {SOFTCAPS[0]} to {SOFTCAPS[1]:,}; null for none, not '
+            f"{quoted(config.logit_softcap)}"
         )
     if config.rope_base is not None and config.position != "rope":
         raise ValueError('key "rope_base": belongs with "position": "rope"; remove it, or change position')

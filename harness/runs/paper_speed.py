@@ -12,11 +12,13 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from harness.data.loader import BatchLayout
 from harness.model.config import ModelConfig
 from harness.model.costs import block_weights
+from harness.runs.paper_optimizer import OptimizerWork
 
 UNCERTAINTY = 0.15  # of a speed on paper, either way: a judgement, until more was measured
 LARGEST_MACHINE = 8  # GPUs that NVLink joins; a network between machines is another arithmetic
@@ -26,19 +28,18 @@ LARGEST_MACHINE = 8  # GPUs that NVLink joins; a network between machines is ano
 LAYER_BYTES = 139
 # What of them is the feed-forward layer's, per unit of its own width (in GPT-2 four times the model's); with SwiGLU
 # there are two such tensors and their product. Besides, by what a fused kernel has to read and write in bf16: queries
-# and keys that are turned or normalised, a value embedding looked up and mixed in, a skip from the embedding; nobody
-# has counted those.
+# and keys that are turned or normalised, a value embedding looked up and mixed in, a skip from the embedding and, once,
+# a bigram's embedding looked up and its gradient added; nobody has counted those.
 MLP_BYTES = {"gelu": 10, "relu2": 10, "swiglu": 16}
 HEAD_BYTES = 8  # per unit of queries and keys
 VALUE_BYTES = 18  # per unit of values
 SKIP_BYTES = 16  # per unit of width
+BIGRAM_BYTES = 16  # per unit of width
 OTHER_BYTES = 195
 DROPOUT_BYTES = 4  # of LAYER_BYTES: two masks of a byte, written and read
 LOGIT_BYTES = 4  # a logit read and its gradient written, both bf16, in one kernel
-# Per parameter. A step: AdamW reads weight, gradient and two averages (16) and writes all but the gradient (12); the
-# norm reads the gradient (4), and forgetting writes it (4). A microbatch: the weight's bf16 copy (6), and a bf16
-# gradient that is written, read and added in fp32 (12).
-STEP_BYTES = 36
+# Per parameter, for a microbatch: the weight's bf16 copy (6), and a bf16 gradient that is written, read and added in
+# fp32 (12). Embeddings have no copy, but a gradient of fp32 (16), which makes no difference.
 MICROBATCH_BYTES = 18
 GRADIENT_BYTES = 4
 MEMORY_SHARE = 0.8  # of the data sheet's bandwidth that a fused kernel reaches
@@ -62,6 +63,7 @@ class Chip:
     cudnn: float  # torch's choice where the dropout suits it
     random_numbers: float  # Philox's, per second
     exchange: float  # bytes/s of an all-reduce over NVLink ("bus bandwidth" of NCCL's tests)
+    processors: int  # data sheet: streaming multiprocessors
 
 
 @dataclass(frozen=True)
@@ -87,9 +89,9 @@ def _words(text: str) -> set[str]:
 # "FlashAttention-2" (arXiv:2307.08691), and for cuDNN 1.7 to 2.3 times that on Hopper in training
 # (https://github.com/huggingface/transformers/pull/48163). Shares, random numbers, exchange, and all of Blackwell's
 # but its data sheet are assumed.
-AMPERE = Chip(312e12, 0.70, flash=115e12, cudnn=115e12, random_numbers=1.6e11, exchange=235e9)
-HOPPER = Chip(989e12, 0.60, flash=190e12, cudnn=360e12, random_numbers=2.4e11, exchange=400e9)
-BLACKWELL = Chip(2.25e15, 0.55, flash=200e12, cudnn=700e12, random_numbers=2.9e11, exchange=800e9)
+AMPERE = Chip(312e12, 0.70, flash=115e12, cudnn=115e12, random_numbers=1.6e11, exchange=235e9, processors=108)
+HOPPER = Chip(989e12, 0.60, flash=190e12, cudnn=360e12, random_numbers=2.4e11, exchange=400e9, processors=132)
+BLACKWELL = Chip(2.25e15, 0.55, flash=200e12, cudnn=700e12, random_numbers=2.9e11, exchange=800e9, processors=148)
 DEVICES = (
     PaperDevice("A100 40GB", AMPERE, 1.555e12, "nvidia sxm4 sxm"),
     PaperDevice("A100 80GB", AMPERE, 2.039e12, "nvidia sxm4 sxm"),
@@ -106,9 +108,8 @@ UNKNOWN_PRICE: dict[str, Any] = {
     "exact_dropout": True,
     "residual_precision": "bf16",
     "coordinate_descent_tuning": True,
-    "optimizer": "muon",
-    "shard_optimizer": True,
 }
+NO_KEYS: Mapping[str, Any] = MappingProxyType({})
 
 
 def find_device(name: str) -> PaperDevice | None:
@@ -132,15 +133,19 @@ def launches(model: ModelConfig) -> int:
     return LAUNCHES_PER_LAYER * model.n_layers + OTHER_LAUNCHES
 
 
-def too_small(model: ModelConfig, device: PaperDevice, layout: BatchLayout) -> str | None:
+def too_small(
+    model: ModelConfig, device: PaperDevice, layout: BatchLayout, train: Mapping[str, Any] = NO_KEYS
+) -> str | None:
     """Why such a microbatch has no speed on paper: the device's work on it, by all terms of `paper_speed` but the wait
     for the CPU, takes less time than the CPU needs to launch the kernels, so that UNCERTAINTY holds for neither. None
     if it takes longer."""
-    if not paper_speed(model, device, layout).terms["waiting for the CPU"]:
+    if not paper_speed(model, device, layout, train).terms["waiting for the CPU"]:
         return None
-    kernels = launches(model)
+    kernels, of_what = launches(model), "a microbatch"
+    if of_muon := OptimizerWork.of(model, train, layout.world_size).launches:
+        kernels, of_what = launches(model) * layout.accumulation_steps + of_muon, "a step"
     return (
-        f"launching the kernels of a microbatch (about {kernels:,}, {1e3 * kernels * LAUNCH_SECONDS:,.1f} ms) takes "
+        f"launching the kernels of {of_what} (about {kernels:,}, {1e3 * kernels * LAUNCH_SECONDS:,.1f} ms) takes "
         "longer than their work; only a measurement tells the speed"
     )
 
@@ -156,7 +161,7 @@ class Work:
     logit_bytes: float
     numbers: float
     parameters: int
-    embedding_parameters: int
+    embedding_parameters: int  # whose gradients are there only when the backward pass has ended
 
     @classmethod
     def of(cls, model: ModelConfig) -> Work:
@@ -170,11 +175,11 @@ class Work:
             head_flops=6 * width * model.vocab_size,
             attention_flops=7 * model.context_length * model.query_width * layers,
             layer_bytes=layers * (_layer_bytes(model) + width * DROPOUT_BYTES / 2 * sum(residual_dropouts))
-            + width * OTHER_BYTES,
+            + width * (OTHER_BYTES + (BIGRAM_BYTES if model.bigram_embedding else 0)),
             logit_bytes=LOGIT_BYTES * model.vocab_size,
             numbers=width * (layers * sum(residual_dropouts) + (rates.embedding > 0)),
             parameters=model.parameters,
-            embedding_parameters=model.vocab_size * width,
+            embedding_parameters=_embedding_parameters(model),
         )
 
     @property
@@ -191,6 +196,12 @@ class Work:
         """Seconds that no program with these kernels goes below: arithmetic at the peak, memory at the full bandwidth,
         the two at once (the roofline of Williams et al. 2009)."""
         return max(self.matrix_flops / matrix_peak, self.bytes / bandwidth)
+
+
+def _embedding_parameters(model: ModelConfig) -> int:
+    """Of the embeddings of tokens and bigrams, and of the first block's values."""
+    first_values = model.vocab_size * model.kv_width if model.value_embeddings else 0
+    return (model.vocab_size + (model.bigram_embedding or 0)) * model.emb_dim + first_values
 
 
 def _layer_bytes(model: ModelConfig) -> float:
@@ -222,10 +233,13 @@ class PaperSpeed:
         return self.ranks / self.seconds
 
 
-def paper_speed(model: ModelConfig, device: PaperDevice, layout: BatchLayout) -> PaperSpeed:
-    """What a token of training takes on such GPUs: compiled, 16-bit, AdamW, the ranks on one machine. `why_not` and
-    `too_small` say where that is not to be believed."""
+def paper_speed(
+    model: ModelConfig, device: PaperDevice, layout: BatchLayout, train: Mapping[str, Any] = NO_KEYS
+) -> PaperSpeed:
+    """What a token of training takes on such GPUs: compiled, 16-bit, the ranks on one machine, with the optimizer that
+    `train`, of train.json, has. `why_not` and `too_small` say where that is not to be believed."""
     work, chip = Work.of(model), device.chip
+    optimizer = OptimizerWork.of(model, train, layout.world_size)
     products, memory = chip.matrix_peak * chip.matrix_share, device.bandwidth * MEMORY_SHARE
     tokens, steps = layout.microbatch_tokens, layout.accumulation_steps
     suits_cudnn = (model.drop_rates.attention_weights * CUDNN_DROPOUT_STEPS).is_integer()
@@ -237,12 +251,15 @@ def paper_speed(model: ModelConfig, device: PaperDevice, layout: BatchLayout) ->
         "loss": work.logit_bytes / memory,
         "dropout": work.numbers / chip.random_numbers,
         "weights, per microbatch": work.parameters * MICROBATCH_BYTES / memory / tokens,
-        "optimizer, per step": work.parameters * STEP_BYTES / memory / (tokens * steps),
+        "optimizer, per step": optimizer.bytes / memory / (tokens * steps),
     }
+    if optimizer.muon_matrices:
+        orthogonalising = optimizer.newton_schulz_seconds(products, chip.processors)
+        terms["Newton and Schulz, per step"] = orthogonalising / (tokens * steps)
     terms["rest"] = REST * sum(terms.values())
-    launching = launches(model) * LAUNCH_SECONDS / tokens
+    launching = LAUNCH_SECONDS * (launches(model) + optimizer.launches / steps) / tokens
     terms["waiting for the CPU"] = max(0.0, launching - sum(terms.values()))
-    # All other gradients travel while the backward pass goes on; the token embedding's is the last to be there.
+    # All other gradients travel while the backward pass goes on.
     sent = 2 * (layout.world_size - 1) / layout.world_size * GRADIENT_BYTES * work.embedding_parameters
-    terms["exchange"] = sent / chip.exchange / (tokens * steps)
+    terms["exchange"] = (sent / chip.exchange + optimizer.exchange_seconds(chip.exchange)) / (tokens * steps)
     return PaperSpeed(terms, layout.world_size)

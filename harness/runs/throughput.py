@@ -14,7 +14,9 @@ BATCH_KEYS = ("microbatch_size", "gradient_accumulation_steps", "global_batch_si
 KERNEL_KEYS = (
     *("precision", "residual_precision", "compile", "coordinate_descent_tuning", "exact_dropout"),
     *("activation_checkpointing", "optimizer", "shard_optimizer", "deterministic", "bucket_mb"),
+    "z_loss",
 )
+SWITCHES = {"z_loss"}  # of them, those that matter by whether they are on
 # The first steps of a process are slower than the rest, and their times scatter: memory is being laid out, clocks and
 # caches warm up, and a step may have waited for another program.
 BELIEVED_STEPS = 20
@@ -66,12 +68,18 @@ def same_conditions(then: Conditions, now: Conditions) -> bool:
 
 
 def same_kernels(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether two train.json, as far as both say, let a step of the same model and batch take as long."""
-    return _agree(then, now, KERNEL_KEYS)
+    """Whether two train.json, as far as both say, let a step of the same model and batch take as long. A speed measured
+    while the batch grew is one of smaller batches, too."""
+    return _agree(then, now, (*KERNEL_KEYS, "batch_ramp"))
 
 
 def _agree(then: Mapping[str, Any], now: Mapping[str, Any], keys: tuple[str, ...]) -> bool:
-    return all(then[key] == now[key] for key in keys if key in then and key in now)
+    both = [
+        (bool(then[key]), bool(now[key])) if key in SWITCHES else (then[key], now[key])
+        for key in keys
+        if key in then and key in now
+    ]
+    return all(one == other for one, other in both)
 
 
 # Dense peak in 16-bit matrix products with fp32 accumulation, FLOP/s, from NVIDIA's data sheets; the first name whose

@@ -11,7 +11,7 @@ from tests.support.launch import ROOT
 DOCUMENT = ROOT / "docs" / "performance.md"
 
 
-@pytest.mark.parametrize("name", ["work", "floors", "terms", "machines"])
+@pytest.mark.parametrize("name", ["work", "floors", "terms", "optimizers", "machines"])
 def test_the_documents_tables(name: str) -> None:
     lines = tables(SHIPPED_RUNS)[name]
     assert len(lines) > 5

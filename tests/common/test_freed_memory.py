@@ -46,3 +46,26 @@ def test_blocks_are_kept_where_there_is_room(way: str) -> None:
     else:
         assert faults > 1000, "pages come anew"
         assert left < 2**26
+
+
+# What is free at the heap's end (mallinfo2's `keepcost`) after much was taken there and freed.
+CUSHION = """
+import ctypes
+from harness.common.freed_memory import give_back_at_once
+class MallInfo(ctypes.Structure):
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
+mallinfo = ctypes.CDLL(None).mallinfo2
+mallinfo.restype = MallInfo
+give_back_at_once()
+for _ in range(3):
+    blocks = [bytearray(2**16) for _ in range(512)]
+    del blocks
+print(mallinfo().keepcost)
+"""
+
+
+def test_small_blocks_find_room_where_large_ones_have_gone_back() -> None:
+    """oneDNN does not look whether it got its own."""
+    done = subprocess.run([sys.executable, "-c", CUSHION], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert 2**22 <= int(done.stdout) < 2**23, "the rest of 32 MiB has gone back"

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from huggingface_hub.errors import StrictDataclassClassValidationError
 
 from gpt import GPTModel, ModelConfig
 from harness.common.errors import UserError
@@ -128,6 +129,7 @@ def test_transformers_samples_what_test_smoke_prints(tmp_path: Path) -> None:
         ({"qk_norm": True}, "qk_norm"),
         ({"n_kv_heads": 2}, "n_kv_heads"),
         ({"head_dim": 10}, "head_dim"),
+        ({"emb_dim": 50, "head_dim": 12}, "emb_dim"),
         ({"logit_softcap": 15.0}, "logit_softcap"),
         ({"value_embeddings": 1}, "value_embeddings"),
         ({"embedding_skip": True}, "embedding_skip"),
@@ -142,6 +144,24 @@ def test_what_no_native_class_computes_is_refused_by_the_levers_name(changes: di
     assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match="the notebook's program has no such model"):
         notebook_format.check_exact(config)
+
+
+def test_widths_that_heads_do_not_divide() -> None:
+    """transformers refuses such a Llama, and computes such a Qwen 3."""
+    odd: dict[str, Any] = {"emb_dim": 50, "head_dim": 12}
+    sizes: dict[str, Any] = {"hidden_size": 50, "num_attention_heads": 4, "head_dim": 12}
+    with pytest.raises(StrictDataclassClassValidationError, match="not a multiple of the number of attention heads"):
+        transformers.LlamaConfig(**sizes)
+    config = shape(**LLAMA, **odd)
+    with pytest.raises(UserError, match=r'key "emb_dim": 50 .* beside "n_heads": 4; a multiple of 4 has$'):
+        native_format(config).check_exact(config)
+    rounded = shape(emb_dim=50, head_dim=12)  # 50 // 4
+    with pytest.raises(UserError, match='key "head_dim": 12: the notebook'):
+        notebook_format.check_exact(rounded)
+    model = random_model(shape(**QWEN, **odd)).eval()
+    tokens = random_tokens(model.config)
+    with torch.no_grad():
+        assert (model(tokens) - peer_of(model)(tokens).logits).abs().max() < 2e-5
 
 
 @pytest.mark.parametrize(

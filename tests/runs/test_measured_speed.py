@@ -10,7 +10,7 @@ import pytest
 from harness.common.json_files import read_json_object
 from harness.runs.checkpoint_meta import CheckpointMeta, write_meta
 from harness.runs.summary import RunSummary
-from harness.runs.throughput import Conditions, Measured, same_conditions
+from harness.runs.throughput import Conditions, Measured, same_conditions, same_kernels
 from tests.support.launch import Workshop
 
 NEW_KEYS = {"foreign_tokens", "device", "microbatch_size", "accumulation_steps"}
@@ -91,9 +91,15 @@ def test_conditions() -> None:
     ):
         assert not same_conditions(other, now)
     assert not same_conditions(Conditions(None, None, {"precision": "fp32"}), now)
-    for key, values in (("deterministic", (False, True)), ("bucket_mb", (None, 100))):
+    for key, values in (
+        *(("deterministic", (False, True)), ("bucket_mb", (None, 100)), ("z_loss", (0.0, 1e-4))),
+        *(("optimizer", ("adamw", "muon")), ("shard_optimizer", (False, True))),
+    ):
         then, after = (Conditions(None, None, {key: value}) for value in values)
         assert not same_conditions(then, after)
+        assert not same_kernels(then.train, after.train)
+    assert same_kernels({"z_loss": 1e-4}, {"z_loss": 1e-5}), "the same kernels"
+    assert not same_kernels({"batch_ramp": [[0, 2], [100, 4]]}, {"batch_ramp": None}), "partly of smaller batches"
 
 
 def test_what_can_be_believed() -> None:

@@ -21,6 +21,7 @@ from harness.runs.directory import RunDirectory
 from harness.runs.experiment import Experiment
 from harness.runs.plan import make_plan
 from harness.runs.planned_speed import plan_speed
+from tests.runs.test_paper_optimizer import FAST
 from tests.runs.test_shipped_runs import MACHINES
 from tests.support.isolation import SHIPPED_RUNS
 from tests.support.launch import Result, Workshop, free_port
@@ -632,6 +633,27 @@ def test_a_speed_on_paper(tmp_path: Path, name: str) -> None:
     assert [cheap, dear] == pytest.approx([total / 1.15, total / 0.85], abs=0.011)
     assert re.search(r"on paper: [\d.]+ (h|s) to [\d.]+ h in all", found["time"])
     assert total < BILLS[name][2] / 2, "the notebook's machine, with this program"
+
+
+@pytest.mark.parametrize(("name", "speed"), [("8xa100m40", 902_000), ("8xh100m80", 2_710_000)])
+def test_a_stack_of_levers_with_muon_has_hours_and_dollars_on_paper(tmp_path: Path, name: str, speed: int) -> None:
+    """GPT-2 small with the levers of the public speed record, beside the same run without them."""
+    device, plain = ON_PAPER[name]
+    plan_shipped(tmp_path, name, "--assume-world-size", "8", optimizer="muon", lr_schedule="linear")
+    model = tmp_path / "runs" / name / "model.json"
+    model.write_text(json.dumps(json.loads(model.read_text()) | FAST))
+    result = Workshop(tmp_path).attempt("--plan", "--assume-world-size", "8", "--assume-device", device, run=name)
+    narrow(result)
+    found = rows(result)
+    assert found["speed"].startswith(f"{speed:,} tokens/s of training alone, without validation (on paper for 8 x")
+    assert 0.6 * plain < speed < plain
+    assert re.search(r"on paper: [\d.]+ (h|s) to [\d.]+ h in all", found["time"])
+    hours = float(found["time"].split(" h training")[0])
+    tokens = int(found["tokens"].replace(",", ""))
+    assert hours == pytest.approx(tokens / speed / 3600, abs=0.006)
+    price = float(found["cost"].split("at $")[1].split("/h")[0])
+    dollars = float(re.findall(r"\$([\d.]+)", found["cost"])[0])
+    assert dollars == pytest.approx(tokens / speed / 3600 * price, abs=0.01)
 
 
 # The width for which even the smallest microbatch is more work for a GPU than launching its kernels is for a CPU.

@@ -82,8 +82,9 @@ def test_the_plan_counts_it(trained: tuple[Workshop, Path, Result]) -> None:
 def test_the_largest_microbatch_is_found(trained: tuple[Workshop, Path, Result]) -> None:
     """Started cold: a forked process holds its parent's memory, too."""
     command = cold_command(trained[0], "r", "-f", "--memory-limit-gib", "1")
-    said = finish([trained[0].spawn(command, {})], expect=0, timeout=240).stdout
-    assert re.search(r"Max microbatch size was [1-9]", said)
+    result = finish([trained[0].spawn(command, {})], expect=0, timeout=240)
+    assert re.search(r"Max microbatch size was [1-9]", result.stdout)
+    assert "leaked" not in result.stderr, "nothing of Triton's at the end"
 
 
 def test_the_tiny_twin_of_such_a_run_can_be_built(trained: tuple[Workshop, Path, Result]) -> None:
