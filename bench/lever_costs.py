@@ -3,8 +3,9 @@
     uv run bench/lever_costs.py sweeps/levers.json
     uv run torchrun --standalone --nproc_per_node=2 bench/lever_costs.py sweeps/levers.json
 
-Turns, because whatever else the machine does then slows all of them alike: ratios to the first run hold where seconds
-do not. Runs that differ by their seed alone are one line. The sweep need not have been made or trained.
+Of one process the processor's time counts, which others' work disturbs least; of several the clock's. Turns, because
+whatever else the machine does then slows all of them alike: ratios to the first run hold where seconds do not. Runs
+that differ by their seed alone are one line. The sweep need not have been made or trained.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,7 @@ class Contestant:
     batch_BxT: tuple[int, int]
     vocabulary: int
     parameters: int
+    clock: Callable[[], float]
     seconds: list[float] = field(default_factory=list)
 
     def take(self, number: int, *, counts: bool) -> None:
@@ -55,10 +58,10 @@ class Contestant:
         batch, context = self.batch_BxT
         tokens = random.integers(0, self.vocabulary, (self.microbatches, batch * context + 1)).astype(np.uint16)
         batches = [Microbatch(each, context) for each in tokens]
-        begun = time.perf_counter()
+        begun = self.clock()
         self.step.run(batches, 1.0)
         if counts:
-            self.seconds.append(time.perf_counter() - begun)
+            self.seconds.append(self.clock() - begun)
 
 
 def contestant(run: DerivedRun, world: World) -> Contestant:
@@ -71,8 +74,11 @@ def contestant(run: DerivedRun, world: World) -> Contestant:
     microbatches = config.gradient_accumulation_steps
     if config.global_batch_size is not None:
         microbatches = config.global_batch_size // sequences
+    clock = time.process_time if world.size == 1 else time.perf_counter
     parameters = sum(each.numel() for each in model.parameters())
-    return Contestant(run.name, step, microbatches, (sequences, shape.context_length), shape.vocab_size, parameters)
+    return Contestant(
+        run.name, step, microbatches, (sequences, shape.context_length), shape.vocab_size, parameters, clock
+    )
 
 
 def arms(runs: list[DerivedRun]) -> list[DerivedRun]:
