@@ -81,7 +81,7 @@ def on_paper(experiment: Experiment, layout: BatchLayout, device: PaperDevice | 
     """What arithmetic says of such devices; None without one."""
     if device is None:
         return None
-    reason = why_not(experiment.config.model_dump(mode="json"), layout.world_size)
+    reason = why_not(experiment.config.model_dump(mode="json"), layout.world_size, experiment.model)
     reason = reason or too_small(experiment.model, device, layout)
     if reason is not None:
         return PlannedSpeed(None, f"no speed on paper for {device.name}: {reason}; {GIVE_A_SPEED}")
