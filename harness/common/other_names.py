@@ -192,6 +192,7 @@ WITHOUT_KEY = {
     **dict.fromkeys(("eval_strategy", "evaluation_strategy", "save_strategy", "logging_strategy"), _COUPLED),
     **dict.fromkeys(("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"), _RECOMPUTED),
     "eval_accumulation_steps": "not a setting here: validation keeps no predictions; remove it",
+    "model": "not a setting here: model.json is the model's shape, and the run's folder its name; remove it",
     "data_seed": "not a setting here: tokens are taken in their order; prepare_datasets.py shuffles; remove it",
     "lr_decay_iters": "not a setting here: the schedule ends with the run; remove it",
     "eval_only": "not a setting here: test_loss.py measures a checkpoint's loss; remove it",

@@ -89,7 +89,7 @@ def balancing_loss(shares_NxE: Tensor, tokens_E: Tensor) -> Tensor:
     probabilities that the router gives it (Switch Transformers, equations 4 to 6, where K is 1). The f add up to K:
     with load and probabilities spread evenly the loss is K. Only P has a gradient."""
     tokens, experts = shares_NxE.shape
-    return experts * ((tokens_E / tokens).to(shares_NxE.dtype) * shares_NxE.mean(0)).sum()
+    return experts * (tokens_E.to(shares_NxE.dtype) / tokens * shares_NxE.mean(0)).sum()
 
 
 class Permuted(torch.autograd.Function):

@@ -140,8 +140,8 @@ def first_difference(then: Any, now: Any, prefix: str = "") -> str | None:
     return None if then == now else f"{prefix}{then} -> {now}"
 
 
-# That of Switch Transformers (Fedus et al., arXiv:2101.03961, section 2.2), whose tokens go through one expert; the loss
-# grows with their number.
+# That of Switch Transformers (Fedus et al., arXiv:2101.03961, section 2.2), whose tokens go through one expert: the
+# loss grows with their number.
 SWITCH_LOSS_SCALE = 0.01
 # Enough for every tokenizer in use, and nothing against what a search's limit is made of.
 TINY_VOCABULARY = 2**18

@@ -49,7 +49,9 @@ def losses_of(name: str) -> list[float]:
     """The cross-entropies of some steps on text that can be learnt: each token decides the next but for some noise."""
     model_json, train_json = RUNS[name]
     torch.manual_seed(42)
-    model = GPTModel(shape(**model_json), z_loss=train_json.get("z_loss", 0.0))
+    config = shape(**model_json)
+    # Experts: what Experiment.moe_router_loss_scale comes to for two active ones.
+    model = GPTModel(config, z_loss=train_json.get("z_loss", 0.0), moe_router_loss_scale=0.005 if config.moe else 0.0)
     step = build_step(model, model, TrainConfig.model_validate({**SEED_TRAIN, **TRAIN, **train_json}))
     tokens = [1]
     for noise in np.random.default_rng(7).integers(0, 8, STEPS * 2 * 48):
