@@ -30,6 +30,13 @@ class TrainMetrics:
     # Of a mixture of experts, by block and expert: the tokens that it got, over what each would get of an even load.
     expert_load: list[list[float]] | None = None
 
+    @property
+    def load_range(self) -> tuple[float, float] | None:
+        """The load of the expert that is used least in its block, and of the one that is used most."""
+        if self.expert_load is None:
+            return None
+        return min(map(min, self.expert_load)), max(map(max, self.expert_load))
+
     def check_skipped_steps(self, step: int, max_skipped_steps: int, world: World) -> None:
         """Raises RunError if too many steps in a row were skipped. Every rank has the same metrics, and so comes to the
         same end."""
@@ -140,8 +147,7 @@ def metric_values(metrics: TrainMetrics) -> dict[str, Any]:
     """The metrics as metrics.jsonl has it."""
     values = asdict(metrics)
     del values["microbatches"], values["skipped_in_a_row"], values["expert_load"]
-    if metrics.expert_load is None:
-        return values
-    loads = [load for block in metrics.expert_load for load in block]
-    rounded = [[round(load, LOAD_DIGITS) for load in block] for block in metrics.expert_load]
-    return {**values, "expert_load_min": min(loads), "expert_load_max": max(loads), "expert_load": rounded}
+    if metrics.expert_load is not None and metrics.load_range is not None:
+        values["expert_load_min"], values["expert_load_max"] = metrics.load_range
+        values["expert_load"] = [[round(load, LOAD_DIGITS) for load in block] for block in metrics.expert_load]
+    return values

@@ -117,9 +117,8 @@ class Reporter:
         shown = {"loss": f"{metrics.loss:.3f}", "tps": f"{tokens_per_second:,.0f}"}
         if mfu is not None:
             shown["mfu"] = f"{mfu:.1%}"
-        if metrics.expert_load is not None:
-            loads = [load for block in metrics.expert_load for load in block]
-            shown["experts"] = f"{min(loads):.2f}-{max(loads):.2f}"  # the least used's load, and the most used's
+        if metrics.load_range is not None:
+            shown["experts"] = "{:.2f}-{:.2f}".format(*metrics.load_range)
         self.console.show(state.global_step, {**shown, **self._dollars(state)})
 
     def validation(self, loss: float, state: TrainState) -> None:
@@ -209,7 +208,7 @@ def program_and_settings(start: Start) -> dict[str, Any]:
     """For checkpoints and the summary: which program it is, and what train.json's budget and scaling rules and the
     experts' active parameters came to, if it has such."""
     model = start.experiment.model
-    resolved = {"budget": start.budget, "scaled": start.scaled.values or None}
+    resolved: dict[str, Any] = {"budget": start.budget, "scaled": start.scaled.values or None}
     resolved["active_parameters"] = model.active_parameters if model.moe else None
     program = {"versions": program_versions(), "commit": program_commit()}
     return program | {key: value for key, value in resolved.items() if value is not None}

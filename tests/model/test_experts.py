@@ -120,9 +120,9 @@ def test_it_is_the_block_of_mixtral_and_its_loss() -> None:
         for number, expert in enumerate(ours.experts):
             assert isinstance(expert, FeedForward)
             assert expert.gate is not None
-            gate_up = torch.cat((expert.gate.weight, expert.layers[0].weight))  # type: ignore[arg-type]
+            gate_up = torch.cat((expert.gate.weight, expert.layers[0].get_parameter("weight")))
             theirs.experts.gate_up_proj[number].copy_(gate_up)
-            theirs.experts.down_proj[number].copy_(expert.layers[2].weight)  # type: ignore[arg-type]
+            theirs.experts.down_proj[number].copy_(expert.layers[2].get_parameter("weight"))
     x = some_input()
     output, routing = ours(x)
     torch.testing.assert_close(output, theirs(x), rtol=1e-4, atol=1e-6)
@@ -211,6 +211,23 @@ def test_the_balancing_loss_in_closed_form() -> None:
     shares = torch.rand(tokens, experts, dtype=torch.float64).softmax(-1).requires_grad_()
     balancing_loss(shares, load).backward()
     torch.testing.assert_close(shares.grad, (experts * load / tokens / tokens).double().expand(tokens, -1))
+
+
+def test_minimising_it_spreads_the_load() -> None:
+    """From a router that sends every token to the first two of five experts: loads are 2.5 and 0 then, 1 when even."""
+    ours, x = mixture(), some_input() + 1
+    with torch.no_grad():
+        ours.router.weight.mul_(0.1)
+        ours.router.weight[:2] += 0.1
+    assert ours(x).routing.tokens_E.tolist() == [24, 24, 0, 0, 0]
+    optimizer = torch.optim.SGD(ours.router.parameters(), lr=0.02)
+    for _ in range(50):
+        routing = ours(x).routing
+        optimizer.zero_grad()
+        routing.loss.backward()
+        optimizer.step()
+    assert routing.loss.item() == pytest.approx(2, abs=0.05)
+    assert routing.tokens_E.min() >= 5
 
 
 def test_training_minimises_both_and_measures_one() -> None:
