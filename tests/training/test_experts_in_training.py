@@ -103,6 +103,22 @@ def test_a_run_learns_on_two_ranks_and_reports_the_load(trained: tuple[Workshop,
     assert meta["active_parameters"] == config.active_parameters
 
 
+@pytest.mark.parametrize(
+    "changes", [{"precision": "bf16", "activation_checkpointing": True}, {"precision": "fp16"}], ids=["bf16", "fp16"]
+)
+def test_half_precision_ends_near_fp32(trained: tuple[Workshop, Path, Result], changes: dict[str, Any]) -> None:
+    """A token's experts may be others where two are nearly alike: the losses are near, not the same."""
+    shop, run, _ = trained
+    name = str(changes["precision"])
+    shop.add_run(name, model={"moe": MOE}, **SETTINGS | changes)
+    shop.train(name)
+    ends = [
+        [event["loss"] for event in metrics(each) if event["event"] == "validation"][-1]
+        for each in (run, shop.runs / name)
+    ]
+    assert ends[1] == pytest.approx(ends[0], abs=0.03)
+
+
 def test_it_goes_on_bit_for_bit(trained: tuple[Workshop, Path, Result]) -> None:
     """From a checkpoint between two reports, whose loads are in it."""
     shop, run, _ = trained
