@@ -19,6 +19,7 @@ import torch
 
 from gpt import GPTModel
 from harness.data.loader import Microbatch
+from harness.runs.experiment import SWITCH_LOSS_SCALE
 from harness.runs.train_config import TrainConfig
 from harness.training.step import build_step
 from tests.model.test_levers import ALL, LEVERS
@@ -49,9 +50,9 @@ def losses_of(name: str) -> list[float]:
     """The cross-entropies of some steps on text that can be learnt: each token decides the next but for some noise."""
     model_json, train_json = RUNS[name]
     torch.manual_seed(42)
-    config = shape(**model_json)
-    # Experts: what Experiment.moe_router_loss_scale comes to for two active ones.
-    model = GPTModel(config, z_loss=train_json.get("z_loss", 0.0), moe_router_loss_scale=0.005 if config.moe else 0.0)
+    model = GPTModel(shape(**model_json), z_loss=train_json.get("z_loss", 0.0))
+    if model.config.moe is not None:
+        model.moe_router_loss_scale = SWITCH_LOSS_SCALE / model.config.moe.num_active_experts
     step = build_step(model, model, TrainConfig.model_validate({**SEED_TRAIN, **TRAIN, **train_json}))
     tokens = [1]
     for noise in np.random.default_rng(7).integers(0, 8, STEPS * 2 * 48):
