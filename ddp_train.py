@@ -234,10 +234,11 @@ def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
         recompute_blocks=config.activation_checkpointing,
         residual_dtype=residual,
         z_loss=config.z_loss,
+        moe_router_loss_scale=start.experiment.moe_router_loss_scale,
     )
     trained = parallelise(model.to(world.device), start.experiment, world)
     step = build_step(model, trained, start.step_config, before_exchange=world.watchdog.beat, world=world)
-    meter, reporter = LossMeter(world.device), Reporter(start, world)
+    meter, reporter = LossMeter(world.device, model.config), Reporter(start, world)
     return Trainer(
         start,
         world,

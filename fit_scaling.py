@@ -105,6 +105,8 @@ def plan_of(text: str, runs_dir: Path, cost: CostLaw) -> Plan:
         return Plan("", parameters, tokens, cost.flops(parameters, tokens))
     run = RunDirectory.find(runs_dir, text)
     model, train = load_model_config(run.model_json), load_train_config(run.train_json)
+    if model.moe is not None:
+        raise UserError(f'{run.model_json}: key "moe": the laws are of dense models; give parameters=,tokens=')
     wanted = stated_tokens(train, model)
     if wanted is None:
         said = f'key "{train.budget}": {getattr(train, train.budget)} names no number'

@@ -24,6 +24,7 @@ from harness.model.config import ModelConfig as ModelConfig
 from harness.model.config import load_model_config as load_model_config
 from harness.model.cross_entropy import linear_cross_entropy, training_losses
 from harness.model.embeddings import bigram_buckets, shifted, skip_mix, skip_source, value_mix, value_tables
+from harness.model.experts import MixtureOfExperts, Routed, Routing, TrainingTerms
 from harness.model.feed_forward import FeedForward
 from harness.model.inference import KeyValueCache, LayerCache
 from harness.model.norms import RMSNorm, build_norm
@@ -85,7 +86,8 @@ class CausalSelfAttention(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream through dropout."""
+    """Pre-norm attention and feed-forward, each added to the residual stream through dropout. With experts it tells of
+    their routing, too."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -93,15 +95,20 @@ class TransformerBlock(nn.Module):
         self.norm1 = build_norm(config)
         self.att = CausalSelfAttention(config, layer)
         self.norm2 = build_norm(config)
-        self.ff = FeedForward(config)
+        self.ff = FeedForward(config) if config.moe is None else MixtureOfExperts(config)
         self.drop = nn.Dropout(config.drop_rates.attention_output)
         self.mlp_drop = nn.Dropout(config.drop_rates.mlp_output)
 
-    def forward(self, x_BxTxC: Tensor, inputs: BlockInputs = NO_INPUTS, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x_BxTxC: Tensor, inputs: BlockInputs = NO_INPUTS, cache: LayerCache | None = None
+    ) -> Tensor | Routed:
         if self.skip is not None:
             x_BxTxC = self.skip(x_BxTxC, inputs.embedding_BxTxC)
         x_BxTxC = x_BxTxC + self.drop(self.att(self.norm1(x_BxTxC), inputs, cache))
-        return x_BxTxC + self.mlp_drop(self.ff(self.norm2(x_BxTxC)))
+        added = self.ff(self.norm2(x_BxTxC))
+        if isinstance(added, Routed):
+            return Routed(x_BxTxC + self.mlp_drop(added.output_BxTxC), added.routing)
+        return x_BxTxC + self.mlp_drop(added)
 
 
 def _check_memory(config: ModelConfig) -> None:
@@ -112,6 +119,14 @@ def _check_memory(config: ModelConfig) -> None:
             f"model.json: {config.parameters:,} parameters take {needed / GIB:,.2f} GiB of memory, and "
             f"{free_memory() / GIB:,.2f} GiB are free; make the model smaller"
         )
+
+
+def _output_of(result: Tensor | Routed, routings: list[Routing]) -> Tensor:
+    """A block's output; the routing of its experts, if it has any, is put into the list."""
+    if isinstance(result, Routed):
+        routings.append(result.routing)
+        return result.output_BxTxC
+    return result
 
 
 class GPTModel(nn.Module):
@@ -125,12 +140,14 @@ class GPTModel(nn.Module):
         recompute_blocks: bool = False,
         residual_dtype: torch.dtype | None = None,
         z_loss: float = 0.0,
+        moe_router_loss_scale: float = 0.0,
     ) -> None:
         """Weights are drawn from torch's global generator, so that equal seeds give equal models on every rank.
 
         With `recompute_blocks` the backward pass runs each block again instead of keeping its activations. Under
-        autocast, `residual_dtype` is that of the residual stream (None: the weights'). `z_loss` is the coefficient of
-        a second term of the training loss. Raises UserError if this machine cannot hold even the weights.
+        autocast, `residual_dtype` is that of the residual stream (None: the weights'). `z_loss` and, where
+        there are experts, `moe_router_loss_scale` are the coefficients of further terms of the training loss. Raises
+        UserError if this machine cannot hold even the weights.
         """
         _check_memory(config)
         super().__init__()
@@ -138,6 +155,7 @@ class GPTModel(nn.Module):
         self.recompute_blocks = recompute_blocks
         self.residual_dtype = residual_dtype
         self.z_loss = z_loss
+        self.moe_router_loss_scale = moe_router_loss_scale
         self.tok_emb = nn.Embedding(config.vocab_size, config.emb_dim)
         self.pos_emb = nn.Embedding(config.context_length, config.emb_dim) if config.position == "learned" else None
         self.bigram_emb = nn.Embedding(config.bigram_embedding, config.emb_dim) if config.bigram_embedding else None
@@ -156,37 +174,52 @@ class GPTModel(nn.Module):
         begins at zero."""
         residual_std = INIT_STD / math.sqrt(2 * self.config.n_layers)
         for name, parameter in self.named_parameters():
-            is_residual = name.endswith(("att.out_proj.weight", "ff.layers.2.weight"))
+            is_residual = name.endswith(("att.out_proj.weight", ".layers.2.weight"))
             is_zero = is_residual and self.config.initialisation == "zero_residual"
             if is_zero or name == "bigram_emb.weight" or name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.dim() == 2:
                 nn.init.normal_(parameter, std=residual_std if is_residual else INIT_STD)
 
-    def forward(self, tokens_BxT: Tensor, targets_BxT: Tensor | None = None) -> Tensor:
+    def forward(self, tokens_BxT: Tensor, targets_BxT: Tensor | None = None) -> Tensor | TrainingTerms:
         """Logits (B, T, V), or, given targets, the mean cross-entropy as a scalar; in training with `z_loss` that and
-        the second term, of which the sum is to be minimised (see `training_losses`)."""
-        features_BxTxC = self.features(tokens_BxT)
+        the second term, of which the sum is to be minimised (see `training_losses`), and in training with experts that,
+        a term that balances them, and their load."""
+        features_BxTxC, routings = self._routed_features(tokens_BxT)
         if targets_BxT is None:
             return self.out_head(features_BxTxC)
         inputs = features_BxTxC.flatten(0, 1), self.out_head.weight, targets_BxT.flatten()
         if self.z_loss and self.training:
-            return training_losses(*inputs, z_loss=self.z_loss, softcap=self.out_head.softcap)
-        return linear_cross_entropy(*inputs, softcap=self.out_head.softcap)
+            losses = training_losses(*inputs, z_loss=self.z_loss, softcap=self.out_head.softcap)
+        else:
+            losses = linear_cross_entropy(*inputs, softcap=self.out_head.softcap)
+        return self._with_balance(losses, routings) if routings and self.training else losses
+
+    def _with_balance(self, losses: Tensor, routings: list[Routing]) -> TrainingTerms:
+        """With the blocks' balancing losses together as the last term."""
+        balance = self.moe_router_loss_scale * torch.stack([routing.loss for routing in routings]).sum()
+        tokens_LxE = torch.stack([routing.tokens_E for routing in routings])
+        return TrainingTerms(torch.cat((losses.reshape(-1), balance.reshape(1).to(losses.dtype))), tokens_LxE)
 
     def features(self, tokens_BxT: Tensor) -> Tensor:
         """What the head sees: (B, T, C), after the final norm."""
+        return self._routed_features(tokens_BxT)[0]
+
+    def _routed_features(self, tokens_BxT: Tensor) -> tuple[Tensor, list[Routing]]:
+        """`features`, and how each block with experts came to them."""
         positions_T = torch.arange(tokens_BxT.shape[1], device=tokens_BxT.device)
         previous_BxT = None if self.bigram_emb is None else shifted(tokens_BxT)
         x_BxTxC = self.drop(self._embed(tokens_BxT, previous_BxT, positions_T))
         if self.residual_dtype is not None and torch.is_autocast_enabled(x_BxTxC.device.type):
             x_BxTxC = x_BxTxC.to(self.residual_dtype)
+        routings: list[Routing] = []
         for block, inputs in zip(self.trf_blocks, self._block_inputs(x_BxTxC, tokens_BxT, positions_T), strict=True):
             if self.recompute_blocks and torch.is_grad_enabled():
-                x_BxTxC = checkpoint(block, x_BxTxC, inputs, use_reentrant=False)
+                result = checkpoint(block, x_BxTxC, inputs, use_reentrant=False)
             else:
-                x_BxTxC = block(x_BxTxC, inputs)
-        return self.final_norm(x_BxTxC)
+                result = block(x_BxTxC, inputs)
+            x_BxTxC = _output_of(result, routings)
+        return self.final_norm(x_BxTxC), routings
 
     def further_features(self, tokens_BxT: Tensor, lengths: list[int], cache: KeyValueCache) -> Tensor:
         """`features` of tokens that follow those in the cache, which holds them, too, afterwards. No dropout: for
@@ -196,7 +229,7 @@ class GPTModel(nn.Module):
         x_BxTxC = self._embed(tokens_BxT, cache.previous, positions_BxT)
         given = self._block_inputs(x_BxTxC, tokens_BxT, positions_BxT)
         for block, inputs, layer in zip(self.trf_blocks, given, cache.layers, strict=True):
-            x_BxTxC = block(x_BxTxC, inputs, layer)
+            x_BxTxC = _output_of(block(x_BxTxC, inputs, layer), [])
         return self.final_norm(x_BxTxC)
 
     def _embed(self, tokens_BxT: Tensor, previous_BxT: Tensor | None, positions: Tensor) -> Tensor:

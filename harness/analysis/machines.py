@@ -281,7 +281,7 @@ def _arithmetic(work: Workload, name: str, layout: BatchLayout) -> float | Canno
     device = find_device(name)
     if device is None:
         return CannotBeTold(f"no speed of {name} is known, nor on paper")
-    reason = why_not(work.train, layout.world_size)
+    reason = why_not(work.train, layout.world_size, work.model)
     if reason is not None:
         return CannotBeTold(f"no speed of {layout.world_size} x {name} is known, and on paper {reason}")
     return paper_speed(work.model, device, layout, work.train).tokens_per_second

@@ -238,6 +238,8 @@ def _point_of_run(name: str, summary: RunSummary) -> Point | str:
     """The run's point, or why it gives none."""
     if summary.train.get("initial_weights") is not None:
         return "begins with weights that were trained before (initial_weights), on tokens not counted here"
+    if summary.active_parameters is not None:
+        return "has a mixture of experts, for which laws in parameters and tokens are others"
     if summary.parameters is None or summary.flops_per_token is None or not summary.tokens_seen:
         return "its summary.json, of an earlier version, lacks parameters, FLOPs or tokens"
     if summary.final_validation_loss is None:

@@ -23,6 +23,7 @@ class Counterpart:
 SEQUENCES = "sequences per device and forward pass"
 BATCH_TOKENS = "counted in sequences: the tokens over context_length"
 ONE_DROPOUT = "one rate, or an object of embedding, attention_weights, attention_output and mlp_output"
+EXPERTS = "an object of num_experts and num_active_experts"
 ROPE = 'beside "position": "rope"'
 FIRST_BETA, SECOND_BETA = "the first of the two", "the second of the two"
 STEPS, MICROBATCHES = "in global steps", "in microbatches"
@@ -89,6 +90,7 @@ _TRAINING = {
     "per_gpu_eval_batch_size": ("microbatch_size", "in validation, too"),
     "per_gpu_train_batch_size": ("microbatch_size", SEQUENCES),
     "recompute": ("activation_checkpointing", ""),
+    "router_aux_loss_coef": ("moe_router_loss_scale", "over n_layers: the blocks' losses are added up here"),
     "sample_every": ("sample_interval", STEPS),
     "save_every": ("checkpoint_interval", STEPS),
     "save_interval": ("checkpoint_interval", STEPS),
@@ -148,6 +150,8 @@ _SHAPE = {
     "num_key_value_heads": ("n_kv_heads", ""),
     "num_layers": ("n_layers", ""),
     "padded_vocab_size": ("vocab_size", ""),
+    **dict.fromkeys(("n_experts", "num_active_experts", "num_experts", "num_experts_per_tok"), ("moe", EXPERTS)),
+    "num_local_experts": ("moe", EXPERTS),
     "resid_pdrop": ("drop_rate", ONE_DROPOUT),
     "rope_parameters": ("rope_base", "its rope_theta"),
     "rope_theta": ("rope_base", ROPE),
@@ -162,7 +166,6 @@ _SHAPE = {
 COUNTERPARTS = {name: Counterpart(TRAIN, *ours) for name, ours in _TRAINING.items()}
 COUNTERPARTS |= {name: Counterpart(MODEL, *ours) for name, ours in _SHAPE.items()}
 
-_EXPERTS = "belongs to a mixture of experts, which is not available here; remove it for a dense model"
 _TRACKER = "there is no tracker here: metrics.jsonl holds every number; remove it"
 _DEVICE = "not a setting here: nccl on GPUs, gloo on CPUs, and as many devices as torchrun starts processes; remove it"
 _FOLDER = "not a setting here: results go to the run's own folder; remove it"
@@ -174,10 +177,7 @@ _RECOMPUTED = "not a setting here: activation_checkpointing recomputes each bloc
 
 # What has no key here, and why.
 WITHOUT_KEY = {
-    **dict.fromkeys(
-        ("moe", "num_experts", "num_active_experts", "num_local_experts", "num_experts_per_tok", "n_experts"), _EXPERTS
-    ),
-    **dict.fromkeys(("moe_router_loss_scale", "router_aux_loss_coef", "log_moe_balance_file"), _EXPERTS),
+    "log_moe_balance_file": "not a setting here: metrics.jsonl has the experts' load (expert_load); remove it",
     "lore": "low-rank embeddings are not available here; remove it",
     **dict.fromkeys(("wandb", "wandb_log", "wandb_project", "wandb_run_name", "report_to", "run_name"), _TRACKER),
     **dict.fromkeys(("tensorboard", "logging_dir"), _TRACKER),
@@ -192,6 +192,7 @@ WITHOUT_KEY = {
     **dict.fromkeys(("eval_strategy", "evaluation_strategy", "save_strategy", "logging_strategy"), _COUPLED),
     **dict.fromkeys(("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"), _RECOMPUTED),
     "eval_accumulation_steps": "not a setting here: validation keeps no predictions; remove it",
+    "model": "not a setting here: model.json is the model's shape, and the run's folder its name; remove it",
     "data_seed": "not a setting here: tokens are taken in their order; prepare_datasets.py shuffles; remove it",
     "lr_decay_iters": "not a setting here: the schedule ends with the run; remove it",
     "eval_only": "not a setting here: test_loss.py measures a checkpoint's loss; remove it",

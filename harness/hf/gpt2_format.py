@@ -39,6 +39,7 @@ EXTRAS: dict[str, tuple[Any, ...]] = {
     "value_embeddings": (None,),
     "embedding_skip": (False,),
     "bigram_embedding": (None,),
+    "moe": (None,),
 }
 # The others, and what GPT-2's class computes.
 LEVERS: dict[str, tuple[Any, ...]] = {
@@ -86,11 +87,17 @@ def check_width(shape: Any) -> None:
         )
 
 
+def as_written(shape: Any, lever: str) -> Any:
+    """A lever's value as model.json has it."""
+    value = getattr(shape, lever)
+    return value.model_dump(mode="json") if hasattr(value, "model_dump") else value
+
+
 def no_native_class(shape: Any, lever: str, native: tuple[Any, ...], beside: str = "") -> UserError:
     """The refusal of a lever that stands where it does, and what would be native, `beside` another one."""
     others = " or ".join(quoted(value) for value in native)
     return UserError(
-        f'model.json: key "{lever}": {quoted(getattr(shape, lever))} has no native class in transformers that '
+        f'model.json: key "{lever}": {quoted(as_written(shape, lever))} has no native class in transformers that '
         f"computes the same{beside and f' beside {beside}'}; {others} has"
     )
 

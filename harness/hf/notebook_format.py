@@ -81,7 +81,7 @@ def check_exact(shape: Any) -> None:
     if not isinstance(shape.drop_rate, (int, float)):
         other.append("drop_rate")
     if other:
-        keys = abbreviated([f'key "{lever}": {quoted(getattr(shape, lever))}' for lever in other])
+        keys = abbreviated([f'key "{lever}": {quoted(gpt2_format.as_written(shape, lever))}' for lever in other])
         raise UserError(f"model.json: {keys}: the notebook's program has no such model")
 
 

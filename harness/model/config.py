@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_val
 
 from harness.common.json_files import Count, RunFile, parse_config, read_json_object
 from harness.common.messages import quoted
-from harness.model.costs import count_parameters, training_flops_per_token
+from harness.model.costs import count_active_parameters, count_parameters, training_flops_per_token
 
 HEAD_DIM_OF_DEPTH = 64
 DEPTH = "In place of n_layers, n_heads and emb_dim: so many layers, and as many heads of 64."
@@ -24,6 +24,7 @@ SIZES = ("vocab_size", "context_length", "emb_dim", "n_layers")
 SIZES_OF_LEVERS = ("mlp_dim", "head_dim", "value_embeddings", "bigram_embedding")
 ROPE_BASE = 10_000.0  # Su et al., arXiv:2104.09864
 MLP_GROWTH = 4  # GPT-2's
+LARGEST_EXPERTS = 1024
 
 
 class DropRates(BaseModel):
@@ -63,6 +64,53 @@ DropRate = Annotated[
     Annotated[float, Field(ge=0, lt=1), Tag("float")] | Annotated[DropRates, Tag("dict")],
     Discriminator(_kind_of_drop_rate),
 ]
+
+
+# What one expert, or none, would be, and what to do instead.
+FEWER_THAN_TWO = {
+    "num_experts": 'for a dense model leave out "moe"',
+    "num_active_experts": "the weight of one alone is always 1, from which the router learns nothing",
+}
+
+
+class ExpertCounts(BaseModel):
+    """How many experts a block has in place of its feed-forward layer, and how many of them each token goes through."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    num_experts: int = Field(ge=2, le=LARGEST_EXPERTS, description="Feed-forward layers in each block.")
+    num_active_experts: int = Field(ge=2, le=LARGEST_EXPERTS, description="How many of them each token goes through.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sensible_keys(cls, raw: Any) -> Any:
+        if isinstance(raw, cls):
+            return raw
+        if not isinstance(raw, dict):
+            like = '{"num_experts": 8, "num_active_experts": 2}'
+            raise ValueError(f'key "moe": must be an object like {like}, or null for none, not {quoted(raw)}')
+        unknown = [key for key in raw if key not in cls.model_fields]
+        if unknown:
+            keys = ", ".join(cls.model_fields)
+            raise ValueError(f'key "moe": {quoted(unknown[0])} is not one of its keys: {keys}{_meant(unknown[0])}')
+        for key, remedy in FEWER_THAN_TWO.items():
+            if type(raw.get(key)) is int and raw[key] < 2:
+                raise ValueError(f'key "moe.{key}": must be 2 or more, not {quoted(raw[key])}: {remedy}')
+        return raw
+
+    @model_validator(mode="after")
+    def _enough_experts(self) -> ExpertCounts:
+        if self.num_active_experts > self.num_experts:
+            raise ValueError(
+                f'key "moe.num_active_experts": {self.num_active_experts} of {self.num_experts} experts; lower it to '
+                f"{self.num_experts} at most, or raise num_experts"
+            )
+        return self
+
+
+def _meant(key: str) -> str:
+    """Where the weight of the balancing loss is, for who looks for it here."""
+    return '; the balancing loss has "moe_router_loss_scale" in train.json' if "loss" in key or "aux" in key else ""
 
 
 class ModelConfig(RunFile):
@@ -113,6 +161,9 @@ class ModelConfig(RunFile):
     embedding_skip: bool = Field(default=False, description="A learned skip from the embedding to each block.")
     bigram_embedding: Count | None = Field(
         default=None, ge=2, description="Buckets of an embedding of the hashed last two tokens; null: none."
+    )
+    moe: ExpertCounts | None = Field(
+        default=None, description="A mixture of experts in place of each feed-forward layer; null: none."
     )
 
     @model_validator(mode="before")
@@ -204,6 +255,11 @@ class ModelConfig(RunFile):
     def parameters(self) -> int:
         """Number of trainable parameters; a tied head counts once."""
         return count_parameters(self)
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that a token goes through: all, but for the experts that its router leaves out."""
+        return count_active_parameters(self)
 
     @property
     def flops_per_token(self) -> int:

@@ -5,6 +5,15 @@ from __future__ import annotations
 from typing import Literal, Protocol
 
 
+class Experts(Protocol):
+    """Of harness/model/config.py's ExpertCounts."""
+
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def num_active_experts(self) -> int: ...
+
+
 class Shape(Protocol):
     """Of harness/model/config.py's ModelConfig, what is counted here."""
 
@@ -25,6 +34,8 @@ class Shape(Protocol):
     bigram_embedding: int | None
 
     @property
+    def moe(self) -> Experts | None: ...
+    @property
     def head_width(self) -> int: ...
     @property
     def query_width(self) -> int: ...
@@ -40,13 +51,14 @@ def mlp_matrices(shape: Shape) -> int:
 
 
 def block_weights(shape: Shape) -> int:
-    """Weights of a block's matrix products."""
+    """Weights of a block's matrix products that a token goes through: of experts the active ones, and the router."""
     attention = 2 * shape.query_width + 2 * shape.kv_width
-    return shape.emb_dim * (attention + mlp_matrices(shape) * shape.mlp_width)
+    layers, router = (shape.moe.num_active_experts, shape.moe.num_experts) if shape.moe else (1, 0)
+    return shape.emb_dim * (attention + layers * mlp_matrices(shape) * shape.mlp_width + router)
 
 
-def count_parameters(shape: Shape) -> int:
-    """Number of trainable parameters; a tied head counts once."""
+def count_active_parameters(shape: Shape) -> int:
+    """Number of trainable parameters that a token goes through; embeddings count whole, a tied head once."""
     width = shape.emb_dim
     embeddings = shape.vocab_size + (shape.context_length if shape.position == "learned" else 0)
     head = 0 if shape.tie_weights else shape.vocab_size
@@ -55,11 +67,19 @@ def count_parameters(shape: Shape) -> int:
     return (embeddings + head + bigrams) * width + blocks + _norm(shape) + _value_embeddings(shape)
 
 
+def count_parameters(shape: Shape) -> int:
+    """Number of trainable parameters, all experts included; a tied head counts once."""
+    idle = shape.moe.num_experts - shape.moe.num_active_experts if shape.moe else 0
+    expert = mlp_matrices(shape) * shape.mlp_width * shape.emb_dim + _mlp_biases(shape)
+    return count_active_parameters(shape) + shape.n_layers * idle * expert
+
+
 def training_flops_per_token(shape: Shape) -> int:
     """Floating-point operations of the matrix products for one token of training, forward and backward.
 
-    6 for each weight that multiplies (embeddings are look-ups, the head is not) and 12·L·Q·T for the attention
-    scores and sums of queries Q wide, uncausal as is customary (PaLM, arXiv:2204.02311, appendix B).
+    6 for each weight that multiplies (embeddings are look-ups, the head is not; of experts the active ones) and
+    12·L·Q·T for the attention scores and sums of queries Q wide, uncausal as is customary (PaLM, arXiv:2204.02311,
+    appendix B).
     """
     multiplying = shape.n_layers * block_weights(shape) + shape.vocab_size * shape.emb_dim
     return 6 * multiplying + 12 * shape.n_layers * shape.query_width * shape.context_length
@@ -73,15 +93,21 @@ def _norm(shape: Shape) -> int:
 
 
 def _block_vectors(shape: Shape) -> int:
-    """A block's norms, biases and factors of the skip."""
+    """A block's norms, biases (of experts the active ones') and factors of the skip."""
     vectors = 2 * _norm(shape)
     if shape.qk_norm and shape.norm_gain:
         vectors += 2 * shape.head_width
     if shape.qkv_bias:
         vectors += shape.query_width + 2 * shape.kv_width
     if shape.linear_bias:
-        vectors += 2 * shape.emb_dim + (mlp_matrices(shape) - 1) * shape.mlp_width
+        vectors += shape.emb_dim  # of attention's projection
+    vectors += (shape.moe.num_active_experts if shape.moe else 1) * _mlp_biases(shape)
     return vectors + (2 if shape.embedding_skip else 0)
+
+
+def _mlp_biases(shape: Shape) -> int:
+    """Of one feed-forward layer, or expert."""
+    return shape.emb_dim + (mlp_matrices(shape) - 1) * shape.mlp_width if shape.linear_bias else 0
 
 
 def _value_embeddings(shape: Shape) -> int:

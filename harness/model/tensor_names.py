@@ -64,7 +64,7 @@ def _norm_shapes(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def _block_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     """A block's tensors, without the block's own prefix."""
-    width, queries, kv, hidden = config.emb_dim, config.query_width, config.kv_width, config.mlp_width
+    width, queries, kv = config.emb_dim, config.query_width, config.kv_width
     rows = {"W_query": queries, "W_key": kv, "W_value": kv}
     block: dict[str, tuple[int, ...]] = {"skip.scale": (2,)} if config.embedding_skip else {}
     block |= _norm_shapes("norm1", config)
@@ -76,9 +76,19 @@ def _block_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]
     if config.value_embedding_of(layer) is not None:
         block["att.value_mix.scale"] = (2,)
     block |= _norm_shapes("norm2", config)
-    block |= _linear_shapes("ff.layers.0", (hidden, width), config)
-    block |= _linear_shapes("ff.layers.2", (width, hidden), config)
-    return block | (_linear_shapes("ff.gate", (hidden, width), config) if config.mlp == "swiglu" else {})
+    if config.moe is None:
+        return block | _feed_forward_shapes("ff", config)
+    block["ff.router.weight"] = (config.moe.num_experts, width)
+    for expert in range(config.moe.num_experts):
+        block |= _feed_forward_shapes(f"ff.experts.{expert}", config)
+    return block
+
+
+def _feed_forward_shapes(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    width, hidden = config.emb_dim, config.mlp_width
+    shapes = _linear_shapes(f"{name}.layers.0", (hidden, width), config)
+    shapes |= _linear_shapes(f"{name}.layers.2", (width, hidden), config)
+    return shapes | (_linear_shapes(f"{name}.gate", (hidden, width), config) if config.mlp == "swiglu" else {})
 
 
 def _linear_shapes(name: str, shape: tuple[int, int], config: ModelConfig) -> dict[str, tuple[int, ...]]:

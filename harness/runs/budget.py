@@ -62,13 +62,14 @@ def tokens_of_budget(config: TrainConfig, model: ModelConfig, batches: BatchSche
     all there is, and for a budget that needs a speed.
 
     As many as `tokens_per_parameter` wants, or more (20: Hoffmann et al., arXiv:2203.15556, which is about where their
-    three fits agree; all parameters count). At most what `target_flops` pays for, with `flops_per_token` for each.
+    three fits agree; all parameters count, of experts the active ones, which are those that a token's operations are
+    for: 6ND holds with them). At most what `target_flops` pays for, with `flops_per_token` for each.
     Raises UserError for a budget below one global batch.
     """
     if config.train_steps is not None:
         return batches.tokens_before(config.train_steps)
     if config.tokens_per_parameter is not None:
-        wanted = config.tokens_per_parameter * model.parameters
+        wanted = config.tokens_per_parameter * model.active_parameters
         check_one_batch(config, wanted / batches.tokens_before(1))
         return batches.tokens_before(batches.steps_for(math.ceil(wanted)))
     if config.target_flops is not None:
@@ -85,7 +86,7 @@ def stated_tokens(config: TrainConfig, model: ModelConfig) -> float | None:
     if config.train_steps is not None and config.global_batch_size is not None:
         return config.train_steps * config.global_batch_size * model.context_length
     if config.tokens_per_parameter is not None:
-        return config.tokens_per_parameter * model.parameters
+        return config.tokens_per_parameter * model.active_parameters
     if config.target_flops is not None:
         return config.target_flops / model.flops_per_token
     return None if config.min_train_tokens in (None, -1) else config.min_train_tokens

@@ -162,6 +162,7 @@ class CheckpointMeta(BaseModel):
     # What train.json came to: a budget that is not in tokens, and keys that its scaling rules changed.
     budget: Budget | None = None
     scaled: dict[str, float] | None = None
+    active_parameters: Count | None = None  # of a mixture of experts: those that a token goes through
     # A Provenance's. Whoever continues compares model and dataset with the run's own, and says what differs: any value.
     model: Any = None
     parameters: Count | None = None

@@ -140,6 +140,9 @@ def first_difference(then: Any, now: Any, prefix: str = "") -> str | None:
     return None if then == now else f"{prefix}{then} -> {now}"
 
 
+# That of Switch Transformers (Fedus et al., arXiv:2101.03961, section 2.2), whose tokens go through one expert: the
+# loss grows with their number.
+SWITCH_LOSS_SCALE = 0.01
 # Enough for every tokenizer in use, and nothing against what a search's limit is made of.
 TINY_VOCABULARY = 2**18
 
@@ -170,6 +173,19 @@ class Experiment:
                 f'{self.run.train_json}: key "head_learning_rate": with "tie_weights" in model.json the head is the '
                 'token embedding; use "embedding_learning_rate"'
             )
+        if self.model.moe is None and self.config.moe_router_loss_scale is not None:
+            raise UserError(
+                f'{self.run.train_json}: key "moe_router_loss_scale": belongs with "moe" in model.json; remove it, or '
+                'give "moe"'
+            )
+
+    @property
+    def moe_router_loss_scale(self) -> float:
+        """The coefficient of the loss that balances experts; 0 without any."""
+        if self.model.moe is None:
+            return 0.0
+        own = self.config.moe_router_loss_scale
+        return SWITCH_LOSS_SCALE / self.model.moe.num_active_experts if own is None else own
 
     def tiny(self) -> Experiment:
         """The same with next to no model, to which nothing is compiled: it does all the same things in no time."""

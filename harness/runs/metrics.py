@@ -50,6 +50,10 @@ class TrainEvent(Event):
     learning_rate: MaybeNumber = None
     tokens_per_second: MaybeNumber = None
     mfu: MaybeNumber = None
+    # Of a mixture of experts: tokens of an expert over those of an even load; least, most, and of each block's experts.
+    expert_load_min: MaybeNumber = None
+    expert_load_max: MaybeNumber = None
+    expert_load: list[list[MaybeNumber]] | None = None
 
 
 class ValidationEvent(Event):

@@ -14,17 +14,10 @@ from torch import Tensor
 from harness.model.config import ModelConfig
 from harness.model.weights import checkpoint_names, split_fused
 
-# The order of a block's parameters there, which is that of the book's classes.
-BLOCK_ORDER = (
-    "att.W_query",
-    "att.W_key",
-    "att.W_value",
-    "att.out_proj",
-    "ff.layers.0",
-    "ff.layers.2",
-    "norm1",
-    "norm2",
-)
+# The order of a block's parameters there, which is that of the book's classes: these, the feed-forward layer's (or the
+# router's and then each expert's, as here), and the norms.
+ATTENTION_ORDER = ("att.W_query", "att.W_key", "att.W_value", "att.out_proj")
+NORM_ORDER = ("norm1", "norm2")
 
 
 def optimizer_by_name(
@@ -77,7 +70,11 @@ def _notebook_order(names: list[str], *, tied: bool) -> list[str]:
     """Embeddings, the blocks, the final norm and the head; a module's weight before its bias, scale before shift."""
     blocks = sorted({int(name.split(".")[1]) for name in names if name.startswith("trf_blocks.")})
     modules = ["tok_emb", "pos_emb"]
-    modules += [f"trf_blocks.{block}.{module}" for block in blocks for module in BLOCK_ORDER]
+    for block in blocks:
+        prefix = f"trf_blocks.{block}"
+        modules += [f"{prefix}.{module}" for module in ATTENTION_ORDER]
+        modules += dict.fromkeys(name.rpartition(".")[0] for name in names if name.startswith(f"{prefix}.ff."))
+        modules += [f"{prefix}.{module}" for module in NORM_ORDER]
     modules += ["final_norm"] if tied else ["final_norm", "out_head"]
     parts = ("weight", "bias", "scale", "shift")
     return [f"{module}.{part}" for module in modules for part in parts if f"{module}.{part}" in set(names)]

@@ -118,8 +118,10 @@ def find_device(name: str) -> PaperDevice | None:
     return next((device for device in DEVICES if device.is_called(plain)), None)
 
 
-def why_not(train: Mapping[str, Any], world_size: int) -> str | None:
-    """What of train.json or the number of ranks the arithmetic does not cover; None if it covers all."""
+def why_not(train: Mapping[str, Any], world_size: int, model: ModelConfig | None = None) -> str | None:
+    """What of train.json, the number of ranks or the model the arithmetic does not cover; None if it covers all."""
+    if model is not None and model.moe is not None:
+        return '"moe" in model.json is not covered'
     for key, value in UNKNOWN_PRICE.items():
         if key in train and train[key] == value:
             return f'"{key}": {json.dumps(value)} is not covered'

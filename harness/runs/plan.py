@@ -35,6 +35,7 @@ def describe_plan(plan: Plan, model: BaseModel, speed: PlannedSpeed) -> str:
     lines += _settings("model.json", model.model_dump()) + _settings("train.json", config.model_dump())
     rows = [
         ("parameters", f"{plan.parameters:,}"),
+        *_expert_rows(plan),
         *([("starts from", str(plan.initial_weights))] if plan.initial_weights else []),
         ("FLOPs per token", f"{plan.flops_per_token:,}"),
         ("global batch", _global_batch(plan)),
@@ -71,6 +72,15 @@ def _share_rows(plan: Plan) -> list[tuple[str, str]]:
         return []
     whole, ranks = plan.optimizer_bytes / GIB, plan.layout.world_size
     return [("optimizer", f"{whole:.2f} GiB of state, about {whole / ranks:.2f} on each of {ranks} ranks")]
+
+
+def _expert_rows(plan: Plan) -> list[tuple[str, str]]:
+    if plan.active_parameters is None:
+        return []
+    return [
+        ("active", f"{plan.active_parameters:,} parameters for each token"),
+        ("balancing loss", f"x {plan.moe_router_loss_scale:g} (moe_router_loss_scale)"),
+    ]
 
 
 def _work_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
@@ -224,6 +234,8 @@ def make_plan(
         initial,
         budget,
         scaled,
+        model.active_parameters if model.moe else None,
+        experiment.moe_router_loss_scale,
     )
 
 

@@ -35,6 +35,8 @@ class Plan:
     initial_weights: Path | None = None  # the file that the run will start from, if it is one
     budget: Budget | None = None  # what train.json's came to, if that is not in tokens
     scaled: ScaledSettings = UNSCALED
+    active_parameters: int | None = None  # of a mixture of experts
+    moe_router_loss_scale: float = 0.0
 
     def validations(self) -> int:
         every = self.config.validation_interval

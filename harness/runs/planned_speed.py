@@ -82,7 +82,7 @@ def on_paper(experiment: Experiment, layout: BatchLayout, device: PaperDevice | 
     if device is None:
         return None
     train = experiment.config.model_dump(mode="json")
-    reason = why_not(train, layout.world_size) or too_small(experiment.model, device, layout, train)
+    reason = why_not(train, layout.world_size, experiment.model) or too_small(experiment.model, device, layout, train)
     if reason is not None:
         return PlannedSpeed(None, f"no speed on paper for {device.name}: {reason}; {GIVE_A_SPEED}")
     speed = three_digits(paper_speed(experiment.model, device, layout, train).tokens_per_second)

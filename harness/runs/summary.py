@@ -82,6 +82,7 @@ class RunSummary(BaseModel):
     commit: str | None = None  # of this program's sources; null where that is not known
     budget: Budget | None = None  # what it came to, where train.json's is not in tokens
     scaled: dict[str, float] | None = None  # keys of train.json that its scaling rules changed
+    active_parameters: Count | None = None  # of a mixture of experts: those that a token goes through
     # A Provenance's
     model: dict[str, Any] | None = None
     parameters: Count | None = None

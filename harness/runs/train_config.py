@@ -124,6 +124,12 @@ class TrainConfig(RunFile):
     z_loss: float = Field(
         default=0.0, ge=0, allow_inf_nan=False, description="Coefficient of the squared log-normaliser in the loss."
     )
+    moe_router_loss_scale: float | None = Field(
+        default=None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Coefficient of the loss that balances experts; null: 0.01 / num_active_experts.",
+    )
     optimizer: Literal["adamw", "muon"] = Field(
         default="adamw", description="muon: the blocks' matrices by Muon, all else by AdamW."
     )

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from harness.distributed.world import World
+from harness.model.config import ModelConfig
 from harness.training.step import StepResult
+
+LOAD_DIGITS = 4  # of each expert's load in metrics.jsonl
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,15 @@ class TrainMetrics:
     gradient_norm: float
     skipped_steps: int
     skipped_in_a_row: int
+    # Of a mixture of experts, by block and expert: the tokens that it got, over what each would get of an even load.
+    expert_load: list[list[float]] | None = None
+
+    @property
+    def load_range(self) -> tuple[float, float] | None:
+        """The load of the expert that is used least in its block, and of the one that is used most."""
+        if self.expert_load is None:
+            return None
+        return min(map(min, self.expert_load)), max(map(max, self.expert_load))
 
     def check_skipped_steps(self, step: int, max_skipped_steps: int, world: World) -> None:
         """Raises RunError if too many steps in a row were skipped. Every rank has the same metrics, and so comes to the
@@ -42,8 +54,11 @@ class LossMeter:
     # Columns of the tensor that holds it all, fp64.
     SUM, COUNT, MIN, MAX, NORM, SKIPPED, ROW, LONGEST_ROW = range(8)
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, model: ModelConfig | None = None) -> None:
+        """`model` says how many experts there are to be counted; without it there are none."""
+        experts = (model.n_layers, model.moe.num_experts) if model and model.moe else (0, 0)
         self._values = self._empty().to(device)
+        self._expert_tokens = torch.zeros(experts, dtype=torch.float64, device=device)
 
     @classmethod
     def _empty(cls) -> Tensor:
@@ -66,6 +81,8 @@ class LossMeter:
                 torch.maximum(values[self.LONGEST_ROW], row),
             ]
         )
+        if step.expert_tokens is not None:
+            self._expert_tokens = self._expert_tokens + step.expert_tokens
 
     def synchronize(self) -> None:
         """Wait until the device has done the steps that were added."""
@@ -73,11 +90,14 @@ class LossMeter:
 
     def reduce(self, world: World) -> TrainMetrics:
         """Wait for the device, combine what all ranks have added, and begin anew; the same on every rank."""
-        ranks = world.gather(self._values.tolist())
-        sums, counts, minima, maxima, norms, skipped, rows, longest = zip(*ranks, strict=True)
+        ranks = world.gather(self.state())
+        columns = list(zip(*ranks, strict=True))
+        sums, counts, minima, maxima, norms, skipped, rows, longest = columns[: len(self._values)]
+        expert_tokens = [math.fsum(each) for each in columns[len(self._values) :]]
         following = self._empty()
         following[self.ROW] = rows[0]
         self._values = following.to(self._values.device)
+        self._expert_tokens = torch.zeros_like(self._expert_tokens)
         # A gradient is the same on every rank, so that rank 0 speaks for its norm and for what was skipped.
         return TrainMetrics(
             loss=_total(sums) / sum(counts),
@@ -87,22 +107,36 @@ class LossMeter:
             gradient_norm=norms[0],
             skipped_steps=int(skipped[0]),
             skipped_in_a_row=int(longest[0]),
+            expert_load=self._load(expert_tokens),
         )
+
+    def _load(self, expert_tokens: list[float]) -> list[list[float]] | None:
+        """So many tokens of each expert, one block after the other, over those of an even load."""
+        if not expert_tokens:
+            return None
+        tokens_LxE = torch.tensor(expert_tokens, dtype=torch.float64).view_as(self._expert_tokens)
+        return (tokens_LxE / tokens_LxE.mean(1, keepdim=True)).tolist()
 
     def state(self) -> list[float]:
         """This rank's unreported part, for a checkpoint between two reports."""
-        return self._values.tolist()
+        return [*self._values.tolist(), *self._expert_tokens.flatten().tolist()]
 
     def load_state(self, values: list[float]) -> None:
         """Raises ValueError for anything else than what `state` has given."""
-        if len(values) != len(self._empty()):
-            raise ValueError(f"{len(values)} numbers where there should be {len(self._empty())}")
-        self._values = torch.tensor(values, dtype=torch.float64, device=self._values.device)
+        own, device = len(self._values), self._values.device
+        if len(values) != own + self._expert_tokens.numel():
+            raise ValueError(f"{len(values)} numbers where there should be {own + self._expert_tokens.numel()}")
+        self._values = torch.tensor(values[:own], dtype=torch.float64, device=device)
+        tokens = torch.tensor(values[own:], dtype=torch.float64, device=device)
+        self._expert_tokens = tokens.view_as(self._expert_tokens)
 
     def load_merged(self, ranks: list[list[float]]) -> None:
         """Take over the unreported parts of ranks of a world of another size."""
-        sums, counts, minima, maxima, *_ = zip(*ranks, strict=True)
-        self.load_state([math.fsum(sums), sum(counts), min(minima), max(maxima), *ranks[0][self.NORM :]])
+        sums, counts, minima, maxima, *others = zip(*ranks, strict=True)
+        own = len(self._values) - self.NORM  # of the others: what is rank 0's; the rest are experts' tokens
+        tokens = [math.fsum(each) for each in others[own:]]
+        first = [each[0] for each in others[:own]]
+        self.load_state([math.fsum(sums), sum(counts), min(minima), max(maxima), *first, *tokens])
 
 
 def _total(sums: tuple[float, ...]) -> float:
@@ -112,5 +146,8 @@ def _total(sums: tuple[float, ...]) -> float:
 def metric_values(metrics: TrainMetrics) -> dict[str, Any]:
     """The metrics as metrics.jsonl has it."""
     values = asdict(metrics)
-    del values["microbatches"], values["skipped_in_a_row"]
+    del values["microbatches"], values["skipped_in_a_row"], values["expert_load"]
+    if metrics.expert_load is not None and metrics.load_range is not None:
+        values["expert_load_min"], values["expert_load_max"] = metrics.load_range
+        values["expert_load"] = [[round(load, LOAD_DIGITS) for load in block] for block in metrics.expert_load]
     return values

@@ -117,6 +117,8 @@ class Reporter:
         shown = {"loss": f"{metrics.loss:.3f}", "tps": f"{tokens_per_second:,.0f}"}
         if mfu is not None:
             shown["mfu"] = f"{mfu:.1%}"
+        if metrics.load_range is not None:
+            shown["experts"] = "{:.2f}-{:.2f}".format(*metrics.load_range)
         self.console.show(state.global_step, {**shown, **self._dollars(state)})
 
     def validation(self, loss: float, state: TrainState) -> None:
@@ -203,9 +205,11 @@ def measure_machine(world: World) -> Machine:
 
 
 def program_and_settings(start: Start) -> dict[str, Any]:
-    """For checkpoints and the summary: which program it is, and what train.json's budget and scaling rules came to, if
-    it has such."""
-    resolved = {"budget": start.budget, "scaled": start.scaled.values or None}
+    """For checkpoints and the summary: which program it is, and what train.json's budget and scaling rules and the
+    experts' active parameters came to, if it has such."""
+    model = start.experiment.model
+    resolved: dict[str, Any] = {"budget": start.budget, "scaled": start.scaled.values or None}
+    resolved["active_parameters"] = model.active_parameters if model.moe else None
     program = {"versions": program_versions(), "commit": program_commit()}
     return program | {key: value for key, value in resolved.items() if value is not None}
 
@@ -224,7 +228,7 @@ def restore_summary(start: Start, world: World) -> None:
     machine, layout = as_recorded(measure_machine(world), meta), as_recorded(start.layout, meta)
     seconds = dict.fromkeys(PHASES, 0.0) | meta.seconds
     provenance = Provenance(meta.model or {}, start.experiment.model.parameters, meta.train, meta.dataset or {})
-    recorded = {key: getattr(meta, key) for key in ("versions", "commit", "budget", "scaled")}
+    recorded = {key: getattr(meta, key) for key in ("versions", "commit", "budget", "scaled", "active_parameters")}
     recorded = {key: value for key, value in recorded.items() if value}
     outcome = Outcome(meta.state(), seconds, throughput_on(start, machine.device), machine, layout, recorded)
     world.on_rank0(lambda: write_summary(run, summarise(run.path.name, outcome, provenance)))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from harness.data.loader import Microbatch
 from harness.distributed.world import World
+from harness.model.experts import TrainingTerms
 from harness.model.precision import Precision
 from harness.runs.train_config import TrainConfig
 from harness.training.optimizer import Optimizer, build_optimizer
@@ -24,6 +25,7 @@ class StepResult:
     losses_A: Tensor  # this rank's cross-entropy of each microbatch, fp64
     gradient_norm: Tensor
     skipped: Tensor
+    expert_tokens: Tensor | None = None  # of a mixture of experts: how many this rank's tokens each has got (LxE)
 
 
 class OptimizerStep:
@@ -38,7 +40,7 @@ class OptimizerStep:
         before_exchange: Callable[[], None] = lambda: None,
     ) -> None:
         """`model(inputs, targets)` returns the mean loss, or terms whose sum is minimised and the first of which is
-        reported; its parameters' device is where everything happens.
+        reported, or such TrainingTerms; its parameters' device is where everything happens.
 
         `before_exchange` is called where this rank has done its own work of a step and goes on with the others.
         """
@@ -57,26 +59,33 @@ class OptimizerStep:
     def run(self, microbatches: Sequence[Microbatch], multiplier: float, decay: float = 1.0) -> StepResult:
         """One step over this rank's microbatches at `multiplier` times the peak learning rates and `decay` times the
         weight decays."""
-        losses = self.accumulate(microbatches)
+        losses, expert_tokens = self._passes(microbatches)
         self.optimizer.set_multiplier(multiplier, decay)
         norm, skipped = self.optimizer.update(self.scaler, self.max_norm)
         self.forget_gradients()
-        return StepResult(losses, norm, skipped)
+        return StepResult(losses, norm, skipped, expert_tokens)
 
     def accumulate(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """Forward and backward over the microbatches; the mean gradient over them, and ranks, is then in `.grad`."""
-        losses = []
+        """Forward and backward over the microbatches; the mean gradient over them, and ranks, is then in `.grad`. The
+        loss of each."""
+        return self._passes(microbatches)[0]
+
+    def _passes(self, microbatches: Sequence[Microbatch]) -> tuple[Tensor, Tensor | None]:
+        """`accumulate`, and how many tokens each expert got, if there are any."""
+        losses: list[Tensor] = []
+        expert_tokens: list[Tensor] = []
         for index, microbatch in enumerate(microbatches):
             inputs_BxT, targets_BxT = microbatch.to(self.device)
             # Off before the forward: DDP decides there whether this backward exchanges gradients.
             with self._gradient_exchange(last=index == len(microbatches) - 1):
                 with self.precision.autocast():
-                    terms = self.model(inputs_BxT, targets_BxT)
+                    terms, tokens_LxE = _parts(self.model(inputs_BxT, targets_BxT))
                 if index == len(microbatches) - 1:
                     self.before_exchange()
                 self.scaler.scale(terms.sum() / len(microbatches)).backward()
             losses.append(terms.detach().flatten()[0].double())
-        return torch.stack(losses)
+            expert_tokens += [] if tokens_LxE is None else [tokens_LxE]
+        return torch.stack(losses), torch.stack(expert_tokens).sum(0) if expert_tokens else None
 
     def warm_up(self, microbatch: Microbatch) -> None:
         """One forward and backward pass whose gradients are thrown away, before the first step or any restored state.
@@ -92,7 +101,7 @@ class OptimizerStep:
         inputs_BxT, targets_BxT = microbatch.to(self.device)
         with self._gradient_exchange(last=False):
             with self.precision.autocast():
-                terms = self.model(inputs_BxT, targets_BxT)
+                terms, _ = _parts(self.model(inputs_BxT, targets_BxT))
             self.scaler.scale(terms.sum()).backward()
         self.model.zero_grad(set_to_none=True)  # as they were: DDP has not made them views of its buckets yet
 
@@ -109,6 +118,11 @@ class OptimizerStep:
         if last or not hasattr(self.model, "no_sync"):
             return nullcontext()
         return self.model.no_sync()  # type: ignore[operator]
+
+
+def _parts(output: Tensor | TrainingTerms) -> tuple[Tensor, Tensor | None]:
+    """What a model gives in training: its terms, and its experts' load."""
+    return output if isinstance(output, TrainingTerms) else (output, None)
 
 
 def build_step(

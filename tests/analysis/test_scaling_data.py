@@ -119,6 +119,7 @@ def test_runs_without_a_point_are_named_with_the_reason(tmp_path: Path) -> None:
         run_in(tmp_path, "diverged", final_validation_loss=None),
         run_in(tmp_path, "tuned", train=whole["train"] | {"initial_weights": "gpt2"}),
         run_in(tmp_path, "bare", flops_per_token=None),
+        run_in(tmp_path, "experts", active_parameters=10_000),
     ]
     points = points_of_runs(runs)
     assert points.names == ["whole"]
@@ -126,6 +127,7 @@ def test_runs_without_a_point_are_named_with_the_reason(tmp_path: Path) -> None:
     assert reasons["going"] == "has not finished (no summary.json)"
     assert reasons["diverged"] == "has no finite validation loss at its end"
     assert reasons["tuned"].startswith("begins with weights that were trained before")
+    assert reasons["experts"].startswith("has a mixture of experts")
     assert reasons["bare"].startswith("its summary.json, of an earlier version, lacks")
     with pytest.raises(UserError, match="no finished run to fit: going: has not finished"):
         points_of_runs([going])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -167,6 +168,14 @@ def test_a_run_that_is_planned_is_predicted_from_its_files(points: str) -> None:
     done = fit("--points", points, "--predict", "quickstart", "--runs-dir", str(SHIPPED_RUNS), "--resamples", "100")
     assert "quickstart: 1.46M parameters, 1.6M tokens, " in done.stdout
     assert "EXTRAPOLATED (parameters " in done.stdout
+
+
+def test_a_run_with_experts_is_not_predicted_by_laws_of_dense_models(points: str, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(SHIPPED_RUNS / "test", tmp_path / "experts"))
+    model = json.loads((run / "model.json").read_text()) | {"moe": {"num_experts": 4, "num_active_experts": 2}}
+    (run / "model.json").write_text(json.dumps(model))
+    done = fit("--points", points, "--predict", "experts", "--runs-dir", str(tmp_path), expect=2)
+    assert 'experts/model.json: key "moe": the laws are of dense models' in done.stderr
 
 
 @pytest.mark.parametrize(

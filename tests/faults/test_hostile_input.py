@@ -96,8 +96,10 @@ PLAUSIBLE_MODEL: dict[str, list[Any]] = {
     "position": ["learned", "rope", ""],
     "norm": ["layernorm", "rmsnorm", None],
     "mlp": ["gelu", "relu2", "swiglu", 5],
+    "moe": [None, 8, {}, {"num_experts": 4}, *({"num_experts": size, "num_active_experts": 2} for size in SIZES)],
 }
-MODEL_TEXTS = mutations(MODEL, PLAUSIBLE_MODEL, ["position", "norm", "mlp", "depth", "drop_rate", "value_embeddings"])
+UNUSUAL = ["position", "norm", "mlp", "depth", "drop_rate", "value_embeddings", "moe"]
+MODEL_TEXTS = mutations(MODEL, PLAUSIBLE_MODEL, UNUSUAL)
 
 
 @pytest.fixture

@@ -134,6 +134,8 @@ def test_transformers_samples_what_test_smoke_prints(tmp_path: Path) -> None:
         ({"value_embeddings": 1}, "value_embeddings"),
         ({"embedding_skip": True}, "embedding_skip"),
         ({"bigram_embedding": 50}, "bigram_embedding"),
+        ({"moe": {"num_experts": 4, "num_active_experts": 2}}, "moe"),
+        ({**LLAMA, "moe": {"num_experts": 4, "num_active_experts": 2}}, "moe"),
     ],
     ids=str,
 )

@@ -20,6 +20,7 @@ from harness.evaluation.likelihood import Scorer
 from harness.evaluation.loss import window_losses
 from harness.model import logit_errors
 from harness.model.embeddings import bigram_buckets, shifted
+from harness.model.experts import TrainingTerms
 from harness.model.inference import KeyValueCache
 from harness.model.logit_errors import fused_kernel
 from harness.model.norms import RMSNorm
@@ -49,6 +50,13 @@ LEVERS: dict[str, dict[str, Any]] = {
     "value embeddings for each block": {"value_embeddings": 3, "n_kv_heads": 2},
     "embedding skip": {"embedding_skip": True},
     "bigrams": {"bigram_embedding": 50},
+    "experts": {"moe": {"num_experts": 5, "num_active_experts": 2}},
+    "gated experts without biases": {
+        "moe": {"num_experts": 4, "num_active_experts": 3},
+        "mlp": "swiglu",
+        "linear_bias": False,
+        "initialisation": "zero_residual",
+    },
 }
 LLAMA: dict[str, Any] = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "linear_bias": False}
 ALL: dict[str, Any] = {
@@ -65,6 +73,12 @@ ALL: dict[str, Any] = {
 }
 CASES = {**LEVERS, "all": ALL}
 each_lever = pytest.mark.parametrize("changes", CASES.values(), ids=CASES.keys())
+
+
+def loss_of(model: GPTModel, tokens: Tensor, targets: Tensor) -> Tensor:
+    """What is minimised in training, as a scalar."""
+    output = model(tokens, targets)
+    return (output.terms if isinstance(output, TrainingTerms) else output).sum()
 
 
 # Formulas
@@ -320,8 +334,9 @@ def test_recomputed_blocks_give_the_same_gradients(changes: dict[str, Any]) -> N
 
     def gradients(recompute: bool) -> dict[str, Tensor | None]:
         model = random_model(config, recompute_blocks=recompute)
+        model.moe_router_loss_scale = 0.1
         torch.manual_seed(11)  # dropout masks
-        model(tokens, targets).backward()
+        loss_of(model, tokens, targets).backward()
         return {name: parameter.grad for name, parameter in model.named_parameters()}
 
     plain, recomputed = gradients(False), gradients(True)
@@ -336,11 +351,11 @@ def test_half_precision_is_near_fp32(changes: dict[str, Any], dtype: torch.dtype
     model = random_model(shape(**changes))
     model.residual_dtype = torch.bfloat16 if dtype == torch.bfloat16 else None
     tokens, targets = random_tokens(model.config), random_tokens(model.config, seed=4)
-    exact = model(tokens, targets)
+    exact = loss_of(model, tokens, targets)
     with torch.autocast("cpu", dtype):
         seen: list[torch.dtype] = []
         model.final_norm.register_forward_pre_hook(lambda _, given: seen.append(given[0].dtype))
-        half = model(tokens, targets)
+        half = loss_of(model, tokens, targets)
     assert seen == [torch.bfloat16 if dtype == torch.bfloat16 else torch.float32]
     assert half.dtype == torch.float32
     assert half.item() == pytest.approx(exact.item(), rel=0.02)

@@ -74,6 +74,7 @@ DEFAULTS: dict[str, Any] = {
     "muon_momentum": 0.95,
     "muon_momentum_warmup_steps": None,
     "z_loss": 0.0,
+    "moe_router_loss_scale": None,
 }
 MODEL_DEFAULTS = {
     "tie_weights": False,
@@ -92,6 +93,7 @@ MODEL_DEFAULTS = {
     "value_embeddings": None,
     "embedding_skip": False,
     "bigram_embedding": None,
+    "moe": None,
 }
 
 # Accepted
@@ -629,6 +631,22 @@ def test_all_defaults_spelled_out_are_no_keys_of_another_optimizer(train: WriteT
         ({"drop_rate": {"attention": 0.1}}, "drop_rate", "embedding, attention_weights, attention_output, mlp_output"),
         ({"drop_rate": {"embedding": 1.0}}, "drop_rate.embedding", "less than 1"),
         ({"drop_rate": [0.1]}, "drop_rate", "valid number"),
+        ({"moe": {"num_experts": 8, "num_active_experts": 9}}, "moe.num_active_experts", "lower it to 8 at most"),
+        ({"moe": {"num_experts": 8, "num_active_experts": 1}}, "moe.num_active_experts", "must be 2 or more, not 1"),
+        ({"moe": {"num_experts": 8, "num_active_experts": 0}}, "moe.num_active_experts", "must be 2 or more, not 0"),
+        ({"moe": {"num_experts": 8, "num_active_experts": 2.0}}, "moe.num_active_experts", "valid integer, not 2.0"),
+        ({"moe": {"num_experts": 1, "num_active_experts": 1}}, "moe.num_experts", 'for a dense model leave out "moe"'),
+        ({"moe": {"num_experts": 0, "num_active_experts": 2}}, "moe.num_experts", 'for a dense model leave out "moe"'),
+        ({"moe": {"num_experts": True, "num_active_experts": 2}}, "moe.num_experts", "valid integer, not true"),
+        ({"moe": {"num_experts": 2048, "num_active_experts": 2}}, "moe.num_experts", "less than or equal to 1024"),
+        ({"moe": {"num_experts": 8}}, "moe.num_active_experts", "missing"),
+        ({"moe": {"num_experts": 8, "num_active_experts": 2, "top_k": 2}}, "top_k", "num_experts, num_active_experts"),
+        (
+            {"moe": {"num_experts": 8, "num_active_experts": 2, "aux_loss": 0.01}},
+            "aux_loss",
+            '"moe_router_loss_scale" in train.json',
+        ),
+        ({"moe": 8}, "moe", 'an object like {"num_experts": 8, "num_active_experts": 2}, or null for none, not 8'),
     ],
     ids=str,
 )

@@ -12,10 +12,15 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
-from gpt import ModelConfig, load_model
+from bench.references import FeedForward, NotebookModel
+from gpt import GPTModel, ModelConfig, load_model
 from harness.common.json_files import read_json_object
 from harness.runs.notebook_optimizer import optimizer_by_name
+from harness.runs.train_config import TrainConfig
+from harness.training.adamw import AdamW
+from tests.support.configs import SEED_TRAIN
 from tests.support.launch import MODEL, Workshop, metrics
 from tests.support.notebook_model import NotebookRun
 
@@ -292,3 +297,44 @@ def test_moments_of_fewer_key_and_value_heads_are_joined_in_their_order() -> Non
         optimizer_by_name(
             {"state": numbered}, shapes | {qkv: adamw(48, 16)}, config.model_copy(update={"n_kv_heads": 4})
         )
+
+
+class NotebookExperts(nn.Module):
+    """As its author tells of them (https://www.gilesthomas.com): the softmax of the highest logits alone, which is that
+    of all over their sum, as weights of experts; here every expert sees every token."""
+
+    def __init__(self, dim: int, experts: int, active: int) -> None:
+        super().__init__()
+        self.active = active
+        self.router = nn.Linear(dim, experts, bias=False)
+        self.experts = nn.ModuleList(FeedForward(dim) for _ in range(experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.router(x)
+        highest, places = logits.topk(self.active)
+        weights = torch.full_like(logits, -torch.inf).scatter(-1, places, highest).softmax(-1)
+        return torch.stack([weights[..., [each]] * expert(x) for each, expert in enumerate(self.experts)]).sum(0)
+
+
+def test_a_mixture_of_experts_is_the_notebooks_with_its_optimizers_state() -> None:
+    moe = {"num_experts": 3, "num_active_experts": 2}
+    config = ModelConfig(**{**MODEL, "drop_rate": 0.0, "moe": moe})
+    torch.manual_seed(5)
+    theirs, ours = NotebookModel(config), GPTModel(config)
+    for block in theirs.trf_blocks:
+        block.ff = NotebookExperts(16, 3, 2)
+    ours.load_checkpoint_tensors(theirs.state_dict(), Path("model.safetensors"))
+    tokens = torch.randint(64, (2, 16))
+    torch.testing.assert_close(ours(tokens), theirs(tokens), rtol=1e-4, atol=1e-5)
+    optimizer = torch.optim.AdamW(theirs.parameters())
+    theirs(tokens).square().mean().backward()
+    optimizer.step()
+    own = AdamW(ours, TrainConfig.model_validate(SEED_TRAIN))
+    found = optimizer_by_name(optimizer.state_dict(), own.state_shapes(), config)
+    for name, parameter in theirs.named_parameters():
+        if name in found:
+            assert torch.equal(found[name]["exp_avg"], optimizer.state[parameter]["exp_avg"]), name
+    assert {name for name in found if ".ff." in name} == {
+        name for name, _ in theirs.named_parameters() if ".ff." in name
+    }
+    own.load_named_state(found)

@@ -198,9 +198,14 @@ def test_advice_leads_to_keys_that_there_are() -> None:
     assert not {*TrainConfig.model_fields, *ModelConfig.model_fields} & WITHOUT_KEY.keys()
 
 
-def test_a_mixture_of_experts_is_named(train: WriteTrain, model: WriteModel) -> None:
-    """The notebook's newest runs: `moe` in model.json, the weight of the router's loss in train.json."""
-    message = refusal(model, moe={"num_experts": 6, "num_active_experts": 2})
-    assert 'key "moe": belongs to a mixture of experts, which is not available here' in message
-    assert "unknown" not in message
-    assert "mixture of experts" in refusal(train, moe_router_loss_scale=0.01)
+def test_a_mixture_of_experts_is_that_of_the_notebook(train: WriteTrain, model: WriteModel) -> None:
+    """Its newest runs: `moe` in model.json, the weight of the router's loss in train.json. Others' keys lead there."""
+    moe = model(moe={"num_experts": 6, "num_active_experts": 2}).moe
+    assert moe is not None
+    assert (moe.num_experts, moe.num_active_experts) == (6, 2)
+    assert train(moe_router_loss_scale=0.005).moe_router_loss_scale == 0.005
+    for name in ("num_experts", "num_active_experts", "num_local_experts", "num_experts_per_tok", "n_experts"):
+        says = 'did you mean "moe" (an object of num_experts and num_active_experts)?'
+        assert f'key "{name}": unknown; {says}' in refusal(model, **{name: 8})
+    assert 'did you mean "moe_router_loss_scale"' in refusal(train, router_aux_loss_coef=0.001)
+    assert "metrics.jsonl has the experts' load" in refusal(train, log_moe_balance_file="balance.json")

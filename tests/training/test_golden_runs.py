@@ -20,6 +20,7 @@ import torch
 from gpt import GPTModel
 from harness.data.loader import BatchLayout, Microbatch
 from harness.runs.budget import batch_schedule
+from harness.runs.experiment import SWITCH_LOSS_SCALE
 from harness.runs.scaling_rules import Setup, ramp_multipliers, scale_settings
 from harness.runs.schedule import build_schedule
 from harness.runs.train_config import TrainConfig
@@ -96,6 +97,8 @@ def losses_of(name: str) -> list[float]:
     config = TrainConfig.model_validate({**SEED_TRAIN, **TRAIN, **train_json})
     torch.manual_seed(42)
     model = GPTModel(shape(**model_json), z_loss=config.z_loss)
+    if model.config.moe is not None:
+        model.moe_router_loss_scale = SWITCH_LOSS_SCALE / model.config.moe.num_active_experts
     layout = BatchLayout(1, config.accumulation_steps(1), config.microbatch_size, model.config.context_length)
     batches, schedule = batch_schedule(config, layout), build_schedule(config, STEPS)
     setup = Setup(layout.global_tokens, batches.tokens_before(STEPS), model.config.n_layers)

@@ -34,7 +34,7 @@ results = {}
 for name in names:
     experiment = Experiment.load(RunDirectory.find(Path(runs), name), Path(datasets))
     torch.manual_seed(experiment.config.random_seed)
-    model = trained = GPTModel(experiment.model).double()
+    model = trained = GPTModel(experiment.model, moe_router_loss_scale=experiment.moe_router_loss_scale).double()
     exchanged = []
     if world.size > 1:
         trained = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=0.5)

@@ -1,0 +1,388 @@
+"""A mixture of experts against a loop over tokens and experts in fp64, transformers' Mixtral, and closed forms."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from gpt import GPTModel, ModelConfig
+from harness.model import experts as module
+from harness.model import logit_errors
+from harness.model.experts import (
+    MixtureOfExperts,
+    Routed,
+    TrainingTerms,
+    balancing_loss,
+    experts_one_by_one,
+    grouped_experts,
+)
+from harness.model.feed_forward import FeedForward
+from harness.model.logit_errors import fused_kernel
+from harness.model.tensor_names import public_shapes
+from tests.model.test_model import random_model, random_tokens, shape
+
+MOE = {"num_experts": 5, "num_active_experts": 2}
+KINDS: list[dict[str, Any]] = [
+    {"mlp": mlp, "linear_bias": bias} for mlp in ("gelu", "relu2", "swiglu") for bias in (True, False)
+]
+
+
+def mixture(seed: int = 0, **changes: Any) -> MixtureOfExperts:
+    """One with a router that prefers some experts."""
+    torch.manual_seed(seed)
+    made = MixtureOfExperts(shape(**{"moe": MOE, **changes}))
+    with torch.no_grad():
+        made.router.weight.normal_(std=0.3)
+    return made
+
+
+def some_input(dtype: torch.dtype = torch.float32, width: int = 48) -> Tensor:
+    return torch.randn(2, 12, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+
+
+def training(model: GPTModel, tokens: Tensor, targets: Tensor) -> TrainingTerms:
+    output = model(tokens, targets)
+    assert isinstance(output, TrainingTerms)
+    return output
+
+
+def by_token_and_expert(tensors: dict[str, Tensor], x: Tensor, mlp: str, active: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, tokens of each expert and balancing loss from the tensors alone: each token's experts one by one."""
+    bias = {name: tensor for name, tensor in tensors.items() if name.endswith("bias")}
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return tensors[f"{name}.weight"] @ x + bias.get(f"{name}.bias", 0)
+
+    def expert(number: int, x: Tensor) -> Tensor:
+        inner = linear(f"experts.{number}.layers.0", x)
+        if mlp == "swiglu":
+            inner = F.silu(linear(f"experts.{number}.gate", x)) * inner
+        else:
+            inner = F.gelu(inner, approximate="tanh") if mlp == "gelu" else inner.clamp(min=0) ** 2
+        return linear(f"experts.{number}.layers.2", inner)
+
+    rows, experts = x.flatten(0, 1), len(tensors["router.weight"])
+    counts, mean_shares, outputs = [0] * experts, torch.zeros(experts, dtype=x.dtype), []
+    for row in rows:
+        shares = torch.exp(tensors["router.weight"] @ row)
+        shares = shares / shares.sum()
+        mean_shares = mean_shares + shares / len(rows)
+        chosen = sorted(range(experts), key=lambda number: -shares[number].item())[:active]
+        whole = sum(shares[number] for number in chosen)
+        outputs.append(sum((shares[number] / whole * expert(number, row) for number in chosen), torch.zeros_like(row)))
+        for number in chosen:
+            counts[number] += 1
+    loss = experts * sum(count / len(rows) * mean_shares[number] for number, count in enumerate(counts))
+    return torch.stack(outputs).view_as(x), torch.tensor(counts), torch.as_tensor(loss)
+
+
+# The layer
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("moe", [MOE, {"num_experts": 3, "num_active_experts": 3}], ids=str)
+def test_it_is_a_loop_over_tokens_and_experts_with_its_gradients(kind: dict[str, Any], moe: dict[str, int]) -> None:
+    ours = mixture(moe=moe, **kind).double()
+    tensors = {name: each.detach().clone().requires_grad_() for name, each in ours.named_parameters()}
+    x, weight = some_input(torch.float64), some_input(torch.float64).cos()
+    own_x, their_x = x.clone().requires_grad_(), x.clone().requires_grad_()
+    output, routing = ours(own_x)
+    expected, tokens, loss = by_token_and_expert(tensors, their_x, kind["mlp"], moe["num_active_experts"])
+    assert routing.tokens_E.tolist() == tokens.tolist()
+    assert routing.tokens_E.sum() == 24 * moe["num_active_experts"], "no token is left out"
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(routing.loss, loss, rtol=1e-12, atol=0)
+    ((output * weight).sum() + routing.loss).backward()
+    ((expected * weight).sum() + loss).backward()
+    torch.testing.assert_close(own_x.grad, their_x.grad, rtol=1e-10, atol=1e-13)
+    for name, parameter in ours.named_parameters():
+        theirs = tensors[name].grad
+        wanted = torch.zeros_like(parameter) if theirs is None else theirs
+        torch.testing.assert_close(parameter.grad, wanted, rtol=1e-10, atol=1e-13, msg=name)
+
+
+def test_it_is_the_block_of_mixtral_and_its_loss() -> None:
+    """transformers has the loss of all blocks as of one: for one block it is ours."""
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    ours = mixture(mlp="swiglu", linear_bias=False)
+    names = {"hidden_size": 48, "intermediate_size": 128, "num_local_experts": 5, "num_experts_per_tok": 2}
+    config = mixtral.MixtralConfig(**names, experts_implementation="eager")
+    theirs = mixtral.MixtralSparseMoeBlock(config)
+    with torch.no_grad():
+        theirs.gate.weight.copy_(ours.router.weight)
+        for number, expert in enumerate(ours.experts):
+            assert isinstance(expert, FeedForward)
+            assert expert.gate is not None
+            gate_up = torch.cat((expert.gate.weight, expert.layers[0].get_parameter("weight")))
+            theirs.experts.gate_up_proj[number].copy_(gate_up)
+            theirs.experts.down_proj[number].copy_(expert.layers[2].get_parameter("weight"))
+    x = some_input()
+    output, routing = ours(x)
+    torch.testing.assert_close(output, theirs(x), rtol=1e-4, atol=1e-6)
+    logits = F.linear(x, ours.router.weight).flatten(0, 1)
+    torch.testing.assert_close(routing.loss, mixtral.load_balancing_loss_func((logits,), 5, 2))
+
+
+@pytest.mark.parametrize("moe", [MOE, {"num_experts": 4, "num_active_experts": 4}], ids=str)
+def test_experts_that_are_alike_are_the_dense_layer(moe: dict[str, int]) -> None:
+    """Whatever the router says: weights add up to 1."""
+    ours, x = mixture(moe=moe).double(), some_input(torch.float64)
+    dense = ours.experts[0]
+    for expert in ours.experts:
+        expert.load_state_dict(dense.state_dict())
+    torch.testing.assert_close(ours(x).output_BxTxC, dense(x), rtol=1e-12, atol=1e-14)
+
+
+def test_all_experts_with_a_router_that_does_not_know_are_their_mean() -> None:
+    ours, x = mixture(moe={"num_experts": 4, "num_active_experts": 4}).double(), some_input(torch.float64)
+    with torch.no_grad():
+        ours.router.weight.zero_()
+    mean = torch.stack([expert(x) for expert in ours.experts]).mean(0)
+    torch.testing.assert_close(ours(x).output_BxTxC, mean, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("width", [48, 44], ids=["whole", "odd"])
+def test_grouped_products_are_those_one_by_one(kind: dict[str, Any], width: int) -> None:
+    """Widths that are no multiple of eight numbers are filled up; one expert has no token."""
+    ours = mixture(emb_dim=width, mlp_dim=60, **kind)
+    other = copy.deepcopy(ours)
+    rows = some_input(width=width).flatten(0, 1)
+    tokens = torch.tensor([7, 0, 12, 1, 4])
+    own, others = rows.clone().requires_grad_(), rows.clone().requires_grad_()
+    one, together = experts_one_by_one(ours.experts, own, tokens), grouped_experts(other.experts, others, tokens)
+    torch.testing.assert_close(together, one, rtol=1e-5, atol=1e-6)
+    for result in (one, together):
+        (result * rows.cos()).sum().backward()
+    torch.testing.assert_close(others.grad, own.grad, rtol=1e-5, atol=1e-6)
+    for (name, left), right in zip(ours.experts.named_parameters(), other.experts.parameters(), strict=True):
+        torch.testing.assert_close(right.grad, left.grad, rtol=1e-5, atol=1e-6, msg=name)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = [how(ours.experts, rows, tokens) for how in (experts_one_by_one, grouped_experts)]
+    assert {each.dtype for each in half} == {torch.bfloat16}
+    torch.testing.assert_close(half[1], half[0], rtol=0.02, atol=0.01)
+
+
+def test_without_gradients_an_expert_without_tokens_is_left_out() -> None:
+    ours = mixture()
+    called: list[int] = []
+    for number, expert in enumerate(ours.experts):
+        expert.register_forward_hook(lambda *_, number=number: called.append(number))
+    tokens = torch.tensor([24, 0, 0, 0, 0])
+    with torch.no_grad():
+        experts_one_by_one(ours.experts, some_input().flatten(0, 1), tokens)
+    assert called == [0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_router_decides_in_fp32_whatever_the_precision(dtype: torch.dtype) -> None:
+    ours, x = mixture(), some_input()
+    seen: list[torch.dtype] = []
+    plain = ours(x)
+    with torch.autocast("cpu", dtype):
+        weights, _, routing = ours._route(x.flatten(0, 1))
+        seen += [weights.dtype, routing.loss.dtype]
+        assert ours(x).routing.tokens_E.tolist() == plain.routing.tokens_E.tolist()
+        assert torch.equal(routing.loss, plain.routing.loss)
+        assert ours(x.to(dtype)).output_BxTxC.dtype == dtype
+    assert seen == [torch.float32] * 2
+
+
+# The loss that balances
+
+
+def test_the_balancing_loss_in_closed_form() -> None:
+    """K where load and probabilities are even; E where the same K experts get every token, with all the probability;
+    its gradient is E·f/N for each token's probability."""
+    tokens, experts, active = 40, 8, 2
+    even = torch.full((tokens, experts), 1 / experts, dtype=torch.float64)
+    assert balancing_loss(even, torch.full((experts,), tokens * active // experts)).item() == pytest.approx(active)
+    starved = torch.zeros(tokens, experts, dtype=torch.float64)
+    starved[:, :active] = 1 / active
+    load = torch.tensor([tokens] * active + [0] * (experts - active))
+    assert balancing_loss(starved, load).item() == pytest.approx(experts)
+    shares = torch.rand(tokens, experts, dtype=torch.float64).softmax(-1).requires_grad_()
+    balancing_loss(shares, load).backward()
+    torch.testing.assert_close(shares.grad, (experts * load / tokens / tokens).double().expand(tokens, -1))
+
+
+def test_minimising_it_spreads_the_load() -> None:
+    """From a router that sends every token to the first two of five experts: loads are 2.5 and 0 then, 1 when even."""
+    ours, x = mixture(), some_input() + 1
+    with torch.no_grad():
+        ours.router.weight.mul_(0.1)
+        ours.router.weight[:2] += 0.1
+    assert ours(x).routing.tokens_E.tolist() == [24, 24, 0, 0, 0]
+    optimizer = torch.optim.SGD(ours.router.parameters(), lr=0.02)
+    for _ in range(50):
+        routing = ours(x).routing
+        optimizer.zero_grad()
+        routing.loss.backward()
+        optimizer.step()
+    assert routing.loss.item() == pytest.approx(2, abs=0.05)
+    assert routing.tokens_E.min() >= 5
+
+
+def test_training_minimises_both_and_measures_one() -> None:
+    model = random_model(shape(moe=MOE))
+    model.moe_router_loss_scale = 0.3
+    tokens, targets = random_tokens(model.config), random_tokens(model.config, seed=4)
+    losses: list[Tensor] = []
+    for block in model.trf_blocks:
+        block.register_forward_hook(lambda _, __, out: losses.append(out.routing.loss))
+    terms, load = training(model, tokens, targets)
+    assert load.shape == (3, 5)
+    assert load.sum(1).tolist() == [2 * tokens.numel()] * 3
+    plain = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(terms, torch.stack((plain, 0.3 * torch.stack(losses[:3]).sum())))
+    model.z_loss = 0.1
+    assert len(training(model, tokens, targets).terms) == 3
+    measured = model.eval()(tokens, targets)
+    assert isinstance(measured, Tensor)
+    assert measured.item() == pytest.approx(plain.item(), rel=1e-6)
+
+
+def test_an_expert_without_tokens_has_gradients_of_zero() -> None:
+    """Sixty experts and no more than 2 · 24 rows: some have none."""
+    model = random_model(shape(moe={"num_experts": 60, "num_active_experts": 2}, context_length=12))
+    tokens = random_tokens(model.config)
+    terms, load = training(model, tokens, tokens)
+    terms.sum().backward()
+    idle = (load[0] == 0).nonzero().flatten().tolist()
+    assert len(idle) >= 12
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        if name.startswith(f"trf_blocks.0.ff.experts.{idle[0]}."):
+            assert not parameter.grad.any(), name
+
+
+# Counts and names
+
+
+@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
+def test_operations_are_those_of_the_active_experts(mlp: str) -> None:
+    """As many for each token with twenty experts as with five but for the router's; counted as they are computed."""
+
+    def counted(config: ModelConfig) -> int:
+        model = GPTModel(config)
+        head = {torch.ops.ddp_pretrain.linear_cross_entropy: lambda x, weight, *_, **__: 2 * x[0] * weight.numel()}
+        tokens = random_tokens(config, batch=1)
+        with (
+            torch.no_grad(),
+            sdpa_kernel(SDPBackend.MATH),
+            FlopCounterMode(display=False, custom_mapping=head) as counter,
+        ):
+            model(tokens, tokens)
+        return int(3 * counter.get_total_flops())
+
+    few, many = (shape(mlp=mlp, moe={"num_experts": count, "num_active_experts": 3}) for count in (5, 20))
+    for config in (few, many):
+        assert counted(config) == config.flops_per_token * config.context_length
+    assert many.flops_per_token - few.flops_per_token == 6 * 3 * 15 * 48
+    assert many.parameters > 2 * few.parameters
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_active_parameters_are_all_but_the_idle_experts(kind: dict[str, Any]) -> None:
+    config = shape(moe=MOE, **kind)
+    sizes = {name: each.numel() for name, each in GPTModel(config).named_parameters()}
+    assert sum(sizes.values()) == config.parameters
+    idle = [size for name, size in sizes.items() if any(f".experts.{number}." in name for number in (2, 3, 4))]
+    assert config.active_parameters == config.parameters - sum(idle)
+    dense = shape(**kind)
+    assert dense.active_parameters == dense.parameters
+
+
+def test_the_notebooks_first_model_has_as_many_parameters_as_its_author_counts() -> None:
+    """https://www.gilesthomas.com: six experts, two active, GPT-2 small: 446,410,752; 219,697,152 active, without
+    the router's rows of the four others."""
+    small = {"vocab_size": 50257, "context_length": 1024, "emb_dim": 768, "n_heads": 12, "n_layers": 12}
+    config = shape(**small, moe={"num_experts": 6, "num_active_experts": 2})
+    assert config.parameters == 446_410_752
+    assert config.active_parameters - 12 * 4 * 768 == 219_697_152
+
+
+def test_tensors_have_the_notebooks_names() -> None:
+    names = public_shapes(shape(moe=MOE))
+    assert names["trf_blocks.0.ff.router.weight"] == (5, 48)
+    assert names["trf_blocks.2.ff.experts.4.layers.0.weight"] == (192, 48)
+    assert names["trf_blocks.2.ff.experts.4.layers.2.bias"] == (48,)
+    assert "trf_blocks.0.ff.layers.0.weight" not in names
+
+
+@pytest.mark.parametrize("initialisation", ["gpt2", "zero_residual"])
+def test_experts_begin_as_feed_forward_layers_do(initialisation: str) -> None:
+    torch.manual_seed(0)
+    model = GPTModel(shape(emb_dim=192, n_layers=2, moe=MOE, initialisation=initialisation))
+    for number in range(5):
+        first = model.get_parameter(f"trf_blocks.1.ff.experts.{number}.layers.0.weight")
+        last = model.get_parameter(f"trf_blocks.1.ff.experts.{number}.layers.2.weight")
+        assert first.std().item() == pytest.approx(0.02, rel=0.05)
+        expected = 0.02 / 4**0.5 if initialisation == "gpt2" else 0.0
+        assert last.std().item() == pytest.approx(expected, rel=0.05)
+        assert not model.get_parameter(f"trf_blocks.1.ff.experts.{number}.layers.0.bias").any()
+    assert model.get_parameter("trf_blocks.0.ff.router.weight").std().item() == pytest.approx(0.02, rel=0.1)
+
+
+# Compiled
+
+
+@pytest.mark.parametrize(
+    ("kind", "recompute"),
+    [({}, True), ({"mlp": "swiglu", "emb_dim": 44, "linear_bias": False}, False)],
+    ids=["gelu, recomputed", "swiglu"],
+)
+def test_compiled_it_is_one_graph_with_the_same_gradients(
+    monkeypatch: pytest.MonkeyPatch, kind: dict[str, Any], recompute: bool
+) -> None:
+    """Programs are traced, but no machine code is made of them: quick. Another load needs no other program."""
+    torch._dynamo.reset()
+    kernel = torch.compile(fused_kernel, dynamic=False, fullgraph=True, backend="aot_eager")
+    monkeypatch.setattr(logit_errors, "_compile", lambda: kernel)
+    model = random_model(shape(**{"moe": MOE, "n_layers": 2, **kind}), recompute_blocks=recompute)
+    model.moe_router_loss_scale = 0.1
+    plain, graphs = copy.deepcopy(model), []
+
+    def backend(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Any:
+        from torch._dynamo.backends.debugging import aot_eager
+
+        graphs.append(graph)
+        return aot_eager(graph, examples)
+
+    model.compile(backend=backend, dynamic=False)
+    for seed in (3, 5):
+        tokens, targets = random_tokens(model.config, seed=seed), random_tokens(model.config, seed=4)
+        ours, theirs = (training(each, tokens, targets) for each in (model, plain))
+        assert ours.expert_tokens.tolist() == theirs.expert_tokens.tolist()
+        torch.testing.assert_close(ours.terms, theirs.terms)
+        for terms in (ours.terms, theirs.terms):
+            terms.sum().backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+    assert len(graphs) == 1
+    torch._dynamo.reset()
+
+
+def test_a_gpu_in_training_need_not_be_asked_for_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of GPUs, taken on the CPU: whole models in training come to the same."""
+    model = random_model(shape(moe=MOE))
+    tokens = random_tokens(model.config)
+    expected = training(model, tokens, tokens)
+    monkeypatch.setattr(module, "_in_groups", lambda x: torch.is_grad_enabled())
+    monkeypatch.setattr(module, "experts_one_by_one", lambda *_: pytest.fail("asks for sizes"))
+    found = training(model, tokens, tokens)
+    torch.testing.assert_close(found.terms, expected.terms)
+    assert torch.equal(found.expert_tokens, expected.expert_tokens)
+
+
+def test_blocks_without_experts_give_tensors() -> None:
+    model = random_model(shape())
+    assert isinstance(model.trf_blocks[0](torch.zeros(1, 2, 48)), Tensor)
+    assert isinstance(random_model(shape(moe=MOE)).trf_blocks[0](torch.zeros(1, 2, 48)), Routed)

@@ -1,0 +1,274 @@
+"""Runs with a mixture of experts: on several ranks, stopped and continued, with both optimizers; what they report."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpt import GPTModel
+from harness.data.loader import BatchLayout
+from harness.distributed.world import World
+from harness.model.config import ModelConfig
+from harness.runs.budget import batch_schedule, tokens_of_budget
+from harness.runs.checkpoints import list_checkpoints
+from harness.runs.directory import RunDirectory
+from harness.runs.experiment import Experiment
+from harness.runs.metrics import TrainEvent, read_metrics
+from harness.runs.train_config import TrainConfig
+from harness.training.loss_meter import LossMeter
+from harness.training.matrices import Matrix, matrices_of
+from harness.training.step import StepResult
+from tests.hf.test_convert_hf import refused, write_checkpoint
+from tests.model.test_model import shape
+from tests.support.configs import SEED_TRAIN
+from tests.support.launch import DATASET, Result, Workshop, finish, free_port, metrics
+from tests.support.same_end import assert_same_end
+from tests.training.test_gradients import WORKER
+from tests.training.test_microbatch_search import cold_command
+
+MOE = {"num_experts": 4, "num_active_experts": 2}
+SETTINGS: dict[str, Any] = {"learning_rate": 0.01, "clipping_max_norm": 1.0, "precision": "fp32"}
+MUON = {"optimizer": "muon", "shard_optimizer": True}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workshop, Path, Result]:
+    shop = Workshop(tmp_path_factory.mktemp("experts"))
+    shop.add_dataset(tokens=40_000)
+    run = shop.add_run(model={"moe": MOE}, **SETTINGS)
+    return shop, run, shop.train("r")
+
+
+def train_events(run: Path) -> list[TrainEvent]:
+    return [event for event in read_metrics(run / "metrics.jsonl") if isinstance(event, TrainEvent)]
+
+
+def loads_of(event: TrainEvent) -> list[list[float]]:
+    """Of each block's experts."""
+    assert event.expert_load is not None
+    return [[load for load in block if load is not None] for block in event.expert_load]
+
+
+# Ranks
+
+
+def test_two_ranks_have_the_gradient_of_one_with_two_microbatches(tmp_path: Path) -> None:
+    """In fp64, the balancing loss's part included, which is of each microbatch. More experts than a rank's tokens can
+    go to: each rank has some without any."""
+    shop = Workshop(tmp_path)
+    shop.add_dataset()
+    (tmp_path / "worker.py").write_text(WORKER)
+    model = {"drop_rate": 0.0, "moe": {"num_experts": 40, "num_active_experts": 2}}
+    found = {}
+    for ranks in (1, 2):
+        shop.add_run("r", model=model, microbatch_size=1, gradient_accumulation_steps=2 // ranks)
+        out = tmp_path / f"{ranks}.pt"
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        command = [str(tmp_path / "worker.py"), str(shop.runs), str(shop.datasets), str(out), "r"]
+        each = [shop.fork(command, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
+        finish(each, expect=0, timeout=120)
+        found[ranks] = torch.load(out, weights_only=True)["r"]["gradients"]
+    assert found[1].keys() == found[2].keys()
+    for name, gradient in found[1].items():
+        torch.testing.assert_close(found[2][name], gradient, rtol=1e-12, atol=1e-14, msg=name)
+    assert any(not gradient.any() for name, gradient in found[1].items() if ".experts." in name), "some have no tokens"
+    assert all(gradient.any() for name, gradient in found[1].items() if ".router." in name)
+
+
+def test_a_run_learns_on_two_ranks_and_reports_the_load(trained: tuple[Workshop, Path, Result]) -> None:
+    _, run, result = trained
+    losses = [event["loss"] for event in metrics(run) if event["event"] == "validation"]
+    assert losses[-1] < losses[0] - 0.3
+    for event in train_events(run):
+        blocks = loads_of(event)
+        flat = [load for block in blocks for load in block]
+        assert [len(block) for block in blocks] == [4, 4]
+        assert all(sum(block) == pytest.approx(4, abs=1e-3) for block in blocks), "over an even load"
+        assert (event.expert_load_min, event.expert_load_max) == pytest.approx((min(flat), max(flat)), abs=1e-4)
+        shown = f"experts {event.expert_load_min:.2f}-{event.expert_load_max:.2f}"
+        assert re.search(rf"^global step {event.global_step}/.* {re.escape(shown)}", result.stdout, re.M), result.stdout
+    config = ModelConfig.model_validate(json.loads((run / "model.json").read_text()))
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["parameters"], summary["active_parameters"]) == (config.parameters, config.active_parameters)
+    assert summary["flops_per_token"] == config.flops_per_token
+    meta = json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())
+    assert meta["active_parameters"] == config.active_parameters
+
+
+@pytest.mark.parametrize(
+    "changes", [{"precision": "bf16", "activation_checkpointing": True}, {"precision": "fp16"}], ids=["bf16", "fp16"]
+)
+def test_half_precision_ends_near_fp32(trained: tuple[Workshop, Path, Result], changes: dict[str, Any]) -> None:
+    """A token's experts may be others where two are nearly alike: the losses are near, not the same."""
+    shop, run, _ = trained
+    name = str(changes["precision"])
+    shop.add_run(name, model={"moe": MOE}, **SETTINGS | changes)
+    shop.train(name)
+    ends = [
+        [event["loss"] for event in metrics(each) if event["event"] == "validation"][-1]
+        for each in (run, shop.runs / name)
+    ]
+    assert ends[1] == pytest.approx(ends[0], abs=0.03)
+
+
+def test_it_goes_on_bit_for_bit(trained: tuple[Workshop, Path, Result]) -> None:
+    """From a checkpoint between two reports, whose loads are in it."""
+    shop, run, _ = trained
+    shutil.copytree(run, shop.runs / "again", symlinks=True)
+    shop.train("again", list_checkpoints(run / "checkpoints")[1][1].name)
+    assert_same_end(run, shop.runs / "again")
+
+
+def test_it_goes_on_with_another_number_of_ranks(trained: tuple[Workshop, Path, Result]) -> None:
+    """From such a checkpoint: the next report is of the tokens before it, too."""
+    shop, run, _ = trained
+    folder = Path(shutil.copytree(run, shop.runs / "one", symlinks=True))
+    shop.train("one", list_checkpoints(run / "checkpoints")[1][1].name, ranks=1)
+    assert train_events(folder)[-1].tokens_seen == 1280
+    for event in train_events(folder):
+        assert all(sum(block) == pytest.approx(4, abs=1e-3) for block in loads_of(event))
+
+
+def test_muon_and_a_shared_out_optimizer_come_to_the_same_as_whole(trained: tuple[Workshop, Path, Result]) -> None:
+    shop = trained[0]
+    for name, shared in (("shared", True), ("whole", False)):
+        shop.add_run(name, model={"moe": MOE}, **SETTINGS | MUON | {"shard_optimizer": shared, "min_train_tokens": 512})
+        shop.train(name)
+    assert_same_end(shop.runs / "shared", shop.runs / "whole")
+
+
+def test_muon_sees_each_experts_matrices_and_the_router() -> None:
+    """As Moonlight (arXiv:2502.16982) and GLM-4.5 (arXiv:2508.06471) do it: all matrices but embeddings and head."""
+    from harness.training.muon import Muon
+
+    model = GPTModel(shape(moe=MOE, mlp="swiglu"))
+    config = TrainConfig.model_validate({**SEED_TRAIN, "optimizer": "muon", "precision": "fp32"})
+    muons = Muon(model, config)._muons
+    block = [name.removeprefix("trf_blocks.0.") for name in muons if name.startswith("trf_blocks.0.")]
+    experts = [f"ff.experts.{number}.{part}.weight" for number in range(4) for part in ("layers.0", "layers.2", "gate")]
+    assert sorted(block) == sorted(["att.qkv.weight", "att.out_proj.weight", "ff.router.weight", *experts])
+    name = "trf_blocks.0.ff.experts.3.gate.weight"
+    assert matrices_of(name, muons[name], model) == [Matrix(name, 0, 128, 48)]
+
+
+# Commands
+
+
+def test_its_test_loss_is_measured(trained: tuple[Workshop, Path, Result]) -> None:
+    shop, run, _ = trained
+    files = [str(run / "model.json"), str(run / "checkpoints" / "latest" / "model.safetensors")]
+    said = shop.script("test_loss.py", str(shop.datasets), *files, "--dataset", DATASET, "--split", "test").stdout
+    loss = re.search(r"\d\.\d+", said)
+    assert loss is not None, said
+    assert 2 < float(loss[0]) < 4.2
+
+
+def test_it_is_sampled_and_tuned_but_not_exported(tmp_path: Path) -> None:
+    config = shape(vocab_size=300, context_length=256, moe=MOE)
+    write_checkpoint(tmp_path / "c", config)
+    (tmp_path / "model.json").write_text(config.model_dump_json())
+    files = [str(tmp_path / "model.json"), str(tmp_path / "c" / "model.safetensors")]
+    shop = Workshop(tmp_path)
+    said = shop.script("test_smoke.py", *files, "--prompt", "def f(", "--num-tokens", "5", "--temperature", "0").stdout
+    assert said.startswith("def f(")
+    examples = [{"instruction": "f", "input": "", "output": "def"}] * 20
+    (tmp_path / "data.json").write_text(json.dumps(examples))
+    tuned = shop.script("test_ift.py", *files, "--data", str(tmp_path / "data.json"), "--responses-only")
+    assert "epoch 1: training loss" in tuned.stdout + tuned.stderr
+    for format_ in ("transformers", "notebook"):
+        says = 'model.json: key "moe": {"num_experts": 4, "num_active_experts": 2}'
+        refused(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "out"), "--format", format_, says=says)
+
+
+def test_the_plan_counts_all_and_active_parameters(trained: tuple[Workshop, Path, Result]) -> None:
+    shop, run, _ = trained
+    said = shop.attempt("--plan", "--restart").stdout
+    config = ModelConfig.model_validate(json.loads((run / "model.json").read_text()))
+    assert re.search(rf"^parameters +{config.parameters:,}$", said, re.M)
+    assert re.search(rf"^active +{config.active_parameters:,} parameters for each token$", said, re.M)
+    assert re.search(r"^balancing loss +x 0.005 \(moe_router_loss_scale\)$", said, re.M)
+    assert re.search(rf"^FLOPs per token +{config.flops_per_token:,}$", said, re.M)
+    on_paper = shop.attempt("--plan", "--restart", "--assume-device", "H100").stdout
+    assert '"moe" in model.json is not covered' in " ".join(on_paper.split())
+
+
+@pytest.mark.slow
+def test_the_largest_microbatch_is_found(trained: tuple[Workshop, Path, Result]) -> None:
+    """Started cold: a forked process holds its parent's memory, too."""
+    command = cold_command(trained[0], "r", "-f", "--memory-limit-gib", "1")
+    said = finish([trained[0].spawn(command, {})], expect=0, timeout=240).stdout
+    assert re.search(r"Max microbatch size was [1-9]", said)
+
+
+def test_the_tiny_twin_of_such_a_run_can_be_built(trained: tuple[Workshop, Path, Result]) -> None:
+    tiny = Experiment.load(RunDirectory(trained[1]), trained[0].datasets).tiny()
+    model = GPTModel(tiny.model)
+    assert model(torch.tensor([[1, 2]]), torch.tensor([[2, 3]])).terms.isfinite().all()
+
+
+def test_the_routers_loss_belongs_with_experts(tmp_path: Path) -> None:
+    shop = Workshop(tmp_path)
+    shop.add_dataset()
+    shop.add_run(moe_router_loss_scale=0.01)
+    for arguments in ([], ["--plan"]):
+        result = shop.attempt(*arguments)
+        assert result.status == 2
+        (line,) = result.error_lines
+        assert 'r/train.json: key "moe_router_loss_scale": belongs with "moe" in model.json; remove it' in line
+    for value in (-0.1, "0.1", True):
+        shop.add_run(model={"moe": MOE}, moe_router_loss_scale=value)
+        (line,) = shop.attempt().error_lines
+        assert 'key "moe_router_loss_scale": input should be' in line
+
+
+@pytest.mark.parametrize(("given", "active", "scale"), [({}, 2, 0.005), ({}, 4, 0.0025), ({"own": 0.0}, 2, 0.0)])
+def test_the_scale_is_switch_transformers_over_the_active_experts(
+    tmp_path: Path, given: dict[str, float], active: int, scale: float
+) -> None:
+    shop = Workshop(tmp_path)
+    moe = {"num_experts": 4, "num_active_experts": active}
+    run = shop.add_run(model={"moe": moe}, moe_router_loss_scale=given.get("own"))
+    assert Experiment.load(RunDirectory(run), shop.datasets).moe_router_loss_scale == scale
+
+
+def test_a_budget_by_parameters_counts_the_active_ones() -> None:
+    model = shape(moe={"num_experts": 20, "num_active_experts": 2})
+    config = TrainConfig.model_validate(
+        {key: value for key, value in SEED_TRAIN.items() if key != "min_train_tokens"} | {"tokens_per_parameter": 20}
+    )
+    batches = batch_schedule(config, BatchLayout(1, 1, 1, 24))
+    wanted = 20 * model.active_parameters
+    tokens = tokens_of_budget(config, model, batches)
+    assert tokens is not None
+    assert wanted <= tokens < wanted + 24
+    assert model.active_parameters < model.parameters / 3
+
+
+# The load between two reports
+
+
+def test_the_load_is_of_all_microbatches_since_the_last_report() -> None:
+    model, alone = shape(n_layers=2, moe={"num_experts": 4, "num_active_experts": 2}), World(0, 0, 1, 1, CPU)
+    meter, zero = LossMeter(CPU, model), torch.tensor(0.0)
+    loads = ([[4, 0, 4, 0], [2, 2, 2, 2]], [[4, 4, 0, 0], [0, 2, 4, 2]])
+    for load in loads:
+        meter.add(StepResult(torch.ones(2, dtype=torch.float64), zero, zero, torch.tensor(load)))
+    state = meter.state()
+    for other in (LossMeter(CPU, model), LossMeter(CPU, model)):
+        other.load_state(state)
+        assert other.reduce(alone).expert_load == [[2, 1, 1, 0], [0.5, 1, 1.5, 1]]
+        assert other.state() == LossMeter(CPU, model).state(), "it begins anew"
+    merged = LossMeter(CPU, model)
+    merged.load_merged([state, LossMeter(CPU, model).state()])
+    report = merged.reduce(alone)
+    assert (report.expert_load, report.microbatches) == ([[2, 1, 1, 0], [0.5, 1, 1.5, 1]], 4)
+    with pytest.raises(ValueError, match="16 numbers where there should be 8"):
+        LossMeter(CPU).load_state(state)
