@@ -128,12 +128,13 @@ def main(sweep: Path, turns: int, as_json: bool, runs_dir: Path) -> None:
 
 
 def take_turns(everyone: list[Contestant], turns: int) -> None:
-    """Each is first in its turn. Pauses of the garbage collector are nobody's work."""
+    """In another order each time, alike on all ranks, since a step is slower or faster for what ran before it. Pauses of
+    the garbage collector are nobody's work."""
     gc.disable()
+    random = np.random.default_rng(0)
     for number in range(WARM_UP + turns):
-        first = number % len(everyone)
-        for each in everyone[first:] + everyone[:first]:
-            each.take(number, counts=number >= WARM_UP)
+        for place in random.permutation(len(everyone)):
+            everyone[place].take(number, counts=number >= WARM_UP)
 
 
 if __name__ == "__main__":
