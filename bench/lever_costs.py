@@ -128,7 +128,7 @@ def main(sweep: Path, turns: int, as_json: bool, runs_dir: Path) -> None:
 
 
 def take_turns(everyone: list[Contestant], turns: int) -> None:
-    """In another order each time, alike on all ranks, since a step is slower or faster for what ran before it. Pauses of
+    """In another order each time, alike on all ranks, since what ran before a step makes it slower or faster. Pauses of
     the garbage collector are nobody's work."""
     gc.disable()
     random = np.random.default_rng(0)
