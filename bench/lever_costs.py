@@ -112,7 +112,7 @@ def line(row: dict[str, Any]) -> str:
 @click.command()
 @click.argument("sweep", type=click.Path(path_type=Path))
 @click.option("--turns", default=40, show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="For bench/lever_table.py.")
+@click.option("--json", "as_json", is_flag=True, help="The same as JSON.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=RUNS_DIR, show_default=True)
 def main(sweep: Path, turns: int, as_json: bool, runs_dir: Path) -> None:
     """Print parameters, milliseconds, and the ratio to the sweep's first run with its quartiles."""
