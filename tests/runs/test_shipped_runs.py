@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gpt import load_model_config
+from harness.analysis.sweeps import load_sweep
 from harness.common.json_files import read_json_object
 from harness.data.loader import num_whole_batches
 from harness.runs.directory import RunDirectory
 from harness.runs.schedule import build_schedule
 from harness.runs.train_config import load_train_config
-from tests.support.isolation import SHIPPED_RUNS
+from tests.support.isolation import ROOT, SHIPPED_RUNS
 
 QUICKSTARTS = ["quickstart", "quickstart-gpt2"]
 FAST = ["8xa100m40-fast", "8xh100m80-fast"]
@@ -109,3 +111,16 @@ def test_quickstart_fits_the_dataset_it_trains_on() -> None:
 
     model = load_model_config(SHIPPED_RUNS / "quickstart" / "model.json")
     assert model.vocab_size == DEFAULT_VOCAB_SIZE, "smaller: refused; larger: embeddings that nothing trains"
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_the_fast_runs_see_the_same_data_as_the_notebooks(name: str) -> None:
+    own, notebooks = train_json(name), train_json(name.removesuffix("-fast"))
+    for key in notebooks:
+        assert own[key] == notebooks[key], key
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "sweeps").glob("*.json")), ids=lambda path: path.name)
+def test_every_sweep_makes_runs_that_can_be_trained(path: Path) -> None:
+    sweep = load_sweep(path, SHIPPED_RUNS)
+    sweep.check_startable(sweep.runs)
