@@ -31,8 +31,16 @@ def test_every_lever_of_train_json_is_in_the_model(tmp_path: Path) -> None:
     assert found == (0.01, True, torch.bfloat16, 0.3)
 
 
-@pytest.mark.parametrize("batch", [{"gradient_accumulation_steps": 3}, {"global_batch_size": 6}], ids=str)
-def test_a_step_has_the_microbatches_of_one_rank(tmp_path: Path, batch: dict[str, int]) -> None:
+BATCHES: list[dict[str, Any]] = [
+    {"gradient_accumulation_steps": 3},
+    {"global_batch_size": 6},
+    {"batch_ramp": [[0, 2], [64, 6]]},
+]
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=str)
+def test_a_step_has_the_microbatches_of_one_rank(tmp_path: Path, batch: dict[str, Any]) -> None:
+    """Of a ramp those of its largest batch."""
     each = contestant_of(tmp_path, **batch)
     assert (each.microbatches, each.batch_BxT[0]) == (3, 2)
     each.take(0, counts=True)
