@@ -220,7 +220,7 @@ def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
     from harness.runs.schedule import build_schedule
     from harness.training.evaluations import Evaluations
     from harness.training.loss_meter import LossMeter
-    from harness.training.parallel import parallelise
+    from harness.training.parallel import model_options, parallelise
     from harness.training.reporter import Reporter
     from harness.training.rng import seed_alike
     from harness.training.step import build_step
@@ -228,14 +228,7 @@ def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
     config, position = start.experiment.config, start.position
     seed_alike(config.random_seed)  # every rank draws the same weights
     precision = Precision.for_training(start.step_config.precision, world.device)
-    residual = precision.residual_dtype(config.residual_precision)
-    model = GPTModel(
-        start.experiment.model,
-        recompute_blocks=config.activation_checkpointing,
-        residual_dtype=residual,
-        z_loss=config.z_loss,
-        moe_router_loss_scale=start.experiment.moe_router_loss_scale,
-    )
+    model = GPTModel(start.experiment.model, **model_options(start.experiment, precision))
     trained = parallelise(model.to(world.device), start.experiment, world)
     step = build_step(model, trained, start.step_config, before_exchange=world.watchdog.beat, world=world)
     meter, reporter = LossMeter(world.device, model.config), Reporter(start, world)

@@ -33,7 +33,8 @@ from harness.analysis.sweeps import RUNS_DIR, load_sweep
 from harness.common.errors import one_line_errors
 from harness.data.loader import Microbatch
 from harness.distributed.world import World
-from harness.training.parallel import parallelise
+from harness.model.precision import Precision
+from harness.training.parallel import model_options, parallelise
 from harness.training.step import OptimizerStep, build_step
 
 WARM_UP = 3
@@ -68,17 +69,13 @@ def contestant(run: DerivedRun, world: World) -> Contestant:
     """Training as ddp_train.py runs it, without its data."""
     config, shape = run.train_config, run.model_config
     torch.manual_seed(config.random_seed)
-    model = GPTModel(shape)
-    step = build_step(model, parallelise(model, run.experiment(Path()), world), config, world=world)
-    sequences = config.microbatch_size
-    microbatches = config.gradient_accumulation_steps
-    if config.global_batch_size is not None:
-        microbatches = config.global_batch_size // sequences
+    experiment, precision = run.experiment(Path()), Precision.for_training(config.precision, world.device)
+    model = GPTModel(shape, **model_options(experiment, precision)).to(world.device)
+    step = build_step(model, parallelise(model, experiment, world), config, world=world)
+    batch = config.microbatch_size, shape.context_length
     clock = time.process_time if world.size == 1 else time.perf_counter
     parameters = sum(each.numel() for each in model.parameters())
-    return Contestant(
-        run.name, step, microbatches, (sequences, shape.context_length), shape.vocab_size, parameters, clock
-    )
+    return Contestant(run.name, step, config.accumulation_steps(world.size), batch, shape.vocab_size, parameters, clock)
 
 
 def arms(runs: list[DerivedRun]) -> list[DerivedRun]:

@@ -74,6 +74,11 @@ def _parameters(record: RunRecord) -> float | None:
     return record.shape.parameters if record.shape else None
 
 
+def _active_parameters(record: RunRecord) -> float | None:
+    """All of a dense model's, so that it stands beside those with experts."""
+    return record.shape.active_parameters if record.shape else None
+
+
 def _flops(record: RunRecord) -> float | None:
     shape, tokens = record.shape, record.tokens_seen
     return shape.flops_per_token * tokens if shape and tokens else None
@@ -212,6 +217,10 @@ TRAINED: tuple[Quantity, ...] = (
     Quantity(
         *("parameters", "parameters", "", ",.0f"),
         of_each(_parameters, "model not known"),
+    ),
+    Quantity(
+        *("active_parameters", "active parameters", "", ",.0f"),
+        of_each(_active_parameters, "model not known"),
     ),
     Quantity(
         *("global_batch", "global batch", "sequences", ",.0f"),

@@ -19,6 +19,9 @@ from harness.runs.budget import wanted_tokens
 
 # By which runs are sorted unless asked otherwise.
 LOSSES = ("test_loss", "validation_loss", "bits_per_byte", "train_loss")
+# Columns that are left out where they say the same as another: best losses that are the last ones, and the parameters
+# that a token goes through where no model has experts.
+REPEATS = {"best_validation_loss": "validation_loss", "active_parameters": "parameters"}
 LONGEST_SETTING = 28  # characters
 LARGEST_SHOWN = 1e15
 
@@ -72,7 +75,7 @@ class RunsTable:
         for quantity in (*TRAINED, *RESULTS, *benchmarks, *SPENT):
             found = _quantity_columns(quantity, records)
             columns += found
-            if not found and not quantity.key.startswith("best_"):
+            if not found and quantity.key not in REPEATS:
                 absent.append(quantity.title)
         return cls(tuple(records), tuple(_without_repetition(columns)), tuple(absent))
 
@@ -257,12 +260,9 @@ def _numbered(columns: Sequence[Column]) -> list[Column]:
 
 
 def _without_repetition(columns: Sequence[Column]) -> list[Column]:
-    """Without the best validation losses where they are the last ones, and costs without validation where there was
-    none."""
     by_key = {column.key: column for column in columns}
-    repeats = {"best_validation_loss": "validation_loss"}
     return [
-        column for column in columns if column.key not in repeats or not _same(column, by_key.get(repeats[column.key]))
+        column for column in columns if column.key not in REPEATS or not _same(column, by_key.get(REPEATS[column.key]))
     ]
 
 

@@ -1,7 +1,8 @@
 """What keys of other programs' configurations are called here, for the advice about a key that is unknown.
 
 The names are those of nanoGPT's and nanochat's settings, llm.c's options, Hugging Face transformers' TrainingArguments
-and model configurations, and the lab notebook's newest runs.
+and model configurations, and the lab notebook's newest runs; for the architecture those of litgpt, Megatron-LM and
+Llama's own program, too, and names of switches (`rope`, `swiglu`) that people expect.
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ _TRAINING = {
     "adam_beta1": ("betas", FIRST_BETA),
     "adam_beta2": ("betas", SECOND_BETA),
     "adam_epsilon": ("eps", ""),
+    "aux_loss_coef": ("moe_router_loss_scale", ""),
     "batch_size": ("microbatch_size", SEQUENCES),
     "beta1": ("betas", FIRST_BETA),
     "beta2": ("betas", SECOND_BETA),
     "bf16": ("precision", 'true: "bf16"'),
     "clip_grad": ("clipping_max_norm", "null: none"),
     "clip_grad_norm": ("clipping_max_norm", "null: none"),
+    "cooldown_frac": ("decay_period_percent", "times 100"),
     "core_metric_every": ("benchmark_interval", STEPS),
     "core_metric_max_per_task": ("benchmark_examples", ""),
     "data_path": ("dataset", "owner/name"),
@@ -69,6 +72,7 @@ _TRAINING = {
     "lr": ("learning_rate", ""),
     "lr_scheduler": ("lr_schedule", '"constant", "cosine", "wsd" or "linear"'),
     "lr_scheduler_type": ("lr_schedule", '"constant", "cosine", "wsd" or "linear"'),
+    "lm_head_lr": ("head_learning_rate", ""),
     "matrix_lr": ("muon_learning_rate", 'with "optimizer": "muon"'),
     "max_epochs": ("min_train_tokens", ALL_ONCE),
     "max_grad_norm": ("clipping_max_norm", "null: none"),
@@ -79,6 +83,8 @@ _TRAINING = {
     "min_lr": ("min_lr_ratio", "over learning_rate"),
     "minibatch": ("microbatch_size", SEQUENCES),
     "mixed_precision": ("precision", '"bf16", "fp16" or "fp32"'),
+    "moe_aux_loss_coeff": ("moe_router_loss_scale", ""),
+    "muon_lr": ("muon_learning_rate", 'with "optimizer": "muon"'),
     "n_epochs": ("min_train_tokens", ALL_ONCE),
     "num_epochs": ("min_train_tokens", ALL_ONCE),
     "num_iterations": ("train_steps", STEPS),
@@ -89,6 +95,7 @@ _TRAINING = {
     "per_device_train_batch_size": ("microbatch_size", SEQUENCES),
     "per_gpu_eval_batch_size": ("microbatch_size", "in validation, too"),
     "per_gpu_train_batch_size": ("microbatch_size", SEQUENCES),
+    "rampup_batch_size": ("batch_ramp", "pairs of tokens and sequences, as in [[0, 8], [1000000, 16]]"),
     "recompute": ("activation_checkpointing", ""),
     "router_aux_loss_coef": ("moe_router_loss_scale", "over n_layers: the blocks' losses are added up here"),
     "sample_every": ("sample_interval", STEPS),
@@ -105,18 +112,20 @@ _TRAINING = {
     "train_batch_size": ("global_batch_size", "in sequences, of all ranks"),
     "train_micro_batch_size_per_gpu": ("microbatch_size", SEQUENCES),
     "unembedding_lr": ("head_learning_rate", ""),
+    "use_muon": ("optimizer", 'true: "muon"'),
     "val_every": ("validation_interval", STEPS),
     "val_loss_every": ("validation_interval", STEPS),
     "val_max_steps": ("validation_batches", MICROBATCHES),
     "warmdown_ratio": ("decay_period_percent", "times 100"),
     "warmup_iters": ("warmup_steps", STEPS),
     "warmup_ratio": ("warmup_period_percent", "times 100"),
+    "z_loss_coef": ("z_loss", ""),
+    "z_loss_weight": ("z_loss", ""),
     "zero_stage": ("shard_optimizer", "true: stage 1"),
 }
 
 MLP = '"gelu" (GPT-2\'s, by tanh), "relu2" or "swiglu" (gated, with silu)'
 _SHAPE = {
-    "activation_function": ("mlp", MLP),
     "attention_bias": ("qkv_bias", ""),
     "attention_dropout": ("drop_rate", ONE_DROPOUT),
     "attention_probs_dropout_prob": ("drop_rate", ONE_DROPOUT),
@@ -128,9 +137,9 @@ _SHAPE = {
     "embd_pdrop": ("drop_rate", ONE_DROPOUT),
     "final_logit_softcapping": ("logit_softcap", ""),
     "head_size": ("head_dim", ""),
-    "hidden_act": ("mlp", MLP),
     "intermediate_size": ("mlp_dim", ""),
     "mlp_bias": ("linear_bias", ""),
+    "mlp_ratio": ("mlp_dim", "times emb_dim"),
     "n_inner": ("mlp_dim", ""),
     "hidden_dropout_prob": ("drop_rate", ONE_DROPOUT),
     "hidden_size": ("emb_dim", ""),
@@ -150,8 +159,6 @@ _SHAPE = {
     "num_key_value_heads": ("n_kv_heads", ""),
     "num_layers": ("n_layers", ""),
     "padded_vocab_size": ("vocab_size", ""),
-    **dict.fromkeys(("n_experts", "num_active_experts", "num_experts", "num_experts_per_tok"), ("moe", EXPERTS)),
-    "num_local_experts": ("moe", EXPERTS),
     "resid_pdrop": ("drop_rate", ONE_DROPOUT),
     "rope_parameters": ("rope_base", "its rope_theta"),
     "rope_theta": ("rope_base", ROPE),
@@ -162,6 +169,32 @@ _SHAPE = {
     "tie_word_embeddings": ("tie_weights", ""),
     "weight_tying": ("tie_weights", ""),
 }
+# What goes by many names.
+_LEVERS = {
+    ("mlp", MLP): "activation activation_fn activation_function gated_mlp gelu hidden_act mlp_type relu2 relu_squared "
+    "squared_relu swiglu use_swiglu",
+    ("mlp_dim", ""): "d_ff ffn_dim ffn_hidden_size",
+    ("norm", '"layernorm" or "rmsnorm"'): "layer_norm layernorm norm_class_name norm_type normalization rms_norm "
+    "rmsnorm use_rmsnorm",
+    ("position", '"learned" or "rope"'): "pos_emb pos_encoding position_embedding position_embedding_type "
+    "positional_encoding rope rotary rotary_emb use_rope use_rotary",
+    ("rope_base", ROPE): "rotary_base theta",
+    ("qk_norm", ""): "norm_qk qk_layernorm use_qk_norm",
+    ("logit_softcap", "null: none"): "logit_cap logits_soft_cap logits_softcap soft_cap softcap softcapping",
+    ("tie_weights", ""): "share_embeddings tie_embeddings tied tied_embeddings",
+    ("qkv_bias", ""): "add_qkv_bias attn_bias use_qkv_bias",
+    ("linear_bias", ""): "add_bias_linear",
+    ("n_kv_heads", "how many heads of keys and values"): "gqa n_query_groups num_query_groups",
+    ("head_dim", ""): "d_head kv_channels",
+    ("initialisation", '"gpt2" or "zero_residual"'): "init init_method zero_init",
+    ("value_embeddings", "how many"): "value_embeds",
+    ("bigram_embedding", "how many buckets"): "bigram bigram_hash bigram_vocab_size",
+    ("moe", EXPERTS): "experts moe_num_experts moe_top_k n_expert n_expert_per_token n_experts n_routed_experts "
+    "num_active_experts num_experts num_experts_per_tok num_local_experts num_moe_experts num_selected_experts top_k",
+    ("emb_dim", ""): "dim embed_dim n_embed",
+    ("vocab_size", ""): "vocab",
+}
+_SHAPE |= {name: ours for ours, names in _LEVERS.items() for name in names.split()}
 
 COUNTERPARTS = {name: Counterpart(TRAIN, *ours) for name, ours in _TRAINING.items()}
 COUNTERPARTS |= {name: Counterpart(MODEL, *ours) for name, ours in _SHAPE.items()}

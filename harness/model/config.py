@@ -140,7 +140,7 @@ class ModelConfig(RunFile):
         default=None, gt=1, allow_inf_nan=False, description=f"Base of rope's wavelengths; null: {ROPE_BASE:,.0f}."
     )
     norm_gain: bool | None = Field(default=None, description="Learned gains in RMS norms; null: true.")
-    linear_bias: bool = Field(default=True, description="Biases on a block's other linear layers.")
+    linear_bias: bool = Field(default=True, description="Biases on a block's linear layers but for query, key, value.")
     head_dim: Count | None = Field(default=None, ge=1, description="Width of a head; null: emb_dim / n_heads.")
     mlp_dim: Count | None = Field(
         default=None,
@@ -156,7 +156,7 @@ class ModelConfig(RunFile):
     value_embeddings: Count | None = Field(
         default=None,
         ge=1,
-        description="So many embeddings are mixed into values: those of the first so many blocks, and of the last.",
+        description="Tables of embeddings mixed into attention's values, N: of the first N blocks and of the last N.",
     )
     embedding_skip: bool = Field(default=False, description="A learned skip from the embedding to each block.")
     bigram_embedding: Count | None = Field(

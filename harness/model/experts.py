@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from harness.model.config import ModelConfig
 from harness.model.feed_forward import FeedForward
 
-ALIGNED = 8  # numbers of 16 bits whose bytes kernels of grouped products read at once: rows are a multiple of it
+ALIGNED = 8  # kernels of grouped products want rows of whole 16 bytes: as many numbers of 16 bits
 
 
 class Routing(NamedTuple):
@@ -46,7 +46,7 @@ class MixtureOfExperts(nn.Module):
     what they give, weighted by these probabilities over their sum. No token is left out, however many go to one expert.
 
     Router and weights are computed in fp32 at least, whatever the precision of training: which experts are chosen
-    hangs on small differences.
+    depends on small differences.
     """
 
     def __init__(self, config: ModelConfig) -> None:

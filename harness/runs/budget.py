@@ -97,8 +97,8 @@ def check_countable(config: TrainConfig, tokens: float) -> None:
     if tokens >= COUNTABLE:
         key, value = config.budget, getattr(config, config.budget)
         raise UserError(
-            f'train.json: key "{key}": {value:g} comes to {tokens:.2g} tokens, and there are never {COUNTABLE:.2g}; '
-            "lower it"
+            f'train.json: key "{key}": {value:g} comes to {tokens:.2g} tokens, more than can be counted '
+            f"({COUNTABLE:.2g}); lower it"
         )
 
 

@@ -4,6 +4,7 @@ training starts or goes on, and whether it may.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,8 @@ def check_continuable(meta: CheckpointMeta, path: Path, now: Provenance) -> None
         then, today = meta.train.get(key), now.train.get(key)
         if then != today:
             raise UserError(
-                f'{path}: made with "{key}": {then}, but train.json has {today}; put it back, or use --restart'
+                f'{path}: made with "{key}": {json.dumps(then)}, but train.json has {json.dumps(today)}; put it back, '
+                "or use --restart"
             )
 
 
@@ -124,20 +126,24 @@ def comparable_losses(meta: CheckpointMeta, provenance: Provenance) -> bool:
 
 
 def changed_settings(meta: CheckpointMeta, provenance: Provenance) -> list[str]:
-    """The keys of train.json that changed since a checkpoint, as "key: old -> new"."""
+    """The keys of train.json that changed since a checkpoint, as "key: old -> new" in JSON's spelling."""
     then, now = meta.train, provenance.train
-    return [f"{key}: {then.get(key)} -> {now[key]}" for key in now if key in then and then[key] != now[key]]
+    return [f"{key}: {_change(then[key], now[key])}" for key in now if key in then and then[key] != now[key]]
 
 
 def first_difference(then: Any, now: Any, prefix: str = "") -> str | None:
-    """The first difference between two JSON values as "key: old -> new"."""
+    """The first difference between two JSON values as "key: old -> new" in JSON's spelling."""
     if isinstance(then, dict) and isinstance(now, dict):
         for key in [*now, *(key for key in then if key not in now)]:
             found = first_difference(then.get(key), now.get(key), f"{prefix}{key}: ")
             if found:
                 return found
         return None
-    return None if then == now else f"{prefix}{then} -> {now}"
+    return None if then == now else f"{prefix}{_change(then, now)}"
+
+
+def _change(then: Any, now: Any) -> str:
+    return f"{json.dumps(then)} -> {json.dumps(now)}"
 
 
 # That of Switch Transformers (Fedus et al., arXiv:2101.03961, section 2.2), whose tokens go through one expert: the

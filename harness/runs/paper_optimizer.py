@@ -11,7 +11,7 @@ from typing import Any
 
 from harness.model.config import ModelConfig
 from harness.model.tensor_names import public_shapes
-from harness.runs.optimizer_state import is_muons
+from harness.runs.optimizer_state import NEWTON_SCHULZ_STEPS, SMALL_PIECE, is_muons
 
 # Bytes per parameter. Every rank reads all gradients for their norm, and forgets them (4 each). AdamW, fused: reads
 # weight, gradient and two averages (16) and writes all but the gradient (12). Muon, in kernels of torch's own: the
@@ -20,14 +20,11 @@ from harness.runs.optimizer_state import is_muons
 GRADIENT_BYTES = 8
 ADAMW_BYTES = 28
 MUON_BYTES = 86
-NEWTON_SCHULZ_STEPS = 5
 # A matrix product hands out its result by tiles of so many rows and columns, each to one of the device's processors,
 # so that a small one leaves most of them idle.
 TILE = 128
 MUON_LAUNCHES = 45  # kernels for a matrix: 5 x (3 products, 2 copies) and 20 besides
-# Weights that have been shared out travel as fp32, tensor by tensor; small ones go together.
-WEIGHT_BYTES = 4
-SMALL_TENSOR = 2**18
+WEIGHT_BYTES = 4  # of those that ranks share out, which travel tensor by tensor
 MESSAGE_SECONDS = 20e-6  # before the first byte has come: assumed
 
 
@@ -49,7 +46,7 @@ class OptimizerWork:
         return cls(
             muon_matrices=[(min(shape), max(shape)) for shape in matrices],
             parameters=model.parameters,
-            large_tensors=sum(math.prod(shape) >= SMALL_TENSOR for shape in shapes.values()),
+            large_tensors=sum(math.prod(shape) >= SMALL_PIECE for shape in shapes.values()),
             sharers=world_size if train.get("shard_optimizer") else 1,
         )
 
@@ -85,14 +82,8 @@ class OptimizerWork:
         return self.parameters * WEIGHT_BYTES / bytes_per_second + messages * MESSAGE_SECONDS
 
 
-def newton_schulz_flops(rows: int, columns: int) -> int:
-    """For a matrix of M <= N: each step multiplies X·Xᵀ, that by itself, and the sum by X; 4·M²·N + 2·M³ (Keller
-    Jordan, https://kellerjordan.github.io/posts/muon/, who bounds it by 6·N·M²)."""
-    low, high = min(rows, columns), max(rows, columns)
-    return NEWTON_SCHULZ_STEPS * (4 * low**2 * high + 2 * low**3)
-
-
 def _newton_schulz_seconds(low: int, high: int, flops_per_second: float, processors: int) -> float:
+    """Of `newton_schulz_flops`, each product at the part of the device's speed that its tiles reach."""
     tall, wide = math.ceil(low / TILE), math.ceil(high / TILE)
     square = (2 * low**2 * high + 2 * low**3) / _occupied(tall * tall, processors)
     return NEWTON_SCHULZ_STEPS * (square + 2 * low**2 * high / _occupied(tall * wide, processors)) / flops_per_second

@@ -230,12 +230,12 @@ def make_plan(
         model.flops_per_token,
         layout,
         position,
-        optimizer_state_bytes(config, model),
-        initial,
-        budget,
-        scaled,
-        model.active_parameters if model.moe else None,
-        experiment.moe_router_loss_scale,
+        optimizer_bytes=optimizer_state_bytes(config, model),
+        initial_weights=initial,
+        budget=budget,
+        scaled=scaled,
+        active_parameters=model.active_parameters if model.moe else None,
+        moe_router_loss_scale=experiment.moe_router_loss_scale,
     )
 
 

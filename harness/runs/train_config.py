@@ -59,18 +59,36 @@ class TrainConfig(RunFile):
         description="Train on the smallest whole number of global batches with at least this many tokens; "
         "-1: on every whole global batch there is.",
     )
-    train_steps: Count | None = Field(default=None, ge=1, description="In its place: so many global steps.")
+    train_steps: Count | None = Field(
+        default=None, ge=1, description="A budget in place of min_train_tokens: global steps."
+    )
     tokens_per_parameter: float | None = Field(
-        default=None, gt=0, le=1e9, allow_inf_nan=False, description="In its place: tokens for each parameter."
+        default=None,
+        gt=0,
+        le=1e9,
+        allow_inf_nan=False,
+        description="A budget in place of min_train_tokens: tokens for each parameter.",
     )
     target_flops: float | None = Field(
-        default=None, gt=0, le=1e40, allow_inf_nan=False, description="In its place: floating-point operations."
+        default=None,
+        gt=0,
+        le=1e40,
+        allow_inf_nan=False,
+        description="A budget in place of min_train_tokens: floating-point operations.",
     )
     target_hours: float | None = Field(
-        default=None, gt=0, le=1e9, allow_inf_nan=False, description="In its place: hours, at the speed that is known."
+        default=None,
+        gt=0,
+        le=1e9,
+        allow_inf_nan=False,
+        description="A budget in place of min_train_tokens: hours, at the speed that is known.",
     )
     target_dollars: float | None = Field(
-        default=None, gt=0, le=1e12, allow_inf_nan=False, description="In its place: dollars, by price_per_hour."
+        default=None,
+        gt=0,
+        le=1e12,
+        allow_inf_nan=False,
+        description="A budget in place of min_train_tokens: dollars, by price_per_hour.",
     )
     start_train_token: Count = Field(ge=0, description="Where in the train split the slice begins.")
     validation_interval: Count | None = Field(
@@ -140,15 +158,18 @@ class TrainConfig(RunFile):
         default=None, gt=0, allow_inf_nan=False, description="AdamW's peak for the output head; null: learning_rate."
     )
     vector_learning_rate: float | None = Field(
-        default=None, gt=0, allow_inf_nan=False, description="AdamW's peak for biases and norms; null: learning_rate."
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="AdamW's peak for biases, gains and factors; null: learning_rate.",
     )
     muon_learning_rate: float | None = Field(
         default=None, gt=0, allow_inf_nan=False, description="Muon's peak; null: learning_rate."
     )
     muon_update_scale: Literal["match_rms_adamw", "original"] = Field(
         default="match_rms_adamw",
-        description="What Muon's rate is multiplied by for a matrix of A x B: 0.2 sqrt(max(A, B)), by which AdamW's "
-        "rates fit; or the writeup's sqrt(max(1, A / B)).",
+        description="What Muon's rate is multiplied by for a matrix of A rows and B columns: 0.2 sqrt(max(A, B)), so "
+        "that AdamW's rates fit; original: sqrt(max(1, A / B)).",
     )
     muon_weight_decay: float | None = Field(
         default=None, ge=0, allow_inf_nan=False, description="Muon's decoupled weight decay; null: weight_decay."
@@ -281,24 +302,9 @@ def _check_optimizer(config: TrainConfig) -> None:
 def _check_train_combinations(config: TrainConfig) -> None:
     _check_budget(config)
     _check_batch(config)
-    if config.warmup_steps is not None and config.warmup_period_percent is not None:
-        raise ValueError('keys "warmup_steps" and "warmup_period_percent": give one of them, not both')
+    _check_schedule(config)
     if not all(0 <= beta < 1 for beta in config.betas):
         raise ValueError('key "betas": both must be at least 0 and below 1')
-    if config.lr_schedule == "wsd" and config.decay_period_percent is None:
-        raise ValueError('key "decay_period_percent": missing; "lr_schedule": "wsd" needs it, as in 20')
-    if config.lr_schedule != "wsd" and config.decay_period_percent is not None:
-        raise ValueError(
-            'key "decay_period_percent": belongs with "lr_schedule": "wsd", and only there; remove it, or use that '
-            "schedule"
-        )
-    if config.lr_schedule == "constant" and config.min_lr_ratio != DEFAULT_MIN_LR_RATIO:
-        raise ValueError(
-            'key "min_lr_ratio": belongs with "lr_schedule": "cosine", "wsd" or "linear"; "constant" does not fall: '
-            "remove the key"
-        )
-    if (config.warmup_period_percent or 0) + (config.decay_period_percent or 0) > 100:
-        raise ValueError('keys "warmup_period_percent" and "decay_period_percent": together above 100')
     if config.residual_precision == "bf16" and config.precision in ("fp16", "fp32"):
         raise ValueError(f'key "residual_precision": "bf16" needs "precision": "bf16", not "{config.precision}"')
     if config.coordinate_descent_tuning and config.compile is False:
@@ -313,6 +319,25 @@ def _check_train_combinations(config: TrainConfig) -> None:
     if (config.benchmark_interval is None) != (config.benchmark_tasks is None):
         raise ValueError('keys "benchmark_interval" and "benchmark_tasks": give both or neither')
     _check_validation_keys(config)
+
+
+def _check_schedule(config: TrainConfig) -> None:
+    if config.warmup_steps is not None and config.warmup_period_percent is not None:
+        raise ValueError('keys "warmup_steps" and "warmup_period_percent": give one of them, not both')
+    if config.lr_schedule == "wsd" and config.decay_period_percent is None:
+        raise ValueError('key "decay_period_percent": missing; "lr_schedule": "wsd" needs it, as in 20')
+    if config.lr_schedule != "wsd" and config.decay_period_percent is not None:
+        raise ValueError(
+            'key "decay_period_percent": belongs with "lr_schedule": "wsd", and only there; remove it, or use that '
+            "schedule"
+        )
+    if config.lr_schedule == "constant" and config.min_lr_ratio != DEFAULT_MIN_LR_RATIO:
+        raise ValueError(
+            'key "min_lr_ratio": belongs with "lr_schedule": "cosine", "wsd" or "linear"; "constant" does not fall: '
+            "remove the key"
+        )
+    if (config.warmup_period_percent or 0) + (config.decay_period_percent or 0) > 100:
+        raise ValueError('keys "warmup_period_percent" and "decay_period_percent": together above 100')
 
 
 def _check_budget(config: TrainConfig) -> None:

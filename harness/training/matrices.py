@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from harness.model.weights import split_fused
+from harness.runs.optimizer_state import newton_schulz_flops
 from harness.training.shares import Piece
 
 # Small matrices of one block and shape are orthogonalised together, up to so many numbers: one at a time they would
@@ -63,5 +64,5 @@ def batches_of(matrices: list[Matrix]) -> list[list[Matrix]]:
 
 
 def batch_cost(batch: list[Matrix]) -> float:
-    """What orthogonalising takes, in units of its own: 4·M²·N + 2·M³ operations a step and matrix of M × N."""
-    return sum(2 * low**2 * high + low**3 for low, high in (matrix.sides for matrix in batch))
+    """Floating-point operations of orthogonalising it."""
+    return sum(newton_schulz_flops(*matrix.sides) for matrix in batch)

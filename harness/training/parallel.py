@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.distributed.world import World
 from harness.model.kernels import choose_kernels, tune_by_coordinate_descent
+from harness.model.precision import Precision
 from harness.runs.experiment import Experiment
+
+
+def model_options(experiment: Experiment, precision: Precision) -> dict[str, Any]:
+    """What train.json makes of the model: GPTModel's keyword arguments. Raises UserError for a residual stream in
+    another precision than the matrix products can have here."""
+    config = experiment.config
+    return {
+        "recompute_blocks": config.activation_checkpointing,
+        "residual_dtype": precision.residual_dtype(config.residual_precision),
+        "z_loss": config.z_loss,
+        "moe_router_loss_scale": experiment.moe_router_loss_scale,
+    }
 
 
 def parallelise(model: nn.Module, experiment: Experiment, world: World) -> nn.Module:

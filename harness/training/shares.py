@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from harness.distributed.connection_errors import leaving_with_peers
 from harness.distributed.world import World
+from harness.runs.optimizer_state import SMALL_PIECE
 from harness.training.named_state import NamedState, StateShapes
 
 # Numbers in a row that are never parted: kernels take so many at once or fewer, and what is left at a tensor's end by
 # other instructions, whose results may be others in the last bit.
 GRAIN = 64
-SMALL = 2**18  # pieces with fewer numbers travel together: each exchange takes some time, however small
 MESSAGE = 2**26  # numbers of state in one message
 
 
@@ -85,9 +85,9 @@ class Shares:
         views: list[list[Tensor]] = [[] for _ in range(self.size)]
         for piece in pieces:
             views[piece.owner].append(piece.of(parameters[piece.name]))
-        small = [[view for view in each if view.numel() < SMALL] for each in views]
+        small = [[view for view in each if view.numel() < SMALL_PIECE] for each in views]
         packed = [torch.cat(each) if each else None for each in small]
-        large = [(owner, view) for owner, each in enumerate(views) for view in each if view.numel() >= SMALL]
+        large = [(owner, view) for owner, each in enumerate(views) for view in each if view.numel() >= SMALL_PIECE]
         messages = large + [(owner, pack) for owner, pack in enumerate(packed) if pack is not None]
         if self.is_connected:
             with leaving_with_peers():

@@ -54,6 +54,17 @@ def test_settings_that_differ_and_no_others(tmp_path: Path) -> None:
     assert [cell.value for cell in column(table, "global_batch").cells] == [8, 8, 16]
 
 
+def test_active_parameters_where_a_model_has_experts(tmp_path: Path) -> None:
+    """Two of four experts of the same width as the dense layer, and a router of 4 x 32, in two blocks."""
+    dense = RunFolder(tmp_path, "dense").finish()
+    experts = RunFolder(tmp_path, "experts", moe={"num_experts": 4, "num_active_experts": 2}).finish()
+    table, expert = table_of(dense, experts), 8 * 32**2 + 5 * 32
+    assert row_of(table, "dense")["parameters"] == row_of(table, "dense")["active_parameters"] == 29_888
+    assert row_of(table, "experts")["parameters"] == 29_888 + 2 * (3 * expert + 4 * 32)
+    assert row_of(table, "experts")["active_parameters"] == 29_888 + 2 * (expert + 4 * 32)
+    assert "active_parameters" not in row_of(table_of(dense), "dense"), "says nothing there"
+
+
 def test_a_key_that_an_earlier_version_did_not_write_makes_no_difference(tmp_path: Path) -> None:
     a, b = RunFolder(tmp_path, "a").finish(), RunFolder(tmp_path, "b").finish()
     summary = json.loads(b.directory.summary.read_text())

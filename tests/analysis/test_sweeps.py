@@ -301,7 +301,7 @@ def test_all_differences_are_named_and_a_folder_never_begun_may_be_deleted(shop:
         load(shop, **changed).missing()
     said = str(caught.value)
     assert "learning_rate: 0.0015 -> 0.5" in said
-    assert "warmup_steps: None -> 3" in said
+    assert "warmup_steps: null -> 3" in said
     assert said.endswith("nothing of it is trained: delete the folder, and make again")
 
     (shop.runs / "s-seed1" / "checkpoints").mkdir()

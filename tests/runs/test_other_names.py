@@ -118,6 +118,13 @@ FOREIGN_TRAIN = {
     "save_steps": "checkpoint_interval",
     "save_total_limit": "keep_checkpoints",
     "sample_every": "sample_interval",
+    "use_muon": "optimizer",
+    "muon_lr": "muon_learning_rate",
+    "lm_head_lr": "head_learning_rate",
+    "cooldown_frac": "decay_period_percent",
+    "rampup_batch_size": "batch_ramp",
+    "z_loss_coef": "z_loss",
+    "moe_aux_loss_coeff": "moe_router_loss_scale",
 }
 FOREIGN_MODEL = {
     "block_size": "context_length",
@@ -139,6 +146,26 @@ FOREIGN_MODEL = {
     "intermediate_size": "mlp_dim",
     "rope_theta": "rope_base",
     "final_logit_softcapping": "logit_softcap",
+    "rope": "position",
+    "position_embedding_type": "position",
+    "rotary_base": "rope_base",
+    "rmsnorm": "norm",
+    "layernorm": "norm",
+    "softcap": "logit_softcap",
+    "swiglu": "mlp",
+    "relu2": "mlp",
+    "hidden_act": "mlp",
+    "d_ff": "mlp_dim",
+    "mlp_ratio": "mlp_dim",
+    "qk_layernorm": "qk_norm",
+    "gqa": "n_kv_heads",
+    "d_head": "head_dim",
+    "tied": "tie_weights",
+    "tie_embeddings": "tie_weights",
+    "zero_init": "initialisation",
+    "bigram": "bigram_embedding",
+    "top_k": "moe",
+    "dim": "emb_dim",
 }
 
 
@@ -182,6 +209,12 @@ def test_units_are_told_where_they_differ(train: WriteTrain) -> None:
     assert "in tokens; -1: all of the split once" in refusal(train, num_train_epochs=1)
     assert "over learning_rate" in refusal(train, min_lr=6e-5)
     assert "times 100" in refusal(train, warmup_ratio=0.05)
+
+
+def test_switches_are_told_the_words_that_turn_them_on(model: WriteModel) -> None:
+    assert 'did you mean "position" ("learned" or "rope")?' in refusal(model, rope=True)
+    assert 'did you mean "norm" ("layernorm" or "rmsnorm")?' in refusal(model, rmsnorm=True)
+    assert '"swiglu" (gated, with silu))?' in refusal(model, swiglu=True)
 
 
 def test_a_key_under_another_programs_name_is_not_missing_besides(train: WriteTrain, model: WriteModel) -> None:

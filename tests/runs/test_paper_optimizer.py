@@ -13,13 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from gpt import GPTModel
 from harness.data.loader import BatchLayout
 from harness.model.config import ModelConfig
-from harness.runs.optimizer_state import is_muons
-from harness.runs.paper_optimizer import MUON_BYTES, MUON_LAUNCHES, OptimizerWork, newton_schulz_flops
+from harness.runs.optimizer_state import NEWTON_SCHULZ_STEPS, is_muons, newton_schulz_flops
+from harness.runs.paper_optimizer import MUON_BYTES, MUON_LAUNCHES, OptimizerWork
 from harness.runs.paper_speed import paper_speed, too_small
 from harness.runs.train_config import TrainConfig
 from harness.training import matrices
 from harness.training.muon import Muon
-from harness.training.newton_schulz import STEPS, orthogonalise
+from harness.training.newton_schulz import orthogonalise
 from tests.model.test_model import random_model, random_tokens, shape
 from tests.runs.test_paper_speed import GPT2_SMALL, changed, device
 from tests.support.configs import SEED_TRAIN
@@ -49,7 +49,7 @@ def test_newton_schulz_is_what_torch_counts(sides: tuple[int, int]) -> None:
     with FlopCounterMode(display=False) as counter:
         orthogonalise(matrix, torch.float32)
     assert newton_schulz_flops(*sides) == counter.get_total_flops()
-    bound = 6 * STEPS * max(sides) * min(sides) ** 2  # the writeup's, which is reached by squares
+    bound = 6 * NEWTON_SCHULZ_STEPS * max(sides) * min(sides) ** 2  # the writeup's, which is reached by squares
     assert newton_schulz_flops(*sides) <= bound
     assert (newton_schulz_flops(*sides) == bound) == (sides[0] == sides[1])
 

@@ -1,0 +1,63 @@
+"""What is said of a run whose files have changed since its checkpoint: in the spelling of these files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.common.errors import UserError
+from harness.model.config import ModelConfig
+from harness.runs.checkpoint_meta import CheckpointMeta, Provenance
+from harness.runs.experiment import changed_settings, check_continuable
+from harness.runs.train_config import TrainConfig
+from tests.support.configs import SEED_MODEL, SEED_TRAIN
+
+MOE = {"num_experts": 4, "num_active_experts": 2}
+
+
+def provenance(model: dict[str, Any] | None = None, train: dict[str, Any] | None = None) -> Provenance:
+    shape = ModelConfig.model_validate({**SEED_MODEL, **(model or {})})
+    config = TrainConfig.model_validate({**SEED_TRAIN, **(train or {})})
+    return Provenance(shape.model_dump(mode="json"), shape.parameters, config.model_dump(mode="json"), {"name": "a/b"})
+
+
+def meta_of(then: Provenance) -> CheckpointMeta:
+    return CheckpointMeta(global_step=3, model=then.model, train=then.train, dataset=then.dataset)
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "said"),
+    [
+        ({"qkv_bias": False}, {"linear_bias": False, "qkv_bias": False}, "linear_bias: true -> false"),
+        ({}, {"moe": MOE}, 'moe: null -> {"num_experts": 4, "num_active_experts": 2}'),
+        ({"moe": MOE}, {"moe": MOE | {"num_active_experts": 3}}, "moe: num_active_experts: 2 -> 3"),
+        ({}, {"norm": "rmsnorm"}, 'norm: "layernorm" -> "rmsnorm"'),
+    ],
+    ids=str,
+)
+def test_another_model(then: dict[str, Any], now: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as refused:
+        check_continuable(meta_of(provenance(then)), Path("c"), provenance(now))
+    assert str(refused.value) == f"c: made with another model: {said}; put it back, or use --restart"
+
+
+def test_another_place_in_the_text() -> None:
+    """A checkpoint that does not say where it began, too: the notebook's."""
+    now = provenance(train={"start_train_token": 7})
+    for then, said in ((0, "0"), (None, "null")):
+        meta = meta_of(provenance())
+        meta.train["start_train_token"] = then
+        with pytest.raises(UserError, match=rf'"start_train_token": {said}, but train.json has 7; put it back'):
+            check_continuable(meta, Path("c"), now)
+
+
+def test_settings_that_may_change() -> None:
+    then = provenance(train={"compile": False, "bucket_mb": None})
+    now = provenance(train={"compile": "auto", "bucket_mb": 5, "shard_optimizer": True})
+    assert changed_settings(meta_of(then), now) == [
+        "shard_optimizer: false -> true",
+        'compile: false -> "auto"',
+        "bucket_mb: null -> 5",
+    ]
