@@ -7,6 +7,7 @@ injected, how often, and what happened. With `--reliability` that becomes docs/R
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import time
@@ -152,7 +153,9 @@ def quickstart_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 def _begun_run(name: str, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     shop = Workshop(tmp_path_factory.mktemp(name))
-    short = {"min_train_tokens": 20 * 2048, "validation_interval": 10, "validation_batches": 2, "warmup_steps": 5}
+    train = json.loads((isolation.SHIPPED_RUNS / name / "train.json").read_text())
+    batch = 2 * train["microbatch_size"] * 128
+    short = {"min_train_tokens": 20 * batch, "validation_interval": 10, "validation_batches": 2, "warmup_steps": 5}
     shop.add_shipped_run(name, **short)
     done = finish([shop.start_torchrun(name)], expect=0, timeout=PATIENCE_SECONDS)
     (shop.path / "printed").write_text(done.stdout)

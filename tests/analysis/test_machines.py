@@ -191,8 +191,8 @@ def test_machines_of_which_nothing_is_known() -> None:
 
 
 def test_a_model_so_small_that_the_cpu_decides() -> None:
-    """The quickstart: of no machine, by arithmetic or by scale; but what was measured there is told."""
-    work = work_of("quickstart")
+    """A quickstart: of no machine, by arithmetic or by scale; but what was measured there is told."""
+    work = work_of("quickstart-gpt2")
     found = project(work, read_machines(), [])
     reasons = {str(each.why) for each in found if isinstance(each, NoProjection)}
     assert len(found) == 5
@@ -201,7 +201,7 @@ def test_a_model_so_small_that_the_cpu_decides() -> None:
         "(about 110, 1.2 ms) takes longer than their work; only a measurement tells the speed"
     }
     layout = BatchLayout(2, 1, 8, 128)
-    mine = KnownSpeed("quickstart", True, "NVIDIA H100 80GB HBM3", layout, work.model, work.train, 400_000.0)
+    mine = KnownSpeed("quickstart-gpt2", True, "NVIDIA H100 80GB HBM3", layout, work.model, work.train, 400_000.0)
     told = projections(work, [mine])
     assert list(told) == ["2x H100 80 GiB"], "not scaled to other machines"
     # Here a microbatch of 4, in as much time: from half of the speed to the whole of it.

@@ -165,8 +165,10 @@ def test_runs_too_alike_are_told_that_they_tell_nothing_and_are_drawn_all_the_sa
 
 
 def test_a_run_that_is_planned_is_predicted_from_its_files(points: str) -> None:
-    done = fit("--points", points, "--predict", "quickstart", "--runs-dir", str(SHIPPED_RUNS), "--resamples", "100")
-    assert "quickstart: 1.46M parameters, 1.6M tokens, " in done.stdout
+    done = fit(
+        "--points", points, "--predict", "quickstart-gpt2", "--runs-dir", str(SHIPPED_RUNS), "--resamples", "100"
+    )
+    assert "quickstart-gpt2: 1.46M parameters, 1.6M tokens, " in done.stdout
     assert "EXTRAPOLATED (parameters " in done.stdout
 
 
