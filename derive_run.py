@@ -23,7 +23,7 @@ def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path) -> None
     Several runs at once are a sweep: sweep_runs.py.
 
     \b
-        uv run derive_run.py quickstart faster --set learning_rate=0.003
+        uv run derive_run.py quickstart-gpt2 faster --set learning_rate=0.003
     """
     with one_line_errors():
         from harness.analysis.derived_runs import Base, derive, write_runs

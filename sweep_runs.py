@@ -51,7 +51,7 @@ def main() -> None:
 
     \b
     A SWEEP.json:
-        {"base": "quickstart", "set": {"min_train_tokens": 400000},
+        {"base": "quickstart-gpt2", "set": {"min_train_tokens": 400000},
          "vary": {"learning_rate": [0.0015, 0.003], "random_seed": [1, 2, 3]}}
     """
 
@@ -154,7 +154,7 @@ def search(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float |
     """Make and train the trials of a SWEEP.json with "search": Optuna chooses each by what the earlier ones came to.
 
     \b
-        {"base": "quickstart", "trials": 20,
+        {"base": "quickstart-gpt2", "trials": 20,
          "search": {"learning_rate": {"min": 0.0003, "max": 0.01, "log": true},
                     "lr_schedule": ["cosine", "wsd"]}}
 

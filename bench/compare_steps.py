@@ -33,7 +33,7 @@ from harness.common.units import GIB
 
 SHAPES = {
     "cpu": [
-        Shape(2, 128, 4, 128, 4096, 8),  # the quickstart's
+        Shape(2, 128, 4, 128, 4096, 8),  # quickstart-gpt2's
         Shape(4, 256, 4, 256, 8192, 8),
         Shape(4, 256, 4, 256, 50257, 8),
         Shape(12, 768, 12, 512, 8192, 1),
