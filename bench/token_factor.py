@@ -4,9 +4,9 @@
     uv run bench/token_factor.py 'efficiency-plain.*' 'efficiency-stack.*' --at 3.26e9
 
 Of each run of the second setting, the tokens at which the first one has its loss are read off the first one's losses,
-straight between them over the logarithm of tokens; their ratio is k. A straight line of ln k over ln tokens, by least
-squares, gives k at any number of tokens with the 95 % interval of the line there (Draper & Smith, Applied Regression
-Analysis, section 1.4). Beyond the runs that is an extrapolation, and the interval knows of no other error than theirs.
+straight between them over the logarithm of tokens; their ratio is k. Its geometric mean comes with the 95 % interval of
+Student's t for the mean of ln k. At tokens that no run has seen it is an extrapolation, which supposes that k stays as
+it is; the interval knows of no other error than the runs'.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness.analysis.distributions import student_quantile
+from harness.common.errors import UserError, one_line_errors
 
 
 def ends(runs_dir: Path, pattern: str) -> dict[int, float]:
@@ -43,12 +44,14 @@ def factors(first: dict[int, float], second: dict[int, float]) -> tuple[np.ndarr
     return needed, needed / np.array(list(inside))
 
 
-def line_at(x: np.ndarray, y: np.ndarray, place: float) -> tuple[float, float]:
-    """The least-squares line of y over x at a place, and half of its 95 % interval there."""
-    slope, intercept = np.polyfit(x, y, 1)
-    spread = math.sqrt(float(np.sum((y - intercept - slope * x) ** 2)) / (len(x) - 2))
-    width = math.sqrt(1 / len(x) + (place - x.mean()) ** 2 / float(np.sum((x - x.mean()) ** 2)))
-    return float(intercept + slope * place), student_quantile(0.975, len(x) - 2) * spread * width
+def mean_factor(k: np.ndarray) -> tuple[float, float, float]:
+    """Geometric mean, and the ends of its 95 % interval. Raises UserError with fewer than two."""
+    if len(k) < 2:
+        raise UserError(f"{len(k)} of the second setting's losses lie between the first one's: at least two must")
+    logs = np.log(k)
+    half = student_quantile(0.975, len(k) - 1) * float(logs.std(ddof=1)) / math.sqrt(len(k))
+    middle = float(logs.mean())
+    return math.exp(middle), math.exp(middle - half), math.exp(middle + half)
 
 
 @click.command()
@@ -57,15 +60,17 @@ def line_at(x: np.ndarray, y: np.ndarray, place: float) -> tuple[float, float]:
 @click.option("--at", "places", type=float, multiple=True, help="Tokens of the first setting.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def main(first: str, second: str, places: tuple[float, ...], runs_dir: Path) -> None:
-    """Print k at each run's loss, and at --at with its interval."""
-    needed, k = factors(ends(runs_dir, first), ends(runs_dir, second))
-    for tokens, factor in zip(needed, k, strict=True):
-        print(f"{tokens:14,.0f} tokens of {first} are {tokens / factor:12,.0f} of {second}: k = {factor:.2f}")
-    for place in places:
-        middle, half = line_at(np.log(needed), np.log(k), math.log(place))
-        low, high = (math.exp(middle + sign * half) for sign in (-1, 1))
-        print(f"{place:14,.0f} tokens: k = {math.exp(middle):.2f} [{low:.2f}, {high:.2f}], extrapolated")
-        print(f"  {place / math.exp(middle):,.0f} tokens [{place / high:,.0f}, {place / low:,.0f}]")
+    """Print k at each run's loss, and its mean; and how many of SECOND's tokens --at tokens of FIRST come to."""
+    with one_line_errors():
+        needed, k = factors(ends(runs_dir, first), ends(runs_dir, second))
+        for tokens, factor in zip(needed, k, strict=True):
+            print(f"{tokens:14,.0f} tokens of {first} are {tokens / factor:12,.0f} of {second}: k = {factor:.2f}")
+        mean, low, high = mean_factor(k)
+        print(f"k = {mean:.2f} [{low:.2f}, {high:.2f}]")
+        for place in places:
+            print(
+                f"{place:14,.0f} tokens are {place / mean:,.0f} [{place / high:,.0f}, {place / low:,.0f}]: extrapolated"
+            )
 
 
 if __name__ == "__main__":

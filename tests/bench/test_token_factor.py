@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from bench.token_factor import factors, line_at
+from bench.token_factor import factors, mean_factor
+from harness.common.errors import UserError
 
 
 def test_a_setting_that_needs_a_third_of_the_tokens() -> None:
@@ -20,16 +21,9 @@ def test_a_setting_that_needs_a_third_of_the_tokens() -> None:
     assert k == pytest.approx([3, 3])
 
 
-def test_the_line_and_its_interval() -> None:
-    """Against the textbook's formulas, by matrices: intercept and slope with the covariance of both."""
-    random = np.random.default_rng(1)
-    x = np.linspace(0, 3, 6)
-    y = 1 + 0.5 * x + random.normal(0, 0.1, 6)
-    design = np.column_stack([np.ones(6), x])
-    inverse = np.linalg.inv(design.T @ design)
-    coefficients = inverse @ design.T @ y
-    variance = np.sum((y - design @ coefficients) ** 2) / 4
-    at = np.array([1.0, 10.0])
-    middle, half = line_at(x, y, 10.0)
-    assert middle == pytest.approx(at @ coefficients)
-    assert half == pytest.approx(2.7764451 * math.sqrt(variance * at @ inverse @ at))  # Student's, 4 degrees, 97.5 %
+def test_the_mean_and_its_interval() -> None:
+    """Of ln k = 0, 1 and 2: mean 1, standard error 1 / √3, Student's 97.5 % with 2 degrees of freedom."""
+    half = 4.3026527 / math.sqrt(3)
+    assert mean_factor(np.exp([0.0, 1.0, 2.0])) == pytest.approx([math.e, math.exp(1 - half), math.exp(1 + half)])
+    with pytest.raises(UserError, match="at least two"):
+        mean_factor(np.array([2.0]))
