@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -268,14 +268,11 @@ def test_a_hundred_runs_take_less_than_two_seconds(tmp_path: Path) -> None:
             run.finish()
         else:
             run.train_to(*range(300))
-    seconds = []
-    for _ in range(3):  # as fast as its fastest: the machine may have other work
-        start = time.perf_counter()
-        lines = compare(tmp_path).stdout.splitlines()
-        seconds.append(time.perf_counter() - start)
-        if seconds[-1] < 2:
-            break
-    assert min(seconds) < 2
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    lines = compare(tmp_path).stdout.splitlines()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Of processor time: the machine may have other work.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
     assert sum(line.startswith("run-") for line in lines) >= 100
 
 

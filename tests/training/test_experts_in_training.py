@@ -203,7 +203,7 @@ def test_the_plan_counts_all_and_active_parameters(trained: tuple[Workshop, Path
 @pytest.mark.slow
 def test_the_largest_microbatch_is_found(trained: tuple[Workshop, Path, Result]) -> None:
     """Started cold: a forked process holds its parent's memory, too."""
-    command = cold_command(trained[0], "r", "-f", "--memory-limit-gib", "1")
+    command = cold_command(trained[0], "r", "-f", "--memory-limit-gib", "1.5")
     said = finish([trained[0].spawn(command, {})], expect=0, timeout=240).stdout
     assert re.search(r"Max microbatch size was [1-9]", said)
 
