@@ -31,7 +31,7 @@ GPUS = click.option("--gpus", type=click.IntRange(1, 64), default=8, show_defaul
 def print_schema(context: click.Context, _: click.Parameter, is_asked: bool) -> None:
     """click's callback: print the JSON Schema, if it is asked for, and end."""
     if is_asked:
-        from harness.analysis.sweeps import sweep_schema
+        from harness.analysis.sweep_file import sweep_schema
 
         click.echo(json.dumps(sweep_schema(), indent=2))
         context.exit()
@@ -197,9 +197,10 @@ def say(text: str) -> None:
 def status(sweep: Path, runs_dir: Path) -> None:
     """Print how far each run of SWEEP.json is; of a search, the best first."""
     with one_line_errors():
+        from harness.analysis.sweep_file import read_sweep
         from harness.analysis.sweep_standing import describe_standings, standing_of
         from harness.analysis.sweep_trials import describe_search, load_search
-        from harness.analysis.sweeps import load_sweep, read_sweep
+        from harness.analysis.sweeps import load_sweep
 
         if read_sweep(sweep).is_search:
             click.echo(describe_search(load_search(sweep, runs_dir)))

@@ -15,9 +15,9 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from harness.analysis.sweep_file import Pruning
 from harness.analysis.sweep_space import Choices, Domain, Point, contains
 from harness.analysis.sweep_trials import TrialResult
-from harness.analysis.sweeps import Pruning
 from harness.common.errors import UserError
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from harness.analysis.derived_runs import DERIVED, Base, Derivation, DerivedRun, TrialRecord, derive
+from harness.analysis.sweep_file import Sweep, labels, read_sweep
 from harness.analysis.sweep_space import Point
 from harness.analysis.sweep_standing import (
     Standing,
@@ -23,7 +24,7 @@ from harness.analysis.sweep_standing import (
     standing_of,
     summary_of,
 )
-from harness.analysis.sweeps import Sweep, labels, load_base, read_sweep, sweep_name
+from harness.analysis.sweeps import load_base, sweep_name
 from harness.common.errors import UserError
 from harness.common.json_files import parse_config, read_json_object
 from harness.runs.metrics import Event, TrainEvent, ValidationEvent, read_metrics

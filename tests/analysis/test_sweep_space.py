@@ -12,9 +12,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from harness.analysis.sweep_file import sweep_schema
 from harness.analysis.sweep_space import Choices, Domain, Range, contains, count_points, parse_domain
 from harness.analysis.sweep_trials import describe_search, load_search
-from harness.analysis.sweeps import sweep_schema
 from harness.common.errors import UserError
 from tests.support.isolation import ROOT
 from tests.support.launch import Workshop

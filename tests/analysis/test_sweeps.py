@@ -15,8 +15,9 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from harness.analysis.derived_runs import MODEL_KEYS, TRAIN_KEYS, Base, derive, write_runs
+from harness.analysis.sweep_file import LARGEST_POINTS, LONGEST_LABEL, labels, sweep_schema
 from harness.analysis.sweep_trials import load_search
-from harness.analysis.sweeps import LARGEST_POINTS, LONGEST_LABEL, SweepRuns, labels, load_sweep, sweep_schema
+from harness.analysis.sweeps import SweepRuns, load_sweep
 from harness.common.errors import RunError, UserError
 from harness.common.files import SAFE_NAME
 from harness.model.config import load_model_config

@@ -14,7 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gpt import GPTModel, ModelConfig
 from harness.model import experts as module
-from harness.model import logit_errors
 from harness.model.experts import (
     MixtureOfExperts,
     Routed,
@@ -24,9 +23,9 @@ from harness.model.experts import (
     grouped_experts,
 )
 from harness.model.feed_forward import FeedForward
-from harness.model.logit_errors import fused_kernel
 from harness.model.tensor_names import public_shapes
 from tests.model.test_model import random_model, random_tokens, shape
+from tests.support.compiled import trace
 
 MOE = {"num_experts": 5, "num_active_experts": 2}
 KINDS: list[dict[str, Any]] = [
@@ -342,21 +341,11 @@ def test_experts_begin_as_feed_forward_layers_do(initialisation: str) -> None:
 def test_compiled_it_is_one_graph_with_the_same_gradients(
     monkeypatch: pytest.MonkeyPatch, kind: dict[str, Any], recompute: bool
 ) -> None:
-    """Programs are traced, but no machine code is made of them: quick. Another load needs no other program."""
-    torch._dynamo.reset()
-    kernel = torch.compile(fused_kernel, dynamic=False, fullgraph=True, backend="aot_eager")
-    monkeypatch.setattr(logit_errors, "_compile", lambda: kernel)
+    """Another load needs no other program."""
     model = random_model(shape(**{"moe": MOE, "n_layers": 2, **kind}), recompute_blocks=recompute)
     model.moe_router_loss_scale = 0.1
-    plain, graphs = copy.deepcopy(model), []
-
-    def backend(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Any:
-        from torch._dynamo.backends.debugging import aot_eager
-
-        graphs.append(graph)
-        return aot_eager(graph, examples)
-
-    model.compile(backend=backend, dynamic=False)
+    plain = copy.deepcopy(model)
+    graphs = trace(model, monkeypatch)
     for seed in (3, 5):
         tokens, targets = random_tokens(model.config, seed=seed), random_tokens(model.config, seed=4)
         ours, theirs = (training(each, tokens, targets) for each in (model, plain))

@@ -18,16 +18,15 @@ from gpt import GPTModel
 from harness.data.loader import Microbatch
 from harness.evaluation.likelihood import Scorer
 from harness.evaluation.loss import window_losses
-from harness.model import logit_errors
 from harness.model.embeddings import bigram_buckets, shifted
 from harness.model.experts import TrainingTerms
 from harness.model.inference import KeyValueCache
-from harness.model.logit_errors import fused_kernel
 from harness.model.norms import RMSNorm
 from harness.model.precision import Precision
 from harness.model.rotary import rotated, rotation
 from harness.model.tensor_names import public_shapes
 from tests.model.test_model import SOURCE, block_of, random_model, random_tokens, shape
+from tests.support.compiled import trace
 
 # Each lever alone, by what model.json says.
 LEVERS: dict[str, dict[str, Any]] = {
@@ -364,21 +363,10 @@ def test_half_precision_is_near_fp32(changes: dict[str, Any], dtype: torch.dtype
 
 
 def test_a_compiled_model_with_all_levers_is_one_graph_with_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs are traced, but no machine code is made of them: quick."""
-    torch._dynamo.reset()
-    kernel = torch.compile(fused_kernel, dynamic=False, fullgraph=True, backend="aot_eager")
-    monkeypatch.setattr(logit_errors, "_compile", lambda: kernel)
     model = random_model(shape(**{**ALL, "n_layers": 2}))
     model.z_loss = 0.01
-    plain, graphs = copy.deepcopy(model), []
-
-    def backend(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Any:
-        from torch._dynamo.backends.debugging import aot_eager
-
-        graphs.append(graph)
-        return aot_eager(graph, examples)
-
-    model.compile(backend=backend, dynamic=False)
+    plain = copy.deepcopy(model)
+    graphs = trace(model, monkeypatch)
     tokens, targets = random_tokens(model.config), random_tokens(model.config, seed=4)
     ours, theirs = (each(tokens, targets) for each in (model, plain))
     for terms in (ours, theirs):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
-from tests.support.launch import metrics, without_times
+from harness.runs.checkpoints import list_checkpoints
+from tests.support.launch import Workshop, metrics, without_times
 
 
 def assert_same_end(one: Path, other: Path) -> None:
@@ -30,6 +32,13 @@ def assert_same_end(one: Path, other: Path) -> None:
     for link in ("latest", "best"):
         assert len({end.with_name(link).resolve().name.partition("-")[2] for end in ends}) == 1, link
     assert without_times(metrics(one)) == without_times(metrics(other))
+
+
+def assert_goes_on_to_the_same_end(shop: Workshop, run: Path) -> None:
+    """A copy of a finished run, continued from its second checkpoint as it was begun."""
+    again = Path(shutil.copytree(run, run.with_name("again"), symlinks=True))
+    shop.train("again", list_checkpoints(run / "checkpoints")[1][1].name)
+    assert_same_end(run, again)
 
 
 def assert_equal(one: Any, other: Any, where: str) -> None:

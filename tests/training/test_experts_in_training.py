@@ -28,7 +28,7 @@ from tests.hf.test_convert_hf import refused, write_checkpoint
 from tests.model.test_model import shape
 from tests.support.configs import SEED_TRAIN
 from tests.support.launch import DATASET, Result, Workshop, finish, free_port, metrics
-from tests.support.same_end import assert_same_end
+from tests.support.same_end import assert_goes_on_to_the_same_end, assert_same_end
 from tests.training.test_gradients import WORKER
 from tests.training.test_microbatch_search import cold_command
 
@@ -121,10 +121,7 @@ def test_half_precision_ends_near_fp32(trained: tuple[Workshop, Path, Result], c
 
 def test_it_goes_on_bit_for_bit(trained: tuple[Workshop, Path, Result]) -> None:
     """From a checkpoint between two reports, whose loads are in it."""
-    shop, run, _ = trained
-    shutil.copytree(run, shop.runs / "again", symlinks=True)
-    shop.train("again", list_checkpoints(run / "checkpoints")[1][1].name)
-    assert_same_end(run, shop.runs / "again")
+    assert_goes_on_to_the_same_end(trained[0], trained[1])
 
 
 def test_it_goes_on_with_another_number_of_ranks(trained: tuple[Workshop, Path, Result]) -> None:

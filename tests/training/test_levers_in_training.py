@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from gpt import GPTModel
 from harness.data.loader import Microbatch
 from harness.evaluation.loss import microbatch_losses
 from harness.model.precision import Precision
-from harness.runs.checkpoints import list_checkpoints
 from harness.runs.experiment import Experiment
 from harness.runs.train_config import TrainConfig
 from harness.training.step import build_step
@@ -25,7 +23,7 @@ from tests.model.test_levers import ALL
 from tests.model.test_model import random_model, random_tokens, shape
 from tests.support.configs import SEED_TRAIN
 from tests.support.launch import DATASET, MODEL, Result, Workshop, finish, metrics
-from tests.support.same_end import assert_same_end
+from tests.support.same_end import assert_goes_on_to_the_same_end
 from tests.training.test_microbatch_search import cold_command
 
 LEVERS: dict[str, Any] = {
@@ -53,10 +51,7 @@ def test_a_run_with_all_levers_learns_on_two_ranks(trained: tuple[Workshop, Path
 
 
 def test_it_goes_on_bit_for_bit(trained: tuple[Workshop, Path, Result]) -> None:
-    shop, run, _ = trained
-    shutil.copytree(run, shop.runs / "again", symlinks=True)
-    shop.train("again", list_checkpoints(run / "checkpoints")[1][1].name)
-    assert_same_end(run, shop.runs / "again")
+    assert_goes_on_to_the_same_end(trained[0], trained[1])
 
 
 def test_its_test_loss_is_measured(trained: tuple[Workshop, Path, Result]) -> None:
