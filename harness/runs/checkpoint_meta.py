@@ -163,6 +163,7 @@ class CheckpointMeta(BaseModel):
     budget: Budget | None = None
     scaled: dict[str, float] | None = None
     active_parameters: Count | None = None  # of a mixture of experts: those that a token goes through
+    moe_router_loss_scale: Annotated[float, Field(ge=0)] | None = None  # as used, also where train.json leaves it out
     # A Provenance's. Whoever continues compares model and dataset with the run's own, and says what differs: any value.
     model: Any = None
     parameters: Count | None = None

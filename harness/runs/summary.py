@@ -83,6 +83,7 @@ class RunSummary(BaseModel):
     budget: Budget | None = None  # what it came to, where train.json's is not in tokens
     scaled: dict[str, float] | None = None  # keys of train.json that its scaling rules changed
     active_parameters: Count | None = None  # of a mixture of experts: those that a token goes through
+    moe_router_loss_scale: Annotated[float, Field(ge=0)] | None = None  # as used, also where train.json leaves it out
     # A Provenance's
     model: dict[str, Any] | None = None
     parameters: Count | None = None

@@ -204,12 +204,18 @@ def measure_machine(world: World) -> Machine:
     return Machine(world.device_name, world.size, max(world.gather(peak_bytes(world.device))) / GIB)
 
 
+# Keys that `program_and_settings` records, and a finished run's checkpoint gives back.
+RECORDED = ("versions", "commit", "budget", "scaled", "active_parameters", "moe_router_loss_scale")
+
+
 def program_and_settings(start: Start) -> dict[str, Any]:
-    """For checkpoints and the summary: which program it is, and what train.json's budget and scaling rules and the
-    experts' active parameters came to, if it has such."""
-    model = start.experiment.model
+    """For checkpoints and the summary: which program it is, and what train.json's budget and scaling rules, and a
+    mixture of experts, came to, if it has such."""
+    experiment = start.experiment
     resolved: dict[str, Any] = {"budget": start.budget, "scaled": start.scaled.values or None}
-    resolved["active_parameters"] = model.active_parameters if model.moe else None
+    if experiment.model.moe:
+        resolved["active_parameters"] = experiment.model.active_parameters
+        resolved["moe_router_loss_scale"] = experiment.moe_router_loss_scale
     program = {"versions": program_versions(), "commit": program_commit()}
     return program | {key: value for key, value in resolved.items() if value is not None}
 
@@ -228,7 +234,6 @@ def restore_summary(start: Start, world: World) -> None:
     machine, layout = as_recorded(measure_machine(world), meta), as_recorded(start.layout, meta)
     seconds = dict.fromkeys(PHASES, 0.0) | meta.seconds
     provenance = Provenance(meta.model or {}, start.experiment.model.parameters, meta.train, meta.dataset or {})
-    recorded = {key: getattr(meta, key) for key in ("versions", "commit", "budget", "scaled", "active_parameters")}
-    recorded = {key: value for key, value in recorded.items() if value}
+    recorded = {key: getattr(meta, key) for key in RECORDED if getattr(meta, key) not in (None, {})}
     outcome = Outcome(meta.state(), seconds, throughput_on(start, machine.device), machine, layout, recorded)
     world.on_rank0(lambda: write_summary(run, summarise(run.path.name, outcome, provenance)))

@@ -101,6 +101,8 @@ def test_a_run_learns_on_two_ranks_and_reports_the_load(trained: tuple[Workshop,
     assert summary["flops_per_token"] == config.flops_per_token
     meta = json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())
     assert meta["active_parameters"] == config.active_parameters
+    assert "moe_router_loss_scale" not in json.loads((run / "train.json").read_text())
+    assert summary["moe_router_loss_scale"] == meta["moe_router_loss_scale"] == 0.01 / MOE["num_active_experts"]
 
 
 @pytest.mark.parametrize(
