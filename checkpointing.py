@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from harness.common.errors import SPEAKER_PATIENCE_SECONDS, UserError
+from harness.common.freed_memory import keep_if_ample
+from harness.common.memory import free_memory
 from harness.data.loader import Microbatch, TokenLoader
 from harness.distributed.replicas import describe_divergence, weight_checksums
 from harness.distributed.watchdog import Place
@@ -86,6 +88,8 @@ class Checkpointer:
     def _warm_up(self, microbatch: Microbatch) -> None:
         settle_compilation(self.step, microbatch, self.config.compile, self.world)
         self.step.warm_up(microbatch)
+        if self.world.device.type == "cpu":
+            keep_if_ample(free_memory() // self.world.local_size)
 
     def _begin(self) -> None:
         """Load the weights that train.json names, if it does, and set earlier results aside."""

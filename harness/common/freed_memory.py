@@ -1,7 +1,7 @@
-"""What the C library does with memory that torch has freed on a CPU: keep it for the next block, or give it back.
+"""Memory that torch has freed on a CPU: the C library keeps it for the next block, or gives it back to the system.
 
 A training step frees its activations and gradients and takes as much again. Given back, every page of it comes anew
-from the system, which sets it to zero first: a fifth of a step's time (docs/LOG.md).
+from the system, which sets it to zero first: a tenth of a step's processor time and more (docs/LOG.md).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def give_back_under_a_limit() -> None:
 
 
 def keep_if_ample(free_bytes: int) -> None:
-    """Keep freed blocks from now on, if so much memory is free that this process may have a few times as much as it has
-    had: gaps between blocks make it take up to half as much again, and an optimizer's state may be still to come."""
+    """Keep freed blocks from now on, if `free_bytes` are AMPLE times the most memory that this process has had: gaps
+    between blocks make it take up to half as much again, and an optimizer's state may be still to come."""
     if not _is_limited() and free_bytes >= AMPLE * _peak_resident_bytes():
         _mallopt(M_MMAP_MAX, 0)  # no block has a mapping of its own, which would go back when it is freed
         _mallopt(M_TRIM_THRESHOLD, NEVER)

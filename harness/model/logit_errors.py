@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Logits worked on at once where each operation is a kernel of its own: on a CPU what stays in its caches, on a GPU
-# enough to keep it busy.
-SLICE_LOGITS = {"cpu": 2**19, "cuda": 2**25}
+# Logits worked on at once where each operation is a kernel of its own: on a CPU by each thread, what stays in the
+# caches; on a GPU enough to keep it busy.
+SLICE_LOGITS = {"cpu": 2**20, "cuda": 2**25}
 
 
 class Terms(NamedTuple):
@@ -49,7 +49,10 @@ def eager_kernel(
     logits_RxW: Tensor, targets_R: Tensor, losses: Tensor, vocab: int, wants_errors: bool, terms: Terms = PLAIN
 ) -> None:
     """The kernel as separate operations, over a few rows at a time."""
-    at_once = max(1, SLICE_LOGITS.get(logits_RxW.device.type, SLICE_LOGITS["cpu"]) // logits_RxW.shape[1])
+    slice_logits = SLICE_LOGITS.get(logits_RxW.device.type, SLICE_LOGITS["cpu"])
+    if logits_RxW.device.type == "cpu":
+        slice_logits *= torch.get_num_threads()  # threads wait for one another after each operation on a slice
+    at_once = max(1, slice_logits // logits_RxW.shape[1])
     parts = (tensor.split(at_once) for tensor in (logits_RxW, targets_R[:, None], losses.view(len(losses), -1)))
     for logits, wanted, written in zip(*parts, strict=True):
         work = logits[:, :vocab].to(losses.dtype)  # the logits themselves where they have that precision

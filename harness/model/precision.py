@@ -12,10 +12,14 @@ from harness.common.errors import UserError
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def has_matrix_units() -> bool:
-    """Whether this processor multiplies bf16 matrices in units of its own (AMX), and torch uses them."""
-    supported = getattr(torch.cpu, "_is_amx_tile_supported", None)  # not public, and so perhaps not there
-    return torch.backends.mkldnn.is_available() and supported is not None and supported()
+def has_fast_bf16() -> bool:
+    """True where this processor multiplies bf16 matrices by instructions of its own (AVX-512 BF16, which every processor
+    with AMX has, too) and oneDNN, by which torch does so, may use them."""
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # torch from 2.10 on
+    if not (torch.backends.mkldnn.is_available() and capabilities.get("avx512_bf16", False)):
+        return False
+    # No public function says what ONEDNN_MAX_CPU_ISA leaves: below AVX-512, bf16 takes five times as long as fp32.
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 @dataclass(frozen=True)
@@ -46,9 +50,9 @@ class Precision:
 
     @classmethod
     def for_training(cls, name: str, device: torch.device) -> Precision:
-        """As `resolve`, but auto is bf16 also on CPUs that have matrix units for it: a step takes 0.9 (2 layers × 128)
-        to 0.5 (12 × 768) of its time in fp32 there (docs/LOG.md)."""
-        if name == "auto" and device.type == "cpu" and has_matrix_units():
+        """Return what `resolve` does, but for "auto" bf16 also on CPUs that are fast in it: a step takes 0.5 to 0.9 of
+        its time in fp32 there (docs/LOG.md)."""
+        if name == "auto" and device.type == "cpu" and has_fast_bf16():
             name = "bf16"
         return cls.resolve(name, device)
 
@@ -67,10 +71,10 @@ class Precision:
         return torch.bfloat16
 
     def update_dtype(self) -> torch.dtype | None:
-        """The dtype of an optimizer's own matrix products: bf16 where training is in bf16 and the device has matrix
-        units for it; None for the weights'."""
-        has_units = self.device_type != "cpu" or has_matrix_units()
-        return torch.bfloat16 if self.name == "bf16" and has_units else None
+        """The dtype of an optimizer's own matrix products: bf16 where training is in bf16 and the device is fast in it;
+        None for the weights'."""
+        is_fast = self.device_type != "cpu" or has_fast_bf16()
+        return torch.bfloat16 if self.name == "bf16" and is_fast else None
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context a forward pass runs in."""

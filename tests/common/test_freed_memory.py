@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.support.isolation import ROOT
+from tests.support.launch import Workshop
 
 # Blocks of 64 MiB, some times; how many pages the last time needed from the system, and what is left in the end.
 PROGRAM = """
@@ -46,6 +49,28 @@ def test_blocks_are_kept_where_there_is_room(way: str) -> None:
     else:
         assert faults > 1000, "pages come anew"
         assert left < 2**26
+
+
+def test_a_run_keeps_what_its_steps_free(tmp_path: Path) -> None:
+    """By the real command: a step takes its activations and gradients, here about 100 MiB, from what the one before has
+    freed, not page by page from the system."""
+    shop = Workshop(tmp_path)
+    shop.add_dataset(tokens=50_000)
+    model = {"context_length": 128, "emb_dim": 128, "drop_rate": 0.0}
+    batch = {"microbatch_size": 16, "gradient_accumulation_steps": 1}
+    nothing_else = {"validation_interval": None, "validation_batches": None, "checkpoint_interval": 50}
+    shop.add_run(model=model, train_steps=20, min_train_tokens=None, report_interval=1, **batch, **nothing_else)
+    command = [sys.executable, "ddp_train.py", "r", str(shop.datasets), "--runs-dir", str(shop.runs)]
+    environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "0"}
+    faults: dict[int, int] = {}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if step := re.match(r"global step (\d+)/", line):
+                faults[int(step[1])] = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[7])
+    assert process.returncode == 0
+    print(faults)
+    assert (faults[17] - faults[7]) / 10 < 1000, "pages of 4 KiB that a step takes from the system"
 
 
 # What is free at the heap's end (mallinfo2's `keepcost`) after much was taken there and freed.

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from harness.model import precision as module
 from harness.model.attention import CPU_BF16_CONTEXT, causal_attention
-from harness.model.precision import Precision, has_matrix_units
+from harness.model.precision import Precision, has_fast_bf16
 
 CPU = torch.device("cpu")
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 def test_training_takes_the_processors_matrix_units(
     monkeypatch: pytest.MonkeyPatch, units: bool, expected: str
 ) -> None:
-    monkeypatch.setattr(module, "has_matrix_units", lambda: units)
+    monkeypatch.setattr(module, "has_fast_bf16", lambda: units)
     assert Precision.for_training("auto", CPU).name == expected
     assert Precision.for_training("fp32", CPU).name == "fp32"
     assert Precision.resolve("auto", CPU).name == "fp32", "a finished model is measured alike on every processor"
@@ -29,12 +29,12 @@ def test_units_are_those_of_the_processor() -> None:
     flags = next(
         line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))
     )
-    assert has_matrix_units() == ("amx_tile" in flags.split())
+    assert has_fast_bf16() == ("amx_tile" in flags.split())
 
 
 def test_a_torch_that_cannot_tell_has_no_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported", raising=False)
-    assert not has_matrix_units()
+    assert not has_fast_bf16()
 
 
 @pytest.mark.parametrize("tokens", [CPU_BF16_CONTEXT // 2, CPU_BF16_CONTEXT])

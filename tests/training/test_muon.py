@@ -301,7 +301,7 @@ def test_large_matrices_are_orthogonalised_alone() -> None:
 
 def test_products_are_in_bf16_where_training_is_and_the_device_has_units_for_it(monkeypatch: Any) -> None:
     for has_units in (False, True):
-        monkeypatch.setattr("harness.model.precision.has_matrix_units", lambda has=has_units: has)
+        monkeypatch.setattr("harness.model.precision.has_fast_bf16", lambda has=has_units: has)
         assert Precision("fp32", "cpu").update_dtype() is None
         assert Precision("bf16", "cpu").update_dtype() is (torch.bfloat16 if has_units else None)
         assert Precision("bf16", "cuda").update_dtype() is torch.bfloat16

@@ -50,7 +50,7 @@ def checkpoint(wanted: str = "auto", **values: Any) -> CheckpointMeta:
 def test_auto_keeps_what_the_run_began_in(
     monkeypatch: pytest.MonkeyPatch, now: str, units: bool, meta: CheckpointMeta | None, expected: str
 ) -> None:
-    monkeypatch.setattr(precision, "has_matrix_units", lambda: units)
+    monkeypatch.setattr(precision, "has_fast_bf16", lambda: units)
     assert choose_precision(TrainConfig(**SETTINGS | {"precision": now}), CPU, meta) == expected
 
 
