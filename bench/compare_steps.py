@@ -1,205 +1,211 @@
-"""Measure this program against others, in one table.
+"""Time a training step of ddp_train.py against its peers' loops on the CPU: the same models, in turns, on one machine.
 
-    uv run bench/compare_steps.py
+    uv run bench/compare_steps.py --threads 2 --json steps.json
 
-A whole optimizer step (forward, backward, clipping to norm 1.0, AdamW, giving up the gradients; no dropout) of this
-program, as its command runs it, against the notebook's formulation, transformers, litgpt and nanoGPT's formulation,
-each in its own default on this machine. They run in processes of their own and take their steps in turns, so that what
-else the machine does slows all of them alike. Medians, with the quartiles; what was not run has a line that says why.
+Each program runs in processes of its own and takes one step at a time, so that whatever else the machine does slows all
+of them alike. Ours is the real command, with all that its loop does; it has the head that its peer has, its own or the
+token embedding's. Medians of all steps but the first three. Ends with 1 if ours takes more processor seconds a step
+than a peer anywhere (--at-least), so that a speed that was lost is seen.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import platform
+import socket
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterable
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
+from safetensors.numpy import save_file
 
 # `python bench/...` puts bench/ on the path, not the repository root.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import system
-from bench.turns import Player, Shape, race
-from harness.common.units import GIB
+from bench.contestants import LEARNING_RATE, OWN, ROOT, Case
+from harness.common.libraries import SETTINGS
 
-SHAPES = {
-    "cpu": [
-        Shape(2, 128, 4, 128, 4096, 8),  # quickstart-gpt2's
-        Shape(4, 256, 4, 256, 8192, 8),
-        Shape(4, 256, 4, 256, 50257, 8),
-        Shape(12, 768, 12, 512, 8192, 1),
-        Shape(12, 768, 12, 512, 50257, 1),
-    ],
-    "cuda": [
-        Shape(2, 128, 4, 128, 4096, 64),
-        *(Shape(4, 256, 4, 256, vocabulary, 64) for vocabulary in (8192, 50257)),
-        *(Shape(12, 768, 12, 1024, vocabulary, 8) for vocabulary in (8192, 50257)),
-    ],
-}
-# Who runs against whom: ours with a head of its own or the token embedding's, as the other has it.
-OURS, OURS_TIED = ["ddp-pretrain", "ddp-pretrain fp32"], ["ddp-pretrain tied", "ddp-pretrain tied fp32"]
-GROUPS = {
-    "notebook": [*OURS, "notebook"],
-    "transformers": [*OURS_TIED, "transformers", "transformers bf16"],
-    "litgpt": [*OURS, "litgpt"],
-    "nanogpt": [*OURS_TIED, "nanogpt", "nanogpt bf16"],
-}
-MIB = 2**20
-# Of a waiting contestant: weights, gradients and the two moments of AdamW, in fp32.
-BYTES_PER_PARAMETER = 16
-MATRIX = 2048
+SHAPES = (
+    Case(2, 128, 4, 128, 4096, 8),  # quickstart-gpt2's
+    Case(4, 256, 4, 256, 8192, 8),
+    Case(4, 256, 4, 256, 50257, 8),
+    Case(12, 768, 12, 512, 8192, 1),
+    Case(12, 768, 12, 512, 50257, 1),
+)
+PEERS = ("nanogpt", "upstream", "transformers")
+WARM_UP = 3
+STEPS = 3000  # of a run, which ends when the race does
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How long is measured."""
+class Player:
+    """A program's processes, one a rank."""
 
-    seconds: float  # of each group
-    steps: int  # at least
+    def __init__(self, name: str, case: Case, *, ranks: int, threads: int) -> None:
+        self.name = name
+        self.turns: list[Row] = []
+        # Nobody's waiting threads burn the others' time. All else that the command sets is its own advantage.
+        shared = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": SETTINGS["OMP_WAIT_POLICY"]}
+        if ranks > 1:
+            shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+            shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {} for rank in range(ranks)]
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115, it lives as long as the processes
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "bench.contestants", name, json.dumps(asdict(case))],
+                cwd=ROOT,
+                env={**os.environ, **shared, **place},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self.errors,
+                text=True,
+            )
+            for place in places
+        ]
+
+    def step(self, *, counts: bool) -> None:
+        """Take one step on all ranks: it lasts as long as the slowest one's, and costs the processor all of theirs."""
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write("step\n")
+            process.stdin.flush()
+        answers = [self._answer(process) for process in self.processes]
+        if counts:
+            wall = max(each["wall"] for each in answers)
+            self.turns.append({"wall": wall, "processor": sum(each["processor"] for each in answers)})
+
+    def median(self, what: str) -> float:
+        """Seconds of a step, by the clock ("wall") or of all processors together ("processor")."""
+        return statistics.median(turn[what] for turn in self.turns)
+
+    def _answer(self, process: subprocess.Popen[str]) -> Row:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            self.errors.seek(0)
+            raise click.ClickException(f"{self.name} ended: {self.errors.read()[-2000:]}")
+        return json.loads(line)
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait()
 
 
-def matrix_rates(device_name: str) -> dict[str, float]:
-    """FLOP/s of large matrix products on this machine: the fastest of several, by dtype."""
-    import torch
-
-    device, rates = torch.device(device_name), {}
-    size = MATRIX if device.type == "cpu" else 4 * MATRIX
-    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        best = float("inf")
-        for _ in range(20):
-            start = time.perf_counter()
-            a @ b
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            best = min(best, time.perf_counter() - start)
-        rates[name] = 2 * size**3 / best
-    return rates
+def race(players: Sequence[Player], *, seconds: float, steps: int) -> None:
+    """Take steps in turns, each player first in its turn, until `seconds` are over, and at least `steps` that count."""
+    begun, number = time.monotonic(), 0
+    while number < WARM_UP + steps or time.monotonic() < begun + seconds:
+        first = number % len(players)
+        for player in [*players[first:], *players[:first]]:
+            player.step(counts=number >= WARM_UP)
+        number += 1
 
 
-def compare(shape: Shape, group: str, effort: Effort) -> list[Row]:
-    """The rows of one group at one shape, ours first."""
-    names = [name for name in GROUPS[group] if shape.device == "cpu" or not name.endswith((" fp32", " bf16"))]
+@contextmanager
+def run_directory(case: Case, *, tied: bool, precision: str, ranks: int) -> Iterator[Case]:
+    """The case with a run of ddp_train.py's and a data set of random tokens, both in a temporary folder."""
+
+    with tempfile.TemporaryDirectory() as name:
+        run, dataset = Path(name) / "runs" / "bench", Path(name) / "datasets" / "bench" / "random"
+        run.mkdir(parents=True)
+        dataset.mkdir(parents=True)
+        train = {
+            "dataset": "bench/random",
+            "microbatch_size": case.microbatch,
+            "train_steps": STEPS,
+            "start_train_token": 0,
+            "checkpoint_interval": STEPS,
+            "learning_rate": LEARNING_RATE,
+            "clipping_max_norm": 1.0,
+            "precision": precision,
+        }
+        (run / "train.json").write_text(json.dumps(train))
+        (run / "model.json").write_text(case.model_config(tied=tied).model_dump_json(exclude_defaults=True))
+        count = STEPS * ranks * case.microbatch * case.context + 1
+        tokens = np.random.default_rng(0).integers(case.vocabulary, size=count).astype(np.uint16)
+        save_file({"tokens": tokens}, dataset / "train.safetensors")
+        meta = {"description": "random tokens", "token_dtype": "uint16", "files": ["train.safetensors"]}
+        (dataset / "meta.json").write_text(json.dumps(meta))
+        yield replace(case, run=str(run), datasets=str(dataset.parents[1]))
+
+
+def compare(case: Case, pair: tuple[str, str], *, ranks: int, threads: int, seconds: float, steps: int) -> Row:
+    """A row of the table: ours in the precision pair[0] against the peer pair[1]."""
+    precision, peer = pair
     with ExitStack() as stack:
-        players = [stack.enter_context(Player(name, shape)) for name in names]
-        absent = {player.name: why for player in players if (why := player.begin())}
-        present = [player for player in players if player.name not in absent]
-        rows = [{"shape": shape.title, "group": group, "program": name, "not_run": why} for name, why in absent.items()]
-        if group in absent:
-            return rows
-        race(present, seconds=effort.seconds, at_least=effort.steps)
-        return [_row(player, present, shape, group) for player in present] + rows
-
-
-def _row(player: Player, players: list[Player], shape: Shape, group: str) -> Row:
-    walls = [turn.wall for turn in player.turns]
-    low, median, high = statistics.quantiles(walls, n=4)
-    row: Row = {"shape": shape.title, "group": group, "program": player.first["title"], "steps": len(walls)}
-    row |= {"ms": 1e3 * median, "ms_quartiles": [1e3 * low, 1e3 * high], "tokens_per_second": shape.tokens / median}
-    row["processor_ms"] = 1e3 * statistics.median(turn.processor for turn in player.turns)
-    row["gflops"] = flops_per_token(shape) * shape.tokens / median / 1e9
-    row["peak_mib"] = player.peak_bytes() / MIB
-    ours = players[0]
-    row["ours_times"] = median / statistics.median(turn.wall for turn in ours.turns)
-    row["ours_times_processor"] = row["processor_ms"] / (1e3 * statistics.median(turn.processor for turn in ours.turns))
+        tied = not peer.startswith("upstream")
+        prepared = stack.enter_context(run_directory(case, tied=tied, precision=precision, ranks=ranks))
+        players = []
+        for name in (OWN, peer):
+            players.append(Player(name, prepared, ranks=ranks, threads=threads))
+            stack.callback(players[-1].end)
+        race(players, seconds=seconds, steps=steps)
+    ours, other = players
+    row: Row = {"shape": case.title, "ranks": ranks, "threads": threads, "ours": precision, "peer": peer}
+    row["steps"] = len(ours.turns)
+    for what in ("processor", "wall"):
+        row[f"{what}_ms"] = [1e3 * ours.median(what), 1e3 * other.median(what)]
+        row[f"{what}_ratio"] = other.median(what) / ours.median(what)
     return row
 
 
-def flops_per_token(shape: Shape) -> int:
-    return shape.model_config().flops_per_token
-
-
-def room_is_missing(shape: Shape, group: str) -> str | None:
-    """Why a group cannot run in the memory that is free; None if it can."""
-    if shape.device != "cpu":
-        return None
-    from harness.common.memory import free_memory
-
-    needed = (len(GROUPS[group]) + 1) * shape.model_config().parameters * BYTES_PER_PARAMETER  # one is at it
-    free = free_memory()
-    return f"needs about {needed / GIB:.0f} GiB, and {free / GIB:.0f} are free" if needed > free else None
-
-
-HEADER = (
-    f"{'program':28}{'ms (quartiles)':>24}{'proc. ms':>10}{'tokens/s':>10}{'GFLOP/s':>9}{'peak MiB':>10}"
-    f"{'ours ×':>8}{'(proc.)':>9}"
-)
+HEADER = f"{'ours':6}{'peer':20}{'processor ms':>20}{'ratio':>7}{'clock ms':>20}{'ratio':>7}"
 
 
 def line_of(row: Row) -> str:
-    """A row of the table."""
-    if "not_run" in row:
-        return f"{row['program']:28} not run: {row['not_run']}"
-    low, high = row["ms_quartiles"]
-    times = f"{row['ms']:,.1f} ({low:,.1f}–{high:,.1f})"
-    return (
-        f"{row['program']:28}{times:>24}{row['processor_ms']:>10,.1f}{row['tokens_per_second']:>10,.0f}"
-        f"{row['gflops']:>9,.0f}{row['peak_mib']:>10,.0f}{row['ours_times']:>8.2f}{row['ours_times_processor']:>9.2f}"
-    )
-
-
-def compare_all(shapes: Iterable[Shape], groups: list[str], effort: Effort) -> list[Row]:
-    """All groups at all shapes, printed as they come."""
-    found: list[Row] = []
-    for shape in shapes:
-        click.echo(f"\n{shape.title}\n{HEADER}")
-        for group in groups:
-            missing = room_is_missing(shape, group)
-            none = {"shape": shape.title, "group": group, "program": group, "not_run": missing}
-            for row in [none] if missing else compare(shape, group, effort):
-                click.echo(line_of(row))
-                found.append(row)
-    return found
+    """A row as text: milliseconds of a step, ours / the peer's, and how many times ours is as fast."""
+    processor, wall = (" / ".join(f"{each:,.0f}" for each in row[f"{what}_ms"]) for what in ("processor", "wall"))
+    ratios = row["processor_ratio"], row["wall_ratio"]
+    return f"{row['ours']:6}{row['peer']:20}{processor:>20}{ratios[0]:>7.2f}{wall:>20}{ratios[1]:>7.2f}"
 
 
 @click.command(help=__doc__)
-@click.option("--only", "only", multiple=True, type=click.Choice([*GROUPS, *system.PARTS]), help="Again for more.")
-@click.option("--shape", "wanted", multiple=True, type=click.IntRange(1, 5), help="Number of a shape; all of them.")
-@click.option("--seconds", type=click.FloatRange(0), default=20.0, show_default=True, help="Of each comparison.")
-@click.option("--steps", type=click.IntRange(3), default=7, show_default=True, help="Of each program, at least.")
-@click.option("--quick", is_flag=True, help="The smallest shape, three steps.")
-@click.option("--compile", "compiled", is_flag=True, help="torch.compile for all (on a GPU always).")
-@click.option("--device", default=None, help="cpu, cuda; default: a GPU where there is one.")
-@click.option("--json", "file", type=click.Path(path_type=Path, dir_okay=False), help="Write all rows into FILE.")
-def main(only: tuple[str, ...], wanted: tuple[int, ...], file: Path | None, **given: Any) -> None:
+@click.option("--shape", "numbers", multiple=True, type=click.IntRange(1, len(SHAPES)), help="Number of a shape; all.")
+@click.option("--peer", "peers", multiple=True, type=click.Choice(PEERS), help="Again for more; all of them.")
+@click.option("--ranks", default=1, show_default=True, type=click.IntRange(1), help="Processes that train by DDP.")
+@click.option("--threads", default=1, show_default=True, type=click.IntRange(1), help="Of each process.")
+@click.option("--seconds", default=15.0, show_default=True, type=click.FloatRange(0), help="Of each row.")
+@click.option("--steps", default=5, show_default=True, type=click.IntRange(1), help="Of each program, at least.")
+@click.option("--at-least", default=1.0, show_default=True, help="Peer's processor seconds over ours; below: exit 1.")
+@click.option("--json", "file", type=click.Path(path_type=Path, dir_okay=False), help="Write the rows into FILE.")
+def main(numbers: tuple[int, ...], peers: tuple[str, ...], at_least: float, file: Path | None, **effort: Any) -> None:
     import torch
 
-    device = given["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
-    effort = Effort(0.0, 3) if given["quick"] else Effort(given["seconds"], given["steps"])
-    numbers = wanted or ((1,) if given["quick"] else range(1, 6))
-    compiled = given["compiled"] or device != "cpu"
-    shapes = [
-        Shape(**{**vars(SHAPES[device.split(":")[0]][number - 1]), "device": device, "compile": compiled})
-        for number in numbers
-    ]
-    rates = matrix_rates(device)
-    machine = {
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(device) if device != "cpu" else f"{platform.machine()} CPU",
-        "threads": torch.get_num_threads(),
-        "load": os.getloadavg()[0],
-        "matrix_gflops": {name: rate / 1e9 for name, rate in rates.items()},
-    }
-    click.echo(
-        f"{machine['device']}, torch {torch.__version__}, {machine['threads']} threads, load {machine['load']:.1f}"
-    )
-    click.echo(f"matrix products: {', '.join(f'{rate / 1e9:,.0f} GFLOP/s in {name}' for name, rate in rates.items())}")
-    groups = [name for name in GROUPS if not only or name in only]
-    rows = compare_all(shapes, groups, effort) if groups else []
-    parts = [name for name in system.PARTS if name in only or not only]
-    further = [row for part in parts for row in system.measure(part, quick=given["quick"])]
+    capability = torch.backends.cpu.get_cpu_capability()
+    click.echo(f"torch {torch.__version__}, {capability}, ranks {effort['ranks']}, threads {effort['threads']} each")
+    rows: list[Row] = []
+    for number in numbers or range(1, len(SHAPES) + 1):
+        case = SHAPES[number - 1]
+        click.echo(f"\n{case.title}\n{HEADER}")
+        for peer in peers or PEERS:
+            for pair in (("fp32", peer), ("auto", peer), ("auto", f"{peer} bf16")):
+                rows.append(compare(case, pair, **effort))
+                click.echo(line_of(rows[-1]))
     if file:
-        file.write_text(json.dumps({"machine": machine, "steps": rows, "further": further}, indent=1) + "\n")
+        file.write_text(json.dumps(rows, indent=1) + "\n")
+    slower = [row for row in rows if row["processor_ratio"] < at_least]
+    for row in slower:
+        where = f"{row['shape']}, {row['ours']}"
+        click.echo(f"behind {row['peer']}: {where}: {row['processor_ratio']:.2f}, below {at_least:g}", err=True)
+    sys.exit(1 if slower else 0)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
 
 
 if __name__ == "__main__":

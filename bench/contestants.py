@@ -1,214 +1,174 @@
-"""Who takes part in the comparison of training steps, each trained as its authors train it.
+"""The programs that bench/compare_steps.py races, one process a rank: ddp_train.py itself, and its peers' loops.
 
-A step is forward, backward, clipping to norm 1.0, AdamW and giving up the gradients; dropout is off.
+    python -m bench.contestants NAME CASE
+
+CASE is a Case as JSON; RANK, WORLD_SIZE and MASTER_PORT say which rank of how many it is. For each line on standard
+input a contestant takes one step and answers with the seconds that it took, as JSON.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import json
+import os
+import runpy
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from harness.model.config import ModelConfig
 
-from bench.references import NanoGPT, NotebookModel
-from bench.turns import Shape
-from gpt import GPTModel, ModelConfig
-from harness.data.loader import Microbatch
-from harness.distributed.world import World
-from harness.model.kernels import choose_kernels
-from harness.runs.train_config import TrainConfig
-from harness.training.step import build_step
-
+ROOT = Path(__file__).resolve().parents[1]
 LEARNING_RATE = 4e-4
-LITGPT_ROTARY = 0.25  # of each head's width, as in its Pythia models
-LITGPT_INSTALL = (
-    "uv pip install --no-deps --target DIR litgpt lightning lightning-utilities torchmetrics, and PYTHONPATH=DIR in "
-    "front of the command (its own pins exclude this project's huggingface-hub)"
-)
-
-Loss = Callable[[Tensor, Tensor], Tensor]
-Step = Callable[[Microbatch], None]
-
-
-class NotToBeHadError(Exception):
-    """A contestant cannot take part; the text says why."""
+OWN = "ddp-pretrain"
 
 
 @dataclass(frozen=True)
 class Case:
-    """What all contestants of one comparison share."""
+    """One model and batch, and where ddp_train.py finds its run: RUN and DATASETS_DIR."""
 
-    shape: ModelConfig
-    microbatch: int
-    device: torch.device
-    compile: bool = False
+    layers: int
+    emb_dim: int
+    heads: int
+    context: int
+    vocabulary: int
+    microbatch: int  # sequences of a rank's step
+    run: str = ""
+    datasets: str = ""
 
     @property
-    def tokens(self) -> int:
-        """Tokens of a step."""
-        return self.microbatch * self.shape.context_length
+    def title(self) -> str:
+        tokens = f"{self.microbatch} × {self.context} tokens"
+        return f"{self.layers} × {self.emb_dim}, vocabulary {self.vocabulary:,}, {tokens}"
 
-    def batch(self, generator: np.random.Generator) -> Microbatch:
-        """Random tokens."""
-        tokens = generator.integers(self.shape.vocab_size, size=self.tokens + 1, dtype=np.int64)
-        return Microbatch(tokens.astype(np.uint16), self.shape.context_length)
-
-
-@dataclass(frozen=True)
-class Contestant:
-    """A program's step, its model, and whether the head is the token embedding."""
-
-    title: str
-    model: nn.Module
-    step: Step
-    tied: bool
-
-
-def ours(case: Case, precision: str, *, tied: bool) -> Contestant:
-    """This project's own step, as ddp_train.py runs it in one process."""
-    World.join()  # which arranges threads and memory
-    torch.manual_seed(42)
-    model = GPTModel(case.shape.model_copy(update={"tie_weights": tied})).to(case.device)
-    choose_kernels(model, case.shape.drop_rates.attention_weights, case.device, compiled=case.compile)
-    settings: dict[str, Any] = {
-        "dataset": "builtin/none",
-        "microbatch_size": case.microbatch,
-        "min_train_tokens": -1,
-        "start_train_token": 0,
-        "checkpoint_interval": 1,
-        "learning_rate": LEARNING_RATE,
-        "clipping_max_norm": 1.0,
-        "precision": precision,
-        "compile": case.compile,
-    }
-    step = build_step(model, model, TrainConfig(**settings))
-    step.warm_up(case.batch(np.random.default_rng(0)))
-
-    def run(microbatch: Microbatch) -> None:
-        step.run([microbatch], 1.0)
-
-    title = f"ddp-pretrain, {'auto: ' if precision == 'auto' else ''}{step.precision.name}"
-    return Contestant(title, model, run, tied)
-
-
-def notebook(case: Case) -> Contestant:
-    """The lab notebook's program: torch's plain AdamW, and the loss read at each step."""
-    torch.manual_seed(42)
-    model = NotebookModel(case.shape).to(case.device)
-
-    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-
-    run = _plain_step(case, model, loss, fused=False, reads_loss=True)
-    return Contestant("the notebook's program", model, run, tied=False)
-
-
-def transformers_gpt2(case: Case, *, bf16: bool = False) -> Contestant:
-    """transformers' GPT-2 with torch's attention and fused AdamW, weights as ours."""
-    from bench.hf_weights import peer_of
-
-    torch.manual_seed(42)
-    model = peer_of(GPTModel(case.shape.model_copy(update={"tie_weights": True})))
-    nn.Module.to(model, case.device)
-
-    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
-        # `labels` alone would be shifted inside, and the last position of each sequence would predict nothing.
-        return model(inputs, labels=targets, shift_labels=targets, use_cache=False).loss
-
-    run = _plain_step(case, model, loss, half=bf16)
-    return Contestant("transformers, bf16 autocast" if bf16 else "transformers", model, run, tied=True)
-
-
-def nanogpt(case: Case, *, bf16: bool = False) -> Contestant:
-    """nanoGPT's formulation with fused AdamW."""
-    torch.manual_seed(42)
-    model = NanoGPT(case.shape).to(case.device)
-
-    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-
-    run = _plain_step(case, model, loss, half=bf16)
-    return Contestant("nanoGPT, bf16 autocast" if bf16 else "nanoGPT", model, run, tied=True)
-
-
-def litgpt(case: Case) -> Contestant:
-    """litgpt's model of the same size (it has no learned positions: rotary ones, as in its Pythia models) with its loss
-    and optimizer. Raises NotToBeHadError where it is not installed."""
-    try:
-        from litgpt.config import Config
-        from litgpt.model import GPT
-        from litgpt.utils import chunked_cross_entropy
-    except ImportError as error:
-        raise NotToBeHadError(f"{error}; {LITGPT_INSTALL}") from None
-    shape = case.shape
-    torch.manual_seed(42)
-    model = GPT(
-        Config(
-            block_size=shape.context_length,
-            n_layer=shape.n_layers,
-            n_head=shape.n_heads,
-            n_embd=shape.emb_dim,
-            vocab_size=shape.vocab_size,
-            padded_vocab_size=shape.vocab_size,
-            rotary_percentage=LITGPT_ROTARY,
-            parallel_residual=False,
-            bias=True,
-            gelu_approximate="tanh",
+    def model_config(self, *, tied: bool) -> ModelConfig:
+        """The same model for all: with biases everywhere, since transformers' model always has them."""
+        return ModelConfig(
+            vocab_size=self.vocabulary,
+            context_length=self.context,
+            emb_dim=self.emb_dim,
+            n_heads=self.heads,
+            n_layers=self.layers,
+            drop_rate=0.0,
+            qkv_bias=True,
+            tie_weights=tied,
         )
-    ).to(case.device)
-
-    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
-        return chunked_cross_entropy(model(inputs), targets)
-
-    run = _plain_step(case, model, loss, fused=case.device.type == "cuda")  # as its pretrain command has it
-    return Contestant("litgpt", model, run, tied=False)
 
 
-def _plain_step(
-    case: Case, model: nn.Module, loss: Loss, *, fused: bool = True, reads_loss: bool = False, half: bool = False
-) -> Step:
-    """A step as most programs write it. On a GPU the matrix products run in bf16, as ours; on a CPU if `half`."""
+class Turns:
+    """Takes steps when it is told to, and answers with their seconds by the clock and of all this process's threads."""
+
+    def __init__(self) -> None:
+        self._answers = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # other output is no answer
+        self._begun: tuple[float, float] | None = None
+
+    def next(self) -> None:
+        """End the turn, if there is one, and wait for the next."""
+        now = time.perf_counter(), time.process_time()
+        if self._begun is not None:
+            wall, processor = (end - begin for end, begin in zip(now, self._begun, strict=True))
+            print(json.dumps({"wall": wall, "processor": processor}), file=self._answers, flush=True)
+        if not sys.stdin.readline():
+            os._exit(0)
+        self._begun = time.perf_counter(), time.process_time()
+
+
+def ours(case: Case, turns: Turns) -> None:
+    """Run ddp_train.py as a user does; a turn is all that its loop does from one step's beginning to the next one's."""
+    from harness.training.step import OptimizerStep
+
+    run_step: Callable[..., Any] = OptimizerStep.run
+
+    def run_in_turn(*arguments: Any) -> Any:
+        turns.next()
+        return run_step(*arguments)
+
+    OptimizerStep.run = run_in_turn  # type: ignore[method-assign]
+    run = Path(case.run)
+    sys.argv = ["ddp_train.py", run.name, case.datasets, "--runs-dir", str(run.parent)]
+    runpy.run_path(str(ROOT / "ddp_train.py"), run_name="__main__")
+
+
+def peer(name: str, case: Case, turns: Turns) -> None:
+    """Train as the peers' programs do: autocast if asked for, clipping to norm 1.0, AdamW, DDP where there are ranks.
+    "upstream" has torch's plain AdamW and reads the loss at each step; the others have the fused one."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    torch.manual_seed(42)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    program, _, precision = name.partition(" ")
+    model, loss = peers_model(program, case)
+    trained: nn.Module = loss
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        dist.init_process_group("gloo")
+        trained = nn.parallel.DistributedDataParallel(loss)
     parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.1, fused=fused or None)
-    computed: Any = torch.compile(loss) if case.compile else loss
-    is_half = half or case.device.type == "cuda"
-
-    def autocast() -> AbstractContextManager[object]:
-        return torch.autocast(case.device.type, torch.bfloat16) if is_half else nullcontext()
-
-    def run(microbatch: Microbatch) -> None:
-        inputs_BxT, targets_BxT = microbatch.to(case.device)
-        with autocast():
-            value = computed(inputs_BxT, targets_BxT)
+    is_upstream = program == "upstream"
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.1, fused=None if is_upstream else True)
+    for inputs_BxT, targets_BxT in _batches(case):
+        turns.next()
+        with torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext():
+            value = trained(inputs_BxT, targets_BxT)
         optimizer.zero_grad()
         value.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
-        if reads_loss:
+        if is_upstream:
             value.item()
 
-    return run
+
+def peers_model(program: str, case: Case) -> tuple[Any, Any]:
+    """A peer's model, and the module that returns its mean loss of (inputs, targets)."""
+    import torch.nn.functional as F
+    from torch import Tensor, nn
+
+    from bench.hf_weights import peer_of
+    from bench.references import NanoGPT, NotebookModel
+    from gpt import GPTModel
+
+    config = case.model_config(tied=program != "upstream")
+    if program == "transformers":
+        model = peer_of(GPTModel(config))
+    else:
+        model = (NotebookModel if program == "upstream" else NanoGPT)(config)
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+            if program == "transformers":
+                # `labels` alone would be shifted inside, and the last position of each sequence would predict nothing.
+                return self.model(inputs, labels=targets, shift_labels=targets, use_cache=False).loss
+            return F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
+
+    return model, Loss()
 
 
-BUILDERS: dict[str, Callable[[Case], Contestant]] = {
-    "ddp-pretrain": lambda case: ours(case, "auto", tied=False),
-    "ddp-pretrain fp32": lambda case: ours(case, "fp32", tied=False),
-    "ddp-pretrain tied": lambda case: ours(case, "auto", tied=True),
-    "ddp-pretrain tied fp32": lambda case: ours(case, "fp32", tied=True),
-    "notebook": notebook,
-    "transformers": transformers_gpt2,
-    "transformers bf16": lambda case: transformers_gpt2(case, bf16=True),
-    "litgpt": litgpt,
-    "nanogpt": nanogpt,
-    "nanogpt bf16": lambda case: nanogpt(case, bf16=True),
-}
+def _batches(case: Case) -> Iterator[tuple[Any, Any]]:
+    """Inputs and targets (each microbatch × context) without end."""
+    import torch
+
+    generator = torch.Generator().manual_seed(int(os.environ.get("RANK", "0")))
+    while True:
+        tokens = torch.randint(case.vocabulary, (case.microbatch, case.context + 1), generator=generator)
+        yield tokens[:, :-1], tokens[:, 1:]
 
 
-def case_of(shape: Shape) -> Case:
-    """What all contestants build for a shape."""
-    return Case(shape.model_config(), shape.microbatch, torch.device(shape.device), shape.compile)
+def main() -> None:
+    name, case, turns = sys.argv[1], Case(**json.loads(sys.argv[2])), Turns()
+    if name.startswith(OWN):
+        ours(case, turns)
+    else:
+        peer(name, case, turns)
+
+
+if __name__ == "__main__":
+    main()
