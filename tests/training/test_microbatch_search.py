@@ -27,7 +27,7 @@ from harness.runs.experiment import Experiment
 from harness.runs.results import read_results
 from harness.runs.search_results import read_searches
 from harness.runs.train_config import load_train_config
-from harness.training.microbatch_search import GUESSES, largest_that_fits
+from harness.training.microbatch_search import largest_that_fits
 from tests.support.isolation import on_path
 from tests.support.launch import ROOT, Result, Workshop, finish, free_port
 
@@ -65,8 +65,54 @@ def test_guesses_change_nothing_but_the_way(threshold: int, ceiling: int, guesse
 
     found = largest_that_fits(fits, ceiling, lambda: guesses.pop(0) if guesses else None)
     assert found == min(threshold, ceiling)
-    assert len(asked) == len(set(asked)) <= 2 * math.ceil(math.log2(found + 1)) + 2 + GUESSES
+    assert len(asked) == len(set(asked)) <= 2.5 * math.log2(found + 1) + 4
     assert all(1 <= n <= min(ceiling, max(1, 2 * found)) for n in asked)
+
+
+@given(
+    answer=st.integers(1, 1000),
+    slope=st.floats(0.003, 1.0),
+    fixed=st.floats(0.0, 6.0),
+    power=st.floats(0.9, 1.1),
+    gaps=st.floats(0.0, 0.5),
+    hidden=st.integers(0, 30),
+)
+def test_guesses_by_a_line_that_is_none_cost_little(
+    answer: int, slope: float, fixed: float, power: float, gaps: float, hidden: int
+) -> None:
+    """Memory that bends, has gaps between its blocks, or begins to grow beyond what the program took before."""
+    peaks: list[tuple[float, float]] = []
+    asked: list[int] = []
+
+    def memory(size: int) -> float:
+        return fixed + slope * (max(0, size - hidden) ** power + gaps * math.sin(size))
+
+    def fits(size: int) -> bool:
+        asked.append(size)
+        if size <= answer:
+            peaks.append((size, memory(size)))
+        return size <= answer
+
+    def guess() -> int | None:
+        line = fit_line(peaks)
+        return int((memory(answer) - line[1]) / line[0]) if line and line[0] > 1e-6 else None
+
+    assert largest_that_fits(fits, 10**6, guess) == answer
+    assert len(asked) <= 2 * math.log2(answer + 1) + 5, "three more than without guesses"
+
+
+@pytest.mark.parametrize("answer", [129, 175, 236, 253])
+def test_a_guess_that_is_refuted_costs_nothing(answer: int) -> None:
+    """By the peaks of sizes up to 128 there is room for 260, but 256 does not fit."""
+    asked: list[int] = []
+
+    def fits(n: int) -> bool:
+        asked.append(n)
+        return n <= answer
+
+    assert largest_that_fits(fits, 10_000, lambda: 260) == answer
+    assert asked[:9] == [2**n for n in range(9)]
+    assert len(asked[9:]) == 7, "halvings alone"
 
 
 def test_a_right_guess_ends_the_search_soon() -> None:
@@ -120,9 +166,9 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return shop
 
 
-def search(shop: Workshop, *arguments: str, limit: float | None, ranks: int = 1, run: str = "r") -> Result:
+def search(shop: Workshop, *arguments: str, limit: float | None, ranks: int = 1) -> Result:
     options = [] if limit is None else ["--memory-limit-gib", f"{limit:.3f}"]
-    return shop.train(run, "-f", *options, *arguments, ranks=ranks, expect=None)
+    return shop.train("r", "-f", *options, *arguments, ranks=ranks, expect=None)
 
 
 def answer(result: Result) -> int:
