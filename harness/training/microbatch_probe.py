@@ -1,4 +1,4 @@
-"""Whether a microbatch fits into a device's memory, tried out with real steps."""
+"""A trial of a microbatch with real steps: does it fit into a device's memory?"""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from harness.training.step import OptimizerStep, StepResult
 # second has all there is: the optimizer's state comes into being in the first.
 PROBE_STEPS = {"cuda": 3, "cpu": 2}
 SEARCH_SECONDS = 600.0  # on the CPU, where a probe may take minutes, none is begun that would end later
-PROBE_ACCUMULATION = 2  # a second microbatch meets the gradients of the first; a third needs nothing more
+PROBE_ACCUMULATION = 2  # the second microbatch meets the first one's gradients; a third needs nothing more
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class MicrobatchProbe:
     """Answers "does a microbatch of n fit?" by trying it, on every rank at once.
 
     The steps run on the bare model, without collectives: an out-of-memory on one rank cannot leave the others waiting
-    in one. Training on many ranks takes no more than they do, beside the buffers of its exchanges: its buckets are the
-    gradients themselves, and it arranges them anew, with two sets for a moment, before a forward pass, when there are
-    no activations.
+    in one. On several ranks gradients lie in the buckets of their exchange, which are there in every forward pass; the
+    bare model has gradients there from the second microbatch on, so that two are tried even where training has one.
+    DDP's second set of buckets, while it arranges them anew, is there when there are no activations.
     """
 
     build_step: Callable[[], OptimizerStep]
@@ -132,9 +132,13 @@ class MicrobatchProbe:
         try:
             if self._step is None:
                 self._step = self.build_step()
-            self._train(self._step, [self._window(microbatch_size)] * min(self.accumulation_steps, PROBE_ACCUMULATION))
+            meets_gradients = self.world.size > 1 or self.accumulation_steps > 1
+            window = self._window(microbatch_size)
+            self._train(self._step, [window] * (PROBE_ACCUMULATION if meets_gradients else 1))
         except (RuntimeError, MemoryError, OSError, ImportError, RunError) as error:
             if is_out_of_memory(error):
+                if self._step is not None:
+                    self._step.forget_gradients()  # which the next size would have to fit beside
                 return False
             if explained := explain_nondeterminism(error):
                 raise UserError(explained) from None

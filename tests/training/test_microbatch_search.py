@@ -6,6 +6,7 @@ libraries make that a matter of the machine.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -162,13 +163,13 @@ def base_gib(workshop: Workshop) -> float:
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     shop = Workshop(tmp_path_factory.mktemp("search"), {"CUDA_VISIBLE_DEVICES": ""})
     shop.add_dataset(tokens=200_000)
-    shop.add_run(model=HUNGRY, gradient_accumulation_steps=None)
+    shop.add_run(model=HUNGRY, gradient_accumulation_steps=None, price_per_hour=4.0)
     return shop
 
 
-def search(shop: Workshop, *arguments: str, limit: float | None, ranks: int = 1) -> Result:
+def search(shop: Workshop, *arguments: str, limit: float | None, ranks: int = 1, prelude: str = "") -> Result:
     options = [] if limit is None else ["--memory-limit-gib", f"{limit:.3f}"]
-    return shop.train("r", "-f", *options, *arguments, ranks=ranks, expect=None)
+    return shop.train("r", "-f", *options, *arguments, ranks=ranks, expect=None, prelude=prelude)
 
 
 def answer(result: Result) -> int:
@@ -273,6 +274,53 @@ def test_a_search_comes_to_an_end(workshop: Workshop) -> None:
     result = workshop.train("r", "-f", ranks=2, prelude=hurried)
     assert probes(result) == {1: "fits"}
     assert "Max microbatch size was 1\nMore may fit; the search has ended, since trying 2 would take" in result.stdout
+
+
+# Prints the sequences of each forward pass of rank 0 and the bytes of gradients that it meets, and is out of memory
+# where 6 sequences meet any. Not of the tiny model that a search begins with.
+GRADIENTS = """
+import os
+import gpt
+plain = gpt.GPTModel.forward
+def forward(self, inputs, *others):
+    held = sum(each.grad.nbytes for each in self.parameters() if each.grad is not None)
+    if self.config.emb_dim == 16 and os.environ.get("RANK", "0") == "0":
+        print(f"pass {len(inputs)} {held}", flush=True)
+        if held and len(inputs) >= 6:
+            raise MemoryError
+    return plain(self, inputs, *others)
+gpt.GPTModel.forward = forward
+"""
+
+
+def passes(result: Result) -> list[tuple[int, int]]:
+    """Sequences of each forward pass, and bytes of gradients that it met."""
+    return [(int(size), int(held)) for size, held in re.findall(r"^pass (\d+) (\d+)$", result.stdout, re.MULTILINE)]
+
+
+@pytest.mark.parametrize(("ranks", "accumulated"), [(1, 1), (1, 2), (2, 1)])
+def test_a_probe_meets_the_gradients_that_training_meets(ranks: int, accumulated: int, tmp_path: Path) -> None:
+    """On several ranks gradients are the buckets of their exchange, there in each forward pass."""
+    shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
+    shop.add_dataset(tokens=16 * 2 * ranks * accumulated + 1)
+    shop.add_run(gradient_accumulation_steps=accumulated, microbatch_size=1, min_train_tokens=-1)
+    searched, trained = (
+        max(held for _, held in passes(shop.train("r", *options, ranks=ranks, prelude=GRADIENTS)))
+        for options in (["-f"], [])
+    )
+    assert searched == trained
+    assert bool(trained) == (ranks > 1 or accumulated > 1)
+
+
+def test_a_size_that_failed_leaves_no_gradients(tmp_path: Path) -> None:
+    shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
+    shop.add_dataset(tokens=16 * 8 * 2 + 1)
+    shop.add_run()
+    result = search(shop, limit=None, prelude=GRADIENTS)
+    assert answer(result) == 5
+    firsts = [held for (before, _), (size, held) in itertools.pairwise([(0, 0), *passes(result)]) if size != before]
+    assert len(firsts) >= 5
+    assert not any(firsts), "the next size would have to fit beside them"
 
 
 def test_without_write_only_what_was_measured_is_written(
