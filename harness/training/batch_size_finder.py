@@ -1,6 +1,6 @@
 """The largest microbatch that fits into a device's memory (ddp_train.py -f).
 
-`report_max_microbatch` is what the command does. `find_max_microbatch` searches (microbatch_search.py): sizes grow
+`report_max_microbatch` is what the command does. `find_max_microbatch` searches (microbatch_probe.py): sizes grow
 until one does not fit, then the rest is bisected, with guesses from the memory that was measured so far.
 Each size is tried by a `MicrobatchProbe`: real steps of the run's model on its own data, under a limit, on all ranks at
 once, and the first time also all that training does between two steps (harness/training/rehearsal.py). A model that
@@ -40,8 +40,13 @@ from harness.runs.experiment import Experiment
 from harness.runs.results import now
 from harness.runs.search_results import MicrobatchSearch, TriedMicrobatch, write_search
 from harness.runs.throughput import KERNEL_KEYS
-from harness.training.microbatch_probe import PROBE_ACCUMULATION, Found, MicrobatchProbe, SearchTooLong
-from harness.training.microbatch_search import largest_that_fits
+from harness.training.microbatch_probe import (
+    PROBE_ACCUMULATION,
+    Found,
+    MicrobatchProbe,
+    SearchTooLong,
+    largest_that_fits,
+)
 from harness.training.rehearsal import Rehearsal, RehearsedTrainer
 from harness.training.startup import fetch_dataset, remark_on_machine, say
 

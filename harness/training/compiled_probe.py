@@ -36,8 +36,7 @@ from harness.common.memory import release_memory
 from harness.common.statistics import fit_line
 from harness.data.loader import Microbatch
 from harness.training.compilation import explain_failed_compilation
-from harness.training.microbatch_probe import Found, MicrobatchProbe, SearchTooLong
-from harness.training.microbatch_search import largest_that_fits
+from harness.training.microbatch_probe import Found, MicrobatchProbe, SearchTooLong, largest_that_fits
 from harness.training.step import OptimizerStep
 
 MOST_PROGRAMS = 3
@@ -178,9 +177,7 @@ def find_compiled(probe: CompiledProbe, ceiling: int) -> Found:
     size, remark = 1, ""
     try:
         if ceiling > 1:  # one sequence would be a program of its own; where many fit, a few more are the reserve's
-            size = largest_that_fits(
-                probe.fits, ceiling, probe.guess, first=2, growth=4, fineness=64, most=MOST_PROBES
-            )
+            size = largest_that_fits(probe.fits, ceiling, probe.guess, first=2, growth=4, fineness=64, most=MOST_PROBES)
     except TooManyPrograms:
         size = probe.by_line(ceiling)
     except SearchTooLong as reason:

@@ -28,7 +28,7 @@ from harness.runs.experiment import Experiment
 from harness.runs.results import read_results
 from harness.runs.search_results import read_searches
 from harness.runs.train_config import load_train_config
-from harness.training.microbatch_search import largest_that_fits
+from harness.training.microbatch_probe import largest_that_fits
 from tests.support.isolation import on_path
 from tests.support.launch import ROOT, Result, Workshop, finish, free_port
 
