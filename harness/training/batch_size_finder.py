@@ -29,7 +29,6 @@ from harness.common.memory import (
     limit_memory,
     program_gib,
     release_memory,
-    room_gib,
     settle_cpu_memory,
 )
 from harness.common.units import GIB
@@ -101,17 +100,7 @@ def find_max_microbatch(
     limit = limit_memory(world.device, memory_limit_gib, world.local_size)
     refuse_small_limit(world, limit.gib)
     probe, search = _choose_search(config.compile, world.device)
-    tried = probe(
-        rehearsal.build_step,
-        world,
-        dataset.split("train"),
-        config.start_train_token,
-        experiment.model.context_length,
-        config.gradient_accumulation_steps if config.sequences is None else PROBE_ACCUMULATION,
-        validates=config.validates,
-        rehearse=rehearsal.rehearse,
-        limit_bytes=limit.usable_bytes,
-    )
+    tried = build_probe(probe, experiment, world, dataset, rehearsal, limit_bytes=limit.usable_bytes)
     found = search(tried, ceiling)
     if not found.size:
         raise world.collective_error(
@@ -128,6 +117,29 @@ def find_max_microbatch(
         print(f"Search: {tried.describe()}", flush=True)
         keep_search(experiment, search_record(experiment, tried, found.size, limit, is_all_data=is_all_data))
     return found.size
+
+
+def build_probe(
+    kind: type[MicrobatchProbe],
+    experiment: Experiment,
+    world: World,
+    dataset: Dataset,
+    rehearsal: Rehearsal,
+    **more: Any,
+) -> MicrobatchProbe:
+    """A probe of the run's steps on its own data."""
+    config = experiment.config
+    return kind(
+        rehearsal.build_step,
+        world,
+        dataset.split("train"),
+        config.start_train_token,
+        experiment.model.context_length,
+        config.gradient_accumulation_steps if config.sequences is None else PROBE_ACCUMULATION,
+        validates=config.validates,
+        rehearse=rehearsal.rehearse,
+        **more,
+    )
 
 
 def search_record(
@@ -206,7 +218,7 @@ def largest_with_data(experiment: Experiment, world: World, dataset: Dataset) ->
 def refuse_small_limit(world: World, limit_gib: float) -> None:
     """Raises RunError, on every rank, if a rank's program leaves nothing of the limit. Collective."""
     needed = math.ceil(max(world.gather(program_gib(world.device))) * 100) / 100
-    if not world.all_true(room_gib(world.device, limit_gib) > 0):
+    if not world.all_true(program_gib(world.device) < limit_gib):
         raise world.collective_error(
             f"the program alone takes {needed:.2f} GiB, and the limit is {limit_gib:.2f} GiB; raise --memory-limit-gib"
         )
@@ -222,18 +234,8 @@ def load_libraries(experiment: Experiment, world: World, dataset: Dataset, rehea
     if world.device.type == "cuda":
         return
     settle_cpu_memory()
-    config = experiment.config
-    probe = MicrobatchProbe(
-        rehearsal.build_step,
-        world,
-        dataset.split("train"),
-        config.start_train_token,
-        experiment.model.context_length,
-        PROBE_ACCUMULATION,
-        validates=config.validates,
-        rehearse=rehearsal.rehearse,
-        largest_token=experiment.model.vocab_size - 1,
-    )
+    last_token = experiment.model.vocab_size - 1
+    probe = build_probe(MicrobatchProbe, experiment, world, dataset, rehearsal, largest_token=last_token)
     loaded = world.all_true(probe.fits_here(1))
     release_memory(world.device)
     if not loaded:

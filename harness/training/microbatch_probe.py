@@ -197,7 +197,7 @@ def largest_that_fits(
 
     `guess` may say, from what was measured so far, what the answer will be. The guess is tried, then its neighbour,
     then what is 4, 16, ... away from the known sizes, up to the middle; a guess that is further off than that is not
-    believed. So a right guess ends the search, and wrong ones add at most two questions and half of what bisecting asks.
+    believed. So a right guess ends the search, and wrong ones add at most two questions and half of bisecting's.
     """
     good, bad, asked, guesses = first - 1, ceiling + 1, 0, 0
     while bad - good > max(1, good // fineness) and asked < most:

@@ -107,12 +107,10 @@ class OptimizerStep:
 
     def forget_gradients(self) -> None:
         """Make the gradients those of no microbatch."""
-        if self.model is not self.bare_model:
+        if hasattr(self.model, "no_sync"):  # they are DDP's buckets
             self.optimizer.zero_grad()
-            return
-        # They are nobody's buffers: the next backward pass brings its own, and nothing has to be set to zero and added.
-        for parameter in self.model.parameters():
-            parameter.grad = None
+        else:  # nobody's buffers: the next backward pass brings its own, and nothing has to be set to zero and added
+            self.bare_model.zero_grad(set_to_none=True)
 
     def _gradient_exchange(self, *, last: bool) -> AbstractContextManager[object]:
         if last or not hasattr(self.model, "no_sync"):
