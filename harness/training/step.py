@@ -15,6 +15,7 @@ from harness.distributed.world import World
 from harness.model.experts import TrainingTerms
 from harness.model.precision import Precision
 from harness.runs.train_config import TrainConfig
+from harness.training.gradients import zero_gradients
 from harness.training.optimizer import Optimizer, build_optimizer
 
 
@@ -107,8 +108,8 @@ class OptimizerStep:
 
     def forget_gradients(self) -> None:
         """Make the gradients those of no microbatch."""
-        if hasattr(self.model, "no_sync"):  # they are DDP's buckets
-            self.optimizer.zero_grad()
+        if hasattr(self.model, "no_sync"):  # they are views of DDP's buckets, which stay
+            zero_gradients(self.bare_model.parameters())
         else:  # nobody's buffers: the next backward pass brings its own, and nothing has to be set to zero and added
             self.bare_model.zero_grad(set_to_none=True)
 
