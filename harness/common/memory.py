@@ -125,11 +125,6 @@ def taken_by_others(device: torch.device) -> str | None:
     )
 
 
-def room_gib(device: torch.device, limit_gib: float) -> float:
-    """What a limit leaves for models and batches."""
-    return limit_gib - program_gib(device)
-
-
 def program_gib(device: torch.device) -> float:
     """What of a limit models and batches cannot have: on the CPU all that the program has loaded, on CUDA what is taken
     outside torch's allocator, and a reserve."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from harness.distributed.world import World
 from harness.runs.optimizer_state import MOMENTS
 from harness.runs.train_config import TrainConfig
-from harness.training.gradients import clip_divisor, clip_gradients, gradient_norm, zero_gradients
+from harness.training.gradients import clip_divisor, clip_gradients, gradient_norm
 from harness.training.named_state import NamedState, StateShapes, check_state
 from harness.training.parameter_groups import Group, adamw_groups, trained_parameters
 from harness.training.shares import Piece, Shares
@@ -101,9 +101,6 @@ class AdamW:
         if self._shares.size > 1:  # nobody holds gradients that the step forgets
             for tensor in self._own.values():
                 tensor.grad = None
-
-    def zero_grad(self) -> None:
-        zero_gradients(self.parameters.values())
 
     def state_shapes(self) -> StateShapes:
         return {

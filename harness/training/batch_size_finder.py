@@ -1,6 +1,6 @@
 """The largest microbatch that fits into a device's memory (ddp_train.py -f).
 
-`report_max_microbatch` is what the command does. `find_max_microbatch` searches (microbatch_search.py): sizes grow
+`report_max_microbatch` is what the command does. `find_max_microbatch` searches (microbatch_probe.py): sizes grow
 until one does not fit, then the rest is bisected, with guesses from the memory that was measured so far.
 Each size is tried by a `MicrobatchProbe`: real steps of the run's model on its own data, under a limit, on all ranks at
 once, and the first time also all that training does between two steps (harness/training/rehearsal.py). A model that
@@ -29,7 +29,6 @@ from harness.common.memory import (
     limit_memory,
     program_gib,
     release_memory,
-    room_gib,
     settle_cpu_memory,
 )
 from harness.common.units import GIB
@@ -40,8 +39,13 @@ from harness.runs.experiment import Experiment
 from harness.runs.results import now
 from harness.runs.search_results import MicrobatchSearch, TriedMicrobatch, write_search
 from harness.runs.throughput import KERNEL_KEYS
-from harness.training.microbatch_probe import PROBE_ACCUMULATION, Found, MicrobatchProbe, SearchTooLong
-from harness.training.microbatch_search import largest_that_fits
+from harness.training.microbatch_probe import (
+    PROBE_ACCUMULATION,
+    Found,
+    MicrobatchProbe,
+    SearchTooLong,
+    largest_that_fits,
+)
 from harness.training.rehearsal import Rehearsal, RehearsedTrainer
 from harness.training.startup import fetch_dataset, remark_on_machine, say
 
@@ -96,17 +100,7 @@ def find_max_microbatch(
     limit = limit_memory(world.device, memory_limit_gib, world.local_size)
     refuse_small_limit(world, limit.gib)
     probe, search = _choose_search(config.compile, world.device)
-    tried = probe(
-        rehearsal.build_step,
-        world,
-        dataset.split("train"),
-        config.start_train_token,
-        experiment.model.context_length,
-        config.gradient_accumulation_steps if config.sequences is None else PROBE_ACCUMULATION,
-        validates=config.validates,
-        rehearse=rehearsal.rehearse,
-        limit_bytes=limit.usable_bytes,
-    )
+    tried = build_probe(probe, experiment, world, dataset, rehearsal, limit_bytes=limit.usable_bytes)
     found = search(tried, ceiling)
     if not found.size:
         raise world.collective_error(
@@ -123,6 +117,29 @@ def find_max_microbatch(
         print(f"Search: {tried.describe()}", flush=True)
         keep_search(experiment, search_record(experiment, tried, found.size, limit, is_all_data=is_all_data))
     return found.size
+
+
+def build_probe(
+    kind: type[MicrobatchProbe],
+    experiment: Experiment,
+    world: World,
+    dataset: Dataset,
+    rehearsal: Rehearsal,
+    **more: Any,
+) -> MicrobatchProbe:
+    """A probe of the run's steps on its own data."""
+    config = experiment.config
+    return kind(
+        rehearsal.build_step,
+        world,
+        dataset.split("train"),
+        config.start_train_token,
+        experiment.model.context_length,
+        config.gradient_accumulation_steps if config.sequences is None else PROBE_ACCUMULATION,
+        validates=config.validates,
+        rehearse=rehearsal.rehearse,
+        **more,
+    )
 
 
 def search_record(
@@ -201,7 +218,7 @@ def largest_with_data(experiment: Experiment, world: World, dataset: Dataset) ->
 def refuse_small_limit(world: World, limit_gib: float) -> None:
     """Raises RunError, on every rank, if a rank's program leaves nothing of the limit. Collective."""
     needed = math.ceil(max(world.gather(program_gib(world.device))) * 100) / 100
-    if not world.all_true(room_gib(world.device, limit_gib) > 0):
+    if not world.all_true(program_gib(world.device) < limit_gib):
         raise world.collective_error(
             f"the program alone takes {needed:.2f} GiB, and the limit is {limit_gib:.2f} GiB; raise --memory-limit-gib"
         )
@@ -217,18 +234,8 @@ def load_libraries(experiment: Experiment, world: World, dataset: Dataset, rehea
     if world.device.type == "cuda":
         return
     settle_cpu_memory()
-    config = experiment.config
-    probe = MicrobatchProbe(
-        rehearsal.build_step,
-        world,
-        dataset.split("train"),
-        config.start_train_token,
-        experiment.model.context_length,
-        PROBE_ACCUMULATION,
-        validates=config.validates,
-        rehearse=rehearsal.rehearse,
-        largest_token=experiment.model.vocab_size - 1,
-    )
+    last_token = experiment.model.vocab_size - 1
+    probe = build_probe(MicrobatchProbe, experiment, world, dataset, rehearsal, largest_token=last_token)
     loaded = world.all_true(probe.fits_here(1))
     release_memory(world.device)
     if not loaded:

@@ -36,14 +36,11 @@ from harness.common.memory import release_memory
 from harness.common.statistics import fit_line
 from harness.data.loader import Microbatch
 from harness.training.compilation import explain_failed_compilation
-from harness.training.microbatch_probe import Found, MicrobatchProbe, SearchTooLong
-from harness.training.microbatch_search import Pace, largest_that_fits
+from harness.training.microbatch_probe import Found, MicrobatchProbe, SearchTooLong, largest_that_fits
 from harness.training.step import OptimizerStep
 
 MOST_PROGRAMS = 3
 MOST_PROBES = 13
-# From 2 on: one sequence would be a program of its own. Where many fit, a few more or less are the reserve's business.
-PACE = Pace(first=2, growth=4, fineness=64, most=MOST_PROBES)
 PROBE_STEPS, CONFIRMING_STEPS = 1, 2
 STEP_DOWN = 16  # by this part, if training's own program takes more than the search's
 
@@ -177,9 +174,10 @@ def never_uncompiled(*, may_compile: bool) -> AbstractContextManager[object]:
 
 def find_compiled(probe: CompiledProbe, ceiling: int) -> Found:
     """The largest microbatch that fits, with at most MOST_PROGRAMS programs of the model. Collective."""
-    remark = ""
+    size, remark = 1, ""
     try:
-        size = largest_that_fits(probe.fits, ceiling, probe.guess, PACE) if ceiling > 1 else 1
+        if ceiling > 1:  # one sequence would be a program of its own; where many fit, a few more are the reserve's
+            size = largest_that_fits(probe.fits, ceiling, probe.guess, first=2, growth=4, fineness=64, most=MOST_PROBES)
     except TooManyPrograms:
         size = probe.by_line(ceiling)
     except SearchTooLong as reason:

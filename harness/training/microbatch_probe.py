@@ -1,4 +1,4 @@
-"""Whether a microbatch fits into a device's memory, tried out with real steps."""
+"""Trials of microbatches with real steps, and the search for the largest that fits, which asks for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from harness.training.step import OptimizerStep, StepResult
 # second has all there is: the optimizer's state comes into being in the first.
 PROBE_STEPS = {"cuda": 3, "cpu": 2}
 SEARCH_SECONDS = 600.0  # on the CPU, where a probe may take minutes, none is begun that would end later
-PROBE_ACCUMULATION = 2  # a second microbatch meets the gradients of the first; a third needs nothing more
+PROBE_ACCUMULATION = 2  # the second microbatch meets the first one's gradients; a third needs nothing more
+GUESS_GROWTH = 4  # by so much further each guess after the second keeps from what is known
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,9 @@ class MicrobatchProbe:
     """Answers "does a microbatch of n fit?" by trying it, on every rank at once.
 
     The steps run on the bare model, without collectives: an out-of-memory on one rank cannot leave the others waiting
-    in one. Training on many ranks takes no more than they do, beside the buffers of its exchanges: its buckets are the
-    gradients themselves, and it arranges them anew, with two sets for a moment, before a forward pass, when there are
-    no activations.
+    in one. On several ranks gradients lie in the buckets of their exchange, which are there in every forward pass; the
+    bare model has gradients there from the second microbatch on, so that two are tried even where training has one.
+    DDP's second set of buckets, while it arranges them anew, is there when there are no activations.
     """
 
     build_step: Callable[[], OptimizerStep]
@@ -132,9 +133,13 @@ class MicrobatchProbe:
         try:
             if self._step is None:
                 self._step = self.build_step()
-            self._train(self._step, [self._window(microbatch_size)] * min(self.accumulation_steps, PROBE_ACCUMULATION))
+            meets_gradients = self.world.size > 1 or self.accumulation_steps > 1
+            window = self._window(microbatch_size)
+            self._train(self._step, [window] * (PROBE_ACCUMULATION if meets_gradients else 1))
         except (RuntimeError, MemoryError, OSError, ImportError, RunError) as error:
             if is_out_of_memory(error):
+                if self._step is not None:
+                    self._step.forget_gradients()  # which the next size would have to fit beside
                 return False
             if explained := explain_nondeterminism(error):
                 raise UserError(explained) from None
@@ -172,3 +177,42 @@ class MicrobatchProbe:
     def describe(self) -> str:
         """What the search took."""
         return f"{self.steps} steps, {self.seconds:,.0f} s"
+
+
+def largest_that_fits(
+    fits: Callable[[int], bool],
+    ceiling: int,
+    guess: Callable[[], int | None] = lambda: None,
+    *,
+    first: int = 1,
+    growth: int = 2,
+    fineness: float = math.inf,
+    most: float = math.inf,
+) -> int:
+    """Return the largest n of 1 .. ceiling for which `fits(n)`, or 0: grow until one does not fit, then bisect.
+
+    `fits` must be true up to some n and false beyond; it is asked about each n at most once, and never about more than
+    `growth` times what fits. Sizes below `first` are taken to fit. The answer may be too small by its `fineness`-th
+    part, if that is more than nothing, and by more after `most` questions.
+
+    `guess` may say, from what was measured so far, what the answer will be. The guess is tried, then its neighbour,
+    then what is 4, 16, ... away from the known sizes, up to the middle; a guess that is further off than that is not
+    believed. So a right guess ends the search, and wrong ones add at most two questions and half of bisecting's.
+    """
+    good, bad, asked, guesses = first - 1, ceiling + 1, 0, 0
+    while bad - good > max(1, good // fineness) and asked < most:
+        attempt, beyond = (good + bad) // 2, bad
+        if bad > ceiling:
+            attempt = min(growth * good if good >= first else first, ceiling)
+            beyond = attempt + 1
+        guessed, distance = guess(), GUESS_GROWTH ** max(0, guesses - 1)
+        is_near = guessed is not None and good - distance <= guessed <= bad + distance
+        if is_near and (guessed < attempt or bad <= ceiling) and beyond - good >= 2 * distance:
+            attempt = min(max(guessed, good + distance), beyond - distance)
+            guesses += 1
+        asked += 1
+        if fits(attempt):
+            good = attempt
+        else:
+            bad = attempt
+    return good

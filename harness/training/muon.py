@@ -12,7 +12,7 @@ from harness.distributed.world import World
 from harness.runs.optimizer_state import MOMENTS, is_muons
 from harness.runs.train_config import MUON_FIRST_MOMENTUM, TrainConfig
 from harness.training.adamw import AdamW
-from harness.training.gradients import clip_divisor, gradient_norm, zero_gradients
+from harness.training.gradients import clip_divisor, gradient_norm
 from harness.training.matrices import Matrix, batch_cost, batches_of, matrices_of
 from harness.training.named_state import NamedState, StateShapes, check_state
 from harness.training.newton_schulz import orthogonalise
@@ -75,9 +75,6 @@ class Muon:
         self._step_matrices(skipped, divisor)
         self._shares.exchange([*self._adamw.pieces, *self._pieces], self._parameters)
         return norm.float(), skipped
-
-    def zero_grad(self) -> None:
-        zero_gradients(self._parameters.values())
 
     @torch.no_grad()
     def _step_matrices(self, skipped: Tensor, divisor: Tensor | None) -> None:

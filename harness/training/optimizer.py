@@ -46,10 +46,6 @@ class Optimizer(Protocol):
         """
         ...
 
-    def zero_grad(self) -> None:
-        """Zero the gradients in place: under DDP they are views into its communication buckets, which stay."""
-        ...
-
     def state_shapes(self) -> StateShapes:
         """The shapes of what `named_state` has after a step. A tensor of a parameter's own shape is cut where the
         parameter is; one without dimensions belongs to the parameter as a whole."""

@@ -65,7 +65,7 @@ class Rehearsal:
         weight_checksums(trainer.optimizer_step.bare_model)
         if not self.world.is_main:
             return
-        trainer.state.advance(0, 0)
+        trainer.state.advance(0, trainer.reporter.start.layout.global_tokens)
         trainer.meter.add(result)
         metrics = trainer.meter.reduce(trainer.world)
         trainer.reporter.training(metrics, trainer.state, trainer.optimizer_step.optimizer.learning_rate)

@@ -15,6 +15,7 @@ from harness.distributed.world import World
 from harness.model.experts import TrainingTerms
 from harness.model.precision import Precision
 from harness.runs.train_config import TrainConfig
+from harness.training.gradients import zero_gradients
 from harness.training.optimizer import Optimizer, build_optimizer
 
 
@@ -107,12 +108,10 @@ class OptimizerStep:
 
     def forget_gradients(self) -> None:
         """Make the gradients those of no microbatch."""
-        if self.model is not self.bare_model:
-            self.optimizer.zero_grad()
-            return
-        # They are nobody's buffers: the next backward pass brings its own, and nothing has to be set to zero and added.
-        for parameter in self.model.parameters():
-            parameter.grad = None
+        if hasattr(self.model, "no_sync"):  # they are views of DDP's buckets, which stay
+            zero_gradients(self.bare_model.parameters())
+        else:  # nobody's buffers: the next backward pass brings its own, and nothing has to be set to zero and added
+            self.bare_model.zero_grad(set_to_none=True)
 
     def _gradient_exchange(self, *, last: bool) -> AbstractContextManager[object]:
         if last or not hasattr(self.model, "no_sync"):

@@ -6,6 +6,7 @@ libraries make that a matter of the machine.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -27,7 +28,7 @@ from harness.runs.experiment import Experiment
 from harness.runs.results import read_results
 from harness.runs.search_results import read_searches
 from harness.runs.train_config import load_train_config
-from harness.training.microbatch_search import GUESSES, largest_that_fits
+from harness.training.microbatch_probe import largest_that_fits
 from tests.support.isolation import on_path
 from tests.support.launch import ROOT, Result, Workshop, finish, free_port
 
@@ -65,8 +66,54 @@ def test_guesses_change_nothing_but_the_way(threshold: int, ceiling: int, guesse
 
     found = largest_that_fits(fits, ceiling, lambda: guesses.pop(0) if guesses else None)
     assert found == min(threshold, ceiling)
-    assert len(asked) == len(set(asked)) <= 2 * math.ceil(math.log2(found + 1)) + 2 + GUESSES
+    assert len(asked) == len(set(asked)) <= 2.5 * math.log2(found + 1) + 4
     assert all(1 <= n <= min(ceiling, max(1, 2 * found)) for n in asked)
+
+
+@given(
+    answer=st.integers(1, 1000),
+    slope=st.floats(0.003, 1.0),
+    fixed=st.floats(0.0, 6.0),
+    power=st.floats(0.9, 1.1),
+    gaps=st.floats(0.0, 0.5),
+    hidden=st.integers(0, 30),
+)
+def test_guesses_by_a_line_that_is_none_cost_little(
+    answer: int, slope: float, fixed: float, power: float, gaps: float, hidden: int
+) -> None:
+    """Memory that bends, has gaps between its blocks, or begins to grow beyond what the program took before."""
+    peaks: list[tuple[float, float]] = []
+    asked: list[int] = []
+
+    def memory(size: int) -> float:
+        return fixed + slope * (max(0, size - hidden) ** power + gaps * math.sin(size))
+
+    def fits(size: int) -> bool:
+        asked.append(size)
+        if size <= answer:
+            peaks.append((size, memory(size)))
+        return size <= answer
+
+    def guess() -> int | None:
+        line = fit_line(peaks)
+        return int((memory(answer) - line[1]) / line[0]) if line and line[0] > 1e-6 else None
+
+    assert largest_that_fits(fits, 10**6, guess) == answer
+    assert len(asked) <= 2 * math.log2(answer + 1) + 5, "three more than without guesses"
+
+
+@pytest.mark.parametrize("answer", [129, 175, 236, 253])
+def test_a_guess_that_is_refuted_costs_nothing(answer: int) -> None:
+    """By the peaks of sizes up to 128 there is room for 260, but 256 does not fit."""
+    asked: list[int] = []
+
+    def fits(n: int) -> bool:
+        asked.append(n)
+        return n <= answer
+
+    assert largest_that_fits(fits, 10_000, lambda: 260) == answer
+    assert asked[:9] == [2**n for n in range(9)]
+    assert len(asked[9:]) == 7, "halvings alone"
 
 
 def test_a_right_guess_ends_the_search_soon() -> None:
@@ -116,13 +163,13 @@ def base_gib(workshop: Workshop) -> float:
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     shop = Workshop(tmp_path_factory.mktemp("search"), {"CUDA_VISIBLE_DEVICES": ""})
     shop.add_dataset(tokens=200_000)
-    shop.add_run(model=HUNGRY, gradient_accumulation_steps=None)
+    shop.add_run(model=HUNGRY, gradient_accumulation_steps=None, price_per_hour=4.0)
     return shop
 
 
-def search(shop: Workshop, *arguments: str, limit: float | None, ranks: int = 1, run: str = "r") -> Result:
+def search(shop: Workshop, *arguments: str, limit: float | None, ranks: int = 1, prelude: str = "") -> Result:
     options = [] if limit is None else ["--memory-limit-gib", f"{limit:.3f}"]
-    return shop.train(run, "-f", *options, *arguments, ranks=ranks, expect=None)
+    return shop.train("r", "-f", *options, *arguments, ranks=ranks, expect=None, prelude=prelude)
 
 
 def answer(result: Result) -> int:
@@ -227,6 +274,53 @@ def test_a_search_comes_to_an_end(workshop: Workshop) -> None:
     result = workshop.train("r", "-f", ranks=2, prelude=hurried)
     assert probes(result) == {1: "fits"}
     assert "Max microbatch size was 1\nMore may fit; the search has ended, since trying 2 would take" in result.stdout
+
+
+# Prints the sequences of each forward pass of rank 0 and the bytes of gradients that it meets, and is out of memory
+# where 6 sequences meet any. Not of the tiny model that a search begins with.
+GRADIENTS = """
+import os
+import gpt
+plain = gpt.GPTModel.forward
+def forward(self, inputs, *others):
+    held = sum(each.grad.nbytes for each in self.parameters() if each.grad is not None)
+    if self.config.emb_dim == 16 and os.environ.get("RANK", "0") == "0":
+        print(f"pass {len(inputs)} {held}", flush=True)
+        if held and len(inputs) >= 6:
+            raise MemoryError
+    return plain(self, inputs, *others)
+gpt.GPTModel.forward = forward
+"""
+
+
+def passes(result: Result) -> list[tuple[int, int]]:
+    """Sequences of each forward pass, and bytes of gradients that it met."""
+    return [(int(size), int(held)) for size, held in re.findall(r"^pass (\d+) (\d+)$", result.stdout, re.MULTILINE)]
+
+
+@pytest.mark.parametrize(("ranks", "accumulated"), [(1, 1), (1, 2), (2, 1)])
+def test_a_probe_meets_the_gradients_that_training_meets(ranks: int, accumulated: int, tmp_path: Path) -> None:
+    """On several ranks gradients are the buckets of their exchange, there in each forward pass."""
+    shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
+    shop.add_dataset(tokens=16 * 2 * ranks * accumulated + 1)
+    shop.add_run(gradient_accumulation_steps=accumulated, microbatch_size=1, min_train_tokens=-1)
+    searched, trained = (
+        max(held for _, held in passes(shop.train("r", *options, ranks=ranks, prelude=GRADIENTS)))
+        for options in (["-f"], [])
+    )
+    assert searched == trained
+    assert bool(trained) == (ranks > 1 or accumulated > 1)
+
+
+def test_a_size_that_failed_leaves_no_gradients(tmp_path: Path) -> None:
+    shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
+    shop.add_dataset(tokens=16 * 8 * 2 + 1)
+    shop.add_run()
+    result = search(shop, limit=None, prelude=GRADIENTS)
+    assert answer(result) == 5
+    firsts = [held for (before, _), (size, held) in itertools.pairwise([(0, 0), *passes(result)]) if size != before]
+    assert len(firsts) >= 5
+    assert not any(firsts), "the next size would have to fit beside them"
 
 
 def test_without_write_only_what_was_measured_is_written(

@@ -263,11 +263,6 @@ class Momentum:
             parameter.sub_(velocity, alpha=self.learning_rate)
         return norm.float(), skipped
 
-    def zero_grad(self) -> None:
-        for parameter in self.parameters.values():
-            if parameter.grad is not None:
-                parameter.grad.zero_()
-
     def state_shapes(self) -> StateShapes:
         return {name: {"velocity": parameter.shape} for name, parameter in self.parameters.items()}
 

@@ -89,7 +89,6 @@ def train(sharded):
         optimizer.set_multiplier(1 / (step + 1))
         _, skipped = optimizer.update(scaler, 1.0 if step % 2 else None)
         skips.append(int(skipped))
-        optimizer.zero_grad()
     assert skips == [0, 0, 1, 0], skips
     found = {"weights": model.state_dict(), "state": optimizer.named_state(world), "scale": scaler.state_dict()}
     return {**found, "bytes": bytes_of_state(optimizer)}
