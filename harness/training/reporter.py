@@ -147,10 +147,10 @@ class Reporter:
         self._append(SampleEvent, state, text=sample.text)
         self.console.say(f"global step {state.global_step}: {sample.text}")
 
-    def checkpoint(self, state: TrainState, *, is_best: bool) -> None:
+    def checkpoint(self, state: TrainState) -> None:
         if not self.world.is_main:
             return
-        self._append(CheckpointEvent, state, is_best=is_best)
+        self._append(CheckpointEvent, state, is_best=state.is_best)
         if not self.start.experiment.config.validates:
             self.draw_chart()
 

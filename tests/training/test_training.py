@@ -99,15 +99,16 @@ def test_one_process_without_torchrun(tmp_path: Path) -> None:
     shop = Workshop(tmp_path)
     shop.add_dataset()
     run = shop.add_run(validation_interval=None, validation_batches=None, start_val_token=None, checkpoint_interval=4)
-    shop.train(ranks=1)
+    rising = "around(FORWARD, lambda original, *a: original(*a) * (1 + Now.step))"  # the lowest loss is the first
+    result = shop.train(ranks=1, prelude="from tests.support.faults import *\n" + rising)
     events = metrics(run)
     assert [event["global_step"] for event in events if event["event"] == "checkpoint"] == [0, 4, 8, 12, 16, 19]
-    meta = json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())
-    # Without validation the training loss since the last checkpoint decides which is best.
-    assert meta["best_loss"] == min(
-        json.loads((path / "meta.json").read_text())["train_loss"] for path in (run / "checkpoints").glob("2*")
-    )
-    assert meta["val_loss"] is None
+    assert [event["is_best"] for event in events if event["event"] == "checkpoint"] == [True] * 6
+    best, latest = ((run / "checkpoints" / link).resolve() for link in ("best", "latest"))
+    assert best == latest
+    meta = json.loads((latest / "meta.json").read_text())
+    assert (meta["best_step"], meta["best_loss"], meta["val_loss"]) == (19, None, None)
+    assert "Best loss" not in result.stdout
 
 
 def test_validation_on_all_ranks_prints_the_same_number(tmp_path: Path) -> None:
