@@ -162,9 +162,9 @@ class Experiment:
     @classmethod
     def load(cls, run: RunDirectory, datasets_dir: Path) -> Experiment:
         """Read both files of the run. Raises UserError for anything wrong in them."""
-        config = load_train_config(run.train_json)
-        dataset_folder(datasets_dir, config.dataset)  # a name that cannot be one is noticed here
         model = load_model_config(run.model_json)
+        config = load_train_config(run.train_json, has_experts=model.moe is not None)
+        dataset_folder(datasets_dir, config.dataset)  # a name that cannot be one is noticed here
         experiment = cls(run, config, model, datasets_dir)
         experiment.check_together()
         return experiment
