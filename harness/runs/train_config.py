@@ -393,7 +393,10 @@ def _check_validation_keys(config: TrainConfig) -> None:
 
 
 def load_train_config(path: Path, *, has_experts: bool = False) -> TrainConfig:
-    """Read and check a train.json; `has_experts` as `translate_upstream` has it. Raises UserError naming the file, the key and the remedy."""
+    """Read and check a train.json; `has_experts` as `translate_upstream` has it.
+
+    Raises UserError naming the file, the key and the remedy.
+    """
     raw = read_json_object(path)
     try:
         translated = translate_upstream(raw, has_experts=has_experts)
