@@ -12,13 +12,10 @@ import pytest
 from harness.analysis.cannot_be_told import CannotBeTold
 from harness.analysis.fits import Line
 from harness.analysis.machines import (
-    PRICES,
-    Machine,
     NoProjection,
     Projection,
     layout_on,
     project,
-    read_machines,
     speed_on,
     speeds_for,
 )
@@ -29,6 +26,7 @@ from harness.common.json_files import read_json_object
 from harness.data.loader import BatchLayout
 from harness.model.config import ModelConfig, load_model_config
 from harness.runs.directory import RunDirectory
+from harness.runs.machines import PRICES, Machine, read_machines
 from harness.runs.paper_speed import UNCERTAINTY, find_device, paper_speed
 from harness.runs.search_results import write_search
 from tests.runs.test_reported import COSTS
