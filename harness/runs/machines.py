@@ -1,4 +1,4 @@
-"""Machines for rent: the dated list of prices in machines.json."""
+"""Machines for rent: the dated list of prices in machines.json, and which of them a run means."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from harness.common.errors import UserError
 from harness.common.json_files import parse_config, read_json_object
+from harness.runs.paper_speed import PaperDevice, find_device
 
 PRICES = Path(__file__).with_name("machines.json")
 # GiB of a device over the number in its name: a card sold as 40 GB has 40 GiB or a little less, one sold as 141 GB has
@@ -71,3 +72,34 @@ def read_machines(path: Path = PRICES) -> list[Machine]:
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f'{path}: key "machine": "{repeated[0]}" is there twice; give each its own name')
     return machines
+
+
+def machine_of_run(name: str, price: float | None) -> tuple[Machine, str] | None:
+    """The machine that a run is named after, like 8xa100m40-fast, or else whose price it has, and which of the two it
+    was; None if neither names one."""
+    machines = read_machines()
+    for each in machines:
+        named = f"{each.gpus}x{each.device.split()[0]}m{each.memory_gib:g}".lower()
+        if name == named or name.startswith(f"{named}-"):
+            return each, "the run's name"
+    return next(((each, "price_per_hour") for each in machines if each.price_per_hour == price), None)
+
+
+def hourly_price(given: float | None, device: PaperDevice | None, gpus: int) -> tuple[float | None, str]:
+    """Dollars an hour of so many GPUs, and whose price that is: the one `given` in train.json, unless the list knows it
+    as another machine's. None, and the reason, where nothing is known. `device`: None where that is not known."""
+    machines = read_machines()
+    owner = next((each for each in machines if each.price_per_hour == given), None)
+    if given is not None and (owner is None or device is None):
+        return given, f"${given}/h, " + (f"the price of {owner.machine}" if owner else "by train.json")
+    alike = [each for each in machines if device is not None and find_device(each.device) == device]
+    for each in alike:
+        if each.gpus == gpus:
+            return each.price_per_hour, f"${each.price_per_hour}/h, the price of {each.machine} on {each.date}"
+    if owner is None or device is None:
+        return None, "no price_per_hour in train.json"
+    if owner in alike:  # of which some GPUs are used
+        return given, f"${given}/h, the price of {owner.machine}"
+    return None, (
+        f"train.json's ${given}/h is the price of {owner.machine}, not of {gpus} x {device.name}; set price_per_hour"
+    )
