@@ -89,7 +89,7 @@ class SweepPlan:
         if self.disk_bytes <= free:
             return None
         return (
-            f"{folder}: the checkpoints of the sweep's {len(self.left):,} runs need {self.disk_bytes / GIB:.2f} "
+            f"the checkpoints of the sweep's {len(self.left):,} runs need {self.disk_bytes / GIB:.2f} "
             f'GiB, but {free / GIB:.2f} GiB are free; put "keep_checkpoints": 1 into the sweep\'s "set", or use '
             "another disk (--runs-dir)"
         )
@@ -97,7 +97,7 @@ class SweepPlan:
     def check_disk(self, folder: Path) -> None:
         """Raises UserError if the disk under `folder` cannot hold all checkpoints to come."""
         if shortage := self.disk_shortage(folder):
-            raise UserError(shortage)
+            raise UserError(f"{folder}: {shortage}")
 
     def seconds(self) -> float:
         """On the clock, if each free group takes the next run; without runs whose time is not known."""

@@ -75,7 +75,7 @@ class Plan:
         if self.position is None or self.disk_bytes() <= free:
             return None
         return (
-            f"{folder}: the run's {self.checkpoints():,} checkpoints need {self.disk_bytes() / GIB:.2f} GiB, but "
+            f"the run's {self.checkpoints():,} checkpoints need {self.disk_bytes() / GIB:.2f} GiB, but "
             f"{free / GIB:.2f} GiB are free; set keep_checkpoints in train.json, raise checkpoint_interval, or "
             "use another disk (--runs-dir)"
         )
@@ -83,7 +83,7 @@ class Plan:
     def check_disk(self, folder: Path) -> None:
         """Raises UserError if the disk under `folder` cannot hold the checkpoints: better now than after hours."""
         if shortage := self.disk_shortage(folder):
-            raise UserError(shortage)
+            raise UserError(f"{folder}: {shortage}")
 
     @property
     def batches(self) -> BatchSchedule:

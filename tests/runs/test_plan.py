@@ -485,9 +485,7 @@ def test_a_plan_that_no_disk_can_hold_is_remarked_on(shop: Workshop) -> None:
     found = rows(shop.attempt("--plan", "--assume-tps", "1e9", environment=ranking(0)))
     assert found["checkpoints"].startswith("78,125,000,000 (")
     assert found["cost"].startswith("$100.00 training")
-    assert re.search(
-        r"the run's 78,125,000,000 checkpoints need [\d,.]+ GiB, but [\d.]+ GiB are free", found["note"]
-    )
+    assert re.search(r"the run's 78,125,000,000 checkpoints need [\d,.]+ GiB, but [\d.]+ GiB are free", found["note"])
     assert "set keep_checkpoints in train.json" in found["note"]
     assert "note" not in rows(shop.attempt("--plan", "--assume-world-size", "2")), "another machine's disk"
 
