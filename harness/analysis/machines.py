@@ -218,4 +218,4 @@ def _arithmetic(work: Workload, name: str, layout: BatchLayout) -> float | Canno
     reason = why_not(work.train, layout.world_size, work.model)
     if reason is not None:
         return CannotBeTold(f"no speed of {layout.world_size} x {name} is known, and on paper {reason}")
-    return paper_speed(work.model, device, layout, work.train).tokens_per_second
+    return paper_speed(work.model, device, layout, work.train)

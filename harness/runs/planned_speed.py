@@ -87,7 +87,7 @@ def on_paper(experiment: Experiment, layout: BatchLayout, device: PaperDevice | 
     reason = why_not(train, layout.world_size, experiment.model) or too_small(experiment.model, device, layout, train)
     if reason is not None:
         return PlannedSpeed(None, f"no speed on paper for {device.name}: {reason}; {GIVE_A_SPEED}")
-    speed = three_digits(paper_speed(experiment.model, device, layout, train).tokens_per_second)
+    speed = three_digits(paper_speed(experiment.model, device, layout, train))
     low, high = (three_digits(speed * (1 + sign * UNCERTAINTY)) for sign in (-1, 1))
     source = (
         f"on paper for {layout.world_size} x {device.name}: {low:,.0f} to {high:,.0f}; nobody has measured it, and "
