@@ -139,12 +139,11 @@ def _step(model: ModelConfig, device: PaperDevice, layout: BatchLayout, train: M
     with_muon = train.get("optimizer") == "muon"
     matrices = [each for name, each in public_shapes(model).items() if with_muon and is_muons(name, each)]
 
-    flops = 6 * (layers * block_weights(model) + width * model.vocab_size) * tokens
+    flops: float = 6 * (layers * block_weights(model) + width * model.vocab_size) * tokens
     flops += sum(newton_schulz_flops(*each) for each in matrices) / sharers
     attention = 7 * layers * model.context_length * model.query_width * tokens
-    moved = tokens * (width * (layers * LAYER_BYTES + OTHER_BYTES) + LOGIT_BYTES * model.vocab_size)
-    moved += steps * MICROBATCH_BYTES * parameters
-    moved += NORM_BYTES * parameters
+    moved: float = tokens * (width * (layers * LAYER_BYTES + OTHER_BYTES) + LOGIT_BYTES * model.vocab_size)
+    moved += (steps * MICROBATCH_BYTES + NORM_BYTES) * parameters
     moved += (ADAMW_BYTES * parameters + (MUON_BYTES - ADAMW_BYTES) * sum(map(math.prod, matrices))) / sharers
     # Gradients of embeddings come last, all others travel while the backward pass goes on; then weights, if shared out.
     head = 0 if model.tie_weights else width * model.vocab_size
@@ -153,7 +152,5 @@ def _step(model: ModelConfig, device: PaperDevice, layout: BatchLayout, train: M
 
     seconds = flops / (device.matrix_peak * device.matrix_share) + attention / device.attention
     seconds += moved / (device.bandwidth * MEMORY_SHARE) + sent / device.exchange
-    kernels = steps * (LAUNCHES_PER_LAYER * layers + OTHER_LAUNCHES) + MUON_LAUNCHES * math.ceil(
-        len(matrices) / sharers
-    )
-    return (1 + REST) * seconds, kernels
+    kernels = steps * (LAUNCHES_PER_LAYER * layers + OTHER_LAUNCHES)
+    return (1 + REST) * seconds, kernels + MUON_LAUNCHES * math.ceil(len(matrices) / sharers)

@@ -33,8 +33,8 @@ from tests.support.configs import SEED_TRAIN
 from tests.support.isolation import SHIPPED_RUNS
 
 GPT2_SMALL = load_model_config(SHIPPED_RUNS / "8xh100m80" / "model.json")
-MUON = {"optimizer": "muon"}
-SHARED = {"shard_optimizer": True}
+MUON: dict[str, Any] = {"optimizer": "muon"}
+SHARED: dict[str, Any] = {"shard_optimizer": True}
 # The stack of the public speed record for GPT-2 small's loss, as far as model.json has it.
 FAST: dict[str, Any] = {
     "position": "rope",
