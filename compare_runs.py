@@ -30,7 +30,7 @@ PATH = click.Path(path_type=Path)
 @click.option("--baseline", metavar="RUN", help="Or its arm: is any other run better, and how sure is that?")
 @click.option("--sort", metavar="KEY", help="A column, as --json names it, or name. Default: the best loss first.")
 @click.option("--machines", is_flag=True, help="What each RUN would take and cost on other machines.")
-@click.option("--prices", type=PATH, help="With --machines: your list of them, like harness/analysis/machines.json.")
+@click.option("--prices", type=PATH, help="With --machines: your list of them, like harness/runs/machines.json.")
 @click.option("--html", type=PATH, help="Write a page to look at and to send: table, curves, verdicts, in one file.")
 @click.option("--chart", type=PATH, help="Draw the losses of the runs into this PNG.")
 @click.option("--over", default="tokens", show_default=True, help="What the chart draws them over: steps, hours, ...")
@@ -102,9 +102,9 @@ def _json_lines(table: RunsTable, comparison: BaselineComparison | None) -> Iter
 
 def _elsewhere(runs: tuple[str, ...], asked: CompareOptions) -> Iterator[str]:
     """The runs on other machines, by the speeds of all runs in the folder."""
-    from harness.analysis.machines import PRICES
     from harness.analysis.machines_table import elsewhere
     from harness.analysis.records import find_runs
+    from harness.runs.machines import PRICES
 
     others = find_runs(asked.runs_dir, ())
     for run in find_runs(asked.runs_dir, runs):

@@ -97,9 +97,7 @@ def plan(sweep: Path, datasets_dir: Path, runs_dir: Path, groups: int, **given: 
         found = load_sweep(sweep, runs_dir)
         speed = AssumedSpeed(given["assume_tps"], given["assume_tps_with_validation"], given["assume_device"])
         use = MachineUse.of(datasets_dir, groups, given["processes"])
-        planned = plan_sweep(found, Planner(use, speed.options(runs_dir)))
-        click.echo(describe_sweep_plan(planned, runs_dir))
-        planned.check_disk(runs_dir)
+        click.echo(describe_sweep_plan(plan_sweep(found, Planner(use, speed.options(runs_dir))), runs_dir))
 
 
 @main.command("run", short_help="Make its runs, and train what is not finished.")

@@ -9,12 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from harness.analysis.cannot_be_told import CannotBeTold
-from harness.analysis.machines import PRICES, NoProjection, Projection, project, read_machines
+from harness.analysis.machines import NoProjection, Projection, project
 from harness.analysis.runs_table import number_text
 from harness.analysis.table_text import Block, block_lines, cut_names
 from harness.analysis.workloads import KnownSpeed, Workload, read_speeds, read_workload
 from harness.common.errors import UserError, printable
 from harness.runs.directory import RunDirectory
+from harness.runs.machines import PRICES, read_machines
 from harness.runs.planned_speed import three_digits
 
 COLUMNS = 79  # of prose

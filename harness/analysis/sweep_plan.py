@@ -19,6 +19,7 @@ from harness.common.options import TrainOptions
 from harness.common.units import GIB, amount_text
 from harness.data.loader import BatchLayout
 from harness.runs.experiment import Experiment
+from harness.runs.machines import hourly_price
 from harness.runs.plan import COLUMNS, make_plan, planned_start
 from harness.runs.plan_costs import Plan, planned_seconds
 from harness.runs.planned_speed import PlannedSpeed, plan_speed
@@ -56,13 +57,15 @@ def visible_gpus() -> list[str]:
 @dataclass(frozen=True)
 class RunPlan:
     """What is left of one run. `seconds` and `dollars` are None where the speed, the length or the price is not known;
-    dollars are its part of the machine's, which groups share."""
+    dollars are its part of the machine's, which groups share. `price` says whose an hour's price is, or why there is
+    none."""
 
     run: DerivedRun
     plan: Plan
     speed: PlannedSpeed
     seconds: float | None
     dollars: float | None
+    price: str
 
 
 @dataclass(frozen=True)
@@ -80,15 +83,21 @@ class SweepPlan:
         """Of all checkpoints to come; without those of runs whose length is not known."""
         return sum(each.plan.disk_bytes() for each in self.left if each.plan.position is not None)
 
+    def disk_shortage(self, folder: Path) -> str | None:
+        """What to do if the disk under `folder` cannot hold all checkpoints to come; None if it can."""
+        free = shutil.disk_usage(folder).free
+        if self.disk_bytes <= free:
+            return None
+        return (
+            f"the checkpoints of the sweep's {len(self.left):,} runs need {self.disk_bytes / GIB:.2f} "
+            f'GiB, but {free / GIB:.2f} GiB are free; put "keep_checkpoints": 1 into the sweep\'s "set", or use '
+            "another disk (--runs-dir)"
+        )
+
     def check_disk(self, folder: Path) -> None:
         """Raises UserError if the disk under `folder` cannot hold all checkpoints to come."""
-        free = shutil.disk_usage(folder).free
-        if self.disk_bytes > free:
-            raise UserError(
-                f"{folder}: the checkpoints of the sweep's {len(self.left):,} runs need {self.disk_bytes / GIB:.2f} "
-                f'GiB, but {free / GIB:.2f} GiB are free; put "keep_checkpoints": 1 into the sweep\'s "set", or use '
-                "another disk (--runs-dir)"
-            )
+        if shortage := self.disk_shortage(folder):
+            raise UserError(f"{folder}: {shortage}")
 
     def seconds(self) -> float:
         """On the clock, if each free group takes the next run; without runs whose time is not known."""
@@ -117,12 +126,14 @@ class Planner:
             plan = make_plan(experiment, self.use.processes, start, budget)
         except UserError as error:
             raise UserError(f"{run.name}: {error}") from None
-        speed, price = self._speed(experiment, plan.layout), run.train_config.price_per_hour
+        speed = self._speed(experiment, plan.layout)
+        gpus = self.use.groups * self.use.processes
+        price, said = hourly_price(run.train_config.price_per_hour, speed.device, gpus)
         seconds = None
         if plan.position is not None and speed.tokens_per_second is not None:
             seconds = sum(planned_seconds(plan, speed).values())
         dollars = None if seconds is None or price is None else seconds * price / 3600 / self.use.groups
-        return RunPlan(run, plan, speed, seconds, dollars)
+        return RunPlan(run, plan, speed, seconds, dollars, said)
 
     def forget_speeds(self) -> None:
         """Look them up again: a run has ended, and measured one."""
@@ -249,17 +260,18 @@ def _totals(plan: SweepPlan, runs_dir: Path) -> list[str]:
     groups = "one after the other" if plan.use.groups == 1 else f"{plan.use.groups} at a time"
     ranks = f"{plan.use.processes} {'process' if plan.use.processes == 1 else 'processes'} each"
     place = next(path for path in (runs_dir, *runs_dir.absolute().parents) if path.is_dir())
-    free = shutil.disk_usage(place).free / GIB
+    free, shortage = shutil.disk_usage(place).free / GIB, plan.disk_shortage(place)
     cost = sum(each.dollars or 0.0 for each in plan.left)
     untimed = [each.run.name for each in plan.left if each.seconds is None]
     uncosted = [each.run.name for each in plan.left if each.dollars is None]
     lines = _wrap(f"Together, {groups}, {ranks}, without start-up and checkpoints:")
     lines += _wrap(_sum("time", _duration(plan.seconds()), untimed, len(plan.left)), "    ")
     lines += _wrap(_sum("cost", f"${amount_text(cost)}", uncosted, len(plan.left)), "    ")
+    lines += _wrap(f"price: {'; '.join(sorted({each.price for each in plan.left}))}", "    ")
     if any(each.run.train_config.price_per_hour is None for each in plan.left):
         lines += _wrap('for the cost, put the machine\'s "price_per_hour" into the sweep\'s "set"', "    ")
     lines.append(f"    disk: {plan.disk_bytes / GIB:.2f} GiB of checkpoints at most; {free:,.2f} GiB are free")
-    return lines
+    return lines + (_wrap(f"note: {shortage}") if shortage else [])
 
 
 def _sum(what: str, known: str, unknown: list[str], runs: int) -> str:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from pydantic import BaseModel
 
+from harness.common.gpu_names import gpu_names
 from harness.common.options import TrainOptions
 from harness.common.units import GIB
 from harness.data.dataset import Dataset, check_token_ids, is_present
+from harness.model.config import ModelConfig
 from harness.model.tensor_names import check_weights_file
 from harness.runs.budget import Budget
 from harness.runs.checkpoint_lookup import choose_start, refuse_unnamed
 from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, upgrade_notebook_meta
 from harness.runs.experiment import Experiment
+from harness.runs.machines import hourly_price, machine_of_run
 from harness.runs.optimizer_state import optimizer_state_bytes
+from harness.runs.paper_speed import find_device
 from harness.runs.plan_costs import Plan, planned_seconds
 from harness.runs.planned_speed import PlannedSpeed, plan_speed
 from harness.runs.scaling_rules import UNSCALED
@@ -26,23 +29,30 @@ from harness.runs.timed_budget import find_budget
 from harness.runs.train_config import TrainConfig
 
 COLUMNS = 79
+PADDED_VOCABULARY = 1.5  # times the dataset's: beyond what anybody pads it to, for the speed of its products
 
 
-def describe_plan(plan: Plan, model: BaseModel, speed: PlannedSpeed) -> str:
-    """The plan as text for a terminal."""
-    config = plan.config
+def describe_plan(
+    plan: Plan, model: BaseModel, speed: PlannedSpeed, *, machine: str | None = None, notes: Sequence[str] = ()
+) -> str:
+    """The plan as text for a terminal: what it will take comes last, where it stays on the screen."""
+    config, is_continued = plan.config, plan.position is not None and plan.position.first_step > 0
     lines = [*_wrap(f"Plan for {plan.name}: nothing is trained or downloaded", following=""), ""]
-    lines += _settings("model.json", model.model_dump()) + _settings("train.json", config.model_dump())
+    for title, settings in (("model.json", model), ("train.json", config)):
+        items = [f"{key}={json.dumps(value)}" for key, value in settings.model_dump(exclude_defaults=True).items()]
+        lines += [*_wrap(f"{title}:  {'  '.join(items)}", following=" " * 4), ""]
     rows = [
         ("parameters", f"{plan.parameters:,}"),
         *_expert_rows(plan),
-        *([("starts from", str(plan.initial_weights))] if plan.initial_weights else []),
         ("FLOPs per token", f"{plan.flops_per_token:,}"),
+        *([("machine", machine)] if machine else []),
         ("global batch", _global_batch(plan)),
         *_share_rows(plan),
         *([("scaled", "\n".join(plan.scaled.explained))] if plan.scaled.explained else []),
         *([("budget", _budget(plan.budget))] if plan.budget else []),
+        *([] if is_continued else [("starts from", str(plan.initial_weights or "new weights"))]),
         *(_work_rows(plan, speed) if plan.position else [("global steps", _unknown(config))]),
+        *(("note", note) for note in notes),
     ]
     return "\n".join(lines + _table(rows))
 
@@ -122,9 +132,10 @@ def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
         time += f"\n= {_hours(training + validating)}, at {plan.tokens() / training:,.0f} tokens/s of training"
     if "benchmarks" in parts:
         time += f"\n+ {_hours(parts['benchmarks'])} benchmarks, as this run's earlier ones"
-    cost = _cost(plan.config.price_per_hour, parts)
+    price, priced = hourly_price(plan.config.price_per_hour, speed.device, plan.layout.world_size)
+    cost = f"unknown: {priced}" if price is None else f"{_cost(price, parts)} at {priced}"
     if speed.uncertainty:
-        seconds, price = sum(parts.values()), plan.config.price_per_hour
+        seconds = sum(parts.values())
         time += f"\non paper: {_range(seconds, speed.uncertainty, _hours)} in all"
         if price is not None:
             cost += f"\non paper: {_range(seconds * price / 3600, speed.uncertainty, '${:,.2f}'.format)}"
@@ -136,13 +147,11 @@ def _range(quantity: float, uncertainty: float, write: Callable[[float], str]) -
     return f"{write(quantity / (1 + uncertainty))} to {write(quantity / (1 - uncertainty))}"
 
 
-def _cost(price: float | None, seconds: dict[str, float]) -> str:
-    if price is None:
-        return "unknown: no price_per_hour in train.json"
+def _cost(price: float, seconds: dict[str, float]) -> str:
     cents = {part: round(spent * price / 36) for part, spent in seconds.items()}
     parts = " + ".join(f"${cost / 100:,.2f} {part}" for part, cost in cents.items())
     # The sum of what is printed, so that it adds up.
-    return f"{parts} = ${sum(cents.values()) / 100:,.2f} at ${price}/h"
+    return f"{parts} = ${sum(cents.values()) / 100:,.2f}"
 
 
 def _hours(seconds: float) -> str:
@@ -175,15 +184,10 @@ def describe_start(plan: Plan, speed: PlannedSpeed | None) -> list[str]:
 def _price(plan: Plan, speed: PlannedSpeed | None) -> str:
     if speed is None or speed.tokens_per_second is None:
         return "" if speed is None else f"; time and cost unknown: {speed.source}"
-    seconds, price = sum(planned_seconds(plan, speed).values()), plan.config.price_per_hour
-    cost = "" if price is None else f", ${seconds * price / 3600:,.2f}"
+    seconds = sum(planned_seconds(plan, speed).values())
+    price, priced = hourly_price(plan.config.price_per_hour, speed.device, plan.layout.world_size)
+    cost = "" if price is None else f", ${seconds * price / 3600:,.2f} at {priced}"
     return f", {_hours(seconds)}{cost} at {speed.tokens_per_second:,.0f} tokens/s ({speed.source})"
-
-
-def _settings(title: str, values: dict[str, Any]) -> list[str]:
-    """A configuration with its defaults filled in."""
-    items = [f"{key}={json.dumps(value)}" for key, value in values.items()]
-    return [*_wrap(f"{title}:  {'  '.join(items)}", following=" " * 4), ""]
 
 
 def _table(rows: list[tuple[str, str]]) -> list[str]:
@@ -210,7 +214,7 @@ def make_plan(
     layout = experiment.layout(world_size)
     budget = budget or find_budget(experiment, layout, meta, TrainOptions())
     config, model = experiment.config, experiment.model
-    position = None
+    position, unused = None, None
     if is_present(experiment.datasets_dir, config.dataset, experiment.splits):
         dataset = Dataset.open(experiment.datasets_dir, config.dataset)
         if meta is not None:
@@ -219,6 +223,7 @@ def make_plan(
         for split in experiment.splits:
             check_token_ids(dataset, split, model.vocab_size)
         position = experiment.position(layout, len(dataset.split("train")), meta, budget)
+        unused = None if meta else _unused_vocabulary(model, dataset)
     elif config.min_train_tokens != -1:
         position = experiment.position(layout, sys.maxsize, meta, budget)
     initial = experiment.initial_weights if meta is None else None
@@ -236,6 +241,19 @@ def make_plan(
         scaled=scaled,
         active_parameters=model.active_parameters if model.moe else None,
         moe_router_loss_scale=experiment.moe_router_loss_scale,
+        unused_vocabulary=unused,
+    )
+
+
+def _unused_vocabulary(model: ModelConfig, dataset: Dataset) -> str | None:
+    """A remark on a vocabulary far larger than the dataset's; None for one that is only padded."""
+    needed = dataset.meta.vocab_size
+    if needed is None or model.vocab_size <= PADDED_VOCABULARY * needed:
+        return None
+    unused = model.parameters - model.model_copy(update={"vocab_size": needed}).parameters
+    return (
+        f'"vocab_size" in model.json is {model.vocab_size:,}, but {dataset.name} has {needed:,} tokens: {unused:,} of '
+        f"{model.parameters:,} parameters are never used; set it to {needed}"
     )
 
 
@@ -254,13 +272,25 @@ def planned_start(experiment: Experiment, world_size: int, checkpoint: str | Non
 
 def print_plan(experiment: Experiment, checkpoint: str | None, ranks: int, options: TrainOptions) -> None:
     """Print what the command would do with `checkpoint` (None: with the latest) on so many ranks, if no other number is
-    assumed. Raises UserError for what training would refuse, but for the names of benchmarks."""
-    ranks = options.assume_world_size or ranks
+    assumed. On a machine without GPUs, where only one was started, the machine that the run means is assumed.
+
+    Raises UserError for what training would refuse, but for a disk too small, and the names of benchmarks.
+    """
+    means = None if gpu_names() else machine_of_run(experiment.run.path.name, experiment.config.price_per_hour)
+    said, meant, assumed = None, None, options.assume_world_size
+    if means is not None:
+        (machine, named_by), assumed = means, assumed or (means[0].gpus if ranks == 1 else None)
+        meant, kind = find_device(machine.device), options.assume_device or machine.device
+        is_that = (kind, assumed or ranks) == (machine.device, machine.gpus)
+        said = machine.machine if is_that else f"{assumed or ranks} x {kind} in place of {machine.machine}"
+        said += f" (by {named_by}; --assume-device and --assume-world-size change it)"
+    ranks = assumed or ranks
     meta = None if options.restart else planned_start(experiment, ranks, checkpoint)
     plan = make_plan(experiment, ranks, meta, find_budget(experiment, experiment.layout(ranks), meta, options))
     if plan.initial_weights is not None:
         check_weights_file(plan.initial_weights, experiment.model)
-    speed = plan_speed(experiment, plan.layout, options)
-    print(describe_plan(plan, experiment.model, speed), flush=True)
-    if options.assume_world_size is None:  # else it is another machine's disk that counts
-        plan.check_disk(experiment.run.path)
+    speed = plan_speed(experiment, plan.layout, options, meant=meant)
+    # On an assumed machine it is not this disk that counts.
+    shortage = None if assumed else plan.disk_shortage(experiment.run.path)
+    notes = [note for note in (plan.unused_vocabulary, shortage) if note]
+    print(describe_plan(plan, experiment.model, speed, machine=said, notes=notes), flush=True)

@@ -37,6 +37,7 @@ class Plan:
     scaled: ScaledSettings = UNSCALED
     active_parameters: int | None = None  # of a mixture of experts
     moe_router_loss_scale: float = 0.0
+    unused_vocabulary: str | None = None  # a remark
 
     def validations(self) -> int:
         every = self.config.validation_interval
@@ -68,15 +69,21 @@ class Plan:
             kept = min(kept, self.config.keep_checkpoints + 3)
         return kept * self.checkpoint_bytes()
 
+    def disk_shortage(self, folder: Path) -> str | None:
+        """What to do if the disk under `folder` cannot hold the checkpoints; None if it can."""
+        free = shutil.disk_usage(folder).free
+        if self.position is None or self.disk_bytes() <= free:
+            return None
+        return (
+            f"the run's {self.checkpoints():,} checkpoints need {self.disk_bytes() / GIB:.2f} GiB, but "
+            f"{free / GIB:.2f} GiB are free; set keep_checkpoints in train.json, raise checkpoint_interval, or "
+            "use another disk (--runs-dir)"
+        )
+
     def check_disk(self, folder: Path) -> None:
         """Raises UserError if the disk under `folder` cannot hold the checkpoints: better now than after hours."""
-        free = shutil.disk_usage(folder).free
-        if self.position is not None and self.disk_bytes() > free:
-            raise UserError(
-                f"{folder}: the run's {self.checkpoints():,} checkpoints need {self.disk_bytes() / GIB:.2f} GiB, but "
-                f"{free / GIB:.2f} GiB are free; set keep_checkpoints in train.json, raise checkpoint_interval, or "
-                "use another disk (--runs-dir)"
-            )
+        if shortage := self.disk_shortage(folder):
+            raise UserError(f"{folder}: {shortage}")
 
     @property
     def batches(self) -> BatchSchedule:

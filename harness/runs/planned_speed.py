@@ -42,10 +42,14 @@ class PlannedSpeed:
     training_share: float | None = None  # of the time that includes validation; None: to be estimated
     benchmark_seconds: float | None = None  # of evaluating all of train.json's benchmark tasks once
     uncertainty: float = 0.0  # the true speed is within this part of it, either way; 0: measured, or given
+    device: PaperDevice | None = None  # the GPU whose speed it is, where that is a known one
 
 
-def plan_speed(experiment: Experiment, layout: BatchLayout, options: TrainOptions) -> PlannedSpeed:
-    """The speed for this model and batch, and how long this run's earlier benchmarks took.
+def plan_speed(
+    experiment: Experiment, layout: BatchLayout, options: TrainOptions, *, meant: PaperDevice | None = None
+) -> PlannedSpeed:
+    """The speed for this model and batch, and how long this run's earlier benchmarks took. `meant`: the device to
+    reckon with where none is assumed and this machine has none that is known.
 
     Raises UserError for an --assume-device that is not known, or a reported.json that is none.
     """
@@ -54,9 +58,7 @@ def plan_speed(experiment: Experiment, layout: BatchLayout, options: TrainOption
     if speed.tokens_per_second is None:
         own = None if device else own_device(layout.world_size)
         reported = None if device else _reported_speed(experiment, layout, own)
-        if reported is None or reported.tokens_per_second is None:
-            reported = on_paper(experiment, layout, device or own) or reported
-        speed = reported or speed
+        speed = reported or on_paper(experiment, layout, device or own or meant) or speed
     return replace(speed, benchmark_seconds=earlier_benchmark_seconds(experiment, layout))
 
 
@@ -85,13 +87,13 @@ def on_paper(experiment: Experiment, layout: BatchLayout, device: PaperDevice | 
     reason = why_not(train, layout.world_size, experiment.model) or too_small(experiment.model, device, layout, train)
     if reason is not None:
         return PlannedSpeed(None, f"no speed on paper for {device.name}: {reason}; {GIVE_A_SPEED}")
-    speed = three_digits(paper_speed(experiment.model, device, layout, train).tokens_per_second)
+    speed = three_digits(paper_speed(experiment.model, device, layout, train))
     low, high = (three_digits(speed * (1 + sign * UNCERTAINTY)) for sign in (-1, 1))
     source = (
         f"on paper for {layout.world_size} x {device.name}: {low:,.0f} to {high:,.0f}; nobody has measured it, and "
         "docs/performance.md has the arithmetic"
     )
-    return PlannedSpeed(speed, source, uncertainty=UNCERTAINTY)
+    return PlannedSpeed(speed, source, uncertainty=UNCERTAINTY, device=device)
 
 
 def three_digits(number: float) -> float:
@@ -120,20 +122,13 @@ def _measured_speed(experiment: Experiment, layout: BatchLayout, device: PaperDe
 
 def _reported_speed(experiment: Experiment, layout: BatchLayout, own: PaperDevice | None) -> PlannedSpeed | None:
     """What is reported of this run; None unless it is of the same model and batch, and of this machine's devices if it
-    has some that are known. Of as many devices as the run needs and the plan does not have: no speed, but how to ask
-    for it."""
+    has some that are known."""
     reported = read_reported(experiment.run)
-    if reported is None or reported.layout is None or not _is_reported_of(reported, experiment):
+    if reported is None or reported.layout != layout or not _is_reported_of(reported, experiment):
         return None
     if own is not None and own != find_device(reported.device):
         return None
-    there = reported.layout
-    if layout == there:
-        return _as_reported(reported, experiment.config)
-    if layout == replace(there, world_size=layout.world_size):
-        reason = f"of {there.world_size} ranks a speed is reported: give --assume-world-size {there.world_size}"
-        return PlannedSpeed(None, f"no earlier run of this shape; {reason}; or {OR_A_DEVICE}")
-    return None
+    return _as_reported(reported, experiment.config)
 
 
 def _is_reported_of(reported: Reported, experiment: Experiment) -> bool:
@@ -150,13 +145,14 @@ def _as_reported(reported: Reported, config: TrainConfig) -> PlannedSpeed | None
     now, there = config.model_dump(mode="json"), reported.train
     settings = ", ".join(f"{key}={json.dumps(there[key])}" for key in KERNEL_KEYS if key in there)
     source = f"reported of {reported.machine}{settings and f' with {settings}'} by {reported.source}; not measured here"
-    if device := find_device(reported.device):
+    device = find_device(reported.device)
+    if device is not None:
         source += f'; --assume-device "{device.name}" for this program\'s speed on paper'
     whole, training = reported.whole_run_speed, reported.training_speed
     if whole is not None and all(key in there and there[key] == now[key] for key in VALIDATION_KEYS):
         share = None if training is None else whole / training
-        return PlannedSpeed(whole, source, includes_validation=True, training_share=share)
-    return None if training is None else PlannedSpeed(training, source)
+        return PlannedSpeed(whole, source, includes_validation=True, training_share=share, device=device)
+    return None if training is None else PlannedSpeed(training, source, device=device)
 
 
 def earlier_benchmark_seconds(experiment: Experiment, layout: BatchLayout) -> float | None:
@@ -202,9 +198,8 @@ class EarlierSpeed:
             return PlannedSpeed(None, f"{self.summary} {reason}; {GIVE_A_SPEED}")
         over = f"{self.measured.global_steps:,} steps, {self.measured.tokens:,} tokens, {self.measured.seconds:,.1f} s"
         if self.measured.is_believable:
-            return PlannedSpeed(
-                self.tokens_per_second, f"measured over {over} of training on {self.device}, in {self.summary}"
-            )
+            source = f"measured over {over} of training on {self.device}, in {self.summary}"
+            return PlannedSpeed(self.tokens_per_second, source, device=find_device(self.device))
         short = f"less than {self.measured.shortfall} of training is too little to tell"
         return PlannedSpeed(None, f"{self.summary} measured {over}, and {short}; {GIVE_A_SPEED}")
 

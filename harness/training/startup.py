@@ -155,9 +155,12 @@ def prepare(experiment: Experiment, world: World, clock: Clock, checkpoint: str 
 
 
 def say_plan(experiment: Experiment, plan: Plan, options: TrainOptions) -> None:
-    """Print what train.json's budget, ramp and scaling rules come to, before anything is spent on it. Rank 0 only."""
+    """Print what train.json's budget, ramp and scaling rules come to, and what is odd, before anything is spent on it.
+    Rank 0 only."""
     if plan.position is None or plan.position.is_finished:
         return
+    if plan.unused_vocabulary:
+        click.echo(f"note: {plan.unused_vocabulary}")
     speed = None if plan.budget is None else plan_speed(experiment, plan.layout, options)
     for line in describe_start(plan, speed):
         click.echo(line)

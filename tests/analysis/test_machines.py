@@ -12,13 +12,10 @@ import pytest
 from harness.analysis.cannot_be_told import CannotBeTold
 from harness.analysis.fits import Line
 from harness.analysis.machines import (
-    PRICES,
-    Machine,
     NoProjection,
     Projection,
     layout_on,
     project,
-    read_machines,
     speed_on,
     speeds_for,
 )
@@ -29,6 +26,7 @@ from harness.common.json_files import read_json_object
 from harness.data.loader import BatchLayout
 from harness.model.config import ModelConfig, load_model_config
 from harness.runs.directory import RunDirectory
+from harness.runs.machines import PRICES, Machine, read_machines
 from harness.runs.paper_speed import UNCERTAINTY, find_device, paper_speed
 from harness.runs.search_results import write_search
 from tests.runs.test_reported import COSTS
@@ -62,7 +60,7 @@ def projections(work: Workload, known: list[KnownSpeed]) -> dict[str, Projection
 def on_paper(name: str, layout: BatchLayout, model: ModelConfig) -> float:
     device = find_device(name)
     assert device is not None
-    return paper_speed(model, device, layout).tokens_per_second
+    return paper_speed(model, device, layout)
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -197,7 +195,7 @@ def test_a_model_so_small_that_the_cpu_decides() -> None:
     reasons = {str(each.why) for each in found if isinstance(each, NoProjection)}
     assert len(found) == 5
     assert reasons == {
-        "cannot be told, because no speed on such GPUs is known, and on paper launching the kernels of a microbatch "
+        "cannot be told, because no speed on such GPUs is known, and on paper launching the kernels of a step "
         "(about 110, 1.2 ms) takes longer than their work; only a measurement tells the speed"
     }
     layout = BatchLayout(2, 1, 8, 128)
@@ -274,10 +272,10 @@ def test_the_table_of_the_notebooks_first_run() -> None:
     assert lines[3:9] == [
         "machine            $/h  tokens/s         hours         dollars  rests on",
         "8x A100 40 GiB   10.32   262,840          3.45           35.56  reported",
-        "2x H100 80 GiB    6.38   143,000  5.52 to 7.46  35.20 to 47.62  scaled",
-        "8x H100 80 GiB   23.92   534,000  1.59 to 1.69  38.13 to 40.53  reported",
-        "8x A100 80 GiB   14.32   312,000  2.76 to 2.90  39.57 to 41.52  reported",
-        "8x B200 160 GiB  39.92   855,000  0.98 to 1.06  39.14 to 42.26  reported",
+        "2x H100 80 GiB    6.38   143,000  5.28 to 7.93  33.71 to 50.56  scaled",
+        "8x H100 80 GiB   23.92   533,000  1.59 to 1.70  38.13 to 40.64  reported",
+        "8x A100 80 GiB   14.32   312,000  2.76 to 2.90  39.57 to 41.58  reported",
+        "8x B200 160 GiB  39.92   851,000  0.98 to 1.06  39.14 to 42.47  reported",
     ]
     text = " ".join(line.strip() for line in lines)
     assert "Training alone: validation, checkpoints and set-up come on top." in text

@@ -147,6 +147,30 @@ def test_a_disk_that_is_too_small_is_noticed_beforehand(shop: Workshop, monkeypa
     found.check_disk(shop.runs)
 
 
+def test_a_plan_that_no_disk_can_hold_is_remarked_on(shop: Workshop) -> None:
+    """And a sweep that is to be run is refused."""
+    load(shop, set={"min_train_tokens": 10**13, "checkpoint_interval": 1}, vary={"random_seed": [1, 2]})
+    planned = sweep_command(shop, "plan", str(shop.datasets))
+    assert (planned.status, planned.stderr) == (0, "")
+    assert "note: " in planned.stdout
+    said = "the checkpoints of the sweep's 2 runs need"
+    assert said in " ".join(planned.stdout.split())
+    started = sweep_command(shop, "run", str(shop.datasets))
+    assert started.status == 2
+    assert said in started.stderr
+    assert [each.name for each in shop.runs.iterdir() if each.is_dir()] == ["base"]
+
+
+def test_dollars_are_not_those_of_another_machine(shop: Workshop) -> None:
+    """By speeds on paper, which a model of that width has."""
+    shop.add_run("base", model={"emb_dim": 4096, "n_layers": 1}, price_per_hour=23.92)
+    sweep = load(shop, vary={"random_seed": [1]})
+    for device, said in (("H200", "cost: unknown price: train.json's $23.92/h is the price of 8x H100"), ("H100", "$")):
+        options = AssumedSpeed(device=device).options(shop.runs)
+        found = plan_sweep(sweep, Planner(MachineUse(shop.datasets, 1, 8), options))
+        assert said in " ".join(describe_sweep_plan(found, shop.runs).split())
+
+
 def test_what_cannot_be_trained_is_said(shop: Workshop) -> None:
     """With the data at hand: one run wants more of it than there is, or both do."""
     shop.add_dataset()

@@ -229,7 +229,7 @@ def test_no_text_of_a_file_moves_a_terminal(tmp_path: Path) -> None:
 
 def test_no_text_of_a_list_of_prices_moves_a_terminal(tmp_path: Path) -> None:
     hostile_runs(tmp_path)
-    prices = json.loads((ROOT / "harness" / "analysis" / "machines.json").read_text())
+    prices = json.loads((ROOT / "harness" / "runs" / "machines.json").read_text())
     for number, each in enumerate(prices["machines"]):
         each |= {"machine": f"{HOSTILE}{number}", "source": HOSTILE}
         each["device"] = HOSTILE if number else each["device"]

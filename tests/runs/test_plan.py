@@ -21,7 +21,7 @@ from harness.runs.directory import RunDirectory
 from harness.runs.experiment import Experiment
 from harness.runs.plan import make_plan
 from harness.runs.planned_speed import plan_speed
-from tests.runs.test_paper_optimizer import FAST
+from tests.runs.test_paper_speed import FAST
 from tests.runs.test_shipped_runs import MACHINES
 from tests.support.isolation import SHIPPED_RUNS
 from tests.support.launch import Result, Workshop, free_port
@@ -72,9 +72,9 @@ def state(folder: Path) -> dict[str, tuple[int, str]]:
 
 
 def plan_shipped(tmp_path: Path, name: str, *arguments: str, **changes: Any) -> Result:
-    """The plan of a copy of a shipped run that keeps few checkpoints: this machine's disk may be a small one."""
+    """The plan of a copy of a shipped run."""
     where = Workshop(tmp_path)
-    where.add_shipped_run(name, keep_checkpoints=1, **changes)
+    where.add_shipped_run(name, **changes)
     before = state(where.path)
     result = where.attempt("--plan", *arguments, run=name)
     assert state(where.path) == before
@@ -168,13 +168,13 @@ def test_the_bills_from_the_reported_figures(tmp_path: Path, name: str) -> None:
 def test_when_a_reported_speed_is_none_of_this_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other numbers of ranks, batches, models or kernels; other devices in this machine, or in the question."""
     name, eight = "8xa100m40", ("--assume-world-size", "8")
-    assert (
-        "of 8 ranks a speed is reported: give --assume-world-size 8"
-        in rows(plan_shipped(tmp_path, name))["time and cost"]
-    )
-    for changes in ({"microbatch_size": 12}, {"activation_checkpointing": True}, {"gradient_accumulation_steps": 2}):
+    assert "(reported of" in rows(plan_shipped(tmp_path, name))["speed"], "the machine that it is named after has eight"
+    assert "(on paper for 4 x A100 40GB" in rows(plan_shipped(tmp_path, name, "--assume-world-size", "4"))["speed"]
+    for changes in ({"microbatch_size": 12}, {"gradient_accumulation_steps": 2}):
         found = rows(plan_shipped(tmp_path, name, *eight, **changes))
-        assert found["time and cost"].startswith("unknown: no earlier run of this shape; give --assume-tps"), changes
+        assert "(on paper for 8 x A100 40GB" in found["speed"], changes
+    found = rows(plan_shipped(tmp_path, name, *eight, activation_checkpointing=True))
+    assert found["time and cost"].startswith("unknown: no speed on paper for A100 40GB")
     assert "(reported of" in rows(plan_shipped(tmp_path, name, *eight, precision="fp16", compile=False))["speed"]
     for option in (("--assume-tps", "1000"), ("--assume-device", "A100 40GB")):
         assert "reported" not in rows(plan_shipped(tmp_path, name, *eight, *option))["speed"]
@@ -199,7 +199,7 @@ def test_when_a_reported_speed_is_none_of_this_plan(tmp_path: Path, monkeypatch:
 
 def test_what_was_measured_goes_before_what_is_reported(tmp_path: Path) -> None:
     shop = Workshop(tmp_path)
-    run = shop.add_shipped_run("8xa100m40", keep_checkpoints=1)
+    run = shop.add_shipped_run("8xa100m40")
     experiment = Experiment.load(RunDirectory(run), shop.datasets)
     add_summary(run, experiment, world_size=8, microbatch_size=13, accumulation_steps=1, tokens_per_second=500_000.0)
     found = rows(shop.attempt("--plan", "--assume-world-size", "8", run="8xa100m40"))
@@ -208,7 +208,7 @@ def test_what_was_measured_goes_before_what_is_reported(tmp_path: Path) -> None:
 
 def test_a_reported_model_that_is_none_is_named(tmp_path: Path) -> None:
     shop = Workshop(tmp_path)
-    run = shop.add_shipped_run("8xa100m40", keep_checkpoints=1)
+    run = shop.add_shipped_run("8xa100m40")
     reported = (run / "reported.json").read_text().replace('"n_heads": 12', '"n_heads": 0')
     (run / "reported.json").write_text(reported)
     result = shop.attempt("--plan", "--assume-world-size", "8", run="8xa100m40")
@@ -255,8 +255,9 @@ def test_the_other_shipped_runs_have_plans(tmp_path: Path, name: str) -> None:
     else:
         assert "give --assume-tps" in found["time and cost"]
     assert not (tmp_path / "datasets").exists()
-    for key in ("learning_rate=", "weight_decay=", "betas=", "emb_dim=", "random_seed=42"):
-        assert key in result.stdout, "the resolved configuration, defaults and all"
+    assert all(key in result.stdout for key in ("dataset=", "microbatch_size=", "emb_dim="))
+    assert "null" not in result.stdout, "keys that have their defaults are not printed"
+    assert "random_seed" not in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -478,25 +479,27 @@ def test_a_disk_too_small_is_refused(shop: Workshop, monkeypatch: pytest.MonkeyP
     )  # best, latest, and one in the making
 
 
-def test_a_plan_that_no_disk_can_hold_is_printed(shop: Workshop) -> None:
-    """All of it, and then the error: whoever plans has not rented the disk yet."""
+def test_a_plan_that_no_disk_can_hold_is_remarked_on(shop: Workshop) -> None:
+    """A rank that fails would have torchrun print its page over the plan; training refuses."""
     shop.add_run(dataset="local/elsewhere", min_train_tokens=10**13, checkpoint_interval=1, price_per_hour=36.0)
-    result = shop.attempt("--plan", "--assume-tps", "1e9")
-    assert result.status == 2
-    assert result.stderr.startswith(f"error: {shop.runs / 'r'}: the run's 156,250,000,000 checkpoints need ")
-    assert len(result.stderr.splitlines()) == 1
-    found = rows(Result(0, result.stdout, ""))
-    assert found["checkpoints"].startswith("156,250,000,000 (")
+    found = rows(shop.attempt("--plan", "--assume-tps", "1e9", environment=ranking(0)))
+    assert found["checkpoints"].startswith("78,125,000,000 (")
     assert found["cost"].startswith("$100.00 training")
+    assert re.search(r"the run's 78,125,000,000 checkpoints need [\d,.]+ GiB, but [\d.]+ GiB are free", found["note"])
+    assert "set keep_checkpoints in train.json" in found["note"]
+    assert "note" not in rows(shop.attempt("--plan", "--assume-world-size", "2")), "another machine's disk"
+
+
+def ranking(rank: int) -> dict[str, str]:
+    """The environment of one of two ranks, as torchrun makes it."""
+    job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return job | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
 
 
 def test_under_torchrun_one_rank_speaks(shop: Workshop) -> None:
     """Each rank as torchrun starts it; a plan needs no word from the others, so one after another does as well."""
     shop.add_run()
-    job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    results = [
-        shop.attempt("--plan", environment=job | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)
-    ]
+    results = [shop.attempt("--plan", environment=ranking(rank)) for rank in range(2)]
     assert [result.status for result in results] == [0, 0]
     assert "2 ranks x 2 sequences x 2 accumulation" in rows(results[0])["global batch"]
     assert results[1].stdout == results[1].stderr == ""
@@ -540,6 +543,63 @@ def test_long_names_fit_a_terminal(tmp_path: Path) -> None:
     shutil.rmtree(shop.datasets)
     result = shop.attempt("--plan", "--assume-tps", "100", run=name)
     assert [line for line in result.stdout.splitlines() if len(line) > COLUMNS and "x" * 70 not in line] == []
+
+
+# The machine that a run means, and its price
+
+
+def test_a_run_is_planned_for_the_machine_that_it_is_named_after(tmp_path: Path) -> None:
+    """On a computer without GPUs, where one process stands for all of them; or for the one whose price it has."""
+    result = plan_shipped(tmp_path, "8xh100m80-fast")
+    narrow(result)
+    found = rows(result)
+    assert found["machine"].startswith("8x H100 80 GiB (by the run's name; ")
+    assert found["global batch"].startswith("8 ranks x 27 sequences")
+    assert "(on paper for 8 x H100: 2,230,000 to 3,350,000; " in found["speed"]
+    assert "on paper: $6.61 to $9.91" in found["cost"]
+    shop = Workshop(tmp_path)
+    found = rows(shop.attempt("--plan", run="8xh100m80-fast", environment=ranking(0)))
+    assert found["machine"].startswith("2 x H100 in place of 8x H100 80 GiB (by the run's name; ")
+    assert "$6.38/h, the price of 2x H100 80 GiB on 2025-12-05" in found["cost"]
+    (tmp_path / "runs" / "8xh100m80-fast").rename(tmp_path / "runs" / "mine")
+    assert rows(shop.attempt("--plan", run="mine"))["machine"].startswith("8x H100 80 GiB (by price_per_hour; ")
+    train = tmp_path / "runs" / "mine" / "train.json"
+    train.write_text(train.read_text().replace("23.92", "24"))
+    found = rows(shop.attempt("--plan", run="mine"))
+    assert "machine" not in found
+    assert found["global batch"].startswith("1 ranks x 27 sequences")
+
+
+@pytest.mark.parametrize(
+    ("price", "device", "said"),
+    [
+        (23.92, "H100", "at $23.92/h, the price of 8x H100 80 GiB"),
+        (23.92, "A100 80GB", "at $14.32/h, the price of 8x A100 80 GiB on 2025-12-05"),
+        (23.92, "H200", "unknown: train.json's $23.92/h is the price of 8x H100 80 GiB, not of 8 x H200"),
+        (30.0, "H200", "at $30.0/h, by train.json"),
+    ],
+)
+def test_dollars_are_not_those_of_another_machine(tmp_path: Path, price: float, device: str, said: str) -> None:
+    result = plan_shipped(tmp_path, "8xh100m80", "--assume-device", device, price_per_hour=price)
+    narrow(result)
+    assert said in rows(result)["cost"]
+
+
+def test_a_vocabulary_far_larger_than_the_datasets_is_remarked_on(shop: Workshop) -> None:
+    """Not one that is padded, and only where the model can be changed still."""
+    meta = shop.datasets / "local" / "letters" / "meta.json"
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"vocab_size": 64}))
+    shop.add_run(model={"vocab_size": 96}, min_train_tokens=64)
+    assert "note" not in rows(shop.attempt("--plan"))
+    shop.add_run(model={"vocab_size": 640}, min_train_tokens=64)
+    said = (
+        '"vocab_size" in model.json is 640, but local/letters has 64 tokens: 18,432 of 27,328 parameters are never used'
+    )
+    assert rows(shop.attempt("--plan"))["note"] == f"{said}; set it to 64"
+    trained = shop.attempt()
+    assert f"note: {said}" in trained.stdout
+    shop.add_run(model={"vocab_size": 640}, min_train_tokens=128)
+    assert "note" not in rows(shop.attempt("--plan"))
 
 
 # Benchmarks, and weights to start from
@@ -611,10 +671,10 @@ def test_a_plan_names_and_checks_the_weights_to_start_from(shop: Workshop, tmp_p
 
 # Tokens per second of eight GPUs on paper, as --plan rounds them; the notebook measured 234,480 to 778,107.
 ON_PAPER = {
-    "8xa100m40": ("A100 40GB", 1_280_000),
-    "8xa100m80": ("A100 80GB", 1_450_000),
-    "8xh100m80": ("H100", 3_170_000),
-    "8xb200m160": ("B200", 6_030_000),
+    "8xa100m40": ("A100 40GB", 1_270_000),
+    "8xa100m80": ("A100 80GB", 1_440_000),
+    "8xh100m80": ("H100", 3_180_000),
+    "8xb200m160": ("B200", 6_180_000),
 }
 
 
@@ -627,15 +687,15 @@ def test_a_speed_on_paper(tmp_path: Path, name: str) -> None:
     found = rows(result)
     assert found["speed"].startswith(f"{speed:,} tokens/s of training alone, without validation (on paper for 8 x")
     low, high = (number(part) for part in found["speed"].partition(f"8 x {device}: ")[2].split(" to "))
-    assert [low, high] == pytest.approx([0.85 * speed, 1.15 * speed], rel=0.005)
+    assert [low, high] == pytest.approx([0.8 * speed, 1.2 * speed], rel=0.005)
     total = float(re.findall(r"\$([\d.]+)", found["cost"])[2])
     cheap, dear = (float(each) for each in re.findall(r"\$([\d.]+)", found["cost"].partition("on paper: ")[2]))
-    assert [cheap, dear] == pytest.approx([total / 1.15, total / 0.85], abs=0.011)
+    assert [cheap, dear] == pytest.approx([total / 1.2, total / 0.8], abs=0.011)
     assert re.search(r"on paper: [\d.]+ (h|s) to [\d.]+ h in all", found["time"])
     assert total < BILLS[name][2] / 2, "the notebook's machine, with this program"
 
 
-@pytest.mark.parametrize(("name", "speed"), [("8xa100m40", 902_000), ("8xh100m80", 2_710_000)])
+@pytest.mark.parametrize(("name", "speed"), [("8xa100m40", 984_000), ("8xh100m80", 2_740_000)])
 def test_a_stack_of_levers_with_muon_has_hours_and_dollars_on_paper(tmp_path: Path, name: str, speed: int) -> None:
     """GPT-2 small with the levers of the public speed record, beside the same run without them."""
     device, plain = ON_PAPER[name]

@@ -70,11 +70,12 @@ def test_the_rented_machines_have_the_notebooks_numbers(name: str) -> None:
     batch = 8 * config.accumulation_steps(8) * microbatch * 1024
     assert num_whole_batches(config.min_train_tokens, 2**62, batch) == steps
     assert steps * batch == tokens
-    # What is set besides changes no number: seven devices do not wait for one to validate, nor all for the disk.
-    assert (config.validation_ranks, config.async_checkpoint) == ("all", True)
+    # What is set besides changes no number: seven devices do not wait for one to validate, nor all for the disk, which
+    # would fill up with 93 GiB of checkpoints.
+    assert (config.validation_ranks, config.async_checkpoint, config.keep_checkpoints) == ("all", True, 3)
     notebook = {"dataset", "microbatch_size", "min_train_tokens", "start_train_token", "price_per_hour"}
     notebook |= {"validation_interval", "validation_batches", "start_val_token"}
-    assert train_json(name).keys() == notebook | {"validation_ranks", "async_checkpoint"}
+    assert train_json(name).keys() == notebook | {"validation_ranks", "async_checkpoint", "keep_checkpoints"}
 
 
 @pytest.mark.parametrize("name", [*MACHINES, "original"])
