@@ -45,8 +45,15 @@ FRACTION = FiniteNumber(min=0, max=1, max_open=True)
 @click.option("--delete-after", is_flag=True, help="Download to the dataset's disk, and delete each file once read.")
 @click.option("--tokenizer", help="gpt2, another encoding of tiktoken, or a tokenizer.json.  [default: gpt2]")
 @click.option("--train-tokenizer", type=click.IntRange(257, 2**20), metavar="SIZE", help="Train a byte-level BPE.")
-@click.option("--validation-fraction", type=FRACTION, default=0.01, show_default=True, help="The last documents.")
-@click.option("--test-fraction", type=FRACTION, default=0.0, show_default=True, help="Those before them.")
+@click.option("--validation-fraction", type=FRACTION, default=0.01, show_default=True, help="Share of the text.")
+@click.option("--test-fraction", type=FRACTION, default=0.0, show_default=True, help="Share of the text.")
+@click.option(
+    "--split-order",
+    type=click.Choice(["seeded", "given"]),
+    default="seeded",
+    show_default=True,
+    help="Hold out documents that are drawn, the same each time, or the last ones (by number, not by length).",
+)
 @click.option(
     "--shuffle-seed", type=click.IntRange(0, 2**63 - 1), help="Shuffle documents; else they keep their order."
 )

@@ -76,7 +76,7 @@ def _place(tokenizer: str, work: WorkFolder) -> str | Path:
 
 
 def _from_text(input_: str, work: WorkFolder, options: PreparationOptions) -> Made:
-    sizes = SplitSizes(options.validation_fraction, options.test_fraction)
+    sizes = SplitSizes(options.validation_fraction, options.test_fraction, options.split_order)
     recipe = Recipe(options.text_format, sizes, options.shuffle_seed)
     source = find_source(input_, options, work.path)
     if source.ignored:

@@ -14,6 +14,8 @@ from harness.data.preparation.documents import Piece, TextFormat, read_documents
 from harness.data.preparation.options import PreparationOptions, Recorded
 from harness.data.preparation.text_files import TextFile, find_text_files
 
+SMALL_BYTES = 2**26  # of files that are all learnt from, however many they are
+
 
 class TextSource(Protocol):
     """Files in a fixed order."""
@@ -42,7 +44,7 @@ class TextSource(Protocol):
         ...
 
     def sampled(self, most: int) -> list[TextFile]:
-        """At most so many files to learn from, spread over all, or as few as is cheap."""
+        """Files to learn from: all that are small together, at most so many spread over all, or as few as is cheap."""
         ...
 
 
@@ -69,7 +71,8 @@ class LocalText:
         return {"input": Path(self.name).name, "files": len(self.files)}
 
     def sampled(self, most: int) -> list[TextFile]:
-        return self.files[:: -(-len(self.files) // most)]
+        is_small = sum(file.size for file in self.files) <= SMALL_BYTES
+        return self.files if is_small else self.files[:: -(-len(self.files) // most)]
 
 
 def find_source(input_: str, options: PreparationOptions, work: Path) -> TextSource:
