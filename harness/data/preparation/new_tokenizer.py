@@ -105,9 +105,8 @@ def _without_drawn(pieces: list[Piece], sizes: SplitSizes) -> list[str]:
     ends = np.array([piece.ends for piece in pieces], bool)
     documents = np.cumsum(ends) - ends
     lengths = np.bincount(documents, [len(piece.text.encode()) for piece in pieces]).astype(np.int64)
-    drawn = draws(0, len(lengths))
-    pool = np.flatnonzero(sizes.in_pool(0, drawn))
-    chosen = sizes.choose(drawn[pool], lengths[pool], int(lengths.sum()))
+    pool = np.flatnonzero(sizes.in_pool(0, len(lengths)))
+    chosen = sizes.choose(draws(0, len(lengths))[pool], lengths[pool], int(lengths.sum()))
     is_left = np.full(len(lengths), all(map(len, chosen.values())))
     for places in chosen.values():
         is_left[pool[places]] = False

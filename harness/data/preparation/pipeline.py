@@ -17,7 +17,7 @@ from harness.data.preparation.journal import Journal, Mark, Phase
 from harness.data.preparation.options import Recorded
 from harness.data.preparation.shuffle import shuffle
 from harness.data.preparation.sources import TextSource, read_source
-from harness.data.preparation.splits import Split, SplitSizes, assign_splits, draws, hold_out, write_splits
+from harness.data.preparation.splits import Split, SplitSizes, assign_splits, hold_out, write_splits
 from harness.data.preparation.token_stream import StreamSize, TokenStream
 from harness.data.preparation.work_folder import WorkFolder
 from harness.data.tokenizers.tokenizer import Tokenizer
@@ -94,9 +94,9 @@ class Preparation:
             in_batches = batches(pieces, here.file, here.documents)
             for encoded in encode_batches(in_batches, encoders.encode, encoders.count):
                 numbers = np.cumsum(encoded.ends) - encoded.ends  # of the pieces' documents
-                may_be_held_out = self.recipe.sizes.in_pool(total.documents, draws(total.documents, len(numbers)))[numbers]
-                stream.append(encoded, ~may_be_held_out)
-                pool.append(encoded, may_be_held_out)
+                in_pool = self.recipe.sizes.in_pool(total.documents, len(numbers))[numbers]
+                stream.append(encoded, ~in_pool)
+                pool.append(encoded, in_pool)
                 total = stream.size + pool.size
                 empty += encoded.batch.empty
                 if encoded.batch.is_whole:

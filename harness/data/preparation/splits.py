@@ -4,7 +4,8 @@ meta.json that tells of them.
 Documents are held out by a number that is drawn for each, until the splits have their shares of the text's bytes: the
 tokenizer, which may be trained on the rest, changes nothing about that. Tens of millions of documents are not sorted:
 the few that may be held out go into a stream of their own while the text is read, the pool, and those of them that are
-not held out are appended to the training stream in the end. That stream then becomes a file without being copied.
+not held out are appended to the training stream in the end, in the order of their numbers. That stream then becomes a
+file without being copied. Of a small text all documents are in the pool, and so in this order.
 
 In the order that is given, splits are ranges of one stream: its ends are copied, and what remains is for training.
 token_shards.py, whose input comes split, uses the meta.json alone.
@@ -37,7 +38,7 @@ SPLITS = ("train", "test", "validation")  # in the order of a text's documents
 LINE_END_SEARCH = 4096  # tokens
 COUNTED_AT_ONCE = 2**22  # tokens
 DRAWING_KEY = 0
-POOL_DOCUMENTS = 2**12  # at least so many may be held out, so that the shares of a small text are met, too
+POOL_DOCUMENTS = 2**14  # all of no more than these are in the pool, so that a small text's shares are met, too
 POOL_SHARE = 4  # of what is to be held out: a few very long documents may make up most of a text
 
 
@@ -53,12 +54,11 @@ class SplitSizes:
         """The parts by name, in the order of the text's documents, without empty ones."""
         return {name: share for name, share in (("test", self.test), ("validation", self.validation)) if share}
 
-    def in_pool(self, first: int, draws: np.ndarray) -> np.ndarray:
-        """(documents,) bool: which of the documents from number `first` on may be held out."""
-        numbers = np.arange(first + 1, first + 1 + len(draws))
+    def in_pool(self, first: int, count: int) -> np.ndarray:
+        """(count,) bool: true for those of the documents from number `first` on that may be held out."""
         share = self.validation + self.test
-        limit = np.maximum(POOL_SHARE * share, POOL_DOCUMENTS / numbers)
-        return (draws < limit) & bool(share and self.order == "seeded")
+        limit = np.maximum(POOL_SHARE * share, POOL_DOCUMENTS / np.arange(first + 1, first + 1 + count))
+        return (draws(first, count) < limit) & (self.order == "seeded")
 
     def choose(self, draws: np.ndarray, lengths: np.ndarray, total: int) -> dict[str, np.ndarray]:
         """The documents to hold out, by split, of those with these draws and lengths, in a text of length `total`.
@@ -102,24 +102,21 @@ def hold_out(pool: TokenStream, stream: TokenStream, sizes: SplitSizes, folder: 
     """
     documents = np.concatenate([np.zeros((0, 2), np.int64), *pool.documents()])
     length = int(sum(block[:, 1].sum() for block in (documents, *stream.documents())))
-    chosen = sizes.choose(_draws_in_pool(sizes, (pool.size + stream.size).documents), documents[:, 1], length)
-    is_left = np.ones(len(documents), bool)
-    for places in chosen.values():
-        is_left[places] = False
-    is_possible = all(map(len, chosen.values())) and stream.size.documents + int(is_left.sum()) > 0
+    drawn = _draws_in_pool(sizes, (pool.size + stream.size).documents)
+    chosen = sizes.choose(drawn, documents[:, 1], length)
+    order = np.argsort(drawn, kind="stable")
+    left = order[~np.isin(order, np.concatenate([np.zeros(0, np.int64), *chosen.values()]))]
+    is_possible = all(map(len, chosen.values())) and stream.size.documents + len(left) > 0
     splits = [_write_split(pool, documents, name, chosen[name], folder) for name in sizes.held_out() if is_possible]
-    stream.append_documents(pool, documents, np.flatnonzero(is_left | (not is_possible)))
+    stream.append_documents(pool, documents, left if is_possible else np.arange(len(documents)))
     length -= sum(split.bytes for split in splits)
     return [Split("train", 0, stream.size.tokens, stream.size.documents, length), *splits] if is_possible else []
 
 
 def _draws_in_pool(sizes: SplitSizes, documents: int) -> np.ndarray:
     """The draws of those of so many documents that are in the pool."""
-    found = [np.zeros(0)]
-    for first in range(0, documents, DOCUMENTS_PER_READ):
-        block = draws(first, min(DOCUMENTS_PER_READ, documents - first))
-        found.append(block[sizes.in_pool(first, block)])
-    return np.concatenate(found)
+    parts = [(at, min(DOCUMENTS_PER_READ, documents - at)) for at in range(0, documents, DOCUMENTS_PER_READ)]
+    return np.concatenate([draws(*part)[sizes.in_pool(*part)] for part in parts])
 
 
 def _write_split(pool: TokenStream, documents: np.ndarray, name: str, places: np.ndarray, folder: Path) -> Split:
