@@ -16,17 +16,22 @@ from harness.common.options import Command
 @click.argument("new")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A key of model.json or train.json.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
-def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path) -> None:
+@click.option(
+    "--datasets-dir", type=click.Path(path_type=Path), default=Path("datasets"), show_default=True, help="DATASETS_DIR"
+)
+def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path, datasets_dir: Path) -> None:
     """Make the run NEW like BASE, with some keys changed.
 
     VALUE is JSON, or else text; null leaves the key out. NEW gets a derived.json that names BASE and what differs.
-    Several runs at once are a sweep: sweep_runs.py.
+    With another dataset that is in DATASETS_DIR, the vocabulary becomes that one's, and tokens and validation batches
+    at most what it has. Several runs at once are a sweep: sweep_runs.py.
 
     \b
+        uv run derive_run.py quickstart mine --set dataset=me/my-texts
         uv run derive_run.py quickstart-gpt2 faster --set learning_rate=0.003
     """
     with one_line_errors():
-        from harness.analysis.derived_runs import Base, derive, write_runs
+        from harness.analysis.derived_runs import Base, derive_for_dataset, write_runs
         from harness.analysis.sweeps import parse_settings
         from harness.common.files import check_name
 
@@ -35,7 +40,7 @@ def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path) -> None
         parent = Base.load(runs_dir, base)
         if folder.exists():
             raise UserError(f"{folder}: is there already; choose another name, or move it away")
-        run = derive(parent, new, changes)
+        run = derive_for_dataset(parent, new, changes, datasets_dir)
         run.check_startable()
         write_runs([run])
         with_what = "with" if run.derivation.differs else "without a difference; --set KEY=VALUE makes one"

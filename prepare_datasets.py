@@ -3,16 +3,17 @@
     uv run prepare_datasets.py my-texts datasets/me/my-texts
     uv run prepare_datasets.py HuggingFaceFW/fineweb datasets/me/fineweb --include "sample/10BT/*" --delete-after
 
-INPUT is a folder, a file or a glob (in quotes) of parquet, JSON lines or text files, or the name of a dataset on the
-Hugging Face Hub; OUTPUT_DIR is DATASETS_DIR/owner/name. An interrupted preparation is continued by the same command.
+INPUT is a folder, a file or a glob of parquet, JSON lines or text files, or the name of a dataset on the Hugging Face
+Hub; OUTPUT_DIR is DATASETS_DIR/owner/name. An interrupted preparation is continued by the same command.
 """
 
 from __future__ import annotations
 
-import json
+import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -21,16 +22,20 @@ from harness.common.errors import UserError, one_line_errors, printable
 from harness.common.messages import abbreviated, document_count, is_hub_name, is_unicode
 from harness.common.options import Command, FiniteNumber
 
+if TYPE_CHECKING:
+    from harness.data.preparation.splits import Split
+
 GO_WITH = {  # the other options that mean something with these
     "verify": {"push_to_hub", "public"},
     "describe": set(),
     "from_bin": {"token_dtype", "tokenizer", "description", "overwrite", "restart", "push_to_hub", "public"},
 }
 FRACTION = FiniteNumber(min=0, max=1, max_open=True)
+FEW_DOCUMENTS = 10  # of a split whose loss tells of these documents rather than of the text
 
 
 @click.command(cls=Command, context_settings={"max_content_width": 120})
-@click.argument("input_", metavar="[INPUT]", required=False)
+@click.argument("inputs", metavar="[INPUT]...", nargs=-1)
 @click.argument("output_dir", metavar="[OUTPUT_DIR]", required=False, type=click.Path(path_type=Path))
 @click.option("--text-column", default="text", show_default=True, help="Column of parquet, key of JSON lines.")
 @click.option("--document-separator", help=r"Cut text files into documents here, e.g. '\n\n\n'; else each is one.")
@@ -45,10 +50,19 @@ FRACTION = FiniteNumber(min=0, max=1, max_open=True)
 @click.option("--delete-after", is_flag=True, help="Download to the dataset's disk, and delete each file once read.")
 @click.option("--tokenizer", help="gpt2, another encoding of tiktoken, or a tokenizer.json.  [default: gpt2]")
 @click.option("--train-tokenizer", type=click.IntRange(257, 2**20), metavar="SIZE", help="Train a byte-level BPE.")
-@click.option("--validation-fraction", type=FRACTION, default=0.01, show_default=True, help="The last documents.")
-@click.option("--test-fraction", type=FRACTION, default=0.0, show_default=True, help="Those before them.")
+@click.option("--validation-fraction", type=FRACTION, default=0.01, show_default=True, help="Share of the text.")
+@click.option("--test-fraction", type=FRACTION, default=0.0, show_default=True, help="Share of the text.")
 @click.option(
-    "--shuffle-seed", type=click.IntRange(0, 2**63 - 1), help="Shuffle documents; else they keep their order."
+    "--split-order",
+    type=click.Choice(["seeded", "given"]),
+    default="seeded",
+    show_default=True,
+    help="Hold out documents that are drawn, the same each time, or the last ones (by number, not by length).",
+)
+@click.option(
+    "--shuffle-seed",
+    type=click.IntRange(0, 2**63 - 1),
+    help="Shuffle also more than 16,384 documents.",
 )
 @click.option("--description", default="", help="What the dataset is, for meta.json and its card.")
 @click.option(
@@ -70,20 +84,20 @@ FRACTION = FiniteNumber(min=0, max=1, max_open=True)
 @click.option("--describe", metavar="DIR", type=click.Path(path_type=Path), help="Print what is in a dataset folder.")
 @click.option("--push-to-hub", metavar="OWNER/NAME", help="Upload the dataset, or with --verify that in DIR; private.")
 @click.option("--public", is_flag=True, help="Let everyone see what is uploaded.")
-def main(input_: str | None, output_dir: Path | None, **options: Any) -> None:
+def main(inputs: tuple[str, ...], output_dir: Path | None, **options: Any) -> None:
     """Make a token dataset of INPUT in OUTPUT_DIR (DATASETS_DIR/owner/name).
 
-    INPUT is a folder, a file or a glob (in quotes) of parquet, JSON lines (.jsonl) or text (.txt) files, also with
-    .gz or .zst, or the name of a dataset on the Hugging Face Hub. An interrupted preparation is continued by the same
-    command.
+    INPUT is a folder, a file or a glob of parquet, JSON lines (.jsonl) or text (.txt) files, also with .gz or .zst, or
+    several of these, or the name of a dataset on the Hugging Face Hub. An interrupted preparation is continued by the
+    same command.
 
     Each document ends with the token <|endoftext|>. Inside a document that name is ordinary text.
     """
     with one_line_errors():
-        check_options(input_, output_dir, options)
+        check_options(inputs, output_dir, options)
         folder = output_dir or options["verify"] or options["describe"]
-        if input_ and output_dir:
-            make(input_, output_dir, options)
+        if inputs and output_dir:
+            make(inputs, output_dir, options)
         if options["verify"]:
             verify(folder)
         if options["describe"]:
@@ -92,16 +106,16 @@ def main(input_: str | None, output_dir: Path | None, **options: Any) -> None:
             push(folder, options["push_to_hub"], public=options["public"])
 
 
-def check_options(input_: str | None, output_dir: Path | None, options: dict[str, Any]) -> None:
+def check_options(inputs: Sequence[str], output_dir: Path | None, options: dict[str, Any]) -> None:
     """Raises UserError for what does not go together."""
-    for value in (input_, str(output_dir), *filter(None, map(str, options.values()))):
-        if value and not is_unicode(value):
+    for value in (*inputs, str(output_dir), *filter(None, map(str, options.values()))):
+        if not is_unicode(value):
             raise UserError(f"{printable(value)}: not valid UTF-8")
     if options["push_to_hub"] and not is_hub_name(options["push_to_hub"]):
         raise UserError(f"--push-to-hub {options['push_to_hub']}: give owner/name")
-    makes = bool(input_ or output_dir)
+    makes = bool(inputs or output_dir)
     looking = [key for key in ("verify", "describe") if options[key]]
-    if len(looking) + makes != 1 or (makes and not (input_ and output_dir)):
+    if len(looking) + makes != 1 or (makes and not (inputs and output_dir)):
         raise UserError("give INPUT and OUTPUT_DIR, or --verify DIR, or --describe DIR; --help tells more")
     if options["public"] and not options["push_to_hub"]:
         raise UserError("--public belongs with --push-to-hub")
@@ -127,7 +141,7 @@ def option_of(key: str) -> str:
     return f"--{key.replace('_', '-')}"
 
 
-def make(input_: str, output_dir: Path, options: dict[str, Any]) -> None:
+def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> None:
     """Make the dataset, or finish one that was interrupted, and say what is in it."""
     from harness.data.preparation.command import make_dataset
     from harness.data.preparation.options import PreparationOptions
@@ -135,28 +149,43 @@ def make(input_: str, output_dir: Path, options: dict[str, Any]) -> None:
 
     output_dir = without_dots(output_dir)
     chosen = {each.name: options[each.name] for each in fields(PreparationOptions)}
-    made = make_dataset(input_, output_dir, PreparationOptions(**chosen))
+    made = make_dataset(inputs, output_dir, PreparationOptions(**chosen))
     for split in made.splits:
         click.echo(
             f"{split.name}: {split.tokens:,} tokens, {document_count(split.documents)}, {split.bytes:,} bytes of text"
         )
+    if not options["from_bin"]:
+        for line in remarks(made.splits, options):
+            click.echo(line)
     click.echo(f"{output_dir} is whole")
-    for line in next_steps(output_dir, made.vocab_size):
+    click.echo("Next:")
+    for line in next_steps(output_dir):
         click.echo(f"  {line}")
 
 
-def next_steps(folder: Path, vocab_size: int) -> list[str]:
-    """What to do and write to train on a dataset folder. A name has two parts, owner/name: one that has not yet needs a
-    place where it has."""
-    lines = []
+def remarks(splits: Sequence[Split], options: dict[str, Any]) -> Iterator[str]:
+    """A line for each split that is held out, of few documents or of another share than asked for."""
+    total = sum(split.bytes for split in splits)
+    for split in splits:
+        asked, share = options.get(f"{split.name}_fraction"), split.bytes / total
+        if asked and (split.documents < FEW_DOCUMENTS or abs(share - asked) > asked / 10):
+            yield (
+                f"{split.name} is {document_count(split.documents)} with {share:.2%} of the text ({asked:.2%} asked "
+                f"for): its loss tells of no others; --{split.name}-fraction changes the share"
+            )
+
+
+def next_steps(folder: Path) -> Iterator[str]:
+    """The commands that train a model like the quickstart's on a dataset folder. A name has two parts, owner/name: one
+    that has not yet needs a place where it has."""
     if len(folder.parts) == 1:
         place = Path("datasets", "me", folder)
-        lines.append(f"to train on it: mkdir -p {place.parent} && mv {folder} {place}")
+        yield f"mkdir -p {place.parent} && mv {folder} {place}"
         folder = place
-    name = json.dumps("/".join(folder.absolute().parts[-2:]))
-    lines.append(f'train.json: "dataset": {name} (DATASETS_DIR is {folder.parent.parent})')
-    lines.append(f'model.json: "vocab_size": {vocab_size}')
-    return lines
+    datasets_dir = shlex.quote(str(folder.parent.parent))
+    elsewhere = f" --datasets-dir {datasets_dir}" if datasets_dir != "datasets" else ""
+    yield f"uv run derive_run.py quickstart mine --set dataset={'/'.join(folder.absolute().parts[-2:])}{elsewhere}"
+    yield f"uv run ddp_train.py mine {datasets_dir}"
 
 
 def verify(folder: Path) -> None:

@@ -21,7 +21,7 @@ from harness.common.files import check_name, draft_folder, sync
 from harness.common.json_files import parse_config, read_json_object
 from harness.common.messages import nearest, quoted
 from harness.common.other_names import advice
-from harness.data.dataset import check_dataset_name
+from harness.data.dataset import Dataset, check_dataset_name, is_present
 from harness.model.config import ModelConfig, load_model_config
 from harness.runs.directory import RunDirectory
 from harness.runs.experiment import Experiment, first_difference
@@ -44,6 +44,10 @@ ALTERNATIVES = {
     "warmup_steps": ("warmup_period_percent",),
     "warmup_period_percent": ("warmup_steps",),
 }
+
+# Of a data set without a validation split.
+NO_VALIDATION = {"validation_interval": None, "validation_batches": None, "start_val_token": None}
+PADDING = 128  # tokens that a vocabulary may have beyond the data set's, for speed
 
 Changes = Mapping[str, JsonValue]
 
@@ -155,16 +159,18 @@ class DerivedRun:
             return False
         return record.sweep is not None and record.sweep == self.derivation.sweep
 
-    def check_startable(self) -> None:
-        """Raises UserError for what training would refuse whatever the data and the number of processes. One process
-        has the smallest batch, and so the most steps, where their number is not that of the files."""
+    def check_startable(self, train_tokens: int | None = None) -> None:
+        """Raises UserError for what training would refuse whatever the number of processes, and whatever the data if
+        its tokens are not given. One process has the smallest batch, and so the most steps, where their number is not
+        that of the files."""
         experiment = self.experiment(self.run.path)  # no data is looked at
         try:
             experiment.check_together()
             layout = experiment.layout(1)
             budget = experiment.budget(layout, None)
-            if budget is not None or self.train_config.min_train_tokens not in (None, -1):
-                experiment.position(layout, sys.maxsize, None, budget)
+            skipped = (None, -1) if train_tokens is None else (None,)
+            if budget is not None or self.train_config.min_train_tokens not in skipped:
+                experiment.position(layout, sys.maxsize if train_tokens is None else train_tokens, None, budget)
         except UserError as error:
             raise UserError(f"{self.name}: {error}") from None
 
@@ -221,6 +227,53 @@ def derive(
     if trial is not None:
         derivation = derivation.model_copy(update={"trial": trial})
     return DerivedRun(run, model, train, *configs, derivation)
+
+
+def derive_for_dataset(base: Base, name: str, changes: Changes, datasets_dir: Path) -> DerivedRun:
+    """The run that `derive` gives, fitted to the data set that is among the changes, if it is on this machine: to its
+    vocabulary, and with at most the tokens and validation batches that it has. What else is among the changes stays.
+
+    Raises UserError, too, for a data set that is too short.
+    """
+    run = derive(base, name, changes)
+    if "dataset" not in changes or not is_present(datasets_dir, run.train_config.dataset, ["train"]):
+        return run
+    dataset = Dataset.open(datasets_dir, run.train_config.dataset)
+    tokens, fitting = len(dataset.split("train")), _fitting(run, dataset)
+    run = derive(base, name, {**fitting, **changes})
+    try:
+        run.check_startable(tokens)
+    except UserError:
+        if any(key in changes for key in BUDGETS):
+            raise
+        run = derive(base, name, {**fitting, "min_train_tokens": -1, **changes})
+        run.check_startable(tokens)
+    return run
+
+
+def _fitting(run: DerivedRun, dataset: Dataset) -> dict[str, JsonValue]:
+    """The changes that a data set's vocabulary and validation split ask for. Raises UserError where the split does not
+    hold one sequence."""
+    config, context, vocabulary = run.train_config, run.model_config.context_length, dataset.meta.vocab_size
+    changes: dict[str, JsonValue] = {}
+    if vocabulary is not None and not vocabulary <= run.model_config.vocab_size < vocabulary + PADDING:
+        changes["vocab_size"] = vocabulary
+    if config.validates and not dataset.has_split("validation"):
+        changes |= NO_VALIDATION
+        changes["checkpoint_interval"] = config.checkpoint_interval or config.validation_interval
+    elif config.validates:
+        there = len(dataset.split("validation")) - 1 - (config.start_val_token or 0)
+        if there < context:
+            raise UserError(
+                f"{dataset.split_path('validation')}: shorter than a sequence of {context} tokens and their targets; "
+                "prepare the dataset again with a larger --validation-fraction, or of more text (--overwrite)"
+            )
+        rows = config.microbatch_size
+        while rows * context > there:
+            rows //= 2
+        changes["microbatch_size"] = rows
+        changes["validation_batches"] = min(config.validation_batches or 1, there // (rows * context))
+    return changes
 
 
 def _changed(values: dict[str, Any], changes: Changes) -> dict[str, Any]:

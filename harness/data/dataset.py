@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from harness.common.errors import UserError
 from harness.common.files import atomic_file, check_inside, check_name
 from harness.common.json_files import Count, parse_config, read_json_object
-from harness.common.messages import quoted
+from harness.common.messages import nearest, quoted
 
 SPLITS = ("train", "validation", "test")
 TOKEN_DTYPES = {"U16": "uint16", "U32": "uint32"}
@@ -180,12 +180,24 @@ def check_dataset_name(name: str) -> tuple[str, str]:
 
 def dataset_folder(datasets_dir: Path, name: str) -> Path:
     """DATASETS_DIR/owner/name. Raises UserError for a name of another form, or for a file in the folder's place."""
-    owner, short = check_dataset_name(name)
+    try:
+        owner, short = check_dataset_name(name)
+    except UserError as error:
+        near = neighbour(datasets_dir, name)
+        raise UserError(f"{error}" + (f"; did you mean {quoted(near)}?" if near else "")) from None
     for folder in (datasets_dir, datasets_dir / owner, datasets_dir / owner / short):
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{folder}: is a file, but must be a folder for datasets; move it or name another place")
     check_inside(datasets_dir / owner / short, datasets_dir, "DATASETS_DIR")
     return datasets_dir / owner / short
+
+
+def neighbour(datasets_dir: Path, name: str) -> str | None:
+    """The data set on this machine that a name which is none of theirs was probably meant for: one of a similar name,
+    or of the same without its owner."""
+    folders = [path.parent for path in sorted(datasets_dir.glob("*/*/train.safetensors"))]
+    names = [f"{path.parent.name}/{path.name}" for path in folders if not path.name.startswith(".")]
+    return nearest(name, names) or next((each for each in names if each.partition("/")[2] == name), None)
 
 
 def is_present(datasets_dir: Path, name: str, splits: list[str]) -> bool:

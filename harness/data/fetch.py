@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from harness.common.errors import UserError
-from harness.data.dataset import Dataset, dataset_folder, is_present
+from harness.data.dataset import Dataset, dataset_folder, is_present, neighbour
 
 
 def ensure_dataset(datasets_dir: Path, name: str, splits: list[str]) -> None:
@@ -18,7 +19,8 @@ def ensure_dataset(datasets_dir: Path, name: str, splits: list[str]) -> None:
         except OSError as error:
             raise UserError(f"{folder.parent}: cannot make this folder: {error.strerror}") from None
         try:
-            _make(folder, name)
+            with _neighbour_named(datasets_dir, name):
+                _make(folder, name)
         finally:
             with suppress(OSError):
                 folder.parent.rmdir()  # only if it is empty: nothing has come
@@ -38,7 +40,20 @@ def check_obtainable(datasets_dir: Path, name: str, splits: list[str], *, ask_hu
         from harness.common.hub import list_files
         from harness.data.hub_download import Download
 
-        list_files(Download(name, dataset_folder(datasets_dir, name)).work)
+        with _neighbour_named(datasets_dir, name):
+            list_files(Download(name, dataset_folder(datasets_dir, name)).work)
+
+
+@contextmanager
+def _neighbour_named(datasets_dir: Path, name: str) -> Iterator[None]:
+    """Have an error begin with the data set here that was probably meant, if there is one: the Hub's answer, or a
+    network's that is not there, tells nothing of a slip of the finger."""
+    try:
+        yield
+    except UserError as error:
+        if near := neighbour(datasets_dir, name):
+            raise UserError(f'not in {datasets_dir}; did you mean "{near}"? {error}') from None
+        raise
 
 
 def _check_builtin(name: str) -> None:

@@ -98,11 +98,11 @@ def test_nanogpts_folder_keeps_its_splits(preparer: Preparer, tokenizer: Path) -
 def test_names_in_capitals_mean_the_same(tmp_path: Path) -> None:
     for name in ("TRAIN.BIN", "Val.Bin"):
         write_nanogpt(tmp_path / name, [7, 300] * 9)
-    assert find_shards(str(tmp_path), None).keys() == {"train", "validation"}
+    assert find_shards([str(tmp_path)], None).keys() == {"train", "validation"}
     np.save(tmp_path / "train.npy", np.array([7, 0], np.uint16))
     (tmp_path / "train.npy").rename(tmp_path / "TRAIN.NPY")
     with pytest.raises(UserError, match=r"\.bin and \.npy files, perhaps of the same tokens"):
-        find_shards(str(tmp_path), None)
+        find_shards([str(tmp_path)], None)
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.uint32, np.int64, ">u2"])
@@ -276,7 +276,7 @@ def test_tokens_of_characters_are_not_taken_for_gpt2s(tmp_path: Path) -> None:
     """nanoGPT's data/shakespeare_char: every number is a token of GPT-2, too."""
     for name in ("train", "val"):
         write_nanogpt(tmp_path / f"{name}.bin", np.random.default_rng(0).integers(0, 65, 500).tolist())
-    shards = find_shards(str(tmp_path), None)["train"]
+    shards = find_shards([str(tmp_path)], None)["train"]
     check_token_ids(shards, None)
     (tmp_path / "meta.pkl").write_bytes(b"never opened")
     with pytest.raises(UserError, match=r"meta.pkl: nanoGPT notes there .* not GPT-2's; prepare their text instead"):
@@ -288,8 +288,8 @@ def test_two_kinds_of_token_files_in_one_folder(tmp_path: Path) -> None:
     write_nanogpt(tmp_path / "a_train_0.bin", [1])
     write_build_nanogpt(tmp_path / "a_train_0.npy", [1])
     with pytest.raises(UserError, match=r"\.bin and \.npy files, perhaps of the same tokens"):
-        find_shards(str(tmp_path), None)
-    assert list(find_shards(str(tmp_path / "*.npy"), None)) == ["train"]
+        find_shards([str(tmp_path)], None)
+    assert list(find_shards([str(tmp_path / "*.npy")], None)) == ["train"]
 
 
 # Kills the command before it gives a split of shards its name.

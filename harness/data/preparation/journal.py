@@ -12,17 +12,22 @@ from harness.common.files import replace_text
 from harness.data.preparation.options import Recorded
 from harness.data.preparation.token_stream import StreamSize
 
-Phase = Literal["reading", "read", "shuffled", "shared out"]
+Phase = Literal["reading", "read", "held out", "shuffled", "shared out"]
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A place in the input, at the end of a document, and how long the stream is there."""
+    """A place in the input, at the end of a document, and how long the streams are there."""
 
     file: int = 0  # the number of the file that is read next
     documents: int = 0  # of it that have been read, those without text too
     empty: int = 0  # documents without text so far, in all files
     size: StreamSize = field(default_factory=StreamSize)
+    pool: StreamSize = field(default_factory=StreamSize)  # of the documents that splits are drawn from
+
+    @property
+    def total(self) -> StreamSize:
+        return self.size + self.pool
 
 
 @dataclass
@@ -41,7 +46,8 @@ class Journal:
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             for key in ("here", "file_start"):
-                values[key] = Mark(**{**values[key], "size": StreamSize(**values[key]["size"])})
+                sizes = {part: StreamSize(**values[key].get(part, {})) for part in ("size", "pool")}
+                values[key] = Mark(**{**values[key], **sizes})
             return cls(**values)
         except FileNotFoundError:
             return None
@@ -55,7 +61,7 @@ class Journal:
     @property
     def has_begun(self) -> bool:
         """Whether there is any work to lose."""
-        return bool(self.here.size.tokens)
+        return bool(self.here.total.tokens)
 
     def move_to(self, mark: Mark) -> None:
         self.here = mark

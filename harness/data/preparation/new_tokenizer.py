@@ -1,5 +1,5 @@
 """The tokenizer of a new data set: one that is known, one from a file, or one trained on a sample of the text, which
-is taken here, too, without what the splits will hold out.
+is taken here, too.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from harness.common.errors import UserError
 from harness.common.files import atomic_file, sha256
 from harness.data.preparation.batches import batches
+from harness.data.preparation.documents import Piece
 from harness.data.preparation.pipeline import Recipe
 from harness.data.preparation.sources import TextSource, read_file
-from harness.data.preparation.splits import SplitSizes
+from harness.data.preparation.splits import SplitSizes, draws
 from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
 from harness.data.tokenizers.tiktoken_files import SUFFIX, encoding_file, known_encodings
@@ -77,30 +80,43 @@ class TokenizerChoice:
 
 
 def sample_texts(source: TextSource, recipe: Recipe) -> list[str]:
-    """Texts from the beginnings of a few files spread over the source: all of a small one but for what the splits hold
-    out, 64 Mi characters of a large one. Raises what reading raises."""
+    """All of a small text but for what the splits hold out; of a large one 64 Mi characters, from the beginnings of a
+    few files spread over it. Raises what reading raises."""
     files = source.sampled(SAMPLED_FILES)
-    texts = [
-        text for file in files for text in _cut_to(_texts(source, recipe, file.number), SAMPLE_CHARACTERS // len(files))
-    ]
-    return texts if recipe.shuffle_seed is not None else _without_held_out(texts, recipe.sizes)
+    is_small = sum(file.size for file in files) <= SAMPLE_CHARACTERS
+    most = SAMPLE_CHARACTERS if is_small else SAMPLE_CHARACTERS // len(files)
+    pieces = [piece for file in files for piece in _cut_to(_pieces(source, recipe, file.number), most)]
+    characters = sum(len(piece.text) for piece in pieces)
+    is_all = len(files) == len(source.files) and characters < most
+    if is_all and recipe.sizes.order == "seeded" and (left := _without_drawn(pieces, recipe.sizes)):
+        return left
+    if recipe.shuffle_seed is None and (is_all or recipe.sizes.order == "given"):  # the last ones are held out
+        pieces = list(_cut_to(pieces, round(characters * (1 - recipe.sizes.validation - recipe.sizes.test))))
+    return [piece.text for piece in pieces]
 
 
-def _texts(source: TextSource, recipe: Recipe, number: int) -> Iterator[str]:
+def _pieces(source: TextSource, recipe: Recipe, number: int) -> Iterator[Piece]:
     for batch in batches(read_file(source, recipe.form, source.files[number])):
-        for piece in batch.pieces:
-            yield piece.text
+        yield from batch.pieces
 
 
-def _without_held_out(texts: list[str], sizes: SplitSizes) -> list[str]:
-    """Without the last part: if the sample is all there is, the splits hold that out."""
-    return list(_cut_to(texts, round(sum(map(len, texts)) * (1 - sizes.validation - sizes.test))))
+def _without_drawn(pieces: list[Piece], sizes: SplitSizes) -> list[str]:
+    """The texts for training, of all pieces of a text; none where the splits are not made of whole documents."""
+    ends = np.array([piece.ends for piece in pieces], bool)
+    documents = np.cumsum(ends) - ends
+    lengths = np.bincount(documents, [len(piece.text.encode()) for piece in pieces]).astype(np.int64)
+    pool = np.flatnonzero(sizes.in_pool(0, len(lengths)))
+    chosen = sizes.choose(draws(0, len(lengths))[pool], lengths[pool], int(lengths.sum()))
+    is_left = np.full(len(lengths), all(map(len, chosen.values())))
+    for places in chosen.values():
+        is_left[pool[places]] = False
+    return [piece.text for piece, document in zip(pieces, documents, strict=True) if is_left[document]]
 
 
-def _cut_to(texts: Iterable[str], characters: int) -> Iterator[str]:
-    """The first so many characters of all texts together."""
-    for text in texts:
-        yield text[:characters]
-        characters -= len(text)
+def _cut_to(pieces: Iterable[Piece], characters: int) -> Iterator[Piece]:
+    """The first so many characters of all pieces together."""
+    for piece in pieces:
+        yield piece._replace(text=piece.text[:characters])
+        characters -= len(piece.text)
         if characters <= 0:
             return

@@ -26,6 +26,7 @@ class PreparationOptions:
     train_tokenizer: int | None = None
     validation_fraction: float = 0.01
     test_fraction: float = 0.0
+    split_order: Literal["seeded", "given"] = "seeded"
     shuffle_seed: int | None = None
     description: str = ""
     workers: int | None = None
@@ -58,6 +59,7 @@ class PreparationOptions:
             "train_tokenizer": self.train_tokenizer,
             "validation_fraction": self.validation_fraction,
             "test_fraction": self.test_fraction,
+            "split_order": self.split_order,
             "shuffle_seed": self.shuffle_seed,
         }
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+
+import numpy as np
 
 from harness.common.errors import RunError, UserError
 from harness.data.preparation.batches import batches
@@ -15,7 +17,7 @@ from harness.data.preparation.journal import Journal, Mark, Phase
 from harness.data.preparation.options import Recorded
 from harness.data.preparation.shuffle import shuffle
 from harness.data.preparation.sources import TextSource, read_source
-from harness.data.preparation.splits import Split, SplitSizes, assign_splits, write_splits
+from harness.data.preparation.splits import Split, SplitSizes, assign_splits, hold_out, write_splits
 from harness.data.preparation.token_stream import StreamSize, TokenStream
 from harness.data.preparation.work_folder import WorkFolder
 from harness.data.tokenizers.tokenizer import Tokenizer
@@ -64,49 +66,79 @@ class Preparation:
         stream = TokenStream(self.work.path / "text.tokens", dtype)
         if self.journal.phase == "reading":
             self._tokenize(stream, encoders, show)
-        stream.size = self.journal.here.size
-        if not stream.size.documents:
+        if not self.journal.here.total.documents:
             raise UserError(f"{self.source.name}: no documents with text ({self.journal.here.empty:,} are empty)")
+        if self.journal.phase == "read":
+            self._hold_out(stream)
+        stream.size = self.journal.here.size
         if self.recipe.shuffle_seed is not None:
             stream = self._shuffled(stream, self.recipe.shuffle_seed)
         if self.journal.phase != "shared out":
-            self.journal.splits = [asdict(split) for split in assign_splits(stream, self.recipe.sizes, tokenizer)]
+            if not self.journal.splits:
+                self.journal.splits = [asdict(split) for split in assign_splits(stream, self.recipe.sizes, tokenizer)]
             self._enter("shared out")
         splits = [Split(**split) for split in self.journal.splits]
         write_splits(stream, splits, self.work.dataset)
         return splits
 
+    def _pool(self, dtype: np.dtype) -> TokenStream:
+        return TokenStream(self.work.path / "pool.tokens", dtype)
+
     def _tokenize(self, stream: TokenStream, encoders: EncoderProcesses, show: Show) -> None:
-        here = self.journal.here
+        here, pool = self.journal.here, self._pool(stream.dtype)
         stream.open_at(here.size)
+        pool.open_at(here.pool)
         pieces = read_source(self.source, self.recipe.form, here.file, here.documents)
-        committed, empty = here.size.tokens, here.empty
+        total, committed, empty = here.total, here.total.tokens, here.empty
         try:
             in_batches = batches(pieces, here.file, here.documents)
             for encoded in encode_batches(in_batches, encoders.encode, encoders.count):
-                stream.append(encoded)
+                numbers = np.cumsum(encoded.ends) - encoded.ends  # of the pieces' documents
+                in_pool = self.recipe.sizes.in_pool(total.documents, len(numbers))[numbers]
+                stream.append(encoded, ~in_pool)
+                pool.append(encoded, in_pool)
+                total = stream.size + pool.size
                 empty += encoded.batch.empty
                 if encoded.batch.is_whole:
-                    self.journal.move_to(Mark(encoded.batch.file, encoded.batch.documents, empty, stream.size))
-                    if stream.size.tokens - committed >= COMMIT_TOKENS:
+                    read = (encoded.batch.file, encoded.batch.documents, empty)
+                    self.journal.move_to(Mark(*read, stream.size, pool.size))
+                    if total.tokens - committed >= COMMIT_TOKENS:
                         stream.flush()
+                        pool.flush()
                         self.journal.save(self.work.journal)
-                        committed = stream.size.tokens
-                show(encoded, stream.size)
+                        committed = total.tokens
+                show(encoded, total)
             stream.flush()
+            pool.flush()
             self._enter("read")
         except (UserError, RunError, KeyboardInterrupt):  # what is done is done
             with suppress(OSError):
                 stream.flush()
+                pool.flush()
                 self.journal.save(self.work.journal)
             raise
         finally:
             stream.close()
+            pool.close()
+
+    def _hold_out(self, stream: TokenStream) -> None:
+        pool = self._pool(stream.dtype)
+        pool.size = self.journal.here.pool
+        stream.open_at(self.journal.here.size)
+        if self.recipe.sizes.order == "seeded":
+            splits = hold_out(pool, stream, self.recipe.sizes, self.work.dataset)
+            self.journal.splits = [asdict(split) for split in splits]
+        stream.flush()
+        stream.close()
+        self.journal.here = replace(self.journal.here, size=stream.size, pool=StreamSize())
+        self._enter("held out")
+        for path in (pool.path, pool.index_path):
+            path.unlink()
 
     def _shuffled(self, stream: TokenStream, seed: int) -> TokenStream:
         target = TokenStream(self.work.path / "shuffled.tokens", stream.dtype)
         target.size = stream.size
-        if self.journal.phase == "read":
+        if self.journal.phase == "held out":
             target.open_at(StreamSize())
             target.close()
             shuffle(stream, target, seed)

@@ -11,11 +11,11 @@ from typing import BinaryIO
 import numpy as np
 
 from harness.data.preparation.token_stream import (
-    COPIED_BYTES,
-    DOCUMENTS_PER_READ,
     HEADER_BYTES,
     INDEX_DTYPE,
     TokenStream,
+    copy,
+    copy_documents,
 )
 
 BUCKET_BYTES = 2**26  # small enough that the system keeps one in its cache while it is read in random order
@@ -63,7 +63,7 @@ def _deal(stream: TokenStream, folder: Path, bits: int, seed: int) -> None:
             table = np.column_stack([keys, sizes.astype(np.uint64)]).astype("<u8")
             places = (keys >> np.uint64(64 - bits)).tolist() if bits else [0] * len(keys)
             for place, length, entry in zip(places, (sizes[:, 0] * stream.dtype.itemsize).tolist(), table, strict=True):
-                _copy(source, tokens[place], length)
+                copy(source, tokens[place], length)
                 entries[place].write(entry.tobytes())
 
 
@@ -72,23 +72,8 @@ def _gather(bucket: Path, tokens: BinaryIO, index: BinaryIO) -> None:
     table = np.fromfile(bucket.with_suffix(".entries"), ENTRY_DTYPE).reshape(-1, 3)
     itemsize = bucket.with_suffix(".tokens").stat().st_size // max(1, int(table[:, 1].sum()))
     lengths = table[:, 1].astype(np.int64) * itemsize
-    starts = np.cumsum(lengths) - lengths
     order = np.argsort(table[:, 0], kind="stable")
-    with bucket.with_suffix(".tokens").open("rb", buffering=0) as source:
-        for at in range(0, len(order), DOCUMENTS_PER_READ):  # as Python numbers, all of them would take half a GiB
-            chosen = order[at : at + DOCUMENTS_PER_READ]
-            for start, length in zip(starts[chosen].tolist(), lengths[chosen].tolist(), strict=True):
-                source.seek(start)
-                _copy(source, tokens, length)
+    copy_documents(bucket.with_suffix(".tokens"), lengths, order, tokens)
     index.write(table[order, 1:].astype(INDEX_DTYPE.base).tobytes())
     for suffix in (".tokens", ".entries"):
         os.unlink(bucket.with_suffix(suffix))
-
-
-def _copy(source: BinaryIO, target: BinaryIO, length: int) -> None:
-    while length > 0:
-        block = source.read(min(length, COPIED_BYTES))
-        if not block:
-            raise EOFError("a token stream is shorter than its documents")
-        target.write(block)
-        length -= len(block)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from harness.common.errors import UserError
-from harness.common.messages import is_hub_name
+from harness.common.messages import abbreviated, is_hub_name
 from harness.data.preparation.documents import Piece, TextFormat, read_documents
 from harness.data.preparation.options import PreparationOptions, Recorded
 from harness.data.preparation.text_files import TextFile, find_text_files
+
+SMALL_BYTES = 2**26  # of files that are all learnt from, however many they are
 
 
 class TextSource(Protocol):
@@ -42,7 +44,7 @@ class TextSource(Protocol):
         ...
 
     def sampled(self, most: int) -> list[TextFile]:
-        """At most so many files to learn from, spread over all, or as few as is cheap."""
+        """Files to learn from: all that are small together, at most so many spread over all, or as few as is cheap."""
         ...
 
 
@@ -50,14 +52,18 @@ class TextSource(Protocol):
 class LocalText:
     """Files on this machine."""
 
-    name: str
+    inputs: Sequence[str]
     files: list[TextFile]
     ignored: list[str]
 
     @classmethod
-    def find(cls, pattern: str) -> LocalText:
+    def find(cls, inputs: Sequence[str]) -> LocalText:
         """Raises UserError if there are none."""
-        return cls(pattern, *find_text_files(pattern))
+        return cls(inputs, *find_text_files(inputs))
+
+    @property
+    def name(self) -> str:
+        return abbreviated(self.inputs)
 
     @contextmanager
     def at_hand(self, file: TextFile) -> Iterator[TextFile]:
@@ -66,25 +72,31 @@ class LocalText:
     @property
     def origin(self) -> dict[str, Recorded]:
         """Where the text came from, for meta.json."""
-        return {"input": Path(self.name).name, "files": len(self.files)}
+        return {"input": short_name(self.inputs), "files": len(self.files)}
 
     def sampled(self, most: int) -> list[TextFile]:
-        return self.files[:: -(-len(self.files) // most)]
+        is_small = sum(file.size for file in self.files) <= SMALL_BYTES
+        return self.files if is_small else self.files[:: -(-len(self.files) // most)]
 
 
-def find_source(input_: str, options: PreparationOptions, work: Path) -> TextSource:
-    """What INPUT means: what is on this machine, or else a dataset on the Hub. Raises UserError if it is neither."""
+def short_name(inputs: Sequence[str]) -> str:
+    """The names of files and folders without where they are."""
+    return abbreviated([Path(each).name for each in inputs])
+
+
+def find_source(inputs: Sequence[str], options: PreparationOptions, work: Path) -> TextSource:
+    """What is on this machine under these names, or else a dataset on the Hub. Raises UserError if it is neither."""
     hub_only = [key for key in ("include", "revision", "delete_after") if getattr(options, key)]
-    if Path(input_).exists() or not is_hub_name(input_):
+    if len(inputs) > 1 or Path(inputs[0]).exists() or not is_hub_name(inputs[0]):
         if hub_only:
             raise UserError(
-                f"--{hub_only[0].replace('_', '-')} belongs with a dataset on the Hub, but {input_} is local"
+                f"--{hub_only[0].replace('_', '-')} belongs with a dataset on the Hub, but {inputs[0]} is local"
             )
-        return LocalText.find(input_)
+        return LocalText.find(inputs)
     from harness.data.preparation.hub_source import HubText
 
     downloads = work / "downloads" if options.delete_after else None
-    return HubText.find(input_, options.include, options.revision, downloads)
+    return HubText.find(inputs[0], options.include, options.revision, downloads)
 
 
 def read_source(source: TextSource, form: TextFormat, file: int = 0, documents: int = 0) -> Iterator[Piece]:

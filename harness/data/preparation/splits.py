@@ -1,8 +1,14 @@
-"""The splits of a dataset: which tokens of a stream are for training, for testing and for validation, their files, and
-the meta.json that tells of them.
+"""The splits of a dataset: which documents are for training, for testing and for validation, their files, and the
+meta.json that tells of them.
 
-Splits are ranges of the stream, by whole documents where there are enough, so that making them files means copying the
-ends and cutting what remains. token_shards.py, whose input comes split, uses the meta.json alone.
+Documents are held out by a number that is drawn for each, until the splits have their shares of the text's bytes: the
+tokenizer, which may be trained on the rest, changes nothing about that. Tens of millions of documents are not sorted:
+the few that may be held out go into a stream of their own while the text is read, the pool, and those of them that are
+not held out are appended to the training stream in the end, in the order of their numbers. That stream then becomes a
+file without being copied. Of a small text all documents are in the pool, and so in this order.
+
+In the order that is given, splits are ranges of one stream: its ends are copied, and what remains is for training.
+token_shards.py, whose input comes split, uses the meta.json alone.
 """
 
 from __future__ import annotations
@@ -11,6 +17,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -18,24 +25,64 @@ from harness.common.errors import UserError
 from harness.common.files import atomic_file, replace_text, sha256, sync
 from harness.data.preparation.encoding import token_dtype
 from harness.data.preparation.options import Recorded
-from harness.data.preparation.token_stream import HEADER_BYTES, TokenStream, copy_range, write_header
+from harness.data.preparation.token_stream import (
+    DOCUMENTS_PER_READ,
+    HEADER_BYTES,
+    TokenStream,
+    copy_range,
+    write_header,
+)
 from harness.data.tokenizers.tokenizer import Tokenizer
 
 SPLITS = ("train", "test", "validation")  # in the order of a text's documents
 LINE_END_SEARCH = 4096  # tokens
 COUNTED_AT_ONCE = 2**22  # tokens
+DRAWING_KEY = 0
+POOL_DOCUMENTS = 2**14  # all of no more than these are in the pool, so that a small text's shares are met, too
+POOL_SHARE = 4  # of what is to be held out: a few very long documents may make up most of a text
 
 
 @dataclass(frozen=True)
 class SplitSizes:
-    """Parts of all documents; the rest is for training."""
+    """Shares of the text; the rest is for training."""
 
     validation: float = 0.01
     test: float = 0.0
+    order: Literal["seeded", "given"] = "seeded"  # held out: documents that are drawn, or the last ones
 
     def held_out(self) -> dict[str, float]:
         """The parts by name, in the order of the text's documents, without empty ones."""
         return {name: share for name, share in (("test", self.test), ("validation", self.validation)) if share}
+
+    def in_pool(self, first: int, count: int) -> np.ndarray:
+        """(count,) bool: true for those of the documents from number `first` on that may be held out."""
+        share = self.validation + self.test
+        limit = np.maximum(POOL_SHARE * share, POOL_DOCUMENTS / np.arange(first + 1, first + 1 + count))
+        return (draws(first, count) < limit) & (self.order == "seeded")
+
+    def choose(self, draws: np.ndarray, lengths: np.ndarray, total: int) -> dict[str, np.ndarray]:
+        """The documents to hold out, by split, of those with these draws and lengths, in a text of length `total`.
+
+        In the order of their draws, each goes into a split that comes nearer to its share by it; hence no document more
+        than twice as long as a split is held out. Validation comes first, so that a test split hardly changes it.
+        """
+        wanted = {name: share * total for name, share in reversed(self.held_out().items())}
+        chosen: dict[str, list[int]] = {name: [] for name in wanted}
+        order = np.argsort(draws, kind="stable")
+        for place, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+            name = next((name for name, room in wanted.items() if length <= 2 * room), None)
+            if name is not None:
+                chosen[name].append(place)
+                wanted[name] -= length
+        return {name: np.array(places, np.int64) for name, places in chosen.items()}
+
+
+def draws(first: int, count: int) -> np.ndarray:
+    """(count,) float64, uniform in [0, 1): the draws of the documents from number `first` on, those without text not
+    counted. Their numbers alone decide them, and the raw numbers are the same in every version of numpy."""
+    words = 4  # that Philox makes of each count
+    raw = np.random.Philox(key=DRAWING_KEY, counter=first // words).random_raw(first % words + count)
+    return (raw[first % words :] >> np.uint64(11)) * 2.0**-53
 
 
 @dataclass(frozen=True)
@@ -47,6 +94,41 @@ class Split:
     tokens: int
     documents: int
     bytes: int
+
+
+def hold_out(pool: TokenStream, stream: TokenStream, sizes: SplitSizes, folder: Path) -> list[Split]:
+    """Write the held-out splits' files of documents in the pool, and append its other documents to the stream: the
+    splits, the stream being the first. None, where one of them would get no document; the stream has all of them then.
+    """
+    documents = np.concatenate([np.zeros((0, 2), np.int64), *pool.documents()])
+    length = int(sum(block[:, 1].sum() for block in (documents, *stream.documents())))
+    drawn = _draws_in_pool(sizes, (pool.size + stream.size).documents)
+    chosen = sizes.choose(drawn, documents[:, 1], length)
+    order = np.argsort(drawn, kind="stable")
+    left = order[~np.isin(order, np.concatenate([np.zeros(0, np.int64), *chosen.values()]))]
+    is_possible = all(map(len, chosen.values())) and stream.size.documents + len(left) > 0
+    splits = [_write_split(pool, documents, name, chosen[name], folder) for name in sizes.held_out() if is_possible]
+    stream.append_documents(pool, documents, left if is_possible else np.arange(len(documents)))
+    length -= sum(split.bytes for split in splits)
+    return [Split("train", 0, stream.size.tokens, stream.size.documents, length), *splits] if is_possible else []
+
+
+def _draws_in_pool(sizes: SplitSizes, documents: int) -> np.ndarray:
+    """The draws of those of so many documents that are in the pool."""
+    parts = [(at, min(DOCUMENTS_PER_READ, documents - at)) for at in range(0, documents, DOCUMENTS_PER_READ)]
+    return np.concatenate([draws(*part)[sizes.in_pool(*part)] for part in parts])
+
+
+def _write_split(pool: TokenStream, documents: np.ndarray, name: str, places: np.ndarray, folder: Path) -> Split:
+    """In the order of their draws, so that any part of the split is a sample of the whole text."""
+    tokens, length = documents[places].sum(axis=0).tolist()
+    path = folder / f"{name}.safetensors"
+    with atomic_file(path, path.with_suffix(".draft")) as draft:
+        with draft.open("wb") as file:
+            file.write(bytes(HEADER_BYTES))
+            pool.copy_documents(documents, places, file)
+        write_header(draft, pool.dtype, tokens)
+    return Split(name, 0, tokens, len(places), length)
 
 
 def assign_splits(stream: TokenStream, sizes: SplitSizes, tokenizer: Tokenizer) -> list[Split]:

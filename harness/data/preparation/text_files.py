@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,12 +50,22 @@ def _suffix_of(name: str) -> str:
     return suffixes[-1] if suffixes else ""
 
 
-def find_text_files(pattern: str) -> tuple[list[TextFile], list[str]]:
-    """The files that a folder, a file or a glob stands for, in the order of their names; and a folder's other files.
+def find_text_files(patterns: Sequence[str]) -> tuple[list[TextFile], list[str]]:
+    """The files that folders, files and globs stand for, in the order of their names; and the folders' other files.
 
-    A folder is searched to its depth for files whose names tell what they are; files that a glob names are text
-    unless their names tell otherwise. Raises UserError if there is none.
+    A folder is searched to its depth for files whose names tell what they are; files that are given, or that a glob
+    names, are text unless their names tell otherwise. Raises UserError if one of the patterns stands for none.
     """
+    found, others = {}, []
+    for pattern in patterns:
+        paths, ignored = _find(pattern)
+        found |= paths if len(patterns) == 1 else {path.as_posix(): path for path in paths.values()}
+        others += ignored
+    return [_text_file(number, name, found[name]) for number, name in enumerate(sorted(found))], others
+
+
+def _find(pattern: str) -> tuple[dict[str, Path], list[str]]:
+    """The files by their names, which are relative to the folder if it is one."""
     place = Path(pattern)
     if place.is_dir():
         found = [path for path in place.rglob("*") if path.is_file() and not _is_hidden(path.relative_to(place))]
@@ -63,19 +74,17 @@ def find_text_files(pattern: str) -> tuple[list[TextFile], list[str]]:
             path for path in place.rglob("*") if path.is_symlink() and not path.is_file()
         ]  # they are not followed
         others = sorted(path.relative_to(place).as_posix() for path in set(found) - set(wanted))
-        names = {path: path.relative_to(place).as_posix() for path in wanted}
+        named = {path.relative_to(place).as_posix(): path for path in wanted}
     else:
         wanted = [place] if place.is_file() else [Path(each) for each in glob.glob(pattern, recursive=True)]
-        wanted, others = [path for path in wanted if path.is_file()], []
-        names = {path: path.as_posix() for path in wanted}
-    if not wanted:
+        named, others = {path.as_posix(): path for path in wanted if path.is_file()}, []
+    if not named:
         kinds = "*.parquet, *.jsonl, *.txt, also with .gz or .zst"
         seen = f"; what there is: {abbreviated(others)}" if others else ""
         if any(Path(name).suffix.lower() in TOKEN_SUFFIXES for name in others):
             seen += "; files of tokens go in with --from-bin"
         raise UserError(f"{quoted(pattern)}: no input files here (a folder with {kinds}, or a glob in quotes){seen}")
-    ordered = sorted(wanted, key=lambda path: names[path])
-    return [_text_file(number, names[path], path) for number, path in enumerate(ordered)], others
+    return named, others
 
 
 def _text_file(number: int, name: str, path: Path) -> TextFile:

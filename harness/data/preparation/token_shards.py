@@ -26,14 +26,14 @@ from harness.data.tokenizers.tokenizer import Tokenizer
 SPLIT_WORDS = {"train": "train", "val": "validation", "validation": "validation", "test": "test"}
 
 
-def find_shards(pattern: str, stated_dtype: str | None) -> dict[str, list[TokenShard]]:
-    """The token files that a folder, a file or a glob stands for, in the order of their names, by the split that the
+def find_shards(patterns: Sequence[str], stated_dtype: str | None) -> dict[str, list[TokenShard]]:
+    """The token files that folders, files and globs stand for, in the order of their names, by the split that the
     names tell. `stated_dtype` is what the user says of files without a header, if anything.
 
     Raises UserError if there are none, if one is none, or if a name tells of no split or cannot go into meta.json.
     """
     shards: dict[str, list[TokenShard]] = {}
-    for path in _paths(pattern):
+    for path in _paths(patterns):
         if not is_unicode(path.name):
             raise UserError(f"{path}: the name is not valid UTF-8; rename it")
         words = path.stem.lower().replace("-", "_").split("_")
@@ -42,21 +42,25 @@ def find_shards(pattern: str, stated_dtype: str | None) -> dict[str, list[TokenS
             raise UserError(f"{path}: the name tells of no split; rename it to something_train_000001.bin or _val_")
         shards.setdefault(split, []).append(open_shard(path, stated_dtype))
     if "train" not in shards:
-        raise UserError(f"{pattern}: no shard for training (train.bin, something_train_000001.npy)")
+        raise UserError(f"{abbreviated(patterns)}: no shard for training (train.bin, something_train_000001.npy)")
     return shards
 
 
-def _paths(pattern: str) -> list[Path]:
-    place = Path(pattern)
-    if place.is_dir():
-        found = [path for path in place.iterdir() if path.suffix.lower() in TOKEN_SUFFIXES and path.is_file()]
-    else:
-        found = [place] if place.is_file() else [Path(each) for each in glob.glob(pattern, recursive=True)]
-    if not found:
-        raise UserError(f"{pattern}: no .bin or .npy files here (a folder, or a glob in quotes)")
+def _paths(patterns: Sequence[str]) -> list[Path]:
+    found: set[Path] = set()
+    for pattern in patterns:
+        place = Path(pattern)
+        if place.is_dir():
+            paths = [path for path in place.iterdir() if path.suffix.lower() in TOKEN_SUFFIXES and path.is_file()]
+        else:
+            paths = [place] if place.is_file() else [Path(each) for each in glob.glob(pattern, recursive=True)]
+        if not paths:
+            raise UserError(f"{pattern}: no .bin or .npy files here (a folder, or a glob in quotes)")
+        found |= set(paths)
     kinds = {path.suffix.lower() for path in found} & set(TOKEN_SUFFIXES)
     if len(kinds) > 1:
-        raise UserError(f"{pattern}: .bin and .npy files, perhaps of the same tokens; name those to take by a glob")
+        where = abbreviated(patterns)
+        raise UserError(f"{where}: .bin and .npy files, perhaps of the same tokens; name those to take by a glob")
     return sorted(found)
 
 

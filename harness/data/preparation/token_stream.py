@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -31,6 +31,9 @@ class StreamSize:
 
     documents: int = 0  # whole ones
     tokens: int = 0
+
+    def __add__(self, other: StreamSize) -> StreamSize:
+        return StreamSize(self.documents + other.documents, self.tokens + other.tokens)
 
 
 class TokenStream:
@@ -57,16 +60,30 @@ class TokenStream:
         self._tokens = self.path.open("ab")
         self._index = self.index_path.open("ab")
 
-    def append(self, encoded: Encoded) -> None:
-        """Add a batch's tokens and the sizes of the documents that ended with them."""
-        self._tokens.write(encoded.tokens.data)
-        sums = np.cumsum(encoded.sizes, axis=0) + self._open
-        at_ends = sums[encoded.ends]
+    def append(self, encoded: Encoded, chosen: np.ndarray | None = None) -> None:
+        """Add a batch's tokens and the sizes of the documents that ended with them. `chosen`, (pieces,) bool: add these
+        pieces only."""
+        tokens, sizes, ends = encoded.tokens, encoded.sizes, encoded.ends
+        if chosen is not None and not chosen.all():
+            tokens, sizes, ends = tokens[np.repeat(chosen, sizes[:, 0])], sizes[chosen], ends[chosen]
+        self._tokens.write(tokens.data)
+        sums = np.cumsum(sizes, axis=0) + self._open
+        at_ends = sums[ends]
         documents = np.diff(at_ends, axis=0, prepend=np.zeros((1, 2), np.int64))
         self._index.write(documents.astype(INDEX_DTYPE.base).tobytes())
         if len(sums):
             self._open = sums[-1] - (at_ends[-1] if len(at_ends) else 0)
-        self.size = StreamSize(self.size.documents + len(documents), self.size.tokens + len(encoded.tokens))
+        self.size = StreamSize(self.size.documents + len(documents), self.size.tokens + len(tokens))
+
+    def append_documents(self, source: TokenStream, sizes: np.ndarray, places: np.ndarray) -> None:
+        """Add the documents of another stream at these places among all of its, (documents, 2) `sizes`."""
+        source.copy_documents(sizes, places, self._tokens)
+        self._index.write(sizes[places].astype(INDEX_DTYPE.base).tobytes())
+        self.size += StreamSize(len(places), int(sizes[places, 0].sum()))
+
+    def copy_documents(self, sizes: np.ndarray, places: np.ndarray, target: BinaryIO) -> None:
+        """Append the tokens of the documents at these places among all, (documents, 2) `sizes`, to a file."""
+        copy_documents(self.path, sizes[:, 0] * self.dtype.itemsize, places, target, HEADER_BYTES)
 
     def flush(self) -> None:
         """Have everything on the disk itself."""
@@ -101,9 +118,25 @@ def copy_range(source: Path, target: Path, start: int, length: int) -> None:
     """Append `length` bytes from byte `start` of a file to another."""
     with source.open("rb") as read, target.open("ab") as write:
         read.seek(start)
-        while length > 0:
-            block = read.read(min(length, COPIED_BYTES))
-            if not block:
-                raise EOFError(f"{source} ends early")
-            write.write(block)
-            length -= len(block)
+        copy(read, write, length)
+
+
+def copy_documents(source: Path, lengths: np.ndarray, order: np.ndarray, target: BinaryIO, start: int = 0) -> None:
+    """Append the documents that lie in a file from byte `start` on, each `lengths` bytes long, in this order."""
+    starts = start + np.cumsum(lengths) - lengths
+    with source.open("rb", buffering=0) as file:
+        for at in range(0, len(order), DOCUMENTS_PER_READ):  # as Python numbers, all of them would take half a GiB
+            chosen = order[at : at + DOCUMENTS_PER_READ]
+            for place, length in zip(starts[chosen].tolist(), lengths[chosen].tolist(), strict=True):
+                file.seek(place)
+                copy(file, target, length)
+
+
+def copy(source: BinaryIO, target: BinaryIO, length: int) -> None:
+    """Append so many bytes, from where `source` stands."""
+    while length > 0:
+        block = source.read(min(length, COPIED_BYTES))
+        if not block:
+            raise EOFError("a token stream is shorter than its documents")
+        target.write(block)
+        length -= len(block)

@@ -31,6 +31,10 @@ def check_target(target: Path, *, overwrite: bool) -> None:
     # One part alone will get its owner when it is put where training looks for it.
     for part in target.parts if len(target.parts) == 1 else target.absolute().parts[-2:]:
         check_name(part, f"{target}: the dataset's owner/name, its last two folders:")
+    *_, above, owner, name = ("", *target.absolute().parts)
+    if len(target.parts) > 1 and owner == "datasets" != above:  # that is DATASETS_DIR
+        wanted = target.parent / "me" / name
+        raise UserError(f"{target}: has no owner, but training looks for DATASETS_DIR/owner/name; give {wanted}")
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise UserError(f"{target}: is a file or a link; name a folder that does not exist")
     if target.is_dir() and any(target.iterdir()):
