@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,13 +21,6 @@ def test_training_takes_the_processors_matrix_units(
     assert Precision.for_training("auto", CPU).name == expected
     assert Precision.for_training("fp32", CPU).name == "fp32"
     assert Precision.resolve("auto", CPU).name == "fp32", "a finished model is measured alike on every processor"
-
-
-def test_units_are_those_of_the_processor() -> None:
-    flags = next(
-        line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))
-    )
-    assert has_matrix_units() == ("amx_tile" in flags.split())
 
 
 def test_a_torch_that_cannot_tell_has_no_units(monkeypatch: pytest.MonkeyPatch) -> None:
