@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,29 +13,28 @@ import torch.nn.functional as F
 from harness.model import precision as module
 from harness.model.attention import CPU_BF16_CONTEXT, causal_attention
 from harness.model.precision import Precision, has_fast_bf16
+from tests.support.isolation import ROOT
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(("units", "expected"), [(True, "bf16"), (False, "fp32")])
-def test_training_takes_the_processors_matrix_units(
-    monkeypatch: pytest.MonkeyPatch, units: bool, expected: str
-) -> None:
-    monkeypatch.setattr(module, "has_fast_bf16", lambda: units)
+@pytest.mark.parametrize(("is_fast", "expected"), [(True, "bf16"), (False, "fp32")])
+def test_training_takes_bf16_where_it_is_fast(monkeypatch: pytest.MonkeyPatch, is_fast: bool, expected: str) -> None:
+    monkeypatch.setattr(module, "has_fast_bf16", lambda: is_fast)
     assert Precision.for_training("auto", CPU).name == expected
     assert Precision.for_training("fp32", CPU).name == "fp32"
     assert Precision.resolve("auto", CPU).name == "fp32", "a finished model is measured alike on every processor"
 
 
-def test_units_are_those_of_the_processor() -> None:
-    flags = next(
-        line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))
-    )
-    assert has_fast_bf16() == ("amx_tile" in flags.split())
+def test_bf16_is_not_fast_where_onednn_may_not_use_its_instructions() -> None:
+    program = "from harness.model.precision import has_fast_bf16; print(has_fast_bf16())"
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.stdout == "False\n", done.stderr
 
 
-def test_a_torch_that_cannot_tell_has_no_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported", raising=False)
+def test_bf16_is_not_fast_where_torch_does_not_know_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
     assert not has_fast_bf16()
 
 

@@ -37,14 +37,6 @@ def checkpoint_of(run: Path) -> Path:
     return path
 
 
-def this_cpu() -> str:
-    """What decides which instructions torch computes with, and so the last bits of its results."""
-    first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
-    known = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
-    named = [known.get(key, "?") for key in ("model name", "cpu family", "model", "stepping")]
-    return ", ".join([*named, torch.backends.cpu.get_cpu_capability()])
-
-
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     made = Workshop(tmp_path_factory.mktemp("earlier"))
