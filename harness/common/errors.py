@@ -68,7 +68,7 @@ def one_line_errors() -> Iterator[None]:
         _leave(RunError(f"{place_of(error) or 'a file'}: {error.strerror or error}"))
     except KeyboardInterrupt:  # before or after training, which takes note of it itself
         if _local_rank() == 0:
-            print("stopped by SIGINT", file=sys.stderr, flush=True)
+            say_last("stopped by SIGINT; to continue, run the same command again")
         _leave(RunStopped(signal.SIGINT))
     except Exception:
         if "LOCAL_RANK" not in os.environ:

@@ -1,4 +1,4 @@
-"""Ending a run in good order when a signal asks for it, or when the torchrun that started it has been killed.
+"""Ending a run in good order when a signal asks for it, or when the launcher of its ranks has been killed.
 
 `StopSignal` is what one rank knows; ranks agree on it between two steps, and `StopRequested` is then raised on all of
 them at the same place.
@@ -45,10 +45,8 @@ class StopSignal:
         return bool(self.signal)
 
     def listen(self) -> None:
-        for number in STOPPING_SIGNALS:
-            if number != signal.SIGHUP or not ignores_hangup():
-                signal.signal(number, self._note)
-        launcher.on_torchrun_death(self.hang_up)
+        handle_stopping_signals(self._note)
+        launcher.on_launcher_death(self.hang_up)
 
     def hang_up(self) -> None:
         """Whoever could stop this process, or read what it says, is gone."""
@@ -86,6 +84,13 @@ class StopSignal:
         self.signal = EXIT.stop_signal = number
 
 
+def handle_stopping_signals(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Have `handler` called for every signal that asks a run to stop."""
+    for number in STOPPING_SIGNALS:
+        if number != signal.SIGHUP or not ignores_hangup():
+            signal.signal(number, handler)
+
+
 def ignores_hangup() -> bool:
     """Whether this process was started to outlive its terminal, by nohup say."""
     return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
@@ -96,4 +101,4 @@ def described(signal_number: int) -> str:
     name = signal.Signals(signal_number).name
     if signal_number != signal.SIGHUP:
         return name
-    return f"{name} (the terminal, torchrun or the reader of the output is gone)"
+    return f"{name} (the terminal, the launcher or the reader of the output is gone)"

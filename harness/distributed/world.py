@@ -79,7 +79,7 @@ class World:
         refuse_full_device(device)
         if device.type == "cpu":
             give_back_under_a_limit()
-        if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here.local_world_size))
         numbers = here.rank, here.local_rank, here.world_size, here.local_world_size
         if here.world_size == 1:
