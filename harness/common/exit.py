@@ -1,7 +1,7 @@
 """How far this process is on its way out, so that its threads say once, and not over one another, why it ends.
 
 Three parts of the program can end the process: the main thread with an error (common/errors.py), the watchdog that
-found a rank at fault (distributed/watchdog.py), and the thread that waits for torchrun's end (common/launcher.py).
+found a rank at fault (distributed/watchdog.py), and the thread that waits for the launcher's end (common/launcher.py).
 """
 
 from __future__ import annotations

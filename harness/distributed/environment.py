@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
 
-from harness.common.errors import UserError, say_last, tell
+from harness.common.errors import UserError, say_last, tell_soon
 from harness.common.launcher import ENDING_SECONDS, PARENT
 from harness.common.messages import quoted
 from harness.distributed.signals import STOPPING_SIGNALS, described, handle_stopping_signals
@@ -83,7 +83,7 @@ def _check_rendezvous_address() -> None:
 
 def _stray(fault: str) -> UserError:
     given = " ".join(name for name in COUNTS if name in os.environ)
-    return UserError(f"environment: {fault}; start all ranks with torchrun, or for a single process `unset {given}`")
+    return UserError(f"environment: {fault}; start all ranks with --processes or torchrun, or for a single process `unset {given}`")
 
 
 def ranks_to_start(processes: int | None) -> int:
@@ -121,11 +121,11 @@ def run_ranks(count: int) -> NoReturn:
     take_signals()
     failed = _wait(ranks, asked)
     if asked and (ranks[0].returncode or 0) < 0:  # before it could say so
-        say_last(f"stopped by {described(asked[0])}; to continue, run the same command again")
+        say_last(f"\nstopped by {described(asked[0])}; to continue, run the same command again")
     elif failed and failed.returncode < 0:
         name = signal.Signals(-failed.returncode).name
         text = f"rank {ranks.index(failed)} (pid {failed.pid}) was ended by {name}"
-        tell(f"{text}{' (out of memory?)' * (name == 'SIGKILL')}; run the same command again to continue")
+        tell_soon(f"{text}{' (out of memory?)' * (name == 'SIGKILL')}; run the same command again to continue")
     status = failed.returncode if failed else 0
     raise SystemExit(status if status >= 0 else 128 - status)
 

@@ -55,7 +55,7 @@ class PendingMax:
 
 @dataclass(frozen=True)
 class World:
-    """This process among the others. Without torchrun the world is one process and every wait returns at once."""
+    """This process among the others. Without a launcher the world is one process and every wait returns at once."""
 
     rank: int
     local_rank: int
@@ -69,7 +69,7 @@ class World:
 
     @classmethod
     def join(cls, is_stopping: Callable[[], bool] = never) -> World:
-        """Join the world that torchrun's environment variables describe and choose this process's device.
+        """Join the world that the launcher's environment variables describe and choose this process's device.
 
         `is_stopping` says whether a signal has asked this rank to stop; other ranks' watchdogs learn it.
         Raises UserError if there is no device for it, or the variables are impossible.

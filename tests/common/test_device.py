@@ -50,15 +50,15 @@ def test_each_rank_has_a_gpu_of_its_own(machine: pytest.MonkeyPatch, gpus: int) 
 
 def test_too_many_ranks(machine: pytest.MonkeyPatch) -> None:
     set_gpus(machine, 1)
-    with pytest.raises(UserError, match=r"2 processes on a machine with 1 GPU; use --nproc_per_node=1, or "):
+    with pytest.raises(UserError, match=r"2 processes on a machine with 1 GPU; use --processes 1, or "):
         device.choose_device(1, 2)
 
 
 def test_fewer_ranks_than_gpus_are_remarked_upon(machine: pytest.MonkeyPatch) -> None:
-    """`torchrun` without --nproc_per_node starts one process, and the other seven GPUs cost as much."""
+    """Without --processes there is one process, and the other seven GPUs cost as much."""
     set_gpus(machine, 8)
     remark = device.idle_gpus(device.choose_device(0, 1), 1)
-    assert remark == "7 of this machine's 8 GPUs are idle; torchrun --nproc_per_node=8 uses all of them"
+    assert remark == "7 of this machine's 8 GPUs are idle; --processes 8 uses all of them"
     assert device.idle_gpus(CPU, 1) is None
 
 
@@ -297,7 +297,7 @@ def busy(index):
 """
 NO_COMPILER = "import os; os.environ['PATH'] = '/nonexistent'; os.environ.pop('CC', 0); os.environ.pop('CXX', 0)"
 MACHINES: dict[str, tuple[str, int, dict[str, Any], str]] = {
-    "more ranks than GPUs": ("gpus(1)", 2, {}, "torchrun started 2 processes on a machine with 1 GPU; use --nproc_"),
+    "more ranks than GPUs": ("gpus(1)", 2, {}, "2 processes on a machine with 1 GPU; use --processes 1"),
     "a GPU of another process": (
         "gpus(1); torch.cuda.set_device = busy",
         1,

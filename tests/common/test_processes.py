@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from harness.common.processes import ProcessName, ancestors, is_alive, start_time
+from harness.common.processes import ProcessName, is_alive, start_time
 
 
 def test_a_process_that_has_ended_is_gone_before_its_parent_asks() -> None:
