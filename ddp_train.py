@@ -1,7 +1,8 @@
 """Train a GPT-2-class model: a run directory in, a trained and measured model out.
 
-The loop is `Trainer`; what happens after a step is its `after_step`. One process per device, started by --processes or
-by torchrun, or plain `python` on one. What needs torch is imported in functions: --help, --plan and errors in the run's files do without.
+The loop is `Trainer`; what happens after a step is its `after_step`. One process per device, by --processes or under
+torchrun, or plain `python` on one. What needs torch is imported in functions: --help, --plan and errors in the run's
+files do without.
 """
 
 from __future__ import annotations

@@ -67,6 +67,7 @@ def one_line_errors() -> Iterator[None]:
     except OSError as error:
         _leave(RunError(f"{place_of(error) or 'a file'}: {error.strerror or error}"))
     except KeyboardInterrupt:  # before or after training, which takes note of it itself
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C has nothing to add
         if _local_rank() == 0:
             say_last("stopped by SIGINT; to continue, run the same command again")
         _leave(RunStopped(signal.SIGINT))

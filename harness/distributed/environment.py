@@ -83,7 +83,9 @@ def _check_rendezvous_address() -> None:
 
 def _stray(fault: str) -> UserError:
     given = " ".join(name for name in COUNTS if name in os.environ)
-    return UserError(f"environment: {fault}; start all ranks with --processes or torchrun, or for a single process `unset {given}`")
+    return UserError(
+        f"environment: {fault}; start all ranks with --processes or torchrun, or for a single process `unset {given}`"
+    )
 
 
 def ranks_to_start(processes: int | None) -> int:

@@ -58,7 +58,9 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> Process
     timeout = timedelta(seconds=timeout_seconds + BACKSTOP_SECONDS)
     # The store is in torchrun's process, which may be killed meanwhile.
     with leaving_with_peers(), _long_wait_told(here):
-        store = _own_store(timeout) if STORE_DESCRIPTOR in os.environ else next(rendezvous("env://", timeout=timeout))[0]
+        store = (
+            _own_store(timeout) if STORE_DESCRIPTOR in os.environ else next(rendezvous("env://", timeout=timeout))[0]
+        )
         restart_id = agree_on_restart_id(store, here.rank, here.world_size, timeout.total_seconds())
     with explained_addresses():
         dist.init_process_group(

@@ -188,7 +188,9 @@ class Watchdog:
         if self.rank == speakers[0]:
             tell_soon(f"{fault.text}; run the same command again to continue")
         else:
-            time.sleep(SILENT_EXIT_SECONDS)  # the launcher ends all ranks once one has left: let the line be written first
+            time.sleep(
+                SILENT_EXIT_SECONDS
+            )  # the launcher ends all ranks once one has left: let the line be written first
         # Apart, because a store behind a cut network does not answer. Those who hear of it end without a word.
         self._leaving = True
         threading.Thread(target=self._announce, daemon=True).start()

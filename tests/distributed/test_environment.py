@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness.common.errors import UserError
+from harness.common.launcher import PARENT
 from harness.distributed import environment
 
 WHOLE = {
@@ -46,6 +47,20 @@ def test_a_rank_of_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_world_of_one_needs_no_place_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     set_all(monkeypatch, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"})
     assert environment.read_ranking() == environment.Ranking()
+
+
+def test_which_process_starts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_all(monkeypatch, {})
+    assert [environment.ranks_to_start(processes) for processes in (None, 1, 8)] == [0, 0, 8]
+    set_all(monkeypatch, WHOLE)
+    assert environment.ranks_to_start(None) == 0
+    for processes in (1, 8):
+        with pytest.raises(
+            UserError, match="--processes starts all ranks: leave it out under torchrun, or `unset RANK"
+        ):
+            environment.ranks_to_start(processes)
+    monkeypatch.setenv(PARENT, "123")
+    assert environment.ranks_to_start(8) == 0, "a rank of such a process has its command"
 
 
 STRAY = [
