@@ -13,13 +13,11 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from harness.common import launcher
-from harness.common.exit import EXIT
+from harness.common.exit import EXIT, handle_stopping_signals, ignores_hangup
 
 if TYPE_CHECKING:
     from harness.distributed.world import World
 
-# SIGHUP: the terminal has been closed, or the connection to it has broken. SIGQUIT: Ctrl-\\, which torchrun passes on.
-STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 LONG_STEP_SECONDS = 2
 
 
@@ -82,23 +80,3 @@ class StopSignal:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = EXIT.stop_signal = number
-
-
-def handle_stopping_signals(handler: Callable[[int, FrameType | None], None]) -> None:
-    """Have `handler` called for every signal that asks a run to stop."""
-    for number in STOPPING_SIGNALS:
-        if number != signal.SIGHUP or not ignores_hangup():
-            signal.signal(number, handler)
-
-
-def ignores_hangup() -> bool:
-    """Whether this process was started to outlive its terminal, by nohup say."""
-    return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-
-
-def described(signal_number: int) -> str:
-    """The signal by its name, and what it means if that is more than a request."""
-    name = signal.Signals(signal_number).name
-    if signal_number != signal.SIGHUP:
-        return name
-    return f"{name} (the terminal, the launcher or the reader of the output is gone)"
