@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -56,11 +57,15 @@ def _train(folder: Path, name: str, model: Row, *, ranks: int = 1, **settings: A
     run.mkdir(parents=True)
     (run / "model.json").write_text(json.dumps(model))
     (run / "train.json").write_text(json.dumps({**TRAIN, **settings}))
+    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    # The cores are shared out, as a user would have it who wants all of them used.
+    threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
     start, first = time.monotonic(), float("nan")
-    command = [sys.executable, "ddp_train.py", name, str(folder / "datasets"), "--processes", str(ranks)]
+    command = [sys.executable, *launcher, "ddp_train.py", name, str(folder / "datasets")]
     with subprocess.Popen(
         [*command, "--runs-dir", str(folder / "runs")],
         cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": threads},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
