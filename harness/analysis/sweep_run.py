@@ -27,13 +27,13 @@ from harness.analysis.sweep_standing import (
     write_attempts,
 )
 from harness.common.errors import RunError, RunStopped, UserError
-from harness.common.exit import handle_stopping_signals, ignores_hangup
 from harness.common.lock import is_held
 from harness.common.units import amount_text
 from harness.data.dataset import is_present
 
 POLL_SECONDS = 0.2
 NOTE_SECONDS = 5.0  # what a killed sweep forgets of its costs at most
+STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Say = Callable[[str], None]
 
@@ -86,7 +86,7 @@ class SweepRunner:
 
     def run(self, say: Say) -> Ends:
         """Return when all are finished or have failed, or when a signal or the budget has ended it."""
-        handle_stopping_signals(self._note_signal)
+        self._listen()
         last = time.monotonic()
         while self.attempts or (self.is_work_left() and not self.ends.reason):
             self._stop_if_due(say)
@@ -102,12 +102,17 @@ class SweepRunner:
         self.ends.not_begun = [run.name for run in self.waiting]
         return self.ends
 
+    def _listen(self) -> None:
+        for number in STOPPING_SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup's, say
+                signal.signal(number, self._note_signal)
+
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
         self.ends.signal = self.ends.signal or number
 
     def hang_up(self) -> None:
         """Nobody reads what is said any more."""
-        if not ignores_hangup():
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             self._note_signal(signal.SIGHUP, None)
 
     def _account(self, seconds: float) -> None:

@@ -20,7 +20,7 @@ import pytest
 from harness.analysis.derived_runs import write_runs
 from harness.analysis.sweep_attempt import training_command
 from harness.analysis.sweep_plan import AssumedSpeed, MachineUse, Planner
-from harness.analysis.sweep_run import Ends, SweepRunner, describe_ends, leave
+from harness.analysis.sweep_run import STOPPING_SIGNALS, Ends, SweepRunner, describe_ends, leave
 from harness.analysis.sweep_standing import (
     Attempts,
     Standing,
@@ -32,7 +32,6 @@ from harness.analysis.sweep_standing import (
 )
 from harness.analysis.sweeps import SweepRuns
 from harness.common.errors import RunError, UserError
-from harness.common.exit import STOPPING_SIGNALS
 from harness.common.files import sha256
 from harness.common.json_files import read_json_object
 from harness.runs.metrics import MetricsFile, TrainEvent

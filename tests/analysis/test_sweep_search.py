@@ -21,12 +21,11 @@ import pytest
 from harness.analysis import sweep_run
 from harness.analysis.sweep_file import Pruning
 from harness.analysis.sweep_plan import AssumedSpeed, MachineUse, Planner
-from harness.analysis.sweep_run import Ends
+from harness.analysis.sweep_run import STOPPING_SIGNALS, Ends
 from harness.analysis.sweep_space import Choices, Range
 from harness.analysis.sweep_standing import read_attempts, standing_of
 from harness.analysis.sweep_trials import Search, TrialResult, describe_best, describe_search, load_search
 from harness.common.errors import UserError
-from harness.common.exit import STOPPING_SIGNALS
 from harness.common.json_files import read_json_object
 from tests.support.launch import Workshop, metrics
 from tests.support.sweeping import start, sweep_command, when
