@@ -1,7 +1,8 @@
 """Train a GPT-2-class model: a run directory in, a trained and measured model out.
 
-The loop is `Trainer`; what happens after a step is its `after_step`. One process per device under torchrun, or plain
-`python` on one. What needs torch is imported in functions: --help, --plan and errors in the run's files do without.
+The loop is `Trainer`; what happens after a step is its `after_step`. One process per device, by --processes or under
+torchrun, or plain `python` on one. What needs torch is imported in functions: --help, --plan and errors in the run's
+files do without.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import click
 
 from harness.common.errors import RunStopped, end_at_once, one_line_errors
 from harness.common.lasting_output import survive_closed_output
-from harness.common.launcher import exit_when_torchrun_dies
+from harness.common.launcher import exit_when_launcher_dies
 from harness.common.libraries import configure_libraries, load
 from harness.common.options import POSITIVE, Command, TrainOptions
 from harness.distributed.signals import StopRequested, StopSignal
@@ -123,6 +124,7 @@ class Trainer:
 @click.argument("run")
 @click.argument("datasets_dir", type=click.Path(path_type=Path))
 @click.argument("checkpoint", required=False)
+@click.option("--processes", type=click.IntRange(1, 1024), help="Train with N processes, a GPU or CPU cores for each.")
 @click.option(
     "-f", "--find-max-microbatch-size", "find", is_flag=True, help="Find the largest microbatch that fits; no training."
 )
@@ -148,30 +150,37 @@ def main(run: str, datasets_dir: Path, checkpoint: str | None, **given: Any) -> 
     what came after it is moved aside.
 
     \b
-    On all GPUs of a machine:
+    On all GPUs of a machine, or of several with torchrun on each:
+        uv run ddp_train.py 8xa100m40 datasets --processes 8
         uv run torchrun --nproc_per_node=8 ddp_train.py 8xa100m40 datasets
     """
-    exit_when_torchrun_dies()
-    configure_libraries()
+    exit_when_launcher_dies()
     with one_line_errors():
         options = TrainOptions(**given)
         options.check(checkpoint)
-        from harness.distributed.environment import announce, is_rank0, local_rank, read_ranking, world_size
+        from harness.distributed.environment import ranks_to_start, read_ranking, run_ranks, take_signals
         from harness.runs.directory import RunDirectory
         from harness.runs.experiment import Experiment
 
-        read_ranking()  # first: a launcher's leftovers would make this another run than was meant
+        take_signals()
+        here = read_ranking()  # first: a launcher's leftovers would make this another run than was meant
+        to_start = ranks_to_start(options.processes)
         found = RunDirectory.find(options.runs_dir, run)
         experiment = Experiment.load(found, datasets_dir)
         options.check_speeds(needs_speed=experiment.config.is_timed)
-        experiment.check_dataset(ask_hub=not options.plan and local_rank() == 0)  # one process a machine asks
+        experiment.check_dataset(ask_hub=not options.plan and here.local_rank == 0)  # one process a machine asks
         if options.plan:
             from harness.runs.plan import print_plan
 
-            if is_rank0():
-                print_plan(experiment, checkpoint, world_size(), options)
+            if here.rank == 0:
+                print_plan(experiment, checkpoint, options.processes or here.world_size, options)
             return
-        announce(found.path.name)
+        if to_start:
+            run_ranks(to_start)
+        configure_libraries()
+        if here.rank == 0:  # the next line takes seconds, in which torch is loaded and the ranks meet
+            count = here.world_size
+            print(f"{found.path.name}: starting {count} {'process' if count == 1 else 'processes'}", flush=True)
         load("torch", keep_kernels=not options.find)
         if experiment.config.deterministic:
             from harness.model.determinism import compute_deterministically

@@ -141,7 +141,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 @pytest.fixture(scope="session")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    """The quickstart run under the real torchrun, trained for twenty of its steps on the dataset it made."""
+    """The quickstart run of README's first command, trained for twenty of its steps on the dataset it made."""
     return _begun_run("quickstart", tmp_path_factory)
 
 
@@ -157,6 +157,6 @@ def _begun_run(name: str, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     batch = 2 * train["microbatch_size"] * 128
     short = {"min_train_tokens": 20 * batch, "validation_interval": 10, "validation_batches": 2, "warmup_steps": 5}
     shop.add_shipped_run(name, **short)
-    done = finish([shop.start_torchrun(name)], expect=0, timeout=PATIENCE_SECONDS)
+    done = finish([shop.start_processes(name)], expect=0, timeout=PATIENCE_SECONDS)
     (shop.path / "printed").write_text(done.stdout)
     return shop

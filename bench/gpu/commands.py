@@ -21,13 +21,11 @@ SHOWN_LINES = 12
 COMMAND_SECONDS = 280
 # nccl refuses two ranks on one GPU; gloo does not. Speed means nothing then, the rest is what eight GPUs do.
 TWO_ON_ONE_GPU = """
-import runpy, sys, torch, torch.distributed as dist
+import torch, torch.distributed as dist
 import harness.distributed.world as world
 world.choose_device = lambda *_: torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 start = dist.init_process_group
 dist.init_process_group = lambda backend, **given: start("gloo", **{**given, "device_id": None})
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
@@ -110,12 +108,15 @@ def measure_stop_and_continue(bench: Workbench) -> None:
 
 
 def two_ranks(bench: Workbench, name: str, stop_at: str | None = None) -> Ended:
-    """The run by torchrun with two ranks, on the one GPU if there is one; with `stop_at`, stopped by SIGTERM once a
+    """The run with two ranks, on the one GPU if there is one; with `stop_at`, stopped by SIGTERM once a
     line begins so."""
     shim = bench.work / "two_on_one_gpu.py"
-    shim.write_text(TWO_ON_ONE_GPU)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(shim)]
-    command += [str(ROOT / "ddp_train.py"), name, str(bench.make_data()), "--runs-dir", str(bench.runs)]
+    # Not by runpy, which makes the name of what it runs the one of the command that --processes starts again.
+    shim.write_text(
+        TWO_ON_ONE_GPU + f"exec(compile(open({str(ROOT / 'ddp_train.py')!r}).read(), 'ddp_train.py', 'exec'))\n"
+    )
+    command = [sys.executable, str(shim), name, str(bench.make_data()), "--runs-dir", str(bench.runs)]
+    command += ["--processes", "2"]
     began, lines = time.perf_counter(), []
     with subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -49,11 +49,9 @@ def device_groups(use: MachineUse) -> list[DeviceGroup]:
 
 
 def training_command(script: Path, run: DerivedRun, use: MachineUse) -> list[str]:
-    """The command that starts a run, continues it, or finds it finished: ddp_train.py, under torchrun if it has several
-    processes."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={use.processes}"]
+    """The command that starts a run, continues it, or finds it finished."""
     words = [str(script), run.name, str(use.datasets_dir), "--runs-dir", str(run.run.path.parent)]
-    return [sys.executable, *(launcher if use.processes > 1 else []), *words]
+    return [sys.executable, *words, "--processes", str(use.processes)]
 
 
 @dataclass

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from harness.common.errors import UserError
+from harness.common.launcher import started_by_torchrun
 
 DEVICE_FILES = Path("/dev")
 ON_THE_CPU = "CUDA_VISIBLE_DEVICES= (empty) in front of the command trains on the CPU"
@@ -38,8 +39,7 @@ def choose_device(local_rank: int, local_size: int) -> torch.device:
     if local_size > count:
         devices = "1 GPU" if count == 1 else f"{count} GPUs"
         raise UserError(
-            f"torchrun started {local_size} processes on a machine with {devices}; use --nproc_per_node={count}, or "
-            f"{ON_THE_CPU}"
+            f"{local_size} processes on a machine with {devices}; use {processes_option(count)}, or {ON_THE_CPU}"
         )
     try:
         torch.cuda.set_device(local_rank)
@@ -70,11 +70,16 @@ def refuse_idle_hardware() -> None:
 
 
 def idle_gpus(device: torch.device, local_size: int) -> str | None:
-    """A remark for a user who has rented more GPUs than torchrun was told to use; None if none is idle."""
+    """A remark for a user who has rented more GPUs than there are processes; None if none is idle."""
     idle = torch.cuda.device_count() - local_size if device.type == "cuda" else 0
     if idle <= 0:
         return None
     return (
-        f"{idle} of this machine's {idle + local_size} GPUs {'is' if idle == 1 else 'are'} idle; torchrun "
-        f"--nproc_per_node={idle + local_size} uses all of them"
+        f"{idle} of this machine's {idle + local_size} GPUs {'is' if idle == 1 else 'are'} idle; "
+        f"{processes_option(idle + local_size)} uses all of them"
     )
+
+
+def processes_option(count: int) -> str:
+    """The option of the command that was typed by which a run has so many processes."""
+    return f"--nproc_per_node={count}" if started_by_torchrun() else f"--processes {count}"

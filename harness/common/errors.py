@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from harness.common.exit import EXIT
+from harness.common.exit import EXIT, STOPPING_SIGNALS
 
 # How long a rank that has nothing of its own to say lets another one speak, before it leaves by itself: torchrun ends
 # every rank as soon as the first one has left, so leaving early could cut the message off.
@@ -67,8 +67,9 @@ def one_line_errors() -> Iterator[None]:
     except OSError as error:
         _leave(RunError(f"{place_of(error) or 'a file'}: {error.strerror or error}"))
     except KeyboardInterrupt:  # before or after training, which takes note of it itself
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C has nothing to add
         if _local_rank() == 0:
-            print("stopped by SIGINT", file=sys.stderr, flush=True)
+            say_last("stopped by SIGINT; to continue, run the same command again")
         _leave(RunStopped(signal.SIGINT))
     except Exception:
         if "LOCAL_RANK" not in os.environ:
@@ -156,7 +157,7 @@ def _leave(error: UserError | RunError) -> None:
     else:
         EXIT.begin_for_own_reason()
     if isinstance(error, PeerError) or (isinstance(error, UserError) and _local_rank() != 0):
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        for number in STOPPING_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         if EXIT.stop_signal:  # torchrun's, say, for the rank that speaks: it came just before it would end this one
             error = RunStopped(EXIT.stop_signal)

@@ -1,10 +1,18 @@
-"""How far this process is on its way out, so that its threads say once, and not over one another, why it ends.
+"""Signals that ask a process to stop, and how far this one is on its way out, so that its threads say once, and not
+over one another, why it ends.
 
 Three parts of the program can end the process: the main thread with an error (common/errors.py), the watchdog that
-found a rank at fault (distributed/watchdog.py), and the thread that waits for torchrun's end (common/launcher.py).
+found a rank at fault (distributed/watchdog.py), and the thread that waits for the launcher's end (common/launcher.py).
 """
 
 from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from types import FrameType
+
+# SIGHUP: the terminal has been closed, or the connection to it has broken. SIGQUIT: Ctrl-\\, which torchrun passes on.
+STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Exit:
@@ -31,3 +39,23 @@ class Exit:
 
 
 EXIT = Exit()  # of this process
+
+
+def handle_stopping_signals(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Have `handler` called for every signal that asks a run to stop."""
+    for number in STOPPING_SIGNALS:
+        if number != signal.SIGHUP or not ignores_hangup():
+            signal.signal(number, handler)
+
+
+def ignores_hangup() -> bool:
+    """Whether this process was started to outlive its terminal, by nohup say."""
+    return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def described(signal_number: int) -> str:
+    """The signal by its name, and what it means if that is more than a request."""
+    name = signal.Signals(signal_number).name
+    if signal_number != signal.SIGHUP:
+        return name
+    return f"{name} (the terminal, the launcher or the reader of the output is gone)"

@@ -43,6 +43,7 @@ POSITIVE = FiniteNumber(min=0, min_open=True, max=1e12)
 class TrainOptions:
     """What ddp_train.py is asked for, by the names of its options."""
 
+    processes: int | None = None
     find: bool = False
     memory_limit_gib: float | None = None
     write: bool = False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,15 +32,6 @@ def start_time(pid: int) -> str:
         fields = _stat(pid)
         return "" if fields[0] in ENDED_STATES else fields[19]
     return ""
-
-
-def ancestors() -> Iterator[int]:
-    """The pids of this process's parent, its parent and so on, as far as they are to be seen."""
-    pid = os.getppid()
-    with suppress(OSError, IndexError):
-        while pid > 0:
-            yield pid
-            pid = int(_stat(pid)[1])
 
 
 def _stat(pid: int) -> list[str]:

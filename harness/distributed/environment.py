@@ -1,23 +1,36 @@
-"""What the environment says of this process's place among the ranks. Read without torch, before any rank speaks.
+"""This process's place among the ranks, which the environment says, and ranks that it starts itself: without torch.
 
 torchrun sets RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, and MASTER_ADDR and MASTER_PORT, where the ranks meet
-(torch.distributed's `env://`); so may whoever starts ranks in another way. Without any of them this is the only
-process. A part of them is a leftover: the run would be another than was meant, or wait for ranks that never come.
+(torch.distributed's `env://`); so does `run_ranks`, and so may whoever starts ranks in another way. Without any of them
+this is the only process. A part of them is a leftover: the run would be another than was meant, or wait for ranks that
+never come.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import signal
+import socket
+import subprocess
+import sys
+import time
 from dataclasses import dataclass
+from types import FrameType
+from typing import NoReturn
 
-from harness.common.errors import UserError
+from harness.common.errors import UserError, say_last, tell_soon
+from harness.common.exit import STOPPING_SIGNALS, described, handle_stopping_signals
+from harness.common.launcher import ENDING_SECONDS, PARENT
 from harness.common.messages import quoted
 
 # In the order of Ranking's fields.
 COUNTS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 RENDEZVOUS_ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 LARGEST_PORT = 65535
+STORE_DESCRIPTOR = "DDP_TRAIN_STORE"  # the socket, open in rank 0, at which ranks of `run_ranks` meet
+POLL_SECONDS = 0.05
+STOPPING_SECONDS = 2.0  # in which ranks that have been asked to stop follow the first one
 
 
 @dataclass(frozen=True)
@@ -28,38 +41,6 @@ class Ranking:
     local_rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
-
-
-def rank() -> int:
-    """This process's number among all ranks of the job; 0 without a launcher. Raises UserError like `read_ranking`."""
-    return read_ranking().rank
-
-
-def local_rank() -> int:
-    """This process's number among its machine's ranks; 0 without a launcher. Raises UserError like `read_ranking`."""
-    return read_ranking().local_rank
-
-
-def world_size() -> int:
-    """The number of ranks; 1 without a launcher. Raises UserError like `read_ranking`."""
-    return read_ranking().world_size
-
-
-def local_world_size() -> int:
-    """The number of ranks on this machine; 1 without a launcher. Raises UserError like `read_ranking`."""
-    return read_ranking().local_world_size
-
-
-def is_rank0() -> bool:
-    """Whether this process is rank 0, which speaks for all. Raises UserError like `read_ranking`."""
-    return rank() == 0
-
-
-def announce(run: str) -> None:
-    """Say on rank 0 that ranks are starting: the next line takes seconds, in which torch is loaded and they meet."""
-    if is_rank0():
-        count = world_size()
-        print(f"{run}: starting {count} {'process' if count == 1 else 'processes'}", flush=True)
 
 
 def read_ranking() -> Ranking:
@@ -102,4 +83,85 @@ def _check_rendezvous_address() -> None:
 
 def _stray(fault: str) -> UserError:
     given = " ".join(name for name in COUNTS if name in os.environ)
-    return UserError(f"environment: {fault}; start all ranks with torchrun, or for a single process `unset {given}`")
+    return UserError(
+        f"environment: {fault}; start all ranks with --processes or torchrun, or for a single process `unset {given}`"
+    )
+
+
+def ranks_to_start(processes: int | None) -> int:
+    """The number of ranks that this process has to start for --processes; 0 if it is a rank itself, or the only one.
+
+    Raises UserError in a rank of another launcher's.
+    """
+    if processes is None or PARENT in os.environ:
+        return 0
+    if "RANK" in os.environ:
+        raise UserError(f"--processes starts all ranks: leave it out under torchrun, or `unset {' '.join(COUNTS)}`")
+    return processes if processes > 1 else 0
+
+
+def run_ranks(count: int) -> NoReturn:
+    """Run this process's command in `count` ranks on this machine, pass signals on to them, and end as they do.
+
+    Each rank has a session of its own, so that Ctrl-C in a terminal comes to this process alone. The exit status is
+    that of the first rank that failed, as a shell has it.
+    """
+    ranks: list[subprocess.Popen[bytes]] = []
+    asked: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        for rank in ranks:
+            rank.send_signal(number)
+
+    # Held back until this process has ranks to pass them on to, and in each rank until it can end in one line.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING_SIGNALS)
+    handle_stopping_signals(pass_on)
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        for rank in range(count):
+            ranks.append(_start_rank(rank, count, store))
+    take_signals()
+    failed = _wait(ranks, asked)
+    if asked and (ranks[0].returncode or 0) < 0:  # before it could say so
+        say_last(f"\nstopped by {described(asked[0])}; to continue, run the same command again")
+    elif failed and failed.returncode < 0:
+        name = signal.Signals(-failed.returncode).name
+        text = f"rank {ranks.index(failed)} (pid {failed.pid}) was ended by {name}"
+        tell_soon(f"{text}{' (out of memory?)' * (name == 'SIGKILL')}; run the same command again to continue")
+    status = failed.returncode if failed else 0
+    raise SystemExit(status if status >= 0 else 128 - status)
+
+
+def _start_rank(rank: int, count: int, store: socket.socket) -> subprocess.Popen[bytes]:
+    host, port = store.getsockname()
+    shared = {PARENT: os.getpid(), "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "RANK": rank, "LOCAL_RANK": rank}
+    variables = {**shared, "MASTER_ADDR": host, "MASTER_PORT": port}
+    if rank == 0:  # with the socket, which nobody else can have taken when the rank gets there
+        variables[STORE_DESCRIPTOR] = store.fileno()
+    return subprocess.Popen(
+        [sys.executable, *sys.argv],
+        env={**os.environ, **{name: str(value) for name, value in variables.items()}},
+        pass_fds=[store.fileno()] if rank == 0 else [],
+        start_new_session=True,
+    )
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], asked: list[int]) -> subprocess.Popen[bytes] | None:
+    """The first rank that failed, once all have ended: after it, the others are told to end, and then made to."""
+    failed, since, due = None, 0.0, [(0.0, signal.SIGTERM), (ENDING_SECONDS, signal.SIGKILL)]
+    while True:
+        running = [rank for rank in ranks if rank.poll() is None]
+        if failed is None and (failed := next((rank for rank in ranks if rank.returncode), None)):
+            since = time.monotonic() + (STOPPING_SECONDS if asked else 0.0)
+        if not running:
+            return failed
+        if failed and due and time.monotonic() - since >= due[0][0]:
+            number = due.pop(0)[1]
+            for rank in running:
+                rank.send_signal(number)
+        time.sleep(POLL_SECONDS)
+
+
+def take_signals() -> None:
+    """Let signals that ask to stop come through, which `run_ranks` has held back."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING_SIGNALS)

@@ -1,4 +1,4 @@
-"""How ranks that torchrun has started together find one another, and no others.
+"""How ranks that were started together find one another, and no others.
 
 torchrun may start a job's ranks several times (--max-restarts), and keeps one store for all these starts: what the
 ranks of an earlier one have left in it, such as addresses at which nobody listens any more, would be taken for today's.
@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from harness.common.errors import RunError
-from harness.common.launcher import started_by_torchrun
+from harness.common.launcher import is_launched
 from harness.distributed.connection_errors import explained_addresses, leaving_with_peers
-from harness.distributed.environment import Ranking
+from harness.distributed.environment import STORE_DESCRIPTOR, Ranking
 from harness.distributed.watchdog import LONGEST_TIMEOUT_SECONDS
 
 POLL_SECONDS = 0.02
@@ -58,7 +58,9 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> Process
     timeout = timedelta(seconds=timeout_seconds + BACKSTOP_SECONDS)
     # The store is in torchrun's process, which may be killed meanwhile.
     with leaving_with_peers(), _long_wait_told(here):
-        store, _, _ = next(rendezvous("env://", timeout=timeout))
+        store = (
+            _own_store(timeout) if STORE_DESCRIPTOR in os.environ else next(rendezvous("env://", timeout=timeout))[0]
+        )
         restart_id = agree_on_restart_id(store, here.rank, here.world_size, timeout.total_seconds())
     with explained_addresses():
         dist.init_process_group(
@@ -133,6 +135,12 @@ def _listen_on_loopback() -> None:
         os.environ.setdefault(variable, min(loopback))
 
 
+def _own_store(timeout: timedelta) -> TCPStore:
+    """The store of ranks that `run_ranks` has started: rank 0 keeps it, behind a socket that was open before."""
+    address, descriptor = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), int(os.environ[STORE_DESCRIPTOR])
+    return TCPStore(*address, None, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
+
+
 def _own_connection() -> TCPStore:
     """The store at which the ranks met, over a connection that only the watchdog's threads use."""
     return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
@@ -148,7 +156,7 @@ def _long_wait_told(here: Ranking) -> Iterator[None]:
     )
     timer = threading.Timer(WAITING_SECONDS, lambda: print(text, file=sys.stderr, flush=True))
     timer.daemon = True
-    if not started_by_torchrun():  # which starts all ranks
+    if not is_launched():  # which starts all ranks
         timer.start()
     try:
         yield

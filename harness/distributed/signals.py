@@ -1,4 +1,4 @@
-"""Ending a run in good order when a signal asks for it, or when the torchrun that started it has been killed.
+"""Ending a run in good order when a signal asks for it, or when the launcher of its ranks has been killed.
 
 `StopSignal` is what one rank knows; ranks agree on it between two steps, and `StopRequested` is then raised on all of
 them at the same place.
@@ -13,13 +13,11 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from harness.common import launcher
-from harness.common.exit import EXIT
+from harness.common.exit import EXIT, handle_stopping_signals, ignores_hangup
 
 if TYPE_CHECKING:
     from harness.distributed.world import World
 
-# SIGHUP: the terminal has been closed, or the connection to it has broken. SIGQUIT: Ctrl-\\, which torchrun passes on.
-STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 LONG_STEP_SECONDS = 2
 
 
@@ -45,10 +43,8 @@ class StopSignal:
         return bool(self.signal)
 
     def listen(self) -> None:
-        for number in STOPPING_SIGNALS:
-            if number != signal.SIGHUP or not ignores_hangup():
-                signal.signal(number, self._note)
-        launcher.on_torchrun_death(self.hang_up)
+        handle_stopping_signals(self._note)
+        launcher.on_launcher_death(self.hang_up)
 
     def hang_up(self) -> None:
         """Whoever could stop this process, or read what it says, is gone."""
@@ -84,16 +80,3 @@ class StopSignal:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = EXIT.stop_signal = number
-
-
-def ignores_hangup() -> bool:
-    """Whether this process was started to outlive its terminal, by nohup say."""
-    return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-
-
-def described(signal_number: int) -> str:
-    """The signal by its name, and what it means if that is more than a request."""
-    name = signal.Signals(signal_number).name
-    if signal_number != signal.SIGHUP:
-        return name
-    return f"{name} (the terminal, torchrun or the reader of the output is gone)"

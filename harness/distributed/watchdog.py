@@ -150,7 +150,7 @@ class Watchdog:
     def _exchange(self, store: Store, keys: list[str]) -> None:
         """Send this rank's heartbeats and fetch the others'."""
         number = 0
-        # The store is in a torchrun's process: if that has been killed, the ranks end soon, and tell why themselves.
+        # torchrun keeps the store: if it has been killed, the ranks end soon, and tell why themselves.
         while not self._ended.wait(self._pause) and not launcher.is_gone():
             number += 1
             try:
@@ -188,7 +188,9 @@ class Watchdog:
         if self.rank == speakers[0]:
             tell_soon(f"{fault.text}; run the same command again to continue")
         else:
-            time.sleep(SILENT_EXIT_SECONDS)  # torchrun ends all ranks once one has left: let the line be written first
+            time.sleep(
+                SILENT_EXIT_SECONDS
+            )  # the launcher ends all ranks once one has left: let the line be written first
         # Apart, because a store behind a cut network does not answer. Those who hear of it end without a word.
         self._leaving = True
         threading.Thread(target=self._announce, daemon=True).start()

@@ -55,7 +55,7 @@ class PendingMax:
 
 @dataclass(frozen=True)
 class World:
-    """This process among the others. Without torchrun the world is one process and every wait returns at once."""
+    """This process among the others. Without a launcher the world is one process and every wait returns at once."""
 
     rank: int
     local_rank: int
@@ -69,7 +69,7 @@ class World:
 
     @classmethod
     def join(cls, is_stopping: Callable[[], bool] = never) -> World:
-        """Join the world that torchrun's environment variables describe and choose this process's device.
+        """Join the world that the launcher's environment variables describe and choose this process's device.
 
         `is_stopping` says whether a signal has asked this rank to stop; other ranks' watchdogs learn it.
         Raises UserError if there is no device for it, or the variables are impossible.
@@ -79,7 +79,7 @@ class World:
         refuse_full_device(device)
         if device.type == "cpu":
             give_back_under_a_limit()
-        if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here.local_world_size))
         numbers = here.rank, here.local_rank, here.world_size, here.local_world_size
         if here.world_size == 1:

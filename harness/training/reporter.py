@@ -13,10 +13,10 @@ from typing import Any
 from tqdm import tqdm
 
 from harness.common.errors import say_last
+from harness.common.exit import described
 from harness.common.memory import peak_bytes
 from harness.common.program import program_commit, program_versions
 from harness.common.units import GIB
-from harness.distributed.signals import described
 from harness.distributed.world import World
 from harness.evaluation.benchmarks.run import Score
 from harness.runs.checkpoint_meta import Provenance, TrainState, as_recorded

@@ -116,11 +116,11 @@ def test_one_after_the_other_until_all_are_finished(shop: Workshop) -> None:
     assert "Nothing to do: all runs are finished" in describe_ends(again, sweep.runs)
 
 
-def test_several_processes_are_under_torchrun(shop: Workshop) -> None:
+def test_a_run_of_several_processes(shop: Workshop) -> None:
     sweep = make(shop, vary={"random_seed": [1]})
     words = training_command(Path("ddp_train.py"), sweep.runs[0], MachineUse(Path("data"), 1, 8))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=8"]
-    assert words == [sys.executable, *torchrun, "ddp_train.py", "s-seed1", "data", "--runs-dir", str(shop.runs)]
+    run = ["ddp_train.py", "s-seed1", "data", "--runs-dir", str(shop.runs)]
+    assert words == [sys.executable, *run, "--processes", "8"]
 
 
 def test_a_failed_run_stops_no_other_and_is_tried_again(shop: Workshop) -> None:

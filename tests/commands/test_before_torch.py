@@ -69,13 +69,16 @@ def test_a_wrong_run(shop: Workshop, there: tuple[str, ...]) -> None:
     assert "no such run; did you mean r?" in result.stderr
 
 
+@pytest.mark.parametrize("options", [(), ("--processes", "2")], ids=["one process", "two"])
 @pytest.mark.parametrize("file", ["train.json", "model.json"])
-def test_a_misspelt_key(shop: Workshop, there: tuple[str, ...], file: str) -> None:
+def test_a_misspelt_key(shop: Workshop, there: tuple[str, ...], file: str, options: tuple[str, ...]) -> None:
+    """One line, whoever would train: with --processes no rank is started."""
     path = shop.runs / "r" / file
     path.write_text(json.dumps(json.loads(path.read_text()) | {"lerning_rate": 1}))
-    result = quickly(shop, "r", *there)
-    assert result.status == 2
-    assert f'r/{file}: key "lerning_rate": unknown' in result.stderr
+    result = quickly(shop, "r", *there, *options)
+    assert (result.status, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert f'r/{file}: key "lerning_rate": unknown' in line
 
 
 @pytest.mark.parametrize("option", [(), ("--plan",)], ids=["train", "plan"])

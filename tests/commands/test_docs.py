@@ -174,7 +174,7 @@ def test_commands_and_their_options_exist(document: Path, words: list[str], pyte
 
 def test_the_commands_are_seen() -> None:
     shown = [" ".join(words) for _, words in EVERY_COMMAND]
-    assert any("torchrun --standalone --nproc_per_node=2 ddp_train.py quickstart" in words for words in shown)
+    assert any("ddp_train.py quickstart datasets --processes 2" in words for words in shown)
     assert any(words.startswith("uv run --extra judge judge_ift.py") for words in shown)
     assert any("convert_hf.py publish" in words for words in shown)
     assert {Path(program_of(words)[0]).stem for _, words in EVERY_COMMAND} >= set(COMMANDS)

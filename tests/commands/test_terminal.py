@@ -8,16 +8,21 @@ import pty
 import re
 import struct
 import termios
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.support.launch import Workshop, finish
+from tests.support.launch import PATIENCE_SECONDS, ROOT, Workshop, finish
+from tests.support.warm import FORK_PYTHONS
 
 # In the process that is to be on the terminal, before ddp_train.py.
 ENTER = "import os\nfor stream in (1, 2): os.dup2(os.open({name!r}, os.O_RDWR | os.O_NOCTTY), stream)\n"
+# As its foreground process, to which Ctrl-C is SIGINT.
+ENTER_IN_FRONT = ENTER.replace(" | os.O_NOCTTY", "")
+CTRL_C = b"\x03"
 
 
 @pytest.fixture
@@ -34,7 +39,7 @@ def terminal() -> Iterator[tuple[int, str]]:
 def screen(master: int) -> list[str]:
     """The lines, each as it was when the next one began: a bar overwrites its own."""
     text = b""
-    with suppress(BlockingIOError):
+    with suppress(BlockingIOError, OSError):  # the latter: the terminal's first process has ended
         while True:
             text += os.read(master, 1 << 16)
     return [line.rpartition("\r")[2] for line in text.decode().replace("\r\n", "\n").split("\n")]
@@ -73,3 +78,31 @@ def test_a_stream_that_is_closed_from_the_beginning(tmp_path: Path, stream: str)
     run = shop.add_run()
     finish(shop.start(ranks=1, prelude=f"import sys\nsys.{stream} = None\n"), expect=0, timeout=60)
     assert (run / "summary.json").exists()
+
+
+@pytest.mark.parametrize("when", ["starting 2 processes", "global step 5: validation"])
+def test_ctrl_c_ends_with_how_to_continue(tmp_path: Path, terminal: tuple[int, str], when: str) -> None:
+    """With --processes, and pressed twice, as impatient people do."""
+    master, name = terminal
+    shop = Workshop(tmp_path)
+    shop.add_dataset(tokens=200_000)
+    shop.add_run(min_train_tokens=190_000)
+    words = [str(ROOT / "ddp_train.py"), "r", str(shop.datasets), "--runs-dir", str(shop.runs), "--processes", "2"]
+    process = shop.fork(words, {}, ENTER_IN_FRONT.format(name=name) + FORK_PYTHONS)
+    lines, deadline = [""], time.monotonic() + PATIENCE_SECONDS
+    while process.poll() is None:
+        assert time.monotonic() < deadline, lines
+        more = screen(master)
+        lines = [*lines[:-1], lines[-1] + more[0], *more[1:]]
+        if when and when in "\n".join(lines):
+            when = ""
+            for _ in range(2):
+                os.write(master, CTRL_C)
+                time.sleep(0.05)
+    first, *more = screen(master)
+    lines = [*lines[:-1], lines[-1] + first, *more]
+    assert process.returncode == 130, lines
+    assert "Traceback" not in "\n".join(lines)
+    last = [line.removeprefix("^C") for line in lines if line not in {"", "^C"}][-1]  # the terminal's own echo
+    assert last.startswith("stopped by SIGINT")
+    assert "to continue, run the same command again" in last

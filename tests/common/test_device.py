@@ -50,15 +50,15 @@ def test_each_rank_has_a_gpu_of_its_own(machine: pytest.MonkeyPatch, gpus: int) 
 
 def test_too_many_ranks(machine: pytest.MonkeyPatch) -> None:
     set_gpus(machine, 1)
-    with pytest.raises(UserError, match=r"2 processes on a machine with 1 GPU; use --nproc_per_node=1, or "):
+    with pytest.raises(UserError, match=r"2 processes on a machine with 1 GPU; use --processes 1, or "):
         device.choose_device(1, 2)
 
 
 def test_fewer_ranks_than_gpus_are_remarked_upon(machine: pytest.MonkeyPatch) -> None:
-    """`torchrun` without --nproc_per_node starts one process, and the other seven GPUs cost as much."""
+    """Without --processes there is one process, and the other seven GPUs cost as much."""
     set_gpus(machine, 8)
     remark = device.idle_gpus(device.choose_device(0, 1), 1)
-    assert remark == "7 of this machine's 8 GPUs are idle; torchrun --nproc_per_node=8 uses all of them"
+    assert remark == "7 of this machine's 8 GPUs are idle; --processes 8 uses all of them"
     assert device.idle_gpus(CPU, 1) is None
 
 
@@ -97,10 +97,10 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(
 
 
 def shown_commands() -> list[str]:
-    """The commands that train under torchrun, a line each, as the README and then the other pages show them."""
+    """The commands that train with several processes, a line each, as README and then the other pages show them."""
     pages = [ROOT / "README.md", ROOT / "docs" / "configuration.md", ROOT / "docs" / "continuing.md"]
     text = "\n".join(page.read_text() for page in pages)
-    return re.findall(r"^    (.*torchrun .*ddp_train\.py \w+ datasets)", text, re.M)
+    return re.findall(r"^    (.*torchrun .*ddp_train\.py \w+ datasets|.*ddp_train\.py .*--processes \d+)", text, re.M)
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 2, 8])
@@ -108,8 +108,8 @@ def test_readmes_first_command_works_with_any_number_of_gpus(machine: pytest.Mon
     command = shown_commands()[0]
     assert "quickstart" in command
     words = shlex.split(command.rpartition("&& ")[2])
-    processes = next(int(word.partition("=")[2]) for word in words if word.startswith("--nproc_per_node="))
-    is_hidden = "CUDA_VISIBLE_DEVICES=" in words[: words.index("torchrun")]
+    processes = int(words[words.index("--processes") + 1])
+    is_hidden = "CUDA_VISIBLE_DEVICES=" in words[: words.index("ddp_train.py")]
     set_gpus(machine, 0 if is_hidden else gpus)
     for rank in range(processes):
         device.choose_device(rank, processes)
@@ -118,7 +118,10 @@ def test_readmes_first_command_works_with_any_number_of_gpus(machine: pytest.Mon
 def test_commands_for_eight_gpus(machine: pytest.MonkeyPatch) -> None:
     others = shown_commands()[1:]
     assert len(others) >= 7
-    assert all("--nproc_per_node=8" in command and "CUDA_VISIBLE_DEVICES" not in command for command in others)
+    assert all(
+        re.search(r"--(nproc_per_node=|processes )8", command) and "CUDA_VISIBLE_DEVICES" not in command
+        for command in others
+    )
     set_gpus(machine, 8)
     assert [device.choose_device(rank, 8).index for rank in range(8)] == list(range(8))
 
@@ -297,7 +300,7 @@ def busy(index):
 """
 NO_COMPILER = "import os; os.environ['PATH'] = '/nonexistent'; os.environ.pop('CC', 0); os.environ.pop('CXX', 0)"
 MACHINES: dict[str, tuple[str, int, dict[str, Any], str]] = {
-    "more ranks than GPUs": ("gpus(1)", 2, {}, "torchrun started 2 processes on a machine with 1 GPU; use --nproc_"),
+    "more ranks than GPUs": ("gpus(1)", 2, {}, "2 processes on a machine with 1 GPU; use --processes 1"),
     "a GPU of another process": (
         "gpus(1); torch.cuda.set_device = busy",
         1,

@@ -1,4 +1,4 @@
-"""A process that looks after the torchrun above it: with stand-ins for torchrun, which start in no time."""
+"""A rank that looks after its launcher: with stand-ins for torchrun and --processes, which start in no time."""
 
 from __future__ import annotations
 
@@ -18,9 +18,14 @@ import pytest
 from tests.support.isolation import ROOT
 from tests.support.launch import free_port
 
-# Named torchrun: it starts a command, writes down that process's number, and waits.
+# Named torchrun: it keeps a store, starts a command, writes down that process's number, and waits. Without torchrun's
+# variable it is in place of `ddp_train.py --processes`.
 TORCHRUN = """
-import pathlib, subprocess, sys
+import os, pathlib, socket, subprocess, sys
+if "TORCHELASTIC_RUN_ID" in os.environ:
+    store = socket.create_server((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+else:
+    os.environ["DDP_TRAIN_PARENT"] = str(os.getpid())
 process = subprocess.Popen(sys.argv[2:], start_new_session=True)
 pathlib.Path(sys.argv[1]).write_text(str(process.pid))
 process.wait()
@@ -32,7 +37,7 @@ sys.path.insert(0, {root!r})
 {before}
 from harness.common import launcher
 launcher.POLL_SECONDS = 0.05
-launcher.exit_when_torchrun_dies()
+launcher.exit_when_launcher_dies()
 pathlib.Path({mark!r}).write_text(str(os.getpid()))
 {after}
 time.sleep(60)
@@ -46,27 +51,27 @@ subprocess.Popen(sys.argv[1:])
 time.sleep(60)
 """
 ADOPTED = (sys.executable, "-c", ADOPTER)
-SHELL = ("bash", "-c", '"$0" "$@"; true')
 STORE = {"GROUP_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1"}
 SOON = 5.0
 
 
 @dataclass
 class Job:
-    """A stand-in for torchrun with one worker under it."""
+    """A stand-in for a launcher with one worker under it."""
 
     folder: Path
     processes: list[subprocess.Popen[bytes]]
+    launched: dict[str, str]
 
-    def start(self, *, above: tuple[str, ...] = (), between: tuple[str, ...] = (), **worker: str) -> None:
-        """`above` and `between`: words of commands in front of torchrun's, and of the worker's."""
+    def start(self, *, above: tuple[str, ...] = (), **worker: str) -> None:
+        """`above`: words of a command in front of the launcher's."""
         (self.folder / "torchrun").write_text(TORCHRUN)
         program = WORKER.format(**{"before": "", "after": "", "root": str(ROOT), "mark": str(self.mark), **worker})
         (self.folder / "worker.py").write_text(program)
         torchrun = [sys.executable, str(self.folder / "torchrun"), str(self.started)]
-        whole = [*above, *torchrun, *between, sys.executable, str(self.folder / "worker.py")]
-        environment = {**os.environ, **STORE, "TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "0"}
-        environment["MASTER_PORT"] = str(free_port())  # at which nobody listens
+        whole = [*above, *torchrun, sys.executable, str(self.folder / "worker.py")]
+        environment = {**os.environ, **STORE, **self.launched, "LOCAL_RANK": "0"}
+        environment["MASTER_PORT"] = str(free_port())
         self.processes.append(subprocess.Popen(whole, env=environment, stderr=subprocess.PIPE, start_new_session=True))
 
     @property
@@ -87,7 +92,7 @@ class Job:
                     found.append(int(entry.name))
         return found
 
-    def kill_torchrun(self) -> None:
+    def kill_launcher(self) -> None:
         (pid,) = self.running("torchrun")
         os.kill(pid, signal.SIGKILL)
 
@@ -110,9 +115,9 @@ def await_file(path: Path) -> None:
         time.sleep(0.02)
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    job = Job(tmp_path, [])
+@pytest.fixture(params=[{"TORCHELASTIC_RUN_ID": "x"}, {}], ids=["torchrun", "--processes"])
+def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
+    job = Job(tmp_path, [], request.param)
     yield job
     for process in job.processes:
         process.kill()
@@ -123,22 +128,20 @@ def job(tmp_path: Path) -> Iterator[Job]:
         process.communicate()
 
 
-@pytest.mark.parametrize(
-    ("above", "between"), [((), ()), ((), SHELL), (ADOPTED, ())], ids=["alone", "below a shell", "adopted by a Python"]
-)
-def test_a_worker_ends_with_its_torchrun(job: Job, above: tuple[str, ...], between: tuple[str, ...]) -> None:
-    job.start(above=above, between=between)
+@pytest.mark.parametrize("above", [(), ADOPTED], ids=["adopted by the first process", "adopted by a Python"])
+def test_a_worker_ends_with_its_launcher(job: Job, above: tuple[str, ...]) -> None:
+    job.start(above=above)
     job.assert_goes_on()
-    job.kill_torchrun()
+    job.kill_launcher()
     job.assert_gone_soon()
 
 
 @pytest.mark.parametrize("above", [(), ADOPTED], ids=["adopted by the first process", "adopted by a Python"])
-def test_a_worker_whose_torchrun_has_ended_before_its_first_line(job: Job, above: tuple[str, ...]) -> None:
+def test_a_worker_whose_launcher_has_ended_before_its_first_line(job: Job, above: tuple[str, ...]) -> None:
     go = job.folder / "go"
     job.start(above=above, before=f"while not os.path.exists({str(go)!r}): time.sleep(0.01)")
     await_file(job.started)
-    job.kill_torchrun()
+    job.kill_launcher()
     time.sleep(0.2)
     go.touch()
     job.assert_gone_soon()
@@ -149,7 +152,7 @@ def test_output_that_nobody_takes_keeps_no_worker(job: Job) -> None:
     """The pipe of its standard error is full, as that of a pager is, and its main thread waits for room in it."""
     job.start(after="while True: print('x' * 9999, file=sys.stderr)")
     job.assert_goes_on()
-    job.kill_torchrun()
+    job.kill_launcher()
     job.assert_gone_soon()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness.common.errors import UserError
+from harness.common.launcher import PARENT
 from harness.distributed import environment
 
 WHOLE = {
@@ -31,24 +32,35 @@ def without(*names: str, **changes: str) -> dict[str, str]:
 def test_without_a_launcher_this_is_the_only_process(monkeypatch: pytest.MonkeyPatch) -> None:
     set_all(monkeypatch, {})
     assert environment.read_ranking() == environment.Ranking(0, 0, 1, 1)
-    assert environment.is_rank0()
 
 
 def test_where_ranks_would_meet_says_nothing_of_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     set_all(monkeypatch, {"MASTER_ADDR": "node-0", "MASTER_PORT": "x"})
-    assert environment.world_size() == 1
+    assert environment.read_ranking().world_size == 1
 
 
 def test_a_rank_of_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     set_all(monkeypatch, WHOLE)
-    found = [environment.rank(), environment.local_rank(), environment.world_size(), environment.local_world_size()]
-    assert found == [9, 1, 16, 8]
-    assert not environment.is_rank0()
+    assert environment.read_ranking() == environment.Ranking(9, 1, 16, 8)
 
 
 def test_a_world_of_one_needs_no_place_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     set_all(monkeypatch, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"})
     assert environment.read_ranking() == environment.Ranking()
+
+
+def test_which_process_starts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_all(monkeypatch, {})
+    assert [environment.ranks_to_start(processes) for processes in (None, 1, 8)] == [0, 0, 8]
+    set_all(monkeypatch, WHOLE)
+    assert environment.ranks_to_start(None) == 0
+    for processes in (1, 8):
+        with pytest.raises(
+            UserError, match="--processes starts all ranks: leave it out under torchrun, or `unset RANK"
+        ):
+            environment.ranks_to_start(processes)
+    monkeypatch.setenv(PARENT, "123")
+    assert environment.ranks_to_start(8) == 0, "a rank of such a process has its command"
 
 
 STRAY = [
@@ -82,7 +94,7 @@ def test_leftovers_are_named_with_the_remedy(
 ) -> None:
     set_all(monkeypatch, variables)
     with pytest.raises(UserError) as caught:
-        environment.rank()
+        environment.read_ranking()
     message = str(caught.value)
     assert message.startswith("environment: ")
     assert len(message) < 250

@@ -1,17 +1,19 @@
-"""torchrun killed, and terminals closed.
+"""torchrun, or ddp_train.py --processes, killed, and terminals closed.
 
-SIGKILL of torchrun (the out-of-memory killer's choice, or a closing container's) leaves its ranks without anybody who
-could stop them; a terminal that closes sends SIGHUP to torchrun alone, whose ranks have sessions of their own.
+SIGKILL of a launcher (the out-of-memory killer's choice, or a closing container's) leaves its ranks without anybody who
+could stop them; a terminal that closes sends SIGHUP to the launcher alone, whose ranks have sessions of their own.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import pty
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,11 +95,12 @@ PLACES = [
 FEW = ["python's start", "an import", "a save"]
 
 
-def kill_torchrun(shop: Workshop, straight: Path, place: Place) -> float:
-    """Kill torchrun at a place; how long its processes lived on."""
-    run = shop.add_run("-".join(["killed", *place.name.replace("'", "").split()]), **SETTINGS)
+def kill_launcher(shop: Workshop, straight: Path, place: Place, *, by_processes: bool) -> float:
+    """Kill the launcher with a rank at a place; how long its processes lived on."""
+    name = ["killed", str(by_processes), *place.name.replace("'", "").split()]
+    run = shop.add_run("-".join(name), **SETTINGS)
     mark = shop.path / f"{run.name}.mark"
-    job = Torchrun(shop, run)
+    job = Torchrun(shop, run, by_processes=by_processes)
     go = mark.with_suffix(".go")
     prelude = place.prelude.replace("{mark!r}", repr(str(mark))).replace("{go!r}", repr(str(go)))
     process = job.start(prelude, faults=place.faults)
@@ -112,13 +115,13 @@ def kill_torchrun(shop: Workshop, straight: Path, place: Place) -> float:
     made = [step for step, _ in list_checkpoints(run / "checkpoints")]
     if place.step is None:
         assert not made
-        assert "error: torchrun has ended" in said or place.name == "python's start", said
+        assert " has ended (killed?)" in said or place.name == "python's start", said
     else:
         assert max(made) in (place.step, place.step + 1), (place, made)
         assert not list((run / "checkpoints").glob(".*"))
         if max(made) < STEPS - 1:
             assert (
-                "stopped by SIGHUP (the terminal, torchrun or the reader of the output is gone) after global step"
+                "stopped by SIGHUP (the terminal, the launcher or the reader of the output is gone) after global step"
                 in said
             ), said
     shop.train(run.name, prelude=FAULTS)
@@ -131,10 +134,16 @@ def kill_torchrun(shop: Workshop, straight: Path, place: Place) -> float:
 @pytest.mark.fault("torchrun is killed")
 def test_torchrun_killed_anywhere(shop: Workshop, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
     places = PLACES if exhaustive else [place for place in PLACES if place.name in FEW]
-    seconds = for_each(places, lambda place: kill_torchrun(shop, straight, place), at_once=2)
+    cases = list(itertools.product(places, (False, True)))
+
+    def kill(case: tuple[Place, bool]) -> float:
+        return kill_launcher(shop, straight, case[0], by_processes=case[1])
+
+    seconds = for_each(cases, kill, at_once=2)
     evidence(
-        injected="SIGKILL of torchrun while rank 0 is in " + ", ".join(place.name for place in places),
-        times=len(places),
+        injected="SIGKILL of torchrun, or of ddp_train.py --processes, while rank 0 is in "
+        + ", ".join(place.name for place in places),
+        times=len(cases),
         outcome=f"all processes of the job are gone within {max(max(seconds), 1):.0f} s; once training has begun they "
         f"stop as for SIGTERM, with a checkpoint of the last step done; {SAME_END}",
     )
@@ -215,10 +224,10 @@ class Terminal:
     shop: Workshop
     run: Path
 
-    def start(self, *command: str, script: Path) -> subprocess.Popen[bytes]:
-        """Run `command` with `script`, on a terminal of its own."""
+    def start(self, *command: str, script: Path, options: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Run `command` with `script` and its `options`, on a terminal of its own."""
         self.master, slave = pty.openpty()
-        arguments = [self.run.name, str(self.shop.datasets), "--runs-dir", str(self.shop.runs)]
+        arguments = [self.run.name, str(self.shop.datasets), "--runs-dir", str(self.shop.runs), *options]
         whole = [sys.executable, "-c", ENTER_TERMINAL, *command, str(script), *arguments]
         environment = self.shop._environment({MARK: str(self.run), "CUDA_VISIBLE_DEVICES": ""})
         process = subprocess.Popen(
@@ -248,6 +257,7 @@ class Hangup:
     name: str
     command: tuple[str, ...]
     goes_on: bool = False
+    options: tuple[str, ...] = ()
 
 
 HANGUPS = [
@@ -258,14 +268,16 @@ HANGUPS = [
         ("nohup", *TORCHRUN, "--signals-to-handle=SIGTERM,SIGINT,SIGQUIT"),
         goes_on=True,
     ),
+    Hangup("--processes", (sys.executable,), options=("--processes", "2")),
+    Hangup("nohup --processes", ("nohup", sys.executable), goes_on=True, options=("--processes", "2")),
     Hangup("python", (sys.executable,)),
     Hangup("nohup python", ("nohup", sys.executable), goes_on=True),
 ]
-FEW_HANGUPS = ["torchrun"]
+FEW_HANGUPS = ["torchrun", "--processes"]
 
 
 def close_terminal(shop: Workshop, hangup: Hangup) -> None:
-    ranks = 2 if "torch.distributed.run" in hangup.command else 1
+    ranks = 2 if "torch.distributed.run" in hangup.command or hangup.options else 1
     run = shop.add_run(
         "-".join(["closed", *hangup.name.split()]), **SETTINGS | {"min_train_tokens": STEPS * 64 * ranks}
     )
@@ -273,7 +285,7 @@ def close_terminal(shop: Workshop, hangup: Hangup) -> None:
     go = mark.with_suffix(".go")
     prelude = f"{FAULTS}before(STEP, note({str(mark)!r}, until({str(go)!r})), rank=0, step=4)"
     terminal = Terminal(shop, run)
-    process = terminal.start(*hangup.command, script=with_faults(shop, run, prelude))
+    process = terminal.start(*hangup.command, script=with_faults(shop, run, prelude), options=hangup.options)
     deadline = time.monotonic() + 100
     while not mark.exists():
         assert process.poll() is None, terminal.read()

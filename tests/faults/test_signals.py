@@ -175,18 +175,20 @@ LONG_WORK = {
 @pytest.mark.fault("torchrun is told to stop")
 def test_torchrun_told(shop: Workshop, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
     signals = [signal.SIGTERM, signal.SIGINT]
-    cases = [*itertools.product(LONG_WORK, signals)] if exhaustive else [("save", signal.SIGTERM)]
+    few = [("save", signal.SIGTERM, False), ("validation", signal.SIGINT, True)]
+    cases = [*itertools.product(LONG_WORK, signals, (False, True))] if exhaustive else few
 
-    def tell(case: tuple[str, signal.Signals]) -> float:
-        place, told = case
-        run = shop.add_run(f"torchrun-{place}-{told.name}", **SETTINGS)
+    def tell(case: tuple[str, signal.Signals, bool]) -> float:
+        place, told, by_processes = case
+        run = shop.add_run(f"{'processes' if by_processes else 'torchrun'}-{place}-{told.name}", **SETTINGS)
         mark = shop.path / f"{run.name}.mark"
         work = LONG_WORK[place].format(noted=f"note({str(mark)!r}, pause(5))")
-        process = Torchrun(shop, run, are_forked=True).start(f"before({work}, rank=0, call=1)")
+        job = Torchrun(shop, run, are_forked=True, by_processes=by_processes)
+        process = job.start(f"before({work}, rank=0, call=1)")
         await_file(mark, process)
         began = time.monotonic()
-        os.kill(process.pid, told)  # Ctrl-C in a terminal reaches torchrun alone, too: its ranks have own sessions
-        result = finish([process], expect=1, timeout=60)
+        os.kill(process.pid, told)  # Ctrl-C in a terminal reaches the launcher alone, too: its ranks have own sessions
+        result = finish([process], expect=128 + told if by_processes else 1, timeout=60)
         seconds = time.monotonic() - began
         assert_stopped(run, result, told)
         shop.train(run.name, prelude=FAULTS)
@@ -196,9 +198,10 @@ def test_torchrun_told(shop: Workshop, straight: Path, exhaustive: bool, evidenc
     slowest = max(for_each(cases, tell, at_once=3))
     assert slowest < TORCHRUN_PATIENCE_SECONDS
     evidence(
-        injected="SIGTERM or SIGINT to torchrun in a step, a validation or a save that takes 5 s more"
+        injected="SIGTERM or SIGINT to torchrun, or to ddp_train.py --processes, in a step, a validation or a save "
+        "that takes 5 s more"
         if exhaustive
-        else "SIGTERM to torchrun in a save that takes 5 s more",
+        else "SIGTERM to torchrun in a save, SIGINT to ddp_train.py --processes in a validation that takes 5 s more",
         times=len(cases),
         outcome=f"one checkpoint, one line that says how to continue, all gone within {slowest:.0f} s (torchrun kills "
         "after 30 s); the end is that of a run that never stopped, bit for bit",
@@ -211,19 +214,21 @@ def test_torchrun_told(shop: Workshop, straight: Path, exhaustive: bool, evidenc
 def test_torchrun_told_in_a_download(tmp_path: Path, exhaustive: bool, evidence: Evidence) -> None:
     signals = [signal.SIGTERM, signal.SIGINT] if exhaustive else [signal.SIGINT]
     slowest = 0.0
-    for told in signals:
+    for told, by_processes in itertools.product(signals, (False, True)):
         with FakeHub() as hub:
             dataset = hub.add_dataset(NAME, corpus())
             dataset.files["train.safetensors"].delay_seconds = 60
-            shop = Workshop(tmp_path / told.name, hub.environment(tmp_path / "hf") | {"HF_HUB_OFFLINE": "0"})
+            shop = Workshop(
+                tmp_path / f"{told.name}-{by_processes}", hub.environment(tmp_path / "hf") | {"HF_HUB_OFFLINE": "0"}
+            )
             run = shop.add_run(dataset=NAME, min_train_tokens=256)
-            process = Torchrun(shop, run, are_forked=True).start("")
+            process = Torchrun(shop, run, are_forked=True, by_processes=by_processes).start("")
             while not any(file.downloads for file in dataset.files.values() if file.delay_seconds):
                 assert process.poll() is None, process.communicate(timeout=1)
                 time.sleep(0.02)
             began = time.monotonic()
             os.kill(process.pid, told)
-            result = finish([process], expect=1, timeout=60)
+            result = finish([process], expect=128 + told if by_processes else 1, timeout=60)
             slowest = max(slowest, time.monotonic() - began)
             (line,) = result.error_lines
             assert line.startswith(f'stopped: dataset "{NAME}"')
@@ -232,8 +237,9 @@ def test_torchrun_told_in_a_download(tmp_path: Path, exhaustive: bool, evidence:
             shop.train("r", prelude=FAULTS)
     assert slowest < TORCHRUN_PATIENCE_SECONDS
     evidence(
-        injected=f"{' or '.join(told.name for told in signals)} to torchrun while rank 0 downloads the dataset",
-        times=len(signals),
+        injected=f"{' or '.join(told.name for told in signals)} to torchrun, or to ddp_train.py --processes, while "
+        "rank 0 downloads the dataset",
+        times=2 * len(signals),
         outcome=f"all gone within {slowest:.1f} s; one line says how to go on; the same command downloads and trains",
     )
 

@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
+from itertools import pairwise
 from typing import Any, NoReturn
 
 
@@ -81,8 +82,9 @@ def fork_pythons() -> None:
         script = Script.of(args)
         if script is not None:
             first, environment = options.get("preexec_fn"), options.get("env")
+            kept = options.get("pass_fds", ())
             # Called in the child, once it has its session, folder and streams; it never gets to what would follow.
-            options["preexec_fn"] = lambda: _become(script, first, environment)
+            options["preexec_fn"] = lambda: _become(script, first, environment, kept)
             for stream in filter(None, (sys.stdout, sys.stderr)):
                 stream.flush()
         start(self, args, *positional, **options)
@@ -90,13 +92,17 @@ def fork_pythons() -> None:
     subprocess.Popen.__init__ = start_forked  # type: ignore[method-assign, assignment]
 
 
-def _become(script: Script, first: Callable[[], object] | None, environment: Mapping[str, str] | None) -> NoReturn:
+def _become(
+    script: Script, first: Callable[[], object] | None, environment: Mapping[str, str] | None, kept: Sequence[int]
+) -> NoReturn:
     """Keep nothing of the parent that another program would not, and run the script."""
     gc.freeze()  # nothing of the parent's is taken apart here
     if first is not None:
         first()
     # The parent waits for the end of one of these, by which it learns that the program runs.
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    edges = [2, *sorted(kept), os.sysconf("SC_OPEN_MAX")]
+    for low, high in pairwise(edges):
+        os.closerange(low + 1, high)
     atexit._clear()
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):

@@ -134,6 +134,11 @@ class Workshop:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         return self.spawn([*launcher, str(ROOT / "ddp_train.py"), *self._arguments(arguments)], {})
 
+    def start_processes(self, *arguments: str, ranks: int = 2) -> Process:
+        """Start it with --processes as a user does: Python and torch load anew in each rank."""
+        command = [sys.executable, str(ROOT / "ddp_train.py"), *self._arguments(arguments), "--processes", str(ranks)]
+        return self.spawn(command, {})
+
     def script(self, name: str, *arguments: str) -> Result:
         """Run another of the root's commands, successfully."""
         return finish([self.fork([str(ROOT / name), *arguments], {})], expect=0, timeout=PATIENCE_SECONDS)

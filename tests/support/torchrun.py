@@ -1,4 +1,4 @@
-"""The real torchrun with faults in its ranks, and everything that it leaves running."""
+"""The real torchrun, or --processes, with faults in the ranks, and everything that it leaves running."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ MARK = "JOB_OF_A_TEST"  # a variable in the environment of all processes of a jo
 
 
 def with_faults(shop: Workshop, run: Path, prelude: str) -> Path:
-    """A script that is ddp_train.py after `prelude`, Python source."""
+    """A script that is ddp_train.py after `prelude`, Python source, in each rank."""
     script = shop.path / f"{run.name}.py"
+    # Not by runpy, which makes the name of what it runs the one of the command that --processes starts again.
     script.write_text(
-        f"import runpy, sys\nsys.path.insert(0, {str(ROOT)!r})\n{FIRST}{prelude}\n"
-        f"runpy.run_path({str(ROOT / 'ddp_train.py')!r}, run_name='__main__')\n"
+        f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\n{FIRST}"
+        f"if 'RANK' in os.environ or '--processes' not in sys.argv:\n    exec({prelude!r})\n"
+        f"exec(compile(open({str(ROOT / 'ddp_train.py')!r}).read(), 'ddp_train.py', 'exec'))\n"
     )
     return script
 
@@ -33,11 +35,12 @@ def with_faults(shop: Workshop, run: Path, prelude: str) -> Path:
 @dataclass(frozen=True)
 class Torchrun:
     """A job of two ranks that a torchrun has started: cold processes, or `are_forked` from it, which takes seconds less
-    of each and leaves them its children."""
+    of each and leaves them its children. With `by_processes` ddp_train.py --processes has, in place of torchrun."""
 
     shop: Workshop
     run: Path
     are_forked: bool = False
+    by_processes: bool = False
 
     def start(self, prelude: str, *options: str, arguments: Sequence[str] = (), faults: str = FAULTS) -> WarmProcess:
         """Start torchrun with `options`, and ddp_train.py with `arguments` in each rank, where `faults` and `prelude`,
@@ -47,6 +50,8 @@ class Torchrun:
         launcher.write_text(TORCHRUN)
         command = [self.run.name, str(self.shop.datasets), *arguments, "--runs-dir", str(self.shop.runs)]
         launch = [str(launcher), "--standalone", "--nproc_per_node=2", *options, str(script), *command]
+        if self.by_processes:
+            launch = [str(script), *command, "--processes", "2"]
         return self.shop.fork(launch, {MARK: self.mark}, FORK_PYTHONS if self.are_forked else "")
 
     @property
