@@ -184,21 +184,6 @@ class Work:
             embedding_parameters=_embedding_parameters(model),
         )
 
-    @property
-    def matrix_flops(self) -> float:
-        """All of a token's floating-point operations in products."""
-        return self.layer_flops + self.head_flops + self.attention_flops
-
-    @property
-    def bytes(self) -> float:
-        """A token's memory traffic between products, but for what is done once for a microbatch or step."""
-        return self.layer_bytes + self.logit_bytes
-
-    def floor_seconds(self, matrix_peak: float, bandwidth: float) -> float:
-        """Seconds that no program with these kernels goes below: arithmetic at the peak, memory at the full bandwidth,
-        the two at once (the roofline of Williams et al. 2009)."""
-        return max(self.matrix_flops / matrix_peak, self.bytes / bandwidth)
-
 
 def _embedding_parameters(model: ModelConfig) -> int:
     """Of the embeddings of tokens and bigrams, and of the first block's values."""

@@ -10,7 +10,7 @@ import pytest
 from gpt import load_model_config
 from harness.analysis.sweeps import load_sweep
 from harness.common.json_files import read_json_object
-from harness.data.loader import num_whole_batches
+from harness.data.loader import BatchLayout, BatchSchedule
 from harness.runs.directory import RunDirectory
 from harness.runs.schedule import build_schedule
 from harness.runs.train_config import load_train_config
@@ -52,10 +52,10 @@ def test_every_run_loads(name: str) -> None:
     assert config.min_train_tokens == -1 or config.min_train_tokens >= model.context_length
     if config.min_train_tokens != -1:
         world_size = 8 if name in MACHINES else 1
-        batch = world_size * config.accumulation_steps(world_size) * config.microbatch_size * model.context_length
-        build_schedule(
-            config, num_whole_batches(config.min_train_tokens, 2**62, batch)
-        )  # raises if the warm-up is longer
+        steps = config.accumulation_steps(world_size)
+        layout = BatchLayout(world_size, steps, config.microbatch_size, model.context_length)
+        total = BatchSchedule.constant(layout).num_steps(config.min_train_tokens, 2**62)
+        build_schedule(config, total)  # raises if the warm-up is longer
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -67,9 +67,9 @@ def test_the_rented_machines_have_the_notebooks_numbers(name: str) -> None:
     assert (config.min_train_tokens, config.start_train_token, config.start_val_token) == (CHINCHILLA_TOKENS, 0, 0)
     assert config.dataset == FINEWEB
     assert config.min_train_tokens is not None
-    batch = 8 * config.accumulation_steps(8) * microbatch * 1024
-    assert num_whole_batches(config.min_train_tokens, 2**62, batch) == steps
-    assert steps * batch == tokens
+    layout = BatchLayout(8, config.accumulation_steps(8), microbatch, 1024)
+    assert BatchSchedule.constant(layout).num_steps(config.min_train_tokens, 2**62) == steps
+    assert steps * layout.global_tokens == tokens
     # What is set besides changes no number: seven devices do not wait for one to validate, nor all for the disk.
     assert (config.validation_ranks, config.async_checkpoint) == ("all", True)
     notebook = {"dataset", "microbatch_size", "min_train_tokens", "start_train_token", "price_per_hour"}
