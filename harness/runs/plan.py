@@ -8,11 +8,11 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from pydantic import BaseModel
-
 from harness.common.options import TrainOptions
 from harness.common.units import GIB
 from harness.data.dataset import Dataset, check_token_ids, is_present
+from harness.model.config import ModelConfig
+from harness.model.export_formats import describe_formats
 from harness.model.tensor_names import check_weights_file
 from harness.runs.budget import Budget
 from harness.runs.checkpoint_lookup import choose_start, refuse_unnamed
@@ -28,7 +28,7 @@ from harness.runs.train_config import TrainConfig
 COLUMNS = 79
 
 
-def describe_plan(plan: Plan, model: BaseModel, speed: PlannedSpeed) -> str:
+def describe_plan(plan: Plan, model: ModelConfig, speed: PlannedSpeed) -> str:
     """The plan as text for a terminal."""
     config = plan.config
     lines = [*_wrap(f"Plan for {plan.name}: nothing is trained or downloaded", following=""), ""]
@@ -36,6 +36,7 @@ def describe_plan(plan: Plan, model: BaseModel, speed: PlannedSpeed) -> str:
     rows = [
         ("parameters", f"{plan.parameters:,}"),
         *_expert_rows(plan),
+        ("export", describe_formats(model)),
         *([("starts from", str(plan.initial_weights))] if plan.initial_weights else []),
         ("FLOPs per token", f"{plan.flops_per_token:,}"),
         ("global batch", _global_batch(plan)),
