@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,32 @@ def test_every_run_loads(name: str) -> None:
         layout = BatchLayout(world_size, steps, config.microbatch_size, model.context_length)
         total = BatchSchedule.constant(layout).num_steps(config.min_train_tokens, 2**62)
         build_schedule(config, total)  # raises if the warm-up is longer
+
+
+def test_what_training_leaves_in_a_shipped_run_is_no_change_to_the_repository(tmp_path: Path) -> None:
+    """In a run of the user's own it is one: a summary, a chart and results are worth a commit."""
+    shutil.copyfile(ROOT / ".gitignore", tmp_path / ".gitignore")
+    files = ["summary.json", "training-run-chart.png", "metrics.jsonl", "ift-responses.json", "judgements.jsonl"]
+    files += ["results/microbatch-search-cpu.json", "results/loss.json", "checkpoints/a/meta.json", "aside/1/old.json"]
+
+    def git(*arguments: str) -> list[str]:
+        command = ["git", "-c", "user.name=x", "-c", "user.email=x@x", *arguments]
+        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.splitlines()
+
+    git("init", "-q")
+    for name in SHIPPED:
+        shutil.copytree(SHIPPED_RUNS / name, tmp_path / "runs" / name)
+        git("add", "-f", f"runs/{name}")
+    git("add", ".gitignore")
+    git("commit", "-qm", "a clone")
+    for name in (*SHIPPED, "mine"):
+        for file in files:
+            path = tmp_path / "runs" / name / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("new")
+    own = ["ift-responses.json", "judgements.jsonl", "results/loss.json", "results/microbatch-search-cpu.json"]
+    own += ["summary.json", "training-run-chart.png"]
+    assert git("status", "--porcelain", "--untracked-files=all") == [f"?? runs/mine/{file}" for file in own]
 
 
 @pytest.mark.parametrize("name", MACHINES)
