@@ -184,6 +184,16 @@ class Work:
             embedding_parameters=_embedding_parameters(model),
         )
 
+    @property
+    def matrix_flops(self) -> float:
+        """All of a token's floating-point operations in products."""
+        return self.layer_flops + self.head_flops + self.attention_flops
+
+    @property
+    def bytes(self) -> float:
+        """A token's memory traffic between products, but for what is done once for a microbatch or step."""
+        return self.layer_bytes + self.logit_bytes
+
 
 def _embedding_parameters(model: ModelConfig) -> int:
     """Of the embeddings of tokens and bigrams, and of the first block's values."""
