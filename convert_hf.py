@@ -165,8 +165,11 @@ def gather_facts(
     from harness.common.device import only_device
     from harness.evaluation.held_out import measure_test_loss
     from harness.hf.model_card import ModelFacts
+    from harness.model.export_formats import choose_format
     from harness.runs.directory import RunDirectory
     from harness.runs.summary import read_summary
+
+    model_type = choose_format(model.config, files.config_source)  # refused before the test loss is measured
 
     run = RunDirectory(files.run) if files.run else None
     test = None
@@ -175,7 +178,7 @@ def gather_facts(
         test.keep(files.weights)
     summary = read_summary(run.summary) if run and run.summary.is_file() else None
     has_chart = run is not None and run.chart.is_file()
-    facts = ModelFacts(name, model.config, files.meta, summary, test, license_, has_chart)
+    facts = ModelFacts(name, model.config, model_type, files.meta, summary, test, license_, has_chart)
     return run, facts
 
 

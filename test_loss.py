@@ -94,7 +94,7 @@ def lines_of_one(test: TestLoss) -> list[str]:
     """What there is to say of one model, in lines of 80 columns."""
     from harness.evaluation.loss_table import COLUMNS
 
-    lines = [f"Loss against our test dataset: {test.loss:.3f}"]
+    lines = [f"Loss on the {test.text.split} split: {test.loss:.3f}"]
     if test.bits_per_byte is not None:
         lines.append(f"Bits per byte: {test.bits_per_byte:.3f}{'' if test.is_exact else APPROXIMATE}")
     lines.append(f"Measured on {test.place}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -139,12 +139,6 @@ def smallest_at_each_memory(points: Sequence[Point]) -> list[Point]:
 def fit_search(search: MicrobatchSearch) -> Line | CannotBeTold:
     """GiB over the microbatch by the peaks of one search of -f."""
     return fit_straight([(each.microbatch_size, each.gib) for each in search.tried])
-
-
-def memory_points(searches: Iterable[MicrobatchSearch]) -> list[Point]:
-    """(largest microbatch, GiB of the device) of searches on several machines, as the notebook has it; not of those
-    that the data ended, since more may fit."""
-    return smallest_at_each_memory([(each.largest, each.limit_gib) for each in searches if not each.is_all_data])
 
 
 def describe_batch_fit(fit: Parabola | CannotBeTold) -> list[str]:

@@ -95,11 +95,6 @@ def setup_of(record: RunRecord) -> RunSetup:
     return RunSetup(record.model, train, dataset, record.torch, record.device, record.world_size)
 
 
-def arm_name(runs: Sequence[str]) -> str:
-    """What the runs of an arm are called where no other arm or run is in the way: one by its own name."""
-    return runs[0] if len(runs) == 1 else _beginning(runs) or f"{min(runs)} and others"
-
-
 def _beginning(runs: Sequence[str]) -> str:
     """What the names have in common, in whole words and numbers, without what is left of the word seed."""
     alike = "".join(letters[0] for letters in takewhile(lambda each: len({*each}) == 1, zip(*runs, strict=False)))

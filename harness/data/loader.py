@@ -91,7 +91,11 @@ class BatchSchedule:
         return steps if self.tokens_before(steps) >= tokens else steps + 1
 
     def num_steps(self, wanted: int, available: int) -> int:
-        """As `num_whole_batches`, with these batches."""
+        """The smallest number of steps that see at least `wanted` tokens; -1 wanted: as many as there are tokens for.
+
+        `available` counts the tokens in the file from the slice's start; one more than the steps see is needed, as the
+        last target. Raises UserError saying how many tokens were wanted and how many there are.
+        """
         steps = self.steps_within(available - 1) if wanted == -1 else self.steps_for(wanted)
         needed = self.tokens_before(max(steps, 1) if wanted == -1 else steps) + 1
         if available < needed:
@@ -147,12 +151,3 @@ class TokenLoader:
         before = tokens_before // (size * self.layout.microbatch_tokens)
         steps = self.batches.at(steps_from_start).accumulation_steps
         return [self.microbatch((before + a) * size + rank) for a in range(steps)]
-
-
-def num_whole_batches(wanted: int, available: int, batch_tokens: int) -> int:
-    """The smallest whole number of batches that holds at least `wanted` tokens; -1 wanted: as many as there are.
-
-    `available` counts the tokens in the file from the slice's start; one more than the batches is needed, as the last
-    target. Raises UserError saying how many tokens were wanted and how many there are.
-    """
-    return BatchSchedule.constant(BatchLayout(1, 1, 1, batch_tokens)).num_steps(wanted, available)

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from harness.data.tokenizers.bpe import character_of_byte
 from harness.data.tokenizers.load import ROUND_TRIP_PROBE, load_tokenizer
 from harness.data.tokenizers.tiktoken_files import SUFFIX, read_encoding
 from harness.data.tokenizers.tokenizer import END_OF_TEXT
-from harness.hf.native_format import native_format
+from harness.hf import gpt2_format, llama_format
+from harness.model.export_formats import choose_format
 from harness.model.tensor_names import WEIGHTS
 from harness.model.weights import save_weights
 from harness.runs.model_folder import ModelFiles, check_tokenizer_fits, new_folder, tokenizer_file_of
@@ -35,8 +37,8 @@ def export_model(model: Any, files: ModelFiles, folder: Path, dtype: str) -> Non
     Raises UserError for a model that no native class computes, or a folder that is there already, RunError if it
     cannot be written; nothing is then left of it.
     """
-    native = native_format(model.config)
-    native.check_exact(model.config)
+    name = choose_format(model.config, files.config_source)
+    native: ModuleType = gpt2_format if name == "gpt2" else llama_format
     tokenizer = tokenizer_file_of(files.weights)
     loaded = load_tokenizer(tokenizer)
     check_tokenizer_fits(loaded, model.config.vocab_size, files.weights)

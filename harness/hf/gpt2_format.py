@@ -33,22 +33,6 @@ NORMS = {
     "norm2.shift": "ln_2.bias",
 }
 PRODUCTS = {"att.out_proj": "attn.c_proj", "ff.layers.0": "mlp.c_fc", "ff.layers.2": "mlp.c_proj"}
-# model.json's levers that no native class has, and how they are off.
-EXTRAS: dict[str, tuple[Any, ...]] = {
-    "logit_softcap": (None,),
-    "value_embeddings": (None,),
-    "embedding_skip": (False,),
-    "bigram_embedding": (None,),
-    "moe": (None,),
-}
-# The others, and what GPT-2's class computes.
-LEVERS: dict[str, tuple[Any, ...]] = {
-    "position": ("learned",),
-    "norm": ("layernorm",),
-    "mlp": ("gelu", "relu2"),
-    "qk_norm": (False,),
-    **EXTRAS,
-}
 ACTIVATIONS = {"gelu": "gelu_new", "relu2": "relu2"}
 # What a config.json may change about GPT-2 that ours does not have, with the values that ours computes.
 FIXED: dict[str, tuple[Any, ...]] = {
@@ -59,47 +43,6 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "reorder_and_upcast_attn": (False,),  # another order of the same sums, in training only
     "add_cross_attention": (False,),
 }
-
-
-def model_type(shape: Any) -> str:
-    """transformers' name of the class."""
-    return "gpt2"
-
-
-def check_exact(shape: Any) -> None:
-    """Raises UserError, by the lever's name, for a model (gpt.ModelConfig) that GPT-2's class does not compute."""
-    for lever, native in LEVERS.items():
-        if getattr(shape, lever) not in native:
-            raise no_native_class(shape, lever, native)
-    check_width(shape)
-    for lever, native_value in (("n_kv_heads", shape.n_heads), ("head_dim", shape.emb_dim // shape.n_heads)):
-        if getattr(shape, lever) not in (None, native_value):
-            raise no_native_class(shape, lever, (native_value,))
-
-
-def check_width(shape: Any) -> None:
-    """Raises UserError for a width that is not a multiple of the number of heads: GPT-2 has its heads side by side in
-    it, and transformers refuses to load such a Llama whatever its head_dim."""
-    if shape.emb_dim % shape.n_heads:
-        raise UserError(
-            f'model.json: key "emb_dim": {shape.emb_dim} has no native class in transformers that computes the same '
-            f'beside "n_heads": {shape.n_heads}; a multiple of {shape.n_heads} has'
-        )
-
-
-def as_written(shape: Any, lever: str) -> Any:
-    """A lever's value as model.json has it."""
-    value = getattr(shape, lever)
-    return value.model_dump(mode="json") if hasattr(value, "model_dump") else value
-
-
-def no_native_class(shape: Any, lever: str, native: tuple[Any, ...], beside: str = "") -> UserError:
-    """The refusal of a lever that stands where it does, and what would be native, `beside` another one."""
-    others = " or ".join(quoted(value) for value in native)
-    return UserError(
-        f'model.json: key "{lever}": {quoted(as_written(shape, lever))} has no native class in transformers that '
-        f"computes the same{beside and f' beside {beside}'}; {others} has"
-    )
 
 
 def to_config(shape: Any, eot_token: int, dtype: str) -> dict[str, Any]:

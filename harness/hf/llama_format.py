@@ -11,15 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.common.errors import UserError
-from harness.common.messages import quoted
-from harness.hf.gpt2_format import EXTRAS, bias, check_width, no_native_class
+from harness.hf.gpt2_format import bias
 from harness.model.norms import EPSILON
 from harness.model.tensor_names import EMBEDDING, HEAD
 
 PEER_HEAD = "lm_head.weight"
-# model.json's levers, and what these classes compute; besides "position": "rope".
-LEVERS: dict[str, tuple[Any, ...]] = {"norm": ("rmsnorm",), "mlp": ("swiglu",), **EXTRAS}
 LINEAR = {
     "att.W_query": "self_attn.q_proj",
     "att.W_key": "self_attn.k_proj",
@@ -33,32 +29,12 @@ NORMS = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
 HEAD_NORMS = {"att.q_norm": "self_attn.q_norm", "att.k_norm": "self_attn.k_norm"}
 
 
-def model_type(shape: Any) -> str:
-    """transformers' name of the class."""
-    return "qwen3" if shape.qk_norm else "llama"
-
-
-def check_exact(shape: Any) -> None:
-    """Raises UserError, by the lever's name, for a model (gpt.ModelConfig) with rotary positions that neither class
-    computes."""
-    for lever, native in LEVERS.items():
-        if getattr(shape, lever) not in native:
-            raise no_native_class(shape, lever, native, beside='"position": "rope"')
-    if not shape.qk_norm:
-        check_width(shape)
-    elif shape.linear_bias:
-        raise UserError(
-            f'model.json: key "linear_bias": {quoted(True)} has no native class in transformers that computes the same '
-            'beside "qk_norm": true; false has'
-        )
-
-
 def to_config(shape: Any, eot_token: int, dtype: str) -> dict[str, Any]:
     """config.json for a model of this shape (gpt.ModelConfig). `attention_bias` is of all four projections; biases
     that ours lacks are then zero."""
     config = {
         "architectures": ["Qwen3ForCausalLM" if shape.qk_norm else "LlamaForCausalLM"],
-        "model_type": model_type(shape),
+        "model_type": "qwen3" if shape.qk_norm else "llama",
         "vocab_size": shape.vocab_size,
         "max_position_embeddings": shape.context_length,
         "hidden_size": shape.emb_dim,

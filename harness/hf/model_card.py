@@ -13,7 +13,6 @@ from typing import Any
 
 from harness.evaluation.held_out import TestLoss
 from harness.evaluation.instruct.instructions import Instruction
-from harness.hf.native_format import native_format
 from harness.runs.summary import RunSummary
 
 CHART = "training-run-chart.png"
@@ -26,6 +25,7 @@ class ModelFacts:
 
     name: str  # owner/name
     config: Any  # gpt.ModelConfig
+    model_type: str  # of the class of transformers that it is exported to
     meta: dict[str, Any]  # of the checkpoint
     summary: RunSummary | None = None
     test: TestLoss | None = None
@@ -61,7 +61,7 @@ def _front_matter(facts: ModelFacts) -> Iterator[str]:
         yield f"license: {json.dumps(facts.license)}"
     if facts.dataset and not facts.dataset.startswith("builtin/"):
         yield from ("datasets:", f"- {json.dumps(facts.dataset)}")
-    yield from ("tags:", f"- {native_format(facts.config).model_type(facts.config)}", "- ddp-pretrain")
+    yield from ("tags:", f"- {facts.model_type}", "- ddp-pretrain")
     if facts.test:
         result = {
             "task": {"type": "text-generation"},

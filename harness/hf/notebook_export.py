@@ -7,7 +7,8 @@ from typing import Any
 
 from harness.data.tokenizers.load import load_tokenizer
 from harness.hf.export import DTYPES
-from harness.hf.notebook_format import check_exact, to_model_json, to_tensors
+from harness.hf.notebook_format import to_model_json, to_tensors
+from harness.model.export_formats import choose_format
 from harness.runs.model_folder import ModelFiles, check_tokenizer_fits, tokenizer_file_of, write_model
 
 
@@ -18,7 +19,7 @@ def export_for_notebook(model: Any, files: ModelFiles, folder: Path, dtype: str)
     Raises UserError for a model that the notebook's does not compute, or a folder that is there already, RunError if it
     cannot be written; nothing is then left of it.
     """
-    check_exact(model.config)
+    choose_format(model.config, files.config_source, for_notebook=True)
     tokenizer = tokenizer_file_of(files.weights)
     if isinstance(tokenizer, Path):  # GPT-2's own is not written, nor needed
         check_tokenizer_fits(load_tokenizer(tokenizer), model.config.vocab_size, files.weights)

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from harness.common.errors import UserError
-from harness.common.messages import abbreviated, quoted
-from harness.hf import gpt2_format
+from harness.common.messages import quoted
 from harness.model.tensor_names import EMBEDDING, HEAD
 
 MODEL_TYPE = "gpjtgpt2"
@@ -24,11 +23,9 @@ PREFIX = "model."
 MASK = ".att.mask"
 SIZES = ("vocab_size", "context_length", "emb_dim", "n_heads", "n_layers")
 KEYS = (*SIZES, "drop_rate", "qkv_bias")
-TIED = "tie_weights"
-# model.json's levers, and what its program computes.
-LEVERS = {**gpt2_format.LEVERS, "mlp": ("gelu",), "linear_bias": (True,)}
+TIED, EXPERTS = "tie_weights", "moe"  # of later versions of its program
 # What else its author's models have had, in words; LoRE is low-rank factors in place of the embedding or the head.
-OTHERS = {"moe": "a mixture of experts", "lore": "low-rank vocabulary matrices"}
+OTHERS = {"lore": "low-rank vocabulary matrices"}
 LORE_SWITCHES = ("input_embeddings", "output_head")
 
 
@@ -46,7 +43,7 @@ def from_config(config: dict[str, Any], source: Path) -> dict[str, Any]:
     for key in SIZES:
         if not isinstance(shape[key], int) or isinstance(shape[key], bool) or shape[key] < 1:
             raise UserError(f'{source}: key "cfg.{key}": {quoted(shape[key])} is not a whole number from 1 on')
-    known = {key: value for key, value in shape.items() if key in {*KEYS, TIED}}
+    known = {key: value for key, value in shape.items() if key in {*KEYS, TIED, EXPERTS}}
     for key in sorted(shape.keys() - known.keys()):
         _check_without_effect(key, shape[key], source)
     if config.get("tie_word_embeddings") is True and not shape.get(TIED):
@@ -73,18 +70,6 @@ def from_tensors(theirs: dict[str, Tensor], shape: dict[str, Any]) -> dict[str, 
     return ours
 
 
-def check_exact(shape: Any) -> None:
-    """Raises UserError, by the levers' names, for a model (gpt.ModelConfig) that the notebook's does not compute."""
-    other = [lever for lever, computed in LEVERS.items() if getattr(shape, lever) not in computed]
-    plain = {"n_kv_heads": shape.n_heads, "head_dim": shape.emb_dim / shape.n_heads, "mlp_dim": 4 * shape.emb_dim}
-    other += [lever for lever, only in plain.items() if getattr(shape, lever) not in (None, only)]
-    if not isinstance(shape.drop_rate, (int, float)):
-        other.append("drop_rate")
-    if other:
-        keys = abbreviated([f'key "{lever}": {quoted(gpt2_format.as_written(shape, lever))}' for lever in other])
-        raise UserError(f"model.json: {keys}: the notebook's program has no such model")
-
-
 def to_model_json(shape: Any) -> dict[str, Any]:
     """The notebook's model.json for a model of this shape (gpt.ModelConfig).
 
@@ -92,7 +77,8 @@ def to_model_json(shape: Any) -> dict[str, Any]:
     safetensors, in later versions) refuses a tied model's file with both. As an untied model the two matrices load
     either way, and by the program's first versions, which had no such key.
     """
-    return {key: getattr(shape, key) for key in KEYS}
+    experts = {EXPERTS: shape.moe.model_dump(exclude_none=True)} if shape.moe else {}  # a null is experts to it, too
+    return {key: getattr(shape, key) for key in KEYS} | experts
 
 
 def to_tensors(ours: dict[str, Tensor], shape: Any) -> dict[str, Tensor]:

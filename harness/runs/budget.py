@@ -1,7 +1,7 @@
 """How much a run trains: train.json's budget, as a number of tokens and of global steps.
 
-Budgets in hours and dollars need a speed (harness/runs/plan.py has it), which is another tomorrow: what a budget came
-to at the start of a run is recorded in every checkpoint, and holds until train.json asks for another one.
+Budgets in hours and dollars need a speed (harness/runs/timed_budget.py finds it), which is another tomorrow: what a
+budget came to at the start of a run is recorded in every checkpoint, and holds until train.json asks for another one.
 """
 
 from __future__ import annotations

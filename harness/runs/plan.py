@@ -7,13 +7,12 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 
-from pydantic import BaseModel
-
 from harness.common.gpu_names import gpu_names
 from harness.common.options import TrainOptions
 from harness.common.units import GIB
 from harness.data.dataset import Dataset, check_token_ids, is_present
 from harness.model.config import ModelConfig
+from harness.model.export_formats import describe_formats
 from harness.model.tensor_names import check_weights_file
 from harness.runs.budget import Budget
 from harness.runs.checkpoint_lookup import choose_start, refuse_unnamed
@@ -33,7 +32,7 @@ PADDED_VOCABULARY = 1.5  # times the dataset's: beyond what anybody pads it to, 
 
 
 def describe_plan(
-    plan: Plan, model: BaseModel, speed: PlannedSpeed, *, machine: str | None = None, notes: Sequence[str] = ()
+    plan: Plan, model: ModelConfig, speed: PlannedSpeed, *, machine: str | None = None, notes: Sequence[str] = ()
 ) -> str:
     """The plan as text for a terminal: what it will take comes last, where it stays on the screen."""
     config, is_continued = plan.config, plan.position is not None and plan.position.first_step > 0
@@ -44,6 +43,7 @@ def describe_plan(
     rows = [
         ("parameters", f"{plan.parameters:,}"),
         *_expert_rows(plan),
+        ("export", describe_formats(model)),
         ("FLOPs per token", f"{plan.flops_per_token:,}"),
         *([("machine", machine)] if machine else []),
         ("global batch", _global_batch(plan)),

@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from harness.analysis.against_baseline import compare_with
 from harness.analysis.records import RunRecord
-from harness.analysis.replicated_arms import arm_name, named_arms
+from harness.analysis.replicated_arms import named_arms
 from harness.analysis.runs_table import RunsTable
 from harness.analysis.verdicts import Word
 from harness.runs.results import LossResult, read_results, write_loss
@@ -43,6 +43,13 @@ def records(*runs: RunFolder) -> list[RunRecord]:
     return [RunRecord.read(run.directory) for run in runs]
 
 
+def replicates(tmp_path: Path, rate: float, *names: str) -> list[RunFolder]:
+    return [
+        RunFolder(tmp_path, name, {"learning_rate": rate, "random_seed": seed}).finish(final_validation_loss=2 + rate)
+        for seed, name in enumerate(names)
+    ]
+
+
 @pytest.mark.parametrize(
     ("runs", "name"),
     [
@@ -59,15 +66,8 @@ def records(*runs: RunFolder) -> list[RunRecord]:
         (["wide-10", "wide-11"], "wide"),
     ],
 )
-def test_an_arms_name_is_what_its_runs_share(runs: list[str], name: str) -> None:
-    assert arm_name(runs) == name
-
-
-def replicates(tmp_path: Path, rate: float, *names: str) -> list[RunFolder]:
-    return [
-        RunFolder(tmp_path, name, {"learning_rate": rate, "random_seed": seed}).finish(final_validation_loss=2 + rate)
-        for seed, name in enumerate(names)
-    ]
+def test_an_arms_name_is_what_its_runs_share(tmp_path: Path, runs: list[str], name: str) -> None:
+    assert [*named_arms(records(*replicates(tmp_path, 1, *runs))).runs] == [name]
 
 
 @pytest.mark.parametrize(

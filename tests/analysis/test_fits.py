@@ -18,7 +18,6 @@ from harness.analysis.fits import (
     fit_parabola,
     fit_search,
     fit_straight,
-    memory_points,
     smallest_at_each_memory,
 )
 from harness.runs.directory import RunDirectory
@@ -116,14 +115,10 @@ def test_what_points_cannot_tell(points: list[tuple[float, float]], reason: str)
 
 
 def test_the_line_over_ones_own_machines() -> None:
-    """By the peaks of one search, and by the answers of several; one that the data ended says nothing."""
+    """By the peaks of one search."""
     fit = fit_search(SEARCH)
     assert isinstance(fit, Line)
     assert (fit.slope, fit.intercept) == pytest.approx(((36.25 - 4.5) / 12, 4.5 - (36.25 - 4.5) / 12))
-    half = SEARCH.model_copy(update={"largest": 6, "limit_gib": 24.0})
-    same = SEARCH.model_copy(update={"largest": 14})
-    ended = SEARCH.model_copy(update={"largest": 20, "limit_gib": 80.0, "is_all_data": True})
-    assert memory_points([SEARCH, half, same, ended]) == [(6, 24.0), (13, 39.5)]
     alone = fit_search(SEARCH.model_copy(update={"tried": SEARCH.tried[:1]}))
     assert str(alone) == "cannot be told, because a line needs 2 points, and there is one"
 

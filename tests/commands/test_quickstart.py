@@ -41,7 +41,7 @@ def test_the_checkpoint_brings_its_tokenizer(shop: Workshop, tmp_path: Path) -> 
 
 def test_loss_and_bits_per_byte_on_the_test_split(shop: Workshop) -> None:
     result = shop.script("test_loss.py", str(shop.datasets), *weights(shop))
-    found = re.match(r"Loss against our test dataset: (\S+)\nBits per byte: (\S+)\n", result.stdout)
+    found = re.match(r"Loss on the test split: (\S+)\nBits per byte: (\S+)\n", result.stdout)
     assert found, result.stdout + result.stderr
     meta = json.loads((shop.datasets / "builtin" / "python-stdlib" / "meta.json").read_text())["splits"]["test"]
     expected = float(found[1]) / 0.6931472 * meta["tokens"] / meta["bytes"]

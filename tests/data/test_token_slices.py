@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from harness.common.errors import UserError
 from harness.data.dataset import Dataset, TokenFile, check_token_ids
-from harness.data.loader import BatchLayout, TokenLoader, num_whole_batches
+from harness.data.loader import BatchLayout, BatchSchedule, TokenLoader
 from harness.runs.experiment import find_position
 from harness.runs.train_config import load_train_config
 from tests.support.isolation import SHIPPED_RUNS
@@ -44,19 +44,21 @@ def test_the_notebooks_token_counts(name: str) -> None:
 @given(wanted=st.integers(1, 10**6), extra=st.integers(0, 10**5), batch=st.integers(1, 10**5))
 def test_the_smallest_whole_number_of_batches(wanted: int, extra: int, batch: int) -> None:
     batches = -(-wanted // batch)
-    assert num_whole_batches(wanted, batches * batch + 1 + extra, batch) == batches
+    schedule = BatchSchedule.constant(BatchLayout(1, 1, 1, batch))
+    assert schedule.num_steps(wanted, batches * batch + 1 + extra) == batches
     assert batches * batch >= wanted > (batches - 1) * batch
     with pytest.raises(UserError, match=rf"wanted {batches * batch + 1:,} tokens, but there are {batches * batch:,}"):
-        num_whole_batches(wanted, batches * batch, batch)
+        schedule.num_steps(wanted, batches * batch)
 
 
 @given(available=st.integers(0, 10**6), batch=st.integers(1, 10**4))
 def test_minus_one_takes_every_whole_batch(available: int, batch: int) -> None:
+    schedule = BatchSchedule.constant(BatchLayout(1, 1, 1, batch))
     if available < batch + 1:
         with pytest.raises(UserError):
-            num_whole_batches(-1, available, batch)
+            schedule.num_steps(-1, available)
     else:
-        batches = num_whole_batches(-1, available, batch)
+        batches = schedule.num_steps(-1, available)
         assert batches * batch + 1 <= available < (batches + 1) * batch + 1
 
 

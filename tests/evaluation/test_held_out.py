@@ -56,7 +56,7 @@ def test_a_short_split_from_any_token(shop: Workshop, start: int, batches: int) 
     with torch.no_grad():
         expected = torch.nn.functional.cross_entropy(model(inputs.view(-1, 16)).flatten(0, 1), targets)
     loss, *measured_on = result.stdout.splitlines()
-    assert loss == f"Loss against our test dataset: {expected:.3f}"
+    assert loss == f"Loss on the validation split: {expected:.3f}"
     assert " ".join(map(str.strip, measured_on)) == f"Measured on {place}"
     assert all(len(line) <= 80 for line in measured_on)
 
@@ -92,7 +92,7 @@ def test_a_bar_on_a_terminal(shop: Workshop) -> None:
 
 def printed_bits(result: Result) -> tuple[float, float]:
     """Loss and bits per byte."""
-    found = re.match(r"Loss against our test dataset: (\S+)\nBits per byte: (\S+)", result.stdout)
+    found = re.match(r"Loss on the \w+ split: (\S+)\nBits per byte: (\S+)", result.stdout)
     assert found, result
     return float(found[1]), float(found[2])
 

@@ -80,7 +80,7 @@ def test_the_loss_of_each_window_is_that_of_its_sequence(shop: Workshop) -> None
     windows = read_window_losses(RunDirectory(run), result)
     np.testing.assert_allclose(windows, expected, rtol=1e-5)
     assert result.loss == pytest.approx(float(windows.astype(np.float64).mean()), rel=1e-12)
-    assert done.stdout.startswith(f"Loss against our test dataset: {np.mean(expected):.3f}\n")
+    assert done.stdout.startswith(f"Loss on the test split: {np.mean(expected):.3f}\n")
 
 
 def test_the_result_says_what_was_measured(shop: Workshop) -> None:
@@ -149,7 +149,7 @@ def test_what_cannot_be_written_is_a_warning(shop: Workshop) -> None:
     (run / "results").write_text("in the way")
     done = measure(shop, *files_of(run), "--batches", "1")
     assert done.status == 0
-    assert done.stdout.startswith("Loss against our test dataset: ")
+    assert done.stdout.startswith("Loss on the test split: ")
     [line] = done.stderr.splitlines()
     assert line.startswith(f"warning: not kept among the run's results: {run / 'results'}/test-loss-")
 

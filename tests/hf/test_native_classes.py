@@ -11,23 +11,24 @@ import torch.nn.functional as F
 import transformers
 from huggingface_hub.errors import StrictDataclassClassValidationError
 
-from gpt import GPTModel, ModelConfig
+from gpt import GPTModel
 from harness.common.errors import UserError
 from harness.data.tokenizers.load import load_tokenizer
-from harness.hf import notebook_format
-from harness.hf.native_format import native_format
+from harness.hf import gpt2_format, llama_format
+from harness.model.export_formats import choose_format, missing_for_export
 from tests.hf.test_convert_hf import convert, refused, write_checkpoint
 from tests.model.test_model import random_model, random_tokens, shape
 from tests.support.launch import Workshop
 
 LLAMA: dict[str, Any] = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu"}
+SOURCE = Path("r/model.json")
 QWEN: dict[str, Any] = {**LLAMA, "qk_norm": True, "linear_bias": False}
 
 
 def peer_of(model: GPTModel) -> Any:
     """The native class with the weights of `model`."""
-    native = native_format(model.config)
-    native.check_exact(model.config)
+    name = choose_format(model.config, SOURCE)
+    native: Any = gpt2_format if name == "gpt2" else llama_format
     settings = native.to_config(model.config, 0, "float32")
     kind = settings.pop("model_type")
     automatic: Any = transformers.AutoConfig
@@ -59,7 +60,6 @@ def test_native_classes_give_the_same_logits_and_gradients(changes: dict[str, An
     model = random_model(shape(**changes)).eval()
     peer = peer_of(model)
     assert peer.config.model_type == kind
-    assert native_format(model.config).model_type(model.config) == kind
     tokens, targets = random_tokens(model.config), random_tokens(model.config, seed=4)
     theirs = peer(tokens).logits
     assert theirs.abs().max() > 1, "logits near zero would agree by themselves"
@@ -139,13 +139,33 @@ def test_transformers_samples_what_test_smoke_prints(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_no_native_class_computes_is_refused_by_the_levers_name(changes: dict[str, Any], key: str) -> None:
-    config = shape(**changes)
-    with pytest.raises(UserError, match=f'model.json: key "{key}": .* has$') as caught:
-        native_format(config).check_exact(config)
-    assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match="the notebook's program has no such model"):
-        notebook_format.check_exact(config)
+def test_what_no_native_class_computes_is_refused_by_the_keys_name(changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(UserError, match=f'^r/model.json: --format transformers cannot write .*"{key}": '):
+        choose_format(shape(**changes), SOURCE)
+
+
+def test_all_that_is_in_the_way_is_told_at_once(tmp_path: Path) -> None:
+    """Of every format, the nearest first; by the export of a model like the quickstart's, and by its plan."""
+    levers: dict[str, Any] = {"position": "rope", "norm": "rmsnorm", "qk_norm": True, "mlp": "relu2"}
+    config = shape(vocab_size=300, **levers, value_embeddings=1, linear_bias=False)
+    write_checkpoint(tmp_path / "c", config)
+    gpt2 = '"position": "learned", "norm": "layernorm", "qk_norm": false, "value_embeddings": null'
+    needed = (
+        'first: qwen3: "mlp": "swiglu", "value_embeddings": null; '
+        'llama: "mlp": "swiglu", "value_embeddings": null, "qk_norm": false; '
+        f'gpt2: {gpt2}; notebook: {gpt2}, "mlp": "gelu", "linear_bias": true\n'
+    )
+    for asked in ("transformers", "notebook"):
+        refused(tmp_path, "export", str(tmp_path / "c"), "out", "--format", asked, says=needed)
+    shop = Workshop(tmp_path)
+    shop.add_dataset()
+    for name, model, says in (
+        ("r", config.model_dump(mode="json"), 'to no format; the nearest, qwen3, needs "mlp": "swiglu",'),
+        ("plain", {}, "gpt2, notebook"),
+        ("experts", {"moe": {"num_experts": 2, "num_active_experts": 2}}, "notebook"),
+    ):
+        shop.add_run(name, model=model)
+        assert f"\nexport           {says}" in shop.attempt("--plan", run=name).stdout
 
 
 def test_widths_that_heads_do_not_divide() -> None:
@@ -154,12 +174,8 @@ def test_widths_that_heads_do_not_divide() -> None:
     sizes: dict[str, Any] = {"hidden_size": 50, "num_attention_heads": 4, "head_dim": 12}
     with pytest.raises(StrictDataclassClassValidationError, match="not a multiple of the number of attention heads"):
         transformers.LlamaConfig(**sizes)
-    config = shape(**LLAMA, **odd)
-    with pytest.raises(UserError, match=r'key "emb_dim": 50 .* beside "n_heads": 4; a multiple of 4 has$'):
-        native_format(config).check_exact(config)
-    rounded = shape(emb_dim=50, head_dim=12)  # 50 // 4
-    with pytest.raises(UserError, match='key "head_dim": 12: the notebook'):
-        notebook_format.check_exact(rounded)
+    for name, config in (("llama", shape(**LLAMA, **odd)), ("notebook", shape(emb_dim=50, head_dim=12))):
+        assert missing_for_export(config)[name] == ['"emb_dim": a multiple of 4']
     model = random_model(shape(**QWEN, **odd)).eval()
     tokens = random_tokens(model.config)
     with torch.no_grad():
@@ -171,13 +187,6 @@ def test_widths_that_heads_do_not_divide() -> None:
 )
 def test_what_the_notebook_has_not_is_refused_though_gpt2_has_it(changes: dict[str, Any]) -> None:
     config = shape(**changes)
-    native_format(config).check_exact(config)
-    with pytest.raises(UserError, match=f'key "{next(iter(changes))}": '):
-        notebook_format.check_exact(config)
-
-
-def test_a_refused_export_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "c", ModelConfig(**{**shape(vocab_size=300).model_dump(), "value_embeddings": 1}))
-    refused(
-        tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "out"), says='key "value_embeddings": 1 has no native'
-    )
+    assert choose_format(config, SOURCE) == "gpt2"
+    with pytest.raises(UserError, match=f'--format transformers can; .*first: notebook: "{next(iter(changes))}": '):
+        choose_format(config, SOURCE, for_notebook=True)

@@ -17,14 +17,16 @@ from bench.references import NotebookModel
 from gpt import ModelConfig
 from harness.common.errors import UserError
 from harness.data.tokenizers.bpe import train_bpe
-from harness.hf.notebook_format import check_exact, from_config
+from harness.hf.notebook_format import from_config
 from tests.hf.test_convert_hf import TEXT, convert, refused, write_checkpoint
 from tests.model.test_model import random_tokens, shape
 from tests.support.fake_hub import FakeDataset, FakeFile, FakeHub
 from tests.support.launch import Workshop
+from tests.support.notebook_model import notebook_model
 
 CPU = torch.device("cpu")
-VARIANTS = [{}, {"qkv_bias": True}, {"tie_weights": True}]
+EXPERTS = {"num_experts": 3, "num_active_experts": 2}
+VARIANTS: list[dict[str, Any]] = [{}, {"qkv_bias": True}, {"tie_weights": True}, {"moe": EXPERTS}]
 CODE = "modeling_gpjtgpt2.py"
 
 
@@ -118,7 +120,6 @@ LORE = {"rank": 128, "input_embeddings": False, "output_head": False, "smart_ini
     [
         ({"cfg": None}, "cfg"),
         ({"cfg": 3}, "cfg"),
-        ({"cfg": CFG | {"moe": {"num_experts": 6, "num_active_experts": 2}}}, "cfg.moe"),
         ({"cfg": CFG | {"lore": LORE | {"output_head": True}}}, "cfg.lore"),
         ({"cfg": CFG | {"lore": LORE | {"input_embeddings": True}}}, "cfg.lore"),
         ({"cfg": CFG | {"rope": True}}, "cfg.rope"),
@@ -173,18 +174,18 @@ def test_the_notebooks_scripts_load_what_is_exported(tmp_path: Path, changes: di
     assert ("written out" in result.stderr) == config.tie_weights
     told = json.loads((tmp_path / "out" / "model.json").read_text())
     keys = ["vocab_size", "context_length", "emb_dim", "n_heads", "n_layers", "drop_rate", "qkv_bias"]
-    assert told == {key: getattr(config, key) for key in keys}
+    assert told == {key: getattr(config, key) for key in keys} | ({"moe": EXPERTS} if config.moe else {})
     file = tmp_path / "out" / "model.safetensors"
     tokens, targets = random_tokens(config), random_tokens(config, seed=4)
     for load in (lambda model: model.load_state_dict(load_file(file), strict=True), lambda m: load_model(m, file)):
-        theirs = NotebookModel(ModelConfig(**told))
+        theirs = notebook_model(ModelConfig(**told))
         load(theirs)
         with torch.no_grad():
             loss, expected = (F.cross_entropy(m(tokens).flatten(0, 1), targets.flatten()) for m in (theirs, ours))
             assert (theirs(tokens) - ours(tokens)).abs().max() < 1e-5
         assert loss.item() == pytest.approx(expected.item(), abs=2e-6)
-    check_buffers(load_file(file), NotebookModel(config).state_dict())
-    NotebookModel(config).load_state_dict(load_file(file), strict=True)  # a tied model.json of the user's own
+    check_buffers(load_file(file), notebook_model(config).state_dict())
+    notebook_model(config).load_state_dict(load_file(file), strict=True)  # a tied model.json of the user's own
 
 
 def test_a_model_of_gpt2s_vocabulary_is_exported_without_it(tmp_path: Path) -> None:
@@ -216,13 +217,3 @@ def test_our_commands_read_the_export_too(tmp_path: Path) -> None:
     assert written["trf_blocks.0.att.mask"].dtype == torch.float32
     assert torch.equal(written["tok_emb.weight"], ours.tok_emb.weight.bfloat16())
     refused(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "out"), *options, says="exists")
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("position", "rope"), ("norm", "rmsnorm"), ("mlp", "swiglu"), ("qk_norm", True), ("n_kv_heads", 2)],
-)
-def test_levers_that_the_notebook_has_not_are_refused_by_name(key: str, value: object) -> None:
-    with pytest.raises(UserError, match=f'model.json: key "{key}": '):
-        check_exact(ModelConfig.model_construct(**{**shape().model_dump(), key: value}))
-    check_exact(shape(tie_weights=True, qkv_bias=True))

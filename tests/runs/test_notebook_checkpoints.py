@@ -227,7 +227,7 @@ def test_the_other_commands_take_it(tmp_path: Path, shape: dict[str, Any]) -> No
     with torch.no_grad():
         assert (model(tokens) - notebook.model(tokens)).abs().max() < 1e-5
     printed = shop.script("test_loss.py", str(shop.datasets), *files, "--dataset", "local/letters").stdout
-    assert printed.startswith("Loss against our test dataset: ")
+    assert printed.startswith("Loss on the test split: ")
 
 
 @pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="needs GPT-2's vocabulary")

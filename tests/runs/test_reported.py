@@ -11,7 +11,7 @@ import pytest
 
 from harness.common.errors import UserError
 from harness.common.json_files import read_json_object
-from harness.data.loader import num_whole_batches
+from harness.data.loader import BatchSchedule
 from harness.runs.directory import RunDirectory
 from harness.runs.reported import Reported, read_reported
 from harness.runs.train_config import load_train_config
@@ -80,7 +80,7 @@ def test_seconds_tokens_and_speed_agree(name: str) -> None:
     assert layout is not None
     assert (layout.world_size, layout.accumulation_steps, layout.microbatch_size) == (8, 1, microbatch)
     assert layout.global_tokens * steps == tokens
-    assert num_whole_batches(3_260_190_720, 2**62, layout.global_tokens) == steps
+    assert BatchSchedule.constant(layout).num_steps(3_260_190_720, 2**62) == steps
 
 
 @pytest.mark.parametrize("name", MACHINES)

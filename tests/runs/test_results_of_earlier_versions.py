@@ -179,7 +179,7 @@ def test_the_other_commands_take_a_checkpoint(shop: Workshop, tmp_path: Path) ->
     run = Path(shutil.copytree(FIXTURES / "one_rank", tmp_path / "run"))
     files = [str(run / "model.json"), str(checkpoint_of(run) / "model.safetensors")]
     printed = shop.script("test_loss.py", str(shop.datasets), *files, "--dataset", DATASET).stdout
-    assert 0 < float(printed.splitlines()[0].removeprefix("Loss against our test dataset: ")) < math.log(16)
+    assert 0 < float(printed.splitlines()[0].removeprefix("Loss on the test split: ")) < math.log(16)
     files = write_with_text(run)
     assert shop.script("test_smoke.py", *files, "--prompt", "Say", "--num-tokens", "3").stdout.startswith("Say")
     (tmp_path / "data.json").write_text(json.dumps([{"instruction": "Say", "input": "", "output": "it"}] * 20))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from gpt import load_model_config
 from harness.analysis.sweeps import load_sweep
 from harness.common.json_files import read_json_object
-from harness.data.loader import num_whole_batches
+from harness.data.loader import BatchLayout, BatchSchedule
 from harness.runs.directory import RunDirectory
 from harness.runs.schedule import build_schedule
 from harness.runs.train_config import load_train_config
@@ -52,10 +54,36 @@ def test_every_run_loads(name: str) -> None:
     assert config.min_train_tokens == -1 or config.min_train_tokens >= model.context_length
     if config.min_train_tokens != -1:
         world_size = 8 if name in MACHINES else 1
-        batch = world_size * config.accumulation_steps(world_size) * config.microbatch_size * model.context_length
-        build_schedule(
-            config, num_whole_batches(config.min_train_tokens, 2**62, batch)
-        )  # raises if the warm-up is longer
+        steps = config.accumulation_steps(world_size)
+        layout = BatchLayout(world_size, steps, config.microbatch_size, model.context_length)
+        total = BatchSchedule.constant(layout).num_steps(config.min_train_tokens, 2**62)
+        build_schedule(config, total)  # raises if the warm-up is longer
+
+
+def test_what_training_leaves_in_a_shipped_run_is_no_change_to_the_repository(tmp_path: Path) -> None:
+    """In a run of the user's own it is one: a summary, a chart and results are worth a commit."""
+    shutil.copyfile(ROOT / ".gitignore", tmp_path / ".gitignore")
+    files = ["summary.json", "training-run-chart.png", "metrics.jsonl", "ift-responses.json", "judgements.jsonl"]
+    files += ["results/microbatch-search-cpu.json", "results/loss.json", "checkpoints/a/meta.json", "aside/1/old.json"]
+
+    def git(*arguments: str) -> list[str]:
+        command = ["git", "-c", "user.name=x", "-c", "user.email=x@x", *arguments]
+        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.splitlines()
+
+    git("init", "-q")
+    for name in SHIPPED:
+        shutil.copytree(SHIPPED_RUNS / name, tmp_path / "runs" / name)
+        git("add", "-f", f"runs/{name}")
+    git("add", ".gitignore")
+    git("commit", "-qm", "a clone")
+    for name in (*SHIPPED, "mine"):
+        for file in files:
+            path = tmp_path / "runs" / name / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("new")
+    own = ["ift-responses.json", "judgements.jsonl", "results/loss.json", "results/microbatch-search-cpu.json"]
+    own += ["summary.json", "training-run-chart.png"]
+    assert git("status", "--porcelain", "--untracked-files=all") == [f"?? runs/mine/{file}" for file in own]
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -67,9 +95,9 @@ def test_the_rented_machines_have_the_notebooks_numbers(name: str) -> None:
     assert (config.min_train_tokens, config.start_train_token, config.start_val_token) == (CHINCHILLA_TOKENS, 0, 0)
     assert config.dataset == FINEWEB
     assert config.min_train_tokens is not None
-    batch = 8 * config.accumulation_steps(8) * microbatch * 1024
-    assert num_whole_batches(config.min_train_tokens, 2**62, batch) == steps
-    assert steps * batch == tokens
+    layout = BatchLayout(8, config.accumulation_steps(8), microbatch, 1024)
+    assert BatchSchedule.constant(layout).num_steps(config.min_train_tokens, 2**62) == steps
+    assert steps * layout.global_tokens == tokens
     # What is set besides changes no number: seven devices do not wait for one to validate, nor all for the disk, which
     # would fill up with 93 GiB of checkpoints.
     assert (config.validation_ranks, config.async_checkpoint, config.keep_checkpoints) == ("all", True, 3)

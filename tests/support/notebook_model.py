@@ -8,10 +8,35 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file, save_model
-from torch import Tensor
+from torch import Tensor, nn
 
-from bench.references import NotebookModel
+from bench.references import FeedForward, NotebookModel
 from gpt import ModelConfig
+
+
+class NotebookExperts(nn.Module):
+    """Each expert's output times its weight: a softmax over the logits of those that the router prefers."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.moe is not None
+        self.active = config.moe.num_active_experts
+        self.router = nn.Linear(config.emb_dim, config.moe.num_experts, bias=False)
+        self.experts = nn.ModuleList(FeedForward(config.emb_dim) for _ in range(config.moe.num_experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.router(x)
+        least = logits.topk(self.active).values[..., -1:]
+        weights = logits.masked_fill(logits < least, -torch.inf).softmax(-1)
+        return (torch.stack([expert(x) for expert in self.experts], -1) * weights.unsqueeze(-2)).sum(-1)
+
+
+def notebook_model(config: ModelConfig) -> NotebookModel:
+    """The program's model, with experts where the configuration has them."""
+    model = NotebookModel(config)
+    for block in model.trf_blocks if config.moe else ():
+        block.ff = NotebookExperts(config)
+    return model
 
 
 class NotebookRun:

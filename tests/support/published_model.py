@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 
-from bench.references import NotebookModel
 from gpt import ModelConfig
+from tests.support.notebook_model import notebook_model
 
 
 class PublishedConfig(PretrainedConfig):
@@ -35,5 +35,5 @@ class PublishedModel(PreTrainedModel):
         assert config.cfg is not None
         if config.cfg.get("tie_weights"):
             self._tied_weights_keys = {"model.out_head.weight": "model.tok_emb.weight"}
-        self.model = NotebookModel(ModelConfig(**config.cfg))
+        self.model = notebook_model(ModelConfig(**config.cfg))
         self.post_init()

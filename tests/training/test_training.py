@@ -93,7 +93,7 @@ def test_smoke_and_loss_work_on_the_checkpoint(trained: tuple[Workshop, Path, Re
     shop, run, _ = trained
     weights = str(run / "checkpoints" / "best" / "model.safetensors")
     loss = shop.script("test_loss.py", str(shop.datasets), str(run / "model.json"), weights)
-    printed = re.match(r"Loss against our test dataset: (\d\.\d{3})\n", loss.stdout)
+    printed = re.match(r"Loss on the test split: (\d\.\d{3})\n", loss.stdout)
     assert printed, loss.stdout
     assert float(printed.group(1)) == pytest.approx(metrics(run)[-2]["loss"], abs=0.3)
 

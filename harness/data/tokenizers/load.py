@@ -14,19 +14,16 @@ ROUND_TRIP_PROBE = f"x  a  b\r\n\tE\u0301 \ufb01 日本 \U0001f40d\x00 {END_OF_T
 
 def load_tokenizer(name_or_file: str | Path) -> Tokenizer:
     """GPT-2's tokenizer for "gpt2", else the one in a file: a byte-level BPE's tokenizer.json, or an encoding of
-    tiktoken as `tiktoken_encodings.encoding_file` writes it.
+    tiktoken as `tiktoken_files.encoding_file` writes it.
 
     Raises UserError if GPT-2's vocabulary cannot be had, or the file is missing, damaged or loses text.
     """
-    from harness.data.tokenizers import bpe
-    from harness.data.tokenizers import tiktoken_files as tiktoken_encodings
+    from harness.data.tokenizers import bpe, tiktoken_files
 
     if name_or_file == "gpt2":
-        return tiktoken_encodings.load_encoding("gpt2")
+        return tiktoken_files.load_encoding("gpt2")
     path = Path(name_or_file)
-    tokenizer = (
-        tiktoken_encodings.load_file(path) if path.name.endswith(tiktoken_encodings.SUFFIX) else bpe.load_file(path)
-    )
+    tokenizer = tiktoken_files.load_file(path) if path.name.endswith(tiktoken_files.SUFFIX) else bpe.load_file(path)
     if tokenizer.decode(tokenizer.encode(ROUND_TRIP_PROBE)) != ROUND_TRIP_PROBE:
         raise UserError(
             f"{path}: decoding does not give back the encoded text; only byte-level BPEs without a prefix do"

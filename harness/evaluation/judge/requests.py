@@ -29,7 +29,7 @@ HOPELESS_QUESTIONS = 8  # so many without any valid answer: this judge cannot do
 class JudgeSettings:
     """How to judge. `attempts` is how often to ask again for a valid answer, and how often in a row the judge may fail
     to answer at all; `seed` decides the order in which it sees the models. `prompt` is TOGETHER, or a key of
-    judge_alone.WORDINGS."""
+    alone.WORDINGS."""
 
     endpoint: Endpoint
     repeats: int = 1
