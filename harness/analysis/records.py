@@ -23,6 +23,7 @@ from harness.runs.reported import Reported, read_reported
 from harness.runs.results import Results, read_results
 from harness.runs.search_results import Searches, read_searches
 from harness.runs.summary import RunSummary, read_summary
+from harness.runs.throughput import cost_by_phase
 from harness.runs.train_config import load_train_config
 
 # A run on another machine, of which only the files are to be seen, counts as going on for so long after its last line.
@@ -121,12 +122,22 @@ class RunRecord:
     @property
     def seconds(self) -> Mapping[str, float]:
         """By phase, and in total; empty where nothing was recorded. Of a run that has not finished, the phases are
-        those up to its latest checkpoint."""
+        those up to its latest checkpoint, and the total that up to its last report."""
         if self.summary:
             return self.summary.seconds
-        if self.meta and self.meta.seconds:
-            return {**self.meta.seconds, "total": sum(self.meta.seconds.values())}
-        return {}
+        phases = self.meta.seconds if self.meta else {}
+        reported = self.progress.seconds if self.progress else None
+        if reported is None and not phases:
+            return {}
+        return {**phases, "total": sum(phases.values()) if reported is None else reported}
+
+    @property
+    def dollars(self) -> Mapping[str, float]:
+        """By phase, and in total: those of the summary, else by the same function; empty without a price."""
+        if self.summary and self.summary.dollars is not None:
+            return self.summary.dollars
+        price = self.train.get("price_per_hour")
+        return cost_by_phase(self.seconds, price if isinstance(price, int | float) else None) or {}
 
     def _recorded(self, key: str) -> Any:
         """By the summary, else by the latest checkpoint."""

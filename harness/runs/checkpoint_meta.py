@@ -140,7 +140,9 @@ def validation_text(
     digest = split.get("sha256") if isinstance(split, dict) else None
     batches, microbatch = train.get("validation_batches"), train.get("microbatch_size")
     start, context = train.get("start_val_token", 0), model.get("context_length")
-    if not isinstance(digest, str) or not all(isinstance(each, int) for each in (batches, microbatch, start, context)):
+    if not isinstance(digest, str) or not isinstance(batches, int) or not isinstance(microbatch, int):
+        return None
+    if not isinstance(start, int) or not isinstance(context, int):
         return None
     return ValidationText(digest, start, batches * microbatch, context)
 

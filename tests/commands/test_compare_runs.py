@@ -150,6 +150,16 @@ def test_json_has_every_number_and_every_reason(runs: Path) -> None:
     assert said["columns"]["test_loss"]["lower_is_better"] is True
 
 
+def test_dollars_are_those_of_the_summary_or_worked_out_as_a_summarys_are(tmp_path: Path) -> None:
+    price, dollars = {"price_per_hour": 0.10}, {"training": 0.0071, "validation": 0.0017, "total": 0.0101}
+    RunFolder(tmp_path, "finished", price).finish(dollars=dollars)
+    RunFolder(tmp_path, "stopped", price).add_checkpoint(LATEST, "latest").train_to(0, 100)
+    said = {run["name"]: run["values"] for run in json.loads(compare(tmp_path, "--json").stdout)["runs"]}
+    shown = {name: values["dollars"]["value"] for name, values in said.items()}
+    assert shown == {"finished": 0.0101, "stopped": 0.01}, "3.6 s a step"
+    assert said["finished"]["dollars_without_validation"]["value"] == pytest.approx(0.0084)
+
+
 def test_one_folder_with_all_that_can_be_wrong(tmp_path: Path) -> None:
     RunFolder(tmp_path, "whole").finish().test_loss(2.5).test_loss(2.4, LATEST)
     RunFolder(tmp_path, "never")
