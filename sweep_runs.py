@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -24,6 +27,7 @@ PROCESSES = click.option(
     "--processes", type=click.IntRange(1, 1024), help="Of each run. Default: a group's GPUs, or 1 without GPUs."
 )
 MAX_DOLLARS = click.option("--max-dollars", type=POSITIVE, help="Stop before all runs together have cost more.")
+CLEAR_LINE = "\r\x1b[2K"
 WHERE_THEY_PRINT = "What they print goes to sweep.log in their folders."
 GPUS = click.option("--gpus", type=click.IntRange(1, 64), default=8, show_default=True, help="Of each run's node.")
 
@@ -137,7 +141,7 @@ def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | N
         say(f"Sweep {found.name}: {len(runner.waiting):,} of {len(found.runs):,} runs are to be trained")
         if runner.is_work_left():
             say(WHERE_THEY_PRINT)
-        leave(runner.run(say), found.runs)
+        leave(runner.run(say, progress_line()), found.runs)
         say(next_commands(found, datasets_dir))
 
 
@@ -181,14 +185,22 @@ def search(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float |
         say(f"Search {found.name}: {found.count:,} trials, {runner.describe_start()}")
         if runner.is_work_left():
             say(WHERE_THEY_PRINT)
-        ends = runner.run(say)
+        ends = runner.run(say, progress_line())
         for line in describe_best(found, runner.results()):
             say(line)
         leave(ends, runner.runs, runner.unmade)
 
 
 def say(text: str) -> None:
-    print(text, flush=True)
+    """Print a line, on a terminal in place of one that was shown."""
+    print(f"{CLEAR_LINE}{text}" if sys.stdout.isatty() else text, flush=True)
+
+
+def progress_line() -> Callable[[str], None] | None:
+    """What shows a line of a terminal that the next one replaces; None where output is not a terminal."""
+    if not sys.stdout.isatty():
+        return None
+    return lambda text: print(f"{CLEAR_LINE}{text[: get_terminal_size().columns - 1]}", end="", flush=True)
 
 
 @main.command("status", short_help="What is finished, going on, failed.")
