@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from shutil import get_terminal_size
+from typing import Any
 
 import click
 
 from harness.common.errors import one_line_errors
 from harness.common.options import POSITIVE, Group
-
-if TYPE_CHECKING:
-    from harness.analysis.cluster_files import ClusterJob
 
 SWEEP = click.argument("sweep", type=click.Path(path_type=Path), metavar="SWEEP.json")
 DATASETS_DIR = click.argument("datasets_dir", type=click.Path(path_type=Path))
@@ -24,8 +24,8 @@ PROCESSES = click.option(
     "--processes", type=click.IntRange(1, 1024), help="Of each run. Default: a group's GPUs, or 1 without GPUs."
 )
 MAX_DOLLARS = click.option("--max-dollars", type=POSITIVE, help="Stop before all runs together have cost more.")
+CLEAR_LINE = "\r\x1b[2K"
 WHERE_THEY_PRINT = "What they print goes to sweep.log in their folders."
-GPUS = click.option("--gpus", type=click.IntRange(1, 64), default=8, show_default=True, help="Of each run's node.")
 
 
 def print_schema(context: click.Context, _: click.Parameter, is_asked: bool) -> None:
@@ -135,7 +135,7 @@ def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | N
         say(f"Sweep {found.name}: {len(runner.waiting):,} of {len(found.runs):,} runs are to be trained")
         if runner.is_work_left():
             say(WHERE_THEY_PRINT)
-        leave(runner.run(say), found.runs)
+        leave(runner.run(say, progress_line()), found.runs)
         say(next_commands(found, datasets_dir))
 
 
@@ -179,14 +179,22 @@ def search(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float |
         say(f"Search {found.name}: {found.count:,} trials, {runner.describe_start()}")
         if runner.is_work_left():
             say(WHERE_THEY_PRINT)
-        ends = runner.run(say)
+        ends = runner.run(say, progress_line())
         for line in describe_best(found, runner.results()):
             say(line)
         leave(ends, runner.runs, runner.unmade)
 
 
 def say(text: str) -> None:
-    print(text, flush=True)
+    """Print a line, on a terminal in place of one that was shown."""
+    print(f"{CLEAR_LINE}{text}" if sys.stdout.isatty() else text, flush=True)
+
+
+def progress_line() -> Callable[[str], None] | None:
+    """What shows a line of a terminal that the next one replaces; None where output is not a terminal."""
+    if not sys.stdout.isatty():
+        return None
+    return lambda text: print(f"{CLEAR_LINE}{text[: get_terminal_size().columns - 1]}", end="", flush=True)
 
 
 @main.command("status", short_help="What is finished, going on, failed.")
@@ -205,47 +213,6 @@ def status(sweep: Path, runs_dir: Path) -> None:
             return
         found = load_sweep(sweep, runs_dir)
         click.echo(describe_standings(found.name, [standing_of(run) for run in found.runs], runs_dir))
-
-
-@main.command("slurm", short_help="A Slurm array for a cluster.")
-@SWEEP
-@DATASETS_DIR
-@GPUS
-@click.option("--cpus", type=click.IntRange(1), default=32, show_default=True, help="Cores of each run's node.")
-@click.option("--at-once", type=click.IntRange(1), help="So many runs at a time. Default: as many as there are nodes.")
-@RUNS_DIR
-def slurm(sweep: Path, datasets_dir: Path, runs_dir: Path, gpus: int, **given: Any) -> None:
-    """Print a script for sbatch: an array with a job for each run of SWEEP.json."""
-    with one_line_errors():
-        from harness.analysis.cluster_files import slurm_script
-
-        click.echo(
-            slurm_script(cluster_job(sweep, datasets_dir, runs_dir, gpus), given["cpus"], given["at_once"]), nl=False
-        )
-
-
-@main.command("skypilot", short_help="A SkyPilot task for rented machines.")
-@SWEEP
-@DATASETS_DIR
-@GPUS
-@click.option("--accelerator", default="H100", show_default=True, help="The GPUs' name, as SkyPilot has it.")
-@RUNS_DIR
-def skypilot(sweep: Path, datasets_dir: Path, runs_dir: Path, gpus: int, accelerator: str) -> None:
-    """Print a SkyPilot task, whose first lines launch a managed job for each run of SWEEP.json."""
-    with one_line_errors():
-        from harness.analysis.cluster_files import skypilot_task
-
-        click.echo(skypilot_task(cluster_job(sweep, datasets_dir, runs_dir, gpus), accelerator), nl=False)
-
-
-def cluster_job(sweep: Path, datasets_dir: Path, runs_dir: Path, gpus: int) -> ClusterJob:
-    """The sweep, whose runs have to be made. Raises UserError."""
-    from harness.analysis.cluster_files import ClusterJob
-    from harness.analysis.sweeps import load_sweep
-
-    found = load_sweep(sweep, runs_dir)
-    found.require_made()
-    return ClusterJob(found.name, [run.name for run in found.runs], datasets_dir, runs_dir, gpus)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,6 @@ BEFORE_TORCH = [
     "harness.analysis.table_fits",
     "harness.analysis.sweep_run",
     "harness.analysis.sweep_search",
-    "harness.analysis.cluster_files",
 ]
 HELP_SECONDS = 0.5  # of a processor: those on the clock are the machine's business
 SLOW = {"torch", "matplotlib", "transformers", "openai", "lm_eval", "pyarrow", "huggingface_hub", "optuna"}

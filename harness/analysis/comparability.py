@@ -3,12 +3,12 @@ content, such as the hash of a text, not by names."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from harness.analysis.records import RunRecord
+from harness.runs.checkpoint_meta import validation_text
 from harness.runs.metrics import BenchmarkEvent
 from harness.runs.results import AnyResult, BenchmarkResult, InstructionResult, LossResult, Result, Text
 
@@ -69,35 +69,24 @@ def comparable_groups(measured: Sequence[Measured]) -> list[Group]:
 
 def training_ground(record: RunRecord) -> Ground | None:
     """The text that a run's training losses are over; None if its content is not recorded."""
-    split = record.dataset.get("train")
-    if not isinstance(split, dict) or not split.get("sha256"):
+    split, context = record.dataset.get("train"), record.model.get("context_length")
+    digest = split.get("sha256") if isinstance(split, dict) else None
+    if not isinstance(digest, str):
         return None
-    context = record.model.get("context_length")
-    words = f"the train split of {record.dataset.get('name')} ({_short(split.get('sha256'))}), context {context}"
-    return Ground(_identity("train", split.get("sha256"), context), words)
+    words = f"the train split of {record.dataset.get('name')} ({_short(digest)}), context {context}"
+    return Ground(("train", digest, context), words)
 
 
 def validation_ground(record: RunRecord) -> Ground | None:
-    """The same of its validation losses: the slice that train.json asks for. Two texts whose content is not recorded
-    are not known to be the same."""
-    split, train, context = record.dataset.get("validation"), record.train, record.model.get("context_length")
-    batches, start = train.get("validation_batches"), train.get("start_val_token", 0)
-    microbatch = train.get("microbatch_size")
-    if not isinstance(split, dict) or not split.get("sha256"):
+    """The text that a run's validation losses are over; None if its content is not recorded."""
+    text = validation_text(record.model, record.train, record.dataset)
+    if text is None:
         return None
-    if not isinstance(batches, int) or not isinstance(microbatch, int) or not isinstance(start, int):
-        return None
-    sequences = batches * microbatch
     words = (
-        f"{sequences:,} x {context} tokens from {start:,} of the validation split of {record.dataset.get('name')} "
-        f"({_short(split.get('sha256'))})"
+        f"{text.sequences:,} x {text.context_length} tokens from {text.start_token:,} of the validation split of "
+        f"{record.dataset.get('name')} ({_short(text.sha256)})"
     )
-    return Ground(_identity("validation", split.get("sha256"), start, sequences, context), words)
-
-
-def _identity(*parts: object) -> str:
-    """Of values of a summary.json, which may be of any kind."""
-    return json.dumps(parts)
+    return Ground(text, words)
 
 
 def loss_ground(result: LossResult) -> Ground:

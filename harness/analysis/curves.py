@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from harness.common.errors import UserError
 from harness.common.messages import abbreviated, nearest
 from harness.runs.metrics import Event, TrainEvent, ValidationEvent
+from harness.runs.throughput import cost
 
 LEAST_POINTS = 2
 # The losses of the first part of an axis are near ln(vocabulary), and would squeeze the rest into the lower edge.
@@ -129,7 +130,7 @@ def _place_on(source: CurveSource, axis: Axis) -> Callable[[Event], float]:
         "steps": lambda event: event.global_step,
         "tokens": lambda event: event.tokens_seen,
         "hours": lambda event: (event.seconds or 0.0) / 3600,
-        "dollars": lambda event: (event.seconds or 0.0) / 3600 * (price or 0.0),
+        "dollars": lambda event: cost(event.seconds or 0.0, price or 0.0),
         "flops": lambda event: event.tokens_seen * (flops or 0),
     }
     return places[axis.name]

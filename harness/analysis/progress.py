@@ -32,6 +32,29 @@ def percent_done(tokens_seen: int, tokens_wanted: int) -> str:
     return f"{min(99, 100 * tokens_seen // tokens_wanted)} %"
 
 
+def describe_progress(progress: Progress | None, wanted: int | None, *, goes_on: bool = True) -> str:
+    """Where a run is that sees `wanted` tokens in all, for a terminal; with the time left if it goes on."""
+    if progress is None:
+        return "nothing reported yet"
+    parts = [f"global step {progress.global_step:,}"]
+    if wanted:
+        parts.append(percent_done(progress.tokens_seen, wanted))
+    if progress.train_loss is not None:
+        parts.append(f"loss {progress.train_loss:.3f}")
+    if goes_on and wanted and progress.tokens_per_second:
+        seconds = max(0, wanted - progress.tokens_seen) / progress.tokens_per_second
+        parts.append(f"{duration(seconds)} left")
+    return ", ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the largest unit of which there is one at least."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def read_progress(path: Path) -> Progress | None:
     """None if the file is not there, or no line in it is a report of ours. Raises UserError if it cannot be read.
 

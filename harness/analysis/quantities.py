@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.analysis.comparability import (
@@ -160,16 +160,17 @@ def _memory(record: RunRecord) -> float | None:
 
 
 def _hours(record: RunRecord) -> float | None:
-    if record.progress is not None and record.progress.seconds is not None:
-        return record.progress.seconds / 3600
     return record.seconds["total"] / 3600 if "total" in record.seconds else None
 
 
 def _hours_without_validation(record: RunRecord) -> float | None:
-    seconds, hours = record.seconds, _hours(record)
-    if hours is None or "training" not in seconds:
-        return None
-    return hours - seconds.get("validation", 0.0) / 3600
+    seconds = _without_validation(record.seconds)
+    return None if seconds is None else seconds / 3600
+
+
+def _without_validation(spent: Mapping[str, float]) -> float | None:
+    """Of seconds or dollars by phase; None where the phases are not recorded."""
+    return spent["total"] - spent.get("validation", 0.0) if {"total", "training"} <= spent.keys() else None
 
 
 def _reported_hours(reported: Reported, _record: RunRecord) -> float | None:
@@ -182,25 +183,19 @@ def _reported_hours_without_validation(reported: Reported, _record: RunRecord) -
     return None if seconds is None else seconds / 3600
 
 
-def _price(record: RunRecord) -> float | Missing:
-    price = record.train.get("price_per_hour")
-    return price if isinstance(price, int | float) else Missing("no price_per_hour in its train.json")
+def _dollars(record: RunRecord) -> float | Missing | None:
+    if _hours(record) is None or "total" in record.dollars:
+        return record.dollars.get("total")
+    return Missing("no price_per_hour in its train.json")
 
 
-def _cost(hours_of: Get) -> Get:
-    """Hours times the price of one; or why that is not known."""
-
-    def cost(record: RunRecord) -> float | Missing | None:
-        hours, price = hours_of(record), _price(record)
-        if hours is None or isinstance(hours, Missing):
-            return hours
-        return price if isinstance(price, Missing) else hours * price
-
-    return cost
+def _dollars_without_validation(record: RunRecord) -> float | Missing | None:
+    dollars = _dollars(record)
+    return _without_validation(record.dollars) if isinstance(dollars, float | int) else dollars
 
 
 def _dollars_per_million(record: RunRecord) -> float | Missing | None:
-    dollars, tokens = _cost(_hours)(record), record.tokens_seen
+    dollars, tokens = _dollars(record), record.tokens_seen
     if isinstance(dollars, Missing):
         return dollars
     return dollars / tokens * 1e6 if dollars is not None and tokens else None
@@ -272,12 +267,10 @@ SPENT: tuple[Quantity, ...] = (
         of_each(_hours_without_validation, "not recorded"),
         *(_reported_hours_without_validation, True),
     ),
-    Quantity(
-        "dollars", "cost", "$", MONEY, of_each(_cost(_hours), "not recorded"), reported_value("train_dollars"), True
-    ),
+    Quantity("dollars", "cost", "$", MONEY, of_each(_dollars, "not recorded"), reported_value("train_dollars"), True),
     Quantity(
         *("dollars_without_validation", "cost without validation", "$", MONEY),
-        of_each(_cost(_hours_without_validation), "not recorded"),
+        of_each(_dollars_without_validation, "not recorded"),
         *(reported_value("dollars_without_validation"), True),
     ),
     Quantity(

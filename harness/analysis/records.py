@@ -4,14 +4,16 @@ and what others reported of such a run. Loads no torch, and nothing that a broke
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
 
-from harness.analysis.progress import Progress, read_last_benchmarks, read_progress
+from harness.analysis.progress import Progress, duration, read_last_benchmarks, read_progress
 from harness.common.errors import UserError
 from harness.common.lock import is_held
 from harness.model.config import ModelConfig, load_model_config
@@ -23,18 +25,24 @@ from harness.runs.reported import Reported, read_reported
 from harness.runs.results import Results, read_results
 from harness.runs.search_results import Searches, read_searches
 from harness.runs.summary import RunSummary, read_summary
-from harness.runs.train_config import load_train_config
+from harness.runs.throughput import cost_by_phase
+from harness.runs.train_config import BUDGETS, TrainConfig, load_train_config
 
 # A run on another machine, of which only the files are to be seen, counts as going on for so long after its last line.
 BELIEVED_SILENCE_SECONDS = 900.0
 
-StateWord = Literal["finished", "going on", "stopped", "never trained", "damaged"]
+StateWord = Literal[
+    "finished", "going on", "stopped", "pruned", "failed", "never trained", "not made", "damaged"
+]  # in the order in which they are counted up
+# The line with which a sweep writes into a run's log that it starts the run, or how that ended.
+SWEEP_MARK = re.compile(r"\$ .* UTC|# (failed|pruned) (?:with exit status|at global step) (-?\d+)")
+LOG_TAIL_BYTES = 8192
 Read = TypeVar("Read")
 
 
 @dataclass(frozen=True)
 class State:
-    """How far a run is; `detail` says more in one line, or nothing."""
+    """The state of a run, by what lies in its folder; `detail` says more in one line, or nothing."""
 
     word: StateWord
     detail: str = ""
@@ -121,12 +129,22 @@ class RunRecord:
     @property
     def seconds(self) -> Mapping[str, float]:
         """By phase, and in total; empty where nothing was recorded. Of a run that has not finished, the phases are
-        those up to its latest checkpoint."""
+        those up to its latest checkpoint, and the total that up to its last report."""
         if self.summary:
             return self.summary.seconds
-        if self.meta and self.meta.seconds:
-            return {**self.meta.seconds, "total": sum(self.meta.seconds.values())}
-        return {}
+        phases = self.meta.seconds if self.meta else {}
+        reported = self.progress.seconds if self.progress else None
+        if reported is None and not phases:
+            return {}
+        return {**phases, "total": sum(phases.values()) if reported is None else reported}
+
+    @property
+    def dollars(self) -> Mapping[str, float]:
+        """By phase, and in total: those of the summary, else by the same function; empty without a price."""
+        if self.summary and self.summary.dollars is not None:
+            return self.summary.dollars
+        price = self.train.get("price_per_hour")
+        return cost_by_phase(self.seconds, price if isinstance(price, int | float) else None) or {}
 
     def _recorded(self, key: str) -> Any:
         """By the summary, else by the latest checkpoint."""
@@ -158,6 +176,41 @@ def _is_run(path: Path) -> bool:
     return any((path / name).is_file() for name in ("train.json", "summary.json", "reported.json"))
 
 
+def summary_in(run: RunDirectory) -> RunSummary | None:
+    """A run's summary; None where there is none. Raises UserError, with the remedy, for one that cannot be read."""
+    try:
+        return read_summary(run.summary) if run.summary.exists() else None
+    except UserError as error:
+        remedy = "move it away and train again: it is written anew from the last checkpoint"
+        raise UserError(f"{error}; {remedy}") from None
+
+
+def asks_for_more(summary: RunSummary, model: ModelConfig, train: TrainConfig) -> bool:
+    """Return whether a run's files ask for another shape or budget than the training that has this summary had."""
+    wanted = train.model_dump(include={*BUDGETS})
+    is_same = all(summary.train.get(key, value) == value for key, value in wanted.items())
+    return not is_same or summary.has_shape(model) is False
+
+
+def log_tail(run: RunDirectory) -> list[str]:
+    """The last lines of a run's sweep.log; none where there is no log."""
+    try:
+        with run.sweep_log.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - LOG_TAIL_BYTES))
+            return file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def last_end(run: RunDirectory) -> tuple[Literal["failed", "pruned"], int] | None:
+    """How the sweep that started the run last says that it ended: failed, with the exit status, or pruned, with the
+    global step. None where it says neither."""
+    marks = [found for line in log_tail(run) if (found := SWEEP_MARK.fullmatch(line))]
+    if not marks or marks[-1][1] is None:
+        return None
+    return ("failed" if marks[-1][1] == "failed" else "pruned"), int(marks[-1][2])
+
+
 class _Reader:
     """Reads a run's files, and notes what is wrong with them."""
 
@@ -167,13 +220,12 @@ class _Reader:
 
     def record(self) -> RunRecord:
         run = self.run
-        summary = self._attempt(lambda: read_summary(run.summary) if run.summary.exists() else None)
-        broken_summary = self.problems[-1] if self.problems else ""
+        summary = self._attempt(lambda: summary_in(run))
         model, train = self._configs(summary)
         unfinished = summary is None
         progress = self._attempt(lambda: read_progress(run.metrics)) if unfinished else None
         meta = self._attempt(self._latest_meta) if unfinished else None
-        state = self._state(summary, progress, meta, broken_summary)
+        state = self._state(summary, progress, meta)
         benchmarks = self._attempt(lambda: read_last_benchmarks(run.metrics)) or []
         results, searches = read_results(run), read_searches(run)
         self.problems += [*results.problems, *searches.problems]
@@ -214,6 +266,13 @@ class _Reader:
             train.model_dump(mode="json") if train else {},
         )
 
+    def _asks_for_more(self, summary: RunSummary) -> bool:
+        with suppress(UserError, OSError):  # files that cannot be read ask for nothing
+            return asks_for_more(
+                summary, load_model_config(self.run.model_json), load_train_config(self.run.train_json)
+            )
+        return False
+
     def _latest_meta(self) -> CheckpointMeta | None:
         latest = choose_start(self.run.checkpoints, None)
         return read_meta(latest) if latest else None
@@ -234,27 +293,23 @@ class _Reader:
         aside = frozenset(path.name for path in self.run.aside.glob(f"*/{folder.name}/*"))
         return Checkpoints(best, latest, aside)
 
-    def _state(
-        self, summary: RunSummary | None, progress: Progress | None, meta: CheckpointMeta | None, broken: str
-    ) -> State:
-        if summary is not None:
+    def _state(self, summary: RunSummary | None, progress: Progress | None, meta: CheckpointMeta | None) -> State:
+        if summary is not None and not self._asks_for_more(summary):
             return State("finished")
-        if broken:
-            return State("damaged", f"{broken}; delete that file and train again: it is written anew")
         if self.problems:
             return State("damaged", self.problems[0])
         held = is_held(self.run.path / ".lock")
+        end = None if held else last_end(self.run)
+        if end is not None:
+            return State(end[0], f"exit status {end[1]}" if end[0] == "failed" else f"at global step {end[1]:,}")
+        if summary is not None:
+            return State(
+                "going on" if held else "stopped", "its files ask for another training than summary.json is of"
+            )
         if progress is None and meta is None:
             return State("going on", "no report yet") if held else State("never trained")
         silent = progress.silent_seconds if progress else 0.0
-        said = f"last line {_age(silent)} ago" if progress else ""
+        said = f"last line {duration(silent)} ago" if progress else ""
         if held is None:  # of another machine, whose processes are not to be seen
             return State("going on" if silent < BELIEVED_SILENCE_SECONDS else "stopped", f"{said}, on another machine")
         return State("going on" if held else "stopped", said)
-
-
-def _age(seconds: float) -> str:
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"

@@ -12,6 +12,7 @@ import numpy as np
 
 from harness.common.errors import UserError
 from harness.common.messages import abbreviated, nearest
+from harness.runs.checkpoint_meta import validation_text
 from harness.runs.directory import RunDirectory
 from harness.runs.summary import RunSummary, read_summary
 
@@ -227,7 +228,7 @@ def points_of_runs(runs: Sequence[RunDirectory]) -> Points:
             left_out.append(f"{run.path.name}: {point}")
         else:
             points.append(point)
-            facts[run.path.name] = _text_of(summary)
+            facts[run.path.name] = _texts_of(summary)
     _check_alike(facts)
     if not points:
         raise UserError(f"no finished run to fit: {abbreviated(left_out, separator='; ')}")
@@ -244,25 +245,19 @@ def _point_of_run(name: str, summary: RunSummary) -> Point | str:
         return "its summary.json, of an earlier version, lacks parameters, FLOPs or tokens"
     if summary.final_validation_loss is None:
         return "has no finite validation loss at its end"
+    if validation_text(summary.model or {}, summary.train, summary.dataset or {}) is None:
+        return "does not record the text of its validation losses"
     tokens = summary.tokens_seen
     flops = float(summary.flops_per_token) * tokens
     return Point(name, summary.parameters, tokens, flops, summary.final_validation_loss)
 
 
-def _text_of(summary: RunSummary) -> dict[str, object]:
-    """What must be the same for losses to be comparable, by the words for it."""
-    model, train, dataset = summary.model or {}, summary.train, summary.dataset or {}
-    context_length = model.get("context_length")
-    windows = (train.get("validation_batches") or 0) * (summary.microbatch_size or 0)
-    parts = {split: dataset.get(split) or {} for split in ("train", "validation")}
-    return {
-        "dataset": dataset.get("name"),
-        "training text (SHA-256)": parts["train"].get("sha256"),
-        "validation text (SHA-256)": parts["validation"].get("sha256"),
-        "context_length": context_length,
-        "start_val_token": train.get("start_val_token"),
-        "number of tokens in a validation": windows * (context_length or 0),
-    }
+def _texts_of(summary: RunSummary) -> dict[str, object]:
+    """What runs must have in common for one law to hold for their losses, by the words for it."""
+    text = validation_text(summary.model or {}, summary.train, summary.dataset or {})
+    trained_on = (summary.dataset or {}).get("train") or {}
+    facts = {f"validation {key}": value for key, value in text._asdict().items()} if text else {}
+    return {"training text (SHA-256)": trained_on.get("sha256"), **facts}
 
 
 def _check_alike(facts: dict[str, dict[str, object]]) -> None:

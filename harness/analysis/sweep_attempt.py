@@ -1,4 +1,4 @@
-"""One run of a sweep under way: the command that trains it, its devices, its process and its costs."""
+"""One run of a sweep under way: the command that trains it, its devices and its process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from typing import IO
 
 from harness.analysis.derived_runs import DerivedRun
 from harness.analysis.sweep_plan import MachineUse, RunPlan, visible_gpus
-from harness.analysis.sweep_standing import LOG, Attempts, UnderWay, read_attempts, write_attempts
 from harness.common.errors import UserError
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -56,25 +55,25 @@ def training_command(script: Path, run: DerivedRun, use: MachineUse) -> list[str
 
 @dataclass
 class Attempt:
-    """A run under way. `dollars` is its part of what the machine has cost since it began."""
+    """A run under way. `dollars_before` is what the run had cost when this began."""
 
     planned: RunPlan
     group: DeviceGroup
     process: subprocess.Popen[bytes]
     log: IO[bytes]
-    before: Attempts
     began: float
-    noted: float
-    dollars: float = 0.0
+    dollars_before: float
     is_stopped: bool = False
-    pruned_at_step: int | None = None
+    is_pruned: bool = False
 
     @classmethod
-    def start(cls, planned: RunPlan, group: DeviceGroup, script: Path, use: MachineUse) -> Attempt:
+    def start(
+        cls, planned: RunPlan, group: DeviceGroup, script: Path, use: MachineUse, *, dollars_before: float
+    ) -> Attempt:
         """Start the run's process; what it prints is added to the run's log."""
         run = planned.run
         command = training_command(script, run, use)
-        log = (run.run.path / LOG).open("ab")
+        log = run.run.sweep_log.open("ab")
         log.write(f"\n$ {' '.join(command)}  # {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime())}\n".encode())
         log.flush()
         process = subprocess.Popen(
@@ -86,10 +85,7 @@ class Attempt:
             start_new_session=True,  # a Ctrl-C is the sweep's, which passes it on in its own way
             preexec_fn=_end_with_parent,
         )
-        now = time.monotonic()
-        attempt = cls(planned, group, process, log, read_attempts(run), now, now)
-        attempt.note()
-        return attempt
+        return cls(planned, group, process, log, time.monotonic(), dollars_before)
 
     @property
     def run(self) -> DerivedRun:
@@ -99,21 +95,6 @@ class Attempt:
     def seconds(self) -> float:
         return time.monotonic() - self.began
 
-    def note(self, exit_status: int | None = None) -> None:
-        """Write down what it has cost so far, and how it failed, if it did."""
-        self.noted = time.monotonic()
-        has_price = self.run.train_config.price_per_hour is not None
-        record = Attempts(
-            attempts=self.before.attempts + 1,
-            seconds=round(self.before.seconds + self.seconds, 3),
-            dollars=round((self.before.dollars or 0.0) + self.dollars, 6) if has_price else None,
-            exit_status=exit_status,
-            under_way=UnderWay.of(self.process.pid) if self.process.poll() is None else None,
-            pruned_at_step=self.pruned_at_step,
-        )
-        with suppress(OSError):  # a full disk, say: no reason to end the other runs
-            write_attempts(self.run, record)
-
     def stop(self) -> None:
         """Ask it, once, to end with a checkpoint."""
         if not self.is_stopped:
@@ -121,13 +102,18 @@ class Attempt:
             self.process.terminate()
 
     def prune(self, step: int) -> None:
-        """Give it up by what it came to at this global step, and write that down before it is asked to end: whatever
+        """Give it up by what it came to at this global step. That is in the log before it is asked to end: whatever
         kills this process in between, nobody trains it on."""
-        self.pruned_at_step = step
-        self.note()
-        self.log.write(f"# given up by the search after global step {step:,}\n".encode())
+        self.is_pruned = True
+        self.log.write(f"# pruned at global step {step}\n".encode())
         self.log.flush()
         self.stop()
+
+    def close_log(self, failed_with: int | None) -> None:
+        """Write the exit status of one that failed into its log."""
+        with suppress(OSError), self.log:  # a full disk, say: no reason to end the other runs
+            if failed_with is not None:
+                self.log.write(f"\n# failed with exit status {failed_with}\n".encode())
 
 
 _C_LIBRARY = ctypes.CDLL(None)  # loaded now: little is allowed between a fork and what follows it

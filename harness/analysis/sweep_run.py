@@ -8,31 +8,25 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from types import FrameType
 
 from harness.analysis.derived_runs import DerivedRun
+from harness.analysis.progress import describe_progress, read_progress
+from harness.analysis.records import RunRecord
 from harness.analysis.sweep_attempt import Attempt, DeviceGroup, device_groups
 from harness.analysis.sweep_plan import Planner, RunPlan
-from harness.analysis.sweep_standing import (
-    LOG,
-    dollars_spent,
-    end_of_log,
-    is_done,
-    read_attempts,
-    standing_of,
-    summary_of,
-    write_attempts,
-)
+from harness.analysis.sweep_standing import count_states, standing_lines, standing_of
 from harness.common.errors import RunError, RunStopped, UserError
 from harness.common.lock import is_held
 from harness.common.units import amount_text
 from harness.data.dataset import is_present
 
 POLL_SECONDS = 0.2
-NOTE_SECONDS = 5.0  # what a killed sweep forgets of its costs at most
+LOOK_SECONDS = 1.0  # between two looks at how far the runs are
+REPORT_SECONDS = 60.0  # between two lines that say so, where no line can be replaced by the next
 STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Say = Callable[[str], None]
@@ -73,21 +67,30 @@ class SweepRunner:
         self.ends = Ends()
         self.waiting = [run for run in runs if self._is_waiting(run)]
         self.attempts: list[Attempt] = []
-        self.spent_before = sum(map(dollars_spent, runs)) if max_dollars is not None else 0.0
-        self.spent = 0.0  # since this object was made
+        self.dollars = {run.name: _dollars(run) for run in runs} if max_dollars is not None else {}
         self._said_waiting: set[str] = set()
 
     def _is_waiting(self, run: DerivedRun) -> bool:
-        try:
-            return not is_done(run)
-        except UserError as error:
-            self.ends.damaged[run.name] = str(error)
-            return False
+        standing = standing_of(run)
+        if standing.state == "damaged":
+            self.ends.damaged[run.name] = standing.said
+        return standing.state not in ("finished", "pruned", "damaged")
 
-    def run(self, say: Say) -> Ends:
-        """Return when all are finished or have failed, or when a signal or the budget has ended it."""
+    @property
+    def spent(self) -> float:
+        """The runs' own dollars, each by the price of the whole machine, which the groups share."""
+        return sum(self.dollars.values()) / self.planner.use.groups
+
+    @property
+    def count(self) -> int:
+        """How many runs there are to be in all."""
+        return len(self.runs)
+
+    def run(self, say: Say, show: Say | None = None) -> Ends:
+        """Return when all are finished or have failed, or when a signal or the budget has ended it. `show` replaces
+        what it showed before: how far the runs are. Without it, `say` says so now and then."""
         self._listen()
-        last = time.monotonic()
+        looked = said = time.monotonic()
         while self.attempts or (self.is_work_left() and not self.ends.reason):
             self._stop_if_due(say)
             self.watch(say)
@@ -95,8 +98,14 @@ class SweepRunner:
                 self.start_what_can(say)
             time.sleep(POLL_SECONDS)
             now = time.monotonic()
-            self._account(now - last)
-            last = now
+            if self.attempts and now - looked >= LOOK_SECONDS:
+                looked, lines = now, [self._look_at(attempt) for attempt in self.attempts]
+                if show is not None:
+                    show("; ".join(lines))
+                elif now - said >= REPORT_SECONDS:
+                    said = now
+                    for line in lines:
+                        say(line)
             for attempt in [each for each in self.attempts if each.process.poll() is not None]:
                 self._end(attempt, say)
         self.ends.not_begun = [run.name for run in self.waiting]
@@ -115,20 +124,21 @@ class SweepRunner:
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             self._note_signal(signal.SIGHUP, None)
 
-    def _account(self, seconds: float) -> None:
-        """Share out what the machine has cost in so many seconds among the runs under way."""
-        for attempt in self.attempts:
-            price = attempt.run.train_config.price_per_hour or 0.0
-            dollars = seconds * price / 3600 / len(self.attempts)
-            attempt.dollars += dollars
-            self.spent += dollars
-            if time.monotonic() - attempt.noted > NOTE_SECONDS:
-                attempt.note()
+    def _look_at(self, attempt: Attempt) -> str:
+        """How far a run under way is; what it has cost is noted."""
+        run, plan, progress = attempt.run, attempt.planned.plan, None
+        with suppress(UserError):
+            progress = read_progress(run.run.metrics)
+        wanted = plan.position.tokens_seen + plan.tokens() if plan.position else None
+        if self.max_dollars is not None:
+            self.dollars[run.name] = _dollars(run)
+        number = self.runs.index(run) + 1
+        return f"run {number:,} of {self.count:,}, {run.name}: {describe_progress(progress, wanted)}"
 
     def _stop_if_due(self, say: Say) -> None:
         if self.ends.signal:
             self.ends.reason = f"stopped by {signal.Signals(self.ends.signal).name}"
-        elif self.max_dollars is not None and self.spent_before + self.spent >= self.max_dollars:
+        elif self.max_dollars is not None and self.spent >= self.max_dollars:
             self.ends.reason = f"--max-dollars {amount_text(self.max_dollars)} are spent"
         else:
             return
@@ -165,10 +175,8 @@ class SweepRunner:
 
     def _refuse(self, run: DerivedRun, reason: str, say: Say) -> None:
         """A run that training would refuse has failed."""
-        with (run.run.path / LOG).open("a", encoding="utf-8") as log:
-            log.write(f"error: {reason}\n")
-        before = read_attempts(run)
-        write_attempts(run, before.model_copy(update={"exit_status": UserError.exit_status}))
+        with run.run.sweep_log.open("a", encoding="utf-8") as log:
+            log.write(f"error: {reason}\n# failed with exit status {UserError.exit_status}\n")
         self.ends.failed.append(run.name)
         say(f"{run.name}: failed: {reason}")
 
@@ -189,8 +197,8 @@ class SweepRunner:
         """Whether the budget holds what is spent, what the runs under way will need, and this one."""
         if self.max_dollars is None:
             return True
-        under_way = sum(max(0.0, (each.planned.dollars or 0.0) - each.dollars) for each in self.attempts)
-        spent = self.spent_before + self.spent
+        under_way = sum(max(0.0, (each.planned.dollars or 0.0) - self._dollars_since(each)) for each in self.attempts)
+        spent = self.spent
         total, name = spent + under_way + (planned.dollars or 0.0), planned.run.name
         if total > self.max_dollars or spent >= self.max_dollars:
             said = f", and with {name} they would be ${amount_text(total)}" if planned.dollars else ""
@@ -200,8 +208,13 @@ class SweepRunner:
             say(f"{name}: what it costs is not known yet; it is stopped when the budget is spent")
         return True
 
+    def _dollars_since(self, attempt: Attempt) -> float:
+        """The part of the machine's price that is an attempt's so far."""
+        return (self.dollars[attempt.run.name] - attempt.dollars_before) / self.planner.use.groups
+
     def _start(self, planned: RunPlan, group: DeviceGroup, say: Say) -> None:
-        run, attempt = planned.run, Attempt.start(planned, group, self.script, self.planner.use)
+        run, before = planned.run, self.dollars.get(planned.run.name, 0.0)
+        attempt = Attempt.start(planned, group, self.script, self.planner.use, dollars_before=before)
         self.attempts.append(attempt)
         where = f" on {group.name}" if group.name else ""
         expected = f", about {planned.seconds:,.0f} s" if planned.seconds is not None else ""
@@ -210,52 +223,41 @@ class SweepRunner:
     def _end(self, attempt: Attempt, say: Say) -> None:
         self.attempts.remove(attempt)
         self.free.append(attempt.group)
-        attempt.log.close()
         self.planner.forget_speeds()
         run, status = attempt.run, attempt.process.returncode
-        is_finished = status == 0 and standing_of(run).state == "finished"
+        standing = standing_of(run)
+        is_finished = status == 0 and standing.state == "finished"  # perhaps before it could be stopped
         is_failed = not is_finished and not attempt.is_stopped
-        if is_finished:  # before it could be stopped
-            attempt.pruned_at_step = None
-        attempt.note(exit_status=status if is_failed else None)
+        attempt.close_log(failed_with=status if is_failed else None)
+        if self.max_dollars is not None:
+            self.dollars[run.name] = _dollars(run)
         if is_finished:
             self.ends.finished.append(run.name)
-            say(f"{run.name}: finished, {standing_of(run).said}")
+            say(f"{run.name}: finished, {standing.said}")
         elif is_failed:
             self.ends.failed.append(run.name)
             say(f"{run.name}: failed with exit status {status} after {attempt.seconds:,.0f} s")
-        elif attempt.pruned_at_step is not None:
+        elif attempt.is_pruned:
             self.ends.pruned.append(run.name)
         else:
             self.ends.stopped.append(run.name)
             say(f"{run.name}: stopped after {attempt.seconds:,.0f} s; the same command continues it")
 
 
+def _dollars(run: DerivedRun) -> float:
+    """What a run has cost so far; nothing where it is not made."""
+    return RunRecord.read(run.run).dollars.get("total", 0.0)
+
+
 def describe_ends(ends: Ends, runs: Sequence[DerivedRun], unmade: int = 0) -> str:
-    """For a terminal: how many of all runs ended how, those that were done before counted, and why; which failed, and
-    the end of each one's log. `unmade`: so many more have not even been made."""
-    by_name = {run.name: run for run in runs}
-    left = {"failed": ends.failed, "stopped": ends.stopped, "not begun": ends.not_begun}
-    before = by_name.keys() - {*ends.finished, *ends.pruned, *ends.damaged, *chain(*left.values())}
-    pruned = {name for name in before if summary_of(by_name[name]) is None}
-    counts = {
-        "finished": len(ends.finished) + len(before - pruned),
-        "pruned": len(ends.pruned) + len(pruned),
-        **{what: len(names) for what, names in left.items()},
-        "not made": unmade,
-        "damaged": len(ends.damaged),
-    }
-    said = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
-    if not ends.reason and len(before) == len(runs) and not unmade:
-        said = "Nothing to do: all runs are finished" + (" or pruned" if pruned else "")
-    lines = [f"\n{said}{f' ({ends.reason})' if ends.reason else ''}"]
-    for what in ("stopped", "not begun"):
-        lines += [f"{what}: {name}" for name in left[what]]
-    for name in ends.failed:
-        lines.append(f"failed: {name}; {by_name[name].run.path / LOG} ends:")
-        lines += [f"    {text}" for text in end_of_log(by_name[name])]
-    lines += [f"damaged: {name}; {reason}" for name, reason in ends.damaged.items()]
-    return "\n".join(lines)
+    """For a terminal: how many of all runs are in which state, why, and what is left. `unmade`: so many more have not
+    even been made."""
+    standings = [standing_of(run) for run in runs]
+    left = [each for each in standings if each.state not in ("finished", "pruned")]
+    said = count_states(standings, unmade)
+    if not left and not unmade and not ends.finished and not ends.pruned:
+        said = "Nothing to do: all runs are finished" + (" or pruned" if "pruned" in said else "")
+    return "\n".join([f"\n{said}{f' ({ends.reason})' if ends.reason else ''}", *standing_lines(left)])
 
 
 def leave(ends: Ends, runs: Sequence[DerivedRun], unmade: int = 0) -> None:

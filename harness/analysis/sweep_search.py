@@ -56,6 +56,10 @@ class SearchRunner(SweepRunner):
         self._said_impossible = False
 
     @property
+    def count(self) -> int:
+        return self.search.count
+
+    @property
     def unmade(self) -> int:
         """How many trials are to be made yet."""
         return max(0, self.search.count - len(self.trials))

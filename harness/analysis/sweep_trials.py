@@ -14,16 +14,10 @@ from pathlib import Path
 from typing import Literal
 
 from harness.analysis.derived_runs import DERIVED, Base, Derivation, DerivedRun, TrialRecord, derive
+from harness.analysis.records import last_end
 from harness.analysis.sweep_file import Sweep, labels, read_sweep
 from harness.analysis.sweep_space import Point
-from harness.analysis.sweep_standing import (
-    Standing,
-    count_states,
-    read_attempts,
-    standing_lines,
-    standing_of,
-    summary_of,
-)
+from harness.analysis.sweep_standing import Standing, count_states, standing_lines, standing_of, summary_of
 from harness.analysis.sweeps import load_base, sweep_name
 from harness.common.errors import UserError
 from harness.common.json_files import parse_config, read_json_object
@@ -107,17 +101,16 @@ class Search:
         """Raises UserError for a file that is none of ours."""
         events = read_events(trial.run)
         losses = validation_losses(events)
-        summary, attempts = summary_of(trial.run), read_attempts(trial.run)
+        summary, end = summary_of(trial.run), last_end(trial.run.run)
         if summary is not None:
             loss = getattr(summary, LOSSES[self.sweep.objective][0])
             return TrialResult(trial, "diverged" if loss is None else "finished", losses, loss)
-        if attempts.pruned_at_step is not None:
-            until = [event.tokens_seen for event in events if event.global_step <= attempts.pruned_at_step]
-            kept = {tokens: loss for tokens, loss in losses.items() if tokens <= max(until, default=0)}
-            return TrialResult(trial, "pruned", kept)
-        if attempts.exit_status is not None:
+        if end is None:
+            return TrialResult(trial, "unfinished", losses)
+        if end[0] == "failed":
             return TrialResult(trial, "diverged" if _has_diverged(events) else "failed", losses)
-        return TrialResult(trial, "unfinished", losses)
+        until = [event.tokens_seen for event in events if event.global_step <= end[1]]
+        return TrialResult(trial, "pruned", {at: loss for at, loss in losses.items() if at <= max(until, default=0)})
 
 
 def load_search(path: Path, runs_dir: Path, trials: int | None = None) -> Search:

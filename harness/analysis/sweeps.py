@@ -46,15 +46,6 @@ class SweepRuns:
             except UserError as error:
                 raise UserError(f"{self.path}: makes {error}") from None
 
-    def require_made(self) -> None:
-        """Raises UserError unless all of them are."""
-        missing = self.missing()
-        if missing:
-            raise UserError(
-                f"{self.path}: {len(missing):,} of its {len(self.runs):,} runs are not made yet ({missing[0].name}, "
-                f"...): first `sweep_runs.py make {shlex.quote(str(self.path))}{self.runs_dir_option}`"
-            )
-
     @property
     def runs_dir_option(self) -> str:
         """What a command needs to be told of the runs' folder, after a space; nothing where it is the usual one."""

@@ -49,6 +49,7 @@ def _comparison(comparison: BaselineComparison) -> dict[str, Any]:
                 "runs": list(verdict.runs),
                 "difference": verdict.difference.value if verdict.difference else None,
                 "interval": list(verdict.interval) if verdict.interval else None,
+                "interval_level": verdict.level,
                 "adjusted_p": verdict.adjusted_p,
             }
             for verdict in comparison.verdicts

@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -120,6 +121,33 @@ class Provenance:
     parameters: int
     train: dict[str, Any]
     dataset: dict[str, Any]
+
+
+class ValidationText(NamedTuple):
+    """The text that a run's validation losses are over."""
+
+    sha256: str  # of the validation split
+    start_token: int
+    sequences: int
+    context_length: int
+
+
+def validation_text(
+    model: Mapping[str, Any], train: Mapping[str, Any], dataset: Mapping[str, Any]
+) -> ValidationText | None:
+    """Return the text of a run's validation losses, by its recorded configurations; None where it is not recorded.
+
+    Losses compare where this is equal: neither the data set's name nor the size of a microbatch is part of it.
+    """
+    split = dataset.get("validation")
+    digest = split.get("sha256") if isinstance(split, dict) else None
+    batches, microbatch = train.get("validation_batches"), train.get("microbatch_size")
+    start, context = train.get("start_val_token", 0), model.get("context_length")
+    if not isinstance(digest, str) or not isinstance(batches, int) or not isinstance(microbatch, int):
+        return None
+    if not isinstance(start, int) or not isinstance(context, int):
+        return None
+    return ValidationText(digest, start, batches * microbatch, context)
 
 
 class CheckpointMeta(BaseModel):

@@ -120,6 +120,11 @@ class RunDirectory:
         return self.path / "summary.json"
 
     @property
+    def sweep_log(self) -> Path:
+        """What the processes of a sweep have printed of the run, and how the last of them ended."""
+        return self.path / "sweep.log"
+
+    @property
     def chart(self) -> Path:
         return self.path / "training-run-chart.png"
 

@@ -15,7 +15,7 @@ from harness.data.fetch import check_obtainable
 from harness.data.loader import BatchLayout, BatchSchedule
 from harness.model.config import ModelConfig, load_model_config
 from harness.runs.budget import Budget, batch_schedule, recorded_budget, tokens_of_budget
-from harness.runs.checkpoint_meta import CheckpointMeta, Provenance
+from harness.runs.checkpoint_meta import CheckpointMeta, Provenance, validation_text
 from harness.runs.directory import RunDirectory
 from harness.runs.scaling_rules import ScaledSettings, Setup, scale_settings
 from harness.runs.schedule import build_schedule
@@ -117,9 +117,12 @@ def check_same_optimizer(meta: CheckpointMeta, path: Path, now: Provenance) -> N
 
 
 def comparable_losses(meta: CheckpointMeta, provenance: Provenance) -> bool:
-    """True if validation measures its losses on the same text today as in the run up to a checkpoint."""
-    keys = ("validation_batches", "start_val_token", "microbatch_size")
-    return all(meta.train.get(key) == provenance.train.get(key) for key in keys)
+    """Return whether validation measures its losses on the same text today as in the run up to a checkpoint, of whose
+    model and data set `check_continuable` knows that they are today's."""
+    then, now = (
+        validation_text(provenance.model, settings, provenance.dataset) for settings in (meta.train, provenance.train)
+    )
+    return then == now
 
 
 def changed_settings(meta: CheckpointMeta, provenance: Provenance) -> list[str]:

@@ -17,7 +17,7 @@ from harness.model.config import ModelConfig
 from harness.runs.budget import Budget
 from harness.runs.checkpoint_meta import Provenance, TrainState
 from harness.runs.directory import RunDirectory
-from harness.runs.throughput import Measured, Throughput, unknown_peak
+from harness.runs.throughput import Measured, Throughput, cost_by_phase, unknown_peak
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def summarise(run: str, outcome: Outcome, provenance: Provenance) -> RunSummary:
         flops_per_token=throughput.flops_per_token,
         mfu=None if mfu is None else round(mfu, 4),
         peak_memory_gib=round(machine.peak_memory_gib, 3),
-        dollars=_dollars(throughput, {**seconds, "total": total}),
+        dollars=cost_by_phase({**seconds, "total": total}, throughput.price_per_hour),
         device=machine.device,
         world_size=machine.world_size,
         microbatch_size=outcome.layout.microbatch_size,
@@ -142,12 +142,6 @@ def summarise(run: str, outcome: Outcome, provenance: Provenance) -> RunSummary:
         **outcome.recorded,
         **vars(provenance),
     )
-
-
-def _dollars(throughput: Throughput, seconds: dict[str, float]) -> dict[str, int | float] | None:
-    if throughput.price_per_hour is None:
-        return None
-    return {phase: round(throughput.dollars(spent) or 0, 4) for phase, spent in seconds.items()}
 
 
 def write_summary(run: RunDirectory, summary: RunSummary) -> None:

@@ -137,4 +137,16 @@ class Throughput:
         return tokens_per_second * self.flops_per_token / self.peak_flops if self.peak_flops else None
 
     def dollars(self, seconds: float) -> float | None:
-        return seconds * self.price_per_hour / 3600 if self.price_per_hour is not None else None
+        return None if self.price_per_hour is None else cost(seconds, self.price_per_hour)
+
+
+def cost(seconds: float, price_per_hour: float) -> float:
+    """Return the dollars that a machine takes in so many seconds."""
+    return seconds * price_per_hour / 3600
+
+
+def cost_by_phase(seconds: Mapping[str, float], price_per_hour: float | None) -> dict[str, float] | None:
+    """Return the dollars of each phase, to a hundredth of a cent as a summary.json has them; None without a price."""
+    if price_per_hour is None:
+        return None
+    return {phase: round(cost(spent, price_per_hour), 4) for phase, spent in seconds.items()}

@@ -34,14 +34,19 @@ def test_how_far_a_run_is_by_what_its_budget_came_to(shop: Workshop) -> None:
     shop.train(ranks=1, prelude=TELL, expect=128 + 15)
     standing = standing_of(derived)
     assert standing.state == "stopped"
-    assert standing.said.endswith("tokens, 50 %")
+    assert ", 50 %, loss " in standing.said
     shop.add_run("never")
     said = shop.script("compare_runs.py", "r", "never", "--runs-dir", str(shop.runs)).stdout
     assert "stopped, 50 %" in said
     shop.train(ranks=1)
     assert summary_of(derived) is not None
+    assert standing_of(derived).state == "finished"
     longer = derive(Base.load(shop.runs, "base"), "r", {"train_steps": 9})
     assert summary_of(longer) is None
+    longer.run.train_json.write_text(json.dumps(longer.train))
+    assert standing_of(longer).state == "stopped"
+    said = shop.script("compare_runs.py", "r", "--runs-dir", str(shop.runs), "--json").stdout
+    assert json.loads(said)["runs"][0]["state"] == "stopped", "the same word"
 
 
 @pytest.mark.slow

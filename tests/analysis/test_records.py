@@ -76,7 +76,7 @@ def test_half_a_summary_is_one_line_with_the_file_and_the_remedy(tmp_path: Path)
     record = RunRecord.read(run.directory)
     assert record.state.word == "damaged"
     assert record.state.detail.startswith(f"{run.directory.summary}:1: not valid JSON")
-    assert record.state.detail.endswith("delete that file and train again: it is written anew")
+    assert record.state.detail.endswith("move it away and train again: it is written anew from the last checkpoint")
     assert record.progress is not None, "what else is there is still told"
 
 

@@ -23,7 +23,7 @@ from harness.analysis.sweep_file import Pruning
 from harness.analysis.sweep_plan import AssumedSpeed, MachineUse, Planner
 from harness.analysis.sweep_run import STOPPING_SIGNALS, Ends
 from harness.analysis.sweep_space import Choices, Range
-from harness.analysis.sweep_standing import read_attempts, standing_of
+from harness.analysis.sweep_standing import standing_of
 from harness.analysis.sweep_trials import Search, TrialResult, describe_best, describe_search, load_search
 from harness.common.errors import UserError
 from harness.common.json_files import read_json_object
@@ -342,10 +342,9 @@ def test_bad_trials_are_given_up_and_stay_so(shop: Workshop) -> None:
     assert ends == Ends(pruned=names[3:])
     assert f"{names[3]}: pruned at global step 9, validation loss 10.000" in said
     for trial in search.trials()[3:]:
-        assert read_attempts(trial.run).pruned_at_step == 9
         assert search.result_of(trial).state == "pruned"
         log = (trial.run.run.path / "sweep.log").read_text()
-        assert log.splitlines()[-2:] == ["# given up by the search after global step 9", "stopped by SIGTERM"]
+        assert log.splitlines()[-2:] == ["# pruned at global step 9", "stopped by SIGTERM"]
     status = sweep_command(shop, "status").stdout
     assert f"{names[3]} pruned at global step 9, validation loss 10.000" in " ".join(status.split())
     assert "3 finished, 2 pruned" in status
@@ -359,10 +358,8 @@ def test_a_trial_that_was_given_up_when_the_search_was_killed_stays_so(shop: Wor
     run(shop, search)
     (shop.path / "hold").unlink()
     given_up = search.trials()[3].run
-    record = read_json_object(given_up.run.path / "sweep-attempts.json")
-    assert "exit_status" not in record
     assert run(shop, search) == (Ends(), [])
-    (given_up.run.path / "sweep-attempts.json").write_text(json.dumps({"attempts": 1}))
+    (given_up.run.path / "sweep.log").unlink()
     (given_up.run.path / "metrics.jsonl").unlink()
     assert run(shop, search, prunes=False)[0].finished == [given_up.name], "it is this record that keeps it"
 

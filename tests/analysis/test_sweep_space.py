@@ -110,7 +110,7 @@ def test_a_searchs_keys_alone_make_no_sweep(shop: Workshop) -> None:
         load_search(path, shop.runs)
 
 
-@pytest.mark.parametrize("verb", ["make", "plan", "run", "slurm", "skypilot"])
+@pytest.mark.parametrize("verb", ["make", "plan", "run"])
 def test_commands_for_sweeps_name_the_one_for_searches(shop: Workshop, verb: str) -> None:
     path = write(shop, search={"learning_rate": RATES})
     done = sweep_command(shop, verb, *([] if verb == "make" else [str(shop.datasets)]))

@@ -50,6 +50,27 @@ def test_scripts_are_clean() -> None:
         subprocess.run(["shellcheck", "--shell=bash", "-"], input=script, text=True, check=True)
 
 
+def test_a_sweep_is_a_job_for_each_run(tmp_path: Path) -> None:
+    guide = (ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8")
+    loops = re.findall(r"^```bash\n(for .*?)^```$", guide, re.MULTILINE | re.DOTALL)
+    environment = pretend(
+        tmp_path / "bin",
+        sbatch='echo "RUN=$RUN $*" >> "$NOTES"',
+        sky='echo "$*" >> "$NOTES"',
+    )
+    for name in ("lr-a", "lr-b", "other"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    for loop in loops:
+        subprocess.run(["bash", "-c", loop], env=environment, cwd=tmp_path, check=True, timeout=20)
+    launch = "jobs launch --yes --detach-run --num-nodes=1 --name {0} --env RUN={0} train.yaml"
+    assert Path(environment["NOTES"]).read_text().splitlines() == [
+        *(f"RUN={name} --nodes=1 --job-name={name} train.sbatch" for name in ("lr-a", "lr-b")),
+        *(launch.format(name) for name in ("lr-a", "lr-b")),
+    ]
+    assert 'RUN="${RUN:-' in slurm_script()
+    assert "RUN" in skypilot_task()["envs"]
+
+
 @pytest.mark.parametrize("time_is_up", [True, False])
 def test_slurm_requeues_what_its_time_limit_stopped(tmp_path: Path, time_is_up: bool) -> None:
     """torchrun ends with status 1 then, as it does after a failure; only the former is started again."""

@@ -72,6 +72,32 @@ def test_a_baseline_need_not_be_named_twice(runs: Path) -> None:
     assert verdict["difference"] == pytest.approx(-0.1)
 
 
+RENAMED = {**DATASET, "name": "you/texts"}
+SAME_TEXT: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
+    ({}, {"dataset": RENAMED}, True),
+    ({"microbatch_size": 2, "validation_batches": 10}, {"microbatch_size": 2}, True),
+    ({"microbatch_size": 2}, {"microbatch_size": 2}, False),
+    ({"start_val_token": 16}, {}, False),
+    ({}, {"dataset": {**DATASET, "validation": {"tokens": 10_000, "sha256": "dd" * 32}}}, False),
+]
+
+
+@pytest.mark.parametrize(("train", "summary", "is_same"), SAME_TEXT)
+def test_both_commands_agree_on_what_is_the_same_text(
+    tmp_path: Path, train: dict[str, Any], summary: dict[str, Any], is_same: bool
+) -> None:
+    """By its content: neither a data set's name nor the size of a microbatch makes another text."""
+    for name, settings, values in (("a", {}, {}), ("b", train, summary)):
+        RunFolder(tmp_path, name, settings).finish(parameters=29_888, flops_per_token=200_000, **values)
+    said = json.loads(compare(tmp_path, "--json").stdout)
+    losses = [run["values"]["validation_loss"]["value"] for run in said["runs"]]
+    assert losses == ([2.6, 2.6] if is_same else [2.6, None])
+    command = [sys.executable, "fit_scaling.py", "a", "b", "--runs-dir", str(tmp_path)]
+    fitted = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert fitted.returncode == (0 if is_same else 2), fitted.stderr
+    assert ("one law cannot hold for both" in fitted.stderr) is not is_same
+
+
 @pytest.mark.parametrize("baseline", ["lr-0.001", "lr-0.001*", "lr-0.001-seed-[12]"])
 def test_a_baseline_may_be_named_as_its_arm_or_by_a_pattern(tmp_path: Path, baseline: str) -> None:
     for rate, loss in ((0.001, 2.5), (0.002, 2.4)):
@@ -122,6 +148,16 @@ def test_json_has_every_number_and_every_reason(runs: Path) -> None:
     assert (c["state"], said["comparison"]) == ("stopped", None)
     assert said["columns"]["test_loss"]["unit"] == "nats/token"
     assert said["columns"]["test_loss"]["lower_is_better"] is True
+
+
+def test_dollars_are_those_of_the_summary_or_worked_out_as_a_summarys_are(tmp_path: Path) -> None:
+    price, dollars = {"price_per_hour": 0.10}, {"training": 0.0071, "validation": 0.0017, "total": 0.0101}
+    RunFolder(tmp_path, "finished", price).finish(dollars=dollars)
+    RunFolder(tmp_path, "stopped", price).add_checkpoint(LATEST, "latest").train_to(0, 100)
+    said = {run["name"]: run["values"] for run in json.loads(compare(tmp_path, "--json").stdout)["runs"]}
+    shown = {name: values["dollars"]["value"] for name, values in said.items()}
+    assert shown == {"finished": 0.0101, "stopped": 0.01}, "3.6 s a step"
+    assert said["finished"]["dollars_without_validation"]["value"] == pytest.approx(0.0084)
 
 
 def test_one_folder_with_all_that_can_be_wrong(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -214,6 +215,18 @@ def test_nothing_of_it_loads_torch(points: str) -> None:
         "    assert not {'torch', 'matplotlib', 'scipy'} & sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, check=True, timeout=100)
+
+
+@pytest.mark.parametrize("header", ["Model Size,Training FLOP,loss", ",Model Size,Training Tokens,Training FLOP,loss"])
+def test_the_published_points_are_read_with_the_documented_names(tmp_path: Path, header: str) -> None:
+    shown = (ROOT / "docs" / "scaling.md").read_text()
+    (expression,) = re.findall(r"^    sed '(.*)' ", shown, re.M)
+    values = {"": "0", "Model Size": "1e9", "Training Tokens": "1e9", "Training FLOP": "6e18", "loss": "2.5"}
+    rows = [header, *[",".join(values[name] for name in header.split(","))] * 2]
+    (tmp_path / "published.csv").write_text("\n".join(rows) + "\n")
+    renamed = subprocess.run(["sed", expression, tmp_path / "published.csv"], capture_output=True, check=True).stdout
+    (tmp_path / "points.csv").write_bytes(renamed)
+    assert fit("--points", str(tmp_path / "points.csv"), "--resamples", "100").stdout.startswith("2 points\n")
 
 
 @pytest.mark.skipif(not CHINCHILLA, reason="CHINCHILLA_POINTS names no file with the 245 published points")

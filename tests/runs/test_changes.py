@@ -10,7 +10,7 @@ import pytest
 from harness.common.errors import UserError
 from harness.model.config import ModelConfig
 from harness.runs.checkpoint_meta import CheckpointMeta, Provenance
-from harness.runs.experiment import changed_settings, check_continuable
+from harness.runs.experiment import changed_settings, check_continuable, comparable_losses
 from harness.runs.train_config import TrainConfig
 from tests.support.configs import SEED_MODEL, SEED_TRAIN
 
@@ -51,6 +51,21 @@ def test_another_place_in_the_text() -> None:
         meta.train["start_train_token"] = then
         with pytest.raises(UserError, match=rf'"start_train_token": {said}, but train.json has 7; put it back'):
             check_continuable(meta, Path("c"), now)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_same"),
+    [
+        ({"microbatch_size": 3, "validation_batches": 600}, True),
+        ({"microbatch_size": 3}, False),
+        ({"start_val_token": 7}, False),
+    ],
+)
+def test_the_best_loss_is_kept_while_losses_are_of_the_same_text(change: dict[str, Any], is_same: bool) -> None:
+    then, now = provenance(train={"microbatch_size": 6}), provenance(train={"microbatch_size": 6, **change})
+    for each in (then, now):
+        each.dataset["validation"] = {"tokens": 10**9, "sha256": "aa" * 32}
+    assert comparable_losses(meta_of(then), now) is is_same
 
 
 def test_settings_that_may_change() -> None:

@@ -154,3 +154,17 @@ def test_stopped_in_a_validation_and_continued(shop: Workshop) -> None:
     straight = shop.add_run("validated", **settings)
     shop.train("validated", ranks=1)
     assert_same_end(straight, run)
+
+
+def test_the_best_checkpoint_stays_best_in_other_microbatches(shop: Workshop) -> None:
+    """Validation is over the same text if the same tokens are cut into other microbatches."""
+    slices = ({"microbatch_size": 2, "validation_batches": 4}, {"microbatch_size": 1, "validation_batches": 8})
+    for tokens, rate, keys in zip((512, 1024), (0.01, 1.0), slices, strict=True):
+        run = shop.add_run("sliced", min_train_tokens=tokens, learning_rate=rate, **keys)
+        shop.train("sliced", ranks=1)
+    best = {
+        step: json.loads((path / "meta.json").read_text())["best_loss"]
+        for step, path in list_checkpoints(run / "checkpoints")
+    }
+    later = [event for event in metrics(run) if event["event"] == "validation" and event["tokens_seen"] > 512]
+    assert all(event["loss"] > best[max(best)] for event in later), "the high rate has made it worse"
