@@ -21,7 +21,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,19 +46,8 @@ from tests.support.configs import SEED_TRAIN
 RECORDED = Path(__file__).parent / "golden_losses.json"
 CPUINFO = Path("/proc/cpuinfo")
 PROCESSOR = ("vendor_id", "model name", "cpu family", "model", "stepping", "cache size", "CPU implementer", "CPU part")
-INSTRUCTIONS = (
-    "sse",
-    "avx",
-    "fma",
-    "f16c",
-    "amx",
-    "asimd",
-    "sve",
-    "sme",
-    "bf16",
-    "i8mm",
-)  # that compute, by their beginnings
-LIBRARIES = ("ATEN_", "DNNL_", "ONEDNN_", "MKL_")  # variables that choose among a library's kernels begin so
+INSTRUCTIONS = ("sse", "avx", "amx", "fma", "f16c")  # how flags of those that compute begin
+LIBRARIES = ("ATEN_", "DNNL_", "ONEDNN_", "MKL_")  # how variables begin that choose among a library's kernels
 STEPS, SHOWN = 10, (0, 2, 4, 6, 9)
 EXACT, MARGIN, DRAWS = 1e-9, 8, 4
 FP64 = {"precision": "fp32", "residual_precision": "fp32"}  # nothing is rounded to less than the weights have
@@ -159,11 +148,10 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def built(name: str, config: TrainConfig, *, fp64: bool) -> GPTModel:
-    """The run's model. Its weights are drawn in fp64 for each precision: fp32 draws depend on the processor."""
-    residual_dtype = Precision.for_training(config.precision, torch.device("cpu")).residual_dtype(
-        config.residual_precision
-    )
+def built(name: str, config: TrainConfig) -> GPTModel:
+    """The run's model in fp64, in which it is drawn for every precision: draws of fp32 depend on the instructions."""
+    precision = Precision.for_training(config.precision, torch.device("cpu"))
+    residual_dtype = precision.residual_dtype(config.residual_precision)
     torch.manual_seed(42)
     torch.set_default_dtype(torch.float64)
     try:
@@ -173,14 +161,20 @@ def built(name: str, config: TrainConfig, *, fp64: bool) -> GPTModel:
     if model.config.moe is not None:
         given, active = config.moe_router_loss_scale, model.config.moe.num_active_experts
         model.moe_router_loss_scale = SWITCH_LOSS_SCALE / active if given is None else given
-    return model if fp64 else model.float()
+    return model
+
+
+@torch.no_grad()
+def put_off(numbers: Tensor, sizes: Tensor, signs: torch.Generator) -> None:
+    """Add to each number its size, or take it away."""
+    numbers += sizes * (torch.randint(2, numbers.shape, generator=signs) * 2 - 1)
 
 
 def losses_of(name: str, *, fp64: bool = False, roundoff: float = 0.0, seed: int = 0) -> list[float]:
     """The cross-entropies of some steps on text that can be learnt: each token decides the next but for some noise.
     With a `roundoff` weights and gradients are off by as much, up or down as the seed has it."""
     config = TrainConfig.model_validate({**SEED_TRAIN, **TRAIN, **RUNS[name][1], **(FP64 if fp64 else {})})
-    model = built(name, config, fp64=fp64)
+    model = built(name, config) if fp64 else built(name, config).float()
     layout = BatchLayout(1, config.accumulation_steps(1), config.microbatch_size, model.config.context_length)
     batches, schedule = batch_schedule(config, layout), build_schedule(config, STEPS)
     setup = Setup(layout.global_tokens, batches.tokens_before(STEPS), model.config.n_layers)
@@ -188,7 +182,15 @@ def losses_of(name: str, *, fp64: bool = False, roundoff: float = 0.0, seed: int
     tokens = [1]
     for noise in np.random.default_rng(7).integers(0, 8, STEPS * 2 * 48):
         tokens.append(int(tokens[-1] * 5 + 3 + (noise if noise < 2 else 0)) % 97)
-    disturb = disturbance(model, roundoff, seed)
+    signs, disturbed = torch.Generator().manual_seed(seed), list(model.parameters()) if roundoff else []
+
+    def put_gradient_off(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        largest, is_rounded = parameter.grad.abs().max(), parameter.grad != 0
+        put_off(parameter.grad, roundoff * largest * is_rounded, signs)
+
+    for parameter in disturbed:
+        parameter.register_post_accumulate_grad_hook(put_gradient_off)
     found = []
     for at in range(STEPS):
         before, here = batches.tokens_before(at), batches.at(at)
@@ -196,28 +198,10 @@ def losses_of(name: str, *, fp64: bool = False, roundoff: float = 0.0, seed: int
         parts = (tokens[start : start + here.microbatch_tokens + 1] for start in starts)
         batch = [Microbatch(np.array(part, dtype=np.uint16), here.context_length) for part in parts]
         ramp = ramp_multipliers(config, here.global_tokens, layout.global_tokens)
-        disturb()
+        for parameter in disturbed:
+            put_off(parameter, roundoff * parameter.abs(), signs)
         found.append(step.run(batch, schedule.multiplier(at) * ramp.rate, ramp.decay).losses_A.mean().item())
     return [found[at] for at in SHOWN]
-
-
-def disturbance(model: GPTModel, roundoff: float, seed: int) -> Callable[[], None]:
-    """A function that puts all weights off by a roundoff. Gradients are from now on off, too, as they come."""
-    if not roundoff:
-        return lambda: None
-    signs, parameters = torch.Generator().manual_seed(seed), list(model.parameters())
-
-    @torch.no_grad()
-    def put_off(numbers: Tensor, sizes: Tensor) -> None:
-        numbers += roundoff * sizes * (torch.randint(2, numbers.shape, generator=signs) * 2 - 1)
-
-    def put_gradient_off(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        put_off(parameter.grad, parameter.grad.abs().max() * (parameter.grad != 0))  # what has no part has no rounding
-
-    for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(put_gradient_off)
-    return lambda: [put_off(parameter, parameter.abs()) for parameter in parameters] and None
 
 
 def rounding_of(name: str, exact: list[float]) -> list[float]:
@@ -229,19 +213,14 @@ def rounding_of(name: str, exact: list[float]) -> list[float]:
     return [float(each) for each in np.maximum.accumulate(off)]
 
 
-def conditions() -> dict[str, Any]:
+def conditions() -> list[str]:
     """What decides the last bits of a result on one thread: torch, the processor, and the instructions in use."""
-    first = CPUINFO.read_text().split("\n\n")[0] if CPUINFO.exists() else ""
+    first = CPUINFO.read_text().split("\n\n")[0] if CPUINFO.exists() else f"model name: {platform.processor()}"
     known = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
-    flags = known.get("flags", known.get("Features", "")).split()
-    return {
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-        "processor": [known[key] for key in PROCESSOR if key in known] or [platform.processor()],
-        "instructions": " ".join(sorted(flag for flag in flags if flag.startswith(INSTRUCTIONS))),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "environment": {key: value for key, value in sorted(os.environ.items()) if key.startswith(LIBRARIES)},
-    }
+    processor = [known[key] for key in PROCESSOR if key in known]
+    processor += [flag for flag in known.get("flags", "").split() if flag.startswith(INSTRUCTIONS)]
+    environment = [f"{key}={value}" for key, value in sorted(os.environ.items()) if key.startswith(LIBRARIES)]
+    return [torch.__version__, torch.backends.cpu.get_cpu_capability(), " ".join(processor), *environment]
 
 
 @pytest.fixture(autouse=True)
@@ -283,11 +262,7 @@ def test_conditions_tell_processors_and_instructions_apart(monkeypatch: pytest.M
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "none of this machine's")
     found.append(conditions())
     monkeypatch.setattr(f"{__name__}.CPUINFO", tmp_path / "cpuinfo")
-    for processor in (
-        "model\t: 143\nflags\t: fpu avx512f amx_tile",
-        "model\t: 143\nflags\t: fpu avx512f",
-        "model\t: 17",
-    ):
+    for processor in ("model\t: 143\nflags\t: avx512f amx_tile", "model\t: 143\nflags\t: avx512f", "model\t: 17"):
         (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{processor}\n\nprocessor\t: 1\n")
         found.append(conditions())
     assert all(found.count(each) == 1 for each in found)
@@ -302,8 +277,8 @@ def record() -> None:
         "rounding": {name: [float(f"{each:.1e}") for each in rounding_of(name, fp64[name])] for name in RUNS},
         "bits": {"conditions": conditions(), "losses": {name: losses_of(name) for name in RUNS}},
     }
-    lines = json.dumps(content, indent=1)
-    RECORDED.write_text(re.sub(r"(?<=\[)\s+|(?<=,)\s+(?=[\d])|\s+(?=\])", " ", lines) + "\n")
+    text = json.dumps(content, indent=1)
+    RECORDED.write_text(re.sub(r"\s+(?=[\d\]])", " ", text) + "\n")  # a run a line
 
 
 if __name__ == "__main__":
