@@ -201,13 +201,12 @@ def largest_that_fits(
     """
     good, bad, asked, guesses = first - 1, ceiling + 1, 0, 0
     while bad - good > max(1, good // fineness) and asked < most:
-        attempt, beyond = (good + bad) // 2, bad
+        guessed, distance = guess(), GUESS_GROWTH ** max(0, guesses - 1)
+        attempt, beyond, largest_guess = (good + bad) // 2, bad, bad + distance
         if bad > ceiling:
             attempt = min(growth * good if good >= first else first, ceiling)
-            beyond = attempt + 1
-        guessed, distance = guess(), GUESS_GROWTH ** max(0, guesses - 1)
-        is_near = guessed is not None and good - distance <= guessed <= bad + distance
-        if is_near and (guessed < attempt or bad <= ceiling) and beyond - good >= 2 * distance:
+            beyond, largest_guess = attempt + 1, attempt - 1
+        if guessed is not None and good - distance <= guessed <= largest_guess and beyond - good >= 2 * distance:
             attempt = min(max(guessed, good + distance), beyond - distance)
             guesses += 1
         asked += 1

@@ -317,6 +317,18 @@ def test_a_model_that_needs_a_program_for_each_size(
     assert calls.uncompiled == 0
 
 
+def test_one_gpu_with_one_microbatch_a_step_holds_no_gradients_between_steps(
+    calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in training there, though what the search calls is not the bare model."""
+    monkeypatch.setattr(gpt, "linear_cross_entropy", calls.plain)
+    probe = limited(tmp_path, 2)
+    probe.accumulation_steps = 1
+    assert probe.fits(2)
+    assert probe._step is not None
+    assert all(each.grad is None for each in probe._step.bare_model.parameters())
+
+
 def test_a_compiler_that_fails_is_one_line(calls: Calls, tmp_path: Path) -> None:
     def broken(*_: Any) -> Any:
         raise RuntimeError("no such instruction")
