@@ -13,8 +13,8 @@ from harness.common.json_files import Count, RunFile, parse_config, read_json_ob
 from harness.runs.notebook_keys import NOTEBOOK_KEYS, translate_upstream
 
 LARGEST_PRICE = 1e9
-# AdamW moves each number by about the rate in a step; a weight is far below 1. Rates of embeddings, factors and Muon are
-# higher: nanochat has 0.3, 0.5 and 0.02, modded-nanogpt 0.6, 0.04 and 0.05.
+# AdamW moves each number by about the rate in a step, and weights are far below 1. Embeddings, factors and Muon have
+# higher ones: nanochat 0.3, 0.5 and 0.02, modded-nanogpt 0.6, 0.04 and 0.05.
 LARGEST_RATE = 1.0
 LARGEST_HIGH_RATE = 10.0
 # How much is trained: one of these is in a train.json. Those of TIMED_BUDGETS need a speed to become tokens.
