@@ -13,8 +13,8 @@ from harness.common.json_files import Count, RunFile, parse_config, read_json_ob
 from harness.runs.notebook_keys import NOTEBOOK_KEYS, translate_upstream
 
 LARGEST_PRICE = 1e9
-# AdamW moves each number by about the rate in a step; a weight is far below 1. Rates of embeddings, factors and Muon are
-# higher: nanochat has 0.3, 0.5 and 0.02, modded-nanogpt 0.6, 0.04 and 0.05.
+# AdamW moves each number by about the rate in a step, and weights are far below 1. Embeddings, factors and Muon have
+# higher ones: nanochat 0.3, 0.5 and 0.02, modded-nanogpt 0.6, 0.04 and 0.05.
 LARGEST_RATE = 1.0
 LARGEST_HIGH_RATE = 10.0
 # How much is trained: one of these is in a train.json. Those of TIMED_BUDGETS need a speed to become tokens.
@@ -67,32 +67,19 @@ class TrainConfig(RunFile):
         default=None, ge=1, description="A budget in place of min_train_tokens: global steps."
     )
     tokens_per_parameter: float | None = Field(
-        default=None,
-        gt=0,
-        le=1e9,
-        allow_inf_nan=False,
-        description="A budget in place of min_train_tokens: tokens for each parameter.",
+        default=None, gt=0, le=1e9, description="A budget in place of min_train_tokens: tokens for each parameter."
     )
     target_flops: float | None = Field(
-        default=None,
-        gt=0,
-        le=1e40,
-        allow_inf_nan=False,
-        description="A budget in place of min_train_tokens: floating-point operations.",
+        default=None, gt=0, le=1e40, description="A budget in place of min_train_tokens: floating-point operations."
     )
     target_hours: float | None = Field(
         default=None,
         gt=0,
         le=1e9,
-        allow_inf_nan=False,
         description="A budget in place of min_train_tokens: hours, at the speed that is known.",
     )
     target_dollars: float | None = Field(
-        default=None,
-        gt=0,
-        le=1e12,
-        allow_inf_nan=False,
-        description="A budget in place of min_train_tokens: dollars, by price_per_hour.",
+        default=None, gt=0, le=1e12, description="A budget in place of min_train_tokens: dollars, by price_per_hour."
     )
     start_train_token: Count = Field(ge=0, description="Where in the train split the slice begins.")
     validation_interval: Count | None = Field(
@@ -220,7 +207,7 @@ class TrainConfig(RunFile):
     report_interval: Count = Field(default=10, ge=1, description="Global steps between reports.")
     max_skipped_steps: Count = Field(default=10, ge=1, description="Non-finite steps in a row that end the run.")
     price_per_hour: float | None = Field(
-        default=None, ge=0, le=LARGEST_PRICE, allow_inf_nan=False, description="US dollars for the whole machine."
+        default=None, ge=0, le=LARGEST_PRICE, description="US dollars for the whole machine."
     )
     benchmark_interval: Count | None = Field(default=None, ge=1, description="Global steps between benchmarks.")
     benchmark_tasks: list[Annotated[str, Field(min_length=1)]] | None = Field(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from tests.support.launch import Result, Workshop, metrics
+from tests.support.launch import ROOT, Result, Workshop, finish, metrics
 
 STEPS = 10  # 1,280 tokens in global batches of 2 ranks x 2 sequences x 2 accumulation steps x 16 tokens
 
@@ -138,3 +138,29 @@ def test_half_precision_trains(tmp_path: Path, precision: str) -> None:
     losses = [event["loss"] for event in metrics(run) if event["event"] == "validation"]
     assert losses[-1] < losses[0] - 0.2
     assert (run / "checkpoints" / "latest" / "scaler.pt").exists() == (precision == "fp16")
+
+
+# Of what training might ask Linux for, macOS has none: functions of os, and files in /proc and /sys.
+LIKE_MACOS = """
+import builtins, io, os, sys
+sys.platform = "darwin"
+for name in ("sched_getaffinity", "sched_setaffinity", "copy_file_range", "memfd_create", "posix_fadvise", "splice"):
+    delattr(os, name)
+opened = io.open
+def open_here(file, *options, **named):
+    if str(file).startswith(("/proc/", "/sys/")):
+        raise FileNotFoundError(2, "No such file or directory", str(file))
+    return opened(file, *options, **named)
+builtins.open = io.open = open_here
+"""
+
+
+def test_training_and_measuring_without_what_only_linux_has(tmp_path: Path) -> None:
+    shop = Workshop(tmp_path)
+    shop.add_dataset()
+    run = shop.add_run(min_train_tokens=256)
+    shop.train(ranks=1, prelude=LIKE_MACOS)
+    assert json.loads((run / "summary.json").read_text())["global_steps"] == 4
+    files = [str(run / "model.json"), str(run / "checkpoints" / "best" / "model.safetensors")]
+    command = [str(ROOT / "test_loss.py"), str(shop.datasets), *files]
+    assert "Loss against" in finish([shop.fork(command, {}, LIKE_MACOS)], expect=0, timeout=60).stdout
