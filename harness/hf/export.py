@@ -24,14 +24,15 @@ from harness.hf import gpt2_format, llama_format
 from harness.model.export_formats import choose_format
 from harness.model.tensor_names import WEIGHTS
 from harness.model.weights import save_weights
-from harness.runs.model_folder import ModelFiles, check_tokenizer_fits, new_folder, tokenizer_file_of
+from harness.runs.model_folder import check_tokenizer_fits, new_folder, tokenizer_file_of
+from harness.runs.named_models import TrainedModel
 
 # Words of several lengths, digits, contractions, white space: where patterns that split text differ.
 SPLITTING_PROBE = f"It's 12345 o'clock, DON'T  worry\n\n\t{ROUND_TRIP_PROBE}".replace(END_OF_TEXT, "")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def export_model(model: Any, files: ModelFiles, folder: Path, dtype: str) -> None:
+def export_model(model: Any, files: TrainedModel, folder: Path, dtype: str) -> None:
     """Write `model` (a gpt.GPTModel with the weights of `files`) and its tokenizer to a new folder.
 
     Raises UserError for a model that no native class computes, or a folder that is there already, RunError if it

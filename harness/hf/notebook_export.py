@@ -9,10 +9,11 @@ from harness.data.tokenizers.load import load_tokenizer
 from harness.hf.export import DTYPES
 from harness.hf.notebook_format import to_model_json, to_tensors
 from harness.model.export_formats import choose_format
-from harness.runs.model_folder import ModelFiles, check_tokenizer_fits, tokenizer_file_of, write_model
+from harness.runs.model_folder import check_tokenizer_fits, tokenizer_file_of, write_model
+from harness.runs.named_models import TrainedModel
 
 
-def export_for_notebook(model: Any, files: ModelFiles, folder: Path, dtype: str) -> list[str]:
+def export_for_notebook(model: Any, files: TrainedModel, folder: Path, dtype: str) -> list[str]:
     """Write `model` (a gpt.GPTModel with the weights of `files`) to a new folder: model.json, model.safetensors, and
     for readers of ours the tokenizer and a meta.json that names it. Returns what the user has to know besides.
 
