@@ -47,8 +47,7 @@ def export(checkpoint: str, out: Path, model_json: str | None, dtype: str, forma
     """
     configure_libraries()
     with one_line_errors():
-        from harness.hf.export import export_model
-        from harness.hf.notebook_export import export_for_notebook
+        from harness.hf.export import export_for_notebook, export_model
 
         files, model = open_model(checkpoint, model_json, runs_dir)
         if format_ == "notebook":

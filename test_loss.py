@@ -24,13 +24,7 @@ APPROXIMATE = " (approximate: by the whole split's mean, since the tokenizer's v
 @click.command(cls=Command)
 @click.argument("datasets_dir", type=click.Path(path_type=Path))
 @click.argument("models", nargs=-1, metavar="[RUN[:CHECKPOINT] | MODEL_JSON WEIGHTS]...")
-@click.option(
-    "--run",
-    "runs",
-    multiple=True,
-    metavar="RUN[:CHECKPOINT]",
-    help="The same as RUN[:CHECKPOINT] before the options.",
-)
+@click.option("--run", "runs", multiple=True, metavar="RUN[:CHECKPOINT]", help="The same, as an option.")
 @RUNS_DIR
 @click.option("--dataset", help="owner/name or builtin/name; default: what the checkpoint was trained on.")
 @click.option("--split", type=click.Choice(["test", "validation"]), help="Default: test where there is one.")
