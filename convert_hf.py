@@ -11,17 +11,16 @@ import click
 from harness.common.errors import UserError, one_line_errors
 from harness.common.libraries import configure_libraries
 from harness.common.messages import is_hub_name
-from harness.common.options import Group
+from harness.common.options import RUNS_DIR, Group
 
 if TYPE_CHECKING:
     from gpt import GPTModel
     from harness.hf.model_card import ModelFacts
     from harness.runs.directory import RunDirectory
-    from harness.runs.model_folder import ModelFiles
+    from harness.runs.named_models import TrainedModel
 
-MODEL_JSON = click.option(
-    "--model-json", type=click.Path(path_type=Path), help="Default: beside the weights, or in the run they lie in."
-)
+CHECKPOINT = click.argument("checkpoint", metavar="RUN[:CHECKPOINT]")
+MODEL_JSON = click.option("--model-json", help="Of a folder of weights.  [default: there, or in the run it lies in]")
 READERS = {"transformers": "transformers", "notebook": "the lab notebook's scripts"}
 
 
@@ -32,13 +31,15 @@ def main() -> None:
 
 
 @main.command("export", short_help="A checkpoint for transformers, or the notebook.")
-@click.argument("checkpoint", type=click.Path(path_type=Path))
+@CHECKPOINT
 @click.argument("out", type=click.Path(path_type=Path))
 @MODEL_JSON
 @click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True)
 @click.option("--format", "format_", type=click.Choice(list(READERS)), default="transformers", show_default=True)
-def export(checkpoint: Path, out: Path, model_json: Path | None, dtype: str, format_: str) -> None:
-    """Write CHECKPOINT, a folder with model.safetensors, to the new folder OUT.
+@RUNS_DIR
+def export(checkpoint: str, out: Path, model_json: str | None, dtype: str, format_: str, runs_dir: Path) -> None:
+    """Write the best model of RUN, its CHECKPOINT (a folder's name, `latest` or `best`), or that of any folder with
+    model.safetensors, to the new folder OUT.
 
     transformers.AutoModelForCausalLM and AutoTokenizer load OUT, and so does whatever builds on them. With --format
     notebook it holds a model.json and a model.safetensors that the scripts of the lab notebook load, whose
@@ -46,10 +47,9 @@ def export(checkpoint: Path, out: Path, model_json: Path | None, dtype: str, for
     """
     configure_libraries()
     with one_line_errors():
-        from harness.hf.export import export_model
-        from harness.hf.notebook_export import export_for_notebook
+        from harness.hf.export import export_for_notebook, export_model
 
-        files, model = open_model(checkpoint, model_json)
+        files, model = open_model(checkpoint, model_json, runs_dir)
         if format_ == "notebook":
             notes = export_for_notebook(model, files, out, dtype)
         else:
@@ -63,7 +63,7 @@ def export(checkpoint: Path, out: Path, model_json: Path | None, dtype: str, for
 @main.command("import", short_help="A GPT-2 of transformers as a run.")
 @click.argument("source")
 @click.argument("run")
-@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+@RUNS_DIR
 def import_(source: str, run: str, runs_dir: Path) -> None:
     """Bring a GPT-2 (OpenAI's small to XL, or one of its shape), or a model that the lab notebook's author published
     ("model_type": "gpjtgpt2"), into the new folder runs/RUN.
@@ -87,7 +87,7 @@ def import_(source: str, run: str, runs_dir: Path) -> None:
 
 
 @main.command("publish", short_help="To the Hugging Face Hub, with a model card.")
-@click.argument("checkpoint", type=click.Path(path_type=Path))
+@CHECKPOINT
 @click.argument("name", metavar="OWNER/NAME")
 @MODEL_JSON
 @click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True)
@@ -95,8 +95,10 @@ def import_(source: str, run: str, runs_dir: Path) -> None:
 @click.option("--license", "license_", help="What the card says, as the Hub spells it: apache-2.0, mit, ...")
 @click.option("--datasets-dir", type=click.Path(path_type=Path), help="Measure the test loss on what lies there.")
 @click.option("--card", is_flag=True, help="Print the card, and upload nothing.")
-def publish(checkpoint: Path, name: str, **options: Any) -> None:
-    """Export CHECKPOINT, write its model card from the run that made it, and upload both to the Hugging Face Hub."""
+@RUNS_DIR
+def publish(checkpoint: str, name: str, **options: Any) -> None:
+    """Export a model, named as for export, write its model card from the run that made it, and upload both to the
+    Hugging Face Hub."""
     configure_libraries()
     with one_line_errors():
         if not is_hub_name(name):
@@ -107,7 +109,7 @@ def publish(checkpoint: Path, name: str, **options: Any) -> None:
         from harness.hf.model_card import model_card
         from harness.hf.upload import upload_model
 
-        files, model = open_model(checkpoint, options["model_json"])
+        files, model = open_model(checkpoint, options["model_json"], options["runs_dir"])
         run, facts = gather_facts(files, model, name, options["datasets_dir"], options["license_"])
         if options["card"]:
             click.echo(model_card(facts), nl=False)
@@ -120,17 +122,16 @@ def publish(checkpoint: Path, name: str, **options: Any) -> None:
             click.echo("The card has no test loss; --datasets-dir DIR measures it")
 
 
-def open_model(checkpoint: Path, model_json: Path | None) -> tuple[ModelFiles, GPTModel]:
-    """The model in CHECKPOINT, on the CPU, in evaluation mode."""
-    from gpt import GPTModel, ModelConfig
-    from harness.common.json_files import parse_config
-    from harness.model.weights import load_weights
-    from harness.runs.model_folder import ModelFiles
+def open_model(checkpoint: str, model_json: str | None, runs_dir: Path) -> tuple[TrainedModel, GPTModel]:
+    """The model, on the CPU, in evaluation mode."""
+    from harness.runs.named_models import find_model
 
-    files = ModelFiles.find(checkpoint, model_json)
-    model = GPTModel(parse_config(ModelConfig, files.config, files.config_source))
-    model.load_checkpoint_tensors(load_weights(files.weights), files.weights)
-    return files, model.eval()
+    files = find_model([*([model_json] if model_json else []), checkpoint], runs_dir)
+    import torch
+
+    from gpt import load_model
+
+    return files, load_model(files.config, files.weights, torch.device("cpu"))
 
 
 def fetch_named(source: str) -> Path:
@@ -158,7 +159,7 @@ def check_shape(source: Path, shape: dict[str, Any], tensors: dict[str, Any]) ->
 
 
 def gather_facts(
-    files: ModelFiles, model: GPTModel, name: str, datasets_dir: Path | None, license_: str | None
+    files: TrainedModel, model: GPTModel, name: str, datasets_dir: Path | None, license_: str | None
 ) -> tuple[RunDirectory | None, ModelFacts]:
     """The run that made the model, if it is known, and what its card is made of. The test loss is measured on what
     lies in `datasets_dir`, if that is given."""
@@ -166,13 +167,11 @@ def gather_facts(
     from harness.evaluation.held_out import measure_test_loss
     from harness.hf.model_card import ModelFacts
     from harness.model.export_formats import choose_format
-    from harness.runs.directory import RunDirectory
     from harness.runs.summary import read_summary
 
     model_type = choose_format(model.config, files.config_source)  # refused before the test loss is measured
 
-    run = RunDirectory(files.run) if files.run else None
-    test = None
+    run, test = files.run, None
     if datasets_dir:
         test = measure_test_loss(model.to(only_device()), files.weights, datasets_dir)
         test.keep(files.weights)

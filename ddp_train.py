@@ -17,7 +17,7 @@ from harness.common.errors import RunStopped, end_at_once, one_line_errors
 from harness.common.lasting_output import survive_closed_output
 from harness.common.launcher import exit_when_launcher_dies
 from harness.common.libraries import configure_libraries, load
-from harness.common.options import POSITIVE, Command, TrainOptions
+from harness.common.options import POSITIVE, RUNS_DIR, Command, TrainOptions
 from harness.distributed.signals import StopRequested, StopSignal
 from harness.distributed.watchdog import Place
 from harness.runs.intervals import due_after
@@ -140,7 +140,7 @@ class Trainer:
     "--assume-device", help="With --plan, or for target_hours: as if on such GPUs, like H100: a speed on paper."
 )
 @click.option("--restart", is_flag=True, help="Move earlier results to RUN/aside and start again.")
-@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+@RUNS_DIR
 @schema_option
 def main(run: str, datasets_dir: Path, checkpoint: str | None, **given: Any) -> None:
     """Train RUN (a folder in runs/ with model.json and train.json) on its dataset, kept in DATASETS_DIR.

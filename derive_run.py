@@ -8,14 +8,14 @@ from pathlib import Path
 import click
 
 from harness.common.errors import UserError, one_line_errors
-from harness.common.options import Command
+from harness.common.options import RUNS_DIR, Command
 
 
 @click.command(cls=Command)
 @click.argument("base")
 @click.argument("new")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A key of model.json or train.json.")
-@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+@RUNS_DIR
 @click.option(
     "--datasets-dir", type=click.Path(path_type=Path), default=Path("datasets"), show_default=True, help="DATASETS_DIR"
 )

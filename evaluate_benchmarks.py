@@ -1,6 +1,6 @@
 """Is the model any good? Its scores in the benchmarks that the field compares models by.
 
-uv run --extra benchmarks evaluate_benchmarks.py MODEL_JSON MODEL_SAFETENSORS --tasks hellaswag,arc_easy,piqa
+uv run --extra benchmarks evaluate_benchmarks.py RUN --tasks hellaswag,arc_easy,piqa
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import click
 
 from harness.common.errors import UserError, one_line_errors
 from harness.common.libraries import configure_libraries
-from harness.common.options import Command
+from harness.common.options import MODEL, RUNS_DIR, Command
 
 if TYPE_CHECKING:
     from harness.runs.measured_weights import ModelInRun
+    from harness.runs.named_models import TrainedModel
     from harness.runs.results import BenchmarkResult
 
 
@@ -34,8 +35,7 @@ def print_names(context: click.Context, _: click.Parameter, pattern: str | None)
 
 
 @click.command(cls=Command)
-@click.argument("model_json", type=click.Path(path_type=Path))
-@click.argument("model_safetensors", type=click.Path(path_type=Path))
+@MODEL
 @click.option("--tasks", multiple=True, required=True, metavar="NAME,...", help="lm-eval's names, or task files.")
 @click.option("--limit", type=click.IntRange(min=1), help="The first N examples of each task.  [default: all]")
 @click.option("--num-fewshot", type=click.IntRange(min=0), help="Solved examples shown.  [default: each task's]")
@@ -50,8 +50,10 @@ def print_names(context: click.Context, _: click.Parameter, pattern: str | None)
     callback=print_names,
     help="Print the names that match, such as 'arc*'.",
 )
-def main(model_json: Path, model_safetensors: Path, tasks: tuple[str, ...], **options: Any) -> None:
-    """Print how well MODEL_SAFETENSORS (of the shape in MODEL_JSON) does in benchmarks.
+@RUNS_DIR
+def main(model: tuple[str, ...], tasks: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
+    """Print how well a model does in benchmarks: the best of RUN, its CHECKPOINT (a folder's name, `latest` or `best`),
+    or WEIGHTS, of the shape in MODEL_JSON.
 
     --tasks takes names of lm-eval's tasks, groups and tags (hellaswag, mmlu, 'arc*'), and paths of task files (.yaml),
     and can be given several times. Data comes from the Hugging Face Hub. The tokenizer is the one that lies beside the
@@ -62,10 +64,12 @@ def main(model_json: Path, model_safetensors: Path, tasks: tuple[str, ...], **op
         specs = [name for each in tasks for name in each.split(",") if name]
         if not specs:
             raise UserError("--tasks: give at least one name; --list '*' shows all")
-        evaluate(model_json, model_safetensors, specs, options)
+        from harness.runs.named_models import find_model
+
+        evaluate(find_model(model, runs_dir), specs, options)
 
 
-def evaluate(model_json: Path, weights: Path, specs: list[str], options: dict[str, Any]) -> None:
+def evaluate(named: TrainedModel, specs: list[str], options: dict[str, Any]) -> None:
     """Load the model and the tasks, run them, print the table, and write the file that was asked for."""
     from gpt import load_model
     from harness.common.device import device_name, only_device
@@ -83,7 +87,8 @@ def evaluate(model_json: Path, weights: Path, specs: list[str], options: dict[st
     if options["output"]:
         check_output(options["output"])
     device = only_device()
-    model, tokenizer = load_model(model_json, weights, device), tokenizer_of(weights)
+    weights = named.weights
+    model, tokenizer = load_model(named.config, weights, device), tokenizer_of(weights)
     check_tokenizer_fits(tokenizer, model.config.vocab_size, weights)
     precision = Precision.resolve(options["precision"], device)
     scorer = Scorer(model, precision, tokenizer.vocab_size, options["batch_size"])

@@ -269,8 +269,8 @@ class GPTModel(nn.Module):
         load_into(state, from_checkpoint_names(tensors, state, self.config, source), self.config)
 
 
-def load_model(model_json: Path, weights: Path, device: torch.device) -> GPTModel:
+def load_model(config: ModelConfig, weights: Path, device: torch.device) -> GPTModel:
     """A model in evaluation mode with the weights of a safetensors file. Raises UserError if the two do not match."""
-    model = GPTModel(load_model_config(model_json))
+    model = GPTModel(config)
     model.load_checkpoint_tensors(load_weights(weights), weights)
     return model.to(device).eval()

@@ -12,11 +12,10 @@ from typing import Any
 import click
 
 from harness.common.errors import one_line_errors
-from harness.common.options import POSITIVE, Group
+from harness.common.options import POSITIVE, RUNS_DIR, Group
 
 SWEEP = click.argument("sweep", type=click.Path(path_type=Path), metavar="SWEEP.json")
 DATASETS_DIR = click.argument("datasets_dir", type=click.Path(path_type=Path))
-RUNS_DIR = click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 GROUPS = click.option(
     "--groups", type=click.IntRange(1, 64), default=1, show_default=True, help="So many runs at a time."
 )

@@ -11,7 +11,7 @@ from harness.common.errors import RunError, RunStopped, UserError, one_line_erro
 from harness.common.files import check_writable
 from harness.common.libraries import configure_libraries
 from harness.common.messages import as_unicode, is_unicode
-from harness.common.options import POSITIVE, Command
+from harness.common.options import MODEL, POSITIVE, RUNS_DIR, Command
 from harness.evaluation.instruct.instructions import BOOK_DATA
 from harness.evaluation.judge.client import NOTEBOOK_JUDGE
 from harness.evaluation.judge.prompt import JUDGE_PROMPT, JUDGE_PROMPT_HELP
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from harness.evaluation.instruct.finetune import FineTuneSettings, FineTuning
     from harness.evaluation.instruct.instructions import InstructionSplits
     from harness.evaluation.instruct.responses import Responses
+    from harness.runs.named_models import TrainedModel
 
 RESPONSES = "ift-responses.json"
 
 
 @click.command(cls=Command)
-@click.argument("model_json", type=click.Path(path_type=Path))
-@click.argument("model_safetensors", type=click.Path(path_type=Path))
+@MODEL
 @click.option("--data", default=BOOK_DATA, help="A file or address.  [default: the book's, downloaded once]")
-@click.option("--responses", type=click.Path(path_type=Path), help=f"[default: {RESPONSES} beside MODEL_JSON]")
+@click.option("--responses", type=click.Path(path_type=Path), help=f"[default: {RESPONSES} beside model.json]")
 @click.option("--overwrite", is_flag=True, help="Replace a responses file that is there.")
 @click.option("--responses-only", is_flag=True, help="No judge.")
 @click.option("--name", help="What tables call the model.  [default: its run's and checkpoint's names]")
@@ -43,9 +43,11 @@ RESPONSES = "ift-responses.json"
 @click.option("--judge-model", default=NOTEBOOK_JUDGE, show_default=True)
 @click.option("--judge-prompt", type=JUDGE_PROMPT, default="together", show_default=True, help=JUDGE_PROMPT_HELP)
 @click.option("--base-url", help="The judge's endpoint.  [default: OpenAI's]")
-def main(model_json: Path, model_safetensors: Path, **options: Any) -> None:
-    """Fine-tune MODEL_SAFETENSORS (of the shape in MODEL_JSON) on instructions until its validation loss rises, answer
-    the test instructions with the weights from before the rise, and let a judge score the answers.
+@RUNS_DIR
+def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
+    """Fine-tune a model (the best of RUN, its CHECKPOINT, or WEIGHTS, of the shape in MODEL_JSON) on instructions until
+    its validation loss rises, answer the test instructions with the weights from before the rise, and let a judge score
+    the answers.
 
     One model's score varies by points from one judging to the next: to compare models, use --responses-only for each,
     and then judge_ift.py on all of the files at once. Scores of a run's checkpoint stay in the run's folder results/,
@@ -53,9 +55,11 @@ def main(model_json: Path, model_safetensors: Path, **options: Any) -> None:
     """
     configure_libraries()
     with one_line_errors():
-        path = options["responses"] or model_json.parent / RESPONSES
+        from harness.runs.named_models import find_model
+
+        named = find_model(model, runs_dir)
+        path = options["responses"] or named.folder / RESPONSES
         judge = None if options["responses_only"] else choose_judge(options)
-        check_files(model_json, model_safetensors)
         check_places(path, options)
         from harness.common.download import local_copy
         from harness.evaluation.instruct.instructions import InstructionSplits
@@ -63,16 +67,16 @@ def main(model_json: Path, model_safetensors: Path, **options: Any) -> None:
 
         data = local_copy(options["data"], InstructionSplits.load)
         splits = InstructionSplits.load(data)
-        weights = facts_of_weights(model_safetensors)
-        model, tokenizer = open_model(model_json, model_safetensors)
-        settings = fine_tune_settings(options, model.config.emb_dim)
-        tuning = fine_tune(model, tokenizer, splits, settings)
-        name = options["name"] or name_of(model_json, model_safetensors)
+        weights = facts_of_weights(named.weights)
+        tuned, tokenizer = open_model(named)
+        settings = fine_tune_settings(options, named.config.emb_dim)
+        tuning = fine_tune(tuned, tokenizer, splits, settings)
+        name = options["name"] or name_of(named)
         made = facts_of_tuning(tuning, settings, options["max_new_tokens"])
         facts = {"data": facts_of_data(data, splits), "fine_tuning": made}
         if options["save"]:
-            save(model, model_safetensors, options["save"], {"fine_tuned_from": name, **facts})
-        responses = answer_test(model, tokenizer, splits, name=name, facts={"weights": weights, **facts})
+            save(tuned, named.weights, options["save"], {"fine_tuned_from": name, **facts})
+        responses = answer_test(tuned, tokenizer, splits, name=name, facts={"weights": weights, **facts})
         write_responses(path, responses)
         click.echo(f"{path}: {len(responses.responses):,} answers")
         if judge is not None:
@@ -92,13 +96,6 @@ def choose_judge(options: dict[str, Any]) -> Any:
     return JudgeSettings(endpoint, prompt=options["judge_prompt"])
 
 
-def check_files(*paths: Path) -> None:
-    """Raises UserError, before anything is downloaded, for what is not there."""
-    for path in paths:
-        if not path.is_file():
-            raise UserError(f"{path}: {'a folder; give the file in it' if path.is_dir() else 'no such file'}")
-
-
 def check_places(path: Path, options: dict[str, Any]) -> None:
     """Raises UserError, before anything is downloaded or trained, if the results would take the place of others."""
     if path.is_dir() or (path.exists() and not options["overwrite"]):
@@ -114,20 +111,20 @@ def check_places(path: Path, options: dict[str, Any]) -> None:
         raise UserError(f"--name {options['name']!r}: not a name")
 
 
-def open_model(model_json: Path, model_safetensors: Path) -> tuple[GPTModel, Tokenizer]:
-    """Raises UserError if the files do not belong together."""
+def open_model(named: TrainedModel) -> tuple[GPTModel, Tokenizer]:
+    """The model and its tokenizer. Raises UserError if the files do not belong together."""
     from gpt import load_model
     from harness.common.device import only_device
     from harness.runs.model_folder import check_tokenizer_fits, tokenizer_of
 
-    model, tokenizer = load_model(model_json, model_safetensors, only_device()), tokenizer_of(model_safetensors)
-    check_tokenizer_fits(tokenizer, model.config.vocab_size, model_safetensors)
+    model, tokenizer = load_model(named.config, named.weights, only_device()), tokenizer_of(named.weights)
+    check_tokenizer_fits(tokenizer, named.config.vocab_size, named.weights)
     return model, tokenizer
 
 
-def name_of(model_json: Path, model_safetensors: Path) -> str:
+def name_of(named: TrainedModel) -> str:
     """`run/checkpoint`, as far as the places of the files tell."""
-    run, checkpoint = model_json.absolute().parent, model_safetensors.absolute().parent
+    run, checkpoint = named.folder.absolute(), named.weights.absolute().parent
     return as_unicode(run.name if checkpoint == run else f"{run.name}/{checkpoint.resolve().name}")
 
 

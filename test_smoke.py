@@ -9,14 +9,13 @@ import click
 
 from harness.common.errors import one_line_errors
 from harness.common.libraries import configure_libraries
-from harness.common.options import Command, FiniteNumber
+from harness.common.options import MODEL, RUNS_DIR, Command, FiniteNumber
 
 DEFAULT_PROMPT = "Every effort moves you"
 
 
 @click.command(cls=Command)
-@click.argument("model_json", type=click.Path(path_type=Path))
-@click.argument("model_safetensors", type=click.Path(path_type=Path))
+@MODEL
 @click.option("--prompt", help=f"The text to continue.  [default: {DEFAULT_PROMPT}]")
 @click.option("--prompts", type=click.Path(path_type=Path), help="A prompt a line; in a .jsonl file: a JSON string.")
 @click.option("--num-tokens", type=click.IntRange(min=1), default=20, show_default=True, help="At most.")
@@ -24,14 +23,19 @@ DEFAULT_PROMPT = "Every effort moves you"
 @click.option("--temperature", type=FiniteNumber(min=0), default=1.0, show_default=True, help="0: the likeliest.")
 @click.option("--top-k", type=click.IntRange(min=1), default=25, show_default=True, help="Of the k likeliest tokens.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=42, show_default=True, help="Same seed, same text.")
-def main(model_json: Path, model_safetensors: Path, **options: Any) -> None:
-    """Continue prompts with the weights in MODEL_SAFETENSORS, a model of the shape in MODEL_JSON.
+@RUNS_DIR
+def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
+    """Continue prompts with a trained model: the best of RUN, its CHECKPOINT (a folder's name, `latest` or `best`), or
+    the weights in the file WEIGHTS, of the shape in MODEL_JSON.
 
     A text ends after --num-tokens, or where the model says that it ends (end-of-text). The tokenizer is the one that
     lies beside the weights, or else GPT-2's.
     """
     configure_libraries()
     with one_line_errors():
+        from harness.runs.named_models import find_model
+
+        named = find_model(model, runs_dir)
         from gpt import load_model
         from harness.common.device import only_device
         from harness.evaluation.generation import Sampling
@@ -39,11 +43,11 @@ def main(model_json: Path, model_safetensors: Path, **options: Any) -> None:
         from harness.runs.model_folder import tokenizer_of
 
         prompts = prompts_of(options["prompts"], options["prompt"], DEFAULT_PROMPT)
-        model = load_model(model_json, model_safetensors, only_device())
+        loaded = load_model(named.config, named.weights, only_device())
         sampling = Sampling(options["temperature"], options["top_k"], options["seed"])
-        tokenizer = tokenizer_of(model_safetensors)
+        tokenizer = tokenizer_of(named.weights)
         wanted = Continuations(options["samples"], options["num_tokens"])
-        print_samples(model, tokenizer, prompts, sampling, wanted)
+        print_samples(loaded, tokenizer, prompts, sampling, wanted)
 
 
 if __name__ == "__main__":

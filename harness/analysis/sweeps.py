@@ -59,9 +59,8 @@ def next_commands(sweep: SweepRuns, datasets_dir: Path) -> str:
     is_exact = set(fnmatch.filter(os.listdir(sweep.runs_dir), pattern)) == set(names)
     named = [shlex.quote(pattern)] if is_exact else names
     option = sweep.runs_dir_option
-    measured = " ".join(f"--run {name}" for name in named)
     return (
-        f"\nNext:\n  uv run test_loss.py {shlex.quote(str(datasets_dir))} {measured}{option}"
+        f"\nNext:\n  uv run test_loss.py {shlex.quote(str(datasets_dir))} {' '.join(named)}{option}"
         f"\n  uv run compare_runs.py {' '.join(named)} --baseline {names[0]}{option}"
     )
 

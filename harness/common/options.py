@@ -36,6 +36,8 @@ class FiniteNumber(click.FloatRange):
         return number
 
 
+RUNS_DIR = click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+MODEL = click.argument("model", nargs=-1, required=True, metavar="RUN[:CHECKPOINT] | MODEL_JSON WEIGHTS")
 POSITIVE = FiniteNumber(min=0, min_open=True, max=1e12)
 
 

@@ -1,6 +1,8 @@
-"""A model of ours as a folder that transformers loads without code of ours: the weights under the names of GPT-2, Llama
-or Qwen 3, what that class needs to know, and the tokenizer as a tokenizer.json, into which an encoding of tiktoken has
-to be translated.
+"""A model of ours as a folder that other programs load without code of ours.
+
+For transformers: the weights under the names of GPT-2, Llama or Qwen 3, what that class needs to know, and the
+tokenizer as a tokenizer.json, into which an encoding of tiktoken has to be translated. For the lab notebook: its own
+two files.
 """
 
 from __future__ import annotations
@@ -20,18 +22,19 @@ from harness.data.tokenizers.bpe import character_of_byte
 from harness.data.tokenizers.load import ROUND_TRIP_PROBE, load_tokenizer
 from harness.data.tokenizers.tiktoken_files import SUFFIX, read_encoding
 from harness.data.tokenizers.tokenizer import END_OF_TEXT
-from harness.hf import gpt2_format, llama_format
+from harness.hf import gpt2_format, llama_format, notebook_format
 from harness.model.export_formats import choose_format
 from harness.model.tensor_names import WEIGHTS
 from harness.model.weights import save_weights
-from harness.runs.model_folder import ModelFiles, check_tokenizer_fits, new_folder, tokenizer_file_of
+from harness.runs.model_folder import check_tokenizer_fits, new_folder, tokenizer_file_of, write_model
+from harness.runs.named_models import TrainedModel
 
 # Words of several lengths, digits, contractions, white space: where patterns that split text differ.
 SPLITTING_PROBE = f"It's 12345 o'clock, DON'T  worry\n\n\t{ROUND_TRIP_PROBE}".replace(END_OF_TEXT, "")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def export_model(model: Any, files: ModelFiles, folder: Path, dtype: str) -> None:
+def export_model(model: Any, files: TrainedModel, folder: Path, dtype: str) -> None:
     """Write `model` (a gpt.GPTModel with the weights of `files`) and its tokenizer to a new folder.
 
     Raises UserError for a model that no native class computes, or a folder that is there already, RunError if it
@@ -51,6 +54,27 @@ def export_model(model: Any, files: ModelFiles, folder: Path, dtype: str) -> Non
         ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), loaded.eot_token)
         replace_text(draft / "generation_config.json", json.dumps(ends, indent=2) + "\n")
         export_tokenizer(tokenizer, draft, model.config.context_length)
+
+
+def export_for_notebook(model: Any, files: TrainedModel, folder: Path, dtype: str) -> list[str]:
+    """Write `model` (a gpt.GPTModel with the weights of `files`) to a new folder as files that the lab notebook's own
+    scripts load: model.json, model.safetensors, and for readers of ours the tokenizer and a meta.json that names it.
+    Returns what the user has to know besides.
+
+    Raises UserError for a model that the notebook's does not compute, or a folder that is there already, RunError if it
+    cannot be written; nothing is then left of it.
+    """
+    choose_format(model.config, files.config_source, for_notebook=True)
+    tokenizer, notes = tokenizer_file_of(files.weights), []
+    if model.config.tie_weights:
+        notes.append("the tied head is written out as a tensor of its own, and model.json no longer calls it tied")
+    if isinstance(tokenizer, Path):  # GPT-2's own is not written, nor needed
+        check_tokenizer_fits(load_tokenizer(tokenizer), model.config.vocab_size, files.weights)
+        notes.append("the notebook's scripts read and write text by GPT-2's tokenizer; this model has another one")
+    weights = {name: tensor.to(DTYPES[dtype]) for name, tensor in model.to_checkpoint_names().items()}
+    tensors = notebook_format.to_tensors(weights, model.config)
+    write_model(folder, notebook_format.to_model_json(model.config), tensors, tokenizer=tokenizer, facts={})
+    return notes
 
 
 def export_tokenizer(name_or_file: str | Path, folder: Path, context_length: int) -> None:

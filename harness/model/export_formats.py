@@ -73,8 +73,12 @@ def choose_format(shape: ModelConfig, source: Path, *, for_notebook: bool = Fals
         if (name == NOTEBOOK) == for_notebook:
             return name
     asked, other = ("notebook", "transformers") if for_notebook else ("transformers", "notebook")
-    needed = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in missing.items() if keys)
+    needed = {name: keys for name, keys in missing.items() if keys}
+    by_all = [key for key in next(iter(needed.values())) if all(key in keys for keys in needed.values())]
+    besides = {name: ", ".join(key for key in keys if key not in by_all) for name, keys in needed.items()}
+    each = "; ".join(f"{name}: {keys or 'nothing else'}" for name, keys in besides.items())
+    every = f"{', '.join(by_all)} and, " if by_all else ""
     raise UserError(
         f"{source}: --format {asked} cannot write this model{f', --format {other} can' if possible else ''}; to train "
-        f"one that can be exported, change model.json, for the nearest format first: {needed}"
+        f"one that can be exported, let model.json have {every}for the nearest format first: {each}"
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from harness.common.errors import UserError
 from harness.common.files import check_name
+from harness.common.messages import nearest
 from harness.runs.checkpoint_meta import CheckpointMeta
 from harness.runs.directory import CHECKPOINT_NAME
 
@@ -21,8 +22,10 @@ def find_checkpoint(folder: Path, name: str) -> Path:
     path = folder / check_name(name, "checkpoint")
     if not path.is_dir():
         links = [link for link in (BEST, LATEST) if (folder / link).is_dir()]
-        known = links + [found.name for _, found in list_checkpoints(folder)]
-        raise UserError(f"{path}: no such checkpoint; there are: {', '.join(known[-4:]) or 'none'}")
+        known = [*links, *(known.name for _, known in list_checkpoints(folder))]
+        meant = nearest(name, known)
+        hint = f"did you mean {meant}?" if meant else f"there are: {', '.join(known[-4:]) or 'none'}"
+        raise UserError(f"{path}: no such checkpoint; {hint}")
     target = path.resolve()
     if target.parent != folder.resolve():
         raise UserError(f"{path}: leads out of {folder}; a checkpoint must lie inside it")

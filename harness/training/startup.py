@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -236,10 +237,9 @@ def remark_on_machine(experiment: Experiment, world: World) -> None:
 
 def next_commands(experiment: Experiment) -> str:
     """The commands that tell whether a trained model is any good, to be typed as they stand."""
-    run = experiment.run
-    name = "best" if (run.checkpoints / "best").exists() else "latest"
-    model = f"{run.model_json} {run.checkpoints / name / 'model.safetensors'}"
-    return f"\nNext:\n  uv run test_smoke.py {model}\n  uv run test_loss.py {experiment.datasets_dir} {model}"
+    run, data = experiment.run.path, shlex.quote(str(experiment.datasets_dir))
+    where = "" if run.parent == Path("runs") else f" --runs-dir {shlex.quote(str(run.parent))}"
+    return f"\nNext:\n  uv run test_smoke.py {run.name}{where}\n  uv run test_loss.py {data} {run.name}{where}"
 
 
 def say(world: World, text: str) -> None:

@@ -418,7 +418,7 @@ def test_runs_that_are_missing_are_made(shop: Workshop) -> None:
     done = finish([begin(shop)], expect=0, timeout=PATIENCE_SECONDS)
     assert (shop.runs / "s-seed2" / "summary.json").exists()
     assert done.stdout.endswith(
-        f"Next:\n  uv run test_loss.py {shop.datasets} --run 's-*' --runs-dir {shop.runs}\n"
+        f"Next:\n  uv run test_loss.py {shop.datasets} 's-*' --runs-dir {shop.runs}\n"
         f"  uv run compare_runs.py 's-*' --baseline s-seed1 --runs-dir {shop.runs}\n"
     )
     (shop.runs / "s-another").mkdir()

@@ -445,6 +445,34 @@ def test_smoke_and_loss_with_files_that_do_not_match(trained: Workshop) -> None:
     unharmed(trained, before)
 
 
+MODEL_COMMANDS: list[tuple[str, list[str], list[str]]] = [
+    ("test_smoke.py", [], []),
+    ("test_loss.py", ["datasets"], []),
+    ("test_ift.py", [], ["--responses-only"]),
+    ("evaluate_benchmarks.py", [], ["--tasks", "x"]),
+    ("convert_hf.py", ["export"], ["out"]),
+    ("convert_hf.py", ["publish"], ["me/x"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("script", "before", "after"), MODEL_COMMANDS, ids=[" ".join([row[0], *row[1]]) for row in MODEL_COMMANDS]
+)
+def test_a_misspelt_model_is_told_what_was_meant(
+    trained: Workshop, script: str, before: list[str], after: list[str]
+) -> None:
+    """The names of a run and of its checkpoint, in every command that takes a model."""
+    harmless = tree(trained.path)
+    for model, words in (
+        ("rr", ["runs/rr: no such run", "did you mean r?"]),
+        ("r:lates", ["checkpoints/lates: no such checkpoint", "did you mean latest?"]),
+        ("r:../../x", ["plain name"]),
+        ("runs/r/model.json", ["MODEL_JSON WEIGHTS"] if script != "convert_hf.py" else ["model.json"]),
+    ):
+        refused(trained.command(script, *before, model, *after, "--runs-dir", str(trained.runs)), *words)
+    unharmed(trained, harmless)
+
+
 def test_smoke_with_a_tokenizer_of_no_kind(trained: Workshop) -> None:
     folder = (trained.runs / "r" / "checkpoints" / "latest").resolve()
     meta = json.loads((folder / "meta.json").read_text())

@@ -50,7 +50,7 @@ def test_a_run_on_a_terminal(tmp_path: Path, terminal: tuple[int, str]) -> None:
     master, name = terminal
     shop = Workshop(tmp_path)
     shop.add_dataset()
-    run = shop.add_run(price_per_hour=10.32)
+    shop.add_run(price_per_hour=10.32)
     finish(shop.start(ranks=1, prelude=ENTER.format(name=name)), expect=0, timeout=60)
     lines = screen(master)
     assert lines[0] == "r: starting 1 process"
@@ -61,11 +61,10 @@ def test_a_run_on_a_terminal(tmp_path: Path, terminal: tuple[int, str]) -> None:
     assert re.match(r"100%\|.+\| 20/20, loss \d\.\d{3} tps [\d,]+ lr 0\.0004 norm \d+\.\d\d left 00:00", bar), bar
     assert "global step 19: validation loss" in "\n".join(lines)
     summary = lines.index("Next:")
-    model = f"{run}/model.json {run}/checkpoints/best/model.safetensors"
     assert lines[summary - 1] == ""
     assert lines[summary + 1 : summary + 3] == [
-        f"  uv run test_smoke.py {model}",
-        f"  uv run test_loss.py {shop.datasets} {model}",
+        f"  uv run test_smoke.py r --runs-dir {shop.runs}",
+        f"  uv run test_loss.py {shop.datasets} r --runs-dir {shop.runs}",
     ]
     assert not "".join(lines[summary + 3 :])
 

@@ -30,7 +30,7 @@ from harness.evaluation.benchmarks.run import Score
 from harness.evaluation.likelihood import Scorer, one_by_one, windows
 from harness.hf.export import export_model
 from harness.model.precision import Precision
-from harness.runs.model_folder import ModelFiles
+from harness.runs.named_models import TrainedModel
 from tests.support.benchmark_files import KINDS, sentence, write_task
 from tests.support.launch import ROOT, Workshop
 
@@ -64,7 +64,7 @@ class Subject:
     def peer(self) -> Any:
         from lm_eval.models.huggingface import HFLM
 
-        export_model(self.model, ModelFiles.find(self.folder, None), self.folder / "exported", "fp32")
+        export_model(self.model, TrainedModel.read(self.folder), self.folder / "exported", "fp32")
         # Its cache of logits takes those of other places where two windows have the same tokens and unequal targets.
         options: dict[str, Any] = {"device": "cpu", "batch_size": 8, "dtype": "float32", "logits_cache": False}
         return HFLM(pretrained=str(self.folder / "exported"), **options)

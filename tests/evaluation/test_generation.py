@@ -136,9 +136,9 @@ def smoke(model_files: tuple[Path, Path], *options: str) -> str:
 
 
 def test_what_is_streamed_is_what_whole_passes_sample(model_files: tuple[Path, Path]) -> None:
-    from gpt import load_model
+    from gpt import load_model, load_model_config
 
-    model = load_model(*model_files, torch.device("cpu"))
+    model = load_model(load_model_config(model_files[0]), model_files[1], torch.device("cpu"))
     tokenizer = load_tokenizer(model_files[1].parent / "tokenizer.json")
     prompt = tokenizer.encode("the lazy")
     for options, sampling in ((("--temperature", "0"), GREEDY), (("--seed", "3", "--top-k", "9"), Sampling(1.0, 9, 3))):

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from gpt import GPTModel, load_model
+from gpt import GPTModel, load_model, load_model_config
 from harness.common.device import device_name
 from harness.common.download import local_copy
 from harness.common.errors import RunError, UserError
@@ -286,9 +286,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory, data: Path, tokenizer: Tokeni
 
 
 def ift(shop: Workshop, *options: str, environment: dict[str, str] | None = None) -> Result:
-    run = shop.runs / "r"
-    files = [str(run / "model.json"), str(run / "checkpoints" / "best" / "model.safetensors")]
-    return shop.command("test_ift.py", *files, *options, environment=environment)
+    return shop.command("test_ift.py", "r", "--runs-dir", str(shop.runs), *options, environment=environment)
 
 
 def test_from_a_checkpoint_to_responses(shop: Workshop, data: Path, tmp_path: Path) -> None:
@@ -312,7 +310,9 @@ def test_from_a_checkpoint_to_responses(shop: Workshop, data: Path, tmp_path: Pa
     assert responses.data is not None
     assert (responses.data.entries, responses.data.test_entries) == (40, 4)
     # The saved model is the one that answered.
-    tuned = load_model(tmp_path / "tuned" / "model.json", tmp_path / "tuned" / "model.safetensors", CPU)
+    tuned = load_model(
+        load_model_config(tmp_path / "tuned" / "model.json"), tmp_path / "tuned" / "model.safetensors", CPU
+    )
     own = load_tokenizer(tmp_path / "tuned" / "tokenizer.json")
     assert answer(tuned, own, splits.test, 20) == responses.responses
     # A second time: refused before anything is trained; elsewhere: the same answers.
@@ -400,9 +400,10 @@ def test_bad_input_is_one_line_before_anything_is_trained(shop: Workshop, data: 
         "test_ift.py", str(shop.runs / "r" / "model.json"), str(weights), "--data", str(data), "--responses-only"
     )
     assert "not this model" in other.error_lines[0]
+    empty = str(tmp_path)
     for files, line in (
         (["none.json", str(weights)], "error: none.json: no such file"),
-        ([str(shop.runs / "r" / "model.json"), str(tmp_path)], f"error: {tmp_path}: a folder; give the file in it"),
+        ([str(shop.runs / "r" / "model.json"), empty], f"error: {empty}: no model.safetensors in this folder"),
     ):
         missing = shop.command("test_ift.py", *files, "--data", "http://127.0.0.1:1/x.json", "--responses-only")
         assert missing.stderr == f"{line}\n", "before anything is downloaded"

@@ -61,7 +61,7 @@ def losses_in(run: Path) -> list[LossResult]:
 
 def plain_losses(shop: Workshop, run: Path, start: int, windows: int) -> list[float]:
     """Each sequence by itself, by torch's own cross-entropy over all logits."""
-    model = load_model(Path(files_of(run)[0]), Path(files_of(run)[1]), torch.device("cpu"))
+    model = load_model(load_model_config(Path(files_of(run)[0])), Path(files_of(run)[1]), torch.device("cpu"))
     tokens = load_file(shop.datasets / DATASET / "test.safetensors")["tokens"].astype(np.int64)
     found = []
     for window in range(windows):
@@ -175,7 +175,7 @@ def checkpoint_of_step(run: Path, step: int) -> str:
 def test_several_models_are_a_table_by_loss(shop: Workshop) -> None:
     run = shop.runs / "r"
     first = f"r:{checkpoint_of_step(run, 0)}"
-    options = ["--runs-dir", str(shop.runs), "--run", first, "--run", "r"]
+    options = [first, "--runs-dir", str(shop.runs), "--run", "r"]
     done = measure(shop, *files_of(run, checkpoint_of_step(run, 10)), *options)
     assert (done.status, done.stderr) == (0, "")
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
@@ -340,7 +340,7 @@ def test_benchmarks_of_a_checkpoint_stay_in_the_run(tmp_path: Path) -> None:
     shop.train(ranks=1)
     task = str(write_task(tmp_path, "choice", name="one"))
     options: list[Any] = ["--tasks", task, "--limit", "6"]
-    done = shop.script("evaluate_benchmarks.py", *files_of(run), *options)
+    done = shop.script("evaluate_benchmarks.py", "r", "--runs-dir", str(shop.runs), *options)
     assert done.stderr == ""
     [result] = read_results(RunDirectory(run)).of(BenchmarkResult)
     assert (result.tasks, result.limit, result.num_fewshot, result.precision) == ([task], 6, None, "fp32")

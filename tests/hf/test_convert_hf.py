@@ -15,7 +15,7 @@ import transformers
 import yaml
 from safetensors.torch import load_file, save_file
 
-from gpt import GPTModel, ModelConfig, load_model
+from gpt import GPTModel, ModelConfig, load_model, load_model_config
 from harness.common.errors import UserError
 from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
@@ -101,6 +101,29 @@ def test_transformers_samples_what_test_smoke_prints(tmp_path: Path) -> None:
     assert printed == tokenizer.decode(output[0], skip_special_tokens=True) + "\n"
 
 
+def test_a_model_is_named_by_its_run(tmp_path: Path) -> None:
+    """RUN is its best checkpoint, RUN:CHECKPOINT another one, and a path leads to the same as a name."""
+    checkpoints = tmp_path / "runs" / "r" / "checkpoints"
+    for name, link in (("20260101Z000000-iteration-3", "best"), ("20260101Z000000-iteration-5", "latest")):
+        model = write_checkpoint(checkpoints / name, small(tie_weights=link == "best"))
+        (checkpoints / link).symlink_to(name)
+    (tmp_path / "runs" / "r" / "model.json").write_text(model.config.model_dump_json())
+    shop = Workshop(tmp_path)
+
+    def sample(*model: str) -> str:
+        return shop.script("test_smoke.py", *model, "--prompt", "def f(", "--runs-dir", str(shop.runs)).stdout
+
+    latest = sample(str(tmp_path / "runs" / "r" / "model.json"), str(checkpoints / "latest" / "model.safetensors"))
+    assert latest == sample("r:latest") == sample(f"{shop.runs}/r:latest") == sample(str(checkpoints / "latest"))
+    assert latest != sample("r") == sample("r:best") == sample(str(shop.runs / "r"))
+    for number, name in enumerate(("r", "r:latest")):
+        convert(tmp_path, "export", name, f"out{number}", "--runs-dir", str(shop.runs))
+        tied = json.loads((tmp_path / f"out{number}" / "config.json").read_text())["tie_word_embeddings"]
+        assert tied == (name == "r")
+    card = convert(tmp_path, "publish", "r", "me/r", "--card", "--runs-dir", str(shop.runs)).stdout
+    assert '"tie_weights": true' in card
+
+
 @pytest.mark.parametrize(("dtype", "kind"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_half_precision_folders(tmp_path: Path, dtype: str, kind: torch.dtype) -> None:
     write_checkpoint(tmp_path / "c", small())
@@ -132,7 +155,7 @@ def test_what_cannot_be_exported_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("x")
     refused(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "full"), says="exists")
-    refused(tmp_path, "export", str(tmp_path / "no"), "out", says="no such folder")
+    refused(tmp_path, "export", str(tmp_path / "no"), "out", says="no path to a run")
     refused(tmp_path, "export", str(tmp_path / "full"), "out", says="no model.safetensors")
     (tmp_path / "other.json").write_text(shape(vocab_size=300, emb_dim=96).model_dump_json())
     refused(
@@ -184,7 +207,7 @@ def test_a_model_of_transformers_becomes_ours(tmp_path: Path, tied: bool, sharde
         (tmp_path / "hf" / "model.safetensors").unlink(missing_ok=True)
     convert(tmp_path, "import", str(tmp_path / "hf"), "small", "--runs-dir", str(tmp_path / "runs"))
     run = tmp_path / "runs" / "small"
-    ours = load_model(run / "model.json", run / "model.safetensors", CPU)
+    ours = load_model(load_model_config(run / "model.json"), run / "model.safetensors", CPU)
     assert (ours.config.tie_weights, ours.config.qkv_bias) == (tied, True)
     tokens = random_tokens(ours.config)
     with torch.no_grad():
@@ -225,7 +248,7 @@ def test_an_older_folder_with_masks_no_prefix_and_two_tokenizer_files(tmp_path: 
     own = load_tokenizer(tmp_path / "hf" / "tokenizer.json")
     (tmp_path / "hf" / "tokenizer.json").unlink()
     convert(tmp_path, "import", str(tmp_path / "hf"), "r", "--runs-dir", str(tmp_path))
-    ours = load_model(tmp_path / "r" / "model.json", tmp_path / "r" / "model.safetensors", CPU)
+    ours = load_model(load_model_config(tmp_path / "r" / "model.json"), tmp_path / "r" / "model.safetensors", CPU)
     tokens = random_tokens(ours.config)
     with torch.no_grad():
         assert (ours(tokens) - theirs(tokens).logits).abs().max() < 1e-5

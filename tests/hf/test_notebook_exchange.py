@@ -67,7 +67,7 @@ def test_a_published_model_becomes_a_run_of_every_command(tmp_path: Path, change
     shop.add_dataset()
     convert(tmp_path, "import", str(tmp_path / "hf"), "r", "--runs-dir", str(shop.runs))
     files = (shop.runs / "r" / "model.json", shop.runs / "r" / "model.safetensors")
-    ours = gpt.load_model(*files, CPU)
+    ours = gpt.load_model(gpt.load_model_config(files[0]), files[1], CPU)
     assert ours.config == shape(vocab_size=300, drop_rate=0.1, **changes)
     assert load_file(files[1]).keys() == ours.to_checkpoint_names().keys()
     tokens = random_tokens(ours.config)
@@ -92,7 +92,9 @@ def test_a_tied_pair_may_lie_there_once_or_twice(tmp_path: Path, kept: str | Non
     names = [kept] if kept else ["model.tok_emb.weight", "model.out_head.weight"]
     save_file(rest | {name: shared.clone() for name in names}, tmp_path / "hf" / "model.safetensors")
     convert(tmp_path, "import", str(tmp_path / "hf"), "r", "--runs-dir", str(tmp_path))
-    ours = gpt.load_model(tmp_path / "r" / "model.json", tmp_path / "r" / "model.safetensors", CPU)
+    ours = gpt.load_model(
+        gpt.load_model_config(tmp_path / "r" / "model.json"), tmp_path / "r" / "model.safetensors", CPU
+    )
     tokens = random_tokens(ours.config)
     with torch.no_grad():
         assert (ours(tokens) - theirs(tokens)).abs().max() < 1e-5

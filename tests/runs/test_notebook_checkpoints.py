@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from bench.references import FeedForward, NotebookModel
-from gpt import GPTModel, ModelConfig, load_model
+from gpt import GPTModel, ModelConfig, load_model, load_model_config
 from harness.common.json_files import read_json_object
 from harness.runs.notebook_optimizer import optimizer_by_name
 from harness.runs.train_config import TrainConfig
@@ -222,7 +222,7 @@ def test_the_other_commands_take_it(tmp_path: Path, shape: dict[str, Any]) -> No
     """test_loss.py and the export are compared with the notebook's own model."""
     shop, notebook, folder = workshop(tmp_path, **shape)
     files = [str(shop.runs / "r" / "model.json"), str(folder / "model.safetensors")]
-    model = load_model(Path(files[0]), Path(files[1]), torch.device("cpu"))
+    model = load_model(load_model_config(Path(files[0])), Path(files[1]), torch.device("cpu"))
     tokens = torch.arange(16)[None]
     with torch.no_grad():
         assert (model(tokens) - notebook.model(tokens)).abs().max() < 1e-5

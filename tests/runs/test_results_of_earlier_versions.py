@@ -18,7 +18,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from gpt import load_model
+from gpt import load_model, load_model_config
 from harness.data.tokenizers.bpe import train_bpe
 from harness.model.tensor_names import META
 from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, write_meta
@@ -187,6 +187,9 @@ def test_the_other_commands_take_a_checkpoint(shop: Workshop, tmp_path: Path) ->
     assert "2 answers" in shop.script("test_ift.py", *files, *options).stdout
     shop.script("convert_hf.py", "export", str(checkpoint_of(run)), str(tmp_path / "hf"))
     theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    ours, tokens = load_model(Path(files[0]), Path(files[1]), torch.device("cpu")), torch.arange(0, 280, 7)[None]
+    ours, tokens = (
+        load_model(load_model_config(Path(files[0])), Path(files[1]), torch.device("cpu")),
+        torch.arange(0, 280, 7)[None],
+    )
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=1e-4, atol=1e-5)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from gpt import GPTModel, ModelConfig, load_model
+from gpt import GPTModel, ModelConfig, load_model, load_model_config
 from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
 from harness.distributed.shared_work import SharedWork
@@ -114,7 +114,7 @@ def test_two_ranks_get_what_one_process_gets(shop: Workshop, straight: Path, mon
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(shop.path / "hf" / "datasets"))
     weights = straight / "checkpoints" / "latest" / "model.safetensors"
-    model = load_model(straight / "model.json", weights, torch.device("cpu"))
+    model = load_model(load_model_config(straight / "model.json"), weights, torch.device("cpu"))
     tokenizer = load_tokenizer(shop.datasets / "local" / "text" / "tokenizer.json")
     loaded = benchmarks.load(with_benchmarks(shop)["benchmark_tasks"])
     threads = torch.get_num_threads()
