@@ -18,11 +18,11 @@ from pathlib import Path
 
 import click
 import numpy as np
+from scipy.special import stdtrit
 
 # `python bench/...` puts bench/ on the path, not the repository root.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness.analysis.distributions import student_quantile
 from harness.common.errors import UserError, one_line_errors
 
 
@@ -49,7 +49,7 @@ def mean_factor(k: np.ndarray) -> tuple[float, float, float]:
     if len(k) < 2:
         raise UserError(f"{len(k)} of the second setting's losses lie between the first one's: at least two must")
     logs = np.log(k)
-    half = student_quantile(0.975, len(k) - 1) * float(logs.std(ddof=1)) / math.sqrt(len(k))
+    half = float(stdtrit(len(k) - 1, 0.975)) * float(logs.std(ddof=1)) / math.sqrt(len(k))
     middle = float(logs.mean())
     return math.exp(middle), math.exp(middle - half), math.exp(middle + half)
 

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
-from harness.analysis.distributions import chi_squared_quantile, student_quantile, student_tail, t_test_power
+from scipy import special
 
 FALSE_ALARMS = 0.05  # one minus the level of intervals
 POWER = 0.8
@@ -49,11 +48,11 @@ class Uncertain:
         """How often chance alone makes a difference at least as large, on either side, where there is none."""
         if self.error == 0:
             return 1.0 if self.value == 0 else 0.0
-        return 2 * student_tail(abs(self.value) / self.error, self.df)
+        return 2 * float(special.stdtr(self.df, -abs(self.value) / self.error))
 
     def interval(self, false_alarms: float = FALSE_ALARMS) -> tuple[float, float]:
         """Low and high end; it misses the true difference in `false_alarms` of all experiments."""
-        reach = student_quantile(1 - false_alarms / 2, self.df) * self.error if self.error else 0.0
+        reach = float(special.stdtrit(self.df, 1 - false_alarms / 2)) * self.error if self.error else 0.0
         return self.value - reach, self.value + reach
 
 
@@ -121,7 +120,7 @@ def holm(p_values: Sequence[float]) -> tuple[list[float], list[float]]:
 def seeds_needed(spread: Spread, difference: float = DIFFERENCE_TO_TELL) -> SeedsNeeded:
     """How many runs in each of two arms a t test needs to tell `difference` nats in 80 % of experiments, two-sided at
     5 %; with the same for the ends of the spread's chi-squared interval, since few seeds hardly know the spread."""
-    quantiles = [chi_squared_quantile(each, spread.df) for each in (1 - FALSE_ALARMS / 2, FALSE_ALARMS / 2)]
+    quantiles = [float(special.chdtri(spread.df, tail)) for tail in (FALSE_ALARMS / 2, 1 - FALSE_ALARMS / 2)]
     low, high = (spread.deviation * math.sqrt(spread.df / quantile) for quantile in quantiles)
     return SeedsNeeded(*(_runs_to_tell(difference, deviation) for deviation in (spread.deviation, low, high)))
 
@@ -132,12 +131,21 @@ def _runs_to_tell(difference: float, deviation: float) -> int | None:
     shift = difference / deviation
     # The smallest number by bisection: power grows with runs.
     low, high = 1, 2
-    while t_test_power(shift, high, false_alarms=FALSE_ALARMS) < POWER:
+    while _power(shift, high) < POWER:
         low, high = high, high * 2
         if high > MOST_SEEDS:
             return None
     while high - low > 1:
         middle = (low + high) // 2
-        enough = t_test_power(shift, middle, false_alarms=FALSE_ALARMS) >= POWER
+        enough = _power(shift, middle) >= POWER
         low, high = (low, middle) if enough else (middle, high)
     return high
+
+
+def _power(shift: float, runs: int) -> float:
+    """Return how often the two-sided t test of two arms with so many runs each tells a difference of `shift` standard
+    deviations of a run; the test's statistic is noncentral t."""
+    df, noncentrality = 2 * runs - 2, shift * math.sqrt(runs / 2)
+    critical = special.stdtrit(df, 1 - FALSE_ALARMS / 2)
+    within = special.nctdtr(df, noncentrality, critical) - special.nctdtr(df, noncentrality, -critical)
+    return float(1 - np.nan_to_num(within))  # NaN at single points far out, where it is next to nothing
