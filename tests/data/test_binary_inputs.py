@@ -285,4 +285,4 @@ def test_continued_work_refuses_and_makes_the_same(tmp_path: Path) -> None:
     preparer.run("texts", "straight", "--tokenizer", tokenizer, *twice)
     assert content_of(tmp_path / "out") == content_of(tmp_path / "straight")
     made = documents_of(tmp_path / "out", "train") + documents_of(tmp_path / "out", "validation")
-    assert [text.count("\ufffd") for text in made[-2:]] == [5, 50]
+    assert sorted(text.count("\ufffd") for text in made)[-2:] == [5, 50]

@@ -19,6 +19,7 @@ from tests.support.fake_hub import FakeFile, FakeHub
 from tests.support.isolation import ROOT, on_path
 from tests.support.launch import Workshop
 from tests.support.preparing import (
+    IN_ORDER,
     SMALL,
     Preparer,
     content_of,
@@ -65,7 +66,7 @@ def corpus(hub: FakeHub) -> None:
 @pytest.mark.usefixtures("corpus")
 @pytest.mark.parametrize("options", [[], ["--delete-after"]])
 def test_files_of_a_hub_dataset(preparer: Preparer, hub: FakeHub, options: list[str]) -> None:
-    folder = preparer.prepare("someone/web", "web", "--include", "sample/10BT/*", *options)
+    folder = preparer.prepare("someone/web", "web", *IN_ORDER, "--include", "sample/10BT/*", *options)
     assert documents_of(folder, "train") + documents_of(folder, "validation") == DOCUMENTS
     source = json.loads((folder / "meta.json").read_text())["source"]
     assert source["hub"] == "someone/web"
@@ -81,7 +82,7 @@ def test_with_delete_after_the_disk_holds_one_file_at_a_time(preparer: Preparer,
     files = hub.datasets["someone/web"].files
     files["sample/10BT/2.parquet"].resolve_status = 403
     target = preparer.path / "out"
-    arguments = ["someone/web", target, "--include", "sample/10BT/*", "--delete-after", *SMALL]
+    arguments = ["someone/web", target, *IN_ORDER, "--include", "sample/10BT/*", "--delete-after", *SMALL]
     assert "refused" in preparer.run(*arguments, status=2)
     assert not list(preparer.path.rglob("*.parquet"))
     files["sample/10BT/2.parquet"].resolve_status = None
@@ -93,7 +94,7 @@ def test_with_delete_after_the_disk_holds_one_file_at_a_time(preparer: Preparer,
 def test_a_file_that_arrives_damaged_is_fetched_again(preparer: Preparer, hub: FakeHub) -> None:
     file = hub.datasets["someone/web"].files["sample/10BT/1.parquet"]
     file.corrupt, file.faulty_downloads = True, 1
-    folder = preparer.prepare("someone/web", "web", "--include", "sample/10BT/*", "--delete-after")
+    folder = preparer.prepare("someone/web", "web", *IN_ORDER, "--include", "sample/10BT/*", "--delete-after")
     assert documents_of(folder, "train") + documents_of(folder, "validation") == DOCUMENTS
 
 

@@ -6,9 +6,11 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -17,8 +19,13 @@ import numpy as np
 import pytest
 
 from harness.data.dataset import Dataset
-from tests.support.isolation import on_path
+from harness.data.preparation.batches import Batch
+from harness.data.preparation.encoding import Encoded
+from harness.data.preparation.splits import SplitSizes, draws, hold_out, write_splits
+from harness.data.preparation.token_stream import StreamSize, TokenStream
+from tests.support.isolation import ROOT, SHIPPED_RUNS, on_path
 from tests.support.preparing import (
+    IN_ORDER,
     SMALL,
     WORDS,
     Preparer,
@@ -50,9 +57,86 @@ def plain(preparer: Preparer) -> Path:
     return preparer.prepare("texts", "plain")
 
 
-def test_the_last_hundredth_is_validation(plain: Path) -> None:
-    assert documents_of(plain, "train") == DOCUMENTS[:-30]
-    assert documents_of(plain, "validation") == DOCUMENTS[-30:]
+def in_bytes(documents: list[str]) -> int:
+    return sum(len(text.encode()) for text in documents)
+
+
+def test_a_hundredth_of_the_text_is_validation(plain: Path) -> None:
+    """Of whole documents, from all over the text."""
+    train, validation = (documents_of(plain, split) for split in ("train", "validation"))
+    assert sorted(train + validation) == sorted(DOCUMENTS)
+    assert in_bytes(validation) == pytest.approx(0.01 * in_bytes(DOCUMENTS), abs=max(map(len, DOCUMENTS)) / 2)
+    places = [DOCUMENTS.index(text) for text in validation]
+    assert min(places) < 1000
+    assert max(places) > 2000
+    assert places != sorted(places)
+
+
+def test_in_the_given_order_the_last_hundredth_is_validation(preparer: Preparer) -> None:
+    folder = preparer.prepare("texts", "given", *IN_ORDER)
+    assert documents_of(folder, "train") == DOCUMENTS[:-30]
+    assert documents_of(folder, "validation") == DOCUMENTS[-30:]
+    assert "split_order" not in json.loads((folder / "meta.json").read_text())["source"], "as of earlier versions"
+
+
+def test_one_long_document_is_not_all_of_validation(tmp_path: Path) -> None:
+    """A folder whose last file is a quarter of the text: it is trained on, unless documents keep their order."""
+    preparer = Preparer(tmp_path)
+    (tmp_path / "texts").mkdir()
+    long = "\n".join(texts(45))
+    for number, text in enumerate([*DOCUMENTS[:131], long]):
+        (tmp_path / "texts" / f"{number:03}.txt").write_text(text, newline="")
+    target = tmp_path / "datasets" / "me" / "folder"
+    out = preparer.run("texts", target, *SMALL)
+    train, validation = (documents_of(target, split) for split in ("train", "validation"))
+    assert long in train
+    assert sorted(train + validation) == sorted([*DOCUMENTS[:131], long])
+    assert in_bytes(validation) / in_bytes(train + validation) == pytest.approx(0.01, abs=0.005)
+    [remark] = [line for line in out.splitlines() if line.startswith("validation is ")]
+    assert remark.startswith(f"validation is {len(validation)} document")
+    assert "(1.00% asked for): its loss tells of no others" in remark
+    again = preparer.prepare("texts", "again", "--train-tokenizer", "280")
+    assert documents_of(again, "validation") == validation, "whatever the tokenizer"
+    in_order = preparer.run("texts", "in-order", *SMALL, *IN_ORDER)
+    assert float(re.findall(r"^validation is 1 document with ([\d.]+)% of the text", in_order, re.MULTILINE)[0]) > 20
+
+
+def test_of_many_documents_few_are_set_aside_for_the_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others go straight into the training file, in their order; the shares are met all the same."""
+    monkeypatch.setattr("harness.data.preparation.splits.POOL_DOCUMENTS", 64)
+    random = np.random.default_rng(0)
+    lengths = random.integers(2, 40, 20_000)
+    stream, pool = (TokenStream(tmp_path / f"{name}.tokens", np.dtype(np.uint16)) for name in ("text", "pool"))
+    sizes = SplitSizes(validation=0.02, test=0.01)
+    for each in (stream, pool):
+        each.open_at(StreamSize())
+    for at in range(0, len(lengths), 1000):  # the first token of a document is its number
+        tokens = np.concatenate([np.full(lengths[at + more], at + more, np.uint16) for more in range(1000)])
+        block = lengths[at : at + 1000]
+        encoded = Encoded(Batch([], 0, 0, 0, 0), tokens, np.column_stack([block, 3 * block]), np.ones(1000, bool))
+        in_pool = sizes.in_pool(at, 1000)
+        stream.append(encoded, ~in_pool)
+        pool.append(encoded, in_pool)
+    pool.close()
+    straight = stream.size
+    assert pool.size.documents < 0.2 * len(lengths)
+    train, *others = hold_out(pool, stream, sizes, tmp_path)
+    stream.close()
+    write_splits(stream, [train, *others], tmp_path)
+    splits = splits_of(tmp_path)
+    numbers = {name: tokens[np.diff(tokens, prepend=-1) != 0] for name, tokens in splits.items()}
+    assert sorted(np.concatenate(list(numbers.values()))) == list(range(len(lengths)))
+    assert (np.diff(numbers["train"][: straight.documents].astype(int)) > 0).all()
+    for split in (train, *others):
+        assert (split.tokens, split.documents) == (len(splits[split.name]), len(numbers[split.name]))
+        assert split.bytes == 3 * split.tokens
+    shares = {name: len(tokens) / lengths.sum() for name, tokens in splits.items()}
+    assert shares == pytest.approx({"train": 0.97, "validation": 0.02, "test": 0.01}, abs=0.0001)
+
+
+def test_a_documents_draw_depends_on_its_number_alone() -> None:
+    whole = draws(0, 300)
+    assert all((draws(first, 50) == whole[first : first + 50]).all() for first in range(0, 250, 7))
 
 
 def test_meta_counts_what_is_there(plain: Path) -> None:
@@ -61,9 +145,10 @@ def test_meta_counts_what_is_there(plain: Path) -> None:
     assert meta["token_dtype"] == "uint16"
     assert meta["source"]["empty_documents"] == 8
     train = meta["splits"]["train"]
-    assert train["documents"] == 2970
+    held_out = documents_of(plain, "validation")
+    assert train["documents"] == 3000 - len(held_out)
     assert train["tokens"] == len(splits_of(plain)["train"])
-    assert train["bytes"] == sum(len(text.encode()) for text in DOCUMENTS[:-30])
+    assert train["bytes"] == in_bytes(DOCUMENTS) - in_bytes(held_out)
     dataset = Dataset.at(plain)
     tokens = splits_of(plain)["train"]
     assert tokenizer_of(plain).token_byte_lengths()[tokens].sum() == train["bytes"]
@@ -74,7 +159,7 @@ def test_the_name_of_the_special_token_is_ordinary_text(preparer: Preparer) -> N
     documents = ["a <|endoftext|> b", "<|endoftext|>", *texts(50)]
     write_json_lines(preparer.path / "special.jsonl", documents)
     folder = preparer.prepare("special.jsonl", "special", "--validation-fraction", "0.1")
-    assert documents_of(folder, "train")[:2] == documents[:2]
+    assert {*documents[:2]} < {*documents_of(folder, "train"), *documents_of(folder, "validation")}
     known = tokenizer_of(folder)
     assert known.eot_token not in known.encode(documents[0])
 
@@ -86,7 +171,7 @@ def test_the_number_of_workers_changes_no_byte(preparer: Preparer, plain: Path, 
 
 def test_splits_and_their_order(preparer: Preparer) -> None:
     options = ["--validation-fraction", "0.1", "--test-fraction", "0.05"]
-    folder = preparer.prepare("texts", "three", *options)
+    folder = preparer.prepare("texts", "three", *IN_ORDER, *options)
     assert documents_of(folder, "train") == DOCUMENTS[:2550]
     assert documents_of(folder, "test") == DOCUMENTS[2550:2700]
     assert documents_of(folder, "validation") == DOCUMENTS[2700:]
@@ -122,43 +207,40 @@ def test_one_book_is_cut_at_a_line(preparer: Preparer) -> None:
     preparer.run("--verify", folder)
 
 
+MOVE = "mkdir -p datasets/me && mv x datasets/me/x"
+
+
 @pytest.mark.parametrize(
     ("target", "steps"),
     [
-        (
-            "datasets/me/x",
-            ['train.json: "dataset": "me/x" (DATASETS_DIR is datasets)', 'model.json: "vocab_size": 300'],
-        ),
-        ("me/x", ['train.json: "dataset": "me/x" (DATASETS_DIR is .)', 'model.json: "vocab_size": 300']),
-        (
-            "me-py",
-            [
-                "to train on it: mkdir -p datasets/me && mv me-py datasets/me/me-py",
-                'train.json: "dataset": "me/me-py" (DATASETS_DIR is datasets)',
-                'model.json: "vocab_size": 300',
-            ],
-        ),
+        ("datasets/me/x", ["--set dataset=me/x", "uv run ddp_train.py mine datasets"]),
+        ("me/x", ["--set dataset=me/x --datasets-dir .", "uv run ddp_train.py mine ."]),
+        ("x", [MOVE, "--set dataset=me/x", "uv run ddp_train.py mine datasets"]),
+        ("../../x", ["--set dataset=there/x --datasets-dir {above}", "uv run ddp_train.py mine {above}"]),
     ],
 )
-def test_what_it_says_at_the_end_is_what_trains(tmp_path: Path, target: str, steps: list[str]) -> None:
-    """The commands and names that it prints lead from the folder to the data set, with one name or with two."""
-    here = tmp_path / "a folder that no dataset could be named by"
-    write_json_lines(here / "a.jsonl", DOCUMENTS[:200])
-    lines = Preparer(here).run("a.jsonl", target, *SMALL).splitlines()
-    assert lines[-len(steps) - 1 :] == [f"{target} is whole", *(f"  {step}" for step in steps)]
-    for step in steps:
-        if step.startswith("to train on it: "):
-            subprocess.run(step.partition(": ")[2], shell=True, cwd=here, check=True)
-    [(name, datasets_dir)] = re.findall(r'^train.json: "dataset": "(.*)" \(DATASETS_DIR is (.*)\)$', steps[-2])
-    assert Dataset.open(here / datasets_dir, name).meta.vocab_size == 300
+def test_what_it_says_at_the_end_trains(tmp_path: Path, target: str, steps: list[str]) -> None:
+    """The commands that it prints make a run that fits the data set: far fewer tokens than the quickstart's, of another
+    vocabulary."""
+    here = tmp_path / "there" / "a folder" / "here"
+    write_json_lines(here / "a.jsonl", DOCUMENTS)
+    shutil.copytree(SHIPPED_RUNS / "quickstart", here / "runs" / "quickstart")
+    out = Preparer(here).run("a.jsonl", target, *SMALL)
+    printed = [line.strip() for line in out.partition("Next:\n")[2].splitlines()]
+    steps = [step.format(above=shlex.quote(str(tmp_path))) for step in steps]
+    steps[-2] = f"uv run derive_run.py quickstart mine {steps[-2]}"
+    assert printed == steps
+    for step in printed:
+        command = re.sub(r"^uv run (\S+)", rf"{sys.executable} {ROOT}/\1", step)
+        subprocess.run(command + " --plan" * ("ddp_train" in step), shell=True, cwd=here, check=True, timeout=60)
+    model, train = (json.loads((here / "runs" / "mine" / f"{name}.json").read_text()) for name in ("model", "train"))
+    assert (model["vocab_size"], train["min_train_tokens"], train["microbatch_size"]) == (300, -1, 16)
 
 
-def test_a_place_above_is_named_by_where_it_is(tmp_path: Path) -> None:
-    here = tmp_path / "datasets" / "me" / "here"
-    write_json_lines(here / "a.jsonl", DOCUMENTS[:200])
-    lines = Preparer(here).run("a.jsonl", "../x", *SMALL).splitlines()
-    assert lines[-2] == f'  train.json: "dataset": "me/x" (DATASETS_DIR is {tmp_path / "datasets"})'
-    assert Dataset.open(tmp_path / "datasets", "me/x").meta.vocab_size == 300
+def test_an_output_directory_without_an_owner_is_refused(preparer: Preparer) -> None:
+    line = preparer.run("texts", "datasets/my-texts", *SMALL, status=2)
+    assert "datasets/my-texts: has no owner" in line
+    assert line.endswith("give datasets/me/my-texts")
 
 
 def test_a_mistyped_input_leaves_no_folder(tmp_path: Path) -> None:
@@ -188,12 +270,14 @@ def test_a_tokenizer_file_travels_with_the_dataset(preparer: Preparer, plain: Pa
 
 
 def test_a_tokenizer_is_trained_on_what_is_not_held_out(preparer: Preparer) -> None:
-    """A word that is in the last documents only gets no token."""
-    documents = [*texts(200), *["zyzzyva" * 40] * 20]
-    write_json_lines(preparer.path / "odd.jsonl", documents)
+    """Each document is one character, of two bytes: those of held-out documents get no token."""
+    write_json_lines(preparer.path / "odd.jsonl", [chr(0x410 + number) * 300 for number in range(20)])
     folder = preparer.prepare("odd.jsonl", "odd", "--validation-fraction", "0.5")
-    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
-    assert not any("zyz" in word for word in vocabulary)
+    tokenizer = tokenizer_of(folder)
+    for split, tokens in (("train", 1), ("validation", 2)):
+        documents = documents_of(folder, split)
+        assert len(documents) == 10
+        assert {len(tokenizer.encode(text[0])) for text in documents} == {tokens}
 
 
 @pytest.mark.parametrize(("eot", "dtype"), [(400, np.uint16), (70_000, np.uint32)])
@@ -203,7 +287,8 @@ def test_another_encoding_of_tiktoken(tmp_path: Path, eot: int, dtype: type) -> 
     write_json_lines(tmp_path / "a.jsonl", DOCUMENTS[:300])
     folder = preparer.prepare("a.jsonl", "small", "--tokenizer", "small")
     assert splits_of(folder)["train"].dtype == dtype
-    assert documents_of(folder, "train") == DOCUMENTS[:297]  # without the plugin: from the file alone
+    made = documents_of(folder, "train") + documents_of(folder, "validation")
+    assert sorted(made) == sorted(DOCUMENTS[:300])  # without the plugin: from the file alone
     assert json.loads((folder / "meta.json").read_text())["vocab_size"] == eot + 1
     preparer.run("--verify", folder)
 
@@ -218,13 +303,14 @@ def test_gpt2_without_a_cache_and_without_a_network(preparer: Preparer, tmp_path
     offline = Preparer(preparer.path, {"TIKTOKEN_CACHE_DIR": str(tmp_path), "HTTPS_PROXY": "http://127.0.0.1:9"})
     line = offline.run("texts", "datasets/me/none", status=2)
     assert f"TIKTOKEN_CACHE_DIR={tmp_path}" in line
+    assert line.endswith("; or give --train-tokenizer 4096, which needs no network")
 
 
 @pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="needs GPT-2's vocabulary in TIKTOKEN_CACHE_DIR")
 def test_gpt2_is_what_tiktoken_says(preparer: Preparer) -> None:
     import tiktoken
 
-    folder = preparer.prepare("texts", "gpt2", "--tokenizer", "gpt2")
+    folder = preparer.prepare("texts", "gpt2", "--tokenizer", "gpt2", *IN_ORDER)
     encoding = tiktoken.get_encoding("gpt2")
     expected = [token for text in DOCUMENTS[:-30] for token in [*encoding.encode_ordinary(text), 50256]]
     assert splits_of(folder)["train"].tolist() == expected
@@ -245,6 +331,8 @@ HURRIED_TO_ITS_END = """
 import os, sys
 def hurry():
     import harness.data.preparation.batches, harness.data.preparation.pipeline, harness.data.preparation.shuffle
+    import harness.data.preparation.splits
+    harness.data.preparation.splits.POOL_DOCUMENTS = 30
     harness.data.preparation.batches.BATCH_CHARACTERS, harness.data.preparation.pipeline.COMMIT_TOKENS = 2000, 500
     harness.data.preparation.shuffle.BUCKET_BYTES = 4000
 class Finder:
@@ -331,7 +419,7 @@ def test_what_a_worker_stumbles_over_is_one_line_and_the_work_goes_on(tmp_path: 
     mine = Preparer(tmp_path, plugin(tmp_path, [], pattern=r"(?:a(?=a|$)|aa)+b|\W|\w+"))
     write_json_lines(tmp_path / "texts" / "0.jsonl", DOCUMENTS[:100])
     write_json_lines(tmp_path / "texts" / "1.jsonl", ["a" * 60])
-    arguments = ["texts", "datasets/me/x", "--tokenizer", "small"]
+    arguments = ["texts", "datasets/me/x", "--tokenizer", "small", *IN_ORDER]
     line = mine.run(*arguments, status=1)
     assert "tokenizing failed: ValueError: Regex error while tokenizing" in line
     assert "goes on from there" in line
@@ -375,7 +463,7 @@ def test_a_mended_file_goes_on_after_the_others(tmp_path: Path) -> None:
     assert "1.jsonl: line 100: not JSON" in line
     (tmp_path / "texts" / "1.jsonl").write_bytes(good)
     preparer.run("texts", target, "--train-tokenizer", "300")
-    assert documents_of(target, "train") == DOCUMENTS[:297]
+    assert sorted(documents_of(target, "train") + documents_of(target, "validation")) == sorted(DOCUMENTS[:300])
 
 
 # Written by version 0.1.0 for the input and the options of the test below.
@@ -390,7 +478,7 @@ JOURNAL_OF_AN_EARLIER_VERSION = (
 
 
 def test_interrupted_work_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
-    """Its journal is to the byte what this version writes, and so what this version goes on from."""
+    """In the given order, which was the only one."""
     mine = Preparer(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes(_tokenizer_file(tmp_path))
     write_json_lines(tmp_path / "texts" / "a.jsonl", DOCUMENTS[:1000])
@@ -403,10 +491,11 @@ def test_interrupted_work_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
         "--replace-invalid",
         "--replace-invalid",
     ]
-    arguments += ["--shuffle-seed", 5, "--test-fraction", 0.1, "--document-separator", r"\n\n"]
+    arguments += [*IN_ORDER, "--shuffle-seed", 5, "--test-fraction", 0.1, "--document-separator", r"\n\n"]
     mine.run(*arguments, status=1)
-    journal = (tmp_path / ".out.partial" / "journal.json").read_text()
-    assert journal == JOURNAL_OF_AN_EARLIER_VERSION + "\n"
+    for leftover in (tmp_path / ".out.partial").glob("pool.*"):
+        leftover.unlink()
+    (tmp_path / ".out.partial" / "journal.json").write_text(JOURNAL_OF_AN_EARLIER_VERSION)
     write_json_lines(tmp_path / "texts" / "b.jsonl", DOCUMENTS[1000:1100])
     mine.run(*arguments)
     documents = [text for split in splits_of(tmp_path / "out") for text in documents_of(tmp_path / "out", split)]
@@ -424,7 +513,7 @@ def test_interrupted_work_with_other_options_is_refused(tmp_path: Path) -> None:
     assert "unfinished work with other options (shuffle_seed: None, not 1)" in line
     (tmp_path / "texts" / "b.jsonl").unlink()
     preparer.run(*arguments, "--shuffle-seed", "1", "--restart")
-    assert len(documents_of(tmp_path / "out", "train")) == 990
+    assert len(documents_of(tmp_path / "out", "train")) > 980
 
 
 def test_two_at_once_on_one_target(preparer: Preparer, tmp_path: Path) -> None:
@@ -456,7 +545,7 @@ def test_an_output_that_exists_is_kept_unless_overwritten(preparer: Preparer, tm
     mine.run("bad.jsonl", target, "--train-tokenizer", "300", "--overwrite", status=1)
     assert content_of(target) == before
     mine.run(*arguments, "--overwrite", "--restart")
-    assert len(documents_of(target, "train")) == 2970
+    assert len(documents_of(target, "train")) > 2900
     assert [path.name for path in target.parent.iterdir()] == ["x"]
 
 
@@ -607,7 +696,7 @@ def test_a_full_disk_is_one_line_and_the_work_goes_on_with_room(preparer: Prepar
         assert not (disk / "out").exists()
         os.spawnvp(os.P_WAIT, "mount", ["mount", "-o", "remount,size=20m", str(disk)])
         preparer.run(*arguments)
-        assert len(documents_of(disk / "out", "train")) == 2970
+        assert len(documents_of(disk / "out", "train")) > 2900
     finally:
         os.spawnvp(os.P_WAIT, "umount", ["umount", str(disk)])
 

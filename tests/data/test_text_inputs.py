@@ -15,7 +15,7 @@ from harness.common.errors import RunError, UserError
 from harness.data.preparation.batches import LONGEST_PIECE, batches
 from harness.data.preparation.documents import Piece, TextFormat, read_documents
 from harness.data.preparation.text_files import TextFile
-from tests.support.preparing import SMALL, Preparer, documents_of, texts, write_json_lines
+from tests.support.preparing import IN_ORDER, SMALL, Preparer, documents_of, texts, write_json_lines
 
 DOCUMENTS = texts(40)
 
@@ -58,7 +58,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 def test_the_documents_come_out_as_they_went_in(preparer: Preparer, name: str) -> None:
     (preparer.path / "texts").mkdir()
     WRITERS[name](preparer.path / "texts" / name)
-    folder = preparer.prepare("texts", "out", "--validation-fraction", "0.25")
+    folder = preparer.prepare("texts", "out", *IN_ORDER, "--validation-fraction", "0.25")
     assert documents_of(folder, "train") + documents_of(folder, "validation") == DOCUMENTS
     assert len(documents_of(folder, "validation")) == 10
 
@@ -72,13 +72,13 @@ def test_each_text_file_is_a_document(preparer: Preparer, suffix: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(pack(text.encode()))
     (preparer.path / "texts" / ".hidden.txt").write_text("not this")
-    folder = preparer.prepare("texts", "out", "--validation-fraction", "0.25")
+    folder = preparer.prepare("texts", "out", *IN_ORDER, "--validation-fraction", "0.25")
     assert documents_of(folder, "train") + documents_of(folder, "validation") == DOCUMENTS
 
 
 def test_a_separator_cuts_text_files_into_documents(preparer: Preparer) -> None:
     (preparer.path / "all.txt").write_text("\n<|endoftext|>\n".join(DOCUMENTS))
-    options = ["--document-separator", r"\n<|endoftext|>\n", "--validation-fraction", "0.25"]
+    options = ["--document-separator", r"\n<|endoftext|>\n", *IN_ORDER, "--validation-fraction", "0.25"]
     folder = preparer.prepare("all.txt", "out", *options)
     assert documents_of(folder, "train") + documents_of(folder, "validation") == DOCUMENTS
 
@@ -89,8 +89,25 @@ def test_a_glob_takes_any_file_as_text(preparer: Preparer) -> None:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     (preparer.path / "src" / "notes.md").write_text("no")
-    folder = preparer.prepare("src/*.py", "out", "--validation-fraction", "0.25")
+    folder = preparer.prepare("src/*.py", "out", *IN_ORDER, "--validation-fraction", "0.25")
     assert documents_of(folder, "train") + documents_of(folder, "validation") == DOCUMENTS
+
+
+def test_a_glob_that_the_shell_expands_is_as_good(preparer: Preparer) -> None:
+    for number, text in enumerate(DOCUMENTS):
+        path = preparer.path / "src" / f"{number:02}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    one, *others = sorted((preparer.path / "src").glob("*.py"))
+    (preparer.path / "src" / "notes.txt").write_text("a file of a folder that is named besides")
+    target = preparer.path / "datasets" / "me" / "out"
+    options = [*SMALL, *IN_ORDER, "--validation-fraction", "0.25"]
+    preparer.run(*(path.relative_to(preparer.path) for path in (*others, one)), "src", target, *options)
+    made = documents_of(target, "train") + documents_of(target, "validation")
+    assert made == [*DOCUMENTS, "a file of a folder that is named besides"]
+    assert json.loads((target / "meta.json").read_text())["source"]["files"] == len(DOCUMENTS) + 1
+    line = preparer.run("src/00.py", "nowhere", "out", *SMALL, status=2)
+    assert '"nowhere": no input files here' in line
 
 
 def read(path: Path, form: TextFormat | None = None) -> list[str]:

@@ -19,6 +19,7 @@ from harness.data.tokenizers.tokenizer import Tokenizer
 from tests.support.isolation import ROOT, on_path
 
 SMALL = ["--train-tokenizer", "300"]  # a vocabulary that needs no network
+IN_ORDER = ["--split-order", "given"]  # train, and the last documents for validation
 
 WORDS = [
     "the",

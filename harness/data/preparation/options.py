@@ -59,7 +59,8 @@ class PreparationOptions:
             "train_tokenizer": self.train_tokenizer,
             "validation_fraction": self.validation_fraction,
             "test_fraction": self.test_fraction,
-            "split_order": self.split_order,
+            # The given order was the only one once, and had no key.
+            **({} if self.split_order == "given" else {"split_order": self.split_order}),
             "shuffle_seed": self.shuffle_seed,
         }
 

@@ -133,7 +133,7 @@ class Preparation:
         self.journal.here = replace(self.journal.here, size=stream.size, pool=StreamSize())
         self._enter("held out")
         for path in (pool.path, pool.index_path):
-            path.unlink()
+            path.unlink(missing_ok=True)  # there is none in work that an earlier version began
 
     def _shuffled(self, stream: TokenStream, seed: int) -> TokenStream:
         target = TokenStream(self.work.path / "shuffled.tokens", stream.dtype)
