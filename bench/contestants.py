@@ -87,7 +87,7 @@ def ours(case: Case, turns: Turns) -> None:
         turns.next()
         return run_step(*arguments)
 
-    OptimizerStep.run = run_in_turn  # type: ignore[method-assign]
+    OptimizerStep.run = run_in_turn  # type: ignore[assignment, method-assign]
     run = Path(case.run)
     sys.argv = ["ddp_train.py", run.name, case.datasets, "--runs-dir", str(run.parent)]
     runpy.run_path(str(ROOT / "ddp_train.py"), run_name="__main__")
@@ -133,6 +133,7 @@ def peers_model(program: str, case: Case) -> tuple[Any, Any]:
     from gpt import GPTModel
 
     config = case.model_config(tied=program != "upstream")
+    model: nn.Module
     if program == "transformers":
         model = peer_of(GPTModel(config))
     else:

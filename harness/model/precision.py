@@ -13,10 +13,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def has_fast_bf16() -> bool:
-    """True where this processor multiplies bf16 matrices by instructions of its own (AVX-512 BF16, which every processor
+    """True where this processor multiplies bf16 matrices by instructions of its own (AVX-512 BF16, which every one
     with AMX has, too) and oneDNN, by which torch does so, may use them."""
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # torch from 2.10 on
-    if not (torch.backends.mkldnn.is_available() and capabilities.get("avx512_bf16", False)):
+    has_bf16 = hasattr(torch.cpu, "get_capabilities") and torch.cpu.get_capabilities().get("avx512_bf16", False)
+    if not (torch.backends.mkldnn.is_available() and has_bf16):
         return False
     # No public function says what ONEDNN_MAX_CPU_ISA leaves: below AVX-512, bf16 takes five times as long as fp32.
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,9 +58,10 @@ def test_a_run_keeps_what_its_steps_free(tmp_path: Path) -> None:
     shop = Workshop(tmp_path)
     shop.add_dataset(tokens=50_000)
     model = {"context_length": 128, "emb_dim": 256, "drop_rate": 0.0}
-    batch = {"microbatch_size": 16, "gradient_accumulation_steps": 1}
-    nothing_else = {"validation_interval": None, "validation_batches": None, "checkpoint_interval": 50}
-    shop.add_run(model=model, train_steps=20, min_train_tokens=None, report_interval=1, **batch, **nothing_else)
+    settings: dict[str, Any] = {"microbatch_size": 16, "gradient_accumulation_steps": 1, "report_interval": 1}
+    settings |= {"train_steps": 20, "min_train_tokens": None, "checkpoint_interval": 50}
+    settings |= {"validation_interval": None, "validation_batches": None}
+    shop.add_run(model=model, **settings)
     command = [sys.executable, "ddp_train.py", "r", str(shop.datasets), "--runs-dir", str(shop.runs)]
     environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "0"}
     faults: dict[int, int] = {}

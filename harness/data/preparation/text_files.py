@@ -56,7 +56,8 @@ def find_text_files(patterns: Sequence[str]) -> tuple[list[TextFile], list[str]]
     A folder is searched to its depth for files whose names tell what they are; files that are given, or that a glob
     names, are text unless their names tell otherwise. Raises UserError if one of the patterns stands for none.
     """
-    found, others = {}, []
+    found: dict[str, Path] = {}
+    others = []
     for pattern in patterns:
         paths, ignored = _find(pattern)
         found |= paths if len(patterns) == 1 else {path.as_posix(): path for path in paths.values()}
