@@ -205,27 +205,31 @@ def files_of(run: Path) -> tuple[str, str]:
 @pytest.mark.slow
 @pytest.mark.fault("a machine in a hostile network")
 def test_ranks_listen_on_loopback_alone(tmp_path: Path, evidence: Evidence) -> None:
-    """Under the real torchrun, whose own store is torch's; our processes are its children."""
+    """Under the real torchrun, whose own store is torch's, and with --processes, where rank 0 keeps it."""
     shop = Workshop(tmp_path)
     shop.add_dataset(tokens=400_000)
-    run = shop.add_run(min_train_tokens=390_000, validation_interval=10**6, report_interval=1)
-    process = shop.start_torchrun()
-    try:
-        deadline = time.monotonic() + 60
-        while not (run / "metrics.jsonl").exists():
-            assert time.monotonic() < deadline
-            assert process.poll() is None, finish([process], expect=None, timeout=10)
-            time.sleep(0.1)
-        ranks = [pid for pid in children_of(process.pid) if b"ddp_train" in command_of(pid)]
-        assert len(ranks) == 2
-        heard = [address for pid in ranks for address in listening(pid)]
-    finally:
-        process.send_signal(signal.SIGTERM)
-        stopped: Result = finish([process], expect=None, timeout=60)
-    assert heard, stopped
+    heard: list[str] = []
+    for name, start in (("torchrun", shop.start_torchrun), ("processes", shop.start_processes)):
+        run = shop.add_run(name, min_train_tokens=390_000, validation_interval=10**6, report_interval=1)
+        process = start(name)
+        try:
+            deadline = time.monotonic() + 60
+            while not (run / "metrics.jsonl").exists():
+                assert time.monotonic() < deadline
+                assert process.poll() is None, finish([process], expect=None, timeout=10)
+                time.sleep(0.1)
+            ranks = [pid for pid in children_of(process.pid) if b"ddp_train" in command_of(pid)]
+            assert len(ranks) == 2
+            found = [address for pid in ranks for address in listening(pid)]
+        finally:
+            process.send_signal(signal.SIGTERM)
+            stopped: Result = finish([process], expect=None, timeout=60)
+        assert found, stopped
+        heard += found
     assert all(address.startswith("127.") or address == "::1" for address in heard), heard
     evidence(
-        injected="two ranks under torchrun while they train; every listening socket of theirs is looked up",
+        injected="two ranks under torchrun, and two of --processes, while they train; every listening socket of theirs "
+        "is looked up",
         times=len(heard),
         outcome="all are bound to the loopback interface",
     )
