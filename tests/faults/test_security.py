@@ -228,7 +228,8 @@ def test_ranks_listen_on_loopback_alone(tmp_path: Path, evidence: Evidence) -> N
         heard += found
     assert all(address.startswith("127.") or address == "::1" for address in heard), heard
     evidence(
-        injected="two ranks under torchrun, two of --processes, while they train; every listening socket is looked up",
+        injected="two ranks under torchrun, and two of --processes, while they train; every listening socket of theirs "
+        "is looked up",
         times=len(heard),
         outcome="all are bound to the loopback interface",
     )
