@@ -151,12 +151,13 @@ class Checkpointer:
     # Saving --------------------------------------------------------------------------------------------------------
 
     def save(self, state: TrainState) -> None:
-        """The scheduled checkpoint after the last step done; `best` points to it if the loss that decides is the lowest
-        yet."""
+        """The scheduled checkpoint after the last step done; `best` points to it if its validation loss is the lowest
+        yet, or if there is no validation."""
         state.begin_checkpoint()
-        is_best = state.record_if_best(self._deciding_loss(state))
-        self._save(state, is_best=is_best, planned=True)
-        self.reporter.checkpoint(state, is_best=is_best)
+        if self.start.position.is_due(state.global_step, self.config.validation_interval):
+            state.record_if_best(state.val_loss)
+        self._save(state, planned=True)
+        self.reporter.checkpoint(state)
 
     def save_interrupted(self, state: TrainState, during: str | None) -> None:
         """Leave a checkpoint of the last step done, wherever a signal came. `during` ("validation" or "benchmarks") is
@@ -199,19 +200,11 @@ class Checkpointer:
                 self.writer.wait(SPEAKER_PATIENCE_SECONDS)
             raise
 
-    def _deciding_loss(self, state: TrainState) -> float | None:
-        """The loss by which checkpoints are compared; None if that is validation's, and there was none after this step.
-        Which losses of earlier checkpoints it may be compared with: comparable_losses in harness/runs/experiment.py."""
-        if not self.config.validates:
-            return state.train_loss
-        is_validated = self.start.position.is_due(state.global_step, self.config.validation_interval)
-        return state.val_loss if is_validated else None
-
-    def _save(
-        self, state: TrainState, *, is_best: bool = False, planned: bool = False, during: str | None = None
-    ) -> None:
+    def _save(self, state: TrainState, *, planned: bool = False, during: str | None = None) -> None:
+        if not self.config.validates:  # a lower training loss does not mean a better model: `best` is `latest`
+            state.best_loss, state.best_step = None, state.global_step
         occasion: dict[str, Any] = {
-            "is_best": is_best,
+            "is_best": state.is_best,
             "planned": planned,
             "validation_due": during == "validation",
             "benchmarks_due": during == "benchmarks",

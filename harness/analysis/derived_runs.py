@@ -90,8 +90,10 @@ class Base:
     def load(cls, runs_dir: Path, name: str) -> Base:
         """Raises UserError for a run that is not there or that is wrong."""
         run = RunDirectory.find(runs_dir, name)
-        model, train = load_model_config(run.model_json), load_train_config(run.train_json)
-        raw = translate_upstream(read_json_object(run.train_json))
+        model = load_model_config(run.model_json)
+        has_experts = model.moe is not None
+        train = load_train_config(run.train_json, has_experts=has_experts)
+        raw = translate_upstream(read_json_object(run.train_json), has_experts=has_experts)
         return cls(run, read_json_object(run.model_json), raw, _settings(model, train))
 
 

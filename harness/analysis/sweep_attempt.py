@@ -17,6 +17,7 @@ from harness.analysis.derived_runs import DerivedRun
 from harness.analysis.sweep_plan import MachineUse, RunPlan, visible_gpus
 from harness.analysis.sweep_standing import LOG, Attempts, UnderWay, read_attempts, write_attempts
 from harness.common.errors import UserError
+from harness.common.libraries import usable_cores
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
@@ -40,7 +41,7 @@ def device_groups(use: MachineUse) -> list[DeviceGroup]:
             f"--groups {use.groups} with {use.processes} processes each: needs {wanted} GPUs, and there are {len(gpus)}"
         )
     if not gpus:
-        cores = max(1, len(os.sched_getaffinity(0)) // wanted)
+        cores = max(1, usable_cores() // wanted)
         threads = os.environ.get("OMP_NUM_THREADS", str(cores))
         return [DeviceGroup(f"group {group + 1}", {"OMP_NUM_THREADS": threads}) for group in range(use.groups)]
     starts = range(0, wanted, use.processes)

@@ -29,10 +29,15 @@ def configure_libraries() -> None:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(compilers_per_rank()))
 
 
+def usable_cores() -> int:
+    """Number of cores that this process may run on; where the system does not say, of all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def compilers_per_rank() -> int:
     """Processes that compile kernels on each rank: this machine's cores, shared out among its ranks."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     return max(1, min(MOST_COMPILERS, cores // int(ranks) if ranks.isdigit() and int(ranks) else cores))
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import resource
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -148,9 +150,11 @@ def settle_cpu_memory() -> None:
 
 def free_memory() -> int:
     """Bytes this machine, or the container around us, can still give out."""
-    available = next(
-        int(line.split()[1]) * 1024 for line in Path("/proc/meminfo").read_text().splitlines() if "MemAvailable" in line
-    )
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except FileNotFoundError:  # macOS says how much there is, and not what of it is free
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = next(int(line.split()[1]) * 1024 for line in lines if "MemAvailable" in line)
     try:
         maximum = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         current = int(Path("/sys/fs/cgroup/memory.current").read_text())
@@ -189,7 +193,9 @@ class PeakMeter:
 
 def peak_bytes(device: torch.device) -> int:
     """The most memory in use since the process began: the allocator's reserve on CUDA, resident memory on the CPU."""
-    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else _status_bytes("VmHWM")
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if sys.platform == "darwin" else _status_bytes("VmHWM")
 
 
 def release_memory(device: torch.device) -> None:

@@ -210,7 +210,6 @@ _RECOMPUTED = "not a setting here: activation_checkpointing recomputes each bloc
 
 # What has no key here, and why.
 WITHOUT_KEY = {
-    "log_moe_balance_file": "not a setting here: metrics.jsonl has the experts' load (expert_load); remove it",
     "lore": "low-rank embeddings are not available here; remove it",
     **dict.fromkeys(("wandb", "wandb_log", "wandb_project", "wandb_run_name", "report_to", "run_name"), _TRACKER),
     **dict.fromkeys(("tensorboard", "logging_dir"), _TRACKER),

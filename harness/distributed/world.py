@@ -16,6 +16,7 @@ import torch.distributed as dist
 from harness.common.device import choose_device, device_name
 from harness.common.errors import PeerError, RunError, UserError
 from harness.common.freed_memory import give_back_under_a_limit
+from harness.common.libraries import usable_cores
 from harness.common.memory import refuse_full_device
 from harness.distributed import rendezvous, tensor_codec
 from harness.distributed.connection_errors import leaving_with_peers
@@ -80,7 +81,7 @@ class World:
         if device.type == "cpu":
             give_back_under_a_limit()
         if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here.local_world_size))
+            torch.set_num_threads(max(1, usable_cores() // here.local_world_size))
         numbers = here.rank, here.local_rank, here.world_size, here.local_world_size
         if here.world_size == 1:
             return cls(*numbers, device)

@@ -80,6 +80,9 @@ class ExpertCounts(BaseModel):
 
     num_experts: int = Field(ge=2, le=LARGEST_EXPERTS, description="Feed-forward layers in each block.")
     num_active_experts: int = Field(ge=2, le=LARGEST_EXPERTS, description="How many of them each token goes through.")
+    log_moe_balance_file: str | None = Field(
+        default=None, exclude=True, description="The notebook's log; without effect: metrics.jsonl has the load."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -91,7 +94,7 @@ class ExpertCounts(BaseModel):
             raise ValueError(f'key "moe": must be an object like {like}, or null for none, not {quoted(raw)}')
         unknown = [key for key in raw if key not in cls.model_fields]
         if unknown:
-            keys = ", ".join(cls.model_fields)
+            keys = ", ".join(FEWER_THAN_TWO)
             raise ValueError(f'key "moe": {quoted(unknown[0])} is not one of its keys: {keys}{_meant(unknown[0])}')
         for key, remedy in FEWER_THAN_TWO.items():
             if type(raw.get(key)) is int and raw[key] < 2:

@@ -20,9 +20,9 @@ def find_checkpoint(folder: Path, name: str) -> Path:
     """
     path = folder / check_name(name, "checkpoint")
     if not path.is_dir():
-        known = [BEST, LATEST, *(known.name for _, known in list_checkpoints(folder))]
-        there = ", ".join(known[-4:]) if len(known) > 2 else "none"
-        raise UserError(f"{path}: no such checkpoint; there are: {there}")
+        links = [link for link in (BEST, LATEST) if (folder / link).is_dir()]
+        known = links + [found.name for _, found in list_checkpoints(folder)]
+        raise UserError(f"{path}: no such checkpoint; there are: {', '.join(known[-4:]) or 'none'}")
     target = path.resolve()
     if target.parent != folder.resolve():
         raise UserError(f"{path}: leads out of {folder}; a checkpoint must lie inside it")

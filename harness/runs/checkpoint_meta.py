@@ -97,12 +97,15 @@ class TrainState:
         self.train_loss = self.loss_sum / self.loss_count if self.loss_count else None
         self.loss_sum, self.loss_count = 0.0, 0
 
-    def record_if_best(self, loss: float | None) -> bool:
-        """Whether this loss, if there is one, is the lowest so far; it is remembered then."""
-        if loss is None or not loss < (math.inf if self.best_loss is None else self.best_loss):
-            return False
-        self.best_loss, self.best_step = loss, self.global_step
-        return True
+    def record_if_best(self, loss: float | None) -> None:
+        """Remember this loss and its step if it is the lowest so far."""
+        if loss is not None and loss < (math.inf if self.best_loss is None else self.best_loss):
+            self.best_loss, self.best_step = loss, self.global_step
+
+    @property
+    def is_best(self) -> bool:
+        """True if the best checkpoint is that of the last step done."""
+        return self.best_step == self.global_step
 
     def forget_best(self) -> None:
         """Losses from here on are measured on other text, and cannot be compared with those before."""

@@ -165,10 +165,12 @@ def open_start(folder: Path, name: str | None) -> tuple[Path, CheckpointMeta] | 
         if not meta.is_from_notebook:
             verify_checkpoint(start)
     except UserError as error:
+        if name is not None and not os.path.lexists(folder / name):  # the error lists the names that there are
+            raise
         whole = newest_whole(folder)
-        offer = (
-            f"the newest whole checkpoint is {whole.name}: give that name as CHECKPOINT" if whole else "none is whole"
-        )
+        offer = "no other is known to be whole"
+        if whole:
+            offer = f"the newest whole checkpoint is {whole.name}: give that name as CHECKPOINT"
         raise UserError(f"{error}; {offer}, or use --restart") from None
     refuse_unnamed(start, meta, name)
     return start, meta

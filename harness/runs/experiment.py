@@ -117,12 +117,9 @@ def check_same_optimizer(meta: CheckpointMeta, path: Path, now: Provenance) -> N
 
 
 def comparable_losses(meta: CheckpointMeta, provenance: Provenance) -> bool:
-    """Whether losses that decide which checkpoint is best are measured on the same text today as in the run up to a
-    checkpoint."""
-    then, now = meta.train, provenance.train
-    validates = [settings.get("validation_interval") is not None for settings in (then, now)]
+    """True if validation measures its losses on the same text today as in the run up to a checkpoint."""
     keys = ("validation_batches", "start_val_token", "microbatch_size")
-    return validates[0] == validates[1] and (not validates[0] or all(then.get(key) == now.get(key) for key in keys))
+    return all(meta.train.get(key) == provenance.train.get(key) for key in keys)
 
 
 def changed_settings(meta: CheckpointMeta, provenance: Provenance) -> list[str]:
@@ -165,9 +162,9 @@ class Experiment:
     @classmethod
     def load(cls, run: RunDirectory, datasets_dir: Path) -> Experiment:
         """Read both files of the run. Raises UserError for anything wrong in them."""
-        config = load_train_config(run.train_json)
-        dataset_folder(datasets_dir, config.dataset)  # a name that cannot be one is noticed here
         model = load_model_config(run.model_json)
+        config = load_train_config(run.train_json, has_experts=model.moe is not None)
+        dataset_folder(datasets_dir, config.dataset)  # a name that cannot be one is noticed here
         experiment = cls(run, config, model, datasets_dir)
         experiment.check_together()
         return experiment

@@ -11,8 +11,9 @@ NOTEBOOK_KEYS: dict[str, dict[str, Any]] = {
 }
 
 
-def translate_upstream(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return train.json's object with the notebook's spellings turned into ours.
+def translate_upstream(raw: dict[str, Any], *, has_experts: bool = False) -> dict[str, Any]:
+    """Return train.json's object with the notebook's spellings turned into ours. `has_experts`: the model is a mixture
+    of experts, which the notebook's program does not balance unless it is told to.
 
     Raises ValueError where an old and a new spelling of the same thing stand side by side.
     """
@@ -32,6 +33,8 @@ def translate_upstream(raw: dict[str, Any]) -> dict[str, Any]:
         set_once("schedule_learning_rate", "lr_schedule", "cosine" if scheduled else "constant")
         if not scheduled:
             result.pop("warmup_period_percent", None)  # upstream: without effect then
+    if has_experts and not raw.keys().isdisjoint(NOTEBOOK_KEYS):
+        result.setdefault("moe_router_loss_scale", 0.0)
     return result
 
 

@@ -179,7 +179,7 @@ def describe_summary(summary: RunSummary) -> str:
     lines.append(f"Final train loss: {_loss(summary.final_train_loss)}")
     if summary.final_validation_loss is not None:
         lines.append(f"Final validation loss: {_loss(summary.final_validation_loss)}")
-    if summary.best_step is not None:
+    if summary.best_loss is not None:
         lines.append(f"Best loss: {_loss(summary.best_loss)} at global step {summary.best_step}")
     if dollars is not None:
         phases = ", ".join(f"{phase} ${cost:,.2f}" for phase, cost in dollars.items() if phase != "total")

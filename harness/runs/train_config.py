@@ -13,6 +13,10 @@ from harness.common.json_files import Count, RunFile, parse_config, read_json_ob
 from harness.runs.notebook_keys import NOTEBOOK_KEYS, translate_upstream
 
 LARGEST_PRICE = 1e9
+# AdamW moves each number by about the rate in a step, and weights are far below 1. Embeddings, factors and Muon have
+# higher ones: nanochat 0.3, 0.5 and 0.02, modded-nanogpt 0.6, 0.04 and 0.05.
+LARGEST_RATE = 1.0
+LARGEST_HIGH_RATE = 10.0
 # How much is trained: one of these is in a train.json. Those of TIMED_BUDGETS need a speed to become tokens.
 TIMED_BUDGETS = ("target_hours", "target_dollars")
 BUDGETS = ("min_train_tokens", "train_steps", "tokens_per_parameter", "target_flops", *TIMED_BUDGETS)
@@ -63,32 +67,19 @@ class TrainConfig(RunFile):
         default=None, ge=1, description="A budget in place of min_train_tokens: global steps."
     )
     tokens_per_parameter: float | None = Field(
-        default=None,
-        gt=0,
-        le=1e9,
-        allow_inf_nan=False,
-        description="A budget in place of min_train_tokens: tokens for each parameter.",
+        default=None, gt=0, le=1e9, description="A budget in place of min_train_tokens: tokens for each parameter."
     )
     target_flops: float | None = Field(
-        default=None,
-        gt=0,
-        le=1e40,
-        allow_inf_nan=False,
-        description="A budget in place of min_train_tokens: floating-point operations.",
+        default=None, gt=0, le=1e40, description="A budget in place of min_train_tokens: floating-point operations."
     )
     target_hours: float | None = Field(
         default=None,
         gt=0,
         le=1e9,
-        allow_inf_nan=False,
         description="A budget in place of min_train_tokens: hours, at the speed that is known.",
     )
     target_dollars: float | None = Field(
-        default=None,
-        gt=0,
-        le=1e12,
-        allow_inf_nan=False,
-        description="A budget in place of min_train_tokens: dollars, by price_per_hour.",
+        default=None, gt=0, le=1e12, description="A budget in place of min_train_tokens: dollars, by price_per_hour."
     )
     start_train_token: Count = Field(ge=0, description="Where in the train split the slice begins.")
     validation_interval: Count | None = Field(
@@ -112,7 +103,7 @@ class TrainConfig(RunFile):
         min_length=1,
         description="A global batch that grows: [from so many tokens on, so many sequences over all ranks], in order.",
     )
-    learning_rate: float = Field(default=0.0004, gt=0, allow_inf_nan=False, description="Peak learning rate.")
+    learning_rate: float = Field(default=0.0004, gt=0, le=LARGEST_RATE, description="Peak learning rate.")
     weight_decay: float = Field(default=0.1, ge=0, allow_inf_nan=False, description="Decoupled weight decay.")
     betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False, description="AdamW's averaging factors.")
     eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False, description="AdamW's denominator term.")
@@ -152,19 +143,19 @@ class TrainConfig(RunFile):
         default="adamw", description="muon: the blocks' matrices by Muon, all else by AdamW."
     )
     embedding_learning_rate: float | None = Field(
-        default=None, gt=0, allow_inf_nan=False, description="AdamW's peak for embeddings; null: learning_rate."
+        default=None, gt=0, le=LARGEST_HIGH_RATE, description="AdamW's peak for embeddings; null: learning_rate."
     )
     head_learning_rate: float | None = Field(
-        default=None, gt=0, allow_inf_nan=False, description="AdamW's peak for the output head; null: learning_rate."
+        default=None, gt=0, le=LARGEST_RATE, description="AdamW's peak for the output head; null: learning_rate."
     )
     vector_learning_rate: float | None = Field(
         default=None,
         gt=0,
-        allow_inf_nan=False,
+        le=LARGEST_HIGH_RATE,
         description="AdamW's peak for biases, gains and factors; null: learning_rate.",
     )
     muon_learning_rate: float | None = Field(
-        default=None, gt=0, allow_inf_nan=False, description="Muon's peak; null: learning_rate."
+        default=None, gt=0, le=LARGEST_HIGH_RATE, description="Muon's peak; null: learning_rate."
     )
     muon_update_scale: Literal["match_rms_adamw", "original"] = Field(
         default="match_rms_adamw",
@@ -216,7 +207,7 @@ class TrainConfig(RunFile):
     report_interval: Count = Field(default=10, ge=1, description="Global steps between reports.")
     max_skipped_steps: Count = Field(default=10, ge=1, description="Non-finite steps in a row that end the run.")
     price_per_hour: float | None = Field(
-        default=None, ge=0, le=LARGEST_PRICE, allow_inf_nan=False, description="US dollars for the whole machine."
+        default=None, ge=0, le=LARGEST_PRICE, description="US dollars for the whole machine."
     )
     benchmark_interval: Count | None = Field(default=None, ge=1, description="Global steps between benchmarks.")
     benchmark_tasks: list[Annotated[str, Field(min_length=1)]] | None = Field(
@@ -392,11 +383,14 @@ def _check_validation_keys(config: TrainConfig) -> None:
         )
 
 
-def load_train_config(path: Path) -> TrainConfig:
-    """Read and check a train.json. Raises UserError naming the file, the key and the remedy."""
+def load_train_config(path: Path, *, has_experts: bool = False) -> TrainConfig:
+    """Read and check a train.json; `has_experts` as `translate_upstream` has it.
+
+    Raises UserError naming the file, the key and the remedy.
+    """
     raw = read_json_object(path)
     try:
-        translated = translate_upstream(raw)
+        translated = translate_upstream(raw, has_experts=has_experts)
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
     try:

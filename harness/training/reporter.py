@@ -54,14 +54,9 @@ class Console:
     def start(self) -> None:
         """From here on there is a bar, if there is a terminal. What is said earlier stands on lines of its own."""
         if self.visible and sys.stderr is not None and sys.stderr.isatty():
-            self._bar = tqdm(
-                desc="steps done",
-                total=self.total,
-                initial=self._done,
-                unit="step",
-                dynamic_ncols=True,
-                smoothing=0.05,
-            )
+            # The time left is among the numbers; what else tqdm shows would push them off a screen of 80 columns.
+            layout = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
+            self._bar = tqdm(total=self.total, initial=self._done, dynamic_ncols=True, bar_format=layout)
 
     def advance(self) -> None:
         if self._bar is not None:
@@ -69,10 +64,10 @@ class Console:
 
     def show(self, step: int, values: dict[str, str]) -> None:
         """Show the newest numbers, e.g. {"loss": "3.720", "tps": "234,480"}."""
+        numbers = " ".join(f"{name} {value}" for name, value in values.items())
         if self._bar is not None:
-            self._bar.set_postfix(values)
+            self._bar.set_postfix_str(numbers)
         elif self.visible:
-            numbers = "  ".join(f"{name} {value}" for name, value in values.items())
             print(f"global step {step}/{self.total - 1}  {numbers}", flush=True)
 
     def say(self, text: str) -> None:
@@ -114,12 +109,18 @@ class Reporter:
         mfu = self.throughput.mfu(tokens_per_second / self.world.size)
         rates = {"tokens_per_second": round(tokens_per_second, 1), "mfu": mfu}
         self._append(TrainEvent, state, **metric_values(metrics), learning_rate=learning_rate, **rates)
-        shown = {"loss": f"{metrics.loss:.3f}", "tps": f"{tokens_per_second:,.0f}"}
+        shown = {"loss": f"{metrics.loss:.3f}", "tps": f"{tokens_per_second:,.0f}", "lr": f"{learning_rate:.2g}"}
+        shown["norm"] = f"{metrics.gradient_norm:.2f}"
+        left = self._seconds_left(state)
+        shown["left"] = tqdm.format_interval(left)
         if mfu is not None:
             shown["mfu"] = f"{mfu:.1%}"
+        so_far, rest = (self.throughput.dollars(seconds) for seconds in (self.clock.total, left))
+        if so_far is not None and rest is not None:
+            shown["$"] = f"{so_far:,.2f} of {so_far + rest:,.2f}"
         if metrics.load_range is not None:
             shown["experts"] = "{:.2f}-{:.2f}".format(*metrics.load_range)
-        self.console.show(state.global_step, {**shown, **self._dollars(state)})
+        self.console.show(state.global_step, shown)
 
     def validation(self, loss: float, state: TrainState) -> None:
         if not self.world.is_main:
@@ -147,10 +148,10 @@ class Reporter:
         self._append(SampleEvent, state, text=sample.text)
         self.console.say(f"global step {state.global_step}: {sample.text}")
 
-    def checkpoint(self, state: TrainState, *, is_best: bool) -> None:
+    def checkpoint(self, state: TrainState) -> None:
         if not self.world.is_main:
             return
-        self._append(CheckpointEvent, state, is_best=is_best)
+        self._append(CheckpointEvent, state, is_best=state.is_best)
         if not self.start.experiment.config.validates:
             self.draw_chart()
 
@@ -187,16 +188,12 @@ class Reporter:
         place: dict[str, Any] = {"global_step": state.global_step, "tokens_seen": state.tokens_seen}
         self.metrics.append(kind(**place, seconds=round(self.clock.total, 3), **values))
 
-    def _dollars(self, state: TrainState) -> dict[str, str]:
-        """Spent so far and projected for the whole run, at the pace since this process started."""
-        so_far = self.throughput.dollars(self.clock.total)
-        if so_far is None:
-            return {}
-        seconds, position = self.clock.now(), self.start.position
+    def _seconds_left(self, state: TrainState) -> float:
+        """Projected for the rest of the run, at the pace since this process started."""
+        seconds = self.clock.now()
         here = sum(seconds[phase] - self._seconds_at_start[phase] for phase in seconds if phase != "setup")
-        done = state.tokens_seen - position.tokens_seen
-        remaining = self._tokens - done
-        return {"$": f"{so_far:,.2f} of {so_far + (self.throughput.dollars(here * remaining / done) or 0):,.2f}"}
+        done = state.tokens_seen - self.start.position.tokens_seen
+        return here * (self._tokens - done) / max(done, 1)  # a rehearsal reports, and has done nothing
 
 
 def measure_machine(world: World) -> Machine:

@@ -172,7 +172,7 @@ def test_domains_count_their_points() -> None:
     layers = parse_domain("n_layers", {"min": 1, "max": 4})
     wide = parse_domain("emb_dim", {"min": 64, "max": 256, "step": 64})
     batch = parse_domain("global_batch_size", {"min": 8, "max": 64, "log": True})
-    rate = parse_domain("learning_rate", {"min": 1, "max": 2})
+    rate = parse_domain("learning_rate", {"min": 0.1, "max": 0.2})
     schedule = parse_domain("lr_schedule", ["cosine", "wsd"])
     assert [each.count for each in (layers, wide, batch, rate, schedule)] == [4, 4, 57, None, 2]
     assert count_points({"a": layers, "b": schedule}) == 8

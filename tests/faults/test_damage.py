@@ -178,7 +178,7 @@ def test_all_damaged(shop: Workshop, evidence: Evidence) -> None:
     for path, file in zip(folders, FILES, strict=False):
         cut(path / file)
     (line,) = train(shop, run.name, expect=2).error_lines
-    assert "none is whole, or use --restart" in line
+    assert "no other is known to be whole, or use --restart" in line
     train(shop, run.name, "--restart")
     assert_same_end(shop.runs / "straight", run)
     (aside,) = (run / "aside").iterdir()

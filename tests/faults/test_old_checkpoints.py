@@ -61,7 +61,8 @@ def assert_kept(path: Path, keep: int, start: str | None) -> int:
 @pytest.mark.fault("old checkpoints are deleted")
 def test_what_is_kept(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
     """`best` early, because losses grow; continued from neither `best` nor `latest`; with a clock that goes back."""
-    settings = SETTINGS | {"min_train_tokens": 128 * 21, "learning_rate": 20.0, "precision": "fp32"}
+    rates = {"learning_rate": 1.0, "warmup_steps": 21}
+    settings = SETTINGS | rates | {"min_train_tokens": 128 * 21, "precision": "fp32"}
     whole = shop.add_run("kept-straight", **settings)
     train(shop, "kept-straight")
     assert steps_of(whole)[2] == 0, "losses grow, so that best is an old one"

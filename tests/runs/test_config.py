@@ -450,6 +450,10 @@ def test_impossible_betas(train: WriteTrain, betas: Any) -> None:
         ("global_batch_size", 0),
         ("learning_rate", 0),
         ("learning_rate", -0.1),
+        ("learning_rate", 1500),
+        ("embedding_learning_rate", 10.1),
+        ("head_learning_rate", 1.01),
+        ("vector_learning_rate", 11),
         ("weight_decay", -0.1),
         ("eps", 0),
         ("warmup_steps", -1),
@@ -473,6 +477,12 @@ def test_impossible_betas(train: WriteTrain, betas: Any) -> None:
 )
 def test_impossible_values(train: WriteTrain, key: str, value: float) -> None:
     assert f'key "{key}": ' in refusal(train, **{key: value})
+
+
+def test_rates_that_others_use(train: WriteTrain) -> None:
+    config = train(optimizer="muon", learning_rate=0.22, embedding_learning_rate=1.2, muon_learning_rate=0.24)
+    assert (config.learning_rate, config.muon_learning_rate) == (0.22, 0.24)
+    assert 'key "muon_learning_rate": ' in refusal(train, optimizer="muon", muon_learning_rate=20)
 
 
 @pytest.mark.parametrize("percent", [0, -1, 101])

@@ -82,6 +82,9 @@ def test_plans_of_going_on_from_it(tmp_path: Path) -> None:
     assert [refusal.status for refusal in refusals] == [2, 2]
     assert f"{NAME}: not written by this program" in refusals[0].stderr
     assert refusals[1].stderr == refusals[0].stderr
+    part_of_it = shop.attempt(f"iteration-{STEPS - 1}")
+    assert part_of_it.status == 2
+    assert part_of_it.stderr.endswith(f"/iteration-{STEPS - 1}: no such checkpoint; there are: {NAME}\n")
     planned = shop.attempt(NAME, "--plan", "--assume-tps", "128")
     assert planned.status == 0, planned.stderr
     said = " ".join(planned.stdout.split())

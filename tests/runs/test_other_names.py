@@ -241,4 +241,3 @@ def test_a_mixture_of_experts_is_that_of_the_notebook(train: WriteTrain, model: 
         says = 'did you mean "moe" (an object of num_experts and num_active_experts)?'
         assert f'key "{name}": unknown; {says}' in refusal(model, **{name: 8})
     assert 'did you mean "moe_router_loss_scale"' in refusal(train, router_aux_loss_coef=0.001)
-    assert "metrics.jsonl has the experts' load" in refusal(train, log_moe_balance_file="balance.json")

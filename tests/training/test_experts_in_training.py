@@ -106,6 +106,28 @@ def test_a_run_learns_on_two_ranks_and_reports_the_load(trained: tuple[Workshop,
 
 
 @pytest.mark.parametrize(
+    ("train", "weight"),
+    [
+        ({}, 0.005),
+        ({"schedule_learning_rate": True}, 0),
+        ({"schedule_learning_rate": True, "moe_router_loss_scale": 0.01}, 0.01),
+    ],
+)
+def test_the_notebooks_runs_balance_experts_where_they_say_so(
+    tmp_path: Path, train: dict[str, Any], weight: float
+) -> None:
+    """So do runs derived from them; and the name of a log in "moe" has no effect."""
+    shop = Workshop(tmp_path)
+    shop.add_dataset()
+    shop.add_run(model={"moe": MOE | {"log_moe_balance_file": "routing_logits.jsonl"}}, **train)
+    derived = shop.command("derive_run.py", "r", "derived", "--set", "random_seed=1", "--runs-dir", str(shop.runs))
+    assert "  random_seed: 42 -> 1\n" in derived.stdout, derived.stderr
+    for name in ("r", "derived"):
+        plan = shop.attempt("--plan", run=name)
+        assert f"\nbalancing loss   x {weight:g} " in plan.stdout, plan.stderr
+
+
+@pytest.mark.parametrize(
     "changes", [{"precision": "bf16", "activation_checkpointing": True}, {"precision": "fp16"}], ids=["bf16", "fp16"]
 )
 def test_half_precision_ends_near_fp32(trained: tuple[Workshop, Path, Result], changes: dict[str, Any]) -> None:

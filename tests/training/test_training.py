@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from tests.support.launch import Result, Workshop, metrics
+from tests.support.launch import ROOT, Result, Workshop, finish, metrics
 
 STEPS = 10  # 1,280 tokens in global batches of 2 ranks x 2 sequences x 2 accumulation steps x 16 tokens
 
@@ -71,7 +71,10 @@ def test_summary_and_what_is_printed(trained: tuple[Workshop, Path, Result]) -> 
     assert summary["dollars"]["training"] == pytest.approx(seconds["training"] * 0.002, abs=1e-4)
     assert f"Final validation loss: {summary['final_validation_loss']:.3f}" in result.stdout
     assert result.stdout.count("Training complete") == 1  # rank 0 alone speaks
-    assert "global step 9/9  loss" in result.stdout
+    last = [event for event in metrics(run) if event["event"] == "train"][-1]
+    shown = f"lr {last['learning_rate']:.2g} norm {last['gradient_norm']:.2f} left 00:00 $ "
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("global step 9/9  loss ")]
+    assert f" {shown}" in line
 
 
 def test_a_finished_run_says_so_and_changes_nothing(trained: tuple[Workshop, Path, Result]) -> None:
@@ -99,15 +102,18 @@ def test_one_process_without_torchrun(tmp_path: Path) -> None:
     shop = Workshop(tmp_path)
     shop.add_dataset()
     run = shop.add_run(validation_interval=None, validation_batches=None, start_val_token=None, checkpoint_interval=4)
-    shop.train(ranks=1)
+    rising = "around(FORWARD, lambda original, *a: original(*a) * (1 + Now.step))\n"  # the lowest loss is the first
+    minutes = "clock = time.perf_counter; time.perf_counter = lambda: clock() + 60 * max(0, Now.step)\n"
+    result = shop.train(ranks=1, prelude="import time\nfrom tests.support.faults import *\n" + rising + minutes)
+    assert re.search(r"^global step 9/19  loss .* left 09:\d\d$", result.stdout, re.MULTILINE), result.stdout
     events = metrics(run)
     assert [event["global_step"] for event in events if event["event"] == "checkpoint"] == [0, 4, 8, 12, 16, 19]
-    meta = json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())
-    # Without validation the training loss since the last checkpoint decides which is best.
-    assert meta["best_loss"] == min(
-        json.loads((path / "meta.json").read_text())["train_loss"] for path in (run / "checkpoints").glob("2*")
-    )
-    assert meta["val_loss"] is None
+    assert [event["is_best"] for event in events if event["event"] == "checkpoint"] == [True] * 6
+    best, latest = ((run / "checkpoints" / link).resolve() for link in ("best", "latest"))
+    assert best == latest
+    meta = json.loads((latest / "meta.json").read_text())
+    assert (meta["best_step"], meta["best_loss"], meta["val_loss"]) == (19, None, None)
+    assert "Best loss" not in result.stdout
 
 
 def test_validation_on_all_ranks_prints_the_same_number(tmp_path: Path) -> None:
@@ -132,3 +138,29 @@ def test_half_precision_trains(tmp_path: Path, precision: str) -> None:
     losses = [event["loss"] for event in metrics(run) if event["event"] == "validation"]
     assert losses[-1] < losses[0] - 0.2
     assert (run / "checkpoints" / "latest" / "scaler.pt").exists() == (precision == "fp16")
+
+
+# Of what training might ask Linux for, macOS has none: functions of os, and files in /proc and /sys.
+LIKE_MACOS = """
+import builtins, io, os, sys
+sys.platform = "darwin"
+for name in ("sched_getaffinity", "sched_setaffinity", "copy_file_range", "memfd_create", "posix_fadvise", "splice"):
+    delattr(os, name)
+opened = io.open
+def open_here(file, *options, **named):
+    if str(file).startswith(("/proc/", "/sys/")):
+        raise FileNotFoundError(2, "No such file or directory", str(file))
+    return opened(file, *options, **named)
+builtins.open = io.open = open_here
+"""
+
+
+def test_training_and_measuring_without_what_only_linux_has(tmp_path: Path) -> None:
+    shop = Workshop(tmp_path)
+    shop.add_dataset()
+    run = shop.add_run(min_train_tokens=256)
+    shop.train(ranks=1, prelude=LIKE_MACOS)
+    assert json.loads((run / "summary.json").read_text())["global_steps"] == 4
+    files = [str(run / "model.json"), str(run / "checkpoints" / "best" / "model.safetensors")]
+    command = [str(ROOT / "test_loss.py"), str(shop.datasets), *files]
+    assert "Loss against" in finish([shop.fork(command, {}, LIKE_MACOS)], expect=0, timeout=60).stdout

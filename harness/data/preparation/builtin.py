@@ -15,9 +15,10 @@ from pathlib import Path
 
 from harness.common.errors import UserError
 from harness.common.files import atomic_folder
+from harness.common.libraries import usable_cores
 from harness.data.preparation.batches import batches
 from harness.data.preparation.documents import Piece
-from harness.data.preparation.encoding import default_workers, encode, encode_batches, token_dtype
+from harness.data.preparation.encoding import encode, encode_batches, token_dtype
 from harness.data.preparation.options import Recorded
 from harness.data.preparation.splits import SPLITS, About, by_documents, write_dataset_meta, write_splits
 from harness.data.preparation.token_stream import StreamSize, TokenStream
@@ -116,7 +117,7 @@ def _write_dataset(folder: Path, splits: dict[str, list[str]], vocab_size: int) 
     stream = TokenStream(folder / "text.tokens", token_dtype(tokenizer.vocab_size))
     stream.open_at(StreamSize())
     pieces = (Piece(text, True, 0, 0) for split in SPLITS for text in splits[split])
-    for encoded in encode_batches(batches(pieces), partial(encode, tokenizer=tokenizer), default_workers()):
+    for encoded in encode_batches(batches(pieces), partial(encode, tokenizer=tokenizer), usable_cores()):
         stream.append(encoded)
     stream.close()
     parts = by_documents(stream, {split: len(splits[split]) for split in SPLITS})

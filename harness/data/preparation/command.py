@@ -13,9 +13,9 @@ from pathlib import Path
 
 from harness.common.errors import RunError, RunStopped, UserError, place_of, printable
 from harness.common.files import version_of
+from harness.common.libraries import usable_cores
 from harness.common.messages import abbreviated
 from harness.data.preparation.encoder_processes import EncoderProcesses
-from harness.data.preparation.encoding import default_workers
 from harness.data.preparation.new_tokenizer import TokenizerChoice, sample_texts
 from harness.data.preparation.options import PreparationOptions, Recorded
 from harness.data.preparation.pipeline import Preparation, Recipe
@@ -89,7 +89,7 @@ def _from_text(input_: str, work: WorkFolder, options: PreparationOptions) -> Ma
     begun_with = {"input": input_, **options.deciding(), "tokenizer_file_sha256": fingerprint}
     preparation = Preparation.begin(work, source, recipe, begun_with)
     name = choice.bring(partial(sample_texts, source, recipe), work.dataset)
-    workers = options.workers or default_workers()
+    workers = options.workers or usable_cores()
     with EncoderProcesses(_place(name, work), workers) as encoders, ReadingProgress(source.files) as progress:
         tokenizer = load_tokenizer(_place(name, work))
         splits = preparation.run(tokenizer, encoders, progress.show)

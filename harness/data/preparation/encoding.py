@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -72,8 +71,3 @@ def encode_texts(texts: list[tuple[str, bool]], tokenizer: Tokenizer) -> tuple[n
 def token_dtype(vocab_size: int) -> np.dtype:
     """The smaller of uint16 and uint32 that holds every token id."""
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
-
-
-def default_workers() -> int:
-    """As many as there are cores for this process."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
