@@ -200,7 +200,7 @@ COUNTERPARTS = {name: Counterpart(TRAIN, *ours) for name, ours in _TRAINING.item
 COUNTERPARTS |= {name: Counterpart(MODEL, *ours) for name, ours in _SHAPE.items()}
 
 _TRACKER = "there is no tracker here: metrics.jsonl holds every number; remove it"
-_DEVICE = "not a setting here: nccl on GPUs, gloo on CPUs, and as many devices as torchrun starts processes; remove it"
+_DEVICE = "not a setting here: nccl on GPUs, gloo on CPUs, and as many devices as processes; remove it"
 _FOLDER = "not a setting here: results go to the run's own folder; remove it"
 _FIXED = "not a setting here: it is GPT-2's; remove it"
 _CONTINUING = "not a setting here: the same command continues a run, and CHECKPOINT names another one; remove it"
