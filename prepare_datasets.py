@@ -157,7 +157,7 @@ def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> No
     if not options["from_bin"]:
         for line in remarks(made.splits, options):
             click.echo(line)
-    click.echo(f"{output_dir} is whole")
+    click.echo(f"{output_dir} is whole, with a vocabulary of {made.vocab_size:,} tokens")
     click.echo("Next:")
     for line in next_steps(output_dir):
         click.echo(f"  {line}")

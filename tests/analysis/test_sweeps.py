@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from harness.analysis.derived_runs import MODEL_KEYS, TRAIN_KEYS, Base, derive, write_runs
 from harness.analysis.sweep_file import LARGEST_POINTS, LONGEST_LABEL, labels, sweep_schema
@@ -366,6 +368,33 @@ def test_derive_run(shop: Workshop) -> None:
     again = command(shop, "derive_run.py", *asked)
     assert again.status == 2
     assert again.stderr == f"error: {shop.runs / 'new'}: is there already; choose another name, or move it away\n"
+
+
+def test_a_derived_run_fits_a_data_set_that_is_here(shop: Workshop) -> None:
+    """Unless it is told otherwise. The base asks for 1,280 tokens of a vocabulary of 64, and 3 validation batches."""
+    folder = shop.add_dataset("local/small", tokens=400)
+    folder.joinpath("meta.json").write_text(json.dumps({"vocab_size": 300}))
+    save_file({"tokens": np.zeros(70, np.uint16)}, folder / "validation.safetensors")
+    derived = ["derive_run.py", "base", "new", "--set", "dataset=local/small", "--datasets-dir", str(shop.datasets)]
+    assert "wanted 641 tokens, but there are 400" in command(shop, *derived, "--set", "min_train_tokens=640").stderr
+    done = command(shop, *derived, "--set", "learning_rate=0.003")
+    assert done.stdout.splitlines()[1:] == [
+        "  vocab_size: 64 -> 300",
+        '  dataset: "local/letters" -> "local/small"',
+        "  min_train_tokens: 1280 -> -1",
+        "  validation_batches: 3 -> 2",
+        "  learning_rate: 0.0015 -> 0.003",
+    ]
+    (folder / "validation.safetensors").unlink()
+    derived[2] = "without"
+    assert command(shop, *derived).status == 0
+    train = load_train_config(shop.runs / "without" / "train.json")
+    assert (train.validates, train.checkpoint_interval) == (False, 5)
+    save_file({"tokens": np.zeros(16, np.uint16)}, folder / "validation.safetensors")
+    derived[2] = "short"
+    done = command(shop, *derived)
+    assert done.status == 2
+    assert "validation.safetensors: shorter than a sequence of 16 tokens and their targets; prepare" in done.stderr
 
 
 def test_what_derive_run_and_make_print(shop: Workshop) -> None:

@@ -103,6 +103,12 @@ def test_dataset_names_that_are_none(shop: Workshop, name: str) -> None:
     unharmed(shop, before)
 
 
+@pytest.mark.parametrize("name", ["local/leters", "letters"])
+def test_a_misspelt_dataset_has_a_neighbour(shop: Workshop, name: str) -> None:
+    edit(shop, dataset=name)
+    refused(shop.attempt(), 'did you mean "local/letters"?')
+
+
 @pytest.mark.parametrize(
     "name", [*(name for name in STRANGE_NAMES if "\0" not in name), "nope", "best/../latest"], ids=repr
 )

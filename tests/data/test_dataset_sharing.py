@@ -121,7 +121,7 @@ def test_what_the_hub_does_not_have(preparer: Preparer, arguments: list[str], me
 @pytest.mark.parametrize("options", [[], ["--public"]])
 def test_a_dataset_goes_to_the_hub_and_comes_back(preparer: Preparer, hub: FakeHub, options: list[str]) -> None:
     write_json_lines(preparer.path / "a.jsonl", DOCUMENTS)
-    folder = preparer.prepare("a.jsonl", "mine", "--push-to-hub", "me/mine", *options)
+    folder = preparer.prepare("a.jsonl", "mine", *IN_ORDER, "--push-to-hub", "me/mine", *options)
     (folder / "private-notes.txt").write_text("stays here")
     remote = hub.datasets["me/mine"]
     assert remote.private == (not options)
@@ -143,10 +143,10 @@ def test_a_dataset_goes_to_the_hub_and_comes_back(preparer: Preparer, hub: FakeH
 def test_what_the_new_dataset_does_not_have_leaves_the_hub(preparer: Preparer, hub: FakeHub) -> None:
     """Its test split is trained on now."""
     write_json_lines(preparer.path / "a.jsonl", DOCUMENTS)
-    preparer.prepare("a.jsonl", "mine", "--test-fraction", "0.1", "--push-to-hub", "me/mine")
+    preparer.prepare("a.jsonl", "mine", *IN_ORDER, "--test-fraction", "0.1", "--push-to-hub", "me/mine")
     assert "test.safetensors" in hub.datasets["me/mine"].files
     hub.datasets["me/mine"].files["notes.txt"] = FakeFile(b"somebody's")
-    preparer.prepare("a.jsonl", "mine", "--overwrite", "--push-to-hub", "me/mine")
+    preparer.prepare("a.jsonl", "mine", *IN_ORDER, "--overwrite", "--push-to-hub", "me/mine")
     assert {
         "notes.txt",
         "README.md",
@@ -181,7 +181,7 @@ def test_a_refused_upload_keeps_the_dataset_and_says_how_to_go_on(preparer: Prep
 @pytest.fixture
 def folder(preparer: Preparer) -> Path:
     write_json_lines(preparer.path / "a.jsonl", DOCUMENTS)
-    return preparer.prepare("a.jsonl", "mine")
+    return preparer.prepare("a.jsonl", "mine", *IN_ORDER)
 
 
 def test_the_card_says_what_is_in_it(preparer: Preparer, folder: Path) -> None:
