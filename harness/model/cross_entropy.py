@@ -144,7 +144,7 @@ def _row_losses(
         features = features_NxC.to(dtype)
         weight = _head(weight_VxC, dtype, whole_tiles=how.compiled or features.is_cuda)
         grad_features = torch.empty_like(features if needs_grad else features[:0])
-        grad_weight = weight.new_zeros((len(weight) if needs_grad else 0, dim), dtype=weight_VxC.dtype)
+        grad_weight = weight.new_empty((len(weight) if needs_grad else 0, dim), dtype=weight_VxC.dtype)
         shape = (rows, 2) if how.terms.z_loss else (rows,)
         losses = features.new_empty(shape, dtype=_accumulated_dtype(features_NxC.dtype))
         step = chunk_rows(rows, len(weight), features.device.type, dtype)
@@ -156,7 +156,7 @@ def _row_losses(
             kernel(logits, targets_N[part], losses[part], vocab, needs_grad, how.terms)
             if needs_grad:
                 torch.mm(logits, weight, out=grad_features[part])
-                _add_product(grad_weight, logits, features[part])
+                _add_product(grad_weight, logits, features[part], is_first=start == 0)
         return losses, grad_features, grad_weight[:vocab]
 
 
@@ -173,10 +173,12 @@ def _head(weight_VxC: Tensor, dtype: torch.dtype, *, whole_tiles: bool) -> Tenso
     return padded
 
 
-def _add_product(total_WxC: Tensor, errors_RxW: Tensor, features_RxC: Tensor) -> None:
-    """Add errors.T @ features to a sum that may be of a higher precision."""
+def _add_product(total_WxC: Tensor, errors_RxW: Tensor, features_RxC: Tensor, *, is_first: bool) -> None:
+    """Add errors.T @ features to a sum that may be of a higher precision; the first product begins it."""
     if total_WxC.dtype == errors_RxW.dtype:
-        total_WxC.addmm_(errors_RxW.T, features_RxC)
+        torch.addmm(total_WxC, errors_RxW.T, features_RxC, beta=0 if is_first else 1, out=total_WxC)
+    elif is_first:
+        total_WxC.copy_(errors_RxW.T @ features_RxC)
     else:
         total_WxC += errors_RxW.T @ features_RxC
 
