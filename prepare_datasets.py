@@ -39,12 +39,7 @@ FEW_DOCUMENTS = 10  # of a split whose loss tells of these documents rather than
 @click.argument("output_dir", metavar="[OUTPUT_DIR]", required=False, type=click.Path(path_type=Path))
 @click.option("--text-column", default="text", show_default=True, help="Column of parquet, key of JSON lines.")
 @click.option("--document-separator", help=r"Cut text files into documents here, e.g. '\n\n\n'; else each is one.")
-@click.option(
-    "--replace-invalid",
-    count=True,
-    metavar="",
-    help="Read what is not UTF-8 as U+FFFD, up to 1% of a file; given twice, any amount. Else it is an error.",
-)
+@click.option("--replace-invalid", is_flag=True, help="Read what is not UTF-8 as U+FFFD; else it is an error.")
 @click.option("--include", multiple=True, metavar="GLOB", help="Files of a Hub dataset; can be given several times.")
 @click.option("--revision", help="Branch, tag or commit of a Hub dataset.  [default: its newest]")
 @click.option("--delete-after", is_flag=True, help="Download to the dataset's disk, and delete each file once read.")

@@ -7,7 +7,7 @@ import itertools
 import textwrap
 import unicodedata
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,20 +22,18 @@ from harness.data.tokenizers.tokenizer import Tokenizer
 
 SHOWN_LINES = 3
 SHOWN_TOKENS = 400
-BAR_WIDTH = 30
 COLUMNS = 80
 
 
 @dataclass
 class SplitFacts:
-    """What one pass over a split's tokens finds. Document lengths are counted by powers of two."""
+    """Counts from one pass over a split's tokens."""
 
     tokens: int = 0
     bytes: int = 0
     documents: int = 0
     largest: int = -1
-    lengths: np.ndarray = field(default_factory=lambda: np.zeros(64, np.int64))
-    longest: int = 0
+    longest: int = 0  # document, in tokens
 
 
 def survey(tokens: TokenFile, tokenizer: Tokenizer) -> SplitFacts:
@@ -43,29 +41,17 @@ def survey(tokens: TokenFile, tokenizer: Tokenizer) -> SplitFacts:
     facts = SplitFacts(tokens=len(tokens))
     byte_lengths = tokenizer.token_byte_lengths()
     unfinished = 0  # tokens since the last end-of-text
-    for block in _blocks(tokens):
+    for at in range(0, len(tokens), SCAN_CHUNK_TOKENS):
+        block = tokens.read(at, SCAN_CHUNK_TOKENS)
         facts.largest = max(facts.largest, int(block.max()))
         if facts.largest < len(byte_lengths):
             facts.bytes += int(byte_lengths[block].sum())
         ends = np.flatnonzero(block == tokenizer.eot_token)
-        documents = np.diff(ends, prepend=-1 - unfinished)
-        _count_lengths(facts, documents)
+        facts.documents += len(ends)
+        facts.longest = max(facts.longest, int(np.diff(ends, prepend=-1 - unfinished).max(initial=0)))
         unfinished = len(block) - 1 - int(ends[-1]) if len(ends) else unfinished + len(block)
-    if unfinished:
-        _count_lengths(facts, np.array([unfinished]))
-        facts.documents -= 1  # a part of one: documents are counted by their ends
+    facts.longest = max(facts.longest, unfinished)  # a part of a document: documents are counted by their ends
     return facts
-
-
-def _blocks(tokens: TokenFile) -> Iterator[np.ndarray]:
-    for at in range(0, len(tokens), SCAN_CHUNK_TOKENS):
-        yield tokens.read(at, SCAN_CHUNK_TOKENS)
-
-
-def _count_lengths(facts: SplitFacts, documents: np.ndarray) -> None:
-    facts.documents += len(documents)
-    facts.lengths += np.bincount(np.log2(documents).astype(int), minlength=64)[:64]
-    facts.longest = max(facts.longest, int(documents.max(initial=0)))
 
 
 def verify(dataset: Dataset) -> list[str]:
@@ -134,20 +120,11 @@ def _describe_split(split: str, tokens: TokenFile, tokenizer: Tokenizer) -> Iter
     per_token = f", {facts.bytes / facts.tokens:.2f} a token" if facts.tokens else ""
     yield ""
     yield f"{split}: {facts.tokens:,} tokens ({tokens.dtype}), {facts.bytes:,} bytes of text{per_token}"
-    yield f"  {document_count(facts.documents)}; tokens per document (the longest has {facts.longest:,}):"
-    yield from _histogram(facts.lengths.tolist())
+    yield f"  {document_count(facts.documents)}, the longest with {facts.longest:,} tokens"
     start = tokenizer.decode(tokens.read(0, SHOWN_TOKENS).tolist())
     lines = [line for line in start.splitlines() if line.strip()]
     yield "  it begins:"
     yield from (f"    {_fitted(printable(line), COLUMNS - 8)}" for line in lines[:SHOWN_LINES])
-
-
-def _histogram(counts: list[int]) -> Iterator[str]:
-    """A line for each power of two from the first that occurs to the last."""
-    occurring = [power for power, count in enumerate(counts) if count]
-    for power in range(occurring[0], occurring[-1] + 1) if occurring else ():
-        bar = "#" * round(BAR_WIDTH * counts[power] / max(counts))
-        yield f"    {2**power:>11,} to {2 ** (power + 1) - 1:>11,} {counts[power]:>11,} {bar}".rstrip()
 
 
 def _fitted(line: str, columns: int) -> str:

@@ -15,7 +15,7 @@ from harness.common.errors import RunError, UserError
 from harness.data.preparation.batches import LONGEST_PIECE, batches
 from harness.data.preparation.documents import Piece, TextFormat, read_documents
 from harness.data.preparation.text_files import TextFile
-from tests.support.preparing import IN_ORDER, SMALL, Preparer, documents_of, texts, write_json_lines
+from tests.support.preparing import IN_ORDER, SMALL, Preparer, content_of, documents_of, texts, write_json_lines
 
 DOCUMENTS = texts(40)
 
@@ -236,11 +236,38 @@ def test_invalid_utf8_is_an_error_or_replaced(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
     binary = pa.array([raw]).view(pa.string())
     pq.write_table(pa.table({"text": binary}), tmp_path / "a.parquet")
-    for name in ("a.txt", "a.jsonl", "a.parquet"):
-        with pytest.raises(RunError, match=f"{name}: not valid UTF-8 after 0 documents"):
+    places = {"a.txt": "at byte 3", "a.jsonl": "at byte 13 of the line", "a.parquet": "after 0 documents"}
+    for name, place in places.items():
+        with pytest.raises(RunError, match=rf"{name}: (line 1: )?not valid UTF-8 {place}; convert it"):
             read(tmp_path / name)
-        form = TextFormat(tolerated=1.0)
+        form = TextFormat(errors="replace")
         assert read(tmp_path / name, form) == [raw.decode(errors="replace")]
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 64])
+def test_the_place_of_what_is_not_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    """Wherever the blocks that it is read in end, and where the file ends within a character."""
+    monkeypatch.setattr("harness.data.preparation.documents.READ_BYTES", block)
+    for content, place in ((b"\xc3\xa9 ol\xe9!", 5), ("日本".encode()[:-1], 3)):
+        (tmp_path / "a.txt").write_bytes(content)
+        with pytest.raises(RunError, match=rf"a.txt: not valid UTF-8 at byte {place}; "):
+            read(tmp_path / "a.txt")
+
+
+def test_what_is_not_utf8_can_be_replaced_later(preparer: Preparer) -> None:
+    """The bytes are those of a preparation that had the option from the beginning; without it no work goes on."""
+    write_json_lines(preparer.path / "texts" / "0.jsonl", texts(1000))  # enough to be kept
+    tokenizer = preparer.prepare(preparer.path / "texts" / "0.jsonl", "for-its-tokenizer") / "tokenizer.json"
+    (preparer.path / "texts" / "1.txt").write_bytes(b"\xe9t\xe9")
+    arguments = ["texts", "out", "--tokenizer", tokenizer, "--workers", 1]
+    assert "1.txt: not valid UTF-8 at byte 0" in preparer.run(*arguments, status=1)
+    (preparer.path / "texts" / "2.jsonl").write_text("broken\n")
+    assert "2.jsonl: line 1: not JSON" in preparer.run(*arguments, "--replace-invalid", status=1)
+    assert "other options (replace_invalid: any, not False)" in preparer.run(*arguments, status=2)
+    (preparer.path / "texts" / "2.jsonl").unlink()
+    preparer.run(*arguments, "--replace-invalid")
+    preparer.run("texts", "straight", "--tokenizer", tokenizer, "--replace-invalid")
+    assert content_of(preparer.path / "out") == content_of(preparer.path / "straight")
 
 
 def test_half_a_surrogate_pair_in_json(tmp_path: Path) -> None:
@@ -248,7 +275,7 @@ def test_half_a_surrogate_pair_in_json(tmp_path: Path) -> None:
     path.write_text('{"text": "a \\ud83d b"}\n')
     with pytest.raises(RunError, match=r"line 1: holds half of a surrogate pair"):
         read(path)
-    assert read(path, TextFormat(tolerated=1.0)) == ["a \ufffd b"]
+    assert read(path, TextFormat(errors="replace")) == ["a \ufffd b"]
 
 
 @pytest.mark.parametrize("line", ["[1]", "5", "{", '"text"', "{}" * 2, "[" * 100_000])

@@ -5,6 +5,7 @@ A document may be longer than memory is large: it comes in pieces.
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import json
@@ -12,23 +13,18 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 from harness.common.errors import RunError, UserError
 from harness.common.messages import abbreviated, nearest, quoted
-from harness.data.preparation.binary_content import HEAD_BYTES, identify
-from harness.data.preparation.invalid_text import (
-    CONVERT,
-    REPLACEMENT,
-    InvalidText,
-    Utf8Decoder,
-    is_mostly_valid,
-    replacements,
-)
-from harness.data.preparation.text_files import COMPRESSIONS, TextFile
+from harness.data.preparation.text_files import TextFile
 
 READ_BYTES = 2**20
 MOST_ROWS = 64  # of a parquet file at a time
+NOT_TEXT = (
+    "convert it to UTF-8 (iconv), leave it out, or read it as U+FFFD with --replace-invalid (tokens: --from-bin); the "
+    "same command goes on from there"
+)
 
 
 class Piece(NamedTuple):
@@ -46,70 +42,39 @@ class TextFormat:
 
     text_column: str = "text"  # the column of a parquet file, the key of a JSON line
     separator: str | None = None  # what stands between the documents of a text file; None: each file is one document
-    tolerated: float = 0.0  # share of a file's bytes that U+FFFD may replace; 0: what is not UTF-8 is an error
+    errors: Literal["strict", "replace"] = "strict"  # what is not UTF-8 is an error, or becomes U+FFFD
 
 
 def read_documents(file: TextFile, form: TextFormat) -> Iterator[Piece]:
-    """The documents of a file, in order. Raises UserError for what is no text, for too much that is not UTF-8 and for a
-    column that is not there, RunError for a file that is damaged, with how far it could be read."""
-    read: dict[str, Callable[[TextFile, TextFormat, InvalidText], Iterator[Piece]]] = {
+    """The documents of a file, in order. Raises UserError for a column that is not there, RunError for a file that is
+    damaged or not UTF-8, with how far it could be read."""
+    read: dict[str, Callable[[TextFile, TextFormat], Iterator[Piece]]] = {
         "parquet": _read_parquet,
         "JSON lines": _read_json_lines,
         "text": _read_text,
     }
     documents = 0
     try:
-        _check_content(file)
-        is_plain = file.kind != "parquet" and file.path.suffix.lower() not in COMPRESSIONS
-        invalid = InvalidText(file.path, form.tolerated, file.size if is_plain else None)
-        for piece in read[file.kind](file, form, invalid):
+        for piece in read[file.kind](file, form):
             yield piece
             documents += piece.ends
-        invalid.finish()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+    except UnicodeDecodeError:
+        raise RunError(f"{file.path}: not valid UTF-8 after {documents:,} documents; {NOT_TEXT}") from None
+    except (OSError, EOFError, zlib.error) as error:
         if isinstance(error, OSError) and error.errno and not isinstance(error, gzip.BadGzipFile):
             raise RunError(f"{file.path}: {error.strerror}") from None
         reason = " ".join(str(error).split())[:160]
+        kind = file.path.suffix.lstrip(".")
         raise RunError(
-            f"{file.path}: {_what_failed(file, error)} after {documents:,} documents ({reason}); {_remedy(file, error)}"
+            f"{file.path}: damaged {kind} file after {documents:,} documents ({reason}); mend or remove it, and the "
+            "same command goes on from there"
         ) from None
-
-
-def _check_content(file: TextFile) -> None:
-    """Raises UserError for what is no text by its first bytes, whatever its name is."""
-    with file.path.open("rb") as raw:
-        head = raw.read(HEAD_BYTES)
-    expected = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd", ".parquet": b"PAR1"}.get(file.path.suffix.lower())
-    if expected and not head.startswith(expected):
-        found = identify(head, file.size)
-    elif file.kind == "parquet":
-        found = None
-    else:
-        with _opened(file.path) as (stream, _):
-            found = identify(stream.read(HEAD_BYTES), file.size)
-    if found:
-        wanted = "UTF-8 text" if found.is_text else "text"
-        raise UserError(f"{file.path}: holds {found.what}, not {wanted}; {found.remedy}")
-
-
-def _what_failed(file: TextFile, error: Exception) -> str:
-    if isinstance(error, UnicodeDecodeError):
-        return "not valid UTF-8"
-    return f"damaged {file.path.suffix.lstrip('.')} file"
-
-
-def _remedy(file: TextFile, error: Exception) -> str:
-    if not isinstance(error, UnicodeDecodeError):
-        return "mend or remove it, and the same command goes on from there"
-    if file.kind == "text" and not is_mostly_valid(error.object):
-        return f"{CONVERT}, and the same command goes on from there"
-    return "--replace-invalid reads it as U+FFFD, and goes on from there"
 
 
 # Parquet -----------------------------------------------------------------------------------------------------------
 
 
-def _read_parquet(file: TextFile, form: TextFormat, invalid: InvalidText) -> Iterator[Piece]:
+def _read_parquet(file: TextFile, form: TextFormat) -> Iterator[Piece]:
     import pyarrow
     import pyarrow.parquet
 
@@ -123,7 +88,7 @@ def _read_parquet(file: TextFile, form: TextFormat, invalid: InvalidText) -> Ite
             for group, at_once in _row_groups(table, paths.index(form.text_column)):
                 options = {"row_groups": [group], "columns": [form.text_column], "use_threads": False}
                 for batch in table.iter_batches(at_once, **options):
-                    for text in _texts(batch.column(0), invalid):
+                    for text in _texts(batch.column(0), form):
                         rows += 1
                         yield Piece(text, True, file.number, file.size * rows // total)
     except pyarrow.ArrowException as error:
@@ -140,19 +105,12 @@ def _row_groups(table: Any, column: int) -> Iterator[tuple[int, int]]:
             yield at, max(1, min(MOST_ROWS, READ_BYTES // max(1, mean)))
 
 
-def _texts(column: Any, invalid: InvalidText) -> list[str]:
+def _texts(column: Any, form: TextFormat) -> list[str]:
     """The texts of a column; a null is an empty text."""
     try:
-        texts = [text or "" for text in column.to_pylist()]
-        if invalid.tolerated:
-            invalid.count(0, sum(len(text if text.isascii() else text.encode()) for text in texts))
+        return [text or "" for text in column.to_pylist()]
     except UnicodeDecodeError:
-        if not invalid.tolerated:
-            raise
-        raw = [text or b"" for text in column.cast("large_binary").to_pylist()]
-        texts = [text.decode(errors="replace") for text in raw]
-        invalid.count(sum(map(replacements, raw)), sum(map(len, raw)))
-    return texts
+        return [(text or b"").decode(errors=form.errors) for text in column.cast("large_binary").to_pylist()]
 
 
 def _check_column(file: TextFile, form: TextFormat, schema: Any) -> None:
@@ -179,25 +137,23 @@ def missing_column(where: str, column: str, names: list[str]) -> UserError:
 # JSON lines --------------------------------------------------------------------------------------------------------
 
 
-def _read_json_lines(file: TextFile, form: TextFormat, invalid: InvalidText) -> Iterator[Piece]:
+def _read_json_lines(file: TextFile, form: TextFormat) -> Iterator[Piece]:
     with _opened(file.path) as (stream, raw):
         for number, line in enumerate(stream, 1):
             if line.strip():
                 where = f"{file.path}: line {number:,}"
-                yield Piece(_text_of_line(where, form, line, invalid), True, file.number, raw.tell())
+                yield Piece(_text_of_line(where, form, line), True, file.number, raw.tell())
 
 
-def _text_of_line(where: str, form: TextFormat, line: bytes, invalid: InvalidText) -> str:
+def _text_of_line(where: str, form: TextFormat, line: bytes) -> str:
     try:
-        text = _plain_text_of(line, form)
-        invalid.count(0, len(line))
-        return text
+        return _plain_text_of(line, form)
     except (ValueError, LookupError, TypeError):
         pass  # something is unusual, and the way below tells what
     try:
-        value = json.loads(line.decode("utf-8-sig", errors=invalid.errors))
-    except UnicodeDecodeError:
-        raise
+        value = json.loads(line.decode("utf-8-sig", errors=form.errors))
+    except UnicodeDecodeError as error:
+        raise RunError(f"{where}: not valid UTF-8 at byte {error.start:,} of the line; {NOT_TEXT}") from None
     except (ValueError, RecursionError) as error:
         is_array = where.endswith(" line 1") and line.lstrip().startswith(b"[")
         hint = "this is a JSON array; write one object a line" if is_array else "mend or remove it"
@@ -211,8 +167,7 @@ def _text_of_line(where: str, form: TextFormat, line: bytes, invalid: InvalidTex
         raise RunError(
             f"{where}: key {quoted(form.text_column)} holds {quoted(text)[:60]}, not text; mend or remove it"
         )
-    invalid.count(replacements(line) if invalid.tolerated else 0, len(line))
-    return _well_formed(text or "", where, invalid)
+    return _well_formed(text or "", where, form)
 
 
 def _plain_text_of(line: bytes, form: TextFormat) -> str:
@@ -226,31 +181,28 @@ def _plain_text_of(line: bytes, form: TextFormat) -> str:
     return text
 
 
-def _well_formed(text: str, where: str, invalid: InvalidText) -> str:
+def _well_formed(text: str, where: str, form: TextFormat) -> str:
     """JSON can name half of a surrogate pair, which has no UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        if not invalid.tolerated:
+        if form.errors == "strict":
             raise RunError(
                 f"{where}: holds half of a surrogate pair, which is no text; --replace-invalid reads it as U+FFFD"
             ) from None
-        mended = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        invalid.count(mended.count(REPLACEMENT) - text.count(REPLACEMENT), 0)
-        return mended
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
 
 
 # Plain text --------------------------------------------------------------------------------------------------------
 
 
-def _read_text(file: TextFile, form: TextFormat, invalid: InvalidText) -> Iterator[Piece]:
+def _read_text(file: TextFile, form: TextFormat) -> Iterator[Piece]:
     """Blocks of the file; a document ends at each separator and at the file's end."""
-    decoder = Utf8Decoder(invalid)
     separator, rest, is_open, at_start = form.separator, "", False, True
     with _opened(file.path) as (stream, raw):
-        while block := stream.read(READ_BYTES):
-            rest += decoder.decode(block)
+        for block in _decoded(stream, file, form):
+            rest += block
             if at_start and rest:
                 rest, at_start = rest.removeprefix("\ufeff"), False  # a byte order mark is not text
             if separator:
@@ -262,9 +214,24 @@ def _read_text(file: TextFile, form: TextFormat, invalid: InvalidText) -> Iterat
             if len(rest) > kept:
                 yield Piece(rest[: len(rest) - kept], False, file.number, raw.tell())
                 rest, is_open = rest[len(rest) - kept :], True
-        rest += decoder.decode(b"", final=True)
         if rest or is_open or not separator:
             yield Piece(rest, True, file.number, file.size)
+
+
+def _decoded(stream: BinaryIO, file: TextFile, form: TextFormat) -> Iterator[str]:
+    """Blocks of the stream's text. Raises RunError, with the place, for what is not UTF-8."""
+    decoder = codecs.getincrementaldecoder("utf-8")(form.errors)
+    at, is_last = 0, False
+    while not is_last:
+        block = stream.read(READ_BYTES)
+        is_last = not block
+        pending = len(decoder.getstate()[0])  # bytes of a character that the last block cut
+        try:
+            yield decoder.decode(block, is_last)
+        except UnicodeDecodeError as error:
+            place = at - pending + error.start
+            raise RunError(f"{file.path}: not valid UTF-8 at byte {place:,}; {NOT_TEXT}") from None
+        at += len(block)
 
 
 # Bytes -------------------------------------------------------------------------------------------------------------

@@ -71,10 +71,10 @@ class Journal:
     def take_options(self, options: dict[str, Recorded], folder: Path) -> None:
         """Raises UserError if the unfinished work was begun with other options, naming those.
 
-        To replace more of what is not UTF-8 can be asked for later, too: so far there was no more to replace.
+        To replace what is not UTF-8 can be asked for later, too: so far there was none.
         """
         keys = [key for key in {**self.options, **options} if self.options.get(key) != options.get(key)]
-        if _replacing_rank(options) >= _replacing_rank(self.options):
+        if options.get("replace_invalid"):
             keys = [key for key in keys if key != "replace_invalid"]
         self.options = options if not keys else self.options
         if keys:
@@ -104,9 +104,3 @@ class Journal:
                 f"{known[changed][0]}: has been read, and has since changed or gone, or another file comes before it "
                 f"now: what is in {folder} cannot be continued; begin again with --restart"
             )
-
-
-def _replacing_rank(options: dict[str, Recorded]) -> int:
-    """How much of what is not UTF-8 is replaced: 0 for nothing, 1 for a little, 2 for any amount."""
-    value = options.get("replace_invalid")
-    return 2 if value == "any" else int(bool(value))

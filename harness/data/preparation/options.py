@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from harness.data.preparation.documents import TextFormat
-from harness.data.preparation.invalid_text import MOST_REPLACED
 
 # A value as a work folder's journal.json and a dataset's meta.json have it.
 Recorded = str | int | float | list[str] | None
@@ -18,7 +17,7 @@ class PreparationOptions:
 
     text_column: str = "text"
     document_separator: str | None = None  # as it was typed
-    replace_invalid: int = 0  # how often it was given
+    replace_invalid: bool = False
     include: tuple[str, ...] = ()
     revision: str | None = None
     delete_after: bool = False
@@ -36,16 +35,11 @@ class PreparationOptions:
     token_dtype: str | None = None
 
     @property
-    def replaced(self) -> Literal["any"] | bool:
-        """How much of what is not UTF-8 is replaced, in the word that is recorded."""
-        return "any" if self.replace_invalid > 1 else bool(self.replace_invalid)
-
-    @property
     def text_format(self) -> TextFormat:
         """How documents are read from files."""
-        tolerated = {False: 0.0, True: MOST_REPLACED, "any": 1.0}[self.replaced]
         separator = self.document_separator
-        return TextFormat(self.text_column, separator and _unescaped(separator), tolerated)
+        errors: Literal["strict", "replace"] = "replace" if self.replace_invalid else "strict"
+        return TextFormat(self.text_column, separator and _unescaped(separator), errors)
 
     def deciding(self) -> dict[str, Recorded]:
         """Those that decide the bytes of a dataset made of text, to be recorded: interrupted work goes on with the same
@@ -53,7 +47,7 @@ class PreparationOptions:
         return {
             "text_column": self.text_column,
             "document_separator": self.document_separator,
-            "replace_invalid": self.replaced,
+            "replace_invalid": "any" if self.replace_invalid else False,
             "include": list(self.include),
             "tokenizer": self.tokenizer,
             "train_tokenizer": self.train_tokenizer,

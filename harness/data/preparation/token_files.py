@@ -16,24 +16,14 @@ from typing import Any
 import numpy as np
 
 from harness.common.errors import UserError
-from harness.data.preparation.binary_content import (
-    EVALUATION_MAGIC,
-    HEAD_BYTES,
-    NUMPY_MAGIC,
-    SHARD_MAGIC,
-    WIDE_SHARD_MAGIC,
-    is_text,
-    known_format,
-)
 
+NUMPY_MAGIC = b"\x93NUMPY"
 SHARD_HEADER_BYTES = 1024
-SHARDS: dict[int, tuple[int, np.dtype[Any]]] = {  # magic: version, tokens
-    SHARD_MAGIC: (1, np.dtype("<u2")),
-    WIDE_SHARD_MAGIC: (7, np.dtype("<u4")),
+SHARDS: dict[int, tuple[int, np.dtype[Any]]] = {  # magic: version, tokens (llm.c, dev/data/data_common.py)
+    20240520: (1, np.dtype("<u2")),
+    20240801: (7, np.dtype("<u4")),
 }
 BLOCK_TOKENS = 2**22
-MOST_ZEROS = 0.9  # of every second number, in a file that is read with the right width
-FEWEST_NUMBERS = 8  # to judge a file by
 DTYPE_OPTION = "--token-dtype"
 
 
@@ -58,21 +48,25 @@ class TokenShard:
 
 
 def open_shard(path: Path, token_dtype: str | None) -> TokenShard:
-    """`token_dtype` is what the user says of files without a header; None: uint16, unless that is surely wrong.
+    """`token_dtype` is what the user says of files without a header; None: uint16.
 
-    Raises UserError for a file that is no file of tokens, or not whole.
+    Raises UserError for a file that is not whole.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
-        head = file.read(HEAD_BYTES)
+        head = file.read(SHARD_HEADER_BYTES)
     if head.startswith(NUMPY_MAGIC):
         return _array(path)
     magic = int.from_bytes(head[:4], "little")
-    if magic == EVALUATION_MAGIC:
-        raise UserError(f"{path}: holds the examples of an evaluation of llm.c, not a stream of tokens; leave it out")
     if magic in SHARDS:
         return _shard(path, head, size)
-    return _numbers(path, head, size, token_dtype)
+    dtype = np.dtype(token_dtype or "uint16").newbyteorder("<")
+    if size % dtype.itemsize:
+        raise UserError(
+            f"{path}: no header tells what it holds, and {size:,} bytes are no whole number of {dtype.name}; it is "
+            "damaged, or no file of tokens"
+        )
+    return TokenShard(path, dtype, 0, size // dtype.itemsize, is_told=False)
 
 
 def _array(path: Path) -> TokenShard:
@@ -102,26 +96,3 @@ def _shard(path: Path, head: bytes, size: int) -> TokenShard:
     if there != tokens:
         raise UserError(f"{path}: damaged: the header tells of {tokens:,} tokens, but there are {there:,.1f}")
     return TokenShard(path, dtype, SHARD_HEADER_BYTES, tokens)
-
-
-def _numbers(path: Path, head: bytes, size: int, token_dtype: str | None) -> TokenShard:
-    found = known_format(head, size)
-    if found:
-        raise UserError(f"{path}: holds {found.what}, not tokens; {found.remedy}")
-    if len(head) >= 2 * FEWEST_NUMBERS and is_text(head):
-        raise UserError(f"{path}: holds text, not tokens; prepare it without --from-bin")
-    dtype = np.dtype(token_dtype or "uint16").newbyteorder("<")
-    if size % dtype.itemsize:
-        raise UserError(
-            f"{path}: no header tells what it holds, and {size:,} bytes are no whole number of {dtype.name}; it is "
-            "damaged, or no file of tokens"
-        )
-    numbers = np.frombuffer(head, dtype, len(head) // dtype.itemsize)
-    every_second = numbers[1::2]
-    if len(every_second) >= FEWEST_NUMBERS and (every_second == 0).mean() > MOST_ZEROS and token_dtype != "uint16":
-        wider = f"give {DTYPE_OPTION} uint32" if token_dtype is None else "write them as uint32 first"
-        raise UserError(
-            f"{path}: every second number is 0 as {dtype.name}, so that its tokens are wider; {wider}"
-            + (f", or {DTYPE_OPTION} uint16 if they are not" if token_dtype is None else "")
-        )
-    return TokenShard(path, dtype, 0, size // dtype.itemsize, is_told=False)
