@@ -22,12 +22,14 @@ from typing import NoReturn
 from harness.common.errors import UserError, say_last, tell_soon
 from harness.common.exit import STOPPING_SIGNALS, described, handle_stopping_signals
 from harness.common.launcher import ENDING_SECONDS, PARENT
+from harness.common.libraries import usable_cores
 from harness.common.messages import quoted
 
 # In the order of Ranking's fields.
 COUNTS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 RENDEZVOUS_ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 LARGEST_PORT = 65535
+RANKS_PER_CORE = 8  # each has half a gigabyte of libraries; beyond that a number is a mistake
 STORE_DESCRIPTOR = "DDP_TRAIN_STORE"  # the socket, open in rank 0, at which ranks of `run_ranks` meet
 POLL_SECONDS = 0.05
 STOPPING_SECONDS = 2.0  # in which ranks that have been asked to stop follow the first one
@@ -104,8 +106,10 @@ def run_ranks(count: int) -> NoReturn:
     """Run this process's command in `count` ranks on this machine, pass signals on to them, and end as they do.
 
     Each rank has a session of its own, so that Ctrl-C in a terminal comes to this process alone. The exit status is
-    that of the first rank that failed, as a shell has it.
+    that of the first rank that failed, as a shell has it. Raises UserError for more ranks than this machine can start.
     """
+    if count > (most := RANKS_PER_CORE * usable_cores()):
+        raise UserError(f"--processes {count}: at most {most} here, {RANKS_PER_CORE} for each core; give fewer")
     ranks: list[subprocess.Popen[bytes]] = []
     asked: list[int] = []
 

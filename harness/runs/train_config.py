@@ -171,7 +171,7 @@ class TrainConfig(RunFile):
     )
     shard_optimizer: bool = Field(default=False, description="ZeRO-1: optimizer state split over the ranks.")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
-        default="auto", description="auto: bf16 where the device has matrix units for it, else fp16 on CUDA, else fp32."
+        default="auto", description="auto: bf16 where the device is fast in it, else fp16 on CUDA, else fp32."
     )
     residual_precision: Literal["fp32", "bf16"] = Field(
         default="fp32", description="bf16: the sum that blocks add to in bf16, too; with bf16 matrix products only."

@@ -80,7 +80,7 @@ def test_a_search_is_done_in_what_the_run_began_in(tmp_path: Path) -> None:
     (run / "train.json").write_text((run / "train.json").read_text().replace('"fp32"', '"auto"'))
     path = run / "checkpoints" / "latest" / "meta.json"
     meta = json.loads(path.read_text())
-    meta["train"]["precision"] = "auto"  # as where no matrix units were
+    meta["train"]["precision"] = "auto"  # as on a processor that is slow in bf16
     path.write_text(json.dumps(meta))
     experiment = Experiment.load(RunDirectory(run), shop.datasets)
     assert experiment.config.precision == "auto"
