@@ -427,7 +427,7 @@ def test_runs_that_are_missing_are_made(shop: Workshop) -> None:
     assert "sweep.log" not in again.stdout, "nothing is printed into it"
     planned = sweep_command(shop, "plan", str(shop.datasets)).stdout
     assert planned.endswith("2 finished already\n")
-    assert "--run s-seed1 --run s-seed2 --runs-dir" in again.stdout, "a pattern would name another run, too"
+    assert f"test_loss.py {shop.datasets} s-seed1 s-seed2 --runs-dir" in again.stdout, "a pattern would name others"
 
 
 def spoil(shop: Workshop, name: str) -> None:

@@ -163,4 +163,4 @@ def test_training_and_measuring_without_what_only_linux_has(tmp_path: Path) -> N
     assert json.loads((run / "summary.json").read_text())["global_steps"] == 4
     files = [str(run / "model.json"), str(run / "checkpoints" / "best" / "model.safetensors")]
     command = [str(ROOT / "test_loss.py"), str(shop.datasets), *files]
-    assert "Loss against" in finish([shop.fork(command, {}, LIKE_MACOS)], expect=0, timeout=60).stdout
+    assert "Loss on the test split" in finish([shop.fork(command, {}, LIKE_MACOS)], expect=0, timeout=60).stdout
