@@ -160,7 +160,7 @@ def _batches(case: Case) -> Iterator[tuple[Any, Any]]:
     generator = torch.Generator().manual_seed(int(os.environ.get("RANK", "0")))
     while True:
         tokens = torch.randint(case.vocabulary, (case.microbatch, case.context + 1), generator=generator)
-        yield tokens[:, :-1], tokens[:, 1:]
+        yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def main() -> None:

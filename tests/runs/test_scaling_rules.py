@@ -80,10 +80,9 @@ def test_both_rules_say_how_each_number_came_about() -> None:
     assert (both.learning_rate, both.weight_decay) == (0.0004, 0.1)
 
 
-@pytest.mark.parametrize("key", ["learning_rate", "weight_decay", "embedding_learning_rate"])
-def test_what_is_scaled_beyond_all_numbers_is_refused(key: str) -> None:
-    with pytest.raises(UserError, match=rf'^train.json: key "{key}": 1e\+308 x sqrt\(4,096 / 16\) is no number'):
-        scale_settings(config(**{key: 1e308}, scale_with_batch={"reference_tokens": 16}), SETUP)
+def test_what_is_scaled_beyond_all_numbers_is_refused() -> None:
+    with pytest.raises(UserError, match=r'^train.json: key "weight_decay": 1e\+308 x sqrt\(4,096 / 16\) is no number'):
+        scale_settings(config(weight_decay=1e308, scale_with_batch={"reference_tokens": 16}), SETUP)
 
 
 def test_a_ramp_has_the_rate_and_decay_of_each_steps_batch() -> None:
