@@ -452,7 +452,7 @@ def test_impossible_betas(train: WriteTrain, betas: Any) -> None:
         ("learning_rate", -0.1),
         ("learning_rate", 1500),
         ("embedding_learning_rate", 10.1),
-        ("head_learning_rate", 1.01),
+        ("head_learning_rate", 10.1),
         ("vector_learning_rate", 11),
         ("weight_decay", -0.1),
         ("eps", 0),
