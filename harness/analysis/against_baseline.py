@@ -74,7 +74,7 @@ def _test_losses(records: Sequence[RunRecord]) -> list[Measured]:
 
 
 def _nothing(baseline: str, reason: str, arms: NamedArms) -> BaselineComparison:
-    return BaselineComparison(f"Against {baseline}: cannot be told, because {reason}", notes=arms.notes)
+    return BaselineComparison(f"Against {baseline}: inconclusive, because {reason}", notes=arms.notes)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from harness.analysis.cannot_be_told import CannotBeTold
+from harness.analysis.inconclusive import Inconclusive
 from harness.analysis.noise import MeanEstimate, MeanVariance, difference_noise, variance_of_mean
 from harness.analysis.training_noise import Part, Spread, Uncertain, combine, own_part, pooled_spread, shared_part
 
@@ -77,7 +77,7 @@ class Difference:
 
     value: float
     training: Uncertain | None  # by the seeds alone; None: not known
-    evaluation: MeanEstimate | CannotBeTold  # by the text alone: these very models on other text
+    evaluation: MeanEstimate | Inconclusive  # by the text alone: these very models on other text
     both: Uncertain | None  # by both kinds, or by the seeds alone where there is no estimate of the other
     is_borrowed: bool = False
 
@@ -117,10 +117,10 @@ def _training_parts(baseline: Arm, arm: Arm, borrowed: Borrowed) -> tuple[list[P
     return [shared_part(borrowed.spread, *(each.runs for each in both))], by_text, True
 
 
-def _evaluation_noise(baseline: Arm, arm: Arm) -> MeanEstimate | CannotBeTold:
+def _evaluation_noise(baseline: Arm, arm: Arm) -> MeanEstimate | Inconclusive:
     if baseline.windows is None or arm.windows is None:
-        return CannotBeTold("the losses of the windows were not kept")
+        return Inconclusive("the losses of the windows were not kept")
     texts = sorted(baseline.texts | arm.texts)
     if len(texts) > 1:
-        return CannotBeTold(f"they were measured on texts of {' and '.join(f'{size:,}' for size in texts)} windows")
+        return Inconclusive(f"they were measured on texts of {' and '.join(f'{size:,}' for size in texts)} windows")
     return difference_noise(arm.mean_windows, baseline.mean_windows)

@@ -1,6 +1,6 @@
 """Least-squares curves through few points: a parabola in the logarithm of a quantity, and a line.
 
-What the points cannot tell is said in words (`CannotBeTold`), and is no number: a parabola through two points, a lowest
+What the points cannot tell is said in words (`Inconclusive`), and is no number: a parabola through two points, a lowest
 point of a curve that has none, or one that lies beyond the points.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.analysis.cannot_be_told import CannotBeTold
+from harness.analysis.inconclusive import Inconclusive
 from harness.common.statistics import fit_line
 from harness.runs.search_results import MicrobatchSearch
 
@@ -38,14 +38,14 @@ class Parabola:
         return (self.a * x + self.b) * x + self.c
 
     @property
-    def lowest(self) -> float | CannotBeTold:
+    def lowest(self) -> float | Inconclusive:
         """The quantity at which the curve is lowest, if the points enclose it."""
         if self.a <= 0:
-            return CannotBeTold("the curve bends downwards: it has no lowest point")
+            return Inconclusive("the curve bends downwards: it has no lowest point")
         quantities = [quantity for quantity, _ in self.points]
         exponent = -self.b / (2 * self.a)
         if not math.log(min(quantities)) <= exponent <= math.log(max(quantities)):
-            return CannotBeTold(
+            return Inconclusive(
                 f"the curve is lowest outside of the points, which reach from {min(quantities):,.6g} to "
                 f"{max(quantities):,.6g}"
             )
@@ -88,12 +88,12 @@ def _signed(number: float) -> str:
     return f"{'−' if number < 0 else '+'} {abs(number):.4f}"
 
 
-def fit_parabola(points: Sequence[Point]) -> Parabola | CannotBeTold:
+def fit_parabola(points: Sequence[Point]) -> Parabola | Inconclusive:
     """The least-squares parabola of y over the natural logarithm of the points' first number, which must be above 0."""
     if wrong := _unusable(points, PARABOLA_PARAMETERS, "a parabola"):
         return wrong
     if min(quantity for quantity, _ in points) <= 0:
-        return CannotBeTold("only numbers above 0 have a logarithm")
+        return Inconclusive("only numbers above 0 have a logarithm")
     x = np.log([quantity for quantity, _ in points])
     # Centred, since x² and x are nearly proportional far from 0; then written for x itself.
     middle = float(np.mean(x))
@@ -101,7 +101,7 @@ def fit_parabola(points: Sequence[Point]) -> Parabola | CannotBeTold:
     return Parabola(a, slope - 2 * a * middle, height - slope * middle + a * middle**2, tuple(points))
 
 
-def fit_straight(points: Sequence[Point]) -> Line | CannotBeTold:
+def fit_straight(points: Sequence[Point]) -> Line | Inconclusive:
     """The least-squares line."""
     if wrong := _unusable(points, LINE_PARAMETERS, "a line"):
         return wrong
@@ -110,17 +110,17 @@ def fit_straight(points: Sequence[Point]) -> Line | CannotBeTold:
     return Line(*found, tuple(points))
 
 
-def _unusable(points: Sequence[Point], parameters: int, curve: str) -> CannotBeTold | None:
+def _unusable(points: Sequence[Point], parameters: int, curve: str) -> Inconclusive | None:
     """Why there is no such curve through the points; None if there is."""
     if not all(math.isfinite(number) for point in points for number in point):
-        return CannotBeTold("a point is not a finite number")
+        return Inconclusive("a point is not a finite number")
     places = {x for x, _ in points}
     if len(points) < parameters:
-        return CannotBeTold(f"{curve} needs {parameters} points, and there {_count(len(points))}")
+        return Inconclusive(f"{curve} needs {parameters} points, and there {_count(len(points))}")
     if len(places) == 1:
-        return CannotBeTold(f"all {len(points)} points are at {points[0][0]:,.6g}")
+        return Inconclusive(f"all {len(points)} points are at {points[0][0]:,.6g}")
     if len(places) < parameters:
-        return CannotBeTold(f"{curve} needs points at {parameters} places, and theirs are {len(places)}")
+        return Inconclusive(f"{curve} needs points at {parameters} places, and theirs are {len(places)}")
     return None
 
 
@@ -136,29 +136,29 @@ def smallest_at_each_memory(points: Sequence[Point]) -> list[Point]:
     return sorted((microbatch, gib) for gib, microbatch in smallest.items())
 
 
-def fit_search(search: MicrobatchSearch) -> Line | CannotBeTold:
+def fit_search(search: MicrobatchSearch) -> Line | Inconclusive:
     """GiB over the microbatch by the peaks of one search of -f."""
     return fit_straight([(each.microbatch_size, each.gib) for each in search.tried])
 
 
-def describe_batch_fit(fit: Parabola | CannotBeTold) -> list[str]:
+def describe_batch_fit(fit: Parabola | Inconclusive) -> list[str]:
     """Loss over the global batch, in lines for a terminal."""
     title = "Loss over the global batch"
-    if isinstance(fit, CannotBeTold):
+    if isinstance(fit, Inconclusive):
         return _wrapped(f"{title}: {fit}")
     lowest = fit.lowest
     said = f"lowest near {lowest:.0f} sequences" if isinstance(lowest, float) else f"where it is lowest {lowest}"
     if len(fit.points) == PARABOLA_PARAMETERS:
-        error = "exactly through its 3 points: how wrong it is cannot be told"
+        error = "exactly through its 3 points: its error is unknown"
     else:
         error = f"{len(fit.points)} points, each within {fit.largest_miss:.3f} of it"
     return _wrapped(f"{title}: {fit}, x = ln(sequences)", f"{said} ({error})")
 
 
-def describe_memory_fit(fit: Line | CannotBeTold) -> list[str]:
+def describe_memory_fit(fit: Line | Inconclusive) -> list[str]:
     """Memory of a device over the microbatch, in GiB, in lines for a terminal."""
     title = "Memory over the microbatch"
-    if isinstance(fit, CannotBeTold):
+    if isinstance(fit, Inconclusive):
         return _wrapped(f"{title}: {fit}")
     sign = "+" if fit.intercept >= 0 else "-"
     error = f"{len(fit.points)} points, each within {fit.largest_miss:.2f} GiB of it"

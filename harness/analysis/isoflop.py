@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.analysis.cannot_be_told import CannotBeTold
+from harness.analysis.inconclusive import Inconclusive
 from harness.analysis.scaling_data import CostLaw, Points, different
 from harness.common.statistics import Estimate, estimate
 
@@ -38,7 +38,7 @@ class Profile:
     parabola: np.ndarray  # the loss is c0 + c1 x + c2 x^2 of x = ln N - middle
     middle: float
     scatter: float  # nats: the points' standard deviation about the parabola; 0 where three fix it
-    optimum: Optimum | CannotBeTold
+    optimum: Optimum | Inconclusive
 
     def loss(self, parameters: np.ndarray) -> np.ndarray:
         """Of the parabola."""
@@ -78,7 +78,7 @@ class IsoFlop:
 
     profiles: list[Profile]
     alone: int  # points that belong to no profile
-    laws: PowerLaws | CannotBeTold
+    laws: PowerLaws | Inconclusive
 
 
 @dataclass(frozen=True)
@@ -139,11 +139,11 @@ def _fit_parabola(points: Points, members: np.ndarray) -> _Parabola:
 
 def fit_isoflop(
     points: Points, cost: CostLaw, resamples: int, grouping: Grouping, *, seed: int = 0
-) -> IsoFlop | CannotBeTold:
+) -> IsoFlop | Inconclusive:
     """The profiles among the points, and their power laws; or why there are none."""
     groups = group_by_compute(points, grouping)
     if not groups:
-        return CannotBeTold(
+        return Inconclusive(
             f"no {grouping.least_sizes} sizes (--least-sizes) were trained with FLOPs within {grouping.tolerance:.0%} "
             "of a common value (--tolerance)"
         )
@@ -156,7 +156,7 @@ def fit_isoflop(
         optimum = _optimum(points.parameters[members], flops, parabola, cost, minima_Bx3)
         scatter = float(np.sqrt(parabola.squares / parabola.freedom)) if parabola.freedom else 0.0
         profiles.append(Profile(flops, members, parabola.coefficients, parabola.middle, scatter, optimum))
-        if not isinstance(optimum, CannotBeTold):
+        if not isinstance(optimum, Inconclusive):
             lowest.append((profiles[-1], minima_Bx3))
     alone = len(points) - sum(map(len, groups))
     return IsoFlop(profiles, alone, _power_laws(lowest))
@@ -196,27 +196,27 @@ def _minima(draws_Bx3: np.ndarray, middle: float, flops: float, cost: CostLaw) -
 
 def _optimum(
     sizes: np.ndarray, flops: float, parabola: _Parabola, cost: CostLaw, minima_Bx3: np.ndarray | None
-) -> Optimum | CannotBeTold:
+) -> Optimum | Inconclusive:
     """The lowest point with its intervals, or why there is none to tell."""
     if parabola.coefficients[2] <= 0:
-        return CannotBeTold("its losses do not curve upwards from a lowest one")
+        return Inconclusive("its losses do not curve upwards from a lowest one")
     value = _minima(parabola.coefficients[None], parabola.middle, flops, cost)[0]
     if not np.log(sizes.min()) <= value[0] <= np.log(sizes.max()):
         side = "smaller" if value[0] < np.log(sizes.min()) else "larger"
-        return CannotBeTold(f"the lowest loss lies outside the sizes; train {side} ones")
+        return Inconclusive(f"the lowest loss lies outside the sizes; train {side} ones")
     if minima_Bx3 is None:
-        return CannotBeTold("3 sizes fix a parabola and leave nothing to judge it by; train a 4th")
+        return Inconclusive("3 sizes fix a parabola and leave nothing to judge it by; train a 4th")
     is_there = np.isfinite(minima_Bx3).all(axis=1)
     if np.mean(~is_there) > UNDETERMINED:
-        return CannotBeTold("its losses scatter too much to show where the lowest is")
+        return Inconclusive("its losses scatter too much to show where the lowest is")
     estimates = [estimate(*(np.exp(each) for each in pair)) for pair in zip(value, minima_Bx3[is_there].T, strict=True)]
     return Optimum(*estimates)
 
 
-def _power_laws(lowest: list[tuple[Profile, np.ndarray | None]]) -> PowerLaws | CannotBeTold:
+def _power_laws(lowest: list[tuple[Profile, np.ndarray | None]]) -> PowerLaws | Inconclusive:
     """Straight lines through the lowest points, those of each draw for the intervals."""
     if len(lowest) < LEAST_PROFILES:
-        return CannotBeTold(
+        return Inconclusive(
             f"{len(lowest)} profile{'s have' if len(lowest) != 1 else ' has'} an optimum, and a power law needs "
             f"{LEAST_PROFILES}"
         )

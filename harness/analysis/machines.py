@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from harness.analysis.cannot_be_told import CannotBeTold
+from harness.analysis.inconclusive import Inconclusive
 from harness.analysis.workloads import KnownSpeed, Workload
 from harness.data.loader import BatchLayout
 from harness.runs.machines import Machine
@@ -59,7 +59,7 @@ class NoProjection:
     """A machine for which nothing can be told, and why."""
 
     machine: Machine
-    why: CannotBeTold
+    why: Inconclusive
 
 
 def project(
@@ -83,26 +83,26 @@ def speeds_for(work: Workload, known: Iterable[KnownSpeed]) -> list[KnownSpeed]:
 
 def _project_one(work: Workload, machine: Machine, known: list[KnownSpeed]) -> Projection | NoProjection:
     layout = layout_on(work, machine, known)
-    if isinstance(layout, CannotBeTold):
+    if isinstance(layout, Inconclusive):
         return NoProjection(machine, layout)
     speed = speed_on(work, machine, layout, known)
-    if isinstance(speed, CannotBeTold):
+    if isinstance(speed, Inconclusive):
         return NoProjection(machine, speed)
     return Projection(machine, layout, speed, work.tokens, _memory_remark(work, machine, layout, known))
 
 
-def layout_on(work: Workload, machine: Machine, known: Sequence[KnownSpeed]) -> BatchLayout | CannotBeTold:
+def layout_on(work: Workload, machine: Machine, known: Sequence[KnownSpeed]) -> BatchLayout | Inconclusive:
     """The same global batch on that many GPUs, in microbatches no larger than the run's own and, as far as that is
     known, than what fits: by its searches with -f, or, on smaller GPUs than its own, by what others trained there."""
     sequences = work.sequences
     each, rest = divmod(sequences, machine.gpus)
     if rest or not each:
-        return CannotBeTold(f"its global batch of {sequences:,} sequences cannot be divided by {machine.gpus} GPUs")
+        return Inconclusive(f"its global batch of {sequences:,} sequences cannot be divided by {machine.gpus} GPUs")
     most = min(work.layout.microbatch_size, each)
     if work.memory is not None:
         fitting = work.memory.most_below(machine.memory_gib)
         if fitting is None:
-            return CannotBeTold(f"not one sequence fits into {machine.memory_gib:g} GiB, by its searches with -f")
+            return Inconclusive(f"not one sequence fits into {machine.memory_gib:g} GiB, by its searches with -f")
         most = min(most, fitting)
     elif is_smaller(work, machine):
         most = min(most, largest_trained(machine, known) or most)
@@ -130,7 +130,7 @@ def _memory_remark(work: Workload, machine: Machine, layout: BatchLayout, known:
 
 def speed_on(
     work: Workload, machine: Machine, layout: BatchLayout, known: Sequence[KnownSpeed]
-) -> Speed | CannotBeTold:
+) -> Speed | Inconclusive:
     """How fast the run would be there: as known of such a machine, else by scale, else on paper."""
     here = [each for each in known if is_same_device(each.device, machine.device)]
     same = [each for each in here if each.layout.world_size == machine.gpus]
@@ -138,7 +138,7 @@ def speed_on(
     if own or same:
         return _as_known(work, machine, layout, own or same)
     paper = _paper(work, machine.device, layout)
-    if isinstance(paper, CannotBeTold):
+    if isinstance(paper, Inconclusive):
         return paper
     return _by_scale(work, here or known, paper) or _around(paper, "on paper")
 
@@ -200,22 +200,22 @@ def _around(value: float, basis: Basis) -> Speed:
     return Speed(value, value * (1 - UNCERTAINTY), value * (1 + UNCERTAINTY), basis)
 
 
-def _paper(work: Workload, name: str, layout: BatchLayout) -> float | CannotBeTold:
+def _paper(work: Workload, name: str, layout: BatchLayout) -> float | Inconclusive:
     """Tokens per second by arithmetic, where that is to be believed."""
     device = find_device(name)
     reason = None if device is None else too_small(work.model, device, layout, work.train)
     speed = _arithmetic(work, name, layout)
-    if reason is not None and not isinstance(speed, CannotBeTold):
-        return CannotBeTold(f"no speed on such GPUs is known, and on paper {reason}")
+    if reason is not None and not isinstance(speed, Inconclusive):
+        return Inconclusive(f"no speed on such GPUs is known, and on paper {reason}")
     return speed
 
 
-def _arithmetic(work: Workload, name: str, layout: BatchLayout) -> float | CannotBeTold:
+def _arithmetic(work: Workload, name: str, layout: BatchLayout) -> float | Inconclusive:
     """Tokens per second by arithmetic, launching the kernels counted."""
     device = find_device(name)
     if device is None:
-        return CannotBeTold(f"no speed of {name} is known, nor on paper")
+        return Inconclusive(f"no speed of {name} is known, nor on paper")
     reason = why_not(work.train, layout.world_size, work.model)
     if reason is not None:
-        return CannotBeTold(f"no speed of {layout.world_size} x {name} is known, and on paper {reason}")
+        return Inconclusive(f"no speed of {layout.world_size} x {name} is known, and on paper {reason}")
     return paper_speed(work.model, device, layout, work.train)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from harness.analysis.cannot_be_told import CannotBeTold
+from harness.analysis.inconclusive import Inconclusive
 from harness.analysis.machines import NoProjection, Projection, project
 from harness.analysis.runs_table import number_text
 from harness.analysis.table_text import Block, block_lines, cut_names
@@ -31,7 +31,7 @@ def elsewhere(run: RunDirectory, others: Sequence[RunDirectory], prices: Path = 
     Raises UserError for wrong files of the run, or a wrong list of prices; those of others are passed over.
     """
     machines, work = read_machines(prices), read_workload(run)
-    if isinstance(work, CannotBeTold):
+    if isinstance(work, Inconclusive):
         yield from _wrapped(f"{run.path.name} elsewhere: {work}")
         return
     known = read_speeds(run)

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from harness.analysis.cannot_be_told import CannotBeTold
+from harness.analysis.inconclusive import Inconclusive
 
 RESAMPLES = 10_000
 SEED = 20_261_122  # of the resamples: the same windows always have the same interval
@@ -45,20 +45,20 @@ class MeanEstimate:
     noise: MeanVariance
 
 
-def difference_noise(first: np.ndarray, second: np.ndarray) -> MeanEstimate | CannotBeTold:
+def difference_noise(first: np.ndarray, second: np.ndarray) -> MeanEstimate | Inconclusive:
     """By how much the first model's loss is above the second's, both [windows] of the same text: paired by window."""
     if first.shape != second.shape:
-        return CannotBeTold(f"they were measured on {first.size:,} and {second.size:,} windows of text")
+        return Inconclusive(f"they were measured on {first.size:,} and {second.size:,} windows of text")
     return mean_noise(first.astype(np.float64) - second)
 
 
-def mean_noise(values: np.ndarray) -> MeanEstimate | CannotBeTold:
+def mean_noise(values: np.ndarray) -> MeanEstimate | Inconclusive:
     """The mean of one value a window, [windows] in the order of the text, with an interval by the circular block
     bootstrap (Politis & Romano 1992), studentised (Götze & Künsch 1996) and symmetric (Hall 1988, JRSS B 50: 35),
     which few blocks cannot lead as far astray as one with an end on each side of its own."""
     values = values.astype(np.float64)
     mean, part = float(values.mean()), variance_of_mean(values)
-    if isinstance(part, CannotBeTold):
+    if isinstance(part, Inconclusive):
         return part
     if part.variance == 0:
         return MeanEstimate(mean, mean, mean, part)
@@ -67,7 +67,7 @@ def mean_noise(values: np.ndarray) -> MeanEstimate | CannotBeTold:
     return MeanEstimate(mean, mean - reach, mean + reach, part)
 
 
-def variance_of_mean(values: np.ndarray) -> MeanVariance | CannotBeTold:
+def variance_of_mean(values: np.ndarray) -> MeanVariance | Inconclusive:
     """That of the mean of correlated values: 2 V(b) − V(b / 2), where V(b) comes of the means of all circular blocks of
     b values. V alone leaves out what is correlated across the ends of blocks, and that halves as blocks double (Vats &
     Flegal 2022, Biometrika 109: 735). Not below V(b), since the correction may overshoot.
@@ -76,12 +76,12 @@ def variance_of_mean(values: np.ndarray) -> MeanVariance | CannotBeTold:
     Romano 1995, Journal of Time Series Analysis 16: 67, for the equal lag window).
     """
     if not np.isfinite(values).all():
-        return CannotBeTold("the loss of a window is not finite")
+        return Inconclusive("the loss of a window is not finite")
     if len(values) < FEWEST_WINDOWS:
-        return CannotBeTold(f"{len(values)} windows of text are too few for an interval, which takes {FEWEST_WINDOWS}")
+        return Inconclusive(f"{len(values)} windows of text are too few for an interval, which takes {FEWEST_WINDOWS}")
     length = block_length(values)
     if len(values) < FEWEST_BLOCKS * length:
-        return CannotBeTold(
+        return Inconclusive(
             f"losses of neighbouring windows depend on each other over {length:,} windows, and {len(values):,} are too "
             f"few for that"
         )

@@ -75,7 +75,7 @@ def group_replicates(runs: Mapping[str, RunSetup], asked_for: str | None = None)
         why_alone = _why_alone(setup)
         members.setdefault(name if why_alone else _decides(setup), []).append(name)
         if why_alone:
-            notes.append(f"{name}: whether it has replicates cannot be told, because {why_alone}")
+            notes.append(f"{name}: its replicates are unknown, because {why_alone}")
     groups = [_one_per_seed(names, runs, asked_for) for names in members.values()]
     notes += [
         f"{_listed(group.repeated)}: seed of {'another' if asked_for in group.runs else 'an earlier'} run "

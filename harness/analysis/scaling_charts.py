@@ -17,7 +17,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from harness.analysis.cannot_be_told import CannotBeTold
+from harness.analysis.inconclusive import Inconclusive
 from harness.analysis.isoflop import IsoFlop, Optimum, PowerLaw, Profile
 from harness.analysis.scaling_data import CostLaw, Points
 from harness.analysis.scaling_laws import LawFit, bounded
@@ -65,18 +65,18 @@ def _colours(values: np.ndarray) -> ScalarMappable:
     return ScalarMappable(LogNorm(values.min(), high), colours)
 
 
-def _say(axes: Axes, reason: CannotBeTold, y: float = 0.5) -> None:
+def _say(axes: Axes, reason: Inconclusive, y: float = 0.5) -> None:
     text = "\n".join(textwrap.wrap(str(reason), REASON_WIDTH))
     axes.text(0.5, y, text, transform=axes.transAxes, ha="center", va="center", fontsize="small", color="0.35")
 
 
-def _draw_profiles(axes: Axes, points: Points, isoflop: IsoFlop | CannotBeTold) -> None:
+def _draw_profiles(axes: Axes, points: Points, isoflop: IsoFlop | Inconclusive) -> None:
     axes.set_xscale("log")
     _mark(axes.xaxis, points.parameters, short)
     axes.set_title("Profiles of equal FLOPs")
     axes.set_xlabel("parameters")
     axes.set_ylabel("loss (nats per token)")
-    if isinstance(isoflop, CannotBeTold):
+    if isinstance(isoflop, Inconclusive):
         axes.plot(points.parameters, points.loss, "o", color="0.5", markersize=3.5)
         _say(axes, isoflop, y=0.9)
         return
@@ -142,7 +142,7 @@ def _draw_best(axes: Axes, analysis: Analysis, quantity: str) -> None:
             if isinstance(profile.optimum, Optimum):
                 best = getattr(profile.optimum, quantity)
                 axes.errorbar(profile.flops, best.value, yerr=_error(best), color=LINE_COLOUR, marker="o", capsize=2)
-        if not isinstance(isoflop.laws, CannotBeTold):
+        if not isinstance(isoflop.laws, Inconclusive):
             _draw_power_law(axes, getattr(isoflop.laws, quantity), along)
     if isinstance(law, LawFit):
         middle, low, high = _best_of_law(law, analysis.cost, along, quantity)
@@ -151,11 +151,11 @@ def _draw_best(axes: Axes, analysis: Analysis, quantity: str) -> None:
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize="small", loc="upper left")
     elif not axes.has_data():
-        _say(axes, isoflop if isinstance(isoflop, CannotBeTold) else _reason(isoflop))
+        _say(axes, isoflop if isinstance(isoflop, Inconclusive) else _reason(isoflop))
 
 
-def _reason(isoflop: IsoFlop) -> CannotBeTold:
-    return isoflop.laws if isinstance(isoflop.laws, CannotBeTold) else CannotBeTold("no profile has an optimum")
+def _reason(isoflop: IsoFlop) -> Inconclusive:
+    return isoflop.laws if isinstance(isoflop.laws, Inconclusive) else Inconclusive("no profile has an optimum")
 
 
 def _draw_power_law(axes: Axes, law: PowerLaw, along: np.ndarray) -> None:
@@ -197,8 +197,8 @@ def _draw_losses(axes: Axes, analysis: Analysis) -> None:
     bar = axes.figure.colorbar(colours, ax=axes, label="parameters", pad=0.01)
     _mark(bar.ax.yaxis, points.parameters, short)
     _mark(axes.xaxis, points.flops, power)
-    if isinstance(law, CannotBeTold):
-        _say(axes, CannotBeTold(f"of the law: {law.reason}"), y=0.9)
+    if isinstance(law, Inconclusive):
+        _say(axes, Inconclusive(f"of the law: {law.reason}"), y=0.9)
         return
     along = _along(points, [prediction.plan.flops for prediction in analysis.predictions])
     best = np.array([law.law.best_size(flops, cost) for flops in along])

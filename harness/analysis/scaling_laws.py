@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness.analysis.bfgs import Function, minimize
-from harness.analysis.cannot_be_told import CannotBeTold
+from harness.analysis.inconclusive import Inconclusive
 from harness.analysis.scaling_data import CostLaw, Points, different
 from harness.common.statistics import Estimate, estimate
 
@@ -152,29 +152,29 @@ def bounded(value: np.ndarray | float, drawn: np.ndarray) -> Estimate:
     return Estimate(found.value, low, high)
 
 
-def fit_law(points: Points, resamples: int, *, seed: int = 0, delta: float = HUBER_DELTA) -> LawFit | CannotBeTold:
+def fit_law(points: Points, resamples: int, *, seed: int = 0, delta: float = HUBER_DELTA) -> LawFit | Inconclusive:
     """The law with the least sum of Huber losses of ln L, or why the points do not give one."""
     reason = why_not(points)
     if reason:
-        return CannotBeTold(reason)
+        return Inconclusive(reason)
     problem = _Problem.of(points, delta)
     one = np.ones((1, len(points)))
     starts = problem.starts()
     minima = minimize(problem.objective(np.repeat(one, len(starts), axis=0)), starts)
     best = minima.x_SxP[np.argmin(minima.value_S)]
     if not np.isfinite(minima.value_S.min()):
-        return CannotBeTold("no search for the least error came to an end: look at the points for a wrong one")
+        return Inconclusive("no search for the least error came to an end: look at the points for a wrong one")
     law = problem.law(best)
     reason = _implausible(law, points)
     if reason:
-        return CannotBeTold(reason)
+        return Inconclusive(reason)
     resampled = problem.law(_fit_resamples(problem, best, resamples, seed))
     residuals = problem.y - np.log(law.loss(points.parameters, points.tokens))
     fit = LawFit(law, resampled, residuals, delta)
     coefficients = fit.coefficients()
     for name, of in (("α", "parameters"), ("β", "tokens")):
         if coefficients[name].low <= 0:
-            return CannotBeTold(
+            return Inconclusive(
                 f"the exponent of {of} is not certain to be positive: its 95 % interval begins at "
                 f"{coefficients[name].low:.2g}"
             )

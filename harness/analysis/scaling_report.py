@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.analysis.cannot_be_told import CannotBeTold
+from harness.analysis.inconclusive import Inconclusive
 from harness.analysis.isoflop import Grouping, IsoFlop, Profile, fit_isoflop
 from harness.analysis.scaling_data import FLOPS_PER_PARAMETER, CostLaw, Points
 from harness.analysis.scaling_laws import (
@@ -50,8 +50,8 @@ class Analysis:
 
     points: Points
     cost: CostLaw
-    isoflop: IsoFlop | CannotBeTold
-    law: LawFit | CannotBeTold
+    isoflop: IsoFlop | Inconclusive
+    law: LawFit | Inconclusive
     predictions: list[Prediction]  # empty if there is no law
     splits: list[Split]
     questions: Questions
@@ -63,7 +63,7 @@ def analyse(points: Points, cost: CostLaw, questions: Questions) -> Analysis:
     law = fit_law(points, questions.resamples, seed=questions.seed)
     predictions: list[Prediction] = []
     splits: list[Split] = []
-    if not isinstance(law, CannotBeTold):
+    if not isinstance(law, Inconclusive):
         predictions = [predict(law, points, plan) for plan in questions.plans]
         splits = [best_split(law, points, cost, flops) for flops in questions.budgets]
     return Analysis(points, cost, isoflop, law, predictions, splits, questions)
@@ -136,16 +136,16 @@ def _describe_points(points: Points, cost: CostLaw) -> list[str]:
     return lines
 
 
-def _describe_isoflop(isoflop: IsoFlop | CannotBeTold) -> list[str]:
+def _describe_isoflop(isoflop: IsoFlop | Inconclusive) -> list[str]:
     title = "Profiles of equal FLOPs: the best size in each, by a parabola over ln parameters"
-    if isinstance(isoflop, CannotBeTold):
+    if isinstance(isoflop, Inconclusive):
         return [title, *_wrapped(f"The best sizes: {isoflop}")]
     lines = [title, "  FLOPs      points  best size, 95 % interval     tokens  loss    scatter"]
     for profile in isoflop.profiles:
         lines += _describe_profile(profile)
     if isoflop.alone:
         lines.append(f"  {_points(isoflop.alone)} {'is' if isoflop.alone == 1 else 'are'} in no profile")
-    if isinstance(isoflop.laws, CannotBeTold):
+    if isinstance(isoflop.laws, Inconclusive):
         return [*lines, *_wrapped(f"How the best size grows with FLOPs C: {isoflop.laws}")]
     laws = isoflop.laws
     for name, law in (("parameters", laws.parameters), ("tokens", laws.tokens), ("loss", laws.loss)):
@@ -156,7 +156,7 @@ def _describe_isoflop(isoflop: IsoFlop | CannotBeTold) -> list[str]:
 def _describe_profile(profile: Profile) -> list[str]:
     head = f"  {power(profile.flops):<9} {len(profile.members):>7}  "
     optimum = profile.optimum
-    if isinstance(optimum, CannotBeTold):
+    if isinstance(optimum, Inconclusive):
         text = textwrap.wrap(str(optimum), WIDTH - len(head))
         return [head + text[0], *(" " * len(head) + line for line in text[1:])]
     size = optimum.parameters
@@ -197,7 +197,7 @@ def _interval(value: Estimate | Coefficient, form: str) -> str:
 def _describe_law(analysis: Analysis) -> list[str]:
     law, resamples = analysis.law, analysis.questions.resamples
     title = "L(N, D) = E + A / N^α + B / D^β, N parameters, D tokens"
-    if isinstance(law, CannotBeTold):
+    if isinstance(law, Inconclusive):
         return [title, *_wrapped(f"The law: {law}")]
     lines = [
         title,
@@ -217,8 +217,8 @@ def _describe_law(analysis: Analysis) -> list[str]:
 
 
 def _describe_questions(analysis: Analysis) -> list[str]:
-    if isinstance(analysis.law, CannotBeTold):
-        return ["Predicted losses: cannot be told, because there is no law to tell them by"]
+    if isinstance(analysis.law, Inconclusive):
+        return ["Predicted losses: inconclusive, because there is no law to tell them by"]
     lines = ["Predicted by the law, with the 95 % interval of a single run"]
     for prediction in analysis.predictions:
         plan = prediction.plan
@@ -245,7 +245,7 @@ def _describe_beyond(prediction: Prediction) -> list[str]:
 
 
 def as_json(analysis: Analysis) -> dict[str, Any]:
-    """Everything, for programs: what cannot be told is {"cannot_be_told": reason}, and an interval's end or a standard
+    """Everything, for programs: an inconclusive result is {"inconclusive": reason}, and an interval's end or a standard
     error that is beyond all bounds is null."""
     points = analysis.points
     columns = {key: getattr(points, key).tolist() for key in ("parameters", "tokens", "flops", "loss")}
@@ -272,26 +272,26 @@ def _json_of(value: Estimate | Coefficient) -> dict[str, float | None]:
     return {key: number if math.isfinite(number) else None for key, number in vars(value).items()}
 
 
-def _untold(value: CannotBeTold) -> dict[str, Any]:
-    return {"cannot_be_told": value.reason}
+def _untold(value: Inconclusive) -> dict[str, Any]:
+    return {"inconclusive": value.reason}
 
 
 def _json_of_isoflop(analysis: Analysis) -> dict[str, Any]:
     isoflop = analysis.isoflop
-    if isinstance(isoflop, CannotBeTold):
+    if isinstance(isoflop, Inconclusive):
         return _untold(isoflop)
     profiles = []
     for profile in isoflop.profiles:
         told: dict[str, Any] = {"flops": profile.flops, "scatter": profile.scatter}
         told["runs"] = [analysis.points.names[index] for index in profile.members]
         optimum = profile.optimum
-        if isinstance(optimum, CannotBeTold):
+        if isinstance(optimum, Inconclusive):
             told |= _untold(optimum)
         else:
             told |= {key: vars(value) for key, value in vars(optimum).items()}
         profiles.append(told)
     laws = isoflop.laws
-    if isinstance(laws, CannotBeTold):
+    if isinstance(laws, Inconclusive):
         exponents = _untold(laws)
     else:
         exponents = {f"{key}_exponent": vars(law.exponent) for key, law in vars(laws).items()}
@@ -300,7 +300,7 @@ def _json_of_isoflop(analysis: Analysis) -> dict[str, Any]:
 
 def _json_of_law(analysis: Analysis) -> dict[str, Any]:
     law = analysis.law
-    if isinstance(law, CannotBeTold):
+    if isinstance(law, Inconclusive):
         return _untold(law)
     names = {"E": "E", "A": "A", "B": "B", "α": "alpha", "β": "beta"}
     return {

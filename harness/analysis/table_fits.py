@@ -43,7 +43,7 @@ def _batch_lines(table: RunsTable) -> Iterator[str]:
         return
     others = [column.key for column in table.columns if column.is_setting and column.key not in LEFT_OPEN]
     if others:
-        yield from paragraph(f"Loss over the global batch: cannot be told, because {others[0]} differs, too")
+        yield from paragraph(f"Loss over the global batch: inconclusive, because {others[0]} differs, too")
     else:
         yield from describe_batch_fit(fit_parabola(points))
 

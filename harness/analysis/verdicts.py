@@ -1,4 +1,4 @@
-"""Which arm is better than the baseline, in words: better, worse, or cannot be told, because."""
+"""Verdicts of arms against the baseline: better, worse or inconclusive, with the reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIRST_SEEDS = 3  # runs of each arm that give a first idea of training noise
 class Word(Enum):
     BETTER = "better"
     WORSE = "worse"
-    CANNOT_BE_TOLD = "cannot be told"
+    INCONCLUSIVE = "inconclusive"
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Verdict:
     word: Word
     sentence: str  # all of this for a reader, at most three lines of 80 columns with names of usual length
     runs: tuple[int, int]  # of the arm, of the baseline
-    reason: str | None = None  # why it cannot be told
+    reason: str | None = None  # why it is inconclusive
     difference: Difference | None = None  # None: no two finite losses
     interval: tuple[float, float] | None = None  # by all noise that is known
     level: float | None = None  # of that interval, in per cent: 95, and more under Holm
@@ -47,7 +47,7 @@ def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
     - Both arms with two runs or more: Welch's interval for seeds, and the evaluation noise added where it is known.
     - One of them with a single run: the spread of all arms that have replicates is borrowed, and the sentence says so
       and what that assumes: where the single run's arm is 4 times as noisy, the interval covers 65 %, or less.
-    - No arm with replicates: cannot be told. `difference.evaluation` still has the interval for these very models.
+    - No arm with replicates: inconclusive. `difference.evaluation` still has the interval for these very models.
 
     Intervals for 3 to 5 runs an arm cover 93.4 to 96.5 % for normal losses, whose standard deviations may differ by a
     factor of 4; with 2 runs in an arm it is 90 to 98 %, as Welch's degrees of freedom are then hardly an estimate.
@@ -111,7 +111,7 @@ def seeds_for_seen(verdicts: Sequence[Verdict], arms: Sequence[Arm]) -> str:
 
 def _is_within_seeds(verdict: Verdict) -> bool:
     """Whether training noise alone hides the difference: elsewhere more seeds would not show it."""
-    if verdict.word is not Word.CANNOT_BE_TOLD or verdict.difference is None or not _is_tested(verdict.difference):
+    if verdict.word is not Word.INCONCLUSIVE or verdict.difference is None or not _is_tested(verdict.difference):
         return False
     assert verdict.difference.training is not None, "it was tested"
     low, high = verdict.difference.training.interval()
@@ -156,8 +156,8 @@ def _diverged(arm: Arm) -> str:
 
 
 def _unknown(baseline: Arm, arm: Arm, reason: str) -> Verdict:
-    sentence = f"{arm.name} against {baseline.name}: cannot be told, because {reason}"
-    return Verdict(arm.name, baseline.name, Word.CANNOT_BE_TOLD, sentence, (arm.runs, baseline.runs), reason)
+    sentence = f"{arm.name} against {baseline.name}: inconclusive, because {reason}"
+    return Verdict(arm.name, baseline.name, Word.INCONCLUSIVE, sentence, (arm.runs, baseline.runs), reason)
 
 
 def _untested(baseline: Arm, arm: Arm, difference: Difference) -> Verdict:
@@ -166,9 +166,9 @@ def _untested(baseline: Arm, arm: Arm, difference: Difference) -> Verdict:
         reason = "the runs of an arm are alike to the last digit, as if the seed did nothing"
     else:
         reason = "training noise is unknown"
-    sentence = f"{arm.name} against {baseline.name}: cannot be told, because {reason}; {_of_these_models(difference)}"
+    sentence = f"{arm.name} against {baseline.name}: inconclusive, because {reason}; {_of_these_models(difference)}"
     runs = (arm.runs, baseline.runs)
-    return Verdict(arm.name, baseline.name, Word.CANNOT_BE_TOLD, sentence, runs, reason, difference)
+    return Verdict(arm.name, baseline.name, Word.INCONCLUSIVE, sentence, runs, reason, difference)
 
 
 def _tested(test: _Test, adjusted_p: float, rate: float) -> Verdict:
@@ -179,11 +179,11 @@ def _tested(test: _Test, adjusted_p: float, rate: float) -> Verdict:
     if low <= 0 <= high:
         reason = f"{_signed(test.both.value, interval)} nats is within {_which_noise(test.difference, rate)}"
         sentence = (
-            f"{names[0]} against {names[1]}: cannot be told, because {reason} ({level:g} % interval "
+            f"{names[0]} against {names[1]}: inconclusive, because {reason} ({level:g} % interval "
             f"{_signed(low, interval)} to {_signed(high, interval)}; {_facts(test)})"
         )
         return Verdict(
-            *names, Word.CANNOT_BE_TOLD, sentence, runs, reason, test.difference, interval, level, adjusted_p
+            *names, Word.INCONCLUSIVE, sentence, runs, reason, test.difference, interval, level, adjusted_p
         )
     word = Word.BETTER if test.both.value < 0 else Word.WORSE
     near, far = sorted(map(abs, interval))

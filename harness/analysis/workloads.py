@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from harness.analysis.cannot_be_told import CannotBeTold
+from harness.analysis.inconclusive import Inconclusive
 from harness.analysis.fits import Line, fit_search
 from harness.common.errors import UserError
 from harness.common.json_files import parse_config
@@ -52,7 +52,7 @@ class KnownSpeed:
     tokens_per_second: float  # of training alone
 
 
-def read_workload(run: RunDirectory) -> Workload | CannotBeTold:
+def read_workload(run: RunDirectory) -> Workload | Inconclusive:
     """A run's work, trained or not. Raises UserError for files of the run that are wrong."""
     config, model = load_train_config(run.train_json), load_model_config(run.model_json)
     summary = read_summary(run.summary) if run.summary.exists() else None
@@ -61,10 +61,10 @@ def read_workload(run: RunDirectory) -> Workload | CannotBeTold:
     try:
         tokens = _tokens(config, model, layout, summary)
     except UserError as error:  # a batch of more tokens than there can be
-        return CannotBeTold(f"its numbers are too large: {error}")
+        return Inconclusive(f"its numbers are too large: {error}")
     if tokens is None:
         counts = "hours or dollars" if config.is_timed else "-1, all there is"
-        return CannotBeTold(f"its {config.budget} is {counts}, and it has not trained yet")
+        return Inconclusive(f"its {config.budget} is {counts}, and it has not trained yet")
     needed = summary.peak_memory_gib if summary else reported.memory_gib if reported else None
     train = config.model_dump(mode="json")
     return Workload(run.path.name, model, train, layout, tokens, needed, _memory(run, model))

@@ -43,8 +43,6 @@ def exit_when_launcher_dies() -> None:
     if _launcher or not is_launched():
         return
     _launcher = os.getppid()
-    if _is_orphan():  # the launcher was killed before this line was reached
-        _leave("")
     threading.Thread(target=_look_after_launcher, daemon=True, name="launcher").start()
 
 
@@ -61,7 +59,10 @@ def on_launcher_death(ask: Callable[[], None]) -> None:
 
 
 def _look_after_launcher() -> None:
-    while not is_gone():
+    # After a pause: a launcher that is being killed can have lost its children and not yet closed its store.
+    time.sleep(POLL_SECONDS)
+    was_orphan = _is_orphan()
+    while not (was_orphan or is_gone()):
         time.sleep(POLL_SECONDS)
     if _ask_to_stop is None:
         _leave("")
@@ -83,15 +84,18 @@ def _leave(where: str) -> None:
 
 
 def _is_orphan() -> bool:
-    """True if the launcher has ended already. torchrun does not say its pid, but the store that it keeps would answer;
-    on other machines than the store's that is not to be known."""
+    """True if the launcher had ended before its pid was read. torchrun does not pass its pid on, but the store that it
+    keeps would answer. False on other machines than the store's, where nothing is known."""
     if PARENT in os.environ:
         return os.environ[PARENT] != str(os.getppid())
     if os.environ.get("GROUP_RANK") != "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False
     try:
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        socket.create_connection(address, timeout=ENDING_SECONDS / 2).close()
+        # Bytes: for text Python would import a codec, and wait for an import that is under way in the main thread.
+        address = os.environb[b"MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        with socket.socket() as store:
+            store.settimeout(ENDING_SECONDS / 2)
+            store.connect(address)
     except ConnectionRefusedError:
         return True
     except (OSError, KeyError, ValueError):  # for others to tell

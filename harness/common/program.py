@@ -38,7 +38,7 @@ def program_versions() -> dict[str, str]:
 @cache
 def program_commit(root: Path = ROOT) -> str | None:
     """The commit of the checkout that this program runs from, with "-dirty" behind it if tracked files have changed
-    since; None where that cannot be told: no checkout, or no git."""
+    since; None without a checkout or without git."""
     if not (root / ".git").exists():  # else git would look further up, and answer for another project
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]

@@ -33,7 +33,7 @@ def describe_divergence(checksums: Sequence[list[int]], model: nn.Module) -> str
     tensor = [name for name, _ in model.named_parameters()][first]
     if len(most) == len(others[0][1]):
         sides = " and ".join(_ranks(ranks) for ranks in groups.values())
-        return f"the weights of {sides} differ, first in {tensor}, and which are right cannot be told"
+        return f"the weights of {sides} differ, first in {tensor}; there is no majority to say which are right"
     odd_ranks = sorted(rank for _, ranks in others for rank in ranks)
     return f"the weights of {_ranks(odd_ranks)} differ from those of the other {len(most)} ranks, first in {tensor}"
 

@@ -84,7 +84,7 @@ class Reported(BaseModel):
 
     @property
     def seconds_without_validation(self) -> float | None:
-        """Of a whole run; None if it cannot be told."""
+        """Training time of a whole run; None where the source does not give it."""
         said = self.value("seconds_without_validation")
         parts = (self.value("train_seconds"), self.value("validation_runs"), self.value("validation_seconds_each"))
         if said is not None or None in parts:

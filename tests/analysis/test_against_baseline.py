@@ -136,7 +136,7 @@ def test_a_clear_difference_and_one_within_the_noise(tmp_path: Path) -> None:
     assert better.difference is not None
     assert better.difference.value == pytest.approx(-0.1007, abs=1e-4)
     assert "this text only" not in better.sentence, "the windows' losses were found"
-    assert (unclear.arm, unclear.word) == ("lr-0.004", Word.CANNOT_BE_TOLD)
+    assert (unclear.arm, unclear.word) == ("lr-0.004", Word.INCONCLUSIVE)
     assert "seeds of each arm" in found.closing
 
 
@@ -146,7 +146,7 @@ def test_validation_losses_serve_where_no_test_loss_was_measured(tmp_path: Path)
     found = compare_with("a", records(a, b))
     assert found.title.startswith("Against a (1 run), by validation loss on 20 x 16 tokens from 0 ")
     (verdict,) = found.verdicts
-    assert verdict.word == Word.CANNOT_BE_TOLD
+    assert verdict.word == Word.INCONCLUSIVE
     assert "training noise is unknown" in verdict.sentence
 
 
@@ -157,7 +157,7 @@ def test_an_arm_measured_on_another_text_is_in_no_verdict_but_a_sentence(tmp_pat
     a.test_loss(2.5), b.test_loss(2.4), c.test_loss(2.3, sha256="00" * 32)
     found = compare_with("a", records(a, b, c))
     assert [verdict.sentence for verdict in found.verdicts if verdict.arm == "c"] == [
-        "c against a: cannot be told, because c has no run with this loss"
+        "c against a: inconclusive, because c has no run with this loss"
     ]
 
 
@@ -185,7 +185,7 @@ def test_a_seed_that_diverged_is_no_reason_to_compare_the_others_alone(tmp_path:
     assert [verdict.runs for verdict in found.verdicts] == [(3, 2), (1, 2)]
     of_baseline = compare_with("lr-0.002-seed-1", records(*runs[:5])).verdicts
     assert [verdict.reason for verdict in of_baseline] == [lost]
-    assert compare_with("lr-0.1-seed-1", records(runs[0], runs[5])).verdicts[0].word is Word.CANNOT_BE_TOLD
+    assert compare_with("lr-0.1-seed-1", records(runs[0], runs[5])).verdicts[0].word is Word.INCONCLUSIVE
 
 
 def test_a_seed_measured_elsewhere_or_not_at_all_is_named_below_the_verdict(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_windows_that_are_not_those_of_the_loss_are_told(tmp_path: Path) -> None
         assert "its loss is 2.5, but the mean of its windows' losses (" in record.problems[0]
         assert not record.results.found, "it stands in no column"
     found = compare_with("lr-0.001-seed-1", read)
-    assert [verdict.word for verdict in found.verdicts] == [Word.CANNOT_BE_TOLD]
+    assert [verdict.word for verdict in found.verdicts] == [Word.INCONCLUSIVE]
 
 
 def test_lost_window_losses_are_told(tmp_path: Path) -> None:
@@ -253,14 +253,14 @@ def test_lost_window_losses_are_told(tmp_path: Path) -> None:
         path.unlink()
     found = compare_with(a.path.name, records(a, b))
     assert any("cannot read the losses of the windows" in note for note in found.notes)
-    assert [verdict.word for verdict in found.verdicts] == [Word.CANNOT_BE_TOLD]
+    assert [verdict.word for verdict in found.verdicts] == [Word.INCONCLUSIVE]
 
 
 def test_a_baseline_that_was_not_trained_to_its_end_compares_with_nothing(tmp_path: Path) -> None:
     runs = [RunFolder(tmp_path, "a").train_to(0), *arm(tmp_path, 0.001, (2.5, 2.6, 2.55))]
     found = compare_with("a", records(*runs))
     assert found.title == (
-        "Against a: cannot be told, because it is stopped: only what has been trained here to its end is compared"
+        "Against a: inconclusive, because it is stopped: only what has been trained here to its end is compared"
     )
     assert found.verdicts == []
 
@@ -270,13 +270,13 @@ def test_reported_figures_are_not_compared(tmp_path: Path) -> None:
     for name in ("8xa100m40", "8xh100m80"):
         runs.append(RunFolder(tmp_path, name))
         (runs[-1].path / "reported.json").write_text((SHIPPED_RUNS / name / "reported.json").read_text())
-    assert "cannot be told, because it was never trained" in compare_with("8xa100m40", records(*runs)).title
+    assert "inconclusive, because it was never trained" in compare_with("8xa100m40", records(*runs)).title
 
 
 def test_a_baseline_with_nothing_to_compare(tmp_path: Path) -> None:
     a = RunFolder(tmp_path, "a").finish().test_loss(2.5)
     found = compare_with("a", records(a))
-    assert "cannot be told, because" in found.title
+    assert "inconclusive, because " in found.title
     assert found.verdicts == []
 
 
@@ -289,7 +289,7 @@ def test_an_arm_that_exists_and_has_not_finished_is_not_said_to_be_missing(tmp_p
     other = RunFolder(tmp_path, "other", {"learning_rate": 0.002}).train_to(0, 10)
     for runs in (own, own[:1]):
         found = compare_with(own[0].path.name, records(*runs, third_seed, other))
-        assert found.title.endswith(": cannot be told, because no run of another arm has finished")
+        assert found.title.endswith(": inconclusive, because no run of another arm has finished")
         assert "stopped, and so in no comparison: other" in found.notes
 
 

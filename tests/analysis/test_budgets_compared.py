@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.analysis.cannot_be_told import CannotBeTold
+from harness.analysis.inconclusive import Inconclusive
 from harness.analysis.derived_runs import Base, derive, write_runs
 from harness.analysis.records import RunRecord
 from harness.analysis.replicated_arms import named_arms
@@ -89,7 +89,7 @@ def test_what_a_run_would_take_elsewhere(shop: Workshop) -> None:
     assert work.tokens == 7 * 64
     shop.add_run(min_train_tokens=None, target_hours=1.0)
     untold = read_workload(RunDirectory(shop.runs / "r"))
-    assert isinstance(untold, CannotBeTold)
+    assert isinstance(untold, Inconclusive)
     assert "its target_hours is hours or dollars" in untold.reason
 
 

@@ -154,7 +154,7 @@ def test_the_page_begins_with_the_losses_and_what_differs(tmp_path: Path) -> Non
     assert absent.startswith("No run has: ")
     assert report.answer.about.startswith("Against a (1 run), by test loss on")
     assert len(report.answer.verdicts) == 1
-    assert report.answer.verdicts[0].startswith("b against a: cannot be told")
+    assert report.answer.verdicts[0].startswith("b against a: inconclusive")
     assert report.chart_note == "The verdicts are by test loss; these curves are of the validation loss."
 
 

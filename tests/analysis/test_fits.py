@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.analysis.cannot_be_told import CannotBeTold
+from harness.analysis.inconclusive import Inconclusive
 from harness.analysis.fits import (
     Line,
     Parabola,
@@ -110,8 +110,8 @@ def test_a_fit_is_the_least_of_squares() -> None:
 )
 def test_what_points_cannot_tell(points: list[tuple[float, float]], reason: str) -> None:
     fit = fit_parabola(points)
-    assert fit == CannotBeTold(reason)
-    assert " ".join(describe_batch_fit(fit)).startswith("Loss over the global batch: cannot be told, because")
+    assert fit == Inconclusive(reason)
+    assert " ".join(describe_batch_fit(fit)).startswith("Loss over the global batch: inconclusive:")
 
 
 def test_the_line_over_ones_own_machines() -> None:
@@ -120,14 +120,14 @@ def test_the_line_over_ones_own_machines() -> None:
     assert isinstance(fit, Line)
     assert (fit.slope, fit.intercept) == pytest.approx(((36.25 - 4.5) / 12, 4.5 - (36.25 - 4.5) / 12))
     alone = fit_search(SEARCH.model_copy(update={"tried": SEARCH.tried[:1]}))
-    assert str(alone) == "cannot be told, because a line needs 2 points, and there is one"
+    assert str(alone) == "inconclusive, because a line needs 2 points, and there is one"
 
 
-def test_lines_that_cannot_be_told() -> None:
-    assert str(fit_straight([(6, 24)])) == "cannot be told, because a line needs 2 points, and there is one"
+def test_points_that_fix_no_line() -> None:
+    assert str(fit_straight([(6, 24)])) == "inconclusive, because a line needs 2 points, and there is one"
     two_at_one = fit_straight([(6, 24), (6, 25)])
     assert describe_memory_fit(two_at_one) == [
-        "Memory over the microbatch: cannot be told, because all 2 points are at 6"
+        "Memory over the microbatch: inconclusive, because all 2 points are at 6"
     ]
     assert Line(-1.0, 5.0, ()).most_below(3) is None, "it falls: no largest"
     assert Line(2.0, 4.0, ()).most_below(10) == 3
@@ -137,10 +137,10 @@ def test_lines_that_cannot_be_told() -> None:
 def test_a_lowest_point_that_is_none() -> None:
     bent = fit_parabola([(1, 1), (math.e, 2), (math.e**2, 1)])
     assert isinstance(bent, Parabola)
-    assert str(bent.lowest) == "cannot be told, because the curve bends downwards: it has no lowest point"
+    assert str(bent.lowest) == "inconclusive, because the curve bends downwards: it has no lowest point"
     beyond = fit_parabola([(2, 5), (4, 3), (8, 2)])
     assert isinstance(beyond, Parabola)
     assert "lowest outside of the points, which reach from 2 to 8" in str(beyond.lowest)
     lines = describe_batch_fit(beyond)
     assert all(len(line) <= 79 for line in lines)
-    assert "exactly through its 3 points: how wrong it is cannot be told" in " ".join(map(str.strip, lines))
+    assert "exactly through its 3 points: its error is unknown" in " ".join(map(str.strip, lines))

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.analysis.cannot_be_told import CannotBeTold
+from harness.analysis.inconclusive import Inconclusive
 from harness.analysis.isoflop import Grouping, IsoFlop, Optimum, Profile, fit_isoflop, group_by_compute
 from harness.analysis.scaling_data import CostLaw, Point, Points, read_points
 from tests.analysis.scaling import BUDGETS, LAW, best_size, ladder
@@ -46,7 +46,7 @@ def optimum_of(profile: Profile) -> Optimum:
 
 def reason_of(points: Points, index: int = 0) -> str:
     optimum = fitted(points).profiles[index].optimum
-    assert isinstance(optimum, CannotBeTold)
+    assert isinstance(optimum, Inconclusive)
     return optimum.reason
 
 
@@ -57,7 +57,7 @@ def test_parabolas_without_noise_come_back_exactly() -> None:
         assert optimum_of(profile).parameters.value == pytest.approx(best_of(profile.flops))
         assert optimum_of(profile).tokens.value == pytest.approx(profile.flops / 6 / best_of(profile.flops))
         assert optimum_of(profile).loss.value == pytest.approx(3.0 * (profile.flops / 1e18) ** -0.05)
-    assert not isinstance(isoflop.laws, CannotBeTold)
+    assert not isinstance(isoflop.laws, Inconclusive)
     assert isoflop.laws.parameters.exponent.value == pytest.approx(0.49)
     assert isoflop.laws.tokens.exponent.value == pytest.approx(0.51)
     assert isoflop.laws.loss.exponent.value == pytest.approx(-0.05)
@@ -69,7 +69,7 @@ def test_the_best_sizes_of_a_known_law_come_back() -> None:
     isoflop = fitted(ladder())
     for profile in isoflop.profiles:
         assert optimum_of(profile).parameters.value == pytest.approx(best_size(profile.flops), rel=0.06)
-    assert not isinstance(isoflop.laws, CannotBeTold)
+    assert not isinstance(isoflop.laws, Inconclusive)
     exponent = float(LAW.beta / (LAW.alpha + LAW.beta))
     assert isoflop.laws.parameters.exponent.value == pytest.approx(exponent, abs=0.01)
 
@@ -80,7 +80,7 @@ def test_the_intervals_hold_what_they_promise() -> None:
     for seed in range(experiments):
         isoflop = fitted(parabolas(0.004, seed=seed), 200, seed=seed)
         size = optimum_of(isoflop.profiles[1]).parameters
-        assert not isinstance(isoflop.laws, CannotBeTold)
+        assert not isinstance(isoflop.laws, Inconclusive)
         exponent = isoflop.laws.parameters.exponent
         held += [size.low <= best_of(BUDGETS[1]) <= size.high, exponent.low <= 0.49 <= exponent.high]
     # Three standard deviations of a binomial about 95 %, and one percent for intervals of 200 draws.
@@ -98,7 +98,7 @@ def test_points_are_grouped_by_compute_within_the_tolerance() -> None:
     assert [sorted(group.tolist()) for group in groups] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert group_by_compute(points, Grouping(tolerance=0.01, least_sizes=3)) == []
     answer = fit_isoflop(points, CostLaw(), 100, Grouping(0.01, 3))
-    assert isinstance(answer, CannotBeTold)
+    assert isinstance(answer, Inconclusive)
     assert "no 3 sizes (--least-sizes) were trained with FLOPs within 1%" in answer.reason
 
 
@@ -113,7 +113,7 @@ def test_compute_that_differs_within_a_profile_is_allowed_for() -> None:
     assert optimum_of(profile).parameters.value == pytest.approx(best_of(1e19), rel=1e-3)
 
 
-# What cannot be told
+# Points that fix no optimum
 
 
 def test_a_profile_whose_lowest_loss_is_at_its_edge_is_refused() -> None:
@@ -138,7 +138,7 @@ def test_three_sizes_alone_leave_nothing_to_judge_by() -> None:
     points = parabolas(sizes=(0.5, 1, 2))
     isoflop = fitted(points, grouping=Grouping(least_sizes=3))
     assert "train a 4th" in str(isoflop.profiles[0].optimum)
-    assert str(isoflop.laws) == "cannot be told, because 0 profiles have an optimum, and a power law needs 3"
+    assert str(isoflop.laws) == "inconclusive, because 0 profiles have an optimum, and a power law needs 3"
 
 
 # The published points
@@ -150,6 +150,6 @@ def test_the_published_exponents_come_from_the_published_points() -> None:
     points = read_points(Path(CHINCHILLA)).without_highest(5)
     isoflop = fitted(points, 1000, Grouping(least_sizes=6))
     assert len(isoflop.profiles) == 9, "as many as they trained"
-    assert not isinstance(isoflop.laws, CannotBeTold)
+    assert not isinstance(isoflop.laws, Inconclusive)
     assert isoflop.laws.parameters.exponent.value == pytest.approx(0.49, abs=0.01)
     assert isoflop.laws.tokens.exponent.value == pytest.approx(0.51, abs=0.01)

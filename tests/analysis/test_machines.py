@@ -1,4 +1,4 @@
-"""What a run would take and cost elsewhere: against the notebook's figures, closed forms, and what cannot be told."""
+"""What a run would take and cost elsewhere: against the notebook's figures, closed forms, and cases without an answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness.analysis.cannot_be_told import CannotBeTold
+from harness.analysis.inconclusive import Inconclusive
 from harness.analysis.fits import Line
 from harness.analysis.machines import (
     NoProjection,
@@ -132,7 +132,7 @@ def test_several_shares_of_the_speed_on_paper_give_the_range() -> None:
         for device, share in zip(devices, shares, strict=True)
     ]
     speed = speed_on(work, BY_NAME["8x H100 80 GiB"], work.layout, known)
-    assert not isinstance(speed, CannotBeTold)
+    assert not isinstance(speed, Inconclusive)
     paper = on_paper("H100", work.layout, work.model)
     assert (speed.low, speed.value, speed.high) == pytest.approx(tuple(share * paper for share in shares))
     assert speed.note == "50% to 90% of the speed on paper, as measured of A100 40GB, A100 80GB, B200"
@@ -163,9 +163,9 @@ def test_the_batch_stays_the_runs() -> None:
     assert layout_on(replace(work, memory=line), a100, KNOWN) == work.layout
     assert layout_on(replace(work, memory=Line(2.0, 3.0, ())), a100, []) == BatchLayout(8, 4, 16, 1024)
     none = layout_on(replace(work, memory=Line(2.0, 39.0, ())), a100, [])
-    assert str(none) == "cannot be told, because not one sequence fits into 40 GiB, by its searches with -f"
+    assert str(none) == "inconclusive, because not one sequence fits into 40 GiB, by its searches with -f"
     odd = layout_on(work_of("original"), a100, [])
-    assert str(odd) == "cannot be told, because its global batch of 6 sequences cannot be divided by 8 GPUs"
+    assert str(odd) == "inconclusive, because its global batch of 6 sequences cannot be divided by 8 GPUs"
 
 
 def machine(**changes: Any) -> Machine:
@@ -178,8 +178,8 @@ def test_machines_of_which_nothing_is_known() -> None:
     assert all(isinstance(each, NoProjection) for each in found)
     reasons = [str(each.why) for each in found if isinstance(each, NoProjection)]
     assert reasons == [
-        "cannot be told, because no speed of Abacus 9 is known, nor on paper",
-        "cannot be told, because no speed of 13 x A100 40GB is known, and on paper 13 ranks are more than one machine "
+        "inconclusive, because no speed of Abacus 9 is known, nor on paper",
+        "inconclusive, because no speed of 13 x A100 40GB is known, and on paper 13 ranks are more than one machine "
         "of 8 GPUs",
     ]
     mine = measured("8xa100m40", "Abacus 9", work.layout, 5000.0)
@@ -195,7 +195,7 @@ def test_a_model_so_small_that_the_cpu_decides() -> None:
     reasons = {str(each.why) for each in found if isinstance(each, NoProjection)}
     assert len(found) == 5
     assert reasons == {
-        "cannot be told, because no speed on such GPUs is known, and on paper launching the kernels of a step "
+        "inconclusive, because no speed on such GPUs is known, and on paper launching the kernels of a step "
         "(about 110, 1.2 ms) takes longer than their work; only a measurement tells the speed"
     }
     layout = BatchLayout(2, 1, 8, 128)
@@ -262,7 +262,7 @@ def test_what_a_run_folder_tells(tmp_path: Path) -> None:
     assert work.tokens == 640
     run.summary.unlink()
     assert " ".join(line.strip() for line in elsewhere(run, [])) == (
-        "r elsewhere: cannot be told, because its min_train_tokens is -1, all there is, and it has not trained yet"
+        "r elsewhere: inconclusive, because its min_train_tokens is -1, all there is, and it has not trained yet"
     )
 
 
@@ -288,7 +288,7 @@ def test_a_table_without_any_row() -> None:
     eights = [each for each in read_machines() if each.gpus == 8]
     lines = list(machines_table(work, project(work, eights, KNOWN)))
     assert len(lines) == 4, "one reason for all of them, and no prices"
-    assert "cannot be told, because its global batch" in " ".join(line.strip() for line in lines)
+    assert "inconclusive, because its global batch" in " ".join(line.strip() for line in lines)
 
 
 def test_a_broken_neighbour_is_passed_over_and_a_broken_run_is_not(tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_a_broken_neighbour_is_passed_over_and_a_broken_run_is_not(tmp_path: Pat
     broken = RunDirectory(shop.add_run("broken"))
     broken.summary.write_text("{")
     run = RunDirectory(shop.add_run())
-    assert any("cannot be told" in line or "on paper" in line for line in elsewhere(run, [run, broken]))
+    assert any("inconclusive" in line or "on paper" in line for line in elsewhere(run, [run, broken]))
     with pytest.raises(UserError, match=r"summary.json:1: not valid JSON"):
         list(elsewhere(broken, []))
 

@@ -11,7 +11,7 @@ import pytest
 import scipy
 
 from harness.analysis import noise
-from harness.analysis.cannot_be_told import CannotBeTold
+from harness.analysis.inconclusive import Inconclusive
 from harness.analysis.noise import (
     MeanEstimate,
     MeanVariance,
@@ -172,10 +172,10 @@ def test_a_model_and_itself() -> None:
 )
 def test_what_has_no_interval(values: np.ndarray, reason: str) -> None:
     found = mean_noise(values)
-    assert isinstance(found, CannotBeTold)
+    assert isinstance(found, Inconclusive)
     assert found.reason.startswith(reason)
 
 
 def test_other_windows_have_no_difference() -> None:
     found = difference_noise(np.zeros(60), np.zeros(70))
-    assert found == CannotBeTold("they were measured on 60 and 70 windows of text")
+    assert found == Inconclusive("they were measured on 60 and 70 windows of text")

@@ -108,12 +108,12 @@ def test_other_surroundings_are_another_arm_and_told(key: str, value: Any, said:
     assert grouping.notes == [f"a and b differ in {said}: not counted as replicates"]
 
 
-def test_what_was_not_recorded_cannot_be_told() -> None:
+def test_replicates_of_an_incomplete_record() -> None:
     nowhere = replace(with_train(random_seed=1), torch=None, dataset=None)
     grouping = group_replicates({"a": nowhere, "b": replace(nowhere, train=TRAIN)})
     assert [group.runs for group in grouping.groups] == [("a",), ("b",)]
     assert grouping.notes[0] == (
-        "a: whether it has replicates cannot be told, because these were not recorded: dataset and torch"
+        "a: its replicates are unknown, because these were not recorded: dataset and torch"
     )
 
 

@@ -246,7 +246,7 @@ def test_no_curve_over_batches_where_something_else_differs_too(tmp_path: Path) 
     alike = [run(size) for size in (1, 2, 5)]
     assert next(fit_lines(table_of(*alike))).startswith("Loss over the global batch: 0.")
     assert list(fit_lines(table_of(*alike, run(10, learning_rate=0.1)))) == [
-        "Loss over the global batch: cannot be told, because learning_rate differs, too"
+        "Loss over the global batch: inconclusive, because learning_rate differs, too"
     ]
     assert list(fit_lines(table_of(alike[0], alike[0]))) == []
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import scipy
 
-from harness.analysis.cannot_be_told import CannotBeTold
+from harness.analysis.inconclusive import Inconclusive
 from harness.analysis.scaling_data import CostLaw, Points, read_points
 from harness.analysis.scaling_laws import LawFit, Plan, _Problem, best_split, fit_law, predict
 from tests.analysis.scaling import LAW, best_size, ladder, points_of
@@ -132,7 +132,7 @@ def test_a_best_split_has_intervals_that_belong_together() -> None:
     assert 6 * split.parameters.low * split.tokens.high == pytest.approx(2e19, rel=1e-3)
 
 
-# What cannot be told
+# Points that fix no law
 
 
 def grid(sizes: int = 4, tokens: int = 4) -> tuple[np.ndarray, np.ndarray]:
@@ -163,15 +163,15 @@ NOISE = np.random.default_rng(0).normal(0, 0.02, 16)
         (points_of(RAY, 20 * RAY, loss_of(RAY, 20 * RAY)), "tokens go with parameters in all points"),
         (points_of(N, D, 4 - loss_of(N, D) / 4), "exponent of"),
         (points_of(N, D, 2 + 0.1 * np.log(N) + 400 / D**0.3), "negative exponent of parameters"),
-        (points_of(N, D, 30 * N**-0.05 * np.exp(0 * D)), "cannot be told"),
+        (points_of(N, D, 30 * N**-0.05 * np.exp(0 * D)), "inconclusive"),
         (points_of(N, D, 3 * np.exp(NOISE)), "exponent of"),
     ],
 )
 def test_what_the_points_do_not_tell_is_refused_with_the_reason(points: Points, reason: str) -> None:
     answer = fit_law(points, 200)
-    assert isinstance(answer, CannotBeTold), answer
+    assert isinstance(answer, Inconclusive), answer
     assert reason in str(answer)
-    assert str(answer).startswith("cannot be told, because ")
+    assert str(answer).startswith("inconclusive, because ")
 
 
 # The published points

@@ -11,7 +11,7 @@ import scipy
 
 from harness.analysis import noise
 from harness.analysis.arms import Arm, borrowed_from, difference_of
-from harness.analysis.cannot_be_told import CannotBeTold
+from harness.analysis.inconclusive import Inconclusive
 from harness.analysis.noise import MeanEstimate
 from harness.analysis.verdicts import Verdict, Word, compare_arms, seeds_for_seen, seeds_sentence
 
@@ -36,17 +36,17 @@ def window_losses(difference: float, *, runs: int, seed: int, windows: int = 400
     return Arm(f"arm-{seed}", [float(each.mean()) for each in losses], losses)
 
 
-def test_better_worse_and_cannot_be_told() -> None:
+def test_better_worse_and_inconclusive() -> None:
     verdicts = compare(
         Arm("lr-0.003", [3.40, 3.41, 3.42]), Arm("lr-0.01", [3.60, 3.61, 3.62]), Arm("lr-0.002", [3.49, 3.51, 3.52])
     )
-    assert [each.word for each in verdicts] == [Word.BETTER, Word.WORSE, Word.CANNOT_BE_TOLD]
+    assert [each.word for each in verdicts] == [Word.BETTER, Word.WORSE, Word.INCONCLUSIVE]
     assert [each.sentence for each in verdicts] == [
         "lr-0.003 is better than lr-0.0015 by 0.090 nats (97.5 % interval 0.061 to 0.119; 3 and 3 runs, this text "
         "only, Holm for 3 arms: 5 % false alarms in all)",
         "lr-0.01 is worse than lr-0.0015 by 0.110 nats (98.3 % interval 0.078 to 0.142; 3 and 3 runs, this text only, "
         "Holm for 3 arms: 5 % false alarms in all)",
-        "lr-0.002 against lr-0.0015: cannot be told, because +0.007 nats is within training noise (95 % interval "
+        "lr-0.002 against lr-0.0015: inconclusive, because +0.007 nats is within training noise (95 % interval "
         "-0.025 to +0.038; 3 and 3 runs, Holm for 3 arms: 5 % false alarms in all)",
     ]
     assert verdicts[2].reason == "+0.007 nats is within training noise"
@@ -81,7 +81,7 @@ def test_an_arm_of_one_run_borrows_the_spread() -> None:
 def test_single_runs_on_both_sides() -> None:
     first, second = window_losses(0, runs=1, seed=1, by_seed=0), window_losses(-0.02, runs=1, seed=2, by_seed=0)
     verdict = compare(second, baseline=first)[0]
-    assert verdict.word is Word.CANNOT_BE_TOLD
+    assert verdict.word is Word.INCONCLUSIVE
     assert verdict.reason == "training noise is unknown"
     assert "beyond evaluation noise (95 % interval -0.0" in verdict.sentence
     assert verdict.adjusted_p is None
@@ -89,7 +89,7 @@ def test_single_runs_on_both_sides() -> None:
     assert "is within evaluation noise, too (95 % interval -0.0" in verdict.sentence
     verdict = compare(Arm("b", [3.4]), baseline=Arm("a", [3.5]))[0]
     assert verdict.sentence == (
-        "b against a: cannot be told, because training noise is unknown; these models differ by "
+        "b against a: inconclusive, because training noise is unknown; these models differ by "
         "-0.100 nats on this text"
     )
 
@@ -117,7 +117,7 @@ def test_the_level_that_is_printed_is_that_of_the_interval() -> None:
 )
 def test_what_cannot_be_compared(arm: Arm, reason: str) -> None:
     verdict, other = compare(arm, Arm("lr-0.003", [3.40, 3.41, 3.42]))
-    assert verdict.sentence == f"lr-1 against lr-0.0015: cannot be told, because {reason}"
+    assert verdict.sentence == f"lr-1 against lr-0.0015: inconclusive, because {reason}"
     assert (verdict.reason, verdict.interval, verdict.difference) == (reason, None, None)
     assert other.word is Word.BETTER
     assert "Holm" not in other.sentence, "one comparison is left"
@@ -125,14 +125,14 @@ def test_what_cannot_be_compared(arm: Arm, reason: str) -> None:
 
 def test_replicates_that_are_alike_to_the_last_digit_tell_nothing() -> None:
     verdict = compare(Arm("b", [3.1, 3.1]), baseline=Arm("a", [3.2, 3.2]))[0]
-    assert verdict.word is Word.CANNOT_BE_TOLD
+    assert verdict.word is Word.INCONCLUSIVE
     assert verdict.reason == "the runs of an arm are alike to the last digit, as if the seed did nothing"
 
 
 def test_other_text_has_no_evaluation_noise() -> None:
     verdict = compare(window_losses(0.5, runs=3, seed=1, windows=500), baseline=window_losses(0, runs=3, seed=2))[0]
     assert verdict.difference is not None
-    assert verdict.difference.evaluation == CannotBeTold("they were measured on texts of 400 and 500 windows")
+    assert verdict.difference.evaluation == Inconclusive("they were measured on texts of 400 and 500 windows")
     assert "this text only" in verdict.sentence
 
 
@@ -197,7 +197,7 @@ def test_how_many_seeds_would_tell_a_difference_like_the_one_seen() -> None:
         Arm("lr-0.002", [3.49, 3.51, 3.53]),
     ]
     verdicts = compare(*arms)
-    assert [each.word.value for each in verdicts] == ["cannot be told", "worse", "cannot be told"]
+    assert [each.word.value for each in verdicts] == ["inconclusive", "worse", "inconclusive"]
     said = seeds_for_seen(verdicts, [BASELINE, *arms])
     deviation = math.sqrt(sum(float(np.var(arm.losses)) * 3 for arm in [BASELINE, *arms]) / 8)
 
@@ -229,7 +229,7 @@ def test_without_training_noise_there_is_no_number_of_seeds_for_a_difference() -
 
 
 def told(verdicts: Sequence[Verdict]) -> bool:
-    return any(each.word is not Word.CANNOT_BE_TOLD for each in verdicts)
+    return any(each.word is not Word.INCONCLUSIVE for each in verdicts)
 
 
 def coverage(runs: tuple[int, int], ratio: float, experiments: int) -> float:

@@ -60,7 +60,7 @@ def test_all_runs_with_a_baseline(runs: Path) -> None:
     assert [line.split()[0] for line in lines if line.startswith(("a ", "b ", "c "))][:3] == ["b", "a", "c"]
     text = " ".join(lines)
     assert "Against a (1 run), by test loss on" in text
-    assert "b against a: cannot be told, because training noise is unknown" in text
+    assert "b against a: inconclusive, because training noise is unknown" in text
     assert "stopped, and so in no comparison: c" in text
 
 
@@ -68,7 +68,7 @@ def test_a_baseline_need_not_be_named_twice(runs: Path) -> None:
     said = json.loads(compare(runs, "b", "--baseline", "a", "--json").stdout)
     assert {run["name"] for run in said["runs"]} == {"a", "b"}
     (verdict,) = said["comparison"]["verdicts"]
-    assert (verdict["arm"], verdict["verdict"]) == ("b", "cannot be told")
+    assert (verdict["arm"], verdict["verdict"]) == ("b", "inconclusive")
     assert verdict["difference"] == pytest.approx(-0.1)
 
 
@@ -134,7 +134,7 @@ def test_without_names_what_was_never_trained_is_a_line_and_no_row(tmp_path: Pat
     assert as_json.stderr == f"{line}\n"
     assert "shipped  never trained" in compare(tmp_path, "mine", "shipped").stdout
     against = compare(tmp_path, "--baseline", "mine").stdout
-    assert "cannot be told, because no run of another arm has finished" in against
+    assert "inconclusive, because no run of another arm has finished" in against
     (tmp_path / "mine" / "summary.json").unlink()
     (tmp_path / "mine" / "results").rename(tmp_path / "results")
     assert "shipped" in compare(tmp_path).stdout.split("Sorted")[0], "none was trained"
@@ -361,4 +361,4 @@ def test_a_chart_and_a_page(tmp_path: Path) -> None:
     done = compare(tmp_path / "runs", *written)
     assert done.stderr == f"Wrote {page}\nDrew {picture}\n"
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "b against a: cannot be told" in page.read_text()
+    assert "b against a: inconclusive" in page.read_text()

@@ -42,7 +42,7 @@ def test_not_a_number_compares_by_its_bits() -> None:
     [
         (
             [[1, 2], [1, 3]],
-            "rank 0 and rank 1 differ, first in bias, and which are right cannot be told",
+            "rank 0 and rank 1 differ, first in bias; there is no majority to say which are right",
         ),
         ([[1, 2], [1, 2], [0, 0]], "rank 2 differ from those of the other 2 ranks, first in weight"),
         ([[9, 2], [1, 2], [1, 2], [1, 2]], "rank 0 differ from those of the other 3 ranks, first in weight"),
