@@ -137,7 +137,7 @@ class Trainer:
 @click.option("--assume-tps-with-validation", type=POSITIVE, help="The same, validation's time counted.")
 @click.option("--assume-world-size", type=click.IntRange(min=1), help="With --plan: as if there were N ranks.")
 @click.option(
-    "--assume-device", help="With --plan, or for target_hours: as if on such GPUs, like H100: a speed on paper."
+    "--assume-device", help="With --plan, or for target_hours: as if on such GPUs, like H100: an estimated speed."
 )
 @click.option("--restart", is_flag=True, help="Move earlier results to RUN/aside and start again.")
 @RUNS_DIR

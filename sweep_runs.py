@@ -85,7 +85,7 @@ def make(sweep: Path, runs_dir: Path) -> None:
 @PROCESSES
 @click.option("--assume-tps", type=POSITIVE, help="Tokens per second of training alone.")
 @click.option("--assume-tps-with-validation", type=POSITIVE, help="Tokens per second, validation's time counted.")
-@click.option("--assume-device", help="As if the processes' devices were such GPUs, like H100: a speed on paper.")
+@click.option("--assume-device", help="As if the processes' devices were such GPUs, like H100: an estimated speed.")
 @RUNS_DIR
 def plan(sweep: Path, datasets_dir: Path, runs_dir: Path, groups: int, **given: Any) -> None:
     """Print what is left of SWEEP.json's runs, and what it will take. Nothing is trained, nor need they be made."""

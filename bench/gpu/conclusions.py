@@ -78,12 +78,12 @@ def paper(rows: list[Row]) -> list[str]:
     machine, row = of_stage(rows, "machine"), usual_step(rows)
     device = find_device(machine[-1]["device"]) if machine else None
     if device is None or row is None:
-        return ["on paper: nothing to compare with"]
+        return ["estimated: nothing to compare with"]
     shape = {"vocab_size": 50257, "context_length": 1024, "emb_dim": 768, "n_heads": 12, "n_layers": 12}
     model = ModelConfig.model_validate({**shape, "drop_rate": 0.1, "qkv_bias": False})
     expected = paper_speed(model, device, BatchLayout(1, 1, MICROBATCH, 1024))
     return [
-        f"on paper: {expected:,.0f} tokens/s on {device.name}; measured / paper: {row['tokens_per_s'] / expected:.2f}"
+        f"estimated: {expected:,.0f} tokens/s on {device.name}; measured / paper: {row['tokens_per_s'] / expected:.2f}"
     ]
 
 

@@ -1,9 +1,9 @@
 """What a run would take and cost on other machines: their prices, and speeds that are measured, else
-reported, else on paper.
+reported, else estimated.
 
 One kind of speed for all machines of a projection: a speed that somebody reported of another program, beside one that
 this program measured, would compare programs and not machines. A machine that has no such speed gets one by scale: its
-speed on paper (harness/runs/paper_speed.py), times what part of theirs on paper the others reached.
+estimated speed (harness/runs/paper_speed.py), times the part of their estimates that the others reached.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from harness.runs.paper_speed import UNCERTAINTY, find_device, paper_speed, too_
 from harness.runs.throughput import same_kernels
 
 NAMES = 3  # of runs, in a note
-Basis = Literal["measured", "reported", "scaled", "on paper"]
+Basis = Literal["measured", "reported", "scaled", "estimated"]
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def _memory_remark(work: Workload, machine: Machine, layout: BatchLayout, known:
 def speed_on(
     work: Workload, machine: Machine, layout: BatchLayout, known: Sequence[KnownSpeed]
 ) -> Speed | Inconclusive:
-    """How fast the run would be there: as known of such a machine, else by scale, else on paper."""
+    """How fast the run would be there: as known of such a machine, else by scale, else estimated."""
     here = [each for each in known if is_same_device(each.device, machine.device)]
     same = [each for each in here if each.layout.world_size == machine.gpus]
     own = [each for each in same if each.run == work.run and each.layout == layout]
@@ -140,7 +140,7 @@ def speed_on(
     paper = _paper(work, machine.device, layout)
     if isinstance(paper, Inconclusive):
         return paper
-    return _by_scale(work, here or known, paper) or _around(paper, "on paper")
+    return _by_scale(work, here or known, paper) or _around(paper, "estimated")
 
 
 def is_same_device(one: str, other: str) -> bool:
@@ -163,13 +163,13 @@ def _as_known(work: Workload, machine: Machine, layout: BatchLayout, known: Sequ
 
 def _gain(work: Workload, device: str, there: BatchLayout, here: BatchLayout) -> float:
     """How much faster one layout is than another by arithmetic; 1 where that does not cover it. Of models that are too
-    small for a speed on paper, too: where launching decides, a microbatch of any size takes as long."""
+    small for an estimated speed, too: where launching decides, a microbatch of any size takes as long."""
     before, after = (_arithmetic(work, device, layout) for layout in (there, here))
     return after / before if isinstance(before, float) and isinstance(after, float) else 1.0
 
 
 def _by_scale(work: Workload, known: Sequence[KnownSpeed], paper: float) -> Speed | None:
-    """The speed on paper, times the part of theirs on paper that others reached; None if none is known of both."""
+    """The estimated speed, times the part of their estimates that others reached; None if none is known of both."""
     shares = []
     for each in known:
         there = _paper(work, each.device, each.layout)
@@ -180,7 +180,7 @@ def _by_scale(work: Workload, known: Sequence[KnownSpeed], paper: float) -> Spee
     low, high = (bound(share for share, _ in shares) for bound in (min, max))
     value = paper * statistics.median(share for share, _ in shares)
     part = f"{low:.0%}" if len(shares) == 1 else f"{low:.0%} to {high:.0%}"
-    note = f"{part} of the speed on paper, as {_kind(known)} of {_names({run for _, run in shares})}"
+    note = f"{part} of the estimated speed, as {_kind(known)} of {_names({run for _, run in shares})}"
     if len(shares) == 1:
         return replace(_around(value, "scaled"), note=note)
     return Speed(value, paper * low, paper * high, "scaled", note)
@@ -206,7 +206,7 @@ def _paper(work: Workload, name: str, layout: BatchLayout) -> float | Inconclusi
     reason = None if device is None else too_small(work.model, device, layout, work.train)
     speed = _arithmetic(work, name, layout)
     if reason is not None and not isinstance(speed, Inconclusive):
-        return Inconclusive(f"no speed on such GPUs is known, and on paper {reason}")
+        return Inconclusive(f"no speed on such GPUs is known, and none is estimated: {reason}")
     return speed
 
 
@@ -214,8 +214,8 @@ def _arithmetic(work: Workload, name: str, layout: BatchLayout) -> float | Incon
     """Tokens per second by arithmetic, launching the kernels counted."""
     device = find_device(name)
     if device is None:
-        return Inconclusive(f"no speed of {name} is known, nor on paper")
+        return Inconclusive(f"no speed of {name} is known or estimated")
     reason = why_not(work.train, layout.world_size, work.model)
     if reason is not None:
-        return Inconclusive(f"no speed of {layout.world_size} x {name} is known, and on paper {reason}")
+        return Inconclusive(f"no speed of {layout.world_size} x {name} is known, and none is estimated: {reason}")
     return paper_speed(work.model, device, layout, work.train)

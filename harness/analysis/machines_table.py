@@ -110,8 +110,8 @@ def _notes(told: Sequence[Projection]) -> Iterator[str]:
             yield from _wrapped(f"{each.machine.machine}: {'; '.join(note for note in notes if note)}")
     if any(each.speed.basis == "reported" for each in told):
         yield from _wrapped("Reported speeds are another program's, and were not measured here.")
-    if any(each.speed.basis == "on paper" for each in told):
-        yield from _wrapped("On paper: by arithmetic, which nobody has measured; docs/performance.md has it.")
+    if any(each.speed.basis == "estimated" for each in told):
+        yield from _wrapped("Estimated: by arithmetic, which nobody has measured; docs/performance.md has it.")
     prices: dict[tuple[str, str], list[str]] = {}
     for each in told:
         prices.setdefault((each.machine.date, each.machine.source), []).append(each.machine.machine)

@@ -182,9 +182,7 @@ def _tested(test: _Test, adjusted_p: float, rate: float) -> Verdict:
             f"{names[0]} against {names[1]}: inconclusive, because {reason} ({level:g} % interval "
             f"{_signed(low, interval)} to {_signed(high, interval)}; {_facts(test)})"
         )
-        return Verdict(
-            *names, Word.INCONCLUSIVE, sentence, runs, reason, test.difference, interval, level, adjusted_p
-        )
+        return Verdict(*names, Word.INCONCLUSIVE, sentence, runs, reason, test.difference, interval, level, adjusted_p)
     word = Word.BETTER if test.both.value < 0 else Word.WORSE
     near, far = sorted(map(abs, interval))
     digits = _digits(interval)

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from harness.analysis.inconclusive import Inconclusive
 from harness.analysis.fits import Line, fit_search
+from harness.analysis.inconclusive import Inconclusive
 from harness.common.errors import UserError
 from harness.common.json_files import parse_config
 from harness.data.loader import BatchLayout

@@ -192,7 +192,7 @@ class ModelConfig(RunFile):
     @model_validator(mode="before")
     @classmethod
     def _spell_out(cls, raw: Any) -> Any:
-        """Give keys that belong to a lever their defaults where the lever is on, so that what is recorded says them."""
+        """Set the keys of an option that is on to their defaults, so that they are recorded."""
         if not isinstance(raw, dict):
             return raw
         filled = dict(raw)
@@ -205,7 +205,7 @@ class ModelConfig(RunFile):
     @model_validator(mode="after")
     def _possible(self) -> ModelConfig:
         _check_heads(self)
-        _check_levers(self)
+        _check_options(self)
         _check_value_embeddings(self)
         if self.parameters > LARGEST_PARAMETERS:
             *sizes, last = map(quoted, [*SIZES, *(key for key in SIZES_OF_LEVERS if getattr(self, key) is not None)])
@@ -291,7 +291,7 @@ def _check_heads(config: ModelConfig) -> None:
         )
 
 
-def _check_levers(config: ModelConfig) -> None:
+def _check_options(config: ModelConfig) -> None:
     if config.qkv_bias and not config.linear_bias:
         raise ValueError(
             'keys "qkv_bias" and "linear_bias": with "linear_bias": false no linear layer has biases; let qkv_bias be '

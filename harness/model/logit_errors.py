@@ -3,7 +3,7 @@
 Both formulations write the gradient over the logits, so that a chunk needs no second copy of them. With p the softmax
 of a row's logits and y its one-hot target, the loss is log(sum(exp(logits))) - logits[target], and its gradient p - y.
 
-Two levers change that, both off unless a `Terms` says so. A soft-cap c makes the logits c·tanh(products / c) before
+Two options change that, both off unless a `Terms` says so. A soft-cap c makes the logits c·tanh(products / c) before
 anything else; a gradient with respect to the products is then one with respect to them times 1 - tanh². The z-loss
 (PaLM, arXiv:2204.02311, section 5) adds z·n², where n = log(sum(exp(logits))) is the row's normaliser; its gradient is
 2·z·n·p, so that the whole one is (1 + 2·z·n)·p - y.

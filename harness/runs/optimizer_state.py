@@ -1,4 +1,4 @@
-"""What an optimizer keeps besides the weights, computes and sends, as far as plans and speeds on paper need to know it
+"""What an optimizer keeps besides the weights, computes and sends, as far as plans and estimated speeds need to know it
 without torch; harness/training/ has the optimizers themselves."""
 
 from __future__ import annotations

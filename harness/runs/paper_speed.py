@@ -20,7 +20,7 @@ from harness.model.costs import block_weights
 from harness.model.tensor_names import public_shapes
 from harness.runs.optimizer_state import is_muons, newton_schulz_flops
 
-UNCERTAINTY = 0.2  # of a speed on paper, either way: a judgement, until more was measured
+UNCERTAINTY = 0.2  # of an estimated speed, either way: a judgement, until more was measured
 LARGEST_MACHINE = 8  # GPUs that NVLink joins; a network between machines is another arithmetic
 
 # Bytes that kernels between the matrix products read and write: per token, layer and unit of width, and outside of the
@@ -36,7 +36,7 @@ NORM_BYTES, ADAMW_BYTES, MUON_BYTES = 8, 28, 86
 MEMORY_SHARE = 0.8  # of the data sheet's bandwidth that a fused kernel reaches
 REST = 0.07  # of all: random numbers, reports, data, gaps between kernels
 # The CPU launches kernels one by one. The time of one is Python's and the CPU's, and may well be half or twice as long:
-# where it decides, there is no speed on paper (`too_small`).
+# where it decides, there is no estimated speed (`too_small`).
 LAUNCHES_PER_LAYER, OTHER_LAUNCHES = 45, 20  # of a compiled microbatch
 MUON_LAUNCHES = 45  # for each matrix and step
 LAUNCH_SECONDS = 11e-6
@@ -44,7 +44,7 @@ LAUNCH_SECONDS = 11e-6
 
 @dataclass(frozen=True)
 class PaperDevice:
-    """A GPU whose speed can be told on paper; FLOP/s and bytes/s."""
+    """A GPU whose speed can be estimated; FLOP/s and bytes/s."""
 
     name: str
     matrix_peak: float  # data sheet: dense products of 16-bit numbers, sums in fp32
@@ -107,8 +107,8 @@ def why_not(train: Mapping[str, Any], world_size: int, model: ModelConfig | None
 def too_small(
     model: ModelConfig, device: PaperDevice, layout: BatchLayout, train: Mapping[str, Any] = NO_KEYS
 ) -> str | None:
-    """Why such a step has no speed on paper: the device is done with it sooner than the CPU with launching its kernels,
-    so that UNCERTAINTY does not hold. None if it takes longer."""
+    """The reason why such a step has no estimate, or None: the device ends it before the CPU has launched its kernels,
+    so that UNCERTAINTY does not hold."""
     seconds, kernels = _step(model, device, layout, train)
     if seconds >= kernels * LAUNCH_SECONDS:
         return None

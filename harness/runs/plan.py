@@ -136,9 +136,9 @@ def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
     cost = f"unknown: {priced}" if price is None else f"{_cost(price, parts)} at {priced}"
     if speed.uncertainty:
         seconds = sum(parts.values())
-        time += f"\non paper: {_range(seconds, speed.uncertainty, _hours)} in all"
+        time += f"\nestimated: {_range(seconds, speed.uncertainty, _hours)} in all"
         if price is not None:
-            cost += f"\non paper: {_range(seconds * price / 3600, speed.uncertainty, '${:,.2f}'.format)}"
+            cost += f"\nestimated: {_range(seconds * price / 3600, speed.uncertainty, '${:,.2f}'.format)}"
     return [("speed", said), ("time", time), ("cost", cost)]
 
 

@@ -29,7 +29,7 @@ from harness.runs.train_config import TrainConfig
 BENCHMARK_KEYS = ("benchmark_interval", "benchmark_tasks", "benchmark_examples")
 VALIDATION_KEYS = ("validation_interval", "validation_batches", "validation_ranks")
 GIVE_A_SPEED = "give --assume-tps or --assume-tps-with-validation"
-OR_A_DEVICE = f"{GIVE_A_SPEED}, or --assume-device for a speed on paper"
+OR_A_DEVICE = f"{GIVE_A_SPEED}, or --assume-device for an estimated speed"
 
 
 @dataclass(frozen=True)
@@ -86,18 +86,18 @@ def on_paper(experiment: Experiment, layout: BatchLayout, device: PaperDevice | 
     train = experiment.config.model_dump(mode="json")
     reason = why_not(train, layout.world_size, experiment.model) or too_small(experiment.model, device, layout, train)
     if reason is not None:
-        return PlannedSpeed(None, f"no speed on paper for {device.name}: {reason}; {GIVE_A_SPEED}")
+        return PlannedSpeed(None, f"no estimated speed for {device.name}: {reason}; {GIVE_A_SPEED}")
     speed = three_digits(paper_speed(experiment.model, device, layout, train))
     low, high = (three_digits(speed * (1 + sign * UNCERTAINTY)) for sign in (-1, 1))
     source = (
-        f"on paper for {layout.world_size} x {device.name}: {low:,.0f} to {high:,.0f}; nobody has measured it, and "
+        f"estimated for {layout.world_size} x {device.name}: {low:,.0f} to {high:,.0f}; nobody has measured it, and "
         "docs/performance.md has the arithmetic"
     )
     return PlannedSpeed(speed, source, uncertainty=UNCERTAINTY, device=device)
 
 
 def three_digits(number: float) -> float:
-    """As many as a number on paper deserves."""
+    """Significant digits that suit an estimate."""
     return float(f"{number:.3g}")
 
 
@@ -147,7 +147,7 @@ def _as_reported(reported: Reported, config: TrainConfig) -> PlannedSpeed | None
     source = f"reported of {reported.machine}{settings and f' with {settings}'} by {reported.source}; not measured here"
     device = find_device(reported.device)
     if device is not None:
-        source += f'; --assume-device "{device.name}" for this program\'s speed on paper'
+        source += f'; --assume-device "{device.name}" for this program\'s estimated speed'
     whole, training = reported.whole_run_speed, reported.training_speed
     if whole is not None and all(key in there and there[key] == now[key] for key in VALIDATION_KEYS):
         share = None if training is None else whole / training

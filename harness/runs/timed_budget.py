@@ -33,14 +33,14 @@ def find_budget(
 
 
 def _known_speed(experiment: Experiment, layout: BatchLayout, options: TrainOptions) -> PlannedSpeed:
-    """Raises UserError if there is none, or only one on paper that nobody has asked for."""
+    """Raises UserError if there is none, or only an estimated one that nobody has asked for."""
     speed, key = plan_speed(experiment, layout, options), experiment.config.budget
     if speed.tokens_per_second is None:
         raise UserError(f'train.json: key "{key}": needs a speed, and none is known: {speed.source}')
     if speed.uncertainty and options.assume_device is None:
         raise UserError(
             f'train.json: key "{key}": needs a measured speed, and there is one {speed.source}; give --assume-tps, or '
-            "--assume-device to reckon with the one on paper"
+            "--assume-device to reckon with the estimate"
         )
     return speed
 

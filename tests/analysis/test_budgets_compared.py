@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.analysis.inconclusive import Inconclusive
 from harness.analysis.derived_runs import Base, derive, write_runs
+from harness.analysis.inconclusive import Inconclusive
 from harness.analysis.records import RunRecord
 from harness.analysis.replicated_arms import named_arms
 from harness.analysis.sweep_standing import standing_of, summary_of

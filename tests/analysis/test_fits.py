@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.analysis.inconclusive import Inconclusive
 from harness.analysis.fits import (
     Line,
     Parabola,
@@ -20,6 +19,7 @@ from harness.analysis.fits import (
     fit_straight,
     smallest_at_each_memory,
 )
+from harness.analysis.inconclusive import Inconclusive
 from harness.runs.directory import RunDirectory
 from harness.runs.reported import read_reported
 from tests.runs.test_search_results import SEARCH
@@ -111,7 +111,7 @@ def test_a_fit_is_the_least_of_squares() -> None:
 def test_what_points_cannot_tell(points: list[tuple[float, float]], reason: str) -> None:
     fit = fit_parabola(points)
     assert fit == Inconclusive(reason)
-    assert " ".join(describe_batch_fit(fit)).startswith("Loss over the global batch: inconclusive:")
+    assert " ".join(describe_batch_fit(fit)).startswith("Loss over the global batch: inconclusive, because")
 
 
 def test_the_line_over_ones_own_machines() -> None:

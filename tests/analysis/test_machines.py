@@ -1,4 +1,4 @@
-"""What a run would take and cost elsewhere: against the notebook's figures, closed forms, and cases without an answer."""
+"""What a run would take and cost elsewhere: against the notebook's figures, closed forms, and refusals."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from harness.analysis.inconclusive import Inconclusive
 from harness.analysis.fits import Line
+from harness.analysis.inconclusive import Inconclusive
 from harness.analysis.machines import (
     NoProjection,
     Projection,
@@ -84,7 +84,7 @@ def test_the_speed_by_scale_of_a_machine_that_the_notebook_tried() -> None:
     eight = next(each for each in KNOWN if each.run == "8xh100m80")
     share = eight.tokens_per_second / on_paper("H100", eight.layout, work.model)
     assert found.speed.value == pytest.approx(share * on_paper("H100", found.layout, work.model))
-    assert found.speed.note == f"{share:.0%} of the speed on paper, as reported of 8xh100m80"
+    assert found.speed.note == f"{share:.0%} of the estimated speed, as reported of 8xh100m80"
 
 
 def test_another_batch_gives_a_range() -> None:
@@ -135,14 +135,14 @@ def test_several_shares_of_the_speed_on_paper_give_the_range() -> None:
     assert not isinstance(speed, Inconclusive)
     paper = on_paper("H100", work.layout, work.model)
     assert (speed.low, speed.value, speed.high) == pytest.approx(tuple(share * paper for share in shares))
-    assert speed.note == "50% to 90% of the speed on paper, as measured of A100 40GB, A100 80GB, B200"
+    assert speed.note == "50% to 90% of the estimated speed, as measured of A100 40GB, A100 80GB, B200"
 
 
 def test_nothing_known_is_on_paper() -> None:
     work = work_of("8xa100m40")
     for each in projections(work, []).values():
         paper = on_paper(each.machine.device, each.layout, work.model)
-        assert each.speed.basis == "on paper"
+        assert each.speed.basis == "estimated"
         bounds = (each.speed.low, each.speed.value, each.speed.high)
         assert bounds == pytest.approx((paper * (1 - UNCERTAINTY), paper, paper * (1 + UNCERTAINTY)))
 
@@ -178,9 +178,9 @@ def test_machines_of_which_nothing_is_known() -> None:
     assert all(isinstance(each, NoProjection) for each in found)
     reasons = [str(each.why) for each in found if isinstance(each, NoProjection)]
     assert reasons == [
-        "inconclusive, because no speed of Abacus 9 is known, nor on paper",
-        "inconclusive, because no speed of 13 x A100 40GB is known, and on paper 13 ranks are more than one machine "
-        "of 8 GPUs",
+        "inconclusive, because no speed of Abacus 9 is known or estimated",
+        "inconclusive, because no speed of 13 x A100 40GB is known, and none is estimated: 13 ranks are more than one "
+        "machine of 8 GPUs",
     ]
     mine = measured("8xa100m40", "Abacus 9", work.layout, 5000.0)
     (known,) = project(work, [machine(device="Abacus 9")], [mine])
@@ -195,7 +195,7 @@ def test_a_model_so_small_that_the_cpu_decides() -> None:
     reasons = {str(each.why) for each in found if isinstance(each, NoProjection)}
     assert len(found) == 5
     assert reasons == {
-        "inconclusive, because no speed on such GPUs is known, and on paper launching the kernels of a step "
+        "inconclusive, because no speed on such GPUs is known, and none is estimated: launching the kernels of a step "
         "(about 110, 1.2 ms) takes longer than their work; only a measurement tells the speed"
     }
     layout = BatchLayout(2, 1, 8, 128)
@@ -296,7 +296,7 @@ def test_a_broken_neighbour_is_passed_over_and_a_broken_run_is_not(tmp_path: Pat
     broken = RunDirectory(shop.add_run("broken"))
     broken.summary.write_text("{")
     run = RunDirectory(shop.add_run())
-    assert any("inconclusive" in line or "on paper" in line for line in elsewhere(run, [run, broken]))
+    assert any("inconclusive" in line or "estimated" in line for line in elsewhere(run, [run, broken]))
     with pytest.raises(UserError, match=r"summary.json:1: not valid JSON"):
         list(elsewhere(broken, []))
 

@@ -112,9 +112,7 @@ def test_replicates_of_an_incomplete_record() -> None:
     nowhere = replace(with_train(random_seed=1), torch=None, dataset=None)
     grouping = group_replicates({"a": nowhere, "b": replace(nowhere, train=TRAIN)})
     assert [group.runs for group in grouping.groups] == [("a",), ("b",)]
-    assert grouping.notes[0] == (
-        "a: its replicates are unknown, because these were not recorded: dataset and torch"
-    )
+    assert grouping.notes[0] == ("a: its replicates are unknown, because these were not recorded: dataset and torch")
 
 
 def test_a_seed_that_changes_nothing_makes_no_replicates() -> None:

@@ -162,7 +162,7 @@ def test_a_plan_that_no_disk_can_hold_is_remarked_on(shop: Workshop) -> None:
 
 
 def test_dollars_are_not_those_of_another_machine(shop: Workshop) -> None:
-    """By speeds on paper, which a model of that width has."""
+    """By estimated speeds, which a model of that width has."""
     shop.add_run("base", model={"emb_dim": 4096, "n_layers": 1}, price_per_hour=23.92)
     sweep = load(shop, vary={"random_seed": [1]})
     for device, said in (("H200", "cost: unknown price: train.json's $23.92/h is the price of 8x H100"), ("H100", "$")):

@@ -89,8 +89,7 @@ def test_single_runs_on_both_sides() -> None:
     assert "is within evaluation noise, too (95 % interval -0.0" in verdict.sentence
     verdict = compare(Arm("b", [3.4]), baseline=Arm("a", [3.5]))[0]
     assert verdict.sentence == (
-        "b against a: inconclusive, because training noise is unknown; these models differ by "
-        "-0.100 nats on this text"
+        "b against a: inconclusive, because training noise is unknown; these models differ by -0.100 nats on this text"
     )
 
 

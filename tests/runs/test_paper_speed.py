@@ -1,4 +1,4 @@
-"""Speeds on paper: by hand, against torch's counters, what they depend on, and which devices are meant by a name."""
+"""Estimated speeds: by hand, against torch's counters, what they depend on, and which devices are meant by a name."""
 
 from __future__ import annotations
 

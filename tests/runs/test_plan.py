@@ -169,12 +169,12 @@ def test_when_a_reported_speed_is_none_of_this_plan(tmp_path: Path, monkeypatch:
     """Other numbers of ranks, batches, models or kernels; other devices in this machine, or in the question."""
     name, eight = "8xa100m40", ("--assume-world-size", "8")
     assert "(reported of" in rows(plan_shipped(tmp_path, name))["speed"], "the machine that it is named after has eight"
-    assert "(on paper for 4 x A100 40GB" in rows(plan_shipped(tmp_path, name, "--assume-world-size", "4"))["speed"]
+    assert "(estimated for 4 x A100 40GB" in rows(plan_shipped(tmp_path, name, "--assume-world-size", "4"))["speed"]
     for changes in ({"microbatch_size": 12}, {"gradient_accumulation_steps": 2}):
         found = rows(plan_shipped(tmp_path, name, *eight, **changes))
-        assert "(on paper for 8 x A100 40GB" in found["speed"], changes
+        assert "(estimated for 8 x A100 40GB" in found["speed"], changes
     found = rows(plan_shipped(tmp_path, name, *eight, activation_checkpointing=True))
-    assert found["time and cost"].startswith("unknown: no speed on paper for A100 40GB")
+    assert found["time and cost"].startswith("unknown: no estimated speed for A100 40GB")
     assert "(reported of" in rows(plan_shipped(tmp_path, name, *eight, precision="fp16", compile=False))["speed"]
     for option in (("--assume-tps", "1000"), ("--assume-device", "A100 40GB")):
         assert "reported" not in rows(plan_shipped(tmp_path, name, *eight, *option))["speed"]
@@ -187,7 +187,7 @@ def test_when_a_reported_speed_is_none_of_this_plan(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(planned_speed, "gpu_names", lambda: here)
     experiment = Experiment.load(RunDirectory.find(tmp_path / "runs", name), tmp_path)
     layout = experiment.layout(8)
-    assert plan_speed(experiment, layout, options()).source.startswith("on paper for 8 x H200")
+    assert plan_speed(experiment, layout, options()).source.startswith("estimated for 8 x H200")
     here = ["NVIDIA A100-SXM4-40GB"] * 8
     assert plan_speed(experiment, layout, options()).source.startswith("reported of 8x A100 40 GiB")
     model = experiment.run.model_json
@@ -555,8 +555,8 @@ def test_a_run_is_planned_for_the_machine_that_it_is_named_after(tmp_path: Path)
     found = rows(result)
     assert found["machine"].startswith("8x H100 80 GiB (by the run's name; ")
     assert found["global batch"].startswith("8 ranks x 27 sequences")
-    assert "(on paper for 8 x H100: 2,230,000 to 3,350,000; " in found["speed"]
-    assert "on paper: $6.61 to $9.91" in found["cost"]
+    assert "(estimated for 8 x H100: 2,230,000 to 3,350,000; " in found["speed"]
+    assert "estimated: $6.61 to $9.91" in found["cost"]
     shop = Workshop(tmp_path)
     found = rows(shop.attempt("--plan", run="8xh100m80-fast", environment=ranking(0)))
     assert found["machine"].startswith("2 x H100 in place of 8x H100 80 GiB (by the run's name; ")
@@ -669,7 +669,7 @@ def test_a_plan_names_and_checks_the_weights_to_start_from(shop: Workshop, tmp_p
     assert "no such file" in shop.attempt("--plan", "--restart").stderr
 
 
-# Tokens per second of eight GPUs on paper, as --plan rounds them; the notebook measured 234,480 to 778,107.
+# Tokens per second of eight GPUs by estimate, as --plan rounds them; the notebook measured 234,480 to 778,107.
 ON_PAPER = {
     "8xa100m40": ("A100 40GB", 1_270_000),
     "8xa100m80": ("A100 80GB", 1_440_000),
@@ -680,18 +680,18 @@ ON_PAPER = {
 
 @pytest.mark.parametrize("name", ON_PAPER)
 def test_a_speed_on_paper(tmp_path: Path, name: str) -> None:
-    """Said to be on paper, with a range, wherever it stands, and what it comes to."""
+    """Said to be estimated, with a range, wherever it stands, and what it comes to."""
     device, speed = ON_PAPER[name]
     result = plan_shipped(tmp_path, name, "--assume-world-size", "8", "--assume-device", device)
     narrow(result)
     found = rows(result)
-    assert found["speed"].startswith(f"{speed:,} tokens/s of training alone, without validation (on paper for 8 x")
+    assert found["speed"].startswith(f"{speed:,} tokens/s of training alone, without validation (estimated for 8 x")
     low, high = (number(part) for part in found["speed"].partition(f"8 x {device}: ")[2].split(" to "))
     assert [low, high] == pytest.approx([0.8 * speed, 1.2 * speed], rel=0.005)
     total = float(re.findall(r"\$([\d.]+)", found["cost"])[2])
-    cheap, dear = (float(each) for each in re.findall(r"\$([\d.]+)", found["cost"].partition("on paper: ")[2]))
+    cheap, dear = (float(each) for each in re.findall(r"\$([\d.]+)", found["cost"].partition("estimated: ")[2]))
     assert [cheap, dear] == pytest.approx([total / 1.2, total / 0.8], abs=0.011)
-    assert re.search(r"on paper: [\d.]+ (h|s) to [\d.]+ h in all", found["time"])
+    assert re.search(r"estimated: [\d.]+ (h|s) to [\d.]+ h in all", found["time"])
     assert total < BILLS[name][2] / 2, "the notebook's machine, with this program"
 
 
@@ -705,9 +705,9 @@ def test_a_stack_of_levers_with_muon_has_hours_and_dollars_on_paper(tmp_path: Pa
     result = Workshop(tmp_path).attempt("--plan", "--assume-world-size", "8", "--assume-device", device, run=name)
     narrow(result)
     found = rows(result)
-    assert found["speed"].startswith(f"{speed:,} tokens/s of training alone, without validation (on paper for 8 x")
+    assert found["speed"].startswith(f"{speed:,} tokens/s of training alone, without validation (estimated for 8 x")
     assert 0.6 * plain < speed < plain
-    assert re.search(r"on paper: [\d.]+ (h|s) to [\d.]+ h in all", found["time"])
+    assert re.search(r"estimated: [\d.]+ (h|s) to [\d.]+ h in all", found["time"])
     hours = float(found["time"].split(" h training")[0])
     tokens = int(found["tokens"].replace(",", ""))
     assert hours == pytest.approx(tokens / speed / 3600, abs=0.006)
@@ -720,9 +720,9 @@ def test_a_stack_of_levers_with_muon_has_hours_and_dollars_on_paper(tmp_path: Pa
 LARGE_ENOUGH = {"emb_dim": 4096, "n_layers": 1}
 
 
-def test_nothing_measured_or_given_is_said_to_be_on_paper(shop: Workshop) -> None:
+def test_only_estimates_are_called_so(shop: Workshop) -> None:
     shop.add_run(price_per_hour=36.0)
-    assert "on paper" not in shop.attempt("--plan", "--assume-tps", "10").stdout
+    assert "estimated:" not in shop.attempt("--plan", "--assume-tps", "10").stdout
 
 
 def test_a_measured_speed_comes_first(shop: Workshop) -> None:
@@ -731,7 +731,7 @@ def test_a_measured_speed_comes_first(shop: Workshop) -> None:
     add_summary(shop.runs / "r", experiment, device="NVIDIA H100 80GB HBM3")
     assert rows(shop.attempt("--plan", "--assume-device", "H100"))["speed"].startswith("96 tokens/s")
     found = rows(shop.attempt("--plan", "--assume-device", "H200"))
-    assert "(on paper for 1 x H200: " in found["speed"]
+    assert "(estimated for 1 x H200: " in found["speed"]
 
 
 def test_a_device_that_nothing_is_known_of(shop: Workshop) -> None:
@@ -749,7 +749,7 @@ def test_a_device_that_nothing_is_known_of(shop: Workshop) -> None:
 def test_what_is_not_on_paper_either(shop: Workshop) -> None:
     shop.add_run(precision="fp32")
     found = rows(shop.attempt("--plan", "--assume-device", "H100"))
-    assert found["time and cost"].startswith('unknown: no speed on paper for H100: "precision": "fp32" is not covered')
+    assert found["time and cost"].startswith('unknown: no estimated speed for H100: "precision": "fp32" is not covered')
     shop.add_run()
     found = rows(shop.attempt("--plan", "--assume-device", "H100", "--assume-world-size", "16"))
     assert "16 ranks are more than one machine" in found["time and cost"]
@@ -760,7 +760,7 @@ def test_a_model_too_small_for_a_speed_on_paper(tmp_path: Path) -> None:
     result = plan_shipped(tmp_path, "quickstart", "--assume-device", "H100")
     narrow(result)
     found = rows(result)
-    assert found["time and cost"].startswith("unknown: no speed on paper for H100: launching the kernels")
+    assert found["time and cost"].startswith("unknown: no estimated speed for H100: launching the kernels")
     assert "--assume-tps" in found["time and cost"]
     assert "speed" not in found
 
@@ -775,6 +775,6 @@ def test_this_machines_own_gpus(shop: Workshop, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(planned_speed, "gpu_names", lambda: list(gpus))
         return plan_speed(experiment, experiment.layout(ranks), nothing_said).source
 
-    assert source(2, "NVIDIA H200", "NVIDIA H200").startswith("on paper for 2 x H200: ")
+    assert source(2, "NVIDIA H200", "NVIDIA H200").startswith("estimated for 2 x H200: ")
     for few_or_strange in (["NVIDIA H200"], ["NVIDIA H200", "NVIDIA H100 80GB HBM3"], ["NVIDIA L4", "NVIDIA L4"], []):
         assert source(2, *few_or_strange).startswith("no earlier run of this shape; give --assume-tps")
