@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.common.errors import RunStopped, end_at_once, one_line_errors
+from harness.common.errors import RunStopped, UserError, end_at_once, one_line_errors
 from harness.common.lasting_output import survive_closed_output
 from harness.common.launcher import exit_when_launcher_dies
 from harness.common.libraries import configure_libraries, load
@@ -123,7 +123,7 @@ class Trainer:
 @click.command(cls=Command)
 @click.argument("run")
 @click.argument("datasets_dir", type=click.Path(path_type=Path))
-@click.argument("checkpoint", required=False)
+@click.argument("checkpoints", nargs=-1, metavar="[CHECKPOINT]")
 @click.option("--processes", type=click.IntRange(1, 1024), help="Train with N processes, a GPU or CPU cores for each.")
 @click.option(
     "-f", "--find-max-microbatch-size", "find", is_flag=True, help="Find the largest microbatch that fits; no training."
@@ -142,7 +142,7 @@ class Trainer:
 @click.option("--restart", is_flag=True, help="Move earlier results to RUN/aside and start again.")
 @RUNS_DIR
 @schema_option
-def main(run: str, datasets_dir: Path, checkpoint: str | None, **given: Any) -> None:
+def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: Any) -> None:
     """Train RUN (a folder in runs/ with model.json and train.json) on its dataset, kept in DATASETS_DIR.
 
     The same command starts a run, continues an unfinished one from its latest checkpoint, and does nothing to a
@@ -156,6 +156,9 @@ def main(run: str, datasets_dir: Path, checkpoint: str | None, **given: Any) -> 
     """
     exit_when_launcher_dies()
     with one_line_errors():
+        if len(checkpoints) > 1 or (datasets_dir / "train.json").is_file():
+            raise UserError(f"{run}, {datasets_dir}, …: one run at a time; sweep_runs.py trains several")
+        checkpoint = checkpoints[0] if checkpoints else None
         options = TrainOptions(**given)
         options.check(checkpoint)
         from harness.distributed.environment import ranks_to_start, read_ranking, run_ranks, take_signals

@@ -166,7 +166,7 @@ def remarks(splits: Sequence[Split], options: dict[str, Any]) -> Iterator[str]:
         if asked and (split.documents < FEW_DOCUMENTS or abs(share - asked) > asked / 10):
             yield (
                 f"{split.name} is {document_count(split.documents)} with {share:.2%} of the text ({asked:.2%} asked "
-                f"for): its loss tells of no others; --{split.name}-fraction changes the share"
+                f"for); its loss may not hold for other texts; --{split.name}-fraction changes the share"
             )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from harness.common.gpu_names import gpu_names
 from harness.common.options import TrainOptions
 from harness.common.units import GIB
-from harness.data.dataset import Dataset, check_token_ids, is_present
+from harness.data.dataset import Dataset, check_token_ids, is_present, neighbour
 from harness.model.config import ModelConfig
 from harness.model.export_formats import describe_formats
 from harness.model.tensor_names import check_weights_file
@@ -214,7 +214,7 @@ def make_plan(
     layout = experiment.layout(world_size)
     budget = budget or find_budget(experiment, layout, meta, TrainOptions())
     config, model = experiment.config, experiment.model
-    position, unused = None, None
+    position = None
     if is_present(experiment.datasets_dir, config.dataset, experiment.splits):
         dataset = Dataset.open(experiment.datasets_dir, config.dataset)
         if meta is not None:
@@ -223,9 +223,12 @@ def make_plan(
         for split in experiment.splits:
             check_token_ids(dataset, split, model.vocab_size)
         position = experiment.position(layout, len(dataset.split("train")), meta, budget)
-        unused = None if meta else _unused_vocabulary(model, dataset)
-    elif config.min_train_tokens != -1:
-        position = experiment.position(layout, sys.maxsize, meta, budget)
+        remark = None if meta else _unused_vocabulary(model, dataset)
+    else:
+        near = neighbour(experiment.datasets_dir, config.dataset)
+        remark = near and f'"{config.dataset}" is not in {experiment.datasets_dir}; did you mean "{near}"?'
+        if config.min_train_tokens != -1:
+            position = experiment.position(layout, sys.maxsize, meta, budget)
     initial = experiment.initial_weights if meta is None else None
     scaled = experiment.scaled_settings(layout, position) if position else UNSCALED
     return Plan(
@@ -241,7 +244,7 @@ def make_plan(
         scaled=scaled,
         active_parameters=model.active_parameters if model.moe else None,
         moe_router_loss_scale=experiment.moe_router_loss_scale,
-        unused_vocabulary=unused,
+        dataset_remark=remark,
     )
 
 
@@ -292,5 +295,5 @@ def print_plan(experiment: Experiment, checkpoint: str | None, ranks: int, optio
     speed = plan_speed(experiment, plan.layout, options, meant=meant)
     # On an assumed machine it is not this disk that counts.
     shortage = None if assumed else plan.disk_shortage(experiment.run.path)
-    notes = [note for note in (plan.unused_vocabulary, shortage) if note]
+    notes = [note for note in (plan.dataset_remark, shortage) if note]
     print(describe_plan(plan, experiment.model, speed, machine=said, notes=notes), flush=True)

@@ -37,7 +37,7 @@ class Plan:
     scaled: ScaledSettings = UNSCALED
     active_parameters: int | None = None  # of a mixture of experts
     moe_router_loss_scale: float = 0.0
-    unused_vocabulary: str | None = None  # a remark
+    dataset_remark: str | None = None
 
     def validations(self) -> int:
         every = self.config.validation_interval

@@ -160,8 +160,8 @@ def say_plan(experiment: Experiment, plan: Plan, options: TrainOptions) -> None:
     Rank 0 only."""
     if plan.position is None or plan.position.is_finished:
         return
-    if plan.unused_vocabulary:
-        click.echo(f"note: {plan.unused_vocabulary}")
+    if plan.dataset_remark:
+        click.echo(f"note: {plan.dataset_remark}")
     speed = None if plan.budget is None else plan_speed(experiment, plan.layout, options)
     for line in describe_start(plan, speed):
         click.echo(line)

@@ -107,6 +107,15 @@ def test_dataset_names_that_are_none(shop: Workshop, name: str) -> None:
 def test_a_misspelt_dataset_has_a_neighbour(shop: Workshop, name: str) -> None:
     edit(shop, dataset=name)
     refused(shop.attempt(), 'did you mean "local/letters"?')
+    planned = shop.attempt("--plan")
+    assert 'did you mean "local/letters"?' in " ".join((planned.stdout + planned.stderr).split())
+
+
+def test_runs_of_an_unquoted_pattern(shop: Workshop) -> None:
+    """ddp_train.py runs/* datasets, of two runs and of three."""
+    second = str(shop.add_run("second"))
+    refused(shop.command("ddp_train.py", "r", second, str(shop.datasets)), "one run at a time")
+    refused(shop.command("ddp_train.py", "r", second, second, str(shop.datasets)), "one run at a time")
 
 
 @pytest.mark.parametrize(
