@@ -131,14 +131,10 @@ class Trainer:
 @click.option("--memory-limit-gib", type=POSITIVE, help="With -f: as if a device had G GiB.")
 @click.option("--write", is_flag=True, help="With -f: put the result into train.json.")
 @click.option("--plan", is_flag=True, help="Print what the command would do and cost; no training, no download.")
-@click.option(
-    "--assume-tps", type=POSITIVE, help="With --plan, or for target_hours: tokens per second of training alone."
-)
+@click.option("--assume-tps", type=POSITIVE, help="With --plan: tokens per second of training alone.")
 @click.option("--assume-tps-with-validation", type=POSITIVE, help="The same, validation's time counted.")
 @click.option("--assume-world-size", type=click.IntRange(min=1), help="With --plan: as if there were N ranks.")
-@click.option(
-    "--assume-device", help="With --plan, or for target_hours: as if on such GPUs, like H100: an estimated speed."
-)
+@click.option("--assume-device", help="With --plan: as if on such GPUs, like H100: an estimated speed.")
 @click.option("--restart", is_flag=True, help="Move earlier results to RUN/aside and start again.")
 @RUNS_DIR
 @schema_option
@@ -170,7 +166,6 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
         to_start = ranks_to_start(options.processes)
         found = RunDirectory.find(options.runs_dir, run)
         experiment = Experiment.load(found, datasets_dir)
-        options.check_speeds(needs_speed=experiment.config.is_timed)
         experiment.check_dataset(ask_hub=not options.plan and here.local_rank == 0)  # one process a machine asks
         if options.plan:
             from harness.runs.plan import print_plan

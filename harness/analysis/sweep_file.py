@@ -39,8 +39,6 @@ SHORT = {
     "min_train_tokens": "tokens",
     "train_steps": "steps",
     "target_flops": "flops",
-    "target_hours": "hours",
-    "target_dollars": "dollars",
     "scale_with_batch": "batch_scale",
     "scale_with_depth": "depth_scale",
     "warmup_steps": "warmup",

@@ -24,7 +24,6 @@ from harness.runs.plan import COLUMNS, make_plan, planned_start
 from harness.runs.plan_costs import Plan, planned_seconds
 from harness.runs.planned_speed import PlannedSpeed, plan_speed
 from harness.runs.throughput import KERNEL_KEYS
-from harness.runs.timed_budget import find_budget
 
 # Of a run whose speed is not known, and for which nobody can be expected to know it.
 OR_TRAIN_ONE = "or train one of them first, which measures it"
@@ -122,8 +121,7 @@ class Planner:
         try:
             experiment.check_together()
             start = planned_start(experiment, self.use.processes, None)
-            budget = find_budget(experiment, experiment.layout(self.use.processes), start, self.options)
-            plan = make_plan(experiment, self.use.processes, start, budget)
+            plan = make_plan(experiment, self.use.processes, start)
         except UserError as error:
             raise UserError(f"{run.name}: {error}") from None
         speed = self._speed(experiment, plan.layout)

@@ -63,8 +63,7 @@ def read_workload(run: RunDirectory) -> Workload | Inconclusive:
     except UserError as error:  # a batch of more tokens than there can be
         return Inconclusive(f"its numbers are too large: {error}")
     if tokens is None:
-        counts = "hours or dollars" if config.is_timed else "-1, all there is"
-        return Inconclusive(f"its {config.budget} is {counts}, and it has not trained yet")
+        return Inconclusive(f"its {config.budget} is -1, all there is, and it has not trained yet")
     needed = summary.peak_memory_gib if summary else reported.memory_gib if reported else None
     train = config.model_dump(mode="json")
     return Workload(run.path.name, model, train, layout, tokens, needed, _memory(run, model))
@@ -83,11 +82,10 @@ def _layout(
 
 
 def _tokens(config: TrainConfig, model: ModelConfig, layout: BatchLayout, summary: RunSummary | None) -> int | None:
-    if summary is None or not config.is_timed:
-        tokens = tokens_of_budget(config, model, batch_schedule(config, layout))
-        if tokens is not None:
-            return tokens
-    return None if summary is None else summary.tokens_seen or None
+    tokens = tokens_of_budget(config, model, batch_schedule(config, layout))
+    if tokens is None and summary is not None:
+        return summary.tokens_seen or None
+    return tokens
 
 
 def _memory(run: RunDirectory, model: ModelConfig) -> Line | None:

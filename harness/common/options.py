@@ -69,8 +69,9 @@ class TrainOptions:
             for option, value in belongs[needed].items():
                 if value and not is_given:
                     raise UserError(f"--{option.replace('_', '-')} belongs with {needed}")
-        if self.find:
-            self.check_speeds(needs_speed=False)
+        for option in () if self.plan else ("assume_tps", "assume_tps_with_validation", "assume_device"):
+            if getattr(self, option):
+                raise UserError(f"--{option.replace('_', '-')} belongs with --plan")
         if self.assume_tps and self.assume_tps_with_validation:
             raise UserError("--assume-tps and --assume-tps-with-validation: give one of them")
         if self.assume_device and (self.assume_tps or self.assume_tps_with_validation):
@@ -79,10 +80,3 @@ class TrainOptions:
             raise UserError("--restart and -f: give one of them")
         if checkpoint is not None and (self.restart or self.find):
             raise UserError("a CHECKPOINT to continue from goes with neither --restart nor -f")
-
-    def check_speeds(self, *, needs_speed: bool) -> None:
-        """Raises UserError for a speed where nothing is planned, nor trained that needs one."""
-        speeds = ("assume_tps", "assume_tps_with_validation", "assume_device")
-        for option in () if self.plan or needs_speed else speeds:
-            if getattr(self, option):
-                raise UserError(f"--{option.replace('_', '-')} belongs with --plan")

@@ -51,6 +51,9 @@ _TRAINING = {
     "dtype": ("precision", '"bf16", "fp16" or "fp32"'),
     "embedding_lr": ("embedding_learning_rate", ""),
     "epochs": ("min_train_tokens", ALL_ONCE),
+    # Keys of earlier versions.
+    "target_dollars": ("train_steps", STEPS),
+    "target_hours": ("train_steps", STEPS),
     "eval_batches": ("validation_batches", MICROBATCHES),
     "eval_every": ("validation_interval", STEPS),
     "eval_interval": ("validation_interval", STEPS),

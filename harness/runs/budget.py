@@ -1,7 +1,7 @@
 """How much a run trains: train.json's budget, as a number of tokens and of global steps.
 
-Budgets in hours and dollars need a speed (harness/runs/timed_budget.py finds it), which is another tomorrow: what a
-budget came to at the start of a run is recorded in every checkpoint, and holds until train.json asks for another one.
+What a budget came to at the start of a run is recorded in every checkpoint, and holds until train.json asks for another
+one.
 """
 
 from __future__ import annotations
@@ -30,17 +30,14 @@ class Budget(BaseModel):
     key: str
     value: float | int
     tokens: Annotated[int, Field(ge=1, lt=COUNTABLE)]  # of the whole run: a whole number of that time's global batches
-    speed: str | None = None  # that hours or dollars were reckoned with, and where it came from
 
     @classmethod
-    def of(cls, config: TrainConfig, tokens: int, speed: str | None = None) -> Budget:
+    def of(cls, config: TrainConfig, tokens: int) -> Budget:
         """What train.json's budget came to. Raises UserError if those are more tokens than can be counted."""
         check_countable(config, tokens)
-        found = cls(key=config.budget, value=getattr(config, config.budget), tokens=tokens)
-        return found if speed is None else found.model_copy(update={"speed": speed})  # what is not set is not written
+        return cls(key=config.budget, value=getattr(config, config.budget), tokens=tokens)
 
     def describe(self) -> str:
-        """For a terminal, without the speed."""
         value = f"{self.value:,}" if isinstance(self.value, int) else f"{self.value:,g}"
         return f"{self.key} {value}: {self.tokens:,} tokens"
 
@@ -59,7 +56,7 @@ def batch_schedule(config: TrainConfig, layout: BatchLayout, tokens_seen: int = 
 
 def tokens_of_budget(config: TrainConfig, model: ModelConfig, batches: BatchSchedule) -> int | None:
     """The tokens of a run by what its files say: whole global batches of `batches`, which begin with the run. None for
-    all there is, and for a budget that needs a speed.
+    all there is.
 
     As many as `tokens_per_parameter` wants, or more (20: Hoffmann et al., arXiv:2203.15556, which is about where their
     three fits agree; all parameters count, of experts the active ones, which are those that a token's operations are
@@ -82,7 +79,7 @@ def tokens_of_budget(config: TrainConfig, model: ModelConfig, batches: BatchSche
 
 def stated_tokens(config: TrainConfig, model: ModelConfig) -> float | None:
     """What a budget names, not rounded to global batches; None for one that names no number of tokens without knowing
-    the number of ranks or a speed."""
+    the number of ranks."""
     if config.train_steps is not None and config.global_batch_size is not None:
         return config.train_steps * config.global_batch_size * model.context_length
     if config.tokens_per_parameter is not None:
@@ -129,8 +126,8 @@ def recorded_budget(config: TrainConfig, recorded: Budget | None) -> Budget | No
 
 
 def as_tokens(train: Mapping[str, Any], recorded: Budget | None) -> Mapping[str, Any]:
-    """A recorded train.json as if its budget had been given in tokens: two budgets, and two speeds, may come to the
-    same run, and one in hours to two."""
+    """A recorded train.json as if its budget had been given in tokens: two budgets may come to the same
+    run."""
     if recorded is None:
         return train
     return {**train, recorded.key: None, "min_train_tokens": recorded.tokens}

@@ -235,7 +235,7 @@ class Experiment:
 
     def budget(self, layout: BatchLayout, meta: CheckpointMeta | None) -> Budget | None:
         """What the run's budget comes to: as the checkpoint that `meta` describes has recorded it, or else by what its
-        files say. None for `min_train_tokens`, which is in tokens already, and for a budget that needs a speed.
+        files say. None for `min_train_tokens`, which is in tokens already.
 
         Raises UserError for a budget below one global batch.
         """

@@ -14,7 +14,6 @@ from harness.data.dataset import Dataset, check_token_ids, is_present, neighbour
 from harness.model.config import ModelConfig
 from harness.model.export_formats import describe_formats
 from harness.model.tensor_names import check_weights_file
-from harness.runs.budget import Budget
 from harness.runs.checkpoint_lookup import choose_start, refuse_unnamed
 from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, upgrade_notebook_meta
 from harness.runs.experiment import Experiment
@@ -24,7 +23,6 @@ from harness.runs.paper_speed import find_device
 from harness.runs.plan_costs import Plan, planned_seconds
 from harness.runs.planned_speed import PlannedSpeed, plan_speed
 from harness.runs.scaling_rules import UNSCALED
-from harness.runs.timed_budget import find_budget
 from harness.runs.train_config import TrainConfig
 
 COLUMNS = 79
@@ -49,7 +47,7 @@ def describe_plan(
         ("global batch", _global_batch(plan)),
         *_share_rows(plan),
         *([("scaled", "\n".join(plan.scaled.explained))] if plan.scaled.explained else []),
-        *([("budget", _budget(plan.budget))] if plan.budget else []),
+        *([("budget", plan.budget.describe())] if plan.budget else []),
         *([] if is_continued else [("starts from", str(plan.initial_weights or "new weights"))]),
         *(_work_rows(plan, speed) if plan.position else [("global steps", _unknown(config))]),
         *(("note", note) for note in notes),
@@ -71,10 +69,6 @@ def _global_batch(plan: Plan) -> str:
             f"= {layout.global_tokens // layout.context_length:,} sequences = {layout.global_tokens:,} tokens"
         )
     return "\n".join(said)
-
-
-def _budget(budget: Budget) -> str:
-    return budget.describe() + (f"\n{budget.speed}" if budget.speed else "")
 
 
 def _share_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -203,16 +197,13 @@ def _wrap(text: str, following: str) -> list[str]:
     return textwrap.wrap(text, COLUMNS, subsequent_indent=following, break_on_hyphens=False, drop_whitespace=True)
 
 
-def make_plan(
-    experiment: Experiment, world_size: int, meta: CheckpointMeta | None, budget: Budget | None = None
-) -> Plan:
-    """The plan of what is left to do after the checkpoint that `meta` describes, or of the whole run; `budget`: what
-    train.json's was found to come to (find_budget), if that is known.
+def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | None) -> Plan:
+    """The plan of what is left to do after the checkpoint that `meta` describes, or of the whole run.
 
     The dataset is consulted if it is on this machine. Raises UserError for what cannot work.
     """
     layout = experiment.layout(world_size)
-    budget = budget or find_budget(experiment, layout, meta, TrainOptions())
+    budget = experiment.budget(layout, meta)
     config, model = experiment.config, experiment.model
     position = None
     if is_present(experiment.datasets_dir, config.dataset, experiment.splits):
@@ -289,7 +280,7 @@ def print_plan(experiment: Experiment, checkpoint: str | None, ranks: int, optio
         said += f" (by {named_by}; --assume-device and --assume-world-size change it)"
     ranks = assumed or ranks
     meta = None if options.restart else planned_start(experiment, ranks, checkpoint)
-    plan = make_plan(experiment, ranks, meta, find_budget(experiment, experiment.layout(ranks), meta, options))
+    plan = make_plan(experiment, ranks, meta)
     if plan.initial_weights is not None:
         check_weights_file(plan.initial_weights, experiment.model)
     speed = plan_speed(experiment, plan.layout, options, meant=meant)

@@ -16,9 +16,8 @@ LARGEST_PRICE = 1e9
 # AdamW moves each number by about the rate in a step, and weights are far below 1: what is above is a mistake. The
 # highest in use are those of embeddings, 0.3 in nanochat and 0.6 in modded-nanogpt.
 LARGEST_RATE = 10.0
-# How much is trained: one of these is in a train.json. Those of TIMED_BUDGETS need a speed to become tokens.
-TIMED_BUDGETS = ("target_hours", "target_dollars")
-BUDGETS = ("min_train_tokens", "train_steps", "tokens_per_parameter", "target_flops", *TIMED_BUDGETS)
+# How much is trained: one of these is in a train.json.
+BUDGETS = ("min_train_tokens", "train_steps", "tokens_per_parameter", "target_flops")
 DEFAULT_MIN_LR_RATIO = 0.1
 
 
@@ -70,15 +69,6 @@ class TrainConfig(RunFile):
     )
     target_flops: float | None = Field(
         default=None, gt=0, le=1e40, description="A budget in place of min_train_tokens: floating-point operations."
-    )
-    target_hours: float | None = Field(
-        default=None,
-        gt=0,
-        le=1e9,
-        description="A budget in place of min_train_tokens: hours, at the speed that is known.",
-    )
-    target_dollars: float | None = Field(
-        default=None, gt=0, le=1e12, description="A budget in place of min_train_tokens: dollars, by price_per_hour."
     )
     start_train_token: Count = Field(ge=0, description="Where in the train split the slice begins.")
     validation_interval: Count | None = Field(
@@ -247,11 +237,6 @@ class TrainConfig(RunFile):
         return next(key for key in BUDGETS if getattr(self, key) is not None)
 
     @property
-    def is_timed(self) -> bool:
-        """Whether the budget needs a speed to become tokens."""
-        return self.budget in TIMED_BUDGETS
-
-    @property
     def sequences(self) -> int | None:
         """Of a global batch over all ranks, the last of a ramp; None if train.json counts accumulation steps."""
         return self.batch_ramp[-1][1] if self.batch_ramp else self.global_batch_size
@@ -341,11 +326,6 @@ def _check_budget(config: TrainConfig) -> None:
     tokens = config.min_train_tokens
     if tokens is not None and tokens < 1 and tokens != -1:
         raise ValueError('key "min_train_tokens": must be at least 1, or -1 for all there is')
-    if config.target_dollars is not None and not config.price_per_hour:
-        raise ValueError(
-            'key "target_dollars": needs "price_per_hour" above 0, the price of the whole machine; give it, or '
-            '"target_hours" in its place'
-        )
 
 
 def _check_batch(config: TrainConfig) -> None:

@@ -37,7 +37,6 @@ from harness.runs.plan_costs import Plan
 from harness.runs.planned_speed import plan_speed
 from harness.runs.scaling_rules import UNSCALED, ScaledSettings
 from harness.runs.throughput import Conditions, same_conditions, unknown_peak
-from harness.runs.timed_budget import find_budget
 from harness.runs.train_config import TrainConfig
 from harness.training.clock import Clock
 
@@ -140,9 +139,7 @@ def prepare(experiment: Experiment, world: World, clock: Clock, checkpoint: str 
         meta = upgrade_notebook_meta(path, meta, experiment.provenance(dataset), experiment.batches(layout))
         clock.add(meta.seconds)
     # The plan's checks are the run's: short data, unknown tokens, a long warm-up or a full disk end it here.
-    # A budget in hours is what rank 0's machine knows of the speed, on all of them.
-    budget = world.broadcast(lambda: find_budget(experiment, layout, meta, options))
-    plan = world.on_each_node(lambda: make_plan(experiment, world.size, meta, budget))
+    plan = world.on_each_node(lambda: make_plan(experiment, world.size, meta))
     world.on_rank0(lambda: plan.check_disk(run.path))
     world.on_rank0(lambda: say_plan(experiment, plan, options))
     assert plan.position is not None, "the dataset is here"
@@ -150,7 +147,7 @@ def prepare(experiment: Experiment, world: World, clock: Clock, checkpoint: str 
     precision = world.broadcast(lambda: choose_precision(experiment.config, world.device, meta))
     return Start(
         *(experiment, dataset, layout, plan.position, clock, path, meta, is_from_notebook, lock, precision),
-        budget=budget,
+        budget=plan.budget,
         scaled=plan.scaled,
     )
 

@@ -63,23 +63,20 @@ def test_compare_runs_shows_budgets_that_differ(shop: Workshop) -> None:
 
 @pytest.mark.slow
 def test_replicates_are_those_that_saw_as_many_tokens(shop: Workshop) -> None:
-    """Two runs of as many hours at other speeds are none; one in steps is one of the same in tokens."""
+    """Steps that see as many tokens as another run's budget in tokens are a replicate of it; longer ones are not."""
     records = []
-    for name, keys, options in (
-        ("slow", {"target_hours": 0.001, "random_seed": 1}, ("--assume-tps", "100")),
-        ("fast", {"target_hours": 0.001, "random_seed": 2}, ("--assume-tps", "200")),
-        ("steps", {"train_steps": 5, "random_seed": 3}, ()),
-        ("tokens", {"min_train_tokens": 320, "random_seed": 4}, ()),
+    for name, keys in (
+        ("longer", {"train_steps": 6, "random_seed": 1}),
+        ("steps", {"train_steps": 5, "random_seed": 3}),
+        ("tokens", {"min_train_tokens": 320, "random_seed": 4}),
     ):
         shop.add_run(name, **{"min_train_tokens": None, **keys})
-        shop.train(name, *options, ranks=1)
+        shop.train(name, ranks=1)
         records.append(RunRecord.read(RunDirectory(shop.runs / name)))
     tokens = {record.name: record.tokens_seen for record in records}
-    assert tokens["slow"] != tokens["fast"]
-    assert tokens["steps"] == tokens["tokens"] == 320
+    assert tokens == {"longer": 384, "steps": 320, "tokens": 320}
     groups = {frozenset(runs) for runs in named_arms(records).runs.values()}
-    assert frozenset({"steps", "tokens"}) in groups
-    assert not any({"slow", "fast"} <= group for group in groups)
+    assert groups == {frozenset({"steps", "tokens"}), frozenset({"longer"})}
 
 
 def test_what_a_run_would_take_elsewhere(shop: Workshop) -> None:
@@ -87,10 +84,10 @@ def test_what_a_run_would_take_elsewhere(shop: Workshop) -> None:
     work = read_workload(RunDirectory(shop.runs / "r"))
     assert isinstance(work, Workload)
     assert work.tokens == 7 * 64
-    shop.add_run(min_train_tokens=None, target_hours=1.0)
-    untold = read_workload(RunDirectory(shop.runs / "r"))
-    assert isinstance(untold, Inconclusive)
-    assert "its target_hours is hours or dollars" in untold.reason
+    shop.add_run(min_train_tokens=-1)
+    unknown = read_workload(RunDirectory(shop.runs / "r"))
+    assert isinstance(unknown, Inconclusive)
+    assert "its min_train_tokens is -1" in unknown.reason
 
 
 def test_fit_scaling_predicts_a_run_by_its_budget(shop: Workshop) -> None:
@@ -105,7 +102,6 @@ def test_fit_scaling_predicts_a_run_by_its_budget(shop: Workshop) -> None:
     arguments = ("fit_scaling.py", "--points", str(points), "--runs-dir", str(shop.runs), "--predict", "r")
     shop.add_run(min_train_tokens=None, tokens_per_parameter=20)
     assert "178K tokens" in shop.command(*arguments).stdout
-    shop.add_run(min_train_tokens=None, target_hours=2)
+    shop.add_run(min_train_tokens=None, train_steps=2)
     refused = shop.command(*arguments)
-    assert 'key "target_hours": 2.0 names no number; give parameters=,tokens=' in refused.stderr
-    assert json.loads((shop.runs / "r" / "train.json").read_text())["target_hours"] == 2
+    assert 'key "train_steps": 2 names no number; give parameters=,tokens=' in refused.stderr

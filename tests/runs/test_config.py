@@ -64,8 +64,6 @@ DEFAULTS: dict[str, Any] = {
     "train_steps": None,
     "tokens_per_parameter": None,
     "target_flops": None,
-    "target_hours": None,
-    "target_dollars": None,
     "batch_ramp": None,
     "scale_with_batch": None,
     "scale_with_depth": None,
@@ -159,8 +157,6 @@ def test_defaults_are_the_tables(train: WriteTrain, model: WriteModel) -> None:
         {"min_train_tokens": ..., "train_steps": 100},
         {"min_train_tokens": ..., "tokens_per_parameter": 20},
         {"min_train_tokens": ..., "target_flops": 1e18},
-        {"min_train_tokens": ..., "target_hours": 0.5},
-        {"min_train_tokens": ..., "target_dollars": 3, "price_per_hour": 10.0},
         {"lr_schedule": "linear", "min_lr_ratio": 0.1},
     ],
 )
@@ -386,8 +382,6 @@ FLOATS = [
     "price_per_hour",
     "tokens_per_parameter",
     "target_flops",
-    "target_hours",
-    "target_dollars",
 ]
 FLAGS = ["decay_all_parameters", "shard_optimizer", "activation_checkpointing", "compile", "deterministic"]
 CHOICES = ["lr_schedule", "optimizer", "precision", "validation_ranks", "compile"]
@@ -471,8 +465,6 @@ def test_impossible_betas(train: WriteTrain, betas: Any) -> None:
         ("train_steps", 0),
         ("tokens_per_parameter", 0),
         ("target_flops", -1),
-        ("target_hours", 0),
-        ("target_dollars", 0),
     ],
 )
 def test_impossible_values(train: WriteTrain, key: str, value: float) -> None:
@@ -711,7 +703,7 @@ def test_width_of_the_feed_forward_layer(model: WriteModel, changes: dict[str, A
 
 def test_without_a_budget_all_of_them_are_named(train: WriteTrain) -> None:
     message = refusal(train, min_train_tokens=...)
-    for key in ("train_steps", "tokens_per_parameter", "target_flops", "target_hours", "target_dollars"):
+    for key in ("train_steps", "tokens_per_parameter", "target_flops"):
         assert f'"{key}"' in message
 
 
@@ -720,11 +712,9 @@ def test_without_a_budget_all_of_them_are_named(train: WriteTrain) -> None:
     [
         ({"train_steps": 5}, 'keys "min_train_tokens" and "train_steps": each says how much to train; give one'),
         (
-            {"min_train_tokens": ..., "target_flops": 1e18, "target_hours": 1},
-            'keys "target_flops" and "target_hours": each says how much to train; give one',
+            {"min_train_tokens": ..., "target_flops": 1e18, "train_steps": 1},
+            'keys "train_steps" and "target_flops": each says how much to train; give one',
         ),
-        ({"min_train_tokens": ..., "target_dollars": 3}, 'key "target_dollars": needs "price_per_hour" above 0'),
-        ({"min_train_tokens": ..., "target_dollars": 3, "price_per_hour": 0}, 'needs "price_per_hour" above 0'),
         ({"batch_ramp": [[0, 8]], "global_batch_size": 8}, 'keys "batch_ramp" and "global_batch_size": each says'),
         ({"batch_ramp": [[0, 8]], "gradient_accumulation_steps": 2}, '"batch_ramp" and "gradient_accumulation_steps"'),
         ({"batch_ramp": []}, 'key "batch_ramp": list should have at least 1 item, not []'),
