@@ -59,7 +59,6 @@ CALLS: dict[str, list[tuple[str, int]]] = {
         ('step --set precision="fp16"', 120),
         ("step --set activation_checkpointing=true", 120),
         ("step --attention flash", 120),
-        ("step --set exact_dropout=true", 120),
     ],
     "commands": [
         ("search", 280),

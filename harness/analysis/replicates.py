@@ -137,7 +137,9 @@ def asks_for_the_same(one: RunSetup, other: RunSetup) -> bool:
 
 def _with_defaults(schema: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
     defaults = {key: each.default for key, each in schema.model_fields.items() if each.default is not PydanticUndefined}
-    return {**defaults, **values}
+    # Keys of earlier versions that this one has no more change nothing where they were off.
+    known = {key: value for key, value in values.items() if key in schema.model_fields or value not in (None, False)}
+    return {**defaults, **known}
 
 
 def _near_misses(first_runs: Mapping[str, str], runs: Mapping[str, RunSetup]) -> list[str]:

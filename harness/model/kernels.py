@@ -28,11 +28,10 @@ def choose_kernels(
     device: torch.device,
     *,
     compiled: bool | Literal["auto"],
-    exact_dropout: bool = False,
 ) -> None:
     """Have a model, which is on `device` already, computed as train.json's `compile` says. Raises UserError if it
     cannot be."""
-    attend_with_exact_dropout(drop_rate, device, exactly=exact_dropout)
+    attend_with_exact_dropout(drop_rate, device)
     if should_compile(compiled, device):
         model.compile()  # in place: the module and its parameters keep their names
 
@@ -96,38 +95,38 @@ def dropped_share(kernel: AttentionKernel, drop_rate: float) -> float | None:
     return drop_rate
 
 
-def drops_as_told(kernel: AttentionKernel, drop_rate: float, *, exactly: bool) -> bool:
-    """Whether a kernel drops `drop_rate` to within 1/256, or `exactly`."""
+def drops_as_told(kernel: AttentionKernel, drop_rate: float) -> bool:
+    """True if a kernel drops `drop_rate` to within 1/256."""
     share = dropped_share(kernel, drop_rate)
-    return share is not None and abs(share - drop_rate) <= (1e-9 if exactly else ROUNDING_ALLOWED)
+    return share is not None and abs(share - drop_rate) <= ROUNDING_ALLOWED
 
 
-def attend_with_exact_dropout(drop_rate: float, device: torch.device, *, exactly: bool = False) -> None:
-    """Keep attention from kernels that would drop another share than `drop_rate`: by more than 1/256, or, with
-    `exactly`, at all. Torch takes the fastest of those that are left.
+def attend_with_exact_dropout(drop_rate: float, device: torch.device) -> None:
+    """Keep attention from kernels that would drop another share than `drop_rate` by more than 1/256. Torch takes the
+    fastest of those that are left.
 
     torch 2.11 prefers cuDNN's on Hopper and Blackwell without looking at the rate.
     """
     if device.type != "cuda":
         return
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if version < ROUNDED_DROPOUT_UNTIL and not drops_as_told("cudnn", drop_rate, exactly=exactly):
+    if version < ROUNDED_DROPOUT_UNTIL and not drops_as_told("cudnn", drop_rate):
         torch.backends.cuda.enable_cudnn_sdp(False)
-    if not drops_as_told("flash", drop_rate, exactly=exactly):
+    if not drops_as_told("flash", drop_rate):
         torch.backends.cuda.enable_flash_sdp(False)
 
 
-def rounded_dropout(drop_rate: float, device: torch.device, *, exactly: bool) -> str | None:
+def rounded_dropout(drop_rate: float, device: torch.device) -> str | None:
     """A remark if attention in half precision drops a slightly different share than `drop_rate`."""
     share = dropped_share("flash", drop_rate)
     assert share is not None
-    if device.type != "cuda" or drops_as_told("flash", drop_rate, exactly=True) or exactly:
+    if device.type != "cuda" or math.isclose(share, drop_rate, abs_tol=1e-9):
         return None
     steps = min(max(1, round(drop_rate * CUDNN_DROPOUT_STEPS)), CUDNN_DROPOUT_STEPS - 1)
     neighbour = steps / CUDNN_DROPOUT_STEPS
     return (
         f"FlashAttention drops a share of {share:.4f} where drop_rate is {drop_rate:g}; drop_rate {neighbour:g} would "
-        'be exact, and leave torch the choice among faster kernels; "exact_dropout": true takes a slower one'
+        "be exact, and leave torch the choice among faster kernels"
     )
 
 

@@ -79,7 +79,6 @@ UNKNOWN_PRICE: dict[str, Any] = {
     "compile": False,
     "activation_checkpointing": True,
     "deterministic": True,
-    "exact_dropout": True,
     "residual_precision": "bf16",
     "coordinate_descent_tuning": True,
 }

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 # Keys of train.json that decide, with the model and the number of ranks, how long a step takes.
 BATCH_KEYS = ("microbatch_size", "gradient_accumulation_steps", "global_batch_size", "batch_ramp")
 KERNEL_KEYS = (
-    *("precision", "residual_precision", "compile", "coordinate_descent_tuning", "exact_dropout"),
+    *("precision", "residual_precision", "compile", "coordinate_descent_tuning"),
     *("activation_checkpointing", "optimizer", "shard_optimizer", "deterministic", "bucket_mb"),
     "z_loss",
 )

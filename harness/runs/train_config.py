@@ -165,9 +165,6 @@ class TrainConfig(RunFile):
     residual_precision: Literal["fp32", "bf16"] = Field(
         default="fp32", description="bf16: the sum that blocks add to in bf16, too; with bf16 matrix products only."
     )
-    exact_dropout: bool = Field(
-        default=False, description="true: no attention kernel that rounds drop_rate, not even to 1/256."
-    )
     coordinate_descent_tuning: bool = Field(
         default=False, description="torch.compile tries more variants of each kernel; slower to start."
     )

@@ -36,7 +36,6 @@ def parallelise(model: nn.Module, experiment: Experiment, world: World) -> nn.Mo
     choose_kernels(
         *(model, experiment.model.drop_rates.attention_weights, world.device),
         compiled=config.compile,
-        exact_dropout=config.exact_dropout,
     )
     if world.size == 1:
         return model

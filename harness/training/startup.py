@@ -224,8 +224,7 @@ def remark_on_machine(experiment: Experiment, world: World) -> None:
     should_compile(config.compile, device)
     remarks = [idle_gpus(device, world.local_size), not_compiled(config.compile, device)]
     if precision.name != "fp32":  # kernels that round it are for half precision only
-        rate = experiment.model.drop_rates.attention_weights
-        remarks.append(rounded_dropout(rate, device, exactly=config.exact_dropout))
+        remarks.append(rounded_dropout(experiment.model.drop_rates.attention_weights, device))
     remarks.append(unknown_peak(world.device_name))
     for remark in (*remarks, *world.gather(taken_by_others(device))):
         if remark is not None:

@@ -54,6 +54,13 @@ def groups_of(**runs: RunSetup) -> list[tuple[str, ...]]:
     return [group.runs for group in group_replicates(runs).groups]
 
 
+def test_keys_of_earlier_versions_count_where_they_were_on() -> None:
+    off = with_train(random_seed=1, exact_dropout=False, target_hours=None)
+    assert groups_of(off=off, now=with_train(random_seed=2)) == [("off", "now")]
+    on = with_train(random_seed=3, exact_dropout=True)
+    assert groups_of(on=on, now=with_train(random_seed=2)) == [("on",), ("now",)]
+
+
 def test_runs_that_differ_in_their_seed_are_replicates() -> None:
     grouping = group_replicates(
         {"a": with_train(random_seed=1), "x": with_train(learning_rate=0.003), "b": with_train(random_seed=2)}

@@ -68,7 +68,7 @@ def test_active_parameters_where_a_model_has_experts(tmp_path: Path) -> None:
 def test_a_key_that_an_earlier_version_did_not_write_makes_no_difference(tmp_path: Path) -> None:
     a, b = RunFolder(tmp_path, "a").finish(), RunFolder(tmp_path, "b").finish()
     summary = json.loads(b.directory.summary.read_text())
-    del summary["train"]["exact_dropout"], summary["torch"], summary["mfu"]
+    del summary["train"]["deterministic"], summary["torch"], summary["mfu"]
     b.directory.summary.write_text(json.dumps(summary))
     table = table_of(a, b)
     assert [each.key for each in table.columns if each.is_setting] == []

@@ -207,31 +207,16 @@ def test_flash_attention_drops_by_random_bytes(drop_rate: float) -> None:
     """Its rule, counted over all bytes."""
     dropped = sum(byte > math.floor(255 * (1 - drop_rate)) for byte in range(256)) / 256
     assert kernels.dropped_share("flash", drop_rate) == dropped
-    assert kernels.drops_as_told("flash", drop_rate, exactly=False)
-    assert kernels.drops_as_told("flash", drop_rate, exactly=True) == (drop_rate * 256).is_integer()
-    assert kernels.drops_as_told("cudnn", drop_rate, exactly=False) == (drop_rate * 16).is_integer()
+    assert kernels.drops_as_told("flash", drop_rate)
+    assert kernels.drops_as_told("cudnn", drop_rate) == (drop_rate * 16).is_integer()
     assert kernels.dropped_share("efficient", drop_rate) == drop_rate
 
 
-@pytest.mark.parametrize(
-    ("drop_rate", "exactly", "allowed"), [(0.1, True, False), (0.1, False, True), (0.125, True, True)]
-)
-def test_exact_dropout_refuses_flash_attention(drop_rate: float, exactly: bool, allowed: bool) -> None:
-    before = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled()
-    try:
-        torch.backends.cuda.enable_flash_sdp(True)
-        kernels.attend_with_exact_dropout(drop_rate, CUDA, exactly=exactly)
-        assert torch.backends.cuda.flash_sdp_enabled() == allowed
-    finally:
-        torch.backends.cuda.enable_flash_sdp(before[0])
-        torch.backends.cuda.enable_cudnn_sdp(before[1])
-
-
 def test_a_rounded_dropout_is_remarked_upon() -> None:
-    remark = str(kernels.rounded_dropout(0.1, CUDA, exactly=False))
+    remark = str(kernels.rounded_dropout(0.1, CUDA))
     assert remark.startswith("FlashAttention drops a share of 0.1016 where drop_rate is 0.1; drop_rate 0.125 would")
-    for drop_rate, device_, exactly in ((0.1, CPU, False), (0.1, CUDA, True), (0.125, CUDA, False), (0.0, CUDA, False)):
-        assert kernels.rounded_dropout(drop_rate, device_, exactly=exactly) is None
+    for drop_rate, device_ in ((0.1, CPU), (0.125, CUDA), (0.0, CUDA)):
+        assert kernels.rounded_dropout(drop_rate, device_) is None
 
 
 def test_attention_on_a_cpu_drops_the_configured_share() -> None:

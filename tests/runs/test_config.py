@@ -38,7 +38,6 @@ DEFAULTS: dict[str, Any] = {
     "bucket_mb": None,
     "activation_checkpointing": False,
     "residual_precision": "fp32",
-    "exact_dropout": False,
     "coordinate_descent_tuning": False,
     "checkpoint_interval": None,
     "keep_checkpoints": None,
