@@ -22,7 +22,7 @@ from harness.common.units import GIB
 from harness.model.attention import causal_attention
 from harness.model.config import ModelConfig as ModelConfig
 from harness.model.config import load_model_config as load_model_config
-from harness.model.cross_entropy import linear_cross_entropy, training_losses
+from harness.model.cross_entropy import linear_cross_entropy
 from harness.model.embeddings import bigram_buckets, shifted, skip_mix, skip_source, value_mix, value_tables
 from harness.model.experts import MixtureOfExperts, Routed, Routing, TrainingTerms
 from harness.model.feed_forward import FeedForward
@@ -139,22 +139,20 @@ class GPTModel(nn.Module):
         *,
         recompute_blocks: bool = False,
         residual_dtype: torch.dtype | None = None,
-        z_loss: float = 0.0,
         moe_router_loss_scale: float = 0.0,
     ) -> None:
         """Weights are drawn from torch's global generator, so that equal seeds give equal models on every rank.
 
         With `recompute_blocks` the backward pass runs each block again instead of keeping its activations. Under
-        autocast, `residual_dtype` is that of the residual stream (None: the weights'). `z_loss` and, where
-        there are experts, `moe_router_loss_scale` are the coefficients of further terms of the training loss. Raises
-        UserError if this machine cannot hold even the weights.
+        autocast, `residual_dtype` is that of the residual stream (None: the weights'). Where there are experts,
+        `moe_router_loss_scale` is the coefficient of the term that balances them. Raises UserError if this machine
+        cannot hold even the weights.
         """
         _check_memory(config)
         super().__init__()
         self.config = config
         self.recompute_blocks = recompute_blocks
         self.residual_dtype = residual_dtype
-        self.z_loss = z_loss
         self.moe_router_loss_scale = moe_router_loss_scale
         self.tok_emb = nn.Embedding(config.vocab_size, config.emb_dim)
         self.pos_emb = nn.Embedding(config.context_length, config.emb_dim) if config.position == "learned" else None
@@ -182,24 +180,20 @@ class GPTModel(nn.Module):
                 nn.init.normal_(parameter, std=residual_std if is_residual else INIT_STD)
 
     def forward(self, tokens_BxT: Tensor, targets_BxT: Tensor | None = None) -> Tensor | TrainingTerms:
-        """Logits (B, T, V), or, given targets, the mean cross-entropy as a scalar; in training with `z_loss` that and
-        the second term, of which the sum is to be minimised (see `training_losses`), and in training with experts that,
-        a term that balances them, and their load."""
+        """Logits (B, T, V), or, given targets, the mean cross-entropy as a scalar; in training with experts that, and
+        a term that balances them, of which the sum is to be minimised, and their load."""
         features_BxTxC, routings = self._routed_features(tokens_BxT)
         if targets_BxT is None:
             return self.out_head(features_BxTxC)
         inputs = features_BxTxC.flatten(0, 1), self.out_head.weight, targets_BxT.flatten()
-        if self.z_loss and self.training:
-            losses = training_losses(*inputs, z_loss=self.z_loss, softcap=self.out_head.softcap)
-        else:
-            losses = linear_cross_entropy(*inputs, softcap=self.out_head.softcap)
-        return self._with_balance(losses, routings) if routings and self.training else losses
+        loss = linear_cross_entropy(*inputs, softcap=self.out_head.softcap)
+        return self._with_balance(loss, routings) if routings and self.training else loss
 
-    def _with_balance(self, losses: Tensor, routings: list[Routing]) -> TrainingTerms:
-        """With the blocks' balancing losses together as the last term."""
+    def _with_balance(self, loss: Tensor, routings: list[Routing]) -> TrainingTerms:
+        """The loss, and the blocks' balancing losses together as a second term."""
         balance = self.moe_router_loss_scale * torch.stack([routing.loss for routing in routings]).sum()
         tokens_LxE = torch.stack([routing.tokens_E for routing in routings])
-        return TrainingTerms(torch.cat((losses.reshape(-1), balance.reshape(1).to(losses.dtype))), tokens_LxE)
+        return TrainingTerms(torch.stack((loss, balance.to(loss.dtype))), tokens_LxE)
 
     def features(self, tokens_BxT: Tensor) -> Tensor:
         """What the head sees: (B, T, C), after the final norm."""

@@ -91,6 +91,8 @@ WITHOUT_KEY = {
     **dict.fromkeys(("out_dir", "output_dir"), "not a setting here: results go to the run's own folder; remove it"),
     "resume_from_checkpoint": "not a setting here: the same command continues a run; remove it",
     "always_save_checkpoint": "not a setting here: every checkpoint is kept unless keep_checkpoints is set; remove it",
+    "exact_dropout": "no longer a setting: a drop_rate in sixteenths is exact with every attention kernel; remove it",
+    "z_loss": "no longer a setting: it changed no loss beyond training noise; remove it",
     "lr_decay_iters": "not a setting here: the schedule ends with the run; remove it",
 }
 

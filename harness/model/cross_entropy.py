@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from harness.model.logit_errors import Terms, chunk_kernel
+from harness.model.logit_errors import chunk_kernel
 
 # Logits held at once: large enough to keep the matrix products efficient, small beside the rest of the memory.
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}
@@ -25,7 +25,7 @@ CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}
 FP16_ROWS = 2**14
 # Matrix units work on tiles: rows of a chunk and, where the head is copied anyway, its rows are a multiple of this.
 TILE = 128
-INPUTS = 8  # of the loss as one operation
+INPUTS = 7  # of the loss as one operation
 
 
 def linear_cross_entropy(
@@ -39,29 +39,14 @@ def linear_cross_entropy(
     the saved gradient in place. Every target is from 0 to V - 1 (compiled code does not look): data sets are checked
     before training, and there is no number for a target to be ignored.
     """
-    return _differentiable(features_NxC, weight_VxC, targets_N, Terms(softcap or 0.0))[0]
-
-
-def training_losses(
-    features_NxC: Tensor, weight_VxC: Tensor, targets_N: Tensor, *, z_loss: float, softcap: float | None = None
-) -> Tensor:
-    """`linear_cross_entropy`, and `z_loss` times the mean of the rows' log(sum(exp(logits)))² (PaLM, arXiv:2204.02311,
-    section 5): two numbers, whose sum is to be differentiated. By itself the first has no gradient, the second has
-    that of the sum."""
-    total, cross_entropy = _differentiable(features_NxC, weight_VxC, targets_N, Terms(softcap or 0.0, z_loss))
-    return torch.stack((cross_entropy, total - cross_entropy))
-
-
-def _differentiable(features_NxC: Tensor, weight_VxC: Tensor, targets_N: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
-    """What is to be minimised, and the mean cross-entropy, which has no gradient."""
     needs_grad = torch.is_grad_enabled() and (features_NxC.requires_grad or weight_VxC.requires_grad)
     # Decided here: operations with a registered implementation run where autocast is no longer seen.
     product_dtype = _matmul_dtype(features_NxC)
     compiled = torch.compiler.is_compiling()
-    total, cross_entropy, _, _ = _loss_and_gradients(
-        features_NxC, weight_VxC, targets_N, product_dtype, needs_grad, compiled, *terms
+    loss, _, _ = _loss_and_gradients(
+        features_NxC, weight_VxC, targets_N, product_dtype, needs_grad, compiled, softcap or 0.0
     )
-    return total, cross_entropy
+    return loss
 
 
 def token_cross_entropies(
@@ -69,19 +54,19 @@ def token_cross_entropies(
 ) -> Tensor:
     """The N cross-entropies whose mean `linear_cross_entropy` is, for a model that is measured: without gradients, and
     not for a compiler."""
-    how = Computation(_matmul_dtype(features_NxC), needs_grad=False, compiled=False, terms=Terms(softcap or 0.0))
+    how = Computation(_matmul_dtype(features_NxC), needs_grad=False, compiled=False, softcap=softcap or 0.0)
     losses_N, _, _ = _row_losses(features_NxC, weight_VxC, targets_N, how)
     return losses_N
 
 
 class Computation(NamedTuple):
-    """How a loss is computed: the matrix products' precision, whether with gradients, by compiled kernels or not, and
-    what there is besides the plain cross-entropy."""
+    """How a loss is computed: the matrix products' precision, with gradients or not, by compiled kernels or not, and
+    the logits' soft-cap (0: none)."""
 
     product_dtype: torch.dtype
     needs_grad: bool
     compiled: bool
-    terms: Terms
+    softcap: float
 
 
 def _matmul_dtype(features: Tensor) -> torch.dtype:
@@ -119,25 +104,22 @@ def _loss_and_gradients(
     needs_grad: bool,
     compiled: bool,
     softcap: float,
-    z_loss: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The mean of all that is minimised, that of the cross-entropy alone, and N times the former's gradients with
-    respect to the features, in `product_dtype`, and the weight; both are empty unless `needs_grad`.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean cross-entropy, and N times its gradients with respect to the features, in `product_dtype`, and the
+    weight; both are empty unless `needs_grad`.
 
     With p = softmax(logits) and y the one-hot targets, N * d loss / d logits = p - y, so that one pass over the logits
     gives the loss and both gradients. The 1/N waits until after the matrix products: in fp16 it would underflow.
     """
-    how = Computation(product_dtype, needs_grad, compiled, Terms(softcap, z_loss))
-    losses, grad_features, grad_weight = _row_losses(features_NxC, weight_VxC, targets_N, how)
-    if not z_loss:
-        return losses.mean(), losses.mean(), grad_features, grad_weight
-    return losses.sum(1).mean(), losses[:, 0].mean(), grad_features, grad_weight
+    how = Computation(product_dtype, needs_grad, compiled, softcap)
+    losses_N, grad_features, grad_weight = _row_losses(features_NxC, weight_VxC, targets_N, how)
+    return losses_N.mean(), grad_features, grad_weight
 
 
 def _row_losses(
     features_NxC: Tensor, weight_VxC: Tensor, targets_N: Tensor, how: Computation
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_loss_and_gradients` before the mean: the loss of each row, or with a z-loss both parts of it (Nx2)."""
+    """`_loss_and_gradients` before the mean: the loss of each row."""
     (rows, dim), vocab = features_NxC.shape, weight_VxC.shape[0]
     dtype, needs_grad = how.product_dtype, how.needs_grad
     with torch.no_grad(), torch.autocast(features_NxC.device.type, enabled=False):
@@ -145,19 +127,18 @@ def _row_losses(
         weight = _head(weight_VxC, dtype, whole_tiles=how.compiled or features.is_cuda)
         grad_features = torch.empty_like(features if needs_grad else features[:0])
         grad_weight = weight.new_empty((len(weight) if needs_grad else 0, dim), dtype=weight_VxC.dtype)
-        shape = (rows, 2) if how.terms.z_loss else (rows,)
-        losses = features.new_empty(shape, dtype=_accumulated_dtype(features_NxC.dtype))
+        losses_N = features.new_empty(rows, dtype=_accumulated_dtype(features_NxC.dtype))
         step = chunk_rows(rows, len(weight), features.device.type, dtype)
         logits_RxW = features.new_empty(min(step, rows), len(weight))
         for start in range(0, rows, step):
             part = slice(start, min(start + step, rows))
             logits = torch.mm(features[part], weight.T, out=logits_RxW[: part.stop - start])
             kernel = chunk_kernel(len(logits), compiled=how.compiled)
-            kernel(logits, targets_N[part], losses[part], vocab, needs_grad, how.terms)
+            kernel(logits, targets_N[part], losses_N[part], vocab, needs_grad, how.softcap)
             if needs_grad:
                 torch.mm(logits, weight, out=grad_features[part])
                 _add_product(grad_weight, logits, features[part], is_first=start == 0)
-        return losses, grad_features, grad_weight[:vocab]
+        return losses_N, grad_features, grad_weight[:vocab]
 
 
 def _head(weight_VxC: Tensor, dtype: torch.dtype, *, whole_tiles: bool) -> Tensor:
@@ -192,17 +173,16 @@ def _shapes(
     needs_grad: bool,
     compiled: bool,
     softcap: float,
-    z_loss: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    total, alone = (features_NxC.new_empty((), dtype=_accumulated_dtype(features_NxC.dtype)) for _ in range(2))
+) -> tuple[Tensor, Tensor, Tensor]:
+    loss = features_NxC.new_empty((), dtype=_accumulated_dtype(features_NxC.dtype))
     rows, vocab = (features_NxC.shape[0], weight_VxC.shape[0]) if needs_grad else (0, 0)
     dim = features_NxC.shape[1]
-    return total, alone, features_NxC.new_empty((rows, dim), dtype=product_dtype), weight_VxC.new_empty((vocab, dim))
+    return loss, features_NxC.new_empty((rows, dim), dtype=product_dtype), weight_VxC.new_empty((vocab, dim))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
-    _, cross_entropy, grad_features, grad_weight = output
-    ctx.mark_non_differentiable(cross_entropy, grad_features, grad_weight)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    _, grad_features, grad_weight = output
+    ctx.mark_non_differentiable(grad_features, grad_weight)
     ctx.set_materialize_grads(False)  # zeros for the two gradients, as large as they are
     ctx.save_for_backward(grad_features, grad_weight)
     features_NxC = inputs[0]
@@ -210,11 +190,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 
 @once_differentiable
-def _backward(ctx: Any, grad_total: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    if grad_total is None:
+def _backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if grad_loss is None:
         return (None,) * INPUTS
     grad_features, grad_weight = ctx.saved_tensors
-    scale = grad_total / ctx.rows
+    scale = grad_loss / ctx.rows
     # Nothing else reads the saved gradient of the weight, and a second copy would cost as much as the head. The
     # features' gradient leaves half precision before it is scaled down.
     scaled = (grad_features.to(scale.dtype) * scale).to(ctx.features_dtype)

@@ -3,17 +3,14 @@
 Both formulations write the gradient over the logits, so that a chunk needs no second copy of them. With p the softmax
 of a row's logits and y its one-hot target, the loss is log(sum(exp(logits))) - logits[target], and its gradient p - y.
 
-Two options change that, both off unless a `Terms` says so. A soft-cap c makes the logits c·tanh(products / c) before
-anything else; a gradient with respect to the products is then one with respect to them times 1 - tanh². The z-loss
-(PaLM, arXiv:2204.02311, section 5) adds z·n², where n = log(sum(exp(logits))) is the row's normaliser; its gradient is
-2·z·n·p, so that the whole one is (1 + 2·z·n)·p - y.
+A soft-cap c (0: none) makes the logits c·tanh(products / c) before anything else; the gradient with respect to the
+products is then that with respect to the logits times 1 - tanh².
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,48 +20,36 @@ from torch import Tensor
 SLICE_LOGITS = {"cpu": 2**20, "cuda": 2**25}
 
 
-class Terms(NamedTuple):
-    """What there is besides the plain cross-entropy: `softcap` c, and the z-loss' coefficient; 0 for neither."""
-
-    softcap: float = 0.0
-    z_loss: float = 0.0
-
-
-PLAIN = Terms()
-Kernel = Callable[[Tensor, Tensor, Tensor, int, bool, Terms], None]
+Kernel = Callable[[Tensor, Tensor, Tensor, int, bool, float], None]
 
 
 def chunk_kernel(rows: int, *, compiled: bool) -> Kernel:
-    """The function(logits_RxW, targets_R, losses, vocab, wants_errors, terms) for chunks of `rows` rows.
+    """The function(logits_RxW, targets_R, losses_R, vocab, wants_errors, softcap) for chunks of `rows` rows.
 
-    It writes each row's loss, in the precision of `losses`, and, if `wants_errors`, the gradient over the logits;
-    otherwise it may leave anything in them. Columns from `vocab` on count as absent. With a z-loss `losses` is Rx2: the
-    cross-entropy, and the z-loss beside it; without it has one dimension.
+    It writes each row's loss, in the precision of `losses_R`, and, if `wants_errors`, the gradient over the logits;
+    otherwise it may leave anything in them. Columns from `vocab` on count as absent.
     """
     # A compiler takes a size of 1 for a constant: one row would need a program of its own.
     return _compiled_kernel if compiled and rows > 1 else eager_kernel
 
 
 def eager_kernel(
-    logits_RxW: Tensor, targets_R: Tensor, losses: Tensor, vocab: int, wants_errors: bool, terms: Terms = PLAIN
+    logits_RxW: Tensor, targets_R: Tensor, losses_R: Tensor, vocab: int, wants_errors: bool, softcap: float = 0.0
 ) -> None:
     """The kernel as separate operations, over a few rows at a time."""
     slice_logits = SLICE_LOGITS.get(logits_RxW.device.type, SLICE_LOGITS["cpu"])
     if logits_RxW.device.type == "cpu":
         slice_logits *= torch.get_num_threads()  # threads wait for one another after each operation on a slice
     at_once = max(1, slice_logits // logits_RxW.shape[1])
-    parts = (tensor.split(at_once) for tensor in (logits_RxW, targets_R[:, None], losses.view(len(losses), -1)))
+    parts = (tensor.split(at_once) for tensor in (logits_RxW, targets_R[:, None], losses_R[:, None]))
     for logits, wanted, written in zip(*parts, strict=True):
-        work = logits[:, :vocab].to(losses.dtype)  # the logits themselves where they have that precision
-        slope = _softcap(work, terms.softcap, wants_errors=wants_errors) if terms.softcap else None
+        work = logits[:, :vocab].to(losses_R.dtype)  # the logits themselves where they have that precision
+        slope = _softcap(work, softcap, wants_errors=wants_errors) if softcap else None
         largest, chosen = work.amax(-1, keepdim=True), work.gather(1, wanted)
         total = work.sub_(largest).exp_().sum(-1, keepdim=True)
-        normaliser = largest + total.log()
-        torch.sub(normaliser, chosen, out=written[:, :1])
-        if terms.z_loss:
-            written[:, 1:] = terms.z_loss * normaliser.square()
+        torch.sub(largest + total.log(), chosen, out=written)
         if wants_errors:
-            _errors_of(work, total, normaliser, terms.z_loss)
+            work.div_(total)
             work.scatter_add_(1, wanted, -torch.ones_like(total))
             if slope is not None:
                 work.mul_(slope)
@@ -81,15 +66,8 @@ def _softcap(work: Tensor, cap: float, *, wants_errors: bool) -> Tensor | None:
     return slope
 
 
-def _errors_of(exponentials: Tensor, total: Tensor, normaliser: Tensor, z_loss: float) -> None:
-    """In place the gradient but for the targets' part: p, or (1 + 2·z·n)·p."""
-    exponentials.div_(total)
-    if z_loss:
-        exponentials.mul_(1 + 2 * z_loss * normaliser)
-
-
 def fused_kernel(
-    logits_RxW: Tensor, targets_R: Tensor, losses: Tensor, vocab: int, wants_errors: bool, terms: Terms = PLAIN
+    logits_RxW: Tensor, targets_R: Tensor, losses_R: Tensor, vocab: int, wants_errors: bool, softcap: float = 0.0
 ) -> None:
     """The kernel as one reduction over whole rows, for a compiler: it becomes a single kernel that reads and writes the
     logits in their own precision.
@@ -97,34 +75,27 @@ def fused_kernel(
     Columns are compared with the target instead of indexed by it: a gather or a scatter would be further kernels, and
     force the whole chunk to memory in fp32 between them.
     """
-    cap, z_loss = terms
     columns_W = torch.arange(logits_RxW.shape[1], device=logits_RxW.device, dtype=torch.int32)
-    products = logits_RxW.to(losses.dtype)
-    capped = (products / cap).tanh() if cap else products
-    logits = torch.where(columns_W < vocab, capped * cap if cap else capped, float("-inf"))
+    products = logits_RxW.to(losses_R.dtype)
+    capped = (products / softcap).tanh() if softcap else products
+    logits = torch.where(columns_W < vocab, capped * softcap if softcap else capped, float("-inf"))
     is_target = columns_W == targets_R.unsqueeze(1).to(torch.int32)
     largest = logits.amax(-1, keepdim=True)
     normaliser = largest + (logits - largest).exp().sum(-1, keepdim=True).log()
-    cross_entropies_R = normaliser.squeeze(1) - torch.where(is_target, logits, 0.0).sum(-1)
-    if z_loss:
-        losses[:, 0].copy_(cross_entropies_R)
-        losses[:, 1].copy_(z_loss * normaliser.squeeze(1).square())
-    else:
-        losses.copy_(cross_entropies_R)
+    losses_R.copy_(normaliser.squeeze(1) - torch.where(is_target, logits, 0.0).sum(-1))
     if wants_errors:
-        shares = (logits - normaliser).exp()
-        errors = (shares * (1 + 2 * z_loss * normaliser) if z_loss else shares) - is_target.to(logits.dtype)
-        logits_RxW.copy_(errors * (1 - capped.square()) if cap else errors)
+        errors = (logits - normaliser).exp() - is_target.to(logits.dtype)
+        logits_RxW.copy_(errors * (1 - capped.square()) if softcap else errors)
 
 
 def _compiled_kernel(
-    logits_RxW: Tensor, targets_R: Tensor, losses: Tensor, vocab: int, wants_errors: bool, terms: Terms
+    logits_RxW: Tensor, targets_R: Tensor, losses_R: Tensor, vocab: int, wants_errors: bool, softcap: float
 ) -> None:
-    for tensor in (logits_RxW, targets_R, losses):
+    for tensor in (logits_RxW, targets_R, losses_R):
         torch._dynamo.mark_dynamic(tensor, 0)
     # A program belongs to a state of autograd's dispatch, and callers differ in it: without this there would be two.
     with torch._C._AutoDispatchBelowADInplaceOrView():
-        _compile()(logits_RxW, targets_R, losses, vocab, wants_errors, terms)
+        _compile()(logits_RxW, targets_R, losses_R, vocab, wants_errors, softcap)
 
 
 @cache

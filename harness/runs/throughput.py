@@ -14,9 +14,7 @@ BATCH_KEYS = ("microbatch_size", "gradient_accumulation_steps", "global_batch_si
 KERNEL_KEYS = (
     *("precision", "residual_precision", "compile", "coordinate_descent_tuning"),
     *("activation_checkpointing", "optimizer", "shard_optimizer", "deterministic", "bucket_mb"),
-    "z_loss",
 )
-SWITCHES = {"z_loss"}  # of them, those that matter by whether they are on
 # The first steps of a process are slower than the rest, and their times scatter: memory is being laid out, clocks and
 # caches warm up, and a step may have waited for another program.
 BELIEVED_STEPS = 20
@@ -74,12 +72,7 @@ def same_kernels(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
 
 def _agree(then: Mapping[str, Any], now: Mapping[str, Any], keys: tuple[str, ...]) -> bool:
-    both = [
-        (bool(then[key]), bool(now[key])) if key in SWITCHES else (then[key], now[key])
-        for key in keys
-        if key in then and key in now
-    ]
-    return all(one == other for one, other in both)
+    return all(then[key] == now[key] for key in keys if key in then and key in now)
 
 
 # Dense peak in 16-bit matrix products with fp32 accumulation, FLOP/s, from NVIDIA's data sheets; the first name whose

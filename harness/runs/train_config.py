@@ -119,9 +119,6 @@ class TrainConfig(RunFile):
     clipping_max_norm: float | None = Field(
         default=None, gt=0, allow_inf_nan=False, description="Gradient clipping by global norm; null: none."
     )
-    z_loss: float = Field(
-        default=0.0, ge=0, allow_inf_nan=False, description="Coefficient of the squared log-normaliser in the loss."
-    )
     moe_router_loss_scale: float | None = Field(
         default=None,
         ge=0,

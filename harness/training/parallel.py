@@ -20,7 +20,6 @@ def model_options(experiment: Experiment, precision: Precision) -> dict[str, Any
     return {
         "recompute_blocks": config.activation_checkpointing,
         "residual_dtype": precision.residual_dtype(config.residual_precision),
-        "z_loss": config.z_loss,
         "moe_router_loss_scale": experiment.moe_router_loss_scale,
     }
 

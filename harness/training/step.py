@@ -40,8 +40,8 @@ class OptimizerStep:
         config: TrainConfig,
         before_exchange: Callable[[], None] = lambda: None,
     ) -> None:
-        """`model(inputs, targets)` returns the mean loss, or terms whose sum is minimised and the first of which is
-        reported, or such TrainingTerms; its parameters' device is where everything happens.
+        """`model(inputs, targets)` returns the mean loss, or TrainingTerms, whose sum is minimised and the first of
+        which is reported; its parameters' device is where everything happens.
 
         `before_exchange` is called where this rank has done its own work of a step and goes on with the others.
         """

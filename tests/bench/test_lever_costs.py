@@ -24,11 +24,11 @@ def contestant_of(tmp_path: Path, **settings: Any) -> Contestant:
 
 
 def test_every_lever_of_train_json_is_in_the_model(tmp_path: Path) -> None:
-    levers = {"z_loss": 0.01, "activation_checkpointing": True, "residual_precision": "bf16", "precision": "bf16"}
+    levers = {"activation_checkpointing": True, "residual_precision": "bf16", "precision": "bf16"}
     moe = {"num_experts": 4, "num_active_experts": 2}
     model = contestant_of(tmp_path, **levers, moe=moe, moe_router_loss_scale=0.3).step.bare_model
-    found = (model.z_loss, model.recompute_blocks, model.residual_dtype, model.moe_router_loss_scale)
-    assert found == (0.01, True, torch.bfloat16, 0.3)
+    found = (model.recompute_blocks, model.residual_dtype, model.moe_router_loss_scale)
+    assert found == (True, torch.bfloat16, 0.3)
 
 
 BATCHES: list[dict[str, Any]] = [

@@ -364,7 +364,6 @@ def test_half_precision_is_near_fp32(changes: dict[str, Any], dtype: torch.dtype
 
 def test_a_compiled_model_with_all_levers_is_one_graph_with_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model(shape(**{**ALL, "n_layers": 2}))
-    model.z_loss = 0.01
     plain = copy.deepcopy(model)
     graphs = trace(model, monkeypatch)
     tokens, targets = random_tokens(model.config), random_tokens(model.config, seed=4)

@@ -24,9 +24,8 @@ from harness.model.cross_entropy import (
     chunk_rows,
     linear_cross_entropy,
     token_cross_entropies,
-    training_losses,
 )
-from harness.model.logit_errors import Terms, eager_kernel, fused_kernel
+from harness.model.logit_errors import eager_kernel, fused_kernel
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -226,81 +225,68 @@ def test_fp16_does_not_overflow_with_a_small_vocabulary_and_many_rows(monkeypatc
     torch.testing.assert_close(actual[0], torch.full((2,), 1 / vocab - 1), rtol=1e-3, atol=0)
 
 
-# Soft-cap and z-loss
+# Soft-cap
 
 
-def levered(features: Tensor, weight: Tensor, targets: Tensor, softcap: float | None, z_loss: float) -> list[Tensor]:
-    """The cross-entropy and the z-loss by their formulas."""
-    logits = F.linear(features, weight)
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    return [F.cross_entropy(logits, targets), z_loss * logits.logsumexp(-1).square().mean()]
+def capped(features: Tensor, weight: Tensor, targets: Tensor, softcap: float) -> Tensor:
+    """The cross-entropy by its formula."""
+    return F.cross_entropy(softcap * torch.tanh(F.linear(features, weight) / softcap), targets)
 
 
 @pytest.mark.parametrize("rows_per_chunk", [1, 7, 10_000])
-@pytest.mark.parametrize(("softcap", "z_loss"), [(4.0, 0.0), (None, 0.01), (4.0, 0.01), (0.5, 1.0)])
-def test_softcap_and_z_loss_equal_their_formulas_in_fp64(
-    monkeypatch: pytest.MonkeyPatch, rows_per_chunk: int, softcap: float | None, z_loss: float
+@pytest.mark.parametrize("softcap", [4.0, 0.5])
+def test_softcap_equals_its_formula_in_fp64(
+    monkeypatch: pytest.MonkeyPatch, rows_per_chunk: int, softcap: float
 ) -> None:
     monkeypatch.setitem(CHUNK_LOGITS, "cpu", rows_per_chunk * 101)
     features, weight, targets = inputs(65, 16, 101)
-    expected = levered(features, weight, targets, softcap, z_loss)
-    if z_loss:
-        losses = training_losses(features, weight, targets, z_loss=z_loss, softcap=softcap)
-        torch.testing.assert_close(losses, torch.stack(expected), rtol=1e-11, atol=0)
-        ours = gradients(losses.sum(), features, weight)
-    else:
-        loss = linear_cross_entropy(features, weight, targets, softcap=softcap)
-        torch.testing.assert_close(loss, expected[0], rtol=1e-12, atol=0)
-        ours = gradients(loss, features, weight)
-    for actual, wanted in zip(ours, gradients(sum(expected, torch.zeros(())), features, weight), strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=1e-10, atol=1e-14)
+    expected = capped(features, weight, targets, softcap)
+    loss = linear_cross_entropy(features, weight, targets, softcap=softcap)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    ours, wanted = gradients(loss, features, weight), gradients(expected, features, weight)
+    torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-14)
     rows = token_cross_entropies(features, weight, targets, softcap=softcap)
-    torch.testing.assert_close(rows.mean(), expected[0], rtol=1e-12, atol=0)
+    torch.testing.assert_close(rows.mean(), expected, rtol=1e-12, atol=0)
 
 
-def test_gradcheck_of_softcap_and_z_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradcheck_of_softcap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CHUNK_LOGITS, "cpu", 4 * 9)
     features, weight, targets = inputs(6, 4, 9)
 
-    def total(features: Tensor, weight: Tensor) -> Tensor:
-        return training_losses(features, weight, targets, z_loss=0.1, softcap=2.0).sum()
+    def loss(features: Tensor, weight: Tensor) -> Tensor:
+        return linear_cross_entropy(features, weight, targets, softcap=2.0)
 
-    assert torch.autograd.gradcheck(lambda *leaves: checkpoint(total, *leaves, use_reentrant=False), (features, weight))
+    assert torch.autograd.gradcheck(lambda *leaves: checkpoint(loss, *leaves, use_reentrant=False), (features, weight))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("terms", [Terms(3.0, 0.0), Terms(0.0, 0.02), Terms(3.0, 0.02)], ids=str)
-def test_both_formulations_of_softcap_and_z_loss_agree(terms: Terms, dtype: torch.dtype) -> None:
+def test_both_formulations_of_softcap_agree(dtype: torch.dtype) -> None:
     """Logits padded to whole tiles, with something in the padding that must not count."""
     exact, rows, vocab = torch.float64 if dtype == torch.float64 else torch.float32, 65, 1009
     logits = torch.randn(rows, 1024, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * 3
     logits, targets = logits.to(dtype), torch.arange(rows) * 7 % vocab
     valid = logits[:, :vocab].to(exact).requires_grad_()
-    capped = terms.softcap * torch.tanh(valid / terms.softcap) if terms.softcap else valid
-    expected = [F.cross_entropy(capped, targets, reduction="none")]
-    expected += [terms.z_loss * capped.logsumexp(-1).square()] if terms.z_loss else []
-    torch.stack(expected).sum().backward()
+    wanted = F.cross_entropy(3.0 * torch.tanh(valid / 3.0), targets, reduction="none")
+    wanted.sum().backward()
     assert valid.grad is not None
-    wanted = torch.stack(expected, 1).detach().view(rows, *(() if len(expected) == 1 else (2,)))
     rounding = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 8e-3}[dtype]
     for kernel in (eager_kernel, fused_kernel):
         errors, losses = logits.clone(), torch.empty_like(wanted)
-        kernel(errors, targets, losses, vocab, True, terms)
-        torch.testing.assert_close(losses, wanted, rtol=1e-6, atol=2e-6)
+        kernel(errors, targets, losses, vocab, True, 3.0)
+        torch.testing.assert_close(losses, wanted.detach(), rtol=1e-6, atol=2e-6)
         torch.testing.assert_close(errors[:, :vocab].to(exact), valid.grad, rtol=rounding, atol=rounding)
         assert errors[:, vocab:].count_nonzero() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_softcap_and_z_loss_in_half_precision(dtype: torch.dtype) -> None:
+def test_softcap_in_half_precision(dtype: torch.dtype) -> None:
     features, weight, targets = inputs(300, 32, 1009, torch.float32)
-    truth = levered(features, weight, targets, 8.0, 1e-3)
+    truth = capped(features, weight, targets, 8.0)
     with torch.autocast("cpu", dtype):
-        losses = training_losses(features, weight, targets, z_loss=1e-3, softcap=8.0)
-    torch.testing.assert_close(losses, torch.stack(truth), rtol=1e-3, atol=1e-4)
-    for actual, wanted in zip(
-        gradients(losses.sum(), features, weight), gradients(truth[0] + truth[1], features, weight), strict=True
-    ):
+        loss = linear_cross_entropy(features, weight, targets, softcap=8.0)
+    torch.testing.assert_close(loss, truth, rtol=1e-3, atol=1e-4)
+    both = zip(gradients(loss, features, weight), gradients(truth, features, weight), strict=True)
+    for actual, wanted in both:
         assert relative_error(actual, wanted) < 0.02
 
 
@@ -433,7 +419,7 @@ found = []
 with torch._inductor.config.patch({"cpp.vec_isa_ok": False, "compile_threads": 1}):
     for kernel in (logit_errors.eager_kernel, logit_errors._compiled_kernel):
         errors, losses = logits.clone(), torch.empty(130)
-        kernel(errors, targets, losses, 257, True, logit_errors.PLAIN)
+        kernel(errors, targets, losses, 257, True, 0.0)
         found += [errors, losses]
 torch.testing.assert_close(found[2:], found[:2], rtol=1e-5, atol=2e-6)
 """

@@ -70,7 +70,6 @@ DEFAULTS: dict[str, Any] = {
     "muon_weight_decay": None,
     "muon_momentum": 0.95,
     "muon_momentum_warmup_steps": None,
-    "z_loss": 0.0,
     "moe_router_loss_scale": None,
 }
 MODEL_DEFAULTS = {

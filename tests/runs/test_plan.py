@@ -256,7 +256,7 @@ def test_the_other_shipped_runs_have_plans(tmp_path: Path, name: str) -> None:
         assert "give --assume-tps" in found["time and cost"]
     assert not (tmp_path / "datasets").exists()
     assert all(key in result.stdout for key in ("dataset=", "microbatch_size=", "emb_dim="))
-    assert "z_loss=" not in result.stdout, "keys that have their defaults are not printed"
+    assert "bucket_mb=" not in result.stdout, "keys that have their defaults are not printed"
     assert "random_seed" not in result.stdout
 
 

@@ -103,8 +103,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qkv_bias": ({"qkv_bias": True}, {}),
     "dropout": ({"drop_rate": 0.1}, {}),
     "dropout by place": ({"drop_rate": DROPOUT}, {}),
-    "z_loss": ({}, {"z_loss": 0.001}),
-    "all": ({**ALL, "drop_rate": DROPOUT, "tie_weights": True}, {"z_loss": 0.001}),
+    "all": ({**ALL, "drop_rate": DROPOUT, "tie_weights": True}, {}),
     "drop attention weights": ({"drop_rate": {"attention_weights": 0.2}}, {}),
     "drop attention output": ({"drop_rate": {"attention_output": 0.2}}, {}),
     "drop embedding": ({"drop_rate": {"embedding": 0.2}}, {}),
@@ -133,14 +132,14 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "scaled": ({}, SCALED),
     "scale_with_depth": ({}, DEEPER),
     "batch_ramp, scaled": ({}, {**RAMP, **SCALED}),
-    "muon, ramp and schedule": ({}, {**MUON, **RAMP, **SCALED, **LINEAR, "z_loss": 0.001}),
+    "muon, ramp and schedule": ({}, {**MUON, **RAMP, **SCALED, **LINEAR}),
     "everything": (
         {**ALL, "drop_rate": DROPOUT},
-        {**MUON, **RAMP, **SCALED, **LINEAR, "z_loss": 0.001},
+        {**MUON, **RAMP, **SCALED, **LINEAR},
     ),
     "everything, with experts": (
         {**ALL, **EXPERTS, "drop_rate": DROPOUT},
-        {**MUON, **RAMP, **SCALED, **DEEPER, **LINEAR, "z_loss": 0.001, "moe_router_loss_scale": 0.5},
+        {**MUON, **RAMP, **SCALED, **DEEPER, **LINEAR, "moe_router_loss_scale": 0.5},
     ),
     "bf16": ({}, BF16),
     "bf16 residual stream": ({}, {**BF16, "residual_precision": "bf16"}),
@@ -155,7 +154,7 @@ def built(name: str, config: TrainConfig) -> GPTModel:
     torch.manual_seed(42)
     torch.set_default_dtype(torch.float64)
     try:
-        model = GPTModel(shape(**RUNS[name][0]), z_loss=config.z_loss, residual_dtype=residual_dtype)
+        model = GPTModel(shape(**RUNS[name][0]), residual_dtype=residual_dtype)
     finally:
         torch.set_default_dtype(torch.float32)
     if model.config.moe is not None:

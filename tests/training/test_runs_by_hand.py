@@ -1,5 +1,5 @@
 """Whole runs through the real command, against the same steps written down here by their formulas in fp64: batches that
-grow, schedule, scaling rules, z-loss, clipping, Muon and AdamW."""
+grow, schedule, scaling rules, clipping, Muon and AdamW."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ SETTINGS: dict[str, Any] = {
     "lr_schedule": "linear",
     "warmup_steps": 3,
     "clipping_max_norm": 0.5,
-    "z_loss": 0.01,
     "report_interval": 1,
     "precision": "fp32",
 }
@@ -87,8 +86,7 @@ class ByHand:
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         logits = self.model(inputs).flatten(0, 1)
-        entropy = F.cross_entropy(logits, targets.flatten())
-        return entropy + self.train["z_loss"] * logits.logsumexp(-1).square().mean()
+        return F.cross_entropy(logits, targets.flatten())
 
     def multiplier(self, step: int) -> float:
         """Three steps up, then down in a straight line to zero where step 14 would be."""
