@@ -159,8 +159,15 @@ def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> No
 
 
 def remarks(splits: Sequence[Split], options: dict[str, Any]) -> Iterator[str]:
-    """A line for each split that is held out, of few documents or of another share than asked for."""
+    """A line for a document that dominates training, and for each split that is held out, of few documents or of
+    another share than asked for."""
     total = sum(split.bytes for split in splits)
+    longest, tokens = splits[0].longest_document, splits[0].tokens
+    if longest > tokens / 10:
+        yield (
+            f"one document has {longest / tokens:.0%} of train's tokens and is trained on in one piece: losses will "
+            "show it; --document-separator cuts files into documents"
+        )
     for split in splits:
         asked, share = options.get(f"{split.name}_fraction"), split.bytes / total
         if asked and (split.documents < FEW_DOCUMENTS or abs(share - asked) > asked / 10):
@@ -179,8 +186,9 @@ def next_steps(folder: Path) -> Iterator[str]:
         folder = place
     datasets_dir = shlex.quote(str(folder.parent.parent))
     elsewhere = f" --datasets-dir {datasets_dir}" if datasets_dir != "datasets" else ""
-    yield f"uv run derive_run.py quickstart mine --set dataset={'/'.join(folder.absolute().parts[-2:])}{elsewhere}"
-    yield f"uv run ddp_train.py mine {datasets_dir}"
+    name = "mine" if not Path("runs", "mine").exists() else folder.name
+    yield f"uv run derive_run.py quickstart {name} --set dataset={'/'.join(folder.absolute().parts[-2:])}{elsewhere}"
+    yield f"uv run ddp_train.py {name} {datasets_dir}"
 
 
 def verify(folder: Path) -> None:

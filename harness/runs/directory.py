@@ -86,7 +86,8 @@ class RunDirectory:
             place = Path(os.path.abspath(runs_dir))
             there = "there are none in" if place.is_dir() else "there is no folder"
             hint = f"{there} {place}; --runs-dir names the folder of your runs"
-        raise UserError(f"{path}: no such run; {hint}")
+        quote = ", and quote a pattern: 'name*'" if Path(name).is_file() else ""
+        raise UserError(f"{path}: no such run; {hint}{quote}")
 
     @classmethod
     def find_all(cls, runs_dir: Path, name: str) -> list[RunDirectory]:

@@ -142,4 +142,4 @@ def cost_by_phase(seconds: Mapping[str, float], price_per_hour: float | None) ->
     """Return the dollars of each phase, to a hundredth of a cent as a summary.json has them; None without a price."""
     if price_per_hour is None:
         return None
-    return {phase: round(cost(spent, price_per_hour), 4) for phase, spent in seconds.items()}
+    return {phase: round(cost(spent, price_per_hour), 6) for phase, spent in seconds.items()}

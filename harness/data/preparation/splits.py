@@ -94,6 +94,7 @@ class Split:
     tokens: int
     documents: int
     bytes: int
+    longest_document: int = 0  # in tokens; 0 where that is not known
 
 
 def hold_out(pool: TokenStream, stream: TokenStream, sizes: SplitSizes, folder: Path) -> list[Split]:
@@ -108,9 +109,11 @@ def hold_out(pool: TokenStream, stream: TokenStream, sizes: SplitSizes, folder: 
     left = order[~np.isin(order, np.concatenate([np.zeros(0, np.int64), *chosen.values()]))]
     is_possible = all(map(len, chosen.values())) and stream.size.documents + len(left) > 0
     splits = [_write_split(pool, documents, name, chosen[name], folder) for name in sizes.held_out() if is_possible]
+    longest = max(int(block[:, 0].max(initial=0)) for block in (documents[left], *stream.documents()))
     stream.append_documents(pool, documents, left if is_possible else np.arange(len(documents)))
     length -= sum(split.bytes for split in splits)
-    return [Split("train", 0, stream.size.tokens, stream.size.documents, length), *splits] if is_possible else []
+    train = Split("train", 0, stream.size.tokens, stream.size.documents, length, longest)
+    return [train, *splits] if is_possible else []
 
 
 def _draws_in_pool(sizes: SplitSizes, documents: int) -> np.ndarray:
