@@ -43,6 +43,8 @@ def exit_when_launcher_dies() -> None:
     if _launcher or not is_launched():
         return
     _launcher = os.getppid()
+    if _is_orphan():  # the launcher was killed before this line was reached
+        _leave("")
     threading.Thread(target=_look_after_launcher, daemon=True, name="launcher").start()
 
 
@@ -59,7 +61,7 @@ def on_launcher_death(ask: Callable[[], None]) -> None:
 
 
 def _look_after_launcher() -> None:
-    # After a pause: a launcher that is being killed can have lost its children and not yet closed its store.
+    # Once more after a pause: a launcher that is being killed can have lost its children and not yet closed its store.
     time.sleep(POLL_SECONDS)
     was_orphan = _is_orphan()
     while not (was_orphan or is_gone()):
