@@ -253,8 +253,8 @@ class Experiment:
     def position(
         self, layout: BatchLayout, split_tokens: int, meta: CheckpointMeta | None, budget: Budget | None = None
     ) -> Position:
-        """Where training goes on after the checkpoint that `meta` describes, or starts without one; `budget`: what
-        hours or dollars came to, if train.json counts these.
+        """Where training goes on after the checkpoint that `meta` describes, or starts without one; `budget`: as
+        `budget` returns it.
 
         Raises UserError if the split is too short, or the warm-up longer than the run.
         """
