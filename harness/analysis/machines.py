@@ -8,6 +8,7 @@ estimated speed (harness/runs/paper_speed.py), times the part of their estimates
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -100,10 +101,11 @@ def layout_on(work: Workload, machine: Machine, known: Sequence[KnownSpeed]) -> 
         return Inconclusive(f"its global batch of {sequences:,} sequences cannot be divided by {machine.gpus} GPUs")
     most = min(work.layout.microbatch_size, each)
     if work.memory is not None:
-        fitting = work.memory.most_below(machine.memory_gib)
-        if fitting is None:
+        per_sequence, fixed = work.memory
+        if per_sequence + fixed > machine.memory_gib:
             return Inconclusive(f"not one sequence fits into {machine.memory_gib:g} GiB, by its searches with -f")
-        most = min(most, fitting)
+        if per_sequence > 0:
+            most = min(most, math.floor((machine.memory_gib - fixed) / per_sequence * (1 + 1e-12)))
     elif is_smaller(work, machine):
         most = min(most, largest_trained(machine, known) or most)
     size = next(n for n in range(most, 0, -1) if each % n == 0)

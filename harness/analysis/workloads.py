@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from harness.analysis.fits import Line, fit_search
 from harness.analysis.inconclusive import Inconclusive
+from harness.analysis.table_fits import search_points
 from harness.common.errors import UserError
 from harness.common.json_files import parse_config
+from harness.common.statistics import fit_line
 from harness.data.loader import BatchLayout
 from harness.model.config import ModelConfig, load_model_config
 from harness.runs.budget import batch_schedule, tokens_of_budget
@@ -31,7 +32,7 @@ class Workload:
     layout: BatchLayout  # where it took place, or was reported
     tokens: int
     needed_gib: float | None = None  # at most, of one device, with that microbatch; None: not known
-    memory: Line | None = None  # GiB over the microbatch, by the run's searches with -f
+    memory: tuple[float, float] | None = None  # GiB a sequence, and fixed ones, by the run's searches with -f
 
     @property
     def sequences(self) -> int:
@@ -88,14 +89,11 @@ def _tokens(config: TrainConfig, model: ModelConfig, layout: BatchLayout, summar
     return tokens
 
 
-def _memory(run: RunDirectory, model: ModelConfig) -> Line | None:
+def _memory(run: RunDirectory, model: ModelConfig) -> tuple[float, float] | None:
     """By the search of this model that has the most peaks."""
-    lines = [
-        line
-        for search in read_searches(run).found
-        if search.model == model.model_dump(mode="json") and isinstance(line := fit_search(search), Line)
-    ]
-    return max(lines, key=lambda line: len(line.points), default=None)
+    of_model = [each for each in read_searches(run).found if each.model == model.model_dump(mode="json")]
+    search = max(of_model, key=lambda each: len(each.tried), default=None)
+    return fit_line(search_points(search)) if search else None
 
 
 def read_speeds(run: RunDirectory) -> list[KnownSpeed]:

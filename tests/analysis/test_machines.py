@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from harness.analysis.fits import Line
 from harness.analysis.inconclusive import Inconclusive
 from harness.analysis.machines import (
     NoProjection,
@@ -159,10 +158,10 @@ def test_the_batch_stays_the_runs() -> None:
     remarks = {each.remark for each in projections(work, []).values()}
     assert remarks == {"", "whether a microbatch of 64 fits is not known: -f there tells"}
     # By the run's own searches.
-    line = Line(0.34, 3.0, ())
+    line = (0.34, 3.0)
     assert layout_on(replace(work, memory=line), a100, KNOWN) == work.layout
-    assert layout_on(replace(work, memory=Line(2.0, 3.0, ())), a100, []) == BatchLayout(8, 4, 16, 1024)
-    none = layout_on(replace(work, memory=Line(2.0, 39.0, ())), a100, [])
+    assert layout_on(replace(work, memory=(2.0, 3.0)), a100, []) == BatchLayout(8, 4, 16, 1024)
+    none = layout_on(replace(work, memory=(2.0, 39.0)), a100, [])
     assert str(none) == "inconclusive, because not one sequence fits into 40 GiB, by its searches with -f"
     odd = layout_on(work_of("original"), a100, [])
     assert str(odd) == "inconclusive, because its global batch of 6 sequences cannot be divided by 8 GPUs"
@@ -252,7 +251,7 @@ def test_what_a_run_folder_tells(tmp_path: Path) -> None:
     work = read_workload(run)
     assert isinstance(work, Workload)
     assert work.memory is not None
-    assert work.memory.at(13) == pytest.approx(36.25)
+    assert work.memory[0] * 13 + work.memory[1] == pytest.approx(36.25)
     # Too little to be believed; and a length that is known only after training.
     run.summary.write_text(json.dumps(summary | {"measured": {"global_steps": 3, "tokens": 192, "seconds": 2.0}}))
     assert read_speeds(run) == []
