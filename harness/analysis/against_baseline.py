@@ -31,8 +31,8 @@ from harness.runs.results import LossResult, read_window_losses
 
 @dataclass(frozen=True)
 class BaselineComparison:
-    """`title` says what is compared, `notes` what was left out; no verdicts where nothing compares. `loss` names what
-    the verdicts are by."""
+    """Verdicts against one baseline: `title` says what is compared, `notes` what was left out, `loss` which loss the
+    verdicts use. `verdicts` is empty if nothing compares."""
 
     title: str
     verdicts: list[Verdict] = field(default_factory=list)
@@ -41,14 +41,14 @@ class BaselineComparison:
     loss: str = ""
 
     def lines(self) -> list[str]:
-        """A paragraph each."""
+        """Paragraphs for a reader, one string each."""
         sentences = [verdict.sentence for verdict in self.verdicts]
         return [self.title, *sentences, *filter(None, [self.closing]), *self.notes]
 
 
 def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineComparison:
-    """All arms of the runs against that of the run `baseline`, which is one of them, by the test loss on the text that
-    most of them were measured on, else by the last validation loss."""
+    """Compare all arms of the runs with that of the run `baseline`, which is one of them, by the test loss on the text
+    that most of them were measured on, else by the last validation loss."""
     arms = named_arms(records, baseline)
     own = arms.arm_of(baseline)
     if own is None:
@@ -68,7 +68,7 @@ def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineCompari
 
 
 def _test_losses(records: Sequence[RunRecord]) -> list[Measured]:
-    """With NaN for a loss that is not finite: a run that diverged is no less part of its arm."""
+    """Test losses by run; a diverged run stays part of its arm, with NaN for a loss that is not finite."""
     found = zip(records, test_losses(records), strict=True)
     return [all_test_losses(record) or in_table for record, in_table in found]
 
@@ -79,8 +79,8 @@ def _nothing(baseline: str, reason: str, arms: NamedArms) -> BaselineComparison:
 
 @dataclass(frozen=True)
 class _Loss:
-    """What is compared: `group` has the losses by the position of their runs, `measured` those on other texts, too. A
-    loss that is not finite is NaN."""
+    """The loss to compare: `group` has the losses by the position of their runs, `measured` those on other texts, too.
+    A loss that is not finite is NaN."""
 
     name: str
     group: Group
@@ -88,7 +88,7 @@ class _Loss:
     measured: Sequence[Measured]
 
     def arm(self, name: str, runs: Sequence[str], notes: list[str]) -> Arm:
-        """With the losses of the windows, where every run has them."""
+        """Build the arm of these runs, with window losses if every run has them; append remarks to `notes`."""
         found = {self.records[row].name: (row, each) for row, each in self.group.members.items()}
         members = [found[run] for run in runs if run in found]
         losses = [measurement.value for _, measurement in members]
@@ -102,7 +102,7 @@ class _Loss:
         return Arm(name, losses, windows, [record.name for record in its_records])
 
     def left_out(self, runs: Collection[str]) -> list[str]:
-        """Which of these runs have no such loss on this text, and why."""
+        """Lines that name those of `runs` without this loss on this text, with the reason."""
         names: dict[str, list[str]] = {}
         for row, (record, measured) in enumerate(zip(self.records, self.measured, strict=True)):
             if record.name in runs and row not in self.group.members:

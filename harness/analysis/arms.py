@@ -54,8 +54,8 @@ class Arm:
 
     @cached_property
     def variance_by_text(self) -> float | None:
-        """How much the loss of one run varies against those of its replicates by the choice of text, nats²; None where
-        it cannot be estimated."""
+        """Variance, by the choice of text, of one run's loss against those of its replicates, nats²; None where it
+        cannot be estimated."""
         if self.windows is None or self.runs < 2 or len(self.texts) > 1:
             return None
         estimates = [variance_of_mean(windows.astype(np.float64) - self.mean_windows) for windows in self.windows]
@@ -65,7 +65,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Borrowed:
-    """What the replicates of all arms of a comparison suggest for an arm of one run."""
+    """Noise estimates pooled over the replicates of all arms, for an arm of one run."""
 
     spread: Spread | None  # None: no arm has two runs
     by_text: float  # the part of a run's variance that other text would change, nats²; 0 where it is not known
@@ -92,7 +92,7 @@ def borrowed_from(arms: Sequence[Arm]) -> Borrowed:
 
 
 def difference_of(baseline: Arm, arm: Arm, borrowed: Borrowed) -> Difference:
-    """Both arms have a run at least, and finite losses."""
+    """Estimate the difference of two arms that have at least one run each and finite losses."""
     value = float(np.mean(arm.losses) - np.mean(baseline.losses))
     evaluation = _evaluation_noise(baseline, arm)
     parts, by_text, is_borrowed = _training_parts(baseline, arm, borrowed)

@@ -21,7 +21,7 @@ Function = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 @dataclass
 class _Searches:
-    """Where each search stands."""
+    """State of all searches."""
 
     x_SxP: np.ndarray
     value_S: np.ndarray
@@ -31,7 +31,7 @@ class _Searches:
 
 @dataclass(frozen=True)
 class Minima:
-    """What the searches ended at: points [S, P] and values [S]."""
+    """End points [S, P] of the searches and their values [S]."""
 
     x_SxP: np.ndarray
     value_S: np.ndarray
@@ -69,7 +69,7 @@ def _begin(function: Function, starts_SxP: np.ndarray) -> _Searches:
 
 
 def _step(function: Function, state: _Searches, rows_R: np.ndarray) -> np.ndarray:
-    """One iteration of the searches `rows`: which of them moved, [R]."""
+    """Run one iteration of the searches `rows_R`; return which of them moved, [R]."""
     gradient_RxP = state.gradient_SxP[rows_R]
     direction_RxP = -np.einsum("rpq,rq->rp", state.inverse_SxPxP[rows_R], gradient_RxP)
     slope_R = np.einsum("rp,rp->r", direction_RxP, gradient_RxP)

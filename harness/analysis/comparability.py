@@ -1,5 +1,5 @@
-"""Which measurements of different runs may stand in one column: those made on the same ground. The ground is told by
-content, such as the hash of a text, not by names."""
+"""Groups of measurements of different runs that may stand in one column: those on equal grounds. Grounds are identified
+by content, such as the hash of a text, not by names."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from harness.runs.results import AnyResult, BenchmarkResult, InstructionResult, 
 
 @dataclass(frozen=True)
 class Ground:
-    """What a number was measured on. Numbers compare if their grounds are equal; `words` are for a reader, and
-    `further` is what else tells it from a ground of the same words."""
+    """The text or task that a number was measured on. Numbers compare if their grounds are equal; `words` are for a
+    reader, and `further` is what else distinguishes it from a ground of the same words."""
 
     identity: Hashable
     words: str = field(compare=False)
     further: str = field(default="", compare=False)
 
     def words_beside(self, others: Iterable[Ground]) -> str:
-        """Such that they are not those of one of the others."""
+        """Words that differ from those of the other grounds, as far as `further` can tell them apart."""
         is_alike = any(self != other and self.words == other.words for other in others)
         return f"{self.words}, {self.further}" if is_alike and self.further else self.words
 
@@ -40,7 +40,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Missing:
-    """Why a run has no number."""
+    """The reason why a run has no number."""
 
     reason: str
 
@@ -136,7 +136,7 @@ def _same_bytes(one: LossResult, other: LossResult) -> bool:
 
 
 def _bytes(result: LossResult) -> float:
-    """How many bytes of text a loss was measured on: nats over bits per byte. NaN if that is not known."""
+    """Bytes of text that a loss was measured on: nats over bits per byte. NaN if that is not known."""
     if not result.bits_per_byte or result.loss is None:
         return math.nan
     tokens = result.text.windows * result.text.context_length
@@ -197,7 +197,7 @@ def _preference(record: RunRecord, result: Result) -> tuple[bool, bool, int, str
 
 
 def _which(record: RunRecord, ordered: Sequence[Result]) -> str:
-    """Which checkpoint the first of the results is of, if it is not the best or not the only one."""
+    """A remark that names the checkpoint of the first result, if it is not the best or not the only one; else ""."""
     first, *others = ordered
     is_best, is_latest, *_ = _preference(record, first)
     kind = "best" if is_best else "latest" if is_latest else "neither best nor latest"

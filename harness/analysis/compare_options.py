@@ -19,7 +19,7 @@ LARGEST_LOSS = 1000.0
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """By the names of the options."""
+    """Options of compare_runs.py, under their own names."""
 
     runs_dir: Path
     baseline: str | None = None
@@ -33,7 +33,7 @@ class CompareOptions:
     reference: tuple[str, ...] = ()
 
     def check(self, runs: tuple[str, ...]) -> None:
-        """Raises UserError for options that mean nothing together, or without the runs they need."""
+        """Raise UserError for options that mean nothing together, or without the runs they need."""
         if self.prices is not None and not self.machines:
             raise UserError("--prices belongs with --machines")
         if self.machines and self.as_json:
@@ -95,8 +95,8 @@ class CompareOptions:
 
 @dataclass(frozen=True)
 class ChosenRuns:
-    """What is compared: `asked` names one of the baseline's runs, if there is a baseline. `left_out` are runs that
-    were not asked for by name, and have never been trained, of a folder in which others have been."""
+    """The runs to compare: `asked` names one of the baseline's runs, if there is a baseline. `left_out` are
+    never-trained runs, not asked for by name, of a folder in which others have been trained."""
 
     asked: CompareOptions
     records: list[RunRecord]

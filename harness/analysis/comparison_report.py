@@ -1,4 +1,4 @@
-"""What a comparison gives to its chart and its page: curves of runs that compare, and the table with its reasons."""
+"""Contents of a comparison's chart and page: curves of runs that compare, and the table with its reasons."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LOSSES = ("test_loss", "validation_loss", "best_validation_loss", "bits_per_byte
 
 @dataclass(frozen=True)
 class Curves:
-    """What can be drawn, and a line for each reason why a run cannot."""
+    """Curves that can be drawn, and a line for each reason why a run cannot."""
 
     kind: type[Event]  # of validation or of training: which losses all curves are of
     sources: list[CurveSource]
@@ -64,7 +64,7 @@ def comparable_curves(records: Sequence[RunRecord], baseline: str | None = None)
 def _can_be_drawn(
     records: Sequence[RunRecord], sources: Mapping[str, CurveSource], kind: tuple[type[Event], GroundOf]
 ) -> bool:
-    """Whether one of the runs has a curve of these losses."""
+    """True if one of the runs has a curve of these losses."""
     events, ground_of = kind
     return any(
         ground_of(record) is not None and len(losses_of(sources[record.name].events, events)) >= LEAST_POINTS
@@ -107,7 +107,7 @@ def last_training(events: Sequence[Event]) -> list[Event]:
 
 
 def chart_note(comparison: BaselineComparison | None, kind: type[Event]) -> str:
-    """Which losses the verdicts are by, where they are not those that are drawn; or nothing."""
+    """A note that names the verdicts' loss, if it is not the one that is drawn; else ""."""
     drawn = f"{KIND_WORDS[kind]} loss"
     if comparison is None or comparison.loss in ("", drawn):
         return ""
@@ -189,14 +189,14 @@ def _arranged(table: RunsTable) -> tuple[list[TableColumn], list[TableColumn]]:
 
 
 def _is_alike(column: TableColumn) -> bool:
-    """Whether it says the same of two runs or more, and is nothing that came out of them."""
+    """True if a setting or fact, not a result, has the same value in all of two runs or more."""
     first, *others = column.cells
     is_result = column.lower_is_better is not None
     return bool(others) and not is_result and first.value is not None and all(cell == first for cell in others)
 
 
 def _below(table: RunsTable, alike: Sequence[TableColumn]) -> list[str]:
-    """What a reader of the table has to know, and what has no column in it."""
+    """Lines below the table: its sort key, columns that are alike in all runs, and quantities that no run has."""
     values = [f"{_heading(column.title, column.unit)}: {_cell(column.cells[0]).text}" for column in alike]
     return [
         f"Sorted by {table.sorted_by}." * bool(table.sorted_by and len(table.records) > 1),
@@ -215,7 +215,7 @@ def _cell(cell: TableCell) -> Cell:
 
 
 def _provenance(record: RunRecord) -> list[str]:
-    """Where it lies, on what it was trained, and what was measured of it when."""
+    """Folder, state, machine, torch and data of a run, then each result with its date."""
     named = {
         "folder": str(record.directory.path),
         "state": f"{record.state.word} {record.state.detail}".strip(),

@@ -25,7 +25,7 @@ KIND_WORDS: Mapping[type[Event], str] = {ValidationEvent: "validation", TrainEve
 
 @dataclass(frozen=True)
 class Axis:
-    """What losses are drawn over."""
+    """An x axis of a loss curve."""
 
     name: str
     label: str  # with its unit
@@ -43,7 +43,7 @@ def number_text(value: float) -> str:
 
 
 def plain_number(value: float) -> str:
-    """Without prefix and power of ten: 0.0005, or 1,250."""
+    """A number without prefix and power of ten: 0.0005, or 1,250."""
     text = f"{value:,.10f}".rstrip("0").rstrip(".")
     return "0" if text == "-0" else text
 
@@ -63,7 +63,7 @@ DEFAULT_AXIS = "tokens"
 
 @dataclass(frozen=True)
 class CurveSource:
-    """What a run has to draw: `flops_per_token` and `price_per_hour` are None where nothing is known of them."""
+    """Data of one run to draw: `flops_per_token` and `price_per_hour` are None where they are not known."""
 
     name: str
     events: Sequence[Event]
@@ -85,7 +85,7 @@ class Curve:
 
 
 def choose_axis(name: str) -> Axis:
-    """Raises UserError for a name that is none of AXES."""
+    """Raise UserError for a name that is none of AXES."""
     if name in AXES:
         return AXES[name]
     near = nearest(name, list(AXES))
@@ -104,7 +104,7 @@ def _can_be_drawn(loss: float | None) -> bool:
 
 
 def loss_title(curves: Sequence[Curve]) -> str:
-    """What an axis of losses is called: of validation or of training, as all curves of one chart are."""
+    """Title of a loss axis: validation or training, if all curves of the chart are of that kind."""
     kinds = {curve.kind for curve in curves}
     return f"{kinds.pop()} loss (nats per token)".lstrip() if len(kinds) == 1 else "loss (nats per token)"
 
@@ -120,7 +120,8 @@ def curve_of(source: CurveSource, axis: Axis, kind: type[Event]) -> Curve:
 
 
 def _place_on(source: CurveSource, axis: Axis) -> Callable[[Event], float]:
-    """Where an event of the run stands on the axis."""
+    """A function from an event of the run to its place on the axis. Raises UserError if the price or the FLOPs per
+    token are not known."""
     price, flops = source.price_per_hour, source.flops_per_token
     if axis.name == "dollars" and price is None:
         raise UserError(f'{source.name}: no "price_per_hour" in train.json, so that losses have no dollars')
@@ -197,7 +198,7 @@ def _extent(losses: Sequence[float]) -> float:
 
 
 def cut_note(curves: Sequence[Curve], top: float) -> str:
-    """What to write above a picture that ends at the loss `top`; nothing if no curve is cut off there."""
+    """A note above a chart that ends at the loss `top`; "" if no curve is cut off there."""
     highest = max(y for curve in curves for y in curve.y)
     return f"↑ cut off here: the first losses go up to {highest:.2f}" if highest > top else ""
 

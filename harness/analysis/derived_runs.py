@@ -62,7 +62,7 @@ class Difference(BaseModel):
 
 
 class TrialRecord(BaseModel):
-    """Which trial of a search a run is: its number, from 0, and what was chosen for it."""
+    """A run's trial in a search: its number, from 0, and the point chosen for it."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
@@ -92,7 +92,7 @@ class Base:
 
     @classmethod
     def load(cls, runs_dir: Path, name: str) -> Base:
-        """Raises UserError for a run that is not there or that is wrong."""
+        """Raise UserError for a run that is not there or that is wrong."""
         run = RunDirectory.find(runs_dir, name)
         model = load_model_config(run.model_json)
         has_experts = model.moe is not None
@@ -125,7 +125,7 @@ class DerivedRun:
         return Experiment(self.run, self.train_config, self.model_config, datasets_dir)
 
     def is_made(self) -> bool:
-        """Whether its folder is there. Raises UserError if something else is, such as another run or a file, or if its
+        """True if its folder is there. Raises UserError if something else is, such as another run or a file, or if its
         two files are damaged."""
         folder = self.run.path
         if not os.path.lexists(folder):
@@ -149,7 +149,7 @@ class DerivedRun:
         return True
 
     def _is_own_and_unbegun(self) -> bool:
-        """Whether the folder there is of a sweep of this name, with nothing in it that only training writes."""
+        """True if the folder is of a sweep of this name and holds nothing that training writes."""
         folder = self.run.path
         if not {path.name for path in folder.iterdir()} <= BEFORE_TRAINING:
             return False
@@ -160,7 +160,7 @@ class DerivedRun:
         return record.sweep is not None and record.sweep == self.derivation.sweep
 
     def check_startable(self, train_tokens: int | None = None) -> None:
-        """Raises UserError for what training would refuse whatever the number of processes, and whatever the data if
+        """Raise UserError for what training would refuse whatever the number of processes, and whatever the data if
         its tokens are not given. One process has the smallest batch, and so the most steps, where their number is not
         that of the files."""
         experiment = self.experiment(self.run.path)  # no data is looked at
@@ -176,7 +176,7 @@ class DerivedRun:
 
 
 def _differences(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """All of them, as far as a line holds them."""
+    """The differing settings in one line: the first SHOWN_DIFFERENCES, then how many more."""
     found = [first_difference({key: there.get(key)}, {key: wanted[key]}) for key in wanted]
     different = [each for each in found if each]
     more = len(different) - SHOWN_DIFFERENCES
@@ -188,7 +188,7 @@ def _settings(model: ModelConfig, train: TrainConfig) -> dict[str, Any]:
 
 
 def check_key(key: str) -> None:
-    """Raises ValueError, with the nearest one, for a name that is no key of model.json or train.json."""
+    """Raise ValueError, with the nearest one, for a name that is no key of model.json or train.json."""
     if key in MODEL_KEYS or key in TRAIN_KEYS:
         return
     known = advice(key, "train.json")

@@ -1,6 +1,6 @@
 """A comparison as one HTML file that needs nothing else: a table to sort, curves to choose from, verdicts, provenance.
 
-What is shown is decided by whoever fills a `Report`; here it becomes a page.
+The caller that fills a `Report` decides what is shown; this module renders it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STYLE, SCRIPT = FOLDER / "html_report.css", FOLDER / "html_report.js"
 
 @dataclass(frozen=True)
 class Cell:
-    """What a cell shows, what it is sorted by (None: at the end), and, if it is empty, why."""
+    """A table cell: its text, its sort key (None sorts last), and, if it is empty, the reason."""
 
     text: str
     value: float | str | None = None
@@ -37,7 +37,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Answer:
-    """Which was better: `verdicts` stand out, `about` says what they are by, `notes` what they rest on."""
+    """The answer to which was better: `verdicts` stand out, `about` says which loss they use, `notes` their basis."""
 
     verdicts: Sequence[str] = ()
     about: str = ""
@@ -107,7 +107,7 @@ def _answer(answer: Answer) -> str:
 
 
 def _paragraphs(kind: str, lines: Sequence[str]) -> str:
-    """Those that say something, of a class that the style sheet knows."""
+    """The non-empty lines as <p> elements of the CSS class `kind`."""
     return "".join(f'<p class="{kind}">{escaped(line)}</p>' for line in lines if line)
 
 
@@ -169,7 +169,7 @@ def _charts(report: Report) -> str:
 
 
 def _losses(report: Report) -> str:
-    """Which losses the charts show."""
+    """Kind of losses that the charts show, for a heading; "Loss" if they are of several kinds or of none."""
     (kind, *others) = {curve.kind for _, curves in report.charts for curve in curves}
     return escaped(f"{kind.capitalize()} loss") if kind and not others else "Loss"
 

@@ -41,7 +41,7 @@ class Profile:
     optimum: Optimum | Inconclusive
 
     def loss(self, parameters: np.ndarray) -> np.ndarray:
-        """Of the parabola."""
+        """Loss of the parabola at these numbers of parameters."""
         return np.polynomial.polynomial.polyval(np.log(parameters) - self.middle, self.parabola)
 
 
@@ -65,7 +65,7 @@ class PowerLaw:
 
 @dataclass(frozen=True)
 class PowerLaws:
-    """How the best size, its tokens and its loss go with compute."""
+    """Power laws in compute of the best size, its tokens and its loss."""
 
     parameters: PowerLaw
     tokens: PowerLaw
@@ -83,7 +83,7 @@ class IsoFlop:
 
 @dataclass(frozen=True)
 class Grouping:
-    """Which points are a profile: those whose FLOPs lie within `tolerance` (a part) of a common middle, if they are of
+    """Criteria of a profile: points whose FLOPs lie within `tolerance` (a fraction) of a common middle, of at least
     `least_sizes` different sizes."""
 
     tolerance: float = 0.05

@@ -41,7 +41,8 @@ def swatch(number: int) -> str:
 
 
 def escaped(text: str) -> str:
-    """For a page, or an attribute in it: what comes from files is neither tags nor what moves other text about."""
+    """Text from files, escaped for HTML content or attributes and `printable`: it can neither be tags nor move other
+    text."""
     return html.escape(printable(text))
 
 

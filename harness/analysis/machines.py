@@ -1,5 +1,5 @@
-"""What a run would take and cost on other machines: their prices, and speeds that are measured, else
-reported, else estimated.
+"""Projections of a run's time and cost onto other machines: their prices, and speeds that are measured, else reported,
+else estimated.
 
 One kind of speed for all machines of a projection: a speed that somebody reported of another program, beside one that
 this program measured, would compare programs and not machines. A machine that has no such speed gets one by scale: its
@@ -38,7 +38,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Projection:
-    """What a run would take and cost on a machine: seconds and dollars of training alone."""
+    """Training time and cost of a run on a machine, in seconds and dollars of training alone."""
 
     machine: Machine
     layout: BatchLayout
@@ -47,17 +47,17 @@ class Projection:
     remark: str = ""
 
     def hours(self, tokens_per_second: float) -> float:
-        """Of all tokens at that speed."""
+        """Hours of training for all tokens at that speed."""
         return self.tokens / tokens_per_second / 3600
 
     def dollars(self, tokens_per_second: float) -> float:
-        """Of those hours."""
+        """Dollars for those hours."""
         return self.hours(tokens_per_second) * self.machine.price_per_hour
 
 
 @dataclass(frozen=True)
 class NoProjection:
-    """A machine for which nothing can be told, and why."""
+    """A machine without a projection, and why."""
 
     machine: Machine
     why: Inconclusive
@@ -66,7 +66,7 @@ class NoProjection:
 def project(
     work: Workload, machines: Sequence[Machine], known: Iterable[KnownSpeed]
 ) -> list[Projection | NoProjection]:
-    """What the tokens of a run would take and cost on each machine, with the run's own global batch, the cheapest
+    """Project the time and cost of a run's tokens onto each machine, with the run's own global batch, the cheapest
     first; by the `known` speeds of training its model, of this and of other runs."""
     usable = speeds_for(work, known)
     found = [_project_one(work, machine, usable) for machine in machines]
@@ -76,7 +76,7 @@ def project(
 
 
 def speeds_for(work: Workload, known: Iterable[KnownSpeed]) -> list[KnownSpeed]:
-    """Those of the run's model and kernels, all of one kind: measured ones; if there are none, reported ones."""
+    """Speeds of the run's model, all of one kind: those measured with its kernels; if there are none, reported ones."""
     fitting = [each for each in known if each.model == work.model]
     measured = [each for each in fitting if each.is_measured and same_kernels(each.train, work.train)]
     return measured or [each for each in fitting if not each.is_measured]
@@ -93,7 +93,7 @@ def _project_one(work: Workload, machine: Machine, known: list[KnownSpeed]) -> P
 
 
 def layout_on(work: Workload, machine: Machine, known: Sequence[KnownSpeed]) -> BatchLayout | Inconclusive:
-    """The same global batch on that many GPUs, in microbatches no larger than the run's own and, as far as that is
+    """Lay out the same global batch on that many GPUs, in microbatches no larger than the run's own and, as far as
     known, than what fits: by its searches with -f, or, on smaller GPUs than its own, by what others trained there."""
     sequences = work.sequences
     each, rest = divmod(sequences, machine.gpus)
@@ -113,7 +113,7 @@ def layout_on(work: Workload, machine: Machine, known: Sequence[KnownSpeed]) -> 
 
 
 def is_smaller(work: Workload, machine: Machine) -> bool:
-    """Whether the machine's GPUs have less memory than the run may need with its own microbatch."""
+    """True if the machine's GPUs have less memory than the run may need with its own microbatch."""
     return work.needed_gib is not None and machine.memory_gib < work.needed_gib
 
 
@@ -133,7 +133,7 @@ def _memory_remark(work: Workload, machine: Machine, layout: BatchLayout, known:
 def speed_on(
     work: Workload, machine: Machine, layout: BatchLayout, known: Sequence[KnownSpeed]
 ) -> Speed | Inconclusive:
-    """How fast the run would be there: as known of such a machine, else by scale, else estimated."""
+    """Speed of the run on the machine: as known of such a machine, else by scale, else estimated."""
     here = [each for each in known if is_same_device(each.device, machine.device)]
     same = [each for each in here if each.layout.world_size == machine.gpus]
     own = [each for each in same if each.run == work.run and each.layout == layout]
@@ -146,7 +146,7 @@ def speed_on(
 
 
 def is_same_device(one: str, other: str) -> bool:
-    """Whether two names mean the same GPU."""
+    """True if two names mean the same GPU."""
     found = find_device(one)
     return one == other if found is None else found == find_device(other)
 
@@ -164,8 +164,8 @@ def _as_known(work: Workload, machine: Machine, layout: BatchLayout, known: Sequ
 
 
 def _gain(work: Workload, device: str, there: BatchLayout, here: BatchLayout) -> float:
-    """How much faster one layout is than another by arithmetic; 1 where that does not cover it. Of models that are too
-    small for an estimated speed, too: where launching decides, a microbatch of any size takes as long."""
+    """Speedup of layout `there` over `here` by arithmetic; 1 where that does not cover it. This holds also for models
+    too small for an estimated speed: where kernel launches dominate, a microbatch of any size takes as long."""
     before, after = (_arithmetic(work, device, layout) for layout in (there, here))
     return after / before if isinstance(before, float) and isinstance(after, float) else 1.0
 
@@ -189,7 +189,7 @@ def _by_scale(work: Workload, known: Sequence[KnownSpeed], paper: float) -> Spee
 
 
 def _names(runs: set[str]) -> str:
-    """At most three: a comparison may have a hundred runs."""
+    """At most NAMES of the names, then the number of the others: a comparison may have a hundred runs."""
     shown = sorted(runs)[:NAMES]
     return ", ".join(shown) + (f" and {len(runs) - NAMES} more" if len(runs) > NAMES else "")
 

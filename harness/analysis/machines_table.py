@@ -48,7 +48,7 @@ def _speeds_or_none(run: RunDirectory) -> list[KnownSpeed]:
 
 
 def machines_table(work: Workload, projections: Sequence[Projection | NoProjection]) -> Iterator[str]:
-    """What a run would take and cost on each machine, and what that rests on, line by line."""
+    """Yield lines of a table of the run's time and cost on each machine, with the basis of the numbers."""
     told = [each for each in projections if isinstance(each, Projection)]
     yield from _wrapped(
         f"{work.run} elsewhere: {work.tokens:,} tokens in global batches of {work.sequences:,} sequences. Training "
@@ -80,7 +80,7 @@ def _row(each: Projection) -> tuple[str, ...]:
 
 
 def _range(each: Projection, quantity: Callable[[float], float]) -> str:
-    """A quantity that is inverse to the speed, and what it may come to."""
+    """A quantity that is inverse to the speed, as the range between the ends of the speed."""
     low, high = (_figure(quantity(speed)) for speed in (each.speed.high, each.speed.low))
     return low if low == high else f"{low} to {high}"
 

@@ -1,4 +1,4 @@
-"""What the choice of the text does to a measured loss: intervals from the losses of its windows.
+"""Noise in a measured loss from the choice of the text: intervals from the losses of its windows.
 
 Neighbouring windows belong to the same document and resemble each other, so that they are resampled in blocks.
 """
@@ -46,7 +46,7 @@ class MeanEstimate:
 
 
 def difference_noise(first: np.ndarray, second: np.ndarray) -> MeanEstimate | Inconclusive:
-    """By how much the first model's loss is above the second's, both [windows] of the same text: paired by window."""
+    """Estimate the first model's loss less the second's, both [windows] of the same text: paired by window."""
     if first.shape != second.shape:
         return Inconclusive(f"they were measured on {first.size:,} and {second.size:,} windows of text")
     return mean_noise(first.astype(np.float64) - second)
@@ -68,9 +68,9 @@ def mean_noise(values: np.ndarray) -> MeanEstimate | Inconclusive:
 
 
 def variance_of_mean(values: np.ndarray) -> MeanVariance | Inconclusive:
-    """That of the mean of correlated values: 2 V(b) − V(b / 2), where V(b) comes of the means of all circular blocks of
-    b values. V alone leaves out what is correlated across the ends of blocks, and that halves as blocks double (Vats &
-    Flegal 2022, Biometrika 109: 735). Not below V(b), since the correction may overshoot.
+    """Variance of the mean of correlated values: 2 V(b) − V(b / 2), where V(b) comes of the means of all circular
+    blocks of b values. V alone leaves out what is correlated across the ends of blocks, and that halves as blocks
+    double (Vats & Flegal 2022, Biometrika 109: 735). Not below V(b), since the correction may overshoot.
 
     The degrees of freedom follow from the variance of such an estimate, 8/3 · b / windows of its square (Politis &
     Romano 1995, Journal of Time Series Analysis 16: 67, for the equal lag window).
@@ -90,10 +90,10 @@ def variance_of_mean(values: np.ndarray) -> MeanVariance | Inconclusive:
 
 
 def block_length(values: np.ndarray) -> int:
-    """How many neighbouring windows to take together: the rule of Politis & White (2004, Econometric Reviews 23: 53,
-    with the correction of Patton, Politis & White 2009) for the circular bootstrap. At least the cube root of the
-    number of windows, which is the order of the best length, since the rule may see too little in few of them; longer
-    than the rule has it as long as enough blocks are left."""
+    """Number of neighbouring windows in a block: the rule of Politis & White (2004, Econometric Reviews 23: 53, with
+    the correction of Patton, Politis & White 2009) for the circular bootstrap. At least the cube root of the number of
+    windows, which is the order of the best length, since the rule may see too little in few of them; longer than the
+    rule has it as long as enough blocks are left."""
     count = len(values)
     least = max(math.ceil(count ** (1 / 3)), math.ceil(count / MOST_BLOCKS))
     covariances = _autocovariances(values, min(count - 1, math.ceil(count * LARGEST_LAG_SHARE)))
@@ -123,7 +123,7 @@ def _lags_that_matter(correlations: np.ndarray, count: int) -> int:
 
 
 def _autocovariances(values: np.ndarray, most: int) -> np.ndarray:
-    """At lags 0 to `most`, each divided by the number of values; by the Fourier transform."""
+    """Autocovariances at lags 0 to `most`, each divided by the number of values; by the Fourier transform."""
     centred = values - values.mean()
     size = 1 << (2 * len(values) - 1).bit_length()
     power = np.abs(np.fft.rfft(centred, size)) ** 2
@@ -154,8 +154,8 @@ def _studentised_resamples(values: np.ndarray, length: int) -> np.ndarray:
 
 @lru_cache(maxsize=2)
 def _block_starts(resamples: int, blocks: int, count: int) -> np.ndarray:
-    """Where the blocks of each resample of `count` windows begin, [resamples, blocks]: the same for all models of a
-    text, as most of the time is spent on drawing them."""
+    """First windows of the blocks of each resample of `count` windows, [resamples, blocks]: the same for all models of
+    a text, since most of the time is spent on drawing them."""
     starts = np.random.default_rng(SEED).integers(0, count, size=(resamples, blocks))
     starts.flags.writeable = False
     return starts

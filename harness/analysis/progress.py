@@ -1,4 +1,4 @@
-"""How far a run has come: the last lines of its metrics.jsonl, read from the file's end."""
+"""Progress of a run: the last lines of its metrics.jsonl, read from the file's end."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ class Progress:
 
 
 def percent_done(tokens_seen: int, tokens_wanted: int) -> str:
-    """How much of its training a run that has not finished has done, rounded down, so that none is at 100 %."""
+    """Percentage of its training that an unfinished run has done, rounded down, so that none is at 100 %."""
     return f"{min(99, 100 * tokens_seen // tokens_wanted)} %"
 
 
 def describe_progress(progress: Progress | None, wanted: int | None, *, goes_on: bool = True) -> str:
-    """Where a run is that sees `wanted` tokens in all, for a terminal; with the time left if it goes on."""
+    """Describe the progress of a run that sees `wanted` tokens in all, for a terminal; with the time left if
+    `goes_on`."""
     if progress is None:
         return "nothing reported yet"
     parts = [f"global step {progress.global_step:,}"]
@@ -56,7 +57,8 @@ def duration(seconds: float) -> str:
 
 
 def read_progress(path: Path) -> Progress | None:
-    """None if the file is not there, or no line in it is a report of ours. Raises UserError if it cannot be read.
+    """Read the last reports of a metrics.jsonl; None if there is no file, or no line in it is a report of this program.
+    Raises UserError if it cannot be read.
 
     Where lines of an earlier training stand before those of the last one, the last one's alone count.
     """

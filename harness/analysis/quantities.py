@@ -1,4 +1,4 @@
-"""What a table of runs tells of each: the quantities, where they are read, and the words for one that is not there."""
+"""Quantities in a table of runs: their sources, and the words for one that is not there."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _parameters(record: RunRecord) -> float | None:
 
 
 def _active_parameters(record: RunRecord) -> float | None:
-    """All of a dense model's, so that it stands beside those with experts."""
+    """Active parameters; all of a dense model's, so that it stands beside those with experts."""
     return record.shape.active_parameters if record.shape else None
 
 
@@ -105,7 +105,7 @@ def _validation_loss(record: RunRecord) -> float | Missing | None:
 
 
 def final_validation_losses(records: Sequence[RunRecord]) -> list[Measured]:
-    """Those of runs that have finished, NaN for a loss that is not finite."""
+    """Validation losses of runs that have finished, NaN for a loss that is not finite."""
     return [
         [Measurement(math.nan, ground)] if isinstance(each, Missing) and (ground := _diverged_on(record)) else each
         for record, each in zip(records, validation_losses(records), strict=True)
@@ -148,7 +148,7 @@ def _mfu(record: RunRecord) -> float | None:
 
 
 def _reported_mfu(reported: Reported, record: RunRecord) -> float | None:
-    """Worked out from the reported speed: model FLOPs over the devices' peak (PaLM, arXiv:2204.02311)."""
+    """Percentage computed from the reported speed: model FLOPs over the devices' peak (PaLM, arXiv:2204.02311)."""
     speed, peak = reported.training_speed, peak_flops(reported.device)
     if speed is None or peak is None or record.shape is None:
         return None
@@ -169,7 +169,7 @@ def _hours_without_validation(record: RunRecord) -> float | None:
 
 
 def _without_validation(spent: Mapping[str, float]) -> float | None:
-    """Of seconds or dollars by phase; None where the phases are not recorded."""
+    """Total seconds or dollars less those of validation; None where the phases are not recorded."""
     return spent["total"] - spent.get("validation", 0.0) if {"total", "training"} <= spent.keys() else None
 
 

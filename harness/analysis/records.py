@@ -79,7 +79,7 @@ class RunRecord:
 
     @classmethod
     def read(cls, run: RunDirectory) -> RunRecord:
-        """Never fails for what a file holds: a run that cannot be read is `damaged`, and says why."""
+        """Read a run. No content of a file raises: a run that cannot be read is `damaged`, with the reason."""
         reader = _Reader(run)
         return reader.record()
 
@@ -103,7 +103,7 @@ class RunRecord:
 
     @property
     def device(self) -> str | None:
-        """What one rank trained on."""
+        """Device of one rank; None where nothing was recorded."""
         return self._recorded("device")
 
     @property
@@ -128,8 +128,8 @@ class RunRecord:
 
     @property
     def seconds(self) -> Mapping[str, float]:
-        """By phase, and in total; empty where nothing was recorded. Of a run that has not finished, the phases are
-        those up to its latest checkpoint, and the total that up to its last report."""
+        """Seconds by phase, and in total; empty where nothing was recorded. Of a run that has not finished, the phases
+        are those up to its latest checkpoint, and the total that up to its last report."""
         if self.summary:
             return self.summary.seconds
         phases = self.meta.seconds if self.meta else {}
@@ -140,14 +140,14 @@ class RunRecord:
 
     @property
     def dollars(self) -> Mapping[str, float]:
-        """By phase, and in total: those of the summary, else by the same function; empty without a price."""
+        """Dollars by phase, and in total: those of the summary, else by the same function; empty without a price."""
         if self.summary and self.summary.dollars is not None:
             return self.summary.dollars
         price = self.train.get("price_per_hour")
         return cost_by_phase(self.seconds, price if isinstance(price, int | float) else None) or {}
 
     def _recorded(self, key: str) -> Any:
-        """By the summary, else by the latest checkpoint."""
+        """Value of the summary, else of the latest checkpoint."""
         source = self.summary or self.meta
         return None if source is None else getattr(source, key)
 
@@ -203,8 +203,8 @@ def log_tail(run: RunDirectory) -> list[str]:
 
 
 def last_end(run: RunDirectory) -> tuple[Literal["failed", "pruned"], int] | None:
-    """How the sweep that started the run last says that it ended: failed, with the exit status, or pruned, with the
-    global step. None where it says neither."""
+    """Last end that the sweep noted in the run's log: failed, with the exit status, or pruned, with the global step.
+    None where the log has neither."""
     marks = [found for line in log_tail(run) if (found := SWEEP_MARK.fullmatch(line))]
     if not marks or marks[-1][1] is None:
         return None
@@ -278,7 +278,7 @@ class _Reader:
         return read_meta(latest) if latest else None
 
     def _precision(self, train: Mapping[str, Any], summary: RunSummary | None) -> str:
-        """What the latest checkpoint says that "auto" came to, else where it was trained."""
+        """Precision asked for; for "auto", the one resolved in the latest checkpoint, else "auto" with the device."""
         asked = str(train.get("precision"))
         meta = self._attempt(self._latest_meta) if asked == "auto" else None
         if meta is not None and meta.precision is not None:

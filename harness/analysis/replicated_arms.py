@@ -64,15 +64,15 @@ def _names_of(groups: Sequence[Sequence[str]], runs: set[str], baseline: str | N
 
 
 def has_unfinished_arm(records: Sequence[RunRecord], finished: str) -> bool:
-    """Whether a run that has not finished is of another arm than the run `finished`, by what their files ask for: what
-    else decides, such as the machine, is not known before the end."""
+    """True if an unfinished run is of another arm than the run `finished`, by what their files ask for: what else
+    decides, such as the machine, is not known before the end."""
     own = next(record for record in records if record.name == finished)
     others = (record for record in records if record.summary is None and record.model and record.train)
     return any(not asks_for_the_same(_asked_of(own), _asked_of(other)) for other in others)
 
 
 def _asked_of(record: RunRecord) -> RunSetup:
-    """With its budget as it is given."""
+    """Setup from the run's files alone, with its budget as it is given."""
     return RunSetup(record.model, record.train, None, None, None, record.world_size)
 
 
@@ -89,14 +89,14 @@ def arm_of_name(records: Sequence[RunRecord], name: str) -> tuple[str, ...]:
 
 
 def setup_of(record: RunRecord) -> RunSetup:
-    """What decides how the run came out."""
+    """Setup that decides how the run came out, with its budget in tokens."""
     dataset: Mapping[str, object] | None = record.dataset or None
     train = as_tokens(record.train, record.summary.budget if record.summary else None)
     return RunSetup(record.model, train, dataset, record.torch, record.device, record.world_size)
 
 
 def _beginning(runs: Sequence[str]) -> str:
-    """What the names have in common, in whole words and numbers, without what is left of the word seed."""
+    """Common beginning of the names, in whole words and numbers, without a rest of the word seed."""
     alike = "".join(letters[0] for letters in takewhile(lambda each: len({*each}) == 1, zip(*runs, strict=False)))
     for kind in (r"[^\W\d_]", r"\d"):
         if any(re.match(kind, run[len(alike) :]) for run in runs):

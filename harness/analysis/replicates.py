@@ -1,4 +1,4 @@
-"""Which runs are replicates: alike in all that decides how training comes out, but for `random_seed`."""
+"""Replicates among runs: alike in all that decides how training comes out, but for `random_seed`."""
 
 from __future__ import annotations
 
@@ -115,7 +115,8 @@ def _decides(setup: RunSetup) -> str:
 
 
 def _settings(setup: RunSetup) -> list[Any]:
-    """What the files and the data set say; keys that another version did not write have their defaults."""
+    """Settings of the files and the data set that decide a run; keys that another version did not write have their
+    defaults."""
     train = _with_defaults(TrainConfig, setup.train)
     sequences, ranks = train.pop("global_batch_size"), setup.world_size
     if sequences is not None and ranks is not None:  # the other way of saying it
@@ -126,7 +127,7 @@ def _settings(setup: RunSetup) -> list[Any]:
 
 
 def asks_for_the_same(one: RunSetup, other: RunSetup) -> bool:
-    """Whether two runs are alike in what their files say, but for the seed; a number of ranks that one of them does not
+    """True if two runs are alike in what their files say, but for the seed; a number of ranks that one of them does not
     know is the other's."""
     ranks = one.world_size or other.world_size
     first, second = (

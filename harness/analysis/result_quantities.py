@@ -37,14 +37,14 @@ NOT_FINITE = "its test loss is not finite"
 
 
 def _missing(record: RunRecord, kind: type[Result]) -> Missing:
-    """Why there is no result of that kind among those that were read."""
+    """The reason why there is no result of that kind among those that were read."""
     if record.results.has_unread(kind):
         return Missing("kept in results/, but the file cannot be read (a remark names it); measure again")
     return Missing(MEASURED_BY[kind])
 
 
 def test_losses(records: Sequence[RunRecord]) -> list[Measured]:
-    """By run, one for each text that its model was measured on."""
+    """Test losses by run, one for each text that its model was measured on."""
     return [_test_loss(record) for record in records]
 
 
@@ -57,7 +57,7 @@ def _test_loss(record: RunRecord) -> Measured:
 
 
 def all_test_losses(record: RunRecord) -> list[Measurement]:
-    """One for each text, NaN for a loss that is not finite."""
+    """Test losses of a run, one for each text, NaN for a loss that is not finite."""
     results = record.results.of(LossResult)
     chosen = chosen_results(record, results, [loss_ground(result) for result in results])
     return [

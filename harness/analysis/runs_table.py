@@ -59,7 +59,7 @@ class Column:
 
 @dataclass(frozen=True)
 class RunsTable:
-    """`absent` names the quantities that no run has."""
+    """Table of runs; `absent` names the quantities that no run has."""
 
     records: tuple[RunRecord, ...]
     columns: tuple[Column, ...]
@@ -68,7 +68,7 @@ class RunsTable:
 
     @classmethod
     def of(cls, records: Sequence[RunRecord]) -> RunsTable:
-        """In the order of `records`."""
+        """Build the table with rows in the order of `records`."""
         columns = [*_state_column(records), *_setting_columns(records)]
         absent = []
         benchmarks = (*benchmark_quantities(records), *training_benchmark_quantities(records))
@@ -80,9 +80,9 @@ class RunsTable:
         return cls(tuple(records), tuple(_without_repetition(columns)), tuple(absent))
 
     def sorted(self, key: str | None) -> RunsTable:
-        """By a column, the best or lowest first and empty cells last, or by "name"; None: by the first of LOSSES that
-        two runs have, and those that lack it by the next. Raises UserError naming the nearest for a key of no column.
-        """
+        """Sort by a column, the best or lowest first and empty cells last, or by "name"; None: by the first of LOSSES
+        that two runs have, and those that lack it by the next. Raises UserError naming the nearest for a key of no
+        column."""
         if key == "name":
             order = sorted(range(len(self.records)), key=lambda row: self.records[row].name)
             return self._reordered(order, "name")
@@ -111,7 +111,7 @@ class RunsTable:
 
 
 def is_number(value: object) -> bool:
-    """Not true or false, which are numbers to Python."""
+    """True for numbers except True and False, which are numbers to Python."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -128,7 +128,7 @@ def _order(column: Column, rows: Sequence[int]) -> list[int]:
 
 
 def _state_column(records: Sequence[RunRecord]) -> list[Column]:
-    """Nothing if all have finished."""
+    """Column of the runs' states; none if all have finished."""
     if all(record.state.word == "finished" for record in records):
         return []
     cells = [Cell(record.state.word, _state_text(record), record.state.detail) for record in records]
@@ -192,7 +192,7 @@ def _measured_column(quantity: Quantity, group: Group, shown: Sequence[Group], m
 
 
 def _elsewhere(quantity: Quantity, of_run: Sequence[Measurement], shown: Sequence[Group]) -> str:
-    """Why a run that has measurements has none in a group's column."""
+    """The reason why a run that has measurements has none in a group's column."""
     if any(measurement.ground == group.ground for measurement in of_run for group in shown):
         return f"its {quantity.title} is in another column: measured on other ground"
     values = "; ".join(
@@ -204,8 +204,8 @@ def _elsewhere(quantity: Quantity, of_run: Sequence[Measurement], shown: Sequenc
 
 
 def _reported_columns(quantity: Quantity, records: Sequence[RunRecord], measured: Sequence[Measured]) -> list[Column]:
-    """`measured`, where there is no other column of this quantity, has the reasons why no run has a number of its own:
-    of a run that nobody has reported of, that is what an empty cell says."""
+    """Columns of the reported values. `measured`, where there is no other column of this quantity, has the reasons why
+    no run has a number of its own: an empty cell of a run without reported values shows that reason."""
     reported = [_reported(quantity, record) for record in records]
     reasons = ["not reported"] * len(records)
     for row, (record, own) in enumerate(zip(records, measured, strict=False)):
@@ -233,7 +233,8 @@ def _reported(quantity: Quantity, record: RunRecord) -> Measured:
 
 
 def number_text(value: float, style: str) -> str:
-    """By a format, or as money; what is too large to be meant, as a power of ten: it would take hundreds of digits."""
+    """A number in a format, or as money; a power of ten if it is too large to be meant, since it would take hundreds of
+    digits."""
     if style == MONEY and abs(value) < LARGEST_SHOWN:
         return amount_text(value)
     return format(value, style if abs(value) < LARGEST_SHOWN else ".2e")
@@ -250,7 +251,7 @@ def _column(quantity: Quantity, ground: Ground, cells: Sequence[Cell]) -> Column
 
 
 def _numbered(columns: Sequence[Column]) -> list[Column]:
-    """With keys and titles that tell several of one quantity apart."""
+    """Columns of one quantity with distinct keys and titles, numbered if there are several."""
     if len(columns) < 2:
         return list(columns)
     return [

@@ -58,20 +58,20 @@ class Points:
 
     @property
     def tokens_by_rule(self) -> int:
-        """How many points have tokens that follow from C = 6ND, and so cannot show whether it holds."""
+        """Number of points whose tokens follow from C = 6ND, and so cannot show whether it holds."""
         return 0 if self.by_rule is None else int(np.count_nonzero(self.by_rule))
 
     def __len__(self) -> int:
         return len(self.names)
 
     def chosen(self, which: np.ndarray, left_out: Sequence[str] = ()) -> Points:
-        """Those at the indices `which`, in that order."""
+        """Points at the indices `which`, in that order."""
         columns = {key: getattr(self, key)[which] for key in QUANTITIES}
         names, by_rule = [self.names[index] for index in which], None if self.by_rule is None else self.by_rule[which]
         return Points(names=names, left_out=[*self.left_out, *left_out], by_rule=by_rule, **columns)
 
     def without_highest(self, count: int) -> Points:
-        """Without the `count` highest losses, which are often of models far from any sensible size (Besiroglu et al.,
+        """Drop the `count` highest losses, which are often of models far from any sensible size (Besiroglu et al.,
         arXiv:2404.10102, leave out five). Raises UserError if that leaves none."""
         if not count:
             return self
@@ -84,14 +84,14 @@ class Points:
 
 
 def different(values: np.ndarray) -> int:
-    """How many different sizes or token counts there are; those less than 1 % apart in a row count as one."""
+    """Number of different sizes or token counts; those less than 1 % apart in a row count as one."""
     gaps = np.diff(np.sort(np.log(values)))
     return int(np.count_nonzero(gaps > SAME_SIZE)) + 1 if len(values) else 0
 
 
 @dataclass(frozen=True)
 class CostLaw:
-    """What training costs: FLOPs = coefficient x parameters^exponent x tokens. The rule of thumb is 6 and 1."""
+    """Cost of training: FLOPs = coefficient x parameters^exponent x tokens. The rule of thumb is 6 and 1."""
 
     coefficient: float = FLOPS_PER_PARAMETER
     exponent: float = 1.0
@@ -117,7 +117,7 @@ class CostLaw:
         return (self.coefficient, self.exponent) == (FLOPS_PER_PARAMETER, 1.0)
 
     def tokens(self, flops: np.ndarray | float, parameters: np.ndarray | float) -> np.ndarray:
-        """How many tokens these FLOPs train models of this size on."""
+        """Number of tokens on which these FLOPs train models of this size."""
         return np.asarray(flops / (self.coefficient * parameters**self.exponent))
 
     def flops(self, parameters: float, tokens: float) -> float:
@@ -253,7 +253,7 @@ def _point_of_run(name: str, summary: RunSummary) -> Point | str:
 
 
 def _texts_of(summary: RunSummary) -> dict[str, object]:
-    """What runs must have in common for one law to hold for their losses, by the words for it."""
+    """Facts about texts, by their names, that runs must share for one law to hold for their losses."""
     text = validation_text(summary.model or {}, summary.train, summary.dataset or {})
     trained_on = (summary.dataset or {}).get("train") or {}
     facts = {f"validation {key}": value for key, value in text._asdict().items()} if text else {}

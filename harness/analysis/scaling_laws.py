@@ -62,7 +62,7 @@ class Law:
         return self.logs or (np.log(self.a), np.log(self.b))
 
     def loss(self, parameters: np.ndarray | float, tokens: np.ndarray | float) -> np.ndarray:
-        """Infinite where it is beyond what numbers hold."""
+        """Loss of a model of this size on these tokens; infinite where it overflows."""
         log_a, log_b = self._log_terms
         with np.errstate(over="ignore", divide="ignore"):
             by_size = np.exp(log_a - self.alpha * np.log(parameters))
@@ -93,7 +93,7 @@ class LawFit:
     delta: float
 
     def coefficients(self) -> dict[str, Coefficient]:
-        """By the names they have in print."""
+        """Coefficients by the names they have in print."""
         names = {"E": "e", "A": "a", "B": "b", "α": "alpha", "β": "beta"}
         return {name: _coefficient(getattr(self.law, key), getattr(self.resampled, key)) for name, key in names.items()}
 
@@ -145,7 +145,7 @@ def _coefficient(value: np.ndarray, drawn: np.ndarray) -> Coefficient:
 
 
 def bounded(value: np.ndarray | float, drawn: np.ndarray) -> Estimate:
-    """With ends that are infinite where they lie beyond all bounds. None of `drawn` is NaN."""
+    """Estimate whose ends are infinite where they lie beyond all bounds. None of `drawn` is NaN."""
     found = estimate(float(value), np.clip(drawn, -LARGEST, LARGEST))
     # Not quite: an end between two resamples is rounded.
     low, high = (end if abs(end) < LARGEST / 10 else math.copysign(math.inf, end) for end in (found.low, found.high))
@@ -182,7 +182,7 @@ def fit_law(points: Points, resamples: int, *, seed: int = 0, delta: float = HUB
 
 
 def why_not(points: Points) -> str | None:
-    """What the points lack for five coefficients, or None."""
+    """The reason why the points do not suffice for five coefficients, or None."""
     if len(points) < LEAST_POINTS:
         are = "point is" if len(points) == 1 else "points are"
         return f"{len(points)} {are} too few for {PARAMETERS} coefficients with intervals; {LEAST_POINTS} will do"
@@ -204,7 +204,7 @@ def why_not(points: Points) -> str | None:
 
 
 def _implausible(law: Law, points: Points) -> str | None:
-    """Why the best fit is none to believe in, or None."""
+    """The reason why the best fit is not credible, or None."""
     for value, of in ((law.alpha, "parameters"), (law.beta, "tokens")):
         if abs(value) < LEAST_EXPONENT:
             return f"the loss does not change with {of} in the best fit: no exponent of them can be told"
@@ -250,7 +250,7 @@ class _Problem:
         return cls(u - u.mean(), v - v.mean(), np.log(points.loss), float(u.mean()), float(v.mean()), delta)
 
     def starts(self) -> np.ndarray:
-        """[192, 5]"""
+        """Starting points of the fit, [192, 5]."""
         losses = np.exp(self.y)
         rows = []
         for floor, part, alpha, beta in itertools.product(FLOORS, PARTS, EXPONENTS, EXPONENTS):
@@ -260,8 +260,8 @@ class _Problem:
         return np.array(rows)
 
     def objective(self, weights_SxN: np.ndarray) -> Function:
-        """For each search, the sum of the Huber losses of its points, each counted as often as its weight says, over
-        delta; and the gradient."""
+        """A function of all searches: the sum of the Huber losses of a search's points, each counted as often as its
+        weight says, over delta; and the gradient."""
 
         def function(x_RxP: np.ndarray, rows_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             log_a, log_b, log_e, alpha, beta = (x_RxP[:, index, None] for index in range(PARAMETERS))
@@ -283,7 +283,7 @@ class _Problem:
         return function
 
     def law(self, x: np.ndarray) -> Law:
-        """Of coefficients [5] or [B, 5]."""
+        """Law or laws of coefficients [5] or [B, 5]."""
         log_a, log_b, log_e, alpha, beta = np.moveaxis(x, -1, 0)
         with np.errstate(over="ignore"):
             a, b = np.exp(log_a + alpha * self.mean_u), np.exp(log_b + beta * self.mean_v)
@@ -304,8 +304,8 @@ def predict(fit: LawFit, points: Points, plan: Plan) -> Prediction:
 
 
 def _scatter(residuals: np.ndarray, count: int) -> np.ndarray:
-    """How far single runs lie from the law, in ln L: residuals of either sign (few of them are lopsided by chance),
-    enlarged, since the law has been fitted to them."""
+    """Draw distances of single runs from the law, in ln L: residuals of either sign (few of them are lopsided by
+    chance), enlarged, since the law has been fitted to them."""
     generator = np.random.default_rng(0)
     enlarged = residuals * np.sqrt(len(residuals) / (len(residuals) - PARAMETERS))
     return generator.choice(enlarged, size=count) * generator.choice([-1, 1], size=count)
@@ -320,7 +320,7 @@ def _beyond(name: str, value: float, points: np.ndarray) -> str | None:
 
 
 def best_split(fit: LawFit, points: Points, cost: CostLaw, flops: float) -> Split:
-    """How to divide FLOPs between size and tokens, by the law."""
+    """Best division of FLOPs between size and tokens, by the law."""
     value, drawn = (law.best_size(flops, cost) for law in (fit.law, fit.resampled))
     parameters = bounded(value, drawn)
     with np.errstate(divide="ignore", over="ignore"):  # of a size of 0

@@ -1,4 +1,4 @@
-"""What is known of how loss goes with size, tokens and FLOPs, as text of 80 columns and as JSON."""
+"""Report on loss as a function of size, tokens and FLOPs, as text of 80 columns and as JSON."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 @dataclass(frozen=True)
 class Questions:
-    """What is asked of the points."""
+    """Questions about the points, and parameters of the analysis."""
 
     plans: Sequence[Plan] = ()
     budgets: Sequence[float] = ()  # FLOPs
@@ -177,7 +177,7 @@ def _digits(value: float) -> str:
 
 
 def _rounded(value: float) -> float:
-    """To three digits, which is more than a standard error knows."""
+    """Round to three digits, which is more than a standard error knows."""
     return float(f"{value:.3g}")
 
 

@@ -1,4 +1,4 @@
-"""What runs were asked to do, and on what, as far as it differs between them."""
+"""Settings of runs and what they ran on, as far as these differ between them."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """What one run at a time gets: environment variables that show its processes their devices."""
+    """Devices of one run at a time: environment variables that show its processes their devices."""
 
     name: str
     environment: dict[str, str]
@@ -97,14 +97,14 @@ class Attempt:
         return time.monotonic() - self.began
 
     def stop(self) -> None:
-        """Ask it, once, to end with a checkpoint."""
+        """Ask the process, once, to end with a checkpoint."""
         if not self.is_stopped:
             self.is_stopped = True
             self.process.terminate()
 
     def prune(self, step: int) -> None:
-        """Give it up by what it came to at this global step. That is in the log before it is asked to end: whatever
-        kills this process in between, nobody trains it on."""
+        """Prune the run, judged at this global step. The log has the mark before the process is asked to end: if this
+        process is killed in between, the run is not resumed."""
         self.is_pruned = True
         self.log.write(f"# pruned at global step {step}\n".encode())
         self.log.flush()
@@ -122,6 +122,6 @@ _C_LIBRARY = ctypes.CDLL(None)  # loaded now: little is allowed between a fork a
 
 def _end_with_parent() -> None:
     """Have the system end this process, in good order, when the one that started it is killed. Linux alone can; on
-    other systems the run goes on, and a sweep that is started again waits for it."""
+    other systems the run continues, and a sweep that is started again waits for it."""
     if sys.platform == "linux":
         _C_LIBRARY.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -60,8 +60,8 @@ RANGE_SCHEMA = {
 
 
 class Pruning(BaseModel):
-    """When a search may end a trial early: once its lowest validation loss so far is above the median that the finished
-    trials had after as many tokens."""
+    """Condition for pruning a trial of a search: its lowest validation loss so far is above the median that the
+    finished trials had after as many tokens."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -71,7 +71,7 @@ class Pruning(BaseModel):
 
 class Sweep(BaseModel):
     """A SWEEP.json: every combination of `vary`'s values and `together`'s entries is a run; or, with `search`, each of
-    `trials` runs is chosen by what the earlier ones came to."""
+    `trials` runs is chosen by the results of the earlier ones."""
 
     model_config = ConfigDict(title="SWEEP.json", frozen=True, strict=True, extra="forbid")
 
@@ -205,15 +205,16 @@ class Sweep(BaseModel):
 
     @property
     def count(self) -> int:
-        """How many runs it makes."""
+        """Number of runs it makes."""
         return math.prod(len(values) for values in self.vary.values()) * max(1, len(self.together))
 
     def points(self) -> Iterator[Settings]:
-        """What differs in each run from the base and from `set`, in the order of the file, the last key fastest."""
+        """Settings in which each run differs from the base and from `set`, in the order of the file, the last key
+        fastest."""
         yield from ({key: each[key] for key in each if key != ENTRY_NAME} for each in self._combinations())
 
     def names(self) -> list[str]:
-        """What each point's run is called after the sweep: an entry's own name stands for all that the entry sets."""
+        """Suffixes of the runs' names, one for each point: an entry's own name stands for all that the entry sets."""
         points = []
         for each in self._combinations():
             own = {key: each[key] for key in (ENTRY_NAME, *self.vary) if key in each}

@@ -1,4 +1,4 @@
-"""What a sweep will take: hours, dollars and disk of all its runs that are not finished, worked out beforehand."""
+"""Plan of a sweep: estimated hours, dollars and disk of all its runs that are not finished."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OR_TRAIN_ONE = "or train one of them first, which measures it"
 
 @dataclass(frozen=True)
 class MachineUse:
-    """What a sweep's runs get: `groups` of them at a time, each of `processes` ranks with a device of its own."""
+    """Resources of a sweep's runs: `groups` of them at a time, each of `processes` ranks with a device of its own."""
 
     datasets_dir: Path
     groups: int
@@ -39,13 +39,13 @@ class MachineUse:
 
     @classmethod
     def of(cls, datasets_dir: Path, groups: int, processes: int | None) -> MachineUse:
-        """With this machine's GPUs shared out among the groups, unless a number of processes is given; with one each if
+        """Share this machine's GPUs out among the groups, unless a number of processes is given; one process each if
         there are none."""
         return cls(datasets_dir, groups, processes or max(1, len(visible_gpus()) // groups))
 
 
 def visible_gpus() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES has to name for each GPU of this machine that it shows; none without a driver."""
+    """Entries for CUDA_VISIBLE_DEVICES, one for each GPU of this machine that it shows; none without a driver."""
     names = gpu_names()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not names or visible is None:
@@ -55,9 +55,9 @@ def visible_gpus() -> list[str]:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What is left of one run. `seconds` and `dollars` are None where the speed, the length or the price is not known;
-    dollars are its part of the machine's, which groups share. `price` says whose an hour's price is, or why there is
-    none."""
+    """Remaining work of one run. `seconds` and `dollars` are None where the speed, the length or the price is not
+    known; dollars are its part of the machine's, which groups share. `price` says whose an hour's price is, or why
+    there is none."""
 
     run: DerivedRun
     plan: Plan
@@ -69,7 +69,7 @@ class RunPlan:
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """What is left of a sweep, in the order in which it is done."""
+    """Remaining work of a sweep, in the order in which it is done."""
 
     name: str
     use: MachineUse
@@ -79,11 +79,11 @@ class SweepPlan:
 
     @property
     def disk_bytes(self) -> int:
-        """Of all checkpoints to come; without those of runs whose length is not known."""
+        """Bytes of all checkpoints to come; without those of runs whose length is not known."""
         return sum(each.plan.disk_bytes() for each in self.left if each.plan.position is not None)
 
     def disk_shortage(self, folder: Path) -> str | None:
-        """What to do if the disk under `folder` cannot hold all checkpoints to come; None if it can."""
+        """Shortage and remedy if the disk under `folder` cannot hold all checkpoints to come; None if it can."""
         free = shutil.disk_usage(folder).free
         if self.disk_bytes <= free:
             return None
@@ -94,12 +94,12 @@ class SweepPlan:
         )
 
     def check_disk(self, folder: Path) -> None:
-        """Raises UserError if the disk under `folder` cannot hold all checkpoints to come."""
+        """Raise UserError if the disk under `folder` cannot hold all checkpoints to come."""
         if shortage := self.disk_shortage(folder):
             raise UserError(f"{folder}: {shortage}")
 
     def seconds(self) -> float:
-        """On the clock, if each free group takes the next run; without runs whose time is not known."""
+        """Wall-clock seconds, if each free group takes the next run; without runs whose time is not known."""
         ends = [0.0] * self.use.groups
         for each in self.left:
             heapq.heapreplace(ends, ends[0] + (each.seconds or 0.0))
@@ -115,7 +115,7 @@ class Planner:
         self._speeds: dict[str, PlannedSpeed] = {}
 
     def plan(self, run: DerivedRun) -> RunPlan:
-        """What is left of a run, of which something may be done already. Raises UserError for what training would
+        """Plan the remaining work of a run, which may be partly done. Raises UserError for what training would
         refuse."""
         experiment = run.experiment(self.use.datasets_dir)
         try:
@@ -134,7 +134,7 @@ class Planner:
         return RunPlan(run, plan, speed, seconds, dollars, said)
 
     def forget_speeds(self) -> None:
-        """Look them up again: a run has ended, and measured one."""
+        """Clear the looked-up speeds, since a run that has ended measured one."""
         self._speeds.clear()
 
     def _speed(self, experiment: Experiment, layout: BatchLayout) -> PlannedSpeed:
@@ -148,14 +148,14 @@ class Planner:
 
 @dataclass(frozen=True)
 class AssumedSpeed:
-    """As the options of ddp_train.py --plan; at most one is given."""
+    """Speed options as those of ddp_train.py --plan; at most one is given."""
 
     tps: float | None = None
     tps_with_validation: float | None = None
     device: str | None = None
 
     def options(self, runs_dir: Path) -> TrainOptions:
-        """Raises UserError if two are given."""
+        """Raise UserError if two are given."""
         options = TrainOptions(
             find=False,
             memory_limit_gib=None,
@@ -238,7 +238,7 @@ def _duration(seconds: float) -> str:
 
 
 def _speeds(plan: SweepPlan) -> list[str]:
-    """Where the speeds come from, and for which runs there is none."""
+    """Lines with the speeds and their sources, and the runs without a known speed."""
     sources: dict[str, list[str]] = {}
     for each in plan.left:
         rate = each.speed.tokens_per_second

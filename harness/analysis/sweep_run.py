@@ -1,6 +1,6 @@
 """Running a sweep: each run by the command that trains a single one, in a process of its own, until all are finished.
 
-What is done is read from the runs' folders each time, so that a sweep that was killed goes on where its runs are.
+What is done is read from the runs' folders each time, so that a sweep that was killed resumes from its runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Say = Callable[[str], None]
 
 @dataclass
 class Ends:
-    """How the runs that were not finished ended, by their names."""
+    """Names of the runs that were not finished, by the way in which they ended."""
 
     finished: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -51,8 +51,8 @@ class SweepRunner:
     `runs` may cost together, with what they have cost before."""
 
     def __init__(self, runs: Sequence[DerivedRun], planner: Planner, script: Path, max_dollars: float | None) -> None:
-        """Runs with a file that cannot be read are left out, and named at the end. Raises UserError for a budget
-        without a price, and for one where such a file hides what is spent."""
+        """Prepare the runs; those with a file that cannot be read are left out, and named at the end. Raises UserError
+        for a budget without a price, and for one where such a file hides what is spent."""
         self.runs = list(runs)
         unpriced = [run.name for run in runs if run.train_config.price_per_hour is None]
         if max_dollars is not None and unpriced:
@@ -83,7 +83,7 @@ class SweepRunner:
 
     @property
     def count(self) -> int:
-        """How many runs there are to be in all."""
+        """Number of all runs of the sweep."""
         return len(self.runs)
 
     def run(self, say: Say, show: Say | None = None) -> Ends:
@@ -120,12 +120,12 @@ class SweepRunner:
         self.ends.signal = self.ends.signal or number
 
     def hang_up(self) -> None:
-        """Nobody reads what is said any more."""
+        """Note SIGHUP, unless it is ignored, since the output has no reader any more."""
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             self._note_signal(signal.SIGHUP, None)
 
     def _look_at(self, attempt: Attempt) -> str:
-        """How far a run under way is; what it has cost is noted."""
+        """Progress of a run under way; with a budget, update its cost in `dollars`."""
         run, plan, progress = attempt.run, attempt.planned.plan, None
         with suppress(UserError):
             progress = read_progress(run.run.metrics)
@@ -150,11 +150,11 @@ class SweepRunner:
             attempt.stop()
 
     def is_work_left(self) -> bool:
-        """Whether there is a run to begin."""
+        """True if a run waits to be started."""
         return bool(self.waiting)
 
     def watch(self, say: Say) -> None:
-        """Called often, with `attempts` under way."""
+        """Hook that is called often, with `attempts` under way."""
 
     def start_what_can(self, say: Say) -> None:
         """Start waiting runs on what is free."""
@@ -174,15 +174,15 @@ class SweepRunner:
             self._start(planned, self.free.pop(0), say)
 
     def _refuse(self, run: DerivedRun, reason: str, say: Say) -> None:
-        """A run that training would refuse has failed."""
+        """Record a run that training would refuse as failed, in its log and in `ends`."""
         with run.run.sweep_log.open("a", encoding="utf-8") as log:
             log.write(f"error: {reason}\n# failed with exit status {UserError.exit_status}\n")
         self.ends.failed.append(run.name)
         say(f"{run.name}: failed: {reason}")
 
     def _can_start(self, run: DerivedRun, say: Say) -> bool:
-        """Not if another process trains it, such as one that a killed sweep has left, or if another run is fetching
-        its dataset."""
+        """False if another process trains the run, such as one that a killed sweep has left, or if another run is
+        fetching its dataset."""
         if is_held(run.run.path / ".lock"):
             if run.name not in self._said_waiting:
                 self._said_waiting.add(run.name)
@@ -194,7 +194,7 @@ class SweepRunner:
         return dataset not in fetched or is_present(experiment.datasets_dir, dataset, experiment.splits)
 
     def _is_affordable(self, planned: RunPlan, say: Say) -> bool:
-        """Whether the budget holds what is spent, what the runs under way will need, and this one."""
+        """True if the budget covers what is spent, what the runs under way will need, and this run."""
         if self.max_dollars is None:
             return True
         under_way = sum(max(0.0, (each.planned.dollars or 0.0) - self._dollars_since(each)) for each in self.attempts)
@@ -245,13 +245,13 @@ class SweepRunner:
 
 
 def _dollars(run: DerivedRun) -> float:
-    """What a run has cost so far; nothing where it is not made."""
+    """Dollars that a run has cost so far; 0 where it is not made."""
     return RunRecord.read(run.run).dollars.get("total", 0.0)
 
 
 def describe_ends(ends: Ends, runs: Sequence[DerivedRun], unmade: int = 0) -> str:
-    """For a terminal: how many of all runs are in which state, why, and what is left. `unmade`: so many more have not
-    even been made."""
+    """Describe for a terminal how many of all runs are in which state, why, and what is left. `unmade`: number of
+    further runs that have not even been made."""
     standings = [standing_of(run) for run in runs]
     left = [each for each in standings if each.state not in ("finished", "pruned")]
     said = count_states(standings, unmade)

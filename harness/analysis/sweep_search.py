@@ -1,6 +1,5 @@
-"""Running a search: like a sweep, whose next run is chosen by what the others came to, and is given up early if it
-does worse than they did.
-"""
+"""Running a search: like a sweep, but each next run is chosen by the results of the others, and is pruned if it does
+worse than they did."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ LARGEST_FAILURES = 5  # one after the other, for which no point's values are to 
 
 @dataclass(frozen=True)
 class SearchLimits:
-    """What a search may spend; `prunes`: whether it gives trials up."""
+    """Limits of a search; `prunes`: whether it prunes trials."""
 
     max_dollars: float | None
     prunes: bool
@@ -35,7 +34,7 @@ class SearchRunner(SweepRunner):
     """Makes and runs the trials of a search. Those that were begun before come first."""
 
     def __init__(self, search: Search, planner: Planner, script: Path, limits: SearchLimits) -> None:
-        """Raises UserError without Optuna, for a budget without a price, for more trials than there are points, and for
+        """Raise UserError without Optuna, for a budget without a price, for more trials than there are points, and for
         a trial with a file that cannot be read."""
         self.search = search
         self.trials = search.trials()
@@ -61,17 +60,17 @@ class SearchRunner(SweepRunner):
 
     @property
     def unmade(self) -> int:
-        """How many trials are to be made yet."""
+        """Number of trials that are still to be made."""
         return max(0, self.search.count - len(self.trials))
 
     def describe_start(self) -> str:
-        """What there is to do."""
+        """Describe how many trials are done, to be resumed and to be chosen."""
         done = len(self.trials) - len(self.waiting)
         counts = {"are done": done, "go on": len(self.waiting), "are to be chosen": self.unmade}
         return ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
 
     def results(self) -> list[TrialResult]:
-        """What all trials have come to so far."""
+        """Results of all trials so far."""
         return [self._result(trial) for trial in self.trials]
 
     def _result(self, trial: Trial) -> TrialResult:
@@ -137,7 +136,7 @@ class SearchRunner(SweepRunner):
         raise UserError(f"no new point was found among {LARGEST_DRAWS} that were drawn: {refusal}")
 
     def _fail_one_after_the_other(self) -> bool:
-        """Whether the last trials to end in this process have all failed, and not by diverging."""
+        """True if the last trials to end in this process have all failed, and not by diverging."""
         begun = {*self.ends.finished, *self.ends.pruned, *self.ends.failed}
         last = [result.state for result in self.results() if result.trial.run.name in begun][-LARGEST_FAILURES:]
         return last == ["failed"] * LARGEST_FAILURES
@@ -163,7 +162,7 @@ class SearchRunner(SweepRunner):
 
 
 def _tokens_of(attempt: Attempt, finished: Sequence[TrialResult]) -> int:
-    """How many tokens the trial has in all; as many as others had where its settings do not say it by themselves: all
+    """Number of tokens of the whole trial; the most that a finished trial had where its settings do not state it: all
     there are, or steps, hours and dollars."""
     stated = stated_tokens(attempt.run.train_config, attempt.run.model_config)
     return int(stated) if stated else max((max(result.losses, default=0) for result in finished), default=0)

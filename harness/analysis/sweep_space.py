@@ -1,4 +1,4 @@
-"""What a search may choose from: a range or a list of values for each of some keys of model.json and train.json."""
+"""Search space: a range or a list of values for each of some keys of model.json and train.json."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ class Range(BaseModel):
         return Decimal(str(self.max)) - Decimal(str(self.min))
 
     def for_whole_numbers(self) -> Range:
-        """The same with a step. Raises ValueError if it is one of other numbers."""
+        """Return the range with a step, 1 by default, unless it is logarithmic. Raises ValueError for numbers that are
+        not whole."""
         for name in ("min", "max", "step"):
             if isinstance(getattr(self, name), float):
                 raise ValueError(f'key "{name}": must be a whole number, not {getattr(self, name)}')
@@ -96,7 +97,7 @@ class Range(BaseModel):
 
     @property
     def count(self) -> int | None:
-        """How many values it has; None: too many to try them all."""
+        """Number of values; None for a continuous range, which has too many to try them all."""
         if self.step is not None:
             return int(self._width / Decimal(str(self.step))) + 1
         return self.max - self.min + 1 if isinstance(self.min, int) and isinstance(self.max, int) else None
@@ -196,7 +197,7 @@ def known_keys() -> dict[str, Any]:
 
 
 def _check_value(key: str, value: JsonValue) -> None:
-    """Raises ValueError for a value that the key can never have; combinations are another matter."""
+    """Raise ValueError for a value that the key can never have; combinations are another matter."""
     field = {**ModelConfig.model_fields, **TrainConfig.model_fields}.get(key)
     if field is None or value is None:
         return
@@ -209,11 +210,11 @@ def _check_value(key: str, value: JsonValue) -> None:
 
 
 def count_points(domains: Mapping[str, Domain]) -> int | None:
-    """How many points there are; None: too many to try them all."""
+    """Number of points; None if a range is continuous, which has too many to try them all."""
     counts = [domain.count for domain in domains.values()]
     return None if None in counts else math.prod(count for count in counts if count is not None)
 
 
 def contains(domains: Mapping[str, Domain], point: Point) -> bool:
-    """Whether the point is one of these."""
+    """True if the point is in the space."""
     return domains.keys() == point.keys() and all(domains[key].contains(value) for key, value in point.items())

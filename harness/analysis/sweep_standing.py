@@ -1,4 +1,4 @@
-"""How far each run of a sweep has come, from what lies in its folder."""
+"""Progress of each run of a sweep, from the contents of its folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def summary_of(run: DerivedRun) -> RunSummary | None:
 
 @dataclass(frozen=True)
 class Standing:
-    """Where one run stands. `said` has the numbers."""
+    """Status of one run. `said` has the numbers."""
 
     run: DerivedRun
     state: StateWord
@@ -76,12 +76,12 @@ def end_of_log(run: RunDirectory) -> list[str]:
 
 
 def describe_standings(name: str, standings: Sequence[Standing], runs_dir: Path) -> str:
-    """For a terminal: one line a run, and the end of the log of those that failed."""
+    """Describe a sweep for a terminal: one line a run, and the end of the log of those that failed."""
     return "\n".join([f"Sweep {name} in {runs_dir}: {count_states(standings)}", "", *standing_lines(standings)])
 
 
 def count_states(standings: Sequence[Standing], unmade: int = 0) -> str:
-    """How many are in each state; `unmade`: so many more have not even been made."""
+    """List the number of runs in each state; `unmade`: number of further runs that have not even been made."""
     counts = Counter({"not made": unmade})
     counts.update(each.state for each in standings)
     return ", ".join(f"{counts[state]:,} {state}" for state in get_args(StateWord) if counts[state])

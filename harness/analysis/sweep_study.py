@@ -1,8 +1,8 @@
-"""What Optuna says to a search: which point is next, and whether a trial is worth its rest. No other module has Optuna.
+"""Optuna's part in a search: the next point, and whether to prune a trial. No other module has Optuna.
 
-Every answer is worked out from the trials' results alone, in a study that is made for it and forgotten: a search that
-was killed gets the answers of one that was not. The random state is the trial's own, by its number, and not one that
-goes on from trial to trial, which no folder would hold.
+Every answer is computed from the trials' results alone, in a study that is made for it and discarded: a search that was
+killed gets the answers of one that was not. The random state is the trial's own, by its number: no folder would hold
+one that continued from trial to trial.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def check_installed() -> None:
-    """Raises UserError if the extra with Optuna is not installed."""
+    """Raise UserError if the extra with Optuna is not installed."""
     _optuna()
 
 
@@ -45,7 +45,7 @@ class Sampler:
     keys together (Bergstra et al. 2011, https://papers.nips.cc/paper/4443; Optuna's TPESampler)."""
 
     def __init__(self, domains: Mapping[str, Domain], seed: int) -> None:
-        """Raises UserError without Optuna."""
+        """Raise UserError without Optuna."""
         self.domains = domains
         self.seed = seed
         self._optuna = _optuna()
@@ -63,9 +63,9 @@ class Sampler:
         return {key: _value(domain, params[key]) for key, domain in self.domains.items()}
 
     def _frozen(self, result: TrialResult) -> FrozenTrial:
-        """As Optuna has a trial. One that diverged is a pruned one without any losses, which are the worst: failed ones
-        say nothing to the sampler, which would look there again. Unfinished ones count as bad, so that trials at the
-        same time are not alike (`constant_liar`)."""
+        """A trial as Optuna has it. One that diverged is a pruned one without any losses, which are the worst: the
+        sampler ignores failed ones and would look there again. Unfinished ones count as bad, so that trials at the same
+        time are not alike (`constant_liar`)."""
         states = self._optuna.trial.TrialState
         state = {
             "finished": states.COMPLETE,
@@ -91,13 +91,13 @@ class Pruner:
     trial that was not validated there counts by its last validation before."""
 
     def __init__(self, pruning: Pruning) -> None:
-        """Raises UserError without Optuna."""
+        """Raise UserError without Optuna."""
         self.pruning = pruning
         self._optuna = _optuna()
 
     def gives_up(self, losses: Mapping[int, float], finished: Sequence[TrialResult], tokens: int) -> bool:
-        """Whether a trial with these losses so far, the last of which is judged, is not worth its rest. `tokens` is how
-        many it has in all, beside those of the other, finished trials."""
+        """True if a trial with these losses so far, the last of which is judged, is to be pruned. `tokens` is its
+        total, beside those of the other, finished trials."""
         warmup = math.ceil(self.pruning.after_share * tokens)
         pruner = self._optuna.pruners.MedianPruner(self.pruning.after_trials, warmup)
         study: Study = self._optuna.create_study(direction="minimize")
@@ -135,7 +135,7 @@ def _value(domain: Domain, param: Any) -> Any:
 
 
 def _param(domain: Domain, value: Any) -> Any:
-    """`_value`'s inverse, of a value in a folder."""
+    """Inverse of `_value`, for a value in a folder."""
     if isinstance(domain, Choices):
         return json.dumps(value)
     return value if isinstance(domain.min, int) else float(value)

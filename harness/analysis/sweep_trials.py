@@ -1,6 +1,6 @@
-"""A search's trials, as their runs' folders have them: which there are, and what each has come to.
+"""Trials of a search, as their runs' folders have them, with their results.
 
-Nothing else is kept of a search: whoever goes on with it reads the folders, so that no record can disagree with them.
+No other record of a search is kept: it is resumed from the folders, so that no record can disagree with them.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Trial:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """What a trial has come to. `losses` has the validation losses by the tokens seen before them, NaN where one was
-    not finite; `loss` is what the search minimizes, of a finished trial."""
+    """Result of a trial. `losses` has the validation losses by the tokens seen before them, NaN where one was not
+    finite; `loss` is what the search minimizes, of a finished trial."""
 
     trial: Trial
     state: Literal["finished", "pruned", "diverged", "failed", "unfinished"]
@@ -77,7 +77,7 @@ class Search:
         return Trial(number, point, derive(self.base, name, {**self.sweep.set, **point}, self.name, record))
 
     def trials(self) -> list[Trial]:
-        """Those whose folders are there, by number. Raises UserError for a folder that is not what it says."""
+        """Trials whose folders are there, by number. Raises UserError for a folder that is not what it says."""
         pattern = re.compile(rf"{re.escape(self.name)}-\d{{3,}}-.+")
         folders = [path for path in self.runs_dir.iterdir() if pattern.fullmatch(path.name)]
         found = [trial for trial in map(self._trial_in, folders) if trial is not None]
@@ -98,7 +98,7 @@ class Search:
         return trial if trial.run.run.path.name == folder.name and trial.run.is_made() else None
 
     def result_of(self, trial: Trial) -> TrialResult:
-        """Raises UserError for a file that is none of ours."""
+        """Read a trial's result. Raises UserError for a file that this program did not write."""
         events = read_events(trial.run)
         losses = validation_losses(events)
         summary, end = summary_of(trial.run), last_end(trial.run.run)
@@ -129,7 +129,7 @@ def load_search(path: Path, runs_dir: Path, trials: int | None = None) -> Search
 
 
 def read_events(run: DerivedRun) -> list[Event]:
-    """Of a run's metrics.jsonl, as far as it is written."""
+    """Read the events of a run's metrics.jsonl, as far as it is written; none if it cannot be read."""
     with suppress(OSError, UnicodeDecodeError):
         return read_metrics(run.run.metrics)
     return []
@@ -142,13 +142,13 @@ def validation_losses(events: Sequence[Event]) -> dict[int, float]:
 
 
 def _has_diverged(events: Sequence[Event]) -> bool:
-    """Whether the last losses of a run that failed were not finite."""
+    """True if the last reported training loss was not finite."""
     reports = [event for event in events if isinstance(event, TrainEvent)]
     return bool(reports) and reports[-1].loss is None
 
 
 def describe_search(search: Search) -> str:
-    """For a terminal: one line a trial, the best first."""
+    """Describe a search for a terminal: one line a trial, the best first."""
     results = [_result_to_show(search, trial) for trial in search.trials()]
     standings = [_standing(result) for result in sorted(results, key=_rank)]
     said = count_states(standings) or "nothing is made yet"
@@ -157,7 +157,7 @@ def describe_search(search: Search) -> str:
 
 
 def _result_to_show(search: Search, trial: Trial) -> TrialResult:
-    """One with a file that cannot be read has no result; its standing says why."""
+    """Result of a trial, empty if a file of it cannot be read; its standing has the reason."""
     try:
         return search.result_of(trial)
     except UserError:
@@ -172,7 +172,7 @@ def _standing(result: TrialResult) -> Standing:
 
 
 def _rank(result: TrialResult) -> tuple[int, float, int]:
-    """Finished ones by their loss, then the others, those that came far first."""
+    """Sort key: finished trials by their loss, then the others by state, those with the most tokens first."""
     order = ("finished", "unfinished", "pruned", "diverged", "failed")
     far = -max(result.losses, default=0)
     return order.index(result.state), far if result.loss is None else result.loss, result.trial.number

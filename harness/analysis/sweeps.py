@@ -35,11 +35,11 @@ class SweepRuns:
         return self.runs[0].derivation.parent
 
     def missing(self) -> list[DerivedRun]:
-        """Those that are not made yet. Raises UserError if a folder holds another run."""
+        """Runs that are not made yet. Raises UserError if a folder holds another run."""
         return [run for run in self.runs if not run.is_made()]
 
     def check_startable(self, runs: Sequence[DerivedRun]) -> None:
-        """Raises UserError if training would refuse one of these, of which nothing is made yet."""
+        """Raise UserError if training would refuse one of these, of which nothing is made yet."""
         for run in runs:
             try:
                 run.check_startable()
@@ -48,12 +48,12 @@ class SweepRuns:
 
     @property
     def runs_dir_option(self) -> str:
-        """What a command needs to be told of the runs' folder, after a space; nothing where it is the usual one."""
+        """Option for the runs' folder in a command, after a space; "" where it is the usual one."""
         return "" if self.runs_dir == RUNS_DIR else f" --runs-dir {shlex.quote(str(self.runs_dir))}"
 
 
 def next_commands(sweep: SweepRuns, datasets_dir: Path) -> str:
-    """What to type when all runs are finished: how good each is, and what the sweep says."""
+    """Commands to type when all runs are finished: measure test losses, and compare."""
     names = [run.name for run in sweep.runs]
     pattern = f"{sweep.name}-*"
     is_exact = set(fnmatch.filter(os.listdir(sweep.runs_dir), pattern)) == set(names)

@@ -30,7 +30,7 @@ Points = Sequence[tuple[float, float]]
 
 
 def fit_lines(table: RunsTable) -> Iterator[str]:
-    """In lines for a terminal; nothing where runs have one batch, or hardly any loss."""
+    """Yield the fits in lines for a terminal; no loss fit where runs have one batch, or hardly any loss."""
     points = next((found for key in LOSSES if len(found := _points(table, key)) >= PARABOLA_POINTS), [])
     if len({batch for batch, _ in points}) >= PARABOLA_POINTS:
         others = [column.key for column in table.columns if column.is_setting and column.key not in LEFT_OPEN]
@@ -49,7 +49,7 @@ def _points(table: RunsTable, key: str) -> Points:
 
 
 def _numbers(table: RunsTable, key: str) -> dict[int, float]:
-    """By row, where there are any."""
+    """Values of a column by row, for rows that have one."""
     cells = next((column.cells for column in table.columns if column.key == key), ())
     return {row: float(cell.value) for row, cell in enumerate(cells) if cell.value is not None}
 

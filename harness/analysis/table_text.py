@@ -1,7 +1,7 @@
 """A table of runs for a terminal: blocks of columns, each with the runs' names first, and numbered remarks below.
 
-Whatever is shown may quote a file, so that a terminal is to obey none of it: names, headings and prose are made
-`printable` here, what stands in a cell by whoever makes that.
+Text may quote a file, and the terminal is to obey none of it: names, headings and prose are made `printable` here, the
+text of a cell by its maker.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _reported_lines(table: RunsTable) -> Iterator[str]:
 
 
 def cut_names(names: Sequence[str]) -> list[str]:
-    """Cut in the middle where they are long; whole, if two of them would look the same then."""
+    """Names cut in the middle where they are long; whole, if two of them would look the same then."""
     whole = [printable(name) for name in names]
     half = (LONGEST_NAME - 3) // 2
     cut = [name if len(name) <= LONGEST_NAME else f"{name[:half]}...{name[-half:]}" for name in whole]

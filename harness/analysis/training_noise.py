@@ -1,4 +1,4 @@
-"""What chance alone does to the loss of a training run: its spread over seeds, and what can be told beyond it.
+"""Noise in a training run's loss by chance alone: its spread over seeds, and the differences that stand out from it.
 
 A loss here is one run's, in nats per token; an arm is all runs that differ in `random_seed` alone. The spread over
 seeds is that of initial weights and dropout: the order of the data is the same in all of them.
@@ -45,7 +45,7 @@ class Uncertain:
 
     @property
     def p(self) -> float:
-        """How often chance alone makes a difference at least as large, on either side, where there is none."""
+        """Probability that chance alone makes a difference at least as large, on either side, where there is none."""
         if self.error == 0:
             return 1.0 if self.value == 0 else 0.0
         return 2 * float(special.stdtr(self.df, -abs(self.value) / self.error))
@@ -118,8 +118,8 @@ def holm(p_values: Sequence[float]) -> tuple[list[float], list[float]]:
 
 
 def seeds_needed(spread: Spread, difference: float = DIFFERENCE_TO_TELL) -> SeedsNeeded:
-    """How many runs in each of two arms a t test needs to tell `difference` nats in 80 % of experiments, two-sided at
-    5 %; with the same for the ends of the spread's chi-squared interval, since few seeds hardly know the spread."""
+    """Number of runs in each of two arms for a t test to detect `difference` nats in 80 % of experiments, two-sided at
+    5 %; the same for the ends of the spread's chi-squared interval, since few seeds hardly know the spread."""
     quantiles = [float(special.chdtri(spread.df, tail)) for tail in (FALSE_ALARMS / 2, 1 - FALSE_ALARMS / 2)]
     low, high = (spread.deviation * math.sqrt(spread.df / quantile) for quantile in quantiles)
     return SeedsNeeded(*(_runs_to_tell(difference, deviation) for deviation in (spread.deviation, low, high)))

@@ -74,7 +74,7 @@ def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
 
 
 def seeds_sentence(arms: Sequence[Arm]) -> str:
-    """What the replicates at hand say of training noise, and how many seeds would tell 0.01 nats apart."""
+    """Sentence on training noise by the replicates at hand, and the number of seeds that would detect 0.01 nats."""
     spread = borrowed_from(arms).spread
     if spread is not None and spread.deviation == 0:
         return "Training noise is unknown: the seeds of an arm came out exactly alike, as if they did nothing."
@@ -91,9 +91,10 @@ def seeds_sentence(arms: Sequence[Arm]) -> str:
 
 
 def seeds_for_seen(verdicts: Sequence[Verdict], arms: Sequence[Arm]) -> str:
-    """How many seeds would tell differences as large as those that were seen, of the verdicts that cannot tell them by
-    the seeds there are; nothing if there is none of these. `arms` are all that are compared, the baseline too. The
-    formula is that of `seeds_sentence`: a t test of two arms, whatever Holm's correction and other text would add."""
+    """Sentence on the number of seeds that would detect differences as large as those seen, for the verdicts that are
+    inconclusive by the seeds so far; "" if there are none. `arms` are all that are compared, the baseline too. The
+    formula is that of `seeds_sentence`: a t test of two arms, without what Holm's correction and other text would
+    add."""
     spread = borrowed_from(arms).spread
     if spread is None or spread.deviation == 0:
         return ""
@@ -110,7 +111,7 @@ def seeds_for_seen(verdicts: Sequence[Verdict], arms: Sequence[Arm]) -> str:
 
 
 def _is_within_seeds(verdict: Verdict) -> bool:
-    """Whether training noise alone hides the difference: elsewhere more seeds would not show it."""
+    """True if training noise alone hides the difference: elsewhere more seeds would not show it."""
     if verdict.word is not Word.INCONCLUSIVE or verdict.difference is None or not _is_tested(verdict.difference):
         return False
     assert verdict.difference.training is not None, "it was tested"
@@ -132,7 +133,8 @@ class _Test:
 
 
 def _is_tested(difference: Difference) -> bool:
-    """Replicates that are alike to the last digit are no sign of a training without noise."""
+    """True if training noise is estimated above 0: replicates alike to the last digit do not show training without
+    noise."""
     return difference.training is not None and difference.training.error > 0
 
 
@@ -161,7 +163,7 @@ def _unknown(baseline: Arm, arm: Arm, reason: str) -> Verdict:
 
 
 def _untested(baseline: Arm, arm: Arm, difference: Difference) -> Verdict:
-    """There is no estimate of training noise; what the text does may be known."""
+    """Verdict without an estimate of training noise; evaluation noise may be known."""
     if difference.training is not None:
         reason = "the runs of an arm are alike to the last digit, as if the seed did nothing"
     else:
@@ -200,7 +202,7 @@ def _level(rate: float) -> float:
 
 
 def _which_noise(difference: Difference, rate: float) -> str:
-    """What alone would make a difference like this one, which both kinds together do."""
+    """Kinds of noise that could each alone explain the difference; "both kinds of noise" if neither could alone."""
     assert difference.training is not None, "it was tested"
     low, high = difference.training.interval(rate)
     kinds = ["training noise"] if low <= 0 <= high else []
@@ -210,7 +212,7 @@ def _which_noise(difference: Difference, rate: float) -> str:
 
 
 def _facts(test: _Test, *, is_told: bool = False) -> str:
-    """What an interval rests on; and where a difference is told, how far."""
+    """Basis of an interval; with `is_told`, also how far the difference holds."""
     facts = f"{test.arm.runs} and {test.baseline.runs} runs"
     if test.difference.is_borrowed:
         single = " and ".join(each.name for each in (test.arm, test.baseline) if each.runs == 1)
@@ -223,7 +225,7 @@ def _facts(test: _Test, *, is_told: bool = False) -> str:
 
 
 def _of_these_models(difference: Difference) -> str:
-    """What can be said of two arms without training noise."""
+    """Comparison of two arms without training noise."""
     noise = difference.evaluation
     if not isinstance(noise, MeanEstimate):
         return f"these models differ by {_signed(difference.value)} nats on this text"

@@ -1,5 +1,5 @@
-"""What a run trains, and how fast it has been trained, as far as its folder says: for projections onto other machines
-(harness/analysis/machines.py)."""
+"""Workload of a run and the speeds at which it was trained, as far as its folder says: for projections onto other
+machines (harness/analysis/machines.py)."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Workload:
 
     @property
     def sequences(self) -> int:
-        """Of a global batch."""
+        """Sequences of a global batch."""
         return self.layout.global_tokens // self.layout.context_length
 
 
 @dataclass(frozen=True)
 class KnownSpeed:
-    """How fast a run was trained on a machine."""
+    """Speed of training a run on a machine."""
 
     run: str
     is_measured: bool  # by this program; else somebody reported it
@@ -73,7 +73,7 @@ def read_workload(run: RunDirectory) -> Workload | Inconclusive:
 def _layout(
     config: TrainConfig, context_length: int, summary: RunSummary | None, reported: Reported | None
 ) -> BatchLayout:
-    """As it was trained; else as it is reported, if train.json still has that microbatch; else on one device."""
+    """Layout as it was trained; else as it is reported, if train.json still has that microbatch; else on one device."""
     if summary is not None and summary.microbatch_size and summary.accumulation_steps:
         return BatchLayout(summary.world_size, summary.accumulation_steps, summary.microbatch_size, context_length)
     there = None if reported is None else reported.layout
@@ -90,14 +90,14 @@ def _tokens(config: TrainConfig, model: ModelConfig, layout: BatchLayout, summar
 
 
 def _memory(run: RunDirectory, model: ModelConfig) -> tuple[float, float] | None:
-    """By the search of this model that has the most peaks."""
+    """Memory of a sequence and fixed memory, GiB, by the search of this model that has the most peaks."""
     of_model = [each for each in read_searches(run).found if each.model == model.model_dump(mode="json")]
     search = max(of_model, key=lambda each: len(each.tried), default=None)
     return fit_line(search_points(search)) if search else None
 
 
 def read_speeds(run: RunDirectory) -> list[KnownSpeed]:
-    """What a run's folder tells of speeds: one that was measured long enough to be believed, and one that is reported.
+    """Read the speeds in a run's folder: one that was measured long enough to be believed, and one that is reported.
 
     Raises UserError for files of the run that are wrong.
     """
