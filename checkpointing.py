@@ -196,7 +196,7 @@ class Checkpointer:
 
     @contextmanager
     def saving_to_the_end(self) -> Iterator[None]:
-        """If what is inside fails, let a save in the background end before the process does, if that takes seconds."""
+        """Wait some seconds, if the body fails, for a save in the background to end, and raise the body's error."""
         try:
             yield
         except Exception:
@@ -286,7 +286,7 @@ def rewind(run: RunDirectory, path: Path, meta: CheckpointMeta) -> None:
 
 
 def capture_ranks(meter: LossMeter, world: World) -> dict[str, Any]:
-    """What each rank has of its own: its random state and the losses it has not reported yet. Collective."""
+    """Gather each rank's own state: its random state and its losses not yet reported. Collective."""
     return {"ranks": world.gather({"random": random_state(world.device), "window": meter.state()})}
 
 
@@ -313,7 +313,7 @@ def restore_ranks(saved: dict[str, Any], meter: LossMeter, world: World, *, seed
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """By the optimizer's own names; `scaler` is the gradient scaler's, and empty without fp16."""
+    """Optimizer state by the optimizer's own names; `scaler` is the gradient scaler's, and empty without fp16."""
 
     optimizer: dict[str, Any]
     scaler: dict[str, Any]

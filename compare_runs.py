@@ -1,4 +1,4 @@
-"""Which run was better, how sure is that, and what did it cost?"""
+"""Comparison of runs: which one was better, how sure that is, and what each cost."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class Trainer:
         self.reporter.console.advance()
 
     def after_step(self, step: int, *, first: str = "report") -> None:
-        """What is due after a step, from `first` on; all of it before the checkpoint, which includes the results."""
+        """Do what is due after a step, from `first` on; all of it before the checkpoint, which includes the results."""
         due = due_after(step, self.start.position, self.start.experiment.config, first=first)
         if "report" in due:
             self.report(step)

@@ -109,7 +109,7 @@ def evaluate(named: TrainedModel, specs: list[str], options: dict[str, Any]) -> 
 
 
 def result_of(results: dict[str, Any], measured: ModelInRun, settings: dict[str, Any], device: str) -> BenchmarkResult:
-    """What stays in the run: the metrics of all tasks and groups."""
+    """Return the result to keep in the run: the metrics of all tasks and groups."""
     from importlib.metadata import version
 
     import torch

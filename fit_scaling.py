@@ -1,4 +1,4 @@
-"""How do loss, size, tokens and compute go together? Scaling laws of finished runs, or of points in a CSV file."""
+"""Scaling laws of loss, size, tokens and compute, fitted to finished runs or to points in a CSV file."""
 
 from __future__ import annotations
 

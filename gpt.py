@@ -37,7 +37,7 @@ WEIGHT_BYTES = 4  # fp32, made on the CPU first
 
 
 class BlockInputs(NamedTuple):
-    """What a block reads besides the residual stream, as far as the configuration has it."""
+    """Inputs of a block other than the residual stream, as far as the configuration has them."""
 
     rotation: Rotation | None = None  # of queries and keys, by their positions
     embedding_BxTxC: Tensor | None = None  # what the first block began with
@@ -196,7 +196,7 @@ class GPTModel(nn.Module):
         return TrainingTerms(torch.stack((loss, balance.to(loss.dtype))), tokens_LxE)
 
     def features(self, tokens_BxT: Tensor) -> Tensor:
-        """What the head sees: (B, T, C), after the final norm."""
+        """Input of the head, (B, T, C), after the final norm."""
         return self._routed_features(tokens_BxT)[0]
 
     def _routed_features(self, tokens_BxT: Tensor) -> tuple[Tensor, list[Routing]]:
@@ -237,7 +237,7 @@ class GPTModel(nn.Module):
         return skip_source(x_BxTxC) if self.config.embedding_skip else x_BxTxC
 
     def _block_inputs(self, x_BxTxC: Tensor, tokens_BxT: Tensor, positions: Tensor) -> list[BlockInputs]:
-        """For each block what it reads besides the residual stream, which begins as `x_BxTxC`."""
+        """Inputs of each block other than the residual stream, which begins as `x_BxTxC`."""
         config, turn, values = self.config, None, []
         if config.position == "rope":
             assert config.rope_base is not None

@@ -1,9 +1,10 @@
-"""Which model follows instructions better, and how sure is that? A judge scores all of them in one prompt a question.
+"""Comparison of how well models follow instructions, and how sure that is: a judge scores all of them in one prompt a
+question.
 
     OPENAI_API_KEY=... uv run --extra judge judge_ift.py small.json medium.json large.json
 
 RESPONSES are files that test_ift.py writes, or the book's or the lab notebook's programs. Every answer of the judge is
-kept: a judging that was stopped goes on, and pays for nothing twice.
+kept: a judging that was stopped is resumed, and pays for nothing twice.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def check_options(inputs: Sequence[str], output_dir: Path | None, options: dict[
 
 
 def option_of(key: str) -> str:
-    """As it is typed."""
+    """Name of the option as it is typed."""
     return f"--{key.replace('_', '-')}"
 
 

@@ -190,7 +190,7 @@ def say(text: str) -> None:
 
 
 def progress_line() -> Callable[[str], None] | None:
-    """What shows a line of a terminal that the next one replaces; None where output is not a terminal."""
+    """Return a function that shows a line in place of the terminal's last; None where output is no terminal."""
     if not sys.stdout.isatty():
         return None
     return lambda text: print(f"{CLEAR_LINE}{text[: get_terminal_size().columns - 1]}", end="", flush=True)

@@ -129,7 +129,7 @@ def name_of(named: TrainedModel) -> str:
 
 
 def facts_of_weights(model_safetensors: Path) -> dict[str, str] | None:
-    """What a responses file says of the checkpoint that is fine-tuned; None for weights that lie in no run."""
+    """Facts for a responses file on the checkpoint to fine-tune; None for weights that lie in no run."""
     import torch
 
     from harness.common.device import device_name, only_device
@@ -142,7 +142,7 @@ def facts_of_weights(model_safetensors: Path) -> dict[str, str] | None:
 
 
 def fine_tune_settings(options: dict[str, Any], emb_dim: int) -> FineTuneSettings:
-    """What the options ask for, of a model so wide."""
+    """Settings that the options ask for, for a model of width `emb_dim`."""
     from harness.evaluation.instruct.finetune import FineTuneSettings, usual_learning_rate
 
     return FineTuneSettings(
@@ -173,7 +173,7 @@ def fine_tune(
 
 
 def facts_of_data(data: Path, splits: InstructionSplits) -> dict[str, Any]:
-    """What a responses file says of the instructions."""
+    """Facts for a responses file on the instructions."""
     from harness.common.files import sha256
 
     return {
@@ -185,7 +185,7 @@ def facts_of_data(data: Path, splits: InstructionSplits) -> dict[str, Any]:
 
 
 def facts_of_tuning(tuning: FineTuning, settings: FineTuneSettings, max_new_tokens: int) -> dict[str, Any]:
-    """What a responses file says of its making."""
+    """Facts for a responses file on the fine-tuning."""
     from harness.common.json_files import finite
 
     return {

@@ -83,7 +83,7 @@ def measure_all(models: Sequence[TrainedModel], datasets_dir: Path, options: Tes
 
 
 def lines_of_one(test: TestLoss) -> list[str]:
-    """What there is to say of one model, in lines of 80 columns."""
+    """Describe the loss of one model, in lines of 80 columns."""
     from harness.evaluation.loss_table import COLUMNS
 
     lines = [f"Loss on the {test.text.split} split: {test.loss:.3f}"]

@@ -142,7 +142,7 @@ def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _last_parts(token: bytes, ranks: dict[bytes, int], limit: int) -> list[bytes]:
-    """What byte pair encoding makes of a token's bytes by merges of lower ranks than `limit`, down to two parts."""
+    """Parts of a token's bytes after byte pair encoding by merges of lower ranks than `limit`, down to two parts."""
     parts = [token[at : at + 1] for at in range(len(token))]
     while len(parts) > 2:
         candidates = [(ranks.get(left + right, limit), at) for at, (left, right) in enumerate(pairwise(parts))]

@@ -178,7 +178,7 @@ def from_tensors(theirs: dict[str, Tensor], layers: int, source: Path) -> dict[s
 
 
 def without_zero_biases(shape: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The same model without query, key and value biases where all of them are zero: ones that an export put there."""
+    """Remove the query, key and value biases if all of them are zero, as an export adds them."""
     biases = {name for name in tensors if name.endswith(tuple(f".att.{part}.bias" for part in PARTS))}
     if any(tensors[name].any() for name in biases):
         return shape, tensors

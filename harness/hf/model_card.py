@@ -1,4 +1,4 @@
-"""What a person who finds a model on the Hub wants to know of it, from the files of the run that made it.
+"""Model card for the Hub, from the files of the run that made the model.
 
 Format of the front matter: https://huggingface.co/docs/hub/model-cards
 """

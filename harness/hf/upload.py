@@ -49,7 +49,7 @@ def upload_model(exported: Path, facts: ModelFacts, run: RunDirectory | None, *,
 
 
 def _is_models(path: str) -> bool:
-    """What an earlier model in the repository may have, and whoever loads this one would take for its own."""
+    """True for files of an earlier model in the repository, which loaders would take for those of the new one."""
     if path.startswith(f"{TRAINING}/") or path == CHART:
         return True
     weights = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")

@@ -1,6 +1,6 @@
-"""How much a run trains: train.json's budget, as a number of tokens and of global steps.
+"""The training budget of train.json, as a number of tokens and of global steps.
 
-What a budget came to at the start of a run is recorded in every checkpoint, and holds until train.json asks for another
+A budget resolved at the start of a run is recorded in every checkpoint, and holds until train.json asks for another
 one.
 """
 
@@ -23,7 +23,7 @@ COUNTABLE = 2**62  # tokens of a run are below it
 
 
 class Budget(BaseModel):
-    """What a budget came to when the run began, as checkpoints and summaries have it."""
+    """A budget as resolved when the run began, recorded in checkpoints and summaries."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
@@ -33,7 +33,7 @@ class Budget(BaseModel):
 
     @classmethod
     def of(cls, config: TrainConfig, tokens: int) -> Budget:
-        """What train.json's budget came to. Raises UserError if those are more tokens than can be counted."""
+        """Return train.json's budget, resolved to `tokens`. Raises UserError if those are more than can be counted."""
         check_countable(config, tokens)
         return cls(key=config.budget, value=getattr(config, config.budget), tokens=tokens)
 
@@ -78,8 +78,8 @@ def tokens_of_budget(config: TrainConfig, model: ModelConfig, batches: BatchSche
 
 
 def stated_tokens(config: TrainConfig, model: ModelConfig) -> float | None:
-    """What a budget names, not rounded to global batches; None for one that names no number of tokens without knowing
-    the number of ranks."""
+    """Tokens that a budget names, not rounded to global batches; None for all there is, and for steps without a
+    `global_batch_size`."""
     if config.train_steps is not None and config.global_batch_size is not None:
         return config.train_steps * config.global_batch_size * model.context_length
     if config.tokens_per_parameter is not None:
@@ -113,7 +113,7 @@ def check_one_batch(config: TrainConfig, batches: float) -> None:
 
 
 def _rounded_up(value: float) -> str:
-    """With three digits, and not below the value."""
+    """Text of the value, rounded up to three digits."""
     scale = 10.0 ** (math.floor(math.log10(value)) - 2)
     return f"{math.ceil(value / scale) * scale:g}"
 

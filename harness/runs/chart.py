@@ -56,7 +56,7 @@ def draw_training_chart(metrics: Path, picture: Path, title: str) -> None:
 
 
 def benchmark_lines(events: Sequence[Event]) -> dict[str, list[tuple[int, float]]]:
-    """What to draw of the benchmarks: a label, and its points (global step, value), for each task with an accuracy."""
+    """Lines to draw of the benchmarks: label to points (global step, value), for each task with an accuracy."""
     found: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for event in events:
         if isinstance(event, BenchmarkEvent) and event.value is not None:

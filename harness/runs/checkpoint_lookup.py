@@ -1,4 +1,4 @@
-"""Which checkpoints a run has, and which one it continues from. Without torch."""
+"""Lookup of a run's checkpoints, and choice of the one to continue from. Without torch."""
 
 from __future__ import annotations
 

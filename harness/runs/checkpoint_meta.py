@@ -1,6 +1,6 @@
-"""What a checkpoint says of itself, in its meta.json: written and read through one class.
+"""A checkpoint's meta.json: written and read through one class.
 
-The file may come from an earlier version, another program, or an enemy.
+The file may come from an earlier version, another program, or an attacker.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PrecisionName = Annotated[str, Field(pattern="^(bf16|fp16|fp32)$")]
 
 @dataclass
 class TrainState:
-    """What a run has come to so far: the same on every rank, and in every checkpoint's meta.json."""
+    """The progress of a run: the same on every rank, and in every checkpoint's meta.json."""
 
     global_step: int = -1  # the last one done
     tokens_seen: int = 0
@@ -60,7 +60,7 @@ class TrainState:
     measured_from_seconds: float = 0.0  # of training
 
     def values(self) -> dict[str, Any]:
-        """By the names that they have in meta.json; null for what is not finite."""
+        """Return the fields under their names in meta.json; null for what is not finite."""
         return {key: finite(value) for key, value in asdict(self).items()}
 
     @property
@@ -69,7 +69,7 @@ class TrainState:
         return max(0, self.tokens_seen - self.foreign_tokens)
 
     def measure_from_here(self, training_seconds: float) -> None:
-        """What was trained up to now, in so many seconds, says nothing of the speed from here on."""
+        """Measure the speed from here on only, after `training_seconds` of training in all."""
         self.measured_from_step, self.measured_from_tokens = self.global_step, self.tokens_seen
         self.measured_from_seconds = training_seconds
 
@@ -115,7 +115,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Provenance:
-    """What a checkpoint belongs to, as JSON has it: model.json, train.json and the dataset's name and fingerprint."""
+    """The origin of a checkpoint, as JSON has it: model.json, train.json and the dataset's name and fingerprint."""
 
     model: dict[str, Any]
     parameters: int
@@ -214,12 +214,12 @@ class CheckpointMeta(BaseModel):
 
     @property
     def due(self) -> str | None:
-        """What a signal interrupted after the step, and what comes after it is still to be done, too."""
+        """The work after the step that a signal interrupted; it and what follows it are still due. None for none."""
         return "validation" if self.validation_due else "benchmarks" if self.benchmarks_due else None
 
     @property
     def is_from_notebook(self) -> bool:
-        """Whether it is the notebook's, rather than a damaged one of ours."""
+        """True if the checkpoint is the lab notebook's, rather than a damaged one of this program."""
         return not OWN_KEYS & self.model_fields_set
 
     @property
@@ -228,7 +228,7 @@ class CheckpointMeta(BaseModel):
 
 
 def read_meta(path: Path) -> CheckpointMeta:
-    """What the checkpoint `path` says of itself. Raises UserError naming the key that cannot be a checkpoint's."""
+    """Read the meta.json of the checkpoint `path`. Raises UserError naming the key that cannot be a checkpoint's."""
     file = path / META
     raw = read_json_object(file)
     try:
@@ -258,7 +258,7 @@ def write_meta(path: Path, meta: CheckpointMeta) -> None:
 
 
 def _own_sha256(values: dict[str, Any]) -> str:
-    """Of the values, however they are laid out, but for the place of this hash itself."""
+    """SHA-256 of the values, whatever the layout of the file, without the entry of this hash itself."""
     others = {name: value for name, value in values.get("sha256", {}).items() if name != META}
     return hashlib.sha256(json.dumps({**values, "sha256": others}, sort_keys=True).encode()).hexdigest()
 

@@ -69,7 +69,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 
 
 def _failure(error: BaseException, folder: Path, step: int) -> str:
-    """What to say of a checkpoint that could not be written, and what to do about it."""
+    """Message for a checkpoint that could not be written, with the remedy."""
     reason, again = _reason(error), "run the command again, without --restart, to continue"
     if is_out_of_memory(error) or says_out_of_memory(reason):
         remedy = "lower microbatch_size (-f finds the largest that fits) or give the process more memory"
@@ -86,7 +86,7 @@ def _failure(error: BaseException, folder: Path, step: int) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """What the system said, if torch has hidden it behind a complaint of its own; else the error itself."""
+    """First line of the OSError behind torch's own error, if there is one; else of the error itself."""
     link: BaseException | None = error
     while link is not None and not isinstance(link, OSError):
         link = link.__context__

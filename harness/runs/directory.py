@@ -21,7 +21,7 @@ CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-(\d+)")
 
 
 def _links_last(path: Path) -> tuple[bool, int, str]:
-    """By global step, then `best` and `latest`."""
+    """Sort key: global step, with the links `best` and `latest` last."""
     match = CHECKPOINT_NAME.fullmatch(path.name)
     return path.is_symlink(), int(match.group(1)) if match else -1, path.name
 
@@ -48,7 +48,7 @@ def _plain_name(runs_dir: Path, text: str) -> str:
 
 
 def _probable_meaning(runs_dir: Path, text: str) -> str:
-    """What the path of something else than a run in `runs_dir` was probably meant to say, or nothing."""
+    """Hint for an error: the run that `text`, not the path of a run in `runs_dir`, probably means; empty if unknown."""
     path, known = os.path.abspath(text), _known_runs(runs_dir)
     inside = os.path.relpath(os.path.realpath(path), os.path.realpath(runs_dir)).split(os.sep)[0]
     if inside in known:
@@ -122,7 +122,7 @@ class RunDirectory:
 
     @property
     def sweep_log(self) -> Path:
-        """What the processes of a sweep have printed of the run, and how the last of them ended."""
+        """Log of the run's processes in a sweep: their output, and how the last one ended."""
         return self.path / "sweep.log"
 
     @property
@@ -131,7 +131,7 @@ class RunDirectory:
 
     @property
     def results(self) -> Path:
-        """What has been measured of the run's models since."""
+        """Folder of measurements of the run's models, and of microbatch searches."""
         return self.path / "results"
 
     @property

@@ -39,8 +39,8 @@ class Position:
         return self.total_steps - 1
 
     def is_due(self, step: int, interval: int | None) -> bool:
-        """Whether what is done every `interval` steps, and after the last one, is done after this one: decided from the
-        global step alone, so that every rank decides alike."""
+        """True if work that is done every `interval` steps, and after the last one, is due after this one: decided from
+        the global step alone, so that every rank decides alike."""
         return interval is not None and (step % interval == 0 or step == self.last_step)
 
     @property
@@ -50,7 +50,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Done:
-    """What of a run is behind it."""
+    """The steps and tokens of a run that are done."""
 
     steps: int = 0
     tokens: int = 0
@@ -194,7 +194,7 @@ class Experiment:
         return SWITCH_LOSS_SCALE / self.model.moe.num_active_experts if own is None else own
 
     def tiny(self) -> Experiment:
-        """The same with next to no model, to which nothing is compiled: it does all the same things in no time."""
+        """Return this experiment with a tiny, uncompiled model: it runs the same code in almost no time."""
         shape = {
             "vocab_size": min(self.model.vocab_size, TINY_VOCABULARY),
             "context_length": 2,
@@ -234,8 +234,8 @@ class Experiment:
         return batch_schedule(self.config, layout, tokens_seen)
 
     def budget(self, layout: BatchLayout, meta: CheckpointMeta | None) -> Budget | None:
-        """What the run's budget comes to: as the checkpoint that `meta` describes has recorded it, or else by what its
-        files say. None for `min_train_tokens`, which is in tokens already.
+        """Return the run's resolved budget: as recorded in the checkpoint that `meta` describes, or else from its
+        files. None for `min_train_tokens`, which is in tokens already.
 
         Raises UserError for a budget below one global batch.
         """
@@ -253,8 +253,8 @@ class Experiment:
     def position(
         self, layout: BatchLayout, split_tokens: int, meta: CheckpointMeta | None, budget: Budget | None = None
     ) -> Position:
-        """Where training goes on after the checkpoint that `meta` describes, or starts without one; `budget`: as
-        `budget` returns it.
+        """Position where training resumes after the checkpoint that `meta` describes, or starts without one; `budget`:
+        as returned by `budget`.
 
         Raises UserError if the split is too short, or the warm-up longer than the run.
         """
@@ -266,13 +266,13 @@ class Experiment:
         return position
 
     def scaled_settings(self, layout: BatchLayout, position: Position) -> ScaledSettings:
-        """What train.json's rules make of its learning rates and weight decay."""
+        """Apply train.json's scaling rules to its learning rates and weight decay."""
         left = self.batches(layout, position.tokens_seen).tokens_before(position.total_steps - position.first_step)
         setup = Setup(layout.global_tokens, position.tokens_seen + left, self.model.n_layers)
         return scale_settings(self.config, setup)
 
     def provenance(self, dataset: Dataset) -> Provenance:
-        """What a checkpoint of this experiment belongs to."""
+        """Return the provenance of this experiment's checkpoints."""
         return Provenance(
             model=self.model.model_dump(mode="json"),
             parameters=self.model.parameters,

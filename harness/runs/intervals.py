@@ -1,4 +1,4 @@
-"""What is due after a step: arithmetic on train.json, so that every rank decides alike."""
+"""Work due after a step: arithmetic on train.json, so that every rank decides alike."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ AFTER_A_STEP = ("report", "validation", "benchmarks", "sample", "checkpoint", "w
 
 
 def due_after(step: int, position: Position, config: TrainConfig, *, first: str = "report") -> set[str]:
-    """What of AFTER_A_STEP, from `first` on, is due after a global step."""
+    """The entries of AFTER_A_STEP, from `first` on, that are due after a global step."""
     intervals = {
         "report": config.report_interval,
         "validation": config.validation_interval,
@@ -30,7 +30,7 @@ def due_after(step: int, position: Position, config: TrainConfig, *, first: str 
 
 
 def times_due(steps: range, every: int) -> int:
-    """How many of the steps are a multiple of `every`, or the last."""
+    """Number of steps that are a multiple of `every`, or the last."""
     if not steps:
         return 0
     # Counted, not walked through: there may be more steps than anyone can wait for.

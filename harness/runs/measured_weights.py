@@ -1,4 +1,4 @@
-"""Which checkpoint of which run a measured model is, so that what was measured of it stays in that run's folder."""
+"""Lookup of the run and checkpoint of a measured model, so that its measurements stay in that run's folder."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def find_model(run: RunDirectory, checkpoint: str, digest: str) -> ModelInRun | 
 
 
 def _describe(folder: Path, digest: str) -> MeasuredWeights:
-    """What a checkpoint's folder says of the weights in it, whose hash is known."""
+    """Return the record of a checkpoint's weights, from its folder and their SHA-256 `digest`."""
     facts: dict[str, int] = {}
     with suppress(UserError):  # without a meta.json, or with another program's, the hash has to do
         meta = read_meta(folder)
@@ -63,7 +63,7 @@ def _describe(folder: Path, digest: str) -> MeasuredWeights:
 
 @contextmanager
 def warned_if_not_kept() -> Iterator[None]:
-    """What fails inside is a warning on standard error: a measurement that took minutes has been told by then."""
+    """Turn an error inside into a warning on standard error: the result of minutes of work is printed by then."""
     try:
         yield
     except (UserError, RunError) as error:

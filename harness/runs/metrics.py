@@ -1,5 +1,5 @@
-"""What is measured in a run, step by step: events, and the file that they go to. Written and read through one class
-for each kind of event.
+"""Events, the measurements of a run step by step, and the file that holds them. Written and read through one class for
+each kind of event.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Event(BaseModel):
 
 
 class TrainEvent(Event):
-    """What happened on all ranks since the last report."""
+    """Training metrics of all ranks since the last report."""
 
     event: str = "train"
     loss: MaybeNumber = None
@@ -82,7 +82,7 @@ class BenchmarkEvent(Event):
 
 
 class SampleEvent(Event):
-    """What the model made of train.json's `sample_prompt`."""
+    """Text that the model generated from train.json's `sample_prompt`."""
 
     event: str = "sample"
     text: str = ""

@@ -60,7 +60,7 @@ def fill(draft: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Non
 
 
 def write_meta(draft: Path, config: dict[str, Any], **values: Any) -> None:
-    """What whoever opens the weights looks up beside them."""
+    """Write meta.json: the model's configuration and further facts about the weights."""
     replace_text(draft / META, json.dumps({"model": config, **values}, indent=2, allow_nan=False) + "\n")
 
 
@@ -79,7 +79,7 @@ def tokenizer_of(weights: Path) -> Tokenizer:
 
 
 def tokenizer_file_of(weights: Path) -> str | Path:
-    """What `load_tokenizer` takes for that tokenizer: "gpt2", or the file beside the weights."""
+    """Argument of `load_tokenizer` for the model's tokenizer: "gpt2", or the file beside the weights."""
     name = _beside(weights).get("tokenizer", "gpt2")
     return "gpt2" if name == "gpt2" else weights.parent / check_name(str(name), f"{weights.parent / META}: tokenizer")
 

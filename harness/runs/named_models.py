@@ -120,8 +120,8 @@ def find_models(words: Sequence[str], runs_dir: Path) -> list[TrainedModel]:
 
 
 def _is_run(path: Path, runs_dir: Path) -> bool:
-    """Whether a name or path means a run rather than a folder with weights: one in `runs_dir` wins, and one elsewhere
-    that has no weights of its own is for RunDirectory to refuse."""
+    """True if a name or path means a run rather than a folder with weights. One in `runs_dir` wins; a run elsewhere
+    without weights of its own is left to RunDirectory, which refuses it."""
     is_in_runs_dir = os.path.realpath(path.parent) == os.path.realpath(runs_dir)
     is_name = path.name == str(path) and (runs_dir / path).is_dir()
     return is_in_runs_dir or is_name or ((path / "train.json").is_file() and not (path / WEIGHTS).exists())

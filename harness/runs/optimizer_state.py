@@ -1,5 +1,5 @@
-"""What an optimizer keeps besides the weights, computes and sends, as far as plans and estimated speeds need to know it
-without torch; harness/training/ has the optimizers themselves."""
+"""State, operations and traffic of optimizers, as far as plans and estimated speeds need them without torch; the
+optimizers themselves are in harness/training/."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SMALL_PIECE = 2**18
 
 
 def is_muons(name: str, shape: Sequence[int]) -> bool:
-    """Whether a tensor, by its name here or in a checkpoint, is one that Muon updates: a matrix of a block's attention
-    or feed-forward layers."""
+    """True if Muon updates a tensor, named as here or in a checkpoint: a matrix of a block's attention or feed-forward
+    layers."""
     return name.startswith("trf_blocks.") and len(shape) == 2 and (".att." in name or ".ff." in name)
 
 
 def newton_schulz_flops(rows: int, columns: int) -> int:
-    """For a matrix of M <= N: each step multiplies X·Xᵀ, that by itself, and the sum by X; 4·M²·N + 2·M³ (Keller
-    Jordan, https://kellerjordan.github.io/posts/muon/, who bounds it by 6·N·M²)."""
+    """FLOPs of Muon's iteration for a matrix of M <= N: each step multiplies X·Xᵀ, X·Xᵀ by itself, and the sum by X;
+    4·M²·N + 2·M³ (Keller Jordan, https://kellerjordan.github.io/posts/muon/, with the bound 6·N·M²)."""
     low, high = min(rows, columns), max(rows, columns)
     return NEWTON_SCHULZ_STEPS * (4 * low**2 * high + 2 * low**3)
 

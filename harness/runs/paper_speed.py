@@ -55,7 +55,8 @@ class PaperDevice:
     other_words: str  # that drivers or users have in its name besides
 
     def is_called(self, name: str) -> bool:
-        """Whether a driver or a user means it: all words of its name are there, and none that make it another."""
+        """True if `name`, a driver's or a user's, means this device: it has all words of the device's own name, and no
+        others than `other_words`."""
         words, own = _words(name), _words(self.name)
         return own <= words <= own | _words(self.other_words)
 
@@ -92,7 +93,7 @@ def find_device(name: str) -> PaperDevice | None:
 
 
 def why_not(train: Mapping[str, Any], world_size: int, model: ModelConfig | None = None) -> str | None:
-    """What of train.json, the number of ranks or the model the arithmetic does not cover; None if it covers all."""
+    """Reason why the estimate does not cover train.json, the number of ranks or the model; None if it covers all."""
     if model is not None and model.moe is not None:
         return '"moe" in model.json is not covered'
     for key, value in UNKNOWN_PRICE.items():

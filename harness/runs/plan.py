@@ -1,4 +1,4 @@
-"""What a run will do and cost, worked out without doing any of it."""
+"""Plan of a run: its work and cost, computed without doing any of it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def describe_plan(
 
 
 def _global_batch(plan: Plan) -> str:
-    """What it is made of; of a ramp, each size that there will be."""
+    """Text on the factors of the global batch; of a ramp, on each size to come."""
     stages = plan.batches.stages
     said = []
     for stage in stages:
@@ -113,7 +113,8 @@ def _benchmark_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
 
 
 def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
-    """What it takes at that speed. Validation is an estimate; saving checkpoints is not in it."""
+    """Rows of speed, time and cost. Validation is an estimate unless it is reported; saving checkpoints is not
+    included."""
     if speed.tokens_per_second is None:
         return [("time and cost", f"unknown: {speed.source}")]
     parts = planned_seconds(plan, speed)
@@ -137,7 +138,7 @@ def _time_rows(plan: Plan, speed: PlannedSpeed) -> list[tuple[str, str]]:
 
 
 def _range(quantity: float, uncertainty: float, write: Callable[[float], str]) -> str:
-    """What a quantity that is inverse to an uncertain speed may come to."""
+    """Range of a quantity that is inverse to an uncertain speed."""
     return f"{write(quantity / (1 + uncertainty))} to {write(quantity / (1 - uncertainty))}"
 
 
@@ -157,8 +158,8 @@ def _unknown(config: TrainConfig) -> str:
 
 
 def describe_start(plan: Plan, speed: PlannedSpeed | None) -> list[str]:
-    """What train.json's budget, ramp and scaling rules come to, for the lines that training begins with: nothing if it
-    has none of them. `speed`: what the budget's time and cost are reckoned with."""
+    """Lines on train.json's budget, ramp and scaling rules, printed as training begins; empty without any of them.
+    `speed`: for the time and cost of the budget."""
     lines = []
     if plan.budget is not None and plan.position is not None:
         left = f"{plan.position.total_steps - plan.position.first_step:,} global steps, {plan.tokens():,} tokens to go"

@@ -44,12 +44,12 @@ class Plan:
         return self._times(every) if every else 0
 
     def benchmarks(self) -> int:
-        """How often train.json's benchmark tasks will be evaluated."""
+        """Number of evaluations of train.json's benchmark tasks from here on."""
         every = self.config.benchmark_interval
         return self._times(every) if every else 0
 
     def checkpoints(self) -> int:
-        """How many checkpoints will be written from here on."""
+        """Number of checkpoints to be written from here on."""
         return self._times(self.config.checkpoint_every)
 
     def _times(self, every: int) -> int:
@@ -70,7 +70,8 @@ class Plan:
         return kept * self.checkpoint_bytes()
 
     def disk_shortage(self, folder: Path) -> str | None:
-        """What to do if the disk under `folder` cannot hold the checkpoints; None if it can."""
+        """Message with a remedy if the disk under `folder` cannot hold the checkpoints; None if it can, or without a
+        position."""
         free = shutil.disk_usage(folder).free
         if self.position is None or self.disk_bytes() <= free:
             return None
@@ -96,8 +97,8 @@ class Plan:
 
 
 def planned_seconds(plan: Plan, speed: PlannedSpeed) -> dict[str, float]:
-    """How long each phase of the plan takes: training, validation, and the benchmarks if there are any and their time
-    is known. Start-up and checkpoints are not in it. The speed must be known, and the plan's position."""
+    """Seconds of each phase of the plan: training, validation, and the benchmarks if there are any and their time is
+    known. Start-up and checkpoints are not included. The speed must be known, and the plan's position."""
     assert speed.tokens_per_second is not None
     training, validating = _seconds(plan, speed, speed.tokens_per_second)
     parts = {"training": training, "validation": validating}
@@ -107,7 +108,7 @@ def planned_seconds(plan: Plan, speed: PlannedSpeed) -> dict[str, float]:
 
 
 def _seconds(plan: Plan, speed: PlannedSpeed, tokens_per_second: float) -> tuple[float, float]:
-    """Of training and of validation."""
+    """Seconds of training and of validation."""
     layout = plan.layout
     # The microbatches of the rank that has most of them: the others wait for it.
     microbatches = plan.config.validation_batches or 0

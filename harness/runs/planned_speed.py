@@ -1,6 +1,6 @@
-"""Which speed a plan reckons with, and where that comes from: the first that there is of one that the user assumes, one
-that an earlier run has measured, one that somebody has reported of this very run (harness/runs/reported.py), and one on
-paper (harness/runs/paper_speed.py).
+"""The speed that a plan assumes, and its source: the first available of one that the user assumes, one measured by an
+earlier run, one reported of this very run (harness/runs/reported.py), and one estimated on paper
+(harness/runs/paper_speed.py).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def own_device(ranks: int) -> PaperDevice | None:
 
 
 def on_paper(experiment: Experiment, layout: BatchLayout, device: PaperDevice | None) -> PlannedSpeed | None:
-    """What arithmetic says of such devices; None without one."""
+    """Estimated speed on such devices, or the reason why there is none; None without a device."""
     if device is None:
         return None
     train = experiment.config.model_dump(mode="json")
@@ -102,14 +102,14 @@ def three_digits(number: float) -> float:
 
 
 def assumed_speed(options: TrainOptions) -> PlannedSpeed | None:
-    """What the options --assume-tps and --assume-tps-with-validation say, of which at most one is given."""
+    """Speed given by --assume-tps or --assume-tps-with-validation, of which at most one is set; None without."""
     if options.assume_tps_with_validation is not None:
         return PlannedSpeed(options.assume_tps_with_validation, "assumed", includes_validation=True)
     return None if options.assume_tps is None else PlannedSpeed(options.assume_tps, "assumed")
 
 
 def _measured_speed(experiment: Experiment, layout: BatchLayout, device: PaperDevice | None) -> PlannedSpeed:
-    """By an earlier run; on `device`, if one is given."""
+    """Speed measured by an earlier run; on `device`, if one is given."""
     run = experiment.run.path
     found = earlier_speeds(run.parent, experiment, layout)
     if device is not None:
@@ -121,8 +121,8 @@ def _measured_speed(experiment: Experiment, layout: BatchLayout, device: PaperDe
 
 
 def _reported_speed(experiment: Experiment, layout: BatchLayout, own: PaperDevice | None) -> PlannedSpeed | None:
-    """What is reported of this run; None unless it is of the same model and batch, and of this machine's devices if it
-    has some that are known."""
+    """Speed reported of this run; None unless it is of the same model and batch, and of this machine's devices if those
+    are known."""
     reported = read_reported(experiment.run)
     if reported is None or reported.layout != layout or not _is_reported_of(reported, experiment):
         return None
@@ -132,7 +132,8 @@ def _reported_speed(experiment: Experiment, layout: BatchLayout, own: PaperDevic
 
 
 def _is_reported_of(reported: Reported, experiment: Experiment) -> bool:
-    """Whether it is this model, and train.json asks for nothing that makes a step slower or faster than there."""
+    """True if `reported` is of this model, and train.json sets nothing that makes a step slower or faster than
+    there."""
     now = experiment.config.model_dump(mode="json")
     usual = {key: TrainConfig.model_fields[key].default for key in KERNEL_KEYS}
     if reported.model is None or any(now[key] not in (usual[key], reported.train.get(key)) for key in KERNEL_KEYS):
@@ -179,7 +180,7 @@ def earlier_benchmark_seconds(experiment: Experiment, layout: BatchLayout) -> fl
 
 @dataclass(frozen=True)
 class EarlierSpeed:
-    """What a run's summary.json tells of its speed."""
+    """Speed recorded in a run's summary.json."""
 
     summary: Path
     tokens_per_second: float

@@ -94,7 +94,7 @@ class Reported(BaseModel):
 
     @property
     def layout(self) -> BatchLayout | None:
-        """How a step's tokens were spread over the devices; None if the figures do not say it."""
+        """Layout of a step's tokens over the devices; None if the figures do not give it."""
         microbatch, sequences = self.value("microbatch_size"), self.value("global_batch_size")
         context = (self.model or {}).get("context_length")
         if not microbatch or not sequences or not isinstance(context, int) or microbatch % 1:

@@ -1,8 +1,8 @@
-"""What has been measured of a run's models since they were trained: one file for each measurement in `results/` of the
-run's folder, written and read through one class for each kind.
+"""Measurements of a run's models after training: one file for each measurement in `results/` of the run's folder,
+written and read through one class for each kind.
 
-A file is named after what it measured: measuring the same again replaces it, and anything else stands beside it. Which
-model and which text that was is told by their content, so that a comparison need not trust names.
+A file is named after what it measured: a repeated measurement replaces it, and any other is written beside it. Model
+and text are identified by hashes of their content, so that a comparison need not trust names.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Recorded(BaseModel):
-    """What is written into a result; unknown keys, of later versions, are kept."""
+    """Base of all that is written into a result; unknown keys, of later versions, are kept."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
@@ -62,7 +62,7 @@ class Text(Recorded):
 
     @property
     def content(self) -> tuple[str, str, int, int, int]:
-        """What two texts that are the same have in common, whatever data set and split they are called."""
+        """Key that equal texts share, whatever data set and split they are called."""
         return self.sha256, self.tokenizer, self.start_token, self.windows, self.context_length
 
 
@@ -78,7 +78,7 @@ class Result(Recorded):
     torch: str
 
     def name(self) -> str:
-        """Of its file, without the ending: the same for whatever measures the same."""
+        """Name of the result's file, without suffix: the same for repeats of a measurement."""
         values = self.model_dump(mode="json", include={*self.same})
         text = json.dumps([self.kind, self.weights.sha256, values], sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:NAME_CHARACTERS]
@@ -86,7 +86,7 @@ class Result(Recorded):
 
 
 class LossResult(Result):
-    """What test_loss.py found. The losses of the windows, in order, are in a file beside."""
+    """Result of test_loss.py. The losses of the windows, in order, are in a file beside it."""
 
     same: ClassVar[tuple[str, ...]] = ("text", "precision")
 
@@ -105,7 +105,7 @@ class LossResult(Result):
 
     @property
     def windows_name(self) -> str:
-        """Of the file with the losses of the windows."""
+        """Name of the file with the losses of the windows."""
         return f"{self.name()}.safetensors"
 
 
@@ -121,7 +121,7 @@ class BenchmarkScore(Recorded):
 
 
 class BenchmarkResult(Result):
-    """What evaluate_benchmarks.py found."""
+    """Result of evaluate_benchmarks.py."""
 
     same: ClassVar[tuple[str, ...]] = ("tasks", "num_fewshot", "limit", "precision", "lm_eval")
 
@@ -135,8 +135,8 @@ class BenchmarkResult(Result):
 
 
 class InstructionResult(Result):
-    """What a judge gave a model's answers. Only scores of the same judging compare, or of answers judged alone by the
-    same judge and prompt."""
+    """Scores that a judge gave a model's answers. Only scores of the same judging compare, or of answers judged alone
+    by the same judge and prompt."""
 
     same: ClassVar[tuple[str, ...]] = ("judge", "base_url", "prompt", "questions_sha256", "judging", "repeats")
 
@@ -156,7 +156,7 @@ class InstructionResult(Result):
 
 
 def _file_kind(kind: type[Result]) -> str:
-    """What the names of its files begin with."""
+    """Prefix of the file names of this kind."""
     return str(kind.model_fields["kind"].default).replace("_", "-")
 
 
@@ -166,8 +166,7 @@ AnyResult = TypeVar("AnyResult", bound=Result)
 
 @dataclass(frozen=True)
 class Results:
-    """What lies in a run's `results/`; `problems` has a line for each file that cannot be read, and `unread` its
-    name."""
+    """Results in a run's `results/`; `problems` has a line for each file that cannot be read, and `unread` its name."""
 
     found: list[Result] = field(default_factory=list)  # by the names of their files
     problems: list[str] = field(default_factory=list)
@@ -177,7 +176,7 @@ class Results:
         return [each for each in self.found if isinstance(each, kind)]
 
     def has_unread(self, kind: type[Result], checkpoint: str = "") -> bool:
-        """Whether there is a file that cannot be read and is, by its name, of that kind, and of that checkpoint."""
+        """True if a file that cannot be read is, by its name, of that kind, and of that checkpoint if one is given."""
         beginning = f"{_file_kind(kind)}-{checkpoint}-" if checkpoint else f"{_file_kind(kind)}-"
         return any(name.startswith(beginning) for name in self.unread)
 

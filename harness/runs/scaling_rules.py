@@ -43,7 +43,7 @@ def depth_factor(layers: int, reference_layers: int) -> float:
 
 @dataclass(frozen=True)
 class Setup:
-    """What the rules ask of a run: tokens of its global batch (the largest of a ramp) and in all, and layers."""
+    """Inputs of the rules: tokens of a run's global batch (the largest of a ramp) and in all, and layers."""
 
     batch_tokens: int
     train_tokens: int
@@ -66,8 +66,8 @@ UNSCALED = ScaledSettings({})
 
 
 def scale_settings(config: TrainConfig, setup: Setup) -> ScaledSettings:
-    """What `scale_with_batch` and `scale_with_depth` make of learning rates (all keys that end so) and weight decay.
-    Raises UserError where one of them is too large for a number."""
+    """Scale all learning rates and weight decays (keys with these endings) by `scale_with_batch` and
+    `scale_with_depth`. Raises UserError where one of them is too large for a number."""
     factors: dict[str, list[tuple[str, float]]] = {RATE: [], DECAY: []}
     batch, depth = config.scale_with_batch, config.scale_with_depth
     if batch is not None:
@@ -97,16 +97,16 @@ def scale_settings(config: TrainConfig, setup: Setup) -> ScaledSettings:
 
 @dataclass(frozen=True)
 class Multipliers:
-    """What the peak learning rates and the weight decays are multiplied by in one step."""
+    """Factors of the peak learning rates and of the weight decays in one step."""
 
     rate: float = 1.0
     decay: float = 1.0
 
 
 def ramp_multipliers(config: TrainConfig, batch_tokens: int, largest_batch_tokens: int) -> Multipliers:
-    """Of a step with such a batch, where `scale_with_batch` meets a ramp: rates and decay of ScaledSettings are those
-    of its largest batch, and the rule holds for the batch of each step. Decay then forgets over as many tokens,
-    B/(η·λ), in each part of the ramp."""
+    """Multipliers of a step with such a batch, where `scale_with_batch` meets a ramp: rates and decay of ScaledSettings
+    are those of its largest batch, and the rule holds for the batch of each step. Decay then forgets over as many
+    tokens, B/(η·λ), in each part of the ramp."""
     if config.scale_with_batch is None or batch_tokens == largest_batch_tokens:
         return Multipliers()
     return Multipliers(

@@ -1,5 +1,5 @@
-"""What `-f` measured, in `results/` of the run's folder: which microbatches fitted, and the memory that each took. So
-that memory over the microbatch can be drawn for one's own machines.
+"""Results of `-f`, in `results/` of the run's folder: the microbatches that fitted, and the memory of each, so that
+memory over the microbatch can be drawn for one's own machines.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class MicrobatchSearch(Recorded):
     train: dict[str, Any]  # of train.json what memory depends on
 
     def name(self) -> str:
-        """Of its file, without the ending: the same for searches that ask the same."""
+        """Name of the search's file, without suffix: the same for searches that ask the same."""
         asked = json.dumps(self.model_dump(mode="json", include=SAME), sort_keys=True)
         return SEARCH_PREFIX + hashlib.sha256(asked.encode()).hexdigest()[:NAME_CHARACTERS]
 
 
 @dataclass(frozen=True)
 class Searches:
-    """What lies in a run's `results/`; `problems` has a line for each file that cannot be read."""
+    """Searches in a run's `results/`; `problems` has a line for each file that cannot be read."""
 
     found: list[MicrobatchSearch] = field(default_factory=list)  # by the names of their files
     problems: list[str] = field(default_factory=list)

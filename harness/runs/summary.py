@@ -22,7 +22,7 @@ from harness.runs.throughput import Measured, Throughput, cost_by_phase, unknown
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a run took place."""
+    """Device, number of ranks and peak memory of a run."""
 
     device: str
     world_size: int
@@ -31,7 +31,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to, and what it took: what its summary is worked out from."""
+    """Outcome of a run: the values that its summary is computed from."""
 
     state: TrainState
     seconds: dict[str, float]  # by phase
@@ -91,7 +91,7 @@ class RunSummary(BaseModel):
     dataset: dict[str, Any] | None = None
 
     def has_shape(self, config: ModelConfig) -> bool | None:
-        """Whether the run's model was of this shape; None if that is not recorded. Keys that an earlier version did not
+        """True if the run's model was of this shape; None if that is not recorded. Keys that an earlier version did not
         write have their defaults."""
         if self.model is None:
             return None

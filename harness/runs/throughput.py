@@ -1,4 +1,4 @@
-"""What a measured speed rests on: how much training, and under which conditions. Knows nothing of torch."""
+"""Measured speeds and their basis: how much training, and under which conditions. Without torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Measured(BaseModel):
 
     @property
     def is_believable(self) -> bool:
-        """Whether the speed says something of another run."""
+        """True if enough training was measured for the speed to hold for another run."""
         return not self.shortfall
 
     @property
@@ -50,7 +50,7 @@ class Measured(BaseModel):
 
 @dataclass(frozen=True)
 class Conditions:
-    """What, besides the model, decides how long a step takes; None where a record does not say it."""
+    """Conditions other than the model that decide how long a step takes; None where a record does not say it."""
 
     world_size: int | None
     device: str | None
@@ -58,7 +58,7 @@ class Conditions:
 
 
 def same_conditions(then: Conditions, now: Conditions) -> bool:
-    """Whether steps take as long under both, as far as both say."""
+    """True if steps take as long under both, as far as both say."""
     machines = ((then.world_size, now.world_size), (then.device, now.device))
     if any(None not in pair and pair[0] != pair[1] for pair in machines):
         return False
@@ -66,8 +66,8 @@ def same_conditions(then: Conditions, now: Conditions) -> bool:
 
 
 def same_kernels(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether two train.json, as far as both say, let a step of the same model and batch take as long. A speed measured
-    while the batch grew is one of smaller batches, too."""
+    """True if a step of the same model and batch takes as long under both train.json, as far as both say. A speed
+    measured while the batch grew is one of smaller batches, too."""
     return _agree(then, now, (*KERNEL_KEYS, "batch_ramp"))
 
 

@@ -48,7 +48,7 @@ MUON_KEYS = (
 
 
 class TrainConfig(RunFile):
-    """How one experiment is trained: the contents of `runs/<name>/train.json`."""
+    """Settings of one experiment's training: the contents of `runs/<name>/train.json`."""
 
     model_config = ConfigDict(title="train.json")
     other_keys: ClassVar[dict[str, dict[str, Any]]] = NOTEBOOK_KEYS
@@ -232,7 +232,8 @@ class TrainConfig(RunFile):
 
     @property
     def sequences(self) -> int | None:
-        """Of a global batch over all ranks, the last of a ramp; None if train.json counts accumulation steps."""
+        """Sequences of the global batch over all ranks, the last of a ramp; None if train.json counts accumulation
+        steps."""
         return self.batch_ramp[-1][1] if self.batch_ramp else self.global_batch_size
 
     def accumulation_steps(self, world_size: int, sequences: int | None = None) -> int:
