@@ -53,7 +53,7 @@ class Player:
     def __init__(self, name: str, case: Case, *, ranks: int, threads: int) -> None:
         self.name = name
         self.turns: list[Row] = []
-        # Nobody's waiting threads burn the others' time. All else that the command sets is its own advantage.
+        # Waiting threads must not take the other programs' time. The command's other settings are its own advantage.
         shared = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": SETTINGS["OMP_WAIT_POLICY"]}
         if ranks > 1:
             shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}

@@ -45,7 +45,7 @@ class Case:
         return f"{self.layers} × {self.emb_dim}, vocabulary {self.vocabulary:,}, {tokens}"
 
     def model_config(self, *, tied: bool) -> ModelConfig:
-        """The same model for all: with biases everywhere, since transformers' model always has them."""
+        """The model of all contestants, with biases everywhere, since transformers' model always has them."""
         return ModelConfig(
             vocab_size=self.vocabulary,
             context_length=self.context,
@@ -59,7 +59,7 @@ class Case:
 
 
 class Turns:
-    """Takes steps when it is told to, and answers with their seconds by the clock and of all this process's threads."""
+    """Take steps on request, and answer with their seconds by the clock and of all this process's threads."""
 
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(1), "w")

@@ -9,7 +9,7 @@ from harness.hf.gpt2_format import PEER_HEAD, PREFIX, to_config, to_tensors
 
 
 def peer_config(config: ModelConfig, attention: str = "sdpa") -> transformers.GPT2Config:
-    """The same shape and dropout in transformers' terms; `attention` is its attn_implementation."""
+    """Configuration of the same shape and dropout in transformers' terms; `attention` is its attn_implementation."""
     settings = {**to_config(config, 0, "float32"), "bos_token_id": None, "eos_token_id": None}
     del settings["model_type"], settings["architectures"]
     return transformers.GPT2Config(**settings | {"attn_implementation": attention})

@@ -1,11 +1,11 @@
-"""What a step of each run of a sweep takes: all in one process of one thread, in turns on the same tokens.
+"""Time of a step of each run of a sweep: all in one process of one thread, in turns on the same tokens.
 
     uv run bench/lever_costs.py sweeps/levers.json
     uv run torchrun --standalone --nproc_per_node=2 bench/lever_costs.py sweeps/levers.json
 
-Of one process the processor's time counts, which others' work disturbs least; of several the clock's. Turns, because
-whatever else the machine does then slows all of them alike: ratios to the first run hold where seconds do not. Runs
-that differ by their seed alone are one line. The sweep need not have been made or trained.
+With one process the processor's time counts, which others' work disturbs least; with several the clock's. Turns let
+other load on the machine slow all runs alike: ratios to the first run hold where seconds do not. Runs that differ by
+their seed alone are one line. The sweep need not have been made or trained.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def main(sweep: Path, turns: int, as_json: bool, runs_dir: Path) -> None:
 
 
 def take_turns(everyone: list[Contestant], turns: int) -> None:
-    """In another order each time, alike on all ranks, since what ran before a step makes it slower or faster. Pauses of
-    the garbage collector are nobody's work."""
+    """Let all contestants take `turns` turns, in another order each time, since what ran before a step changes its
+    speed. The order is the same on all ranks. Garbage collection is off, so that its pauses count for no contestant."""
     gc.disable()
     random = np.random.default_rng(0)
     for number in range(WARM_UP + turns):

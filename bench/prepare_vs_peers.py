@@ -164,7 +164,7 @@ def main(text_dir: Path | None, mebibytes: int, rounds: int) -> None:
 
 
 def command_of(name: str, text: Path, work: Path) -> tuple[list[str], Path]:
-    """What to run, and where its tokens are then."""
+    """The command line to run, and the path of the tokens that it writes."""
     subprocess.run(["rm", "-rf", str(work / "out"), str(work / "tokens"), str(work / "tokens.cache")], check=True)
     if name == "ours":
         arguments = [str(text), str(work / "out"), "--validation-fraction", "0"]

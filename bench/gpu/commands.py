@@ -62,7 +62,7 @@ def train(bench: Workbench, name: str, *options: str) -> Ended:
 
 
 def weights_hash(bench: Workbench, name: str) -> str | None:
-    """Of the latest checkpoint; None if there is none."""
+    """SHA-256 of the latest checkpoint's weights; None if there is no checkpoint."""
     path = bench.runs / name / "checkpoints" / "latest" / "model.safetensors"
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
 
@@ -75,8 +75,8 @@ def summary(bench: Workbench, name: str) -> dict[str, Any]:
 
 
 def measure_stop_and_continue(bench: Workbench) -> None:
-    """Two ranks: a run that is stopped by SIGTERM and goes on, against one that is not; whether the weights are the
-    same to the bit. Deterministic, where this version has that key."""
+    """Record if a run stopped by SIGTERM and resumed ends with the same weights, to the bit, as a run without a stop.
+    Two ranks; deterministic, where this version has that key."""
     # Long enough for the signal to come in the middle.
     microbatch, steps = (1, 150) if bench.tiny else (4, 60)
     tokens = steps * 2 * 2 * microbatch * bench.shape["context_length"]
@@ -108,8 +108,8 @@ def measure_stop_and_continue(bench: Workbench) -> None:
 
 
 def two_ranks(bench: Workbench, name: str, stop_at: str | None = None) -> Ended:
-    """The run with two ranks, on the one GPU if there is one; with `stop_at`, stopped by SIGTERM once a
-    line begins so."""
+    """Run ddp_train.py with two ranks, on the one GPU if there is one; stop it by SIGTERM at the first line that begins
+    with `stop_at`."""
     shim = bench.work / "two_on_one_gpu.py"
     # Not by runpy, which makes the name of what it runs the one of the command that --processes starts again.
     shim.write_text(
@@ -131,7 +131,7 @@ def two_ranks(bench: Workbench, name: str, stop_at: str | None = None) -> Ended:
 
 
 def measure_search(bench: Workbench) -> None:
-    """-f on the whole device; then training with its answer, and with a tenth more, which must be refused."""
+    """Record -f on the whole device, then training with its answer, and with a tenth and 8 more, which must fail."""
     base = {"clipping_max_norm": 1.0}
     bench.add_run("find", {}, base | {"microbatch_size": 2})
     end = train(bench, "find", "-f")
@@ -152,7 +152,7 @@ def measure_search(bench: Workbench) -> None:
 
 
 def measure_saving(bench: Workbench) -> None:
-    """One GPU with all that a run does beside training, its checkpoints saved in front and in the background."""
+    """Record a run on one GPU with validation and checkpoints, saved in front and in the background."""
     size, length = (4, 32) if bench.tiny else (64, 1024)
     steps, interval = (12, 4) if bench.tiny else (120, 40)
     for in_background in (False, True):
@@ -176,7 +176,7 @@ def measure_saving(bench: Workbench) -> None:
 
 
 def measure_repeat(bench: Workbench, deterministic: bool) -> None:
-    """The same run twice: whether its weights are the same to the bit; and its speed."""
+    """Run the same training twice: record if the weights are the same to the bit, and both speeds."""
     size, length, steps = (4, 32, 6) if bench.tiny else (32, 1024, 60)
     train_json: dict[str, Any] = {
         "microbatch_size": size,

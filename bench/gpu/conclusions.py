@@ -1,6 +1,6 @@
-"""What rows of results mean: a line for each question, from all rows there are, whichever call they came from.
+"""Conclusions from rows of results: a line for each question, from all rows of all calls.
 
-Of several rows for one question the last counts. What was not measured is said, too.
+Of several rows for one question the last counts. Questions without a measurement are listed, too.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def speed(rows: list[Row]) -> list[str]:
 
 
 def memory(rows: list[Row]) -> list[str]:
-    """By the line through the peaks of microbatches that differ in size alone."""
+    """Memory a sequence and fixed memory, from a line fitted to the peaks of microbatches that differ in size alone."""
     points = {
         row["microbatch"]: row["allocated_gib"]
         for row in of_stage(rows, "step", drop_rate=0.1, settings="")
@@ -95,7 +95,7 @@ def waits(rows: list[Row]) -> list[str]:
 
 
 def attention(rows: list[Row]) -> list[str]:
-    """For each dropout the fastest kernel that drops what it is told, and kernels that do not."""
+    """Kernels with the right share of dropout, fastest first, and those with a wrong share, for each dropout."""
     lines = []
     for rate in sorted({row["drop_rate"] for row in of_stage(rows, "attention")}):
         done = [
@@ -137,7 +137,7 @@ def variants(rows: list[Row]) -> list[str]:
 
 
 def search(rows: list[Row]) -> list[str]:
-    """Whether -f told the truth, and how long it took."""
+    """Verdict on -f: its answer trains, a tenth more is refused; and its seconds."""
     found = of_stage(rows, "search")
     if not found:
         return ["-f: not measured"]
@@ -163,7 +163,8 @@ def continuing(rows: list[Row]) -> list[str]:
 
 
 def repeating(rows: list[Row]) -> list[str]:
-    """Whether the same run gives the same bits, and what that costs; the faster of two runs each."""
+    """Verdict on two runs of the same training giving the same bits, and the cost of determinism in speed; the faster
+    of two runs each."""
     lines, best = [], {}
     for row in of_stage(rows, "repeat"):
         kind = "deterministic" if row["deterministic"] else "usual"
@@ -177,7 +178,7 @@ def repeating(rows: list[Row]) -> list[str]:
 
 
 def saving(rows: list[Row]) -> list[str]:
-    """What checkpoints cost of training, in front and in the background."""
+    """Cost of checkpoints in training time, saved in front and in the background."""
     lasted = {}
     for row in of_stage(rows, "saving"):
         if row["status"] == 0 and row["seconds"]:

@@ -63,7 +63,7 @@ def build(bench: Workbench, options: StepOptions) -> Trainer:
 
 
 def run_steps(trainer: Trainer, steps: int) -> torch.Tensor:
-    """So many steps, over the first few batches of the data again and again; the last losses, on the device."""
+    """Run `steps` steps, over the first 8 batches of the data again and again; the last losses, on the device."""
     for index in range(steps):
         result = trainer.optimizer_step.run(trainer.loader.microbatches(index % 8, 0), 0.1)
     return result.losses_A
@@ -121,7 +121,7 @@ def memory_gib() -> dict[str, float]:
 
 
 def find_syncs(bench: Workbench, trainer: Trainer) -> None:
-    """Whether a step waits for the device anywhere, and where."""
+    """Record the first place where a step waits for the device, if there is one."""
     found = where = None
     if torch.cuda.is_available():
         torch.cuda.set_sync_debug_mode("error")

@@ -1,4 +1,4 @@
-"""What the stages share: where things are, sizes, timing, a data set, run directories, and a trainer of one process."""
+"""Shared parts of the stages: paths, sizes, timing, a data set, run directories, and a trainer of one process."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Workbench:
         return folder
 
     def build_trainer(self, name: str) -> Trainer:
-        """What ddp_train.py builds of a run directory, in this process alone and without a checkpoint."""
+        """Build the trainer of a run directory as ddp_train.py does, in this process alone and without a checkpoint."""
         from ddp_train import build_trainer
         from harness.data.dataset import Dataset
         from harness.distributed.signals import StopSignal
@@ -94,7 +94,7 @@ class Workbench:
         return build_trainer(start, World(0, 0, 1, 1, device()), StopSignal())
 
     def milliseconds(self, work: Callable[[], object], repeat: int = 20, warm: int = 3) -> float:
-        """Median; after enough calls for compilation and the choice of kernels."""
+        """Median time of `work` in milliseconds, after enough calls for compilation and the choice of kernels."""
         for _ in range(warm):
             work()
         times = []

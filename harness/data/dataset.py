@@ -29,7 +29,7 @@ FINGERPRINT_SAMPLE_TOKENS = 4096
 
 
 class SplitMeta(BaseModel):
-    """What a dataset says of one split, all of it optional."""
+    """A dataset's description of one split, all of it optional."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -154,13 +154,13 @@ class Dataset:
         return counts.bytes / counts.tokens if counts.bytes and counts.tokens else None
 
     def fingerprint(self) -> dict[str, Any]:
-        """What tells this dataset from another of the same name: for each split its tokens and a sampled hash."""
+        """Identity among datasets of the same name: tokens and a sampled hash of train and of validation."""
         files = {split: self.split(split) for split in ("train", "validation") if self.has_split(split)}
         return {split: {"tokens": len(file), "sha256": file.fingerprint()} for split, file in files.items()}
 
 
 def _is_file(folder: Path, name: str) -> bool:
-    """Whether there is a file of that name in the folder or below it."""
+    """True if there is a file of that name in the folder or below it."""
     try:
         return ".." not in Path(name).parts and not Path(name).is_absolute() and (folder / name).is_file()
     except OSError:  # a name too long for the file system
@@ -168,7 +168,7 @@ def _is_file(folder: Path, name: str) -> bool:
 
 
 def check_dataset_name(name: str) -> tuple[str, str]:
-    """Its two parts. Raises UserError for a name of another form."""
+    """The owner and the short name in `name`. Raises UserError for a name of another form."""
     parts = name.split("/")
     if len(parts) != 2:
         raise UserError(f"dataset {quoted(name)}: must be owner/name, as on the Hugging Face Hub")
@@ -201,7 +201,7 @@ def neighbour(datasets_dir: Path, name: str) -> str | None:
 
 
 def is_present(datasets_dir: Path, name: str, splits: list[str]) -> bool:
-    """Whether the folder holds the wanted splits, so that nothing needs to be fetched.
+    """True if the folder holds the wanted splits, so that nothing needs to be fetched.
 
     Raises UserError if it holds something, but not those: a user's own files are not touched.
     """
@@ -239,13 +239,13 @@ def needed_vocabulary(dataset: Dataset) -> int:
     found = [dataset.meta.vocab_size or 0, (dataset.meta.eot_token or 0) + 1]
     for split in SPLITS:
         if dataset.has_split(split):
-            with suppress(UserError):  # a file that cannot be read is told where it is used
+            with suppress(UserError):  # a file that cannot be read is reported where it is used
                 found.append(_remembered_largest(dataset, dataset.split(split)) + 1)
     return max(found)
 
 
 def _remembered_largest(dataset: Dataset, tokens: TokenFile) -> int:
-    """By the scan of an earlier run, if the file is the one that was scanned then; else by a scan now."""
+    """The largest token id in the file: from an earlier run's scan if the file is unchanged, else from a scan now."""
     memory = dataset.folder.parent.parent / ".scans" / f"{dataset.name.replace('/', '--')}--{tokens.path.stem}.json"
     status = tokens.path.stat()
     key = [status.st_size, status.st_mtime_ns]

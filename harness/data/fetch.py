@@ -30,8 +30,8 @@ def ensure_dataset(datasets_dir: Path, name: str, splits: list[str]) -> None:
 
 
 def check_obtainable(datasets_dir: Path, name: str, splits: list[str], *, ask_hub: bool) -> None:
-    """Raises UserError, as `ensure_dataset` would, for a dataset that is not on this machine and cannot be had, as far
-    as can be told without bringing it: by the Hub's answer, with `ask_hub`, else without the network."""
+    """Raise UserError, as `ensure_dataset` would, for a dataset that is not on this machine and cannot be had, as far
+    as is known without a download: by the Hub's answer, with `ask_hub`, else without the network."""
     if is_present(datasets_dir, name, splits):
         return
     if name.startswith("builtin/"):

@@ -29,7 +29,7 @@ AGAIN = "running the same command again resumes with the files still missing"
 
 @dataclass(frozen=True)
 class Download:
-    """What goes where: the dataset's name, its final folder, and the hidden sibling that collects the files."""
+    """A download's paths: the dataset's name, its final folder, and the hidden sibling that collects the files."""
 
     name: str
     folder: Path

@@ -30,7 +30,7 @@ def upload_dataset(dataset: Dataset, name: str, *, public: bool) -> str:
 
 
 def _files(dataset: Dataset) -> list[Path]:
-    """What the dataset consists of; whatever else lies in the folder is the user's own."""
+    """The files of the dataset; all others in the folder are the user's own."""
     names = ["meta.json", *(f"{split}.safetensors" for split in SPLITS if dataset.has_split(split))]
     if isinstance(dataset.tokenizer, Path):
         names.append(dataset.tokenizer.name)
@@ -84,6 +84,6 @@ def card(dataset: Dataset, name: str) -> str:
 
 
 def _shown(said: Any, key: str) -> str:
-    """Empty where meta.json does not say it."""
+    """The number in meta.json, with thousands separators; empty where meta.json does not say it."""
     value = getattr(said, key, None)
     return f"{value:,}" if isinstance(value, int) else ""

@@ -1,6 +1,6 @@
-"""Which tokens a rank trains on: a split, from a starting token on, is a row of microbatches, and one formula
+"""Microbatches of a split for each rank: a split, from a starting token on, is a row of microbatches, and one formula
 (`TokenLoader.microbatches`) says which of them a rank takes at a global step. Nothing else is remembered between steps,
-so that a run can continue anywhere: how large a step's batch is follows from the tokens before it (`BatchSchedule`).
+so that a run can continue anywhere: the size of a step's batch follows from the tokens before it (`BatchSchedule`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How one optimizer step's tokens are spread over ranks and accumulation steps."""
+    """Layout of one optimizer step's tokens over ranks and accumulation steps."""
 
     world_size: int
     accumulation_steps: int
@@ -144,9 +144,9 @@ class TokenLoader:
         return Microbatch(self.tokens.read(self.start_token + index * size, size + 1), self.layout.context_length)
 
     def microbatches(self, steps_from_start: int, rank: int) -> list[Microbatch]:
-        """What `rank` trains on in the step that is so many after the one at the start token: in accumulation step a of
-        A, microbatch (n + a)·world_size + rank, with n the accumulation steps before this step: steps_from_start·A, if
-        A was the same in all of them."""
+        """The microbatches of `rank` in the step that is `steps_from_start` after the one at the start token: in
+        accumulation step a of A, microbatch (n + a)·world_size + rank, with n the accumulation steps before this step:
+        steps_from_start·A, if A was the same in all of them."""
         size, tokens_before = self.layout.world_size, self.batches.tokens_before(steps_from_start)
         before = tokens_before // (size * self.layout.microbatch_tokens)
         steps = self.batches.at(steps_from_start).accumulation_steps

@@ -128,6 +128,6 @@ def _describe_split(split: str, tokens: TokenFile, tokenizer: Tokenizer) -> Iter
 
 
 def _fitted(line: str, columns: int) -> str:
-    """As much of a line as a terminal shows in so many columns: Chinese and Japanese characters take two."""
+    """The longest beginning of a line that fits into `columns` columns: Chinese and Japanese characters take two."""
     widths = [2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in line]
     return line[: bisect.bisect_right(list(itertools.accumulate(widths)), columns)]

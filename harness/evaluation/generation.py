@@ -18,7 +18,7 @@ COLDEST = 1e-4  # below it the division would overflow, and the likeliest token 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a next token is chosen: the likeliest at `temperature` 0, else drawn from the `top_k` likeliest (None: from
+    """The rule for a next token: the likeliest at `temperature` 0, else drawn from the `top_k` likeliest (None: from
     all) with the logits divided by the temperature."""
 
     temperature: float = 1.0

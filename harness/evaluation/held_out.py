@@ -53,7 +53,7 @@ class TestLossOptions:
 
 @dataclass(frozen=True)
 class TestLoss:
-    """What a measurement found, and on what."""
+    """Result of a measurement, and the text that it was on."""
 
     __test__ = False  # not a test for pytest
 
@@ -100,15 +100,16 @@ def measure_test_loss(
 
 @dataclass(frozen=True)
 class HeldOutText:
-    """What a model is tested on: a slice of a dataset's split."""
+    """The text that a model is tested on: a slice of a dataset's split."""
 
     dataset: Dataset
     slice: TestSlice
 
     @classmethod
     def choose(cls, config: ModelConfig, weights: Path, datasets_dir: Path, options: TestLossOptions) -> HeldOutText:
-        """What the options ask for, for a model of this shape whose weights are in this file; the dataset is fetched if
-        need be. Raises UserError if there is no such dataset or slice, or if the model cannot read its tokens."""
+        """The text that the options ask for, for a model of this shape whose weights are in this file; the dataset is
+        fetched if need be. Raises UserError if there is no such dataset or slice, or if the model cannot read its
+        tokens."""
         name = options.dataset or dataset_of(weights) or NOTEBOOK_DATASET
         ensure_dataset(datasets_dir, name, [options.split] if options.split else [])
         dataset = Dataset.open(datasets_dir, name)
@@ -165,8 +166,8 @@ class TestSlice:
 
     @classmethod
     def choose(cls, tokens: TokenFile, split: str, options: TestLossOptions, context_length: int) -> TestSlice:
-        """What the options ask for of a split. By default all of it, or the notebook's slice of a validation split that
-        reaches so far; from a start token of its own there are as many batches, or fewer.
+        """The slice of a split that the options ask for. By default all of it, or the notebook's slice of a validation
+        split that reaches so far; from a start token of its own there are as many batches, or fewer.
 
         Raises UserError if the split is too short for it.
         """
@@ -190,7 +191,7 @@ class TestSlice:
         return cls(split, TokenLoader(tokens, start, layout), batches)
 
     def microbatches(self) -> Iterable[Microbatch]:
-        """With a progress bar on a terminal."""
+        """The slice's microbatches, with a progress bar on a terminal."""
         # tqdm by itself shows nothing on a terminal that does not tell its size.
         columns, lines = shutil.get_terminal_size()
         indexes = range(self.batches)

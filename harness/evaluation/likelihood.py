@@ -1,4 +1,4 @@
-"""How likely a model finds continuations of contexts: many at a time, at any length.
+"""Likelihoods of continuations of contexts by a model: many at a time, at any length.
 
 Shapes: B rows of T tokens, C = emb_dim, V vocabulary, N places whose next token is asked for.
 """
@@ -31,7 +31,7 @@ class Likelihood(NamedTuple):
 
 
 class Window(NamedTuple):
-    """What the model sees at once, and the tokens that its last places predict."""
+    """The tokens that the model sees at once, and those that its last places predict."""
 
     inputs: Tokens
     targets: Tokens
@@ -56,7 +56,7 @@ def windows(context: Sequence[int], continuation: Sequence[int], context_length:
 
 
 def one_by_one(work: Callable[[Any], Any], batches: Sequence[Any]) -> list[Any]:
-    """In this process, with a progress bar on a terminal."""
+    """Do the work in this process, with a progress bar on a terminal."""
     return [work(batch) for batch in tqdm(batches, unit="batch", leave=False, disable=not sys.stderr.isatty())]
 
 

@@ -1,5 +1,5 @@
-"""How well a model predicts text: its mean loss over microbatches, which training's validation asks for, and over each
-sequence of them, by which differences between finished models are told; held_out.py says on which text.
+"""Loss of a model on text: its mean over microbatches, which training's validation asks for, and over each sequence of
+them, which shows differences between finished models; held_out.py chooses the text.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def window_losses(model: LanguageModel, microbatches: Iterable[Microbatch], prec
 
 
 def mean(losses: Sequence[float]) -> float:
-    """NaN if one of them is no finite number."""
+    """The mean of the losses; NaN if one of them is no finite number."""
     return math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.nan
 
 

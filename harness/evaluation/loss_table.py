@@ -74,7 +74,7 @@ def _table(group: Sequence[ModelLoss]) -> Iterator[str]:
 
 
 def _by_loss(loss: float) -> tuple[bool, float]:
-    """What is no number comes last."""
+    """Sort key by loss; NaN comes last."""
     return math.isnan(loss), loss
 
 
@@ -83,7 +83,7 @@ def _line(name: str, loss: str, bits: str, batch: str, parameters: str) -> str:
 
 
 def _across(models: Sequence[ModelLoss]) -> str:
-    """What may be compared between tables."""
+    """The note that says what may be compared between tables."""
     texts = [model.test.text for model in models]
     if len({(text.sha256, text.tokenizer) for text in texts}) == 1:
         reason = "they are of other parts of the text, read in other lengths, or in another precision"

@@ -24,7 +24,8 @@ from harness.model.inference import LanguageModel
 
 
 def prompts_of(file: Path | None, prompt: str | None, default: str) -> list[str]:
-    """What the options --prompts and --prompt ask for. Raises UserError for both, or naming the file and its line."""
+    """The prompts that the options --prompts and --prompt ask for. Raises UserError for both, or naming the file and
+    its line."""
     if file is None:
         return [default if prompt is None else prompt]
     if prompt is not None:
@@ -55,7 +56,7 @@ def _json_string(line: str, place: str) -> str:
 
 @dataclass(frozen=True)
 class Continuations:
-    """How many of a prompt are wanted, and of how many tokens at most."""
+    """Number of continuations of a prompt, and the largest number of their tokens."""
 
     samples: int = 1
     tokens: int = 20

@@ -28,7 +28,7 @@ class Batch:
 
     @property
     def is_whole(self) -> bool:
-        """Whether a document ends with it: work can go on from here."""
+        """True if a document ends with the batch: work can be resumed from here."""
         return not self.pieces or self.pieces[-1].ends
 
 
@@ -60,7 +60,7 @@ def batches(pieces: Iterable[Piece], file: int = 0, documents: int = 0) -> Itera
 
 
 def _in_short_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """The same text in pieces of at most LONGEST_PIECE characters, cut where every tokenizer here cuts it, too."""
+    """Yield the text in pieces of at most LONGEST_PIECE characters, cut where every tokenizer here cuts it, too."""
     rest = ""
     for piece in pieces:
         if not piece.text and not piece.ends:  # it tells of a file's end
@@ -80,8 +80,9 @@ def _in_short_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 
 def _cutting_place(text: str, start: int, end: int) -> int:
-    """Where to cut before `end`: before a space after something visible, since no pattern that splits text into words
-    (GPT-2's, cl100k's, o200k's) has a word across that; before a line's end after a letter or a digit, likewise."""
+    """The last place to cut up to `end`: before a space after something visible, since no pattern that splits text into
+    words (GPT-2's, cl100k's, o200k's) has a word across that; before a line's end after a letter or a digit, likewise.
+    Without one, `end` itself."""
     for at in range(end, max(start, end - CUT_SEARCH), -1):
         before, after = text[at - 1], text[at]
         if (after == " " and not before.isspace()) or (after in "\r\n" and before.isalnum()):

@@ -29,7 +29,7 @@ from harness.data.tokenizers.load import load_tokenizer
 
 @dataclass(frozen=True)
 class Made:
-    """What a work folder has got, and what its meta.json has to say of it."""
+    """Contents of a work folder's dataset, as its meta.json describes them."""
 
     splits: list[Split]
     tokenizer: str  # "gpt2", or a file in the folder
@@ -57,7 +57,7 @@ def make_dataset(inputs: Sequence[str], target: Path, options: PreparationOption
 
 @contextmanager
 def _left_in_order(work: WorkFolder) -> Iterator[None]:
-    """A failure leaves what can be gone on from, and says so."""
+    """Leave work that can be resumed after a failure, and say so."""
     try:
         yield
     except UserError:

@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class TextFormat:
-    """How documents lie in the files."""
+    """Format of the documents in the files."""
 
     text_column: str = "text"  # the column of a parquet file, the key of a JSON line
     separator: str | None = None  # what stands between the documents of a text file; None: each file is one document

@@ -103,7 +103,7 @@ def _work(connection: Connection, name_or_file: str | Path) -> None:
 
 
 def _attempt(work: Callable[..., Any], *arguments: Any) -> Any:
-    """What comes of it, or the exception to be raised on the other side."""
+    """The result of `work`, or the exception to be raised on the other side."""
     try:
         return work(*arguments)
     except UserError as error:

@@ -58,7 +58,7 @@ class HubText:
 
     @property
     def origin(self) -> dict[str, Recorded]:
-        """Where the text came from, for meta.json."""
+        """Origin of the text, for meta.json."""
         return {"hub": self.name, "commit": self.commit, "files": len(self.files)}
 
     def sampled(self, most: int) -> list[TextFile]:
@@ -66,7 +66,7 @@ class HubText:
 
     @contextmanager
     def at_hand(self, file: TextFile) -> Iterator[TextFile]:
-        """Downloaded and compared with the Hub's hash; deleted at the end if the source was told where to keep it."""
+        """Download the file and compare it with the Hub's hash; delete it at the end if it is in `downloads`."""
         path = self._download(file, again=False)
         fault = find_fault(path, self.descriptions[file.number], lambda _: None)
         if fault:

@@ -1,4 +1,4 @@
-"""How far a preparation has come, on disk: what lets a killed one continue with the same bytes."""
+"""Progress of a preparation, on disk: with it a killed one continues with the same bytes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Mark:
 
 @dataclass
 class Journal:
-    """The state after the last whole step; everything later is cut off when work goes on."""
+    """The state after the last whole step; everything later is cut off when work is resumed."""
 
     options: dict[str, Recorded]  # what the work was begun with
     phase: Phase = "reading"
@@ -42,7 +42,7 @@ class Journal:
 
     @classmethod
     def load(cls, path: Path) -> Journal | None:
-        """None if there is none yet. Raises UserError if the file is damaged."""
+        """The journal in a file; None if there is no file yet. Raises UserError if the file is damaged."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             for key in ("here", "file_start"):
@@ -55,12 +55,12 @@ class Journal:
             raise UserError(f"{path}: damaged; begin again with --restart") from None
 
     def save(self, path: Path) -> None:
-        """On the disk when this returns."""
+        """Write the journal; it is on the disk when this returns."""
         replace_text(path, json.dumps(asdict(self)) + "\n")
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is any work to lose."""
+        """True if there is any work to lose."""
         return bool(self.here.total.tokens)
 
     def move_to(self, mark: Mark) -> None:
@@ -69,9 +69,9 @@ class Journal:
             self.file_start = mark
 
     def take_options(self, options: dict[str, Recorded], folder: Path) -> None:
-        """Raises UserError if the unfinished work was begun with other options, naming those.
+        """Raise UserError if the unfinished work was begun with other options, naming those.
 
-        To replace what is not UTF-8 can be asked for later, too: so far there was none.
+        replace_invalid can be added later, too: so far all text was UTF-8.
         """
         keys = [key for key in {**self.options, **options} if self.options.get(key) != options.get(key)]
         if options.get("replace_invalid"):

@@ -28,7 +28,7 @@ SAMPLED_FILES = 16
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """What the user asked for: a name or a file, or a number of tokens to train."""
+    """The user's choice of tokenizer: a name or a file, or a number of tokens to train."""
 
     name: str | None
     trained_size: int | None

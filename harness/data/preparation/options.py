@@ -1,4 +1,4 @@
-"""What prepare_datasets.py is asked for, and what the disk keeps of that."""
+"""Options of prepare_datasets.py, and those of them that are recorded on disk."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class PreparationOptions:
 
     @property
     def text_format(self) -> TextFormat:
-        """How documents are read from files."""
+        """Format of the documents in the files."""
         separator = self.document_separator
         errors: Literal["strict", "replace"] = "replace" if self.replace_invalid else "strict"
         return TextFormat(self.text_column, separator and _unescaped(separator), errors)
 
     def deciding(self) -> dict[str, Recorded]:
-        """Those that decide the bytes of a dataset made of text, to be recorded: interrupted work goes on with the same
-        ones only."""
+        """The options that decide the bytes of a dataset made of text, to be recorded: interrupted work resumes with
+        the same ones only."""
         return {
             "text_column": self.text_column,
             "document_separator": self.document_separator,
@@ -59,10 +59,10 @@ class PreparationOptions:
         }
 
     def deciding_for_shards(self) -> dict[str, Recorded]:
-        """The same for a dataset made of token shards."""
+        """The options that decide the bytes of a dataset made of token shards."""
         return {"from_bin": True, "token_dtype": self.token_dtype, "tokenizer": self.tokenizer}
 
 
 def _unescaped(text: str) -> str:
-    r"""With \n, \r, \t and \\ for what they stand for, since few shells let one type them."""
+    r"""Replace \n, \r, \t and \\ by what they stand for, since few shells let one type them."""
     return text.replace("\\\\", "\0").replace("\\n", "\n").replace("\\r", "\r").replace("\\t", "\t").replace("\0", "\\")

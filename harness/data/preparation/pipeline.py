@@ -1,4 +1,4 @@
-"""From text to a dataset folder that appears whole, through work that can be interrupted at any point."""
+"""The steps from text to a dataset folder that appears whole, through work that can be interrupted at any point."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Show = Callable[[Encoded, StreamSize], None]
 
 @dataclass(frozen=True)
 class Recipe:
-    """What decides which bytes are in a dataset, besides text and tokenizer."""
+    """The options that, with text and tokenizer, decide a dataset's bytes."""
 
     form: TextFormat = field(default_factory=TextFormat)
     sizes: SplitSizes = field(default_factory=SplitSizes)

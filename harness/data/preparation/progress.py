@@ -1,4 +1,4 @@
-"""How far the reading of text files has come: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of reading text files: a bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ def shuffle(stream: TokenStream, target: TokenStream, seed: int) -> None:
     """Write the documents of `stream` into the empty `target` in an order that is uniformly random by `seed`.
 
     Each document has a random 64-bit key. They are dealt out into buckets by their keys' first bits, in one pass, and
-    each bucket is then read in the order of its keys. Takes twice the stream's space on the disk besides its own.
+    each bucket is then read in the order of its keys. Takes twice the stream's space on the disk in addition to its
+    own.
     """
     folder = target.path.with_suffix(".buckets")
     shutil.rmtree(folder, ignore_errors=True)  # an interrupted shuffle's

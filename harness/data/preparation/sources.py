@@ -1,4 +1,4 @@
-"""Where text files are: on this machine, or on the Hub, from where they come one at a time."""
+"""Sources of text files: this machine, or the Hub, from where files come one at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TextSource(Protocol):
 
     @property
     def name(self) -> str:
-        """What the user typed."""
+        """The source's name as the user typed it."""
         ...
 
     @property
@@ -40,7 +40,7 @@ class TextSource(Protocol):
 
     @property
     def origin(self) -> dict[str, Recorded]:
-        """Where the text came from, for meta.json."""
+        """Origin of the text, for meta.json."""
         ...
 
     def sampled(self, most: int) -> list[TextFile]:
@@ -71,7 +71,7 @@ class LocalText:
 
     @property
     def origin(self) -> dict[str, Recorded]:
-        """Where the text came from, for meta.json."""
+        """Origin of the text, for meta.json."""
         return {"input": short_name(self.inputs), "files": len(self.files)}
 
     def sampled(self, most: int) -> list[TextFile]:
@@ -85,7 +85,7 @@ def short_name(inputs: Sequence[str]) -> str:
 
 
 def find_source(inputs: Sequence[str], options: PreparationOptions, work: Path) -> TextSource:
-    """What is on this machine under these names, or else a dataset on the Hub. Raises UserError if it is neither."""
+    """The local files under these names, or else a dataset on the Hub. Raises UserError if there is neither."""
     hub_only = [key for key in ("include", "revision", "delete_after") if getattr(options, key)]
     if len(inputs) > 1 or Path(inputs[0]).exists() or not is_hub_name(inputs[0]):
         if hub_only:

@@ -123,7 +123,8 @@ def _draws_in_pool(sizes: SplitSizes, documents: int) -> np.ndarray:
 
 
 def _write_split(pool: TokenStream, documents: np.ndarray, name: str, places: np.ndarray, folder: Path) -> Split:
-    """In the order of their draws, so that any part of the split is a sample of the whole text."""
+    """Write a split's file of the documents at `places`, in the order of their draws, so that any part of the split is
+    a sample of the whole text."""
     tokens, length = documents[places].sum(axis=0).tolist()
     path = folder / f"{name}.safetensors"
     with atomic_file(path, path.with_suffix(".draft")) as draft:
@@ -201,7 +202,7 @@ def _counted(stream: TokenStream, name: str, start: int, end: int, tokenizer: To
 
 
 def _tokens_at(stream: TokenStream, start: int, count: int) -> np.ndarray:
-    """Fewer at the stream's end."""
+    """`count` tokens of the stream from `start` on; fewer at its end."""
     count = max(0, min(count, stream.size.tokens - start))
     return np.fromfile(stream.path, stream.dtype, count, offset=HEADER_BYTES + start * stream.dtype.itemsize)
 
@@ -227,7 +228,7 @@ def write_splits(stream: TokenStream, splits: list[Split], folder: Path) -> None
 
 @dataclass(frozen=True)
 class About:
-    """What only the maker of a dataset knows of it, in its meta.json's words."""
+    """Facts that only the maker of a dataset knows, in its meta.json's words."""
 
     description: str
     source: dict[str, Recorded]

@@ -1,4 +1,4 @@
-"""Which text files there are, where, and what kind each is of."""
+"""Text files below folders and globs: their names, paths and kinds."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def kind_of(name: str) -> str | None:
 
 
 def is_surely_text(name: str) -> bool:
-    """Whether a file is read without being named: a .json file may be JSON lines, or anything else."""
+    """True if a file is read without being named: a .json file may be JSON lines, or anything else."""
     return _suffix_of(name) in KINDS
 
 

@@ -29,7 +29,7 @@ DTYPE_OPTION = "--token-dtype"
 
 @dataclass(frozen=True)
 class TokenShard:
-    """Where a file's tokens lie, and as what."""
+    """The place of a file's tokens, and their dtype."""
 
     path: Path
     dtype: np.dtype

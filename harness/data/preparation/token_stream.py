@@ -27,7 +27,7 @@ DOCUMENTS_PER_READ = 2**16
 
 @dataclass(frozen=True)
 class StreamSize:
-    """How much there is of a stream."""
+    """Size of a stream, in documents and tokens."""
 
     documents: int = 0  # whole ones
     tokens: int = 0
@@ -47,7 +47,7 @@ class TokenStream:
         self._open = np.zeros(2, np.int64)  # tokens and bytes of the document that is not whole yet
 
     def open_at(self, size: StreamSize) -> None:
-        """Go on from `size`: what was appended after that is cut off, and what is missing makes an OSError."""
+        """Open the files for appending after `size`, and cut off the rest. Raises OSError if they are shorter."""
         self.size = size
         for path, length in (
             (self.path, HEADER_BYTES + size.tokens * self.dtype.itemsize),

@@ -1,4 +1,4 @@
-"""Where a dataset grows until it is whole: a hidden folder beside its place."""
+"""The hidden folder beside a dataset's place, in which the dataset grows until it is whole."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENIZER_SUFFIXES = ("tokenizer.json", ".tiktoken.json")
 
 
 def without_dots(target: Path) -> Path:
-    """The same place without "..", so that its last two parts are owner/name."""
+    """The target without "..", so that its last two parts are owner/name."""
     return Path(os.path.realpath(target)) if ".." in target.parts else target
 
 
@@ -48,12 +48,12 @@ def check_target(target: Path, *, overwrite: bool) -> None:
 
 
 def _not_of_a_dataset(folder: Path) -> list[str]:
-    """What lies in a folder besides what this tool and the Hub put into a dataset."""
+    """Names in a folder other than those that this tool and the Hub put into a dataset."""
     return sorted(path.name for path in folder.iterdir() if path.is_dir() or not is_dataset_file(path.name))
 
 
 def is_dataset_file(name: str) -> bool:
-    """Whether this tool or the Hub puts a file of that name into a dataset."""
+    """True if this tool or the Hub puts a file of that name into a dataset."""
     return name in DATASET_FILES or name.endswith(TOKENIZER_SUFFIXES)
 
 
@@ -86,7 +86,7 @@ class WorkFolder:
 
     @property
     def replaced(self) -> Path:
-        """Where an older dataset of that name is while the new one takes its place."""
+        """Path of an older dataset of that name while the new one takes its place."""
         return self.target.parent / f".{self.target.name}.replaced"
 
     def open(self) -> None:
@@ -118,7 +118,7 @@ class WorkFolder:
             shutil.rmtree(self.replaced)
 
     def clear(self) -> None:
-        """Delete what is in it but for the lock, the journal first: without it there is nothing to go on from."""
+        """Delete what is in it but for the lock, the journal first: without the journal there is nothing to resume."""
         self._empty()
         self.dataset.mkdir()
 
@@ -131,7 +131,7 @@ class WorkFolder:
                 entry.unlink()
 
     def _remove(self) -> None:
-        """The lock last: what a kill leaves behind is known as ours by it."""
+        """Delete the folder, the lock last: by it a later process knows what a kill leaves behind."""
         self._empty()
         self.lock.unlink()
         self.path.rmdir()

@@ -19,7 +19,7 @@ SMALLEST_VOCABULARY = 257  # every byte, and end-of-text
 
 
 def load_file(path: Path) -> Tokenizer:
-    """Raises UserError if the file is missing or damaged, or holds something else."""
+    """The tokenizer in a file. Raises UserError if the file is missing or damaged, or holds something else."""
     backend = _read_backend(path)
     backend.no_truncation()
     backend.no_padding()

@@ -1,1 +1,1 @@
-"""Standard benchmarks of lm-eval: finding and loading tasks, scoring a model of ours, and the table of scores."""
+"""Standard benchmarks of lm-eval: finding and loading tasks, scoring a model, and the table of scores."""

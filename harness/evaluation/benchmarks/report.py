@@ -1,4 +1,4 @@
-"""What benchmarks came to: a table for a terminal of 80 columns, and everything as a JSON file."""
+"""Results of benchmarks: a table for a terminal of 80 columns, and everything as a JSON file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def described(score: Score) -> str:
 
 
 def check_output(path: Path) -> None:
-    """Raises UserError, before hours of work, if no file can be written there."""
+    """Raise UserError, before hours of work, if no file can be written there."""
     if path.is_dir():
         raise UserError(f"{path}: is a folder; --output is a file")
     if not path.absolute().parent.is_dir():
@@ -57,7 +57,7 @@ def write_results(path: Path, results: dict[str, Any], about: dict[str, Any]) ->
 
 
 def _in_order(names: list[str], children: dict[str, list[str]], depth: int) -> Iterator[tuple[str, int]]:
-    """A group comes before what is in it."""
+    """Yield names and depths, a group before its members."""
     for name in names:
         yield name, depth
         yield from _in_order(children.get(name, []), children, depth + 1)
@@ -68,7 +68,7 @@ def _line(name: str, metric: str, value: str, count: str) -> str:
 
 
 def _fitted(text: str, width: int) -> str:
-    """Cut to a column's width."""
+    """Cut `text` to a column's width."""
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
@@ -78,7 +78,7 @@ def _eight_characters(value: float) -> str:
 
 
 def _as_json(value: Any) -> Any:
-    """As JSON has it: numbers of NumPy's as Python's, those that are not finite as null, anything else as text."""
+    """The value in JSON's types: NumPy's numbers as Python's, not finite ones as null, anything else as text."""
     if isinstance(value, dict):
         return {str(key): _as_json(each) for key, each in value.items()}
     if isinstance(value, (list, tuple, set)):

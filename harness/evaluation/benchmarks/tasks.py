@@ -38,14 +38,14 @@ NETWORK_ERRORS = OFFLINE_ERRORS | {
 
 @dataclass(frozen=True)
 class Benchmarks:
-    """What was asked for, ready to be run: lm-eval's Task and Group objects by their names."""
+    """The benchmarks asked for, ready to be run: lm-eval's Task and Group objects by their names."""
 
     tasks: dict[str, Any]
     groups: dict[str, Any]
     asked: list[str]  # names of tasks and groups at the top, in the order asked for
 
     def to_load(self) -> dict[str, Any]:
-        """As lm_eval's `evaluate` takes them."""
+        """The dict that lm_eval's `evaluate` takes."""
         return {"tasks": self.tasks, "groups": self.groups}
 
 
@@ -72,7 +72,7 @@ def known_names(patterns: Sequence[str]) -> list[str]:
 
 
 def prepare(specs: Sequence[str]) -> None:
-    """What takes seconds before the first task is loaded, and needs no data: ranks can do it at the same time.
+    """Do what takes seconds before the first task is loaded, and needs no data: ranks can do it at the same time.
 
     Raises UserError as `load_benchmarks` does for names that are not known.
     """
@@ -112,7 +112,7 @@ def _check_same(name: str, one: Any, other: Any) -> None:
 
 
 def _names_of(spec: str) -> list[str]:
-    """What a word on the command line stands for; a wildcard stands for several."""
+    """The names that a word on the command line stands for; a wildcard stands for several."""
     if _is_task_file(spec):
         config = _read_task_file(spec)
         return [_register_group(spec, config)] if "group" in config else [spec]
@@ -190,7 +190,7 @@ def _register_group(path: str, config: dict[str, Any]) -> str:
 
 
 def _read_task_file(path: str) -> dict[str, Any]:
-    """What a task file says; its functions stay names."""
+    """Read a task file; its functions stay names."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     try:
@@ -228,7 +228,7 @@ def _refuse_foreign_code(name: str, configs: Iterator[dict[str, Any]]) -> None:
 
 
 def _is_from_the_hub(metric: dict[str, Any]) -> bool:
-    """Whether it is a program of the Hub's: neither lm-eval's own, nor a function, which is a path here."""
+    """True if the metric is a program of the Hub's: neither lm-eval's own, nor a function, which is a path here."""
     import lm_eval.api.metrics  # noqa: F401 - it fills the registry
     from lm_eval.api.registry import metric_registry
 
@@ -237,7 +237,7 @@ def _is_from_the_hub(metric: dict[str, Any]) -> bool:
 
 
 def _diagnosis(error: Exception) -> str:
-    """What the libraries' error means to the user."""
+    """Explain the libraries' error to the user."""
     import huggingface_hub.constants as hub
 
     chain = list(_causes(error))

@@ -1,4 +1,4 @@
-"""What a fine-tuned model answers to instructions."""
+"""Answers of a fine-tuned model to instructions."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class FineTuneSettings:
 
 @dataclass
 class FineTuning:
-    """What happened: losses by epoch, of which number 0 is the model as it came."""
+    """Course of a fine-tuning: losses by epoch, of which number 0 is the model as it came."""
 
     validation_losses: list[float] = field(default_factory=list)
     train_losses: list[float] = field(default_factory=list)

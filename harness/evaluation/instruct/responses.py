@@ -1,4 +1,4 @@
-"""What fine-tuned models answered to the questions of an instruction data set: a file for each model."""
+"""Answers of fine-tuned models to the questions of an instruction data set: a file for each model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Response(BaseModel):
 
 
 class InstructionData(BaseModel):
-    """Where the questions came from."""
+    """Source of the questions."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
@@ -84,8 +84,8 @@ class Responses(BaseModel):
 
 
 def read_responses(path: Path) -> Responses:
-    """A file of ours, or a list as the book's chapter 7 and the lab notebook write it: the model is then called what
-    the file is.
+    """Read a responses file, or a list as the book's chapter 7 and the lab notebook write it: the model is then called
+    what the file is.
 
     Raises UserError naming the key that cannot be a responses file's.
     """

@@ -15,7 +15,7 @@ from harness.common.errors import RunError, UserError
 from harness.common.json_files import RecordedCount
 from harness.evaluation.judge.prompt import Score
 
-LINE_START = b'{"key":'  # of every line: a file with others is none of ours, and not written to
+LINE_START = b'{"key":'  # of every line: a file with other lines is not a cache, and not written to
 CHUNK_BYTES = 2**22
 
 
@@ -59,7 +59,7 @@ class JudgeCache:
         self._on_fresh_line = content[-1:] in (b"", b"\n")
 
     def append(self, record: Record) -> None:
-        """The record is on the disk when this returns. Raises RunError if the disk does not take it."""
+        """Write the record; it is on the disk when this returns. Raises RunError if the disk does not take it."""
         line = record.model_dump_json(exclude_none=True).encode() + b"\n"
         with self._lock:
             if self._closed:
@@ -122,7 +122,7 @@ def _write(descriptor: int, line: bytes) -> None:
 
 
 def _parse(path: Path, content: bytes) -> Iterator[Record]:
-    """The records of all whole lines. Raises UserError for a line that is none of ours, not even a part of one."""
+    """Yield the records of all whole lines. Raises UserError for a line that is neither a record nor a part of one."""
     for number, line in enumerate(content.split(b"\n"), start=1):
         if line and not (line.startswith(LINE_START) or LINE_START.startswith(line)):
             raise UserError(f"{path}:{number}: not a judge's answer; give --cache another file")

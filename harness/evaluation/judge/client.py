@@ -41,12 +41,12 @@ class UnavailableError(Exception):
     def __init__(self, problem: str, wait_seconds: float | None = None, *, busy: bool = False) -> None:
         super().__init__(problem)
         self.wait_seconds = wait_seconds
-        self.busy = busy  # it answers others, or other requests of ours
+        self.busy = busy  # it answers others, or other requests of this process
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Which judge, and how long a request to it may take in all."""
+    """The judge's name and address, and the longest time that a request to it may take in all."""
 
     model: str
     base_url: str
@@ -54,8 +54,8 @@ class Endpoint:
 
     @classmethod
     def choose(cls, model: str, base_url: str | None, timeout_seconds: float = 120.0) -> Endpoint:
-        """Without `base_url` the one in OPENAI_BASE_URL, else OpenAI's. Raises UserError if it is no address, or if
-        `model` is no name."""
+        """The endpoint at `base_url`; without it the one in OPENAI_BASE_URL, else OpenAI's. Raises UserError if it is
+        no address, or if `model` is no name."""
         if not model or not is_unicode(model):
             raise UserError(f"the judge: {quoted(model)} is not the name of a model")
         url = base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL
@@ -81,7 +81,7 @@ def _url_fault(url: str) -> str | None:
 
 @dataclass(frozen=True)
 class Reply:
-    """What the judge wrote, and what that cost; tokens are None where the endpoint does not count them."""
+    """The judge's answer, and its cost; tokens are None where the endpoint does not count them."""
 
     text: str
     prompt_tokens: int | None = None
@@ -125,7 +125,7 @@ class JudgeClient:
             command = Path(sys.argv[0]).name
             raise UserError(f"the openai package is missing: uv run --extra judge {command} ...") from None
         self._openai = openai
-        # How often to ask again is decided by whoever asks: it also sees what others were answered.
+        # The caller decides how often to retry: it also sees the replies to other requests.
         try:
             self._client = openai.OpenAI(
                 api_key=self._key, base_url=endpoint.base_url, timeout=endpoint.timeout_seconds, max_retries=0
@@ -206,7 +206,7 @@ class JudgeClient:
 
 
 def key_from_environment() -> str:
-    """Raises UserError if there is none, or none that could be one."""
+    """The judge's key from the environment. Raises UserError if there is none, or none that could be one."""
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if not key:
         raise UserError(

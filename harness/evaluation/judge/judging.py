@@ -22,7 +22,7 @@ from harness.evaluation.judge.requests import Ask, JudgeRequests, JudgeSettings
 
 @dataclass(frozen=True)
 class Tokens:
-    """What answers cost, invalid ones too. `uncounted` of them came without a count."""
+    """Cost of answers in tokens, invalid ones too. `uncounted` of them came without a count."""
 
     answers: int = 0
     prompt: int = 0
@@ -105,7 +105,7 @@ def _prompts(models: Sequence[Responses], place: Place, settings: JudgeSettings)
 
 
 def _cache_key(endpoint: Endpoint, prompt: Prompt, repeat: int) -> str:
-    """What finds the answer again: whatever it depends on."""
+    """The key of an answer in the cache: a hash of all that the answer depends on."""
     parts = [endpoint.model, endpoint.base_url, prompt.text, repeat]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 

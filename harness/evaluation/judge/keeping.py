@@ -1,4 +1,4 @@
-"""What a judge gave a model's answers, kept in the run whose weights answered."""
+"""A judge's scores of a model's answers, kept in the run whose weights answered."""
 
 from __future__ import annotations
 

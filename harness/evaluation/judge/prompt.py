@@ -1,4 +1,4 @@
-"""What a judge is asked about the models' answers to one question, and what counts as an answer of its own."""
+"""The judge's prompt about the models' answers to one question, and the check of the judge's own answer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class InvalidAnswerError(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Which judgement of a whole judging: question and repeat count from 0; `seed` is the judging's."""
+    """Position of a judgement in a whole judging: question and repeat count from 0; `seed` is the judging's."""
 
     question: int
     repeat: int

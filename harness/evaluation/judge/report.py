@@ -33,7 +33,7 @@ class Prices:
 
 @dataclass(frozen=True)
 class JudgeReport:
-    """What a judgement means. `comparison` is None if no question was answered."""
+    """Report of a judgement. `comparison` is None if no question was answered."""
 
     judgement: Judgement
     settings: JudgeSettings
@@ -45,7 +45,7 @@ class JudgeReport:
         return cls(judgement, settings, prices, compare(judgement.scores, settings.seed))
 
     def lines(self) -> Iterator[str]:
-        """For a terminal."""
+        """Yield the report's lines for a terminal."""
         if self.comparison is not None:
             yield from textwrap.wrap(self._heading(self.comparison), COLUMNS)
             yield ""
@@ -59,7 +59,7 @@ class JudgeReport:
             yield from textwrap.wrap(cost, COLUMNS, subsequent_indent="  ")
 
     def as_json(self) -> dict[str, Any]:
-        """The same and the scores, by model and question; null where the judge gave no valid answer."""
+        """The report as JSON, with the scores by model and question; null where the judge gave no valid answer."""
         judgement, labels = self.judgement, self.judgement.labels
         scores = [
             [[None if score != score else score for score in row] for row in rows] for rows in _by_model(judgement)
@@ -109,7 +109,7 @@ class JudgeReport:
         return f"{judge}; {comparison.questions:,}{some} questions{times}. Scores from 0 to 100:"
 
     def _scope(self) -> Iterator[str]:
-        """What else the means may be held against."""
+        """Yield lines that say which other means these compare with."""
         if not self.settings.judges_together:
             owner = WORDINGS[self.settings.prompt].owner
             text = f"These means compare with {owner}'s by the same judge, not with those of models judged together."

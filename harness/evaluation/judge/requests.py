@@ -27,8 +27,8 @@ HOPELESS_QUESTIONS = 8  # so many without any valid answer: this judge cannot do
 
 @dataclass(frozen=True)
 class JudgeSettings:
-    """How to judge. `attempts` is how often to ask again for a valid answer, and how often in a row the judge may fail
-    to answer at all; `seed` decides the order in which it sees the models. `prompt` is TOGETHER, or a key of
+    """Settings of a judging. `attempts` is how often to ask again for a valid answer, and how often in a row the judge
+    may fail to answer at all; `seed` decides the order in which it sees the models. `prompt` is TOGETHER, or a key of
     alone.WORDINGS."""
 
     endpoint: Endpoint
@@ -72,7 +72,7 @@ class JudgeRequests:
 
     @property
     def _replies(self) -> int:
-        """How often the judge has answered so far, be it with something valid or not."""
+        """Number of the judge's answers so far, valid or not."""
         return len(self._cache.records) - self._known
 
     @property
@@ -156,7 +156,7 @@ class JudgeRequests:
                 self._stop.wait(max(self._pause_seconds(failures), error.wait_seconds or 0.0))
 
     def _pause_seconds(self, failures: int) -> float:
-        """Longer after each failure, and different in each thread, so that they do not all come back together."""
+        """Seconds to wait: more after each failure, and different in each thread, lest all retry together."""
         return min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** (failures - 1)) * self._jitter.uniform(0.5, 1.5)
 
     def _check_patience(self, error: UnavailableError, failures: int) -> None:

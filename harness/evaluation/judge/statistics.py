@@ -1,4 +1,4 @@
-"""How sure a comparison of models by scores is: means, and every pair, over the same questions."""
+"""Uncertainty of a comparison of models by scores: means, and every pair, over the same questions."""
 
 from __future__ import annotations
 
