@@ -89,7 +89,7 @@ def pytest_runtest_teardown() -> Generator[None]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m slow`, files without any such test need not be loaded."""
+    """Ignore files without any slow test under `-m slow`: they need not be loaded."""
     is_test = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
     if config.option.markexpr == "slow" and is_test and "mark.slow" not in collection_path.read_text(encoding="utf-8"):
         return True
@@ -103,7 +103,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def exhaustive(request: pytest.FixtureRequest) -> bool:
-    """Whether to inject faults at all places; CI takes a few of them."""
+    """True if faults are to be injected at all places; CI takes a few of them."""
     return bool(request.config.getoption("--exhaustive"))
 
 
@@ -147,7 +147,7 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 @pytest.fixture(scope="session")
 def quickstart_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    """The same of the run with GPT-2's model, which other programs can read."""
+    """The quickstart run with GPT-2's model, which other programs can read, trained likewise."""
     return _begun_run("quickstart-gpt2", tmp_path_factory)
 
 

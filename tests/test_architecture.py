@@ -172,7 +172,7 @@ def may_import(room: str, other: str | None) -> bool:
 
 
 def modules_imported(module: str) -> set[str]:
-    """Sources of ours that a module imports, wherever in it: functions and what is for type checkers, too."""
+    """Sources of this repository that a module imports, anywhere in it: in functions and for type checkers, too."""
     return {name for name in all_imports(tree_of(module)) if name in SOURCES and name != module} - PACKAGES
 
 

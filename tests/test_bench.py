@@ -18,7 +18,7 @@ TINY = Case(1, 16, 2, 8, 64, 2)
 
 @pytest.mark.parametrize("program", compare_steps.PEERS)
 def test_every_peer_trains_the_same_model(program: str) -> None:
-    """From a fresh start the loss is that of a uniform guess; the parameters are as many as ours."""
+    """The loss of a fresh model is that of a uniform guess; its parameters are as many as ours."""
     torch.manual_seed(0)
     model, loss = peers_model(program, TINY)
     tokens = torch.randint(64, (2, 9))
@@ -29,7 +29,7 @@ def test_every_peer_trains_the_same_model(program: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_race_of_the_real_command(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each program takes as many steps, and who demands more of ours than it has is told so."""
+    """Each program takes as many steps, and an impossible --at-least exits with 1 and the reason."""
     monkeypatch.setattr(compare_steps, "SHAPES", (TINY,))
     monkeypatch.setattr(compare_steps, "WARM_UP", 1)
     file = tmp_path / "rows.json"

@@ -1,4 +1,4 @@
-"""From folders of runs to verdicts: which runs are an arm, what is compared, and what is left out."""
+"""Verdicts from folders of runs: which runs are an arm, what is compared, and what is left out."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_an_arm_measured_on_another_text_is_in_no_verdict_but_a_sentence(tmp_pat
 
 @pytest.mark.parametrize("measured", ["validation", "test"])
 def test_a_seed_that_diverged_is_no_reason_to_compare_the_others_alone(tmp_path: Path, measured: str) -> None:
-    """Else an arm would be better for its survivors."""
+    """An arm would otherwise be better for its survivors."""
     settings = [
         (0.001, 1, 2.50),
         (0.001, 2, 2.52),

@@ -27,7 +27,7 @@ def shop(tmp_path: Path) -> Workshop:
 
 
 def test_how_far_a_run_is_by_what_its_budget_came_to(shop: Workshop) -> None:
-    """In the status of a sweep and the table of runs; and a finished one is not finished once the budget changes."""
+    """The status of a sweep and the table of runs give it; a finished run is unfinished once its budget grows."""
     shop.add_run("base")
     derived = derive(Base.load(shop.runs, "base"), "r", {"train_steps": 8})
     write_runs([derived])

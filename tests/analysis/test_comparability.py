@@ -79,7 +79,7 @@ def test_two_groups_are_two_columns(tmp_path: Path) -> None:
 
 
 def test_bits_per_byte_remain_with_another_tokenizer(tmp_path: Path) -> None:
-    """The same split whole, in other tokens: 40 x 16 tokens of 2 / ln 2 bytes, and 20 x 16 of twice as many."""
+    """Bits per byte compare over one whole split: 40 x 16 tokens of 2 / ln 2 bytes, or 20 x 16 of twice as many."""
     a, b, c = finished(tmp_path, "a", "b", "c")
     other: dict[str, Any] = {"sha256": "dd" * 32, "tokenizer": "ee" * 32, "windows": 20}
     b.test_loss(4.4, **other, bits_per_byte=1.1)

@@ -1,4 +1,4 @@
-"""What the chart and the page of a comparison show: only curves that compare, and every reason that the table has."""
+"""The chart and the page of a comparison: only curves that compare, and every reason that the table has."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_a_chart_says_which_losses_verdicts_are_by_where_it_shows_others(tmp_pat
 
 
 def test_the_picture_has_its_signs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written, where the top is cut and a reference is far off; every marker is whole, the ticks are plain."""
+    """The chart has its note and signs for the cut top and a far reference; markers are whole, ticks plain."""
     import matplotlib.pyplot as plt  # here, since every process that runs tests loads this file
     from matplotlib.figure import Figure
 

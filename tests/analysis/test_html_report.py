@@ -113,7 +113,7 @@ def test_numbers_of_ticks() -> None:
 
 
 def in_browser(page: str, script: str, tmp_path: Path, *options: str) -> str:
-    """What the script, run at the end of the page, writes into the document's title."""
+    """Return the result of the script, run at the end of the page: it becomes the document's title."""
     path = tmp_path / "page.html"
     path.write_text(page.replace("</body>", f"<script>document.title = (() => {{{script}}})()</script></body>"))
     assert BROWSER is not None

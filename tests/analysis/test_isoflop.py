@@ -75,7 +75,7 @@ def test_the_best_sizes_of_a_known_law_come_back() -> None:
 
 
 def test_the_intervals_hold_what_they_promise() -> None:
-    """Of 400 experiments with noise, 95 % of the intervals hold the best size, and the exponent."""
+    """95 % of the intervals of 400 noisy experiments hold the best size, and 95 % the exponent."""
     held, experiments = np.zeros(2), 400
     for seed in range(experiments):
         isoflop = fitted(parabolas(0.004, seed=seed), 200, seed=seed)
@@ -103,7 +103,7 @@ def test_points_are_grouped_by_compute_within_the_tolerance() -> None:
 
 
 def test_compute_that_differs_within_a_profile_is_allowed_for() -> None:
-    """Where larger models happened to get more FLOPs, they are better by that, and not by their size."""
+    """A lower loss of larger models that got more FLOPs is ascribed to the FLOPs, not to the size."""
     sizes = best_of(1e19) * np.geomspace(0.25, 4, 12)
     random = np.random.default_rng(0)
     flops = 1e19 * (1 + 0.04 * np.clip(np.log(sizes / best_of(1e19)) + random.normal(0, 0.5, 12), -1, 1))

@@ -1,4 +1,4 @@
-"""What a run would take and cost elsewhere: against the notebook's figures, closed forms, and refusals."""
+"""Projected time and cost of a run on other machines: the notebook's figures, closed forms, and refusals."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def on_paper(name: str, layout: BatchLayout, model: ModelConfig) -> float:
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_each_of_the_notebooks_runs_on_its_own_machine(name: str) -> None:
-    """Its bill without validation, to the cent."""
+    """The projection is the notebook's bill without validation, to the cent."""
     own = projections(work_of(name), KNOWN)[OWN[name]]
     speed = own.speed
     assert (speed.low, speed.high, speed.basis, speed.note) == (speed.value, speed.value, "reported", "")
@@ -87,7 +87,7 @@ def test_the_speed_by_scale_of_a_machine_that_the_notebook_tried() -> None:
 
 
 def test_another_batch_gives_a_range() -> None:
-    """From the speed as it is reported to what arithmetic makes of it for another microbatch."""
+    """The range reaches from the speed as reported to its value scaled by arithmetic to another microbatch."""
     work = work_of("8xa100m40")
     found = projections(work, KNOWN)["8x H100 80 GiB"]
     reported = next(each for each in KNOWN if each.run == "8xh100m80")

@@ -45,7 +45,7 @@ def documents(windows_each: float) -> Text:
 
 
 def coverage(text: Text, windows: int, experiments: int) -> float:
-    """How many per cent of the intervals hold the true mean, 0."""
+    """Percentage of the intervals that hold the true mean, 0."""
     generator = np.random.default_rng(windows)
     estimates = [mean_noise(text(generator, windows)) for _ in range(experiments)]
     intervals = [each for each in estimates if isinstance(each, MeanEstimate)]
@@ -77,7 +77,7 @@ SIMULATED = {
 def test_intervals_cover_their_share_of_many_simulated_texts(
     name: str, windows: int, exhaustive: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With --exhaustive, of thousands; else what hundreds can tell, which take a tenth of the time."""
+    """The share is taken over thousands of experiments with --exhaustive, else over hundreds in a tenth of the time."""
     monkeypatch.setattr(noise, "RESAMPLES", 2000 if exhaustive else 1000)  # for time; of 10,000 the same share covers
     experiments = (3000 if windows < 10_000 else 2000) if exhaustive else (900 if windows < 10_000 else 300)
     covered = coverage(SIMULATED[name], windows, experiments)
@@ -106,7 +106,7 @@ def test_the_same_windows_have_the_same_interval() -> None:
 
 @pytest.mark.parametrize("by", [0.0, 0.3, 0.6])
 def test_the_variance_of_the_mean_is_that_of_the_closed_form(by: float) -> None:
-    """Of a stationary chain: 1 / (1 − by)² / windows, with shocks of variance 1."""
+    """The variance for a stationary chain is 1 / (1 − by)² / windows, with shocks of variance 1."""
     windows = 100_000
     found = variance_of_mean(correlated(by)(np.random.default_rng(5), windows))
     assert isinstance(found, MeanVariance)
@@ -145,7 +145,7 @@ def test_autocovariances_are_sums_of_products() -> None:
 
 
 def test_differences_are_paired_by_window() -> None:
-    """What is hard about a window is so for both models: the difference is known far better than either loss."""
+    """Hard windows are hard for both models: the difference is known far better than either loss."""
     generator = np.random.default_rng(8)
     text = generator.gamma(4, size=3000)
     first, second = text + 0.02 + 0.05 * generator.normal(size=3000), text

@@ -1,4 +1,4 @@
-"""Which runs count as replicates, and what is said of those that do not."""
+"""The runs that count as replicates, and what is said of those that do not."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_weights_in_a_runs_own_folder_may_be_any() -> None:
 
 
 def test_two_ways_of_saying_the_same() -> None:
-    """Of the batch, and of when checkpoints are made; and keys that an earlier version did not write."""
+    """Two spellings of a batch or of the checkpoints' interval are replicates; so are runs without newer keys."""
     by_batch = with_train(random_seed=1, gradient_accumulation_steps=1, global_batch_size=32)
     by_steps = with_train(random_seed=2, gradient_accumulation_steps=4)
     assert groups_of(a=by_batch, b=by_steps) == [("a", "b")]

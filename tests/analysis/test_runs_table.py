@@ -194,7 +194,7 @@ BILLS = {
 
 @pytest.mark.parametrize("name", BILLS)
 def test_the_notebooks_bills_to_the_cent(name: str) -> None:
-    """As reported; and worked out from its seconds and prices but for a cent: the source cuts seconds off."""
+    """Bills are as reported, and equal seconds times price but for a cent: the source cuts seconds off."""
     seconds, dollars, without_validation, speed, loss = BILLS[name]
     values = row_of(notebook(), name)
     price = json.loads((SHIPPED_RUNS / name / "train.json").read_text())["price_per_hour"]

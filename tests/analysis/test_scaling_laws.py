@@ -39,7 +39,7 @@ def test_a_law_without_noise_comes_back_exactly() -> None:
 
 
 def test_the_intervals_of_a_noisy_law_hold_it() -> None:
-    """Of 20 intervals of 95 % (five coefficients, four seeds), those that miss are few."""
+    """At most 3 of 20 intervals of 95 % (five coefficients, four seeds) miss."""
     missed = 0
     for seed in range(4):
         coefficients = fitted(ladder(0.004, seed=seed)).coefficients()
@@ -71,7 +71,7 @@ def test_the_fit_is_the_least_that_scipy_finds_from_other_starts() -> None:
 
 
 def test_an_outlier_moves_the_fit_little() -> None:
-    """What the Huber loss is for: least squares would follow it."""
+    """The Huber loss limits the effect of an outlier that least squares would follow."""
     points = ladder(0.002)
     points.loss[7] *= 1.3
     coefficients = fitted(points).coefficients()
@@ -98,7 +98,7 @@ def test_the_best_split_has_the_lowest_loss_of_all(cost: CostLaw) -> None:
 
 
 def test_predictions_hold_new_runs() -> None:
-    """Of 8 experiments, in each with 2,000 runs more: 95 % of these runs lie in the intervals."""
+    """About 95 % of 2,000 new runs in each of 8 experiments lie in the intervals."""
     size, noise, held = best_size(2e19), 0.004, []
     random = np.random.default_rng(0)
     for seed in range(8):

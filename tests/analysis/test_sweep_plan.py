@@ -1,4 +1,4 @@
-"""What a sweep will take: sums that can be worked out by hand, and what is said where a number is not known."""
+"""Plan of a sweep: sums that can be worked out by hand, and what is said where a number is not known."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_disk_that_is_too_small_is_noticed_beforehand(shop: Workshop, monkeypa
 
 
 def test_a_plan_that_no_disk_can_hold_is_remarked_on(shop: Workshop) -> None:
-    """And a sweep that is to be run is refused."""
+    """A sweep that is to be run is refused."""
     load(shop, set={"min_train_tokens": 10**13, "checkpoint_interval": 1}, vary={"random_seed": [1, 2]})
     planned = sweep_command(shop, "plan", str(shop.datasets))
     assert (planned.status, planned.stderr) == (0, "")
@@ -162,7 +162,7 @@ def test_a_plan_that_no_disk_can_hold_is_remarked_on(shop: Workshop) -> None:
 
 
 def test_dollars_are_not_those_of_another_machine(shop: Workshop) -> None:
-    """By estimated speeds, which a model of that width has."""
+    """Estimated speeds, which a model of that width has, give dollars only for the machine with the price."""
     shop.add_run("base", model={"emb_dim": 4096, "n_layers": 1}, price_per_hour=23.92)
     sweep = load(shop, vary={"random_seed": [1]})
     for device, said in (("H200", "cost: unknown price: train.json's $23.92/h is the price of 8x H100"), ("H100", "$")):
@@ -172,7 +172,7 @@ def test_dollars_are_not_those_of_another_machine(shop: Workshop) -> None:
 
 
 def test_what_cannot_be_trained_is_said(shop: Workshop) -> None:
-    """With the data at hand: one run wants more of it than there is, or both do."""
+    """One run that wants more data than the local dataset has is named; if all do, the plan is refused."""
     shop.add_dataset()
     keys: dict[str, Any] = {"vary": {"min_train_tokens": [1280, 10**6]}}
     found = plan(shop, 10.0, **keys)

@@ -91,7 +91,7 @@ def make(shop: Workshop, **keys: Any) -> SweepRuns:
 
 
 def run(shop: Workshop, sweep: SweepRuns, groups: int = 1, max_dollars: float | None = None) -> tuple[Ends, list[str]]:
-    """How the runs end, and what is said meanwhile."""
+    """Run the sweep; return how the runs end, and the lines said meanwhile."""
     planner = Planner(MachineUse(shop.datasets, groups, 1), AssumedSpeed().options(shop.runs))
     said: list[str] = []
     return SweepRunner(sweep.runs, planner, shop.path / "in_place.py", max_dollars).run(said.append), said
@@ -172,7 +172,7 @@ def test_one_run_fetches_a_dataset_and_the_others_wait(shop: Workshop) -> None:
 
 
 def test_a_run_that_the_budget_does_not_hold_is_not_begun(shop: Workshop) -> None:
-    """Its plan: (1280 + 160) tokens at 96 a second are 15 s, and 150 dollars."""
+    """The plan is (1280 + 160) tokens at 96 a second: 15 s, and 150 dollars."""
     sweep = make(shop, vary={"random_seed": [1, 2, 3]})
     add_summary(sweep.runs[0], dollars={"total": 20.0})
     ends, said = run(shop, sweep, max_dollars=169.0)
@@ -184,7 +184,7 @@ def test_a_run_that_the_budget_does_not_hold_is_not_begun(shop: Workshop) -> Non
 
 
 def test_the_plans_of_runs_under_way_are_counted(shop: Workshop) -> None:
-    """Of three at a time the budget holds two; the third is not begun although next to nothing is spent yet."""
+    """The budget holds two of three runs at a time; no third is begun although next to nothing is spent yet."""
     shop.add_dataset()
     sweep = make(shop, set={"eps": 3.0}, vary={"random_seed": [1, 2, 3, 4]})
     add_summary(sweep.runs[0], dollars={"total": 0.0})
@@ -195,7 +195,7 @@ def test_the_plans_of_runs_under_way_are_counted(shop: Workshop) -> None:
 def test_a_run_of_unknown_cost_is_stopped_when_the_budget_is_spent(
     shop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the run's own clock, which compare_runs.py goes by, too."""
+    """The budget counts by the run's own clock, as compare_runs.py does."""
     monkeypatch.setattr("harness.analysis.sweep_run.LOOK_SECONDS", 0.1)
     sweep = make(shop, set={"eps": 2.0}, vary={"random_seed": [1, 2]})
     ends, said = run(shop, sweep, max_dollars=25.0)
@@ -252,7 +252,7 @@ def test_totals_are_those_of_the_whole_sweep(shop: Workshop) -> None:
 
 
 def test_every_command_has_the_same_word_for_a_run(shop: Workshop) -> None:
-    """And the same dollars: those of the summary."""
+    """Every command has the same dollars, too: those of the summary."""
     sweep = make(shop, vary={"random_seed": [1, 2, 3, 4, 5]})
     folders = [each.run.path for each in sweep.runs]
     add_summary(sweep.runs[0], dollars={"total": 0.0049}, seconds={"total": 176.0})

@@ -1,4 +1,4 @@
-"""What the "search" of a SWEEP.json may say, and what is answered to what it may not. Without Optuna."""
+"""Valid and invalid "search" entries of a SWEEP.json, and the answers to the invalid ones. Without Optuna."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_commands_for_sweeps_name_the_one_for_searches(shop: Workshop, verb: str
 
 
 def test_without_optuna_the_remedy_is_named(shop: Workshop) -> None:
-    """And status does without it."""
+    """The status needs no Optuna."""
     path = write(shop, search={"learning_rate": RATES})
     words = ["search", str(path), str(shop.datasets), "--runs-dir", str(shop.runs)]
     program = (

@@ -1,4 +1,4 @@
-"""Which runs a SWEEP.json makes, under which names, and what it gets that asks for something impossible."""
+"""The runs that a SWEEP.json makes, their names, and the answers to impossible requests."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_labels_are_safe_short_and_all_different(points: list[dict[str, Any]]) -
 
 
 def test_no_key_is_in_both_files() -> None:
-    """So that a sweep need not say which file it means."""
+    """A sweep need not say which file it means."""
     assert not set(MODEL_KEYS) & set(TRAIN_KEYS)
 
 

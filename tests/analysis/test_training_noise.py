@@ -1,4 +1,4 @@
-"""What seeds alone do: against scipy and closed forms."""
+"""Noise of seeds alone: against scipy and closed forms."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_welch_is_that_of_scipy() -> None:
 
 
 def test_a_borrowed_spread_makes_the_pooled_t_test() -> None:
-    """When it comes of the two arms themselves, that is Student's test."""
+    """A spread borrowed from the two arms themselves gives Student's test."""
     spread = pooled_spread([FIRST, SECOND])
     assert spread is not None
     difference = combine(float(np.mean(FIRST) - np.mean(SECOND)), [shared_part(spread, 3, 5)])
@@ -78,7 +78,7 @@ def test_a_difference_without_noise() -> None:
 
 
 def test_seeds_needed_are_the_fewest_with_that_power() -> None:
-    """By scipy's noncentral t. Cohen (1988) has 17 for a difference of one standard deviation."""
+    """The number agrees with scipy's noncentral t. Cohen (1988) has 17 for a difference of one standard deviation."""
     needed = seeds_needed(Spread(0.01, 10), 0.01).likely
     assert needed == 17
 

@@ -94,7 +94,7 @@ def test_single_runs_on_both_sides() -> None:
 
 
 def test_the_level_that_is_printed_is_that_of_the_interval() -> None:
-    """Under Holm it is not 95 %: by the quantile that makes an interval of this width."""
+    """The level under Holm is not 95 %: it is by the quantile that makes an interval of this width."""
     arms = [Arm(f"b{number}", [3.5 + loss, 3.51 + loss, 3.49 + loss]) for number, loss in enumerate((0.09, 0.2, 0.0))]
     for verdict in [*compare(*arms), *compare(arms[0])]:
         assert verdict.difference is not None
@@ -151,7 +151,7 @@ def test_which_noise_a_difference_is_within(by_seed: float, difference: float, w
 
 
 def test_evaluation_noise_widens_the_interval() -> None:
-    """By what the text is to one arm and not to the other."""
+    """A text that is harder for one arm only widens the interval."""
     baseline, arm = window_losses(0, runs=3, seed=1), window_losses(-0.02, runs=3, seed=2)
     to_arm = np.random.default_rng(5).normal(0, 0.1, 400)
     to_arm -= to_arm.mean()
@@ -164,7 +164,7 @@ def test_evaluation_noise_widens_the_interval() -> None:
 
 
 def test_what_the_text_does_to_replicates_is_in_their_spread_already() -> None:
-    """Of a run's variance, the part by text is that of its windows around the arm's mean: 0.03² / windows."""
+    """The text's part of a run's variance is that of its windows around the arm's mean: 0.03² / windows."""
     arms = [window_losses(0, runs=10, seed=seed, windows=2000) for seed in range(1, 6)]
     found = [arm.variance_by_text for arm in arms]
     assert np.mean([each for each in found if each is not None]) == pytest.approx(0.03**2 / 2000, rel=0.1)
@@ -189,7 +189,7 @@ def test_what_replicates_say_of_seeds() -> None:
 
 
 def test_how_many_seeds_would_tell_a_difference_like_the_one_seen() -> None:
-    """By the number that another implementation of the test's power gives: it is the least that reaches 80 %."""
+    """The number is the least that reaches 80 % by another implementation of the test's power."""
     arms = [
         Arm("lr-0.003", [3.48, 3.49, 3.50]),
         Arm("lr-0.01", [3.60, 3.61, 3.62]),
@@ -211,7 +211,7 @@ def test_how_many_seeds_would_tell_a_difference_like_the_one_seen() -> None:
 
 
 def welch_power(shift: float, runs: int) -> float:
-    """Of a two-sided t test at 5 % of two arms with so many runs, whose means lie `shift` deviations apart."""
+    """Power of a two-sided t test at 5 % of two arms of `runs` runs each, whose means lie `shift` deviations apart."""
     df, noncentrality = 2 * runs - 2, shift * math.sqrt(runs / 2)
     reach = scipy.stats.t.ppf(0.975, df)
     return float(scipy.stats.nct.sf(reach, df, noncentrality) + scipy.stats.nct.cdf(-reach, df, noncentrality))
@@ -232,8 +232,8 @@ def told(verdicts: Sequence[Verdict]) -> bool:
 
 
 def coverage(runs: tuple[int, int], ratio: float, experiments: int) -> float:
-    """How many per cent of the intervals for a difference hold the true one; the first arm's losses are spread by
-    `ratio` times as much as the second's."""
+    """Percentage of the intervals for a difference that hold the true one; the first arm's losses are spread by `ratio`
+    times as much as the second's."""
     generator = np.random.default_rng(7)
     truth, hits = 0.02, 0
     for _ in range(experiments):
@@ -245,7 +245,7 @@ def coverage(runs: tuple[int, int], ratio: float, experiments: int) -> float:
 
 
 def false_alarms(arms: int, runs: int, experiments: int) -> float:
-    """How many per cent of comparisons of alike arms with a baseline tell any difference."""
+    """Percentage of comparisons of alike arms with a baseline that tell any difference."""
     losses = np.random.default_rng(8).normal(3.5, 0.01, (experiments, arms + 1, runs)).tolist()
     return 100 * float(
         np.mean([told(compare_arms(Arm("a", each[0]), [Arm("b", arm) for arm in each[1:]])) for each in losses])

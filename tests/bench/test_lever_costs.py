@@ -1,4 +1,4 @@
-"""What bench/lever_costs.py measures is the step that ddp_train.py runs."""
+"""The step that bench/lever_costs.py measures is the step that ddp_train.py runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BATCHES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("batch", BATCHES, ids=str)
 def test_a_step_has_the_microbatches_of_one_rank(tmp_path: Path, batch: dict[str, Any]) -> None:
-    """Of a ramp those of its largest batch."""
+    """A step of a ramp has the microbatches of its largest batch."""
     each = contestant_of(tmp_path, **batch)
     assert (each.microbatches, each.batch_BxT[0]) == (3, 2)
     each.take(0, counts=True)

@@ -1,4 +1,4 @@
-"""What bad input gets: one line that names the file, the key and the remedy; and nothing on disk is harmed."""
+"""Bad input gets one line that names the file, the key and the remedy; and nothing on disk is harmed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def refused(result: Result, *words: str, status: int = 2) -> None:
 
 
 def unharmed(shop: Workshop, before: dict[str, str]) -> None:
-    """What was there is as it was; what is new is at most a note beside the datasets."""
+    """Assert that old files are as they were, and new ones are at most notes beside the datasets."""
     after = tree(shop.path)
     assert {name: after.get(name) for name in before} == before
     assert not [name for name in after.keys() - before.keys() if not name.startswith("datasets/.scans/")]
@@ -146,7 +146,7 @@ def test_a_run_that_is_not_there(shop: Workshop) -> None:
 
 
 def test_where_runs_were_looked_for(shop: Workshop) -> None:
-    """From another folder than the one that runs/ is in."""
+    """A command in a folder without runs/ or without runs names the folder that it looked into."""
     (shop.path / "empty" / "runs").mkdir(parents=True)
     for folder, words in (("empty", "there are none in"), ("datasets", "there is no folder")):
         elsewhere = Workshop(shop.path / folder)
@@ -155,7 +155,7 @@ def test_where_runs_were_looked_for(shop: Workshop) -> None:
 
 
 def test_a_run_may_be_given_by_its_path(shop: Workshop) -> None:
-    """As a shell completes it: from the folder that runs/ is in, from runs/ itself, or whole."""
+    """A path is taken as a shell completes it: from the folder that runs/ is in, from runs/ itself, or whole."""
     (shop.path / "sub").mkdir()
     for cwd, runs_dir, name in (
         (".", "runs", "r/"),
@@ -535,7 +535,7 @@ def two_ranks(shop: Workshop, *arguments: str) -> Result:
 
 
 def test_two_ranks_say_it_once(finished: Path, trained: Workshop) -> None:
-    """Where both find it, where rank 0 finds it, and where each node's first process does."""
+    """One line appears where both ranks find the error, where rank 0 does, and where each node's first process does."""
     before = tree(trained.path)
     refused(two_ranks(trained, "nope"), "no such run")
     unharmed(trained, before)

@@ -1,4 +1,4 @@
-"""What is told before torch is loaded, which takes seconds: plans, schemas, and whatever is wrong with the command."""
+"""Output before torch is loaded, which takes seconds: plans, schemas, and whatever is wrong with the command."""
 
 from __future__ import annotations
 

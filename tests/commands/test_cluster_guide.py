@@ -98,7 +98,7 @@ def test_slurm_requeues_what_its_time_limit_stopped(tmp_path: Path, time_is_up: 
 
 
 def test_skypilot_keeps_and_fetches_checkpoints(tmp_path: Path) -> None:
-    """What a lost cluster had kept is what the next one's training begins with; half a copy is nothing."""
+    """The next cluster's training begins with the checkpoints that a lost one had kept; half a copy is nothing."""
     kept, run = tmp_path / "kept" / "r", skypilot_task()["run"].replace("/kept/", f"{tmp_path}/kept/")
     environment = {"RUN": "r", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "1", "SKYPILOT_NUM_NODES": "1"}
     environment |= {"SKYPILOT_NUM_GPUS_PER_NODE": "8"}

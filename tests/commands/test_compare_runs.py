@@ -86,7 +86,7 @@ SAME_TEXT: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
 def test_both_commands_agree_on_what_is_the_same_text(
     tmp_path: Path, train: dict[str, Any], summary: dict[str, Any], is_same: bool
 ) -> None:
-    """By its content: neither a data set's name nor the size of a microbatch makes another text."""
+    """The content identifies a text: neither a data set's name nor the size of a microbatch makes another text."""
     for name, settings, values in (("a", {}, {}), ("b", train, summary)):
         RunFolder(tmp_path, name, settings).finish(parameters=29_888, flops_per_token=200_000, **values)
     said = json.loads(compare(tmp_path, "--json").stdout)
@@ -183,7 +183,7 @@ def test_one_folder_with_all_that_can_be_wrong(tmp_path: Path) -> None:
 
 
 def test_numbers_and_kinds_that_cannot_be_meant(tmp_path: Path) -> None:
-    """Of hand-edited summaries: they cost their own cells, no other's, and no line more than 80 columns."""
+    """Absurd values of hand-edited summaries cost their own cells, no other's, and no line more than 80 columns."""
     odd: dict[str, dict[str, Any]] = {
         "huge": {"tokens_per_second": 1e300, "final_validation_loss": 1e300, "seconds": {"total": 1e300}},
         "endless": {"tokens_seen": 10**400, "seconds": {"total": 1e308, "training": 1e308}},

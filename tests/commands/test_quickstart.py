@@ -49,7 +49,7 @@ def test_loss_and_bits_per_byte_on_the_test_split(shop: Workshop) -> None:
 
 
 def test_the_full_quickstart_fits_the_dataset(shop: Workshop, tmp_path: Path) -> None:
-    """What ships trains on fewer tokens than this Python's library gives: its plan says so without training."""
+    """The shipped run trains on fewer tokens than this Python's library gives: its plan says so without training."""
     full = Workshop(tmp_path)
     full.add_shipped_run("quickstart")
     plan = shop.script("ddp_train.py", "quickstart", str(shop.datasets), "--plan", "--runs-dir", str(full.runs)).stdout

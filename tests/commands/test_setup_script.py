@@ -73,7 +73,7 @@ class Machine:
         return [line for line in self.log.read_text().splitlines() if line.split()[0] == name]
 
     def leftovers(self) -> list[Path]:
-        """What a broken download could have left behind."""
+        """Files that a broken download could have left behind."""
         fonts = self.home / ".local/share/fonts"
         return [*self.temporary.iterdir(), *(path for path in fonts.glob(".*") if path.name not in {".", ".."})]
 
@@ -85,7 +85,7 @@ def machine(tmp_path: Path) -> Machine:
 
 @pytest.fixture
 def ready_machine(machine: Machine) -> Machine:
-    """With uv, curl and fc-cache."""
+    """Machine with uv, curl and fc-cache."""
     machine.fake("uv")
     machine.fake("fc-cache")
     machine.fake_download("curl")

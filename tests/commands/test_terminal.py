@@ -1,4 +1,4 @@
-"""What a user sees of a run on a terminal."""
+"""A run as its user sees it on a terminal."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_stream_that_is_closed_from_the_beginning(tmp_path: Path, stream: str)
 
 @pytest.mark.parametrize("when", ["starting 2 processes", "global step 5: validation"])
 def test_ctrl_c_ends_with_how_to_continue(tmp_path: Path, terminal: tuple[int, str], when: str) -> None:
-    """With --processes, and pressed twice, as impatient people do."""
+    """Ctrl-C pressed twice under --processes ends with the line that says how to continue."""
     master, name = terminal
     shop = Workshop(tmp_path)
     shop.add_dataset(tokens=200_000)

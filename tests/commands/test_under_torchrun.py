@@ -1,4 +1,4 @@
-"""What a user sees of a job of several processes: of --processes, and under the real torchrun."""
+"""Output of a job of several processes: of --processes, and under the real torchrun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which device and which kernels a process takes, on machines with other numbers of GPUs than this one: pretended."""
+"""Device and kernels that a process takes, on machines with other numbers of GPUs than this one: pretended."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_fewer_ranks_than_gpus_are_remarked_upon(machine: pytest.MonkeyPatch) ->
 
 
 def test_a_gpu_that_another_process_has(machine: pytest.MonkeyPatch) -> None:
-    """For itself alone: nvidia-smi's exclusive mode."""
+    """A GPU that another process holds alone (nvidia-smi's exclusive mode) is refused with that reason."""
     set_gpus(machine, 8)
 
     def busy(index: int) -> None:
@@ -79,7 +79,7 @@ def test_a_gpu_that_another_process_has(machine: pytest.MonkeyPatch) -> None:
 def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(
     machine: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As with a driver that is too old for this torch."""
+    """A driver that is too old for this torch is refused; hidden GPUs and a torch for CPUs are not."""
     (tmp_path / "nvidia0").touch()
 
     def init() -> None:
@@ -189,7 +189,7 @@ def test_compile_needs_pythons_headers(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_attention_drops_what_it_is_told_to(
     monkeypatch: pytest.MonkeyPatch, version: str, drop_rate: float, allowed: bool
 ) -> None:
-    """Where torch would leave a dropout to a kernel that rounds it, that kernel is not allowed."""
+    """A kernel is not allowed where torch would leave it a dropout that it rounds."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     monkeypatch.setattr(torch, "__version__", version)
     try:
@@ -204,7 +204,7 @@ def test_attention_drops_what_it_is_told_to(
 
 @pytest.mark.parametrize("drop_rate", [0.0, 0.05, 0.0625, 0.1, 0.125, 0.2, 0.3, 0.5])
 def test_flash_attention_drops_by_random_bytes(drop_rate: float) -> None:
-    """Its rule, counted over all bytes."""
+    """The rule is counted over all bytes."""
     dropped = sum(byte > math.floor(255 * (1 - drop_rate)) for byte in range(256)) / 256
     assert kernels.dropped_share("flash", drop_rate) == dropped
     assert kernels.drops_as_told("flash", drop_rate)

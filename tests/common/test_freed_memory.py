@@ -53,7 +53,7 @@ def test_blocks_are_kept_where_there_is_room(way: str) -> None:
 
 
 def test_a_run_keeps_what_its_steps_free(tmp_path: Path) -> None:
-    """By the real command: a step takes its activations and gradients, here some 50 MiB, from what the one before has
+    """A step of the real command takes its activations and gradients, here some 50 MiB, from what the step before has
     freed, not page by page from the system."""
     shop = Workshop(tmp_path)
     shop.add_dataset(tokens=50_000)

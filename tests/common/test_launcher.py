@@ -157,7 +157,7 @@ def test_output_that_nobody_takes_keeps_no_worker(job: Job) -> None:
 
 
 def run_alone(folder: Path, variables: dict[str, str]) -> None:
-    """A worker without any torchrun above comes to its own end."""
+    """Run a worker without any torchrun above; it ends by itself."""
     program = WORKER.format(root=str(ROOT), before="", after="time.sleep(0.3); sys.exit(7)", mark=str(folder / "mark"))
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "x", **variables}
     done = subprocess.run([sys.executable, "-c", program], env=environment, timeout=60, check=False)

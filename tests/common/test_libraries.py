@@ -1,4 +1,4 @@
-"""What libraries read from the environment before they are loaded."""
+"""Settings that libraries read from the environment, made before they are loaded."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What is known of a device's memory: how a full one shows, what a limit leaves, who else is there. The answers of CUDA
-are pretended; there is none here."""
+"""Facts about a device's memory: how a full one shows, what a limit leaves, which other processes use it. The answers
+of CUDA are pretended; there is none here."""
 
 from __future__ import annotations
 

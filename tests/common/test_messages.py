@@ -19,8 +19,8 @@ from harness.runs.train_config import TrainConfig
 
 
 def test_slips_of_the_finger_get_advice() -> None:
-    """In every key of three letters or more: a letter left out, doubled or swapped with the next, and underscores left
-    out; in those of five or more a wrong letter, too."""
+    """Advice corrects keys of three letters or more with a letter doubled or swapped with the next, or without
+    underscores; of four or more with a letter left out; of five or more with a wrong letter, too."""
     for kind in (TrainConfig, ModelConfig):
         keys = [key for key in kind.model_fields if len(key) > 2]
         for key in keys:

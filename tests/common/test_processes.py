@@ -1,4 +1,4 @@
-"""Whether a process is alive, and which one a pid and a time of start mean."""
+"""Liveness of a process, and the process that a pid and a time of start mean."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def test_repeats_are_averaged_and_unanswered_questions_left_out() -> None:
 
 
 def test_means_of_resamples_have_their_exact_distribution() -> None:
-    """Of two questions, a resample has both, or one of them twice: a quarter, a half, a quarter."""
+    """A resample of two questions has the first twice, both, or the second twice: a quarter, a half, a quarter."""
     resampled = resampled_means(np.array([[0.0, 7.0], [100.0, 7.0]]), seed=1)
     assert resampled.shape == (RESAMPLES, 2)
     values, counts = np.unique(resampled[:, 0], return_counts=True)

@@ -20,7 +20,7 @@ RAMPS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 4)), max_size=4)
 
 
 def layouts(ramp: list[tuple[int, int]]) -> list[tuple[int, BatchLayout]]:
-    """From such gaps between the stages and such numbers of accumulation steps."""
+    """Return the stages of a ramp from its gaps between stages and its added accumulation steps."""
     seen, steps, found = 0, 1, [(0, LAYOUT)]
     for gap, more in ramp:
         seen, steps = seen + gap, steps + more

@@ -293,7 +293,7 @@ def test_unknown_dataset(downloader: Downloader) -> None:
 
 
 def test_a_mistyped_dataset_leaves_nothing(hub: FakeHub, tmp_path: Path) -> None:
-    """Not its owner's folder either; another dataset of that owner stays."""
+    """The owner's folder is not left either; another dataset of that owner stays."""
     datasets = tmp_path / "datasets"
     program = (
         "import sys\nfrom pathlib import Path\nfrom harness.common.errors import one_line_errors\n"

@@ -1,4 +1,4 @@
-"""From text to a dataset folder through the real command: what is in it, and that nothing else decides that."""
+"""Dataset folders made from text by the real command: their contents, and that nothing else decides those."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MIB = 2**20
 
 @pytest.fixture(scope="module")
 def preparer(tmp_path_factory: pytest.TempPathFactory) -> Preparer:
-    """With eight files of documents, some of them empty."""
+    """Preparer with eight files of documents, one empty document in each."""
     preparer = Preparer(tmp_path_factory.mktemp("preparing"))
     for number in range(8):
         documents = DOCUMENTS[number * 375 : (number + 1) * 375]
@@ -62,7 +62,7 @@ def in_bytes(documents: list[str]) -> int:
 
 
 def test_a_hundredth_of_the_text_is_validation(plain: Path) -> None:
-    """Of whole documents, from all over the text."""
+    """The validation split is of whole documents, from all over the text."""
     train, validation = (documents_of(plain, split) for split in ("train", "validation"))
     assert sorted(train + validation) == sorted(DOCUMENTS)
     assert in_bytes(validation) == pytest.approx(0.01 * in_bytes(DOCUMENTS), abs=max(map(len, DOCUMENTS)) / 2)
@@ -479,7 +479,7 @@ JOURNAL_OF_AN_EARLIER_VERSION = (
 
 
 def test_interrupted_work_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
-    """In the given order, which was the only one."""
+    """The work continues in the given order, which was the only one."""
     mine = Preparer(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes(_tokenizer_file(tmp_path))
     write_json_lines(tmp_path / "texts" / "a.jsonl", DOCUMENTS[:1000])
@@ -552,7 +552,7 @@ def test_an_output_that_exists_is_kept_unless_overwritten(preparer: Preparer, tm
 
 @pytest.mark.parametrize("place", ["photos", "photos/raw"])
 def test_overwriting_deletes_no_file_that_is_not_of_a_dataset(tmp_path: Path, place: str) -> None:
-    """Not the text that the dataset is to be made of, either."""
+    """The text that the dataset is to be made of is not deleted, either."""
     mine = Preparer(tmp_path)
     write_json_lines(tmp_path / place / "a.jsonl", DOCUMENTS[:100])
     before = (tmp_path / place / "a.jsonl").read_bytes()

@@ -255,7 +255,7 @@ def test_the_place_of_what_is_not_utf8(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_what_is_not_utf8_can_be_replaced_later(preparer: Preparer) -> None:
-    """The bytes are those of a preparation that had the option from the beginning; without it no work goes on."""
+    """The bytes are those of a preparation that had the option from the beginning; without it no work continues."""
     write_json_lines(preparer.path / "texts" / "0.jsonl", texts(1000))  # enough to be kept
     tokenizer = preparer.prepare(preparer.path / "texts" / "0.jsonl", "for-its-tokenizer") / "tokenizer.json"
     (preparer.path / "texts" / "1.txt").write_bytes(b"\xe9t\xe9")

@@ -28,7 +28,7 @@ def preparer(tmp_path: Path) -> Preparer:
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of 300 tokens; end-of-text is 0."""
+    """File of a tokenizer of 300 tokens; end-of-text is 0."""
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     train_bpe(iter(DOCUMENTS), 300, path)
     return path
@@ -40,7 +40,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_shard(
     path: Path, tokens: list[int], magic: int = 20240520, version: int = 1, said: int | None = None
 ) -> None:
-    """As llm.c's and modded-nanogpt's write_datafile do."""
+    """Write a shard as llm.c's and modded-nanogpt's write_datafile do."""
     header = np.zeros(256, dtype=np.int32)
     header[:3] = magic, version, len(tokens) if said is None else said
     path.parent.mkdir(exist_ok=True)
@@ -50,7 +50,7 @@ def write_shard(
 
 
 def write_nanogpt(path: Path, tokens: list[int]) -> None:
-    """As data/openwebtext/prepare.py does; the other ones' tofile writes the same."""
+    """Write a file as data/openwebtext/prepare.py does; the other ones' tofile writes the same."""
     path.parent.mkdir(exist_ok=True)
     array = np.memmap(path, dtype=np.uint16, mode="w+", shape=(len(tokens),))
     array[:] = tokens
@@ -58,7 +58,7 @@ def write_nanogpt(path: Path, tokens: list[int]) -> None:
 
 
 def write_build_nanogpt(path: Path, tokens: list[int], dtype: Any = np.uint16) -> None:
-    """As build-nanogpt's fineweb.py does: a part of a larger array, without the file's suffix."""
+    """Write a file as build-nanogpt's fineweb.py does: a part of a larger array, without the file's suffix."""
     path.parent.mkdir(exist_ok=True)
     whole = np.empty((len(tokens) + 5,), dtype=dtype)
     whole[: len(tokens)] = tokens
@@ -96,7 +96,7 @@ def test_nanogpts_folder_keeps_its_splits(preparer: Preparer, tokenizer: Path) -
 
 
 def test_a_folder_of_token_files_alone(preparer: Preparer) -> None:
-    """As a user goes who takes tokens for text."""
+    """A user who gives tokens for text is pointed to --from-bin."""
     write_nanogpt(preparer.path / "owt" / "train.BIN", [1, 2])
     line = preparer.run("owt", "out", "--train-tokenizer", "300", status=2)
     assert "no input files here" in line
@@ -130,7 +130,7 @@ def test_build_nanogpts_arrays(preparer: Preparer, tokenizer: Path, dtype: Any) 
 
 
 def test_llm_cs_wide_shards(tmp_path: Path) -> None:
-    """Of a vocabulary that uint16 does not hold."""
+    """Shards of a vocabulary that uint16 does not hold are kept as uint32."""
     preparer = Preparer(tmp_path, plugin(tmp_path, [], eot=70_000))
     write_shard(tmp_path / "x_train_000000.bin", [70_000, 104, 105], magic=20240801, version=7)
     write_shard(tmp_path / "x_val_000000.bin", [70_000, 97], magic=20240801, version=7)

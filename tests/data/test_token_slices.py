@@ -1,4 +1,4 @@
-"""Which tokens a rank sees: the arithmetic of slices, exactly, and dataset folders as they are found."""
+"""Tokens that a rank sees: the arithmetic of slices, exactly, and dataset folders as they are found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank is found at fault: the one that is behind and stands still, never one that waits or works."""
+"""The rank found at fault: the one that is behind and stands still, never one that waits or works."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ELSEWHERE = ProcessName("another", 1, "another boot")
 
 
 def at(order: int, part: int, stalled: float | None) -> Heartbeat:
-    """Of a rank at a place, with so many parts of it done."""
+    """Heartbeat of a rank of another machine at a place, with so many parts of it done."""
     return Heartbeat(1, ELSEWHERE, f"place {order}", [order, part], stalled, stopping=False)
 
 
@@ -27,12 +27,12 @@ def idle(order: int) -> Heartbeat:
 
 
 def near(heartbeat: Heartbeat) -> Heartbeat:
-    """Of a rank of this machine."""
+    """Return the heartbeat as one of a rank of this machine."""
     return replace(heartbeat, process=HERE)
 
 
 def known(ranks: Sequence[Heartbeat | LastHeartbeat], *, contact: float = 0.0, frozen_until: float = 0.0) -> Heartbeats:
-    """What rank 0 has heard of them: at 0 s, if nothing else is said."""
+    """Return what rank 0 has heard of the ranks: at 0 s, if nothing else is said."""
     last = [each if isinstance(each, LastHeartbeat) else LastHeartbeat(each, 0.0) for each in ranks]
     return Heartbeats(HERE, contact, last, frozen_until)
 
@@ -62,7 +62,7 @@ def test_who_is_stuck(ranks: list[Heartbeat], stuck: list[int] | None) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """What is known at a time, and the fault that it shows."""
+    """Heartbeats known at a time, and the fault that they show."""
 
     name: str
     known: Heartbeats

@@ -1,4 +1,4 @@
-"""What one rank knows of all by their heartbeats."""
+"""Knowledge of one rank about all ranks, by their heartbeats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a rank says it is, with a device that is behind the main thread: pretended events."""
+"""Progress that a rank reports, with a device that is behind the main thread: pretended events."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from harness.distributed.watchdog import NoWatchdog, Place, Watchdog
 
 
 class DictStore:
-    """What a TCPStore does, in one process."""
+    """Stand-in for a TCPStore, in one process."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}

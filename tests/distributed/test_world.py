@@ -1,4 +1,4 @@
-"""What ranks do together, between real processes: each result and each error on every rank."""
+"""Joint operations of ranks, between real processes: each result and each error on every rank."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ with one_line_errors():
 
 @pytest.fixture(scope="module", params=[1, 2])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank of a world of so many found."""
+    """Results of each rank of a world of so many."""
     size = request.param
     shop = Workshop(tmp_path_factory.mktemp("world"))
     (shop.path / "worker.py").write_text(WORKER)
@@ -102,7 +102,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def everywhere(ranks: list[dict[str, Any]], name: str) -> Any:
-    """What all ranks have alike."""
+    """Return the value that all ranks have alike."""
     assert all(rank[name] == ranks[0][name] for rank in ranks), [rank[name] for rank in ranks]
     return ranks[0][name]
 
@@ -122,7 +122,7 @@ def test_true_is_what_is_true_on_every_rank(ranks: list[dict[str, Any]]) -> None
 
 
 def test_the_largest_of_each_number(ranks: list[dict[str, Any]]) -> None:
-    """Of two questions at a time, each gets its own answer, and the same one whenever it is asked for."""
+    """Two questions at a time get each its own answer, and the same one whenever it is asked for."""
     largest = [len(ranks) - 1, 7, 5]
     assert everywhere(ranks, "async_max") == [largest, [0], largest]
 

@@ -57,7 +57,7 @@ class Subject:
 
     @property
     def arguments(self) -> list[str]:
-        """Of a command that takes a model."""
+        """Arguments of a command that takes a model."""
         return [str(self.folder / "model.json"), str(self.folder / "model.safetensors")]
 
     @cached_property
@@ -421,7 +421,7 @@ def test_code_of_others_is_refused_before_any_of_it_runs(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_names_that_are_none(tmp_path: Path) -> None:
-    """With the index of all of lm-eval's tasks, which takes seconds to make."""
+    """Unknown names are refused by the index of all of lm-eval's tasks, which takes seconds to make."""
     with pytest.raises(UserError, match=r'"helaswag": no task, group or tag of lm-eval.*did you mean hellaswag'):
         benchmark_tasks.load_benchmarks(["helaswag"])
     with pytest.raises(UserError, match="no such task file"):
@@ -448,7 +448,7 @@ def test_without_the_extra_the_remedy_is_named(tmp_path: Path) -> None:
 
 
 def test_the_libraries_keep_their_retries_to_themselves() -> None:
-    """In a process of its own: libraries set their levels when they are imported first."""
+    """A process of its own is needed: libraries set their levels when they are imported first."""
     program = (
         "import logging\n"
         "from harness.evaluation.benchmarks.tasks import quieten\n"

@@ -23,7 +23,7 @@ from tests.support.launch import ROOT, Workshop
 
 
 def logits_without_cache(model: GPTModel, row: Sequence[int]) -> Tensor:
-    """What the model expects after a row, from one whole pass over what it can see of it."""
+    """Logits after a row, from one whole pass over the part of it within the context length."""
     window = torch.tensor([list(row)[-model.config.context_length :]])
     with torch.no_grad():
         return model(window)[0, -1]

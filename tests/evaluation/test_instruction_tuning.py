@@ -257,7 +257,7 @@ def test_what_cannot_be_fine_tuned(data: Path, tokenizer: Tokenizer) -> None:
 
 
 def test_answers_are_the_same_one_by_one_and_in_batches(tokenizer: Tokenizer) -> None:
-    """Also where a question is longer than the context."""
+    """Answers agree where a question is longer than the context, too."""
     model = random_model(shape(vocab_size=330, context_length=64)).eval()
     entries = [Instruction(f"Say {word} {number}.", "", word) for number in range(3) for word in WORDS]
     entries.append(Instruction("red " * 100, "", "blue"))

@@ -204,7 +204,7 @@ def test_what_was_not_asked_before_is_asked(bench: Bench, change: dict[str, Any]
 
 
 def test_a_question_that_is_there_twice_is_asked_once(bench: Bench) -> None:
-    """Where the prompts are equal; in another order it is another prompt."""
+    """Equal prompts are asked once; another order of the answers is another prompt."""
     bench.models = [
         Responses(model=model.model, responses=[model.responses[0]] * 20) for model in make_models(labels=LABELS[:2])
     ]
@@ -223,7 +223,7 @@ def test_one_model_alone(bench: Bench) -> None:
 
 
 def test_each_answer_alone_is_kept_apart_from_those_together(bench: Bench) -> None:
-    """The same answers, by three prompts: nothing of one counts for another, and each is asked once."""
+    """Judgements of the same answers by three prompts do not count for one another; each is asked once."""
     together = bench.run()
     for number, prompt in enumerate(("book", "notebook"), start=1):
         alone = bench.run(prompt=prompt, repeats=2)

@@ -1,4 +1,4 @@
-"""What a judge is shown, and which of its answers count."""
+"""Prompts that a judge is shown, and which of its answers count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What judge_ift.py leaves in the runs whose weights answered."""
+"""Scores that judge_ift.py leaves in the runs whose weights answered."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUESTIONS = 6
 
 
 def answers(known: int) -> list[Response]:
-    """Of a model that knows so many words of each reference."""
+    """Answers of a model that knows so many words of each reference, by turns one more."""
     random = np.random.default_rng(known)
     return [
         Response(
@@ -113,7 +113,7 @@ def test_answers_judged_alone_are_the_same_in_any_company(bench: Bench) -> None:
 
 
 def test_another_models_missing_answer_leaves_no_question_out(bench: Bench) -> None:
-    """With answers judged alone; the other model's scores have a gap."""
+    """A gap in one model's scores, judged alone, leaves the other model's scores whole."""
     bench.judge.faults = [text("no number")]
     done = bench.run("small", "large", options=("--prompt", "book"))
     assert done.status == 1

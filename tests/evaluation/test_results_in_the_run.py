@@ -1,4 +1,4 @@
-"""What stays in a run of the measurements of its checkpoints, by the real commands."""
+"""Results of measurements of checkpoints, kept in their run by the real commands."""
 
 from __future__ import annotations
 

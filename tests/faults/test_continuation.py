@@ -85,7 +85,7 @@ def setups(request: pytest.FixtureRequest) -> list[Setup]:
 
 @pytest.fixture(scope="module")
 def straight(shop: Workshop, setups: list[Setup]) -> dict[Setup, Path]:
-    """For each setup the run that never stopped."""
+    """Return for each setup the run that never stopped."""
     runs = {}
     for setup in setups:
         runs[setup] = setup.add_run(shop, f"straight-{setup.name}")
@@ -100,7 +100,7 @@ def planned_checkpoints(run: Path) -> Iterator[tuple[int, Path]]:
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """The same end, and the same on the way there: the bytes of all planned checkpoints' tensors, and the best."""
+    """Assert the same end, the same bytes of all planned checkpoints' tensors, and the same best checkpoint."""
     assert_same_end(one, other)
     planned = [dict(planned_checkpoints(run)) for run in (one, other)]
     assert list(planned[0]) == list(planned[1]) == [0, 4, 8, 11]
@@ -162,7 +162,7 @@ def test_stopped_once(
 def test_stopped_after_each_step(
     shop: Workshop, setups: list[Setup], straight: dict[Setup, Path], exhaustive: bool, evidence: Evidence
 ) -> None:
-    """As many processes as steps: each does one, and hands over to the next."""
+    """Each process of as many as steps does one step, and the next continues."""
     chosen = setups[::4] + setups[3::4] if exhaustive else [setups[1]]  # both precisions, both accumulations
     one_step = PRELUDE + "before(BETWEEN_STEPS, tell(SIGTERM), rank=0, call=1)"
     for setup in chosen:
@@ -202,7 +202,7 @@ def test_the_scaler_has_a_state_to_lose(straight: dict[Setup, Path]) -> None:
 
 @dataclass(frozen=True)
 class Shape:
-    """How a part of a run spreads its tokens."""
+    """Batch layout of a part of a run."""
 
     ranks: int
     microbatch: int

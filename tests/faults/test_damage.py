@@ -31,7 +31,7 @@ def shop(stopped_shop: Workshop) -> Workshop:
 
 @dataclass(frozen=True)
 class Damage:
-    """What is done to the checkpoint that a link points to, or to the link."""
+    """Damage to the checkpoint that a link points to, or to the link."""
 
     what: str
     do: Callable[[Path], object]  # given the file, or the link
@@ -59,7 +59,7 @@ def flip(path: Path) -> None:
 
 
 def lead_out(path: Path) -> None:
-    """In its place a link to the same contents elsewhere."""
+    """Put a link to the same contents elsewhere in the path's place."""
     elsewhere = path.parent.parent.parent / f"elsewhere-{path.name}"
     (path.resolve() if path.is_symlink() else path).rename(elsewhere)
     path.unlink(missing_ok=True)
@@ -150,7 +150,7 @@ def test_damaged_best(shop: Workshop, exhaustive: bool, evidence: Evidence) -> N
 @pytest.mark.slow
 @pytest.mark.fault("latest is no link")
 def test_latest_is_no_link(shop: Workshop, evidence: Evidence) -> None:
-    """As something leaves it that does not copy links, or follows them."""
+    """A run continues where programs that do not copy links, or follow them, have left no link."""
     cases: list[Callable[[Path], object]] = [Path.unlink, become_a_file, become_a_copy]
     for number, do in enumerate(cases):
         run = copy_of_stopped(shop, f"linkless-{number}")
@@ -195,7 +195,7 @@ LINKS = ("latest", "best")
 
 @pytest.mark.fault("a bit flips anywhere")
 def test_any_bit_is_found(shop: Workshop, tmp_path: Path, exhaustive: bool, evidence: Evidence) -> None:
-    """In this process: what every start calls first."""
+    """The check that every start makes first finds it; here in this process."""
     checkpoint = shutil.copytree((shop.runs / "stopped" / "checkpoints" / "latest").resolve(), tmp_path / "checkpoint")
     dice, tried, harmless = random.Random(0), 0, 0
     meta = read_meta(checkpoint)
@@ -225,7 +225,7 @@ def test_any_bit_is_found(shop: Workshop, tmp_path: Path, exhaustive: bool, evid
 
 
 def verdict(checkpoint: Path) -> str:
-    """What is wrong with it, or nothing."""
+    """Return the error that a checkpoint raises, or an empty string."""
     try:
         checkpoints.verify_checkpoint(checkpoint)
     except UserError as error:

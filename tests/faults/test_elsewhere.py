@@ -39,7 +39,7 @@ def bench(finished: Workshop, tmp_path: Path) -> Bench:
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
-    """What belongs to somebody else: files, a folder, and what looks like a checkpoint."""
+    """Folder of somebody else: files, a folder, and what looks like a checkpoint."""
     folder = tmp_path / "outside"
     for name in ("file", "folder/file", "20200101Z000000-iteration-0/meta.json", "train.safetensors", "meta.json"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def payloads(mark: Path) -> list[Payload]:
 @pytest.mark.slow
 @pytest.mark.fault("code in every form of pickle")
 def test_code_in_checkpoints(bench: Bench, tmp_path: Path, exhaustive: bool, evidence: Evidence) -> None:
-    """Made with hashes that are right, as by whoever offers such a checkpoint."""
+    """A hostile checkpoint has right hashes: its sender can write them, too."""
     mark = tmp_path / "executed"
     cases = [
         (name, payload, form)
@@ -311,7 +311,7 @@ def test_paths_from_the_hub(
 
 @pytest.mark.fault("links in an unfinished build")
 def test_links_in_builds(tmp_path: Path, outside: Path, monkeypatch: pytest.MonkeyPatch, evidence: Evidence) -> None:
-    """What processes that are gone left of builtin/python-stdlib, with numbers that no process has."""
+    """Leftovers of builtin/python-stdlib, named by numbers that no process has, lead to no deletion outside."""
     before = tree(outside)
     folder = tmp_path / "datasets" / "builtin" / "python-stdlib"
     folder.parent.mkdir(parents=True)

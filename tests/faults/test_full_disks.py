@@ -63,7 +63,7 @@ def assert_out_of_space(result: Result, place: Path) -> None:
 
 @dataclass(frozen=True)
 class Full:
-    """When a disk becomes full: at a file operation of a call of file_operations.CALLS."""
+    """Moment at which a disk becomes full: at a file operation of a call of file_operations.CALLS."""
 
     call: str
     number: int
@@ -75,7 +75,7 @@ class Full:
 
 
 def assert_survived(shop: Workshop, run: Path, *arguments: str) -> None:
-    """After a disk has been full: what is left is whole, and with space the same command comes to the same end."""
+    """Assert that the rest is whole after a disk was full, and with space the same command reaches the same end."""
     assert_named_are_whole(run)
     assert not list((run / "checkpoints").glob(".*")), "what was half written is gone"
     file_operations.empty_disk(run.parent.parent)

@@ -69,7 +69,7 @@ CHOICES: dict[str, list[Any]] = {
 
 
 def plausible_train() -> dict[str, list[Any]]:
-    """For each key values of its types, from its JSON Schema."""
+    """Return values of its types for each key, from its JSON Schema."""
     found: dict[str, list[Any]] = {}
     for key, field in TrainConfig.model_json_schema()["properties"].items():
         types = {each.get("type") for each in [field, *field.get("anyOf", [])]}
@@ -157,7 +157,7 @@ def test_train_json(shop: Workshop, exhaustive: bool, evidence: Evidence) -> Non
 
 
 def plan_of(experiment: Experiment, world_size: int) -> None:
-    """What --plan prints; what cannot work is a line, too."""
+    """Plan as --plan does; what cannot work must be a line, too."""
 
     def plan() -> None:
         made = make_plan(experiment, world_size, None)
@@ -564,7 +564,7 @@ def wrong_metas(meta: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.fault("a checkpoint's meta.json is wrong, continued")
 def test_continuing_with_wrong_meta(bench: Bench, exhaustive: bool, evidence: Evidence) -> None:
-    """In place of each key of the file another value; the run is continued by the real command."""
+    """A run with another value for a key of the file, continued by the real command, is refused or loses nothing."""
     cases, refused = wrong_metas(bench.meta())[:: 7 if exhaustive else 23], 0
     for meta in cases:
         latest = bench.reset()
@@ -661,7 +661,7 @@ NAMES = st.text(ALPHABET, max_size=20) | st.sampled_from(
 
 @pytest.mark.fault("names are anything")
 def test_names(bench: Bench, exhaustive: bool, evidence: Evidence) -> None:
-    """As run, as dataset and as checkpoint: a folder that lies where it must, or a line."""
+    """A name of a run, a dataset or a checkpoint leads to a folder that lies where it must, or to a line."""
     runs, datasets, folder = bench.shop.runs, bench.shop.datasets, bench.shop.runs / "r" / "checkpoints"
     before, refused = tree(bench.shop.path), 0
 

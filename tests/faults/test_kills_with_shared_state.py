@@ -1,7 +1,7 @@
 """Killed at any instant, with Muon and an optimizer state that is shared out.
 
-Before rank 0 writes it, the state of all ranks is gathered; whoever is killed when, the same command again must come to
-the end of a run that nothing happened to, bit for bit.
+Before rank 0 writes it, the state of all ranks is gathered; after a kill of any rank at any time the same
+command again must reach the end of a run that nothing happened to, bit for bit.
 """
 
 from __future__ import annotations

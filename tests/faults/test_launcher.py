@@ -73,7 +73,7 @@ sys.meta_path.insert(0, Slow())
 
 @dataclass(frozen=True)
 class Place:
-    """Where rank 0 is when torchrun is killed, and what is left then."""
+    """Place of rank 0 when torchrun is killed, and the checkpoint that is left then."""
 
     name: str
     prelude: str  # {mark}: the file by which rank 0 says that it is there
@@ -240,7 +240,7 @@ class Terminal:
         os.close(self.master)
 
     def read(self) -> str:
-        """What has been written so far, which makes room for more."""
+        """Return what has been written so far, which makes room for more."""
         os.set_blocking(self.master, False)
         with suppress(BlockingIOError):
             return os.read(self.master, 1 << 20).decode()
@@ -252,7 +252,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 @dataclass(frozen=True)
 class Hangup:
-    """How a run was started on the terminal that is closed, and whether it outlives it."""
+    """Command of a run on a terminal that is closed, and whether the run outlives the terminal."""
 
     name: str
     command: tuple[str, ...]
@@ -321,7 +321,7 @@ def test_a_terminal_is_closed(shop: Workshop, exhaustive: bool, evidence: Eviden
 @pytest.mark.slow
 @pytest.mark.fault("the reader of the output ends")
 def test_the_reader_of_the_output_ends(shop: Workshop, straight: Path, evidence: Evidence) -> None:
-    """As `… | tee log` does when its terminal is closed."""
+    """A run stops when the reader of its output ends, as `… | tee log` does when its terminal is closed."""
     run, mark = shop.add_run("unread", **SETTINGS), shop.path / "unread.mark"
     go = mark.with_suffix(".go")
     script = with_faults(shop, run, f"{FAULTS}before(STEP, note({str(mark)!r}, until({str(go)!r})), step=2)")

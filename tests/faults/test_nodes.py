@@ -48,7 +48,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 @pytest.fixture
 def start(pair: Pair, exhaustive: bool) -> Start:
-    """How training starts on both hosts: CI does without torchrun, which starts Python and torch anew each time."""
+    """Starter of training on both hosts: CI's is without torchrun, which starts Python and torch anew each time."""
     return pair.torchrun if exhaustive else pair.ranks
 
 
@@ -72,7 +72,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def add_run(pair: Pair, name: str, **changes: Any) -> Path:
-    """The same run on both disks; where it is on the first."""
+    """Add the same run to both disks; return its folder on the first."""
     first, _ = [host.shop.add_run(name, **SETTINGS | changes) for host in pair.hosts]
     return first
 
@@ -86,7 +86,7 @@ def await_step(run: Path, step: int, processes: Sequence[WarmProcess]) -> None:
 
 
 def assert_continues(pair: Pair, run: Path, straight: Path) -> None:
-    """The same commands again, with the checkpoints on the first host's disk alone, come to the straight run's end."""
+    """Assert that the same commands, with checkpoints on the first host's disk alone, reach the straight run's end."""
     checkpoint = (run / "checkpoints" / "latest").resolve().name
     assert not (pair.second.shop.runs / run.name / "checkpoints").exists()
     ends = wait_for(pair.ranks(run.name), timeout=START_SECONDS)

@@ -49,7 +49,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 @dataclass(frozen=True)
 class Infection:
-    """What becomes of one rank's gradient at some steps."""
+    """Change of one rank's gradient at some steps."""
 
     value: str
     rank: int

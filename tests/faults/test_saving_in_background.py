@@ -237,7 +237,7 @@ def test_a_rank_that_is_told_to_end_as_it_leaves_does_not_speak_for_the_one_that
 
 
 def failures(exhaustive: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Where a save fails, and what `latest` may be then."""
+    """Yield faults that fail a save, each with the steps that `latest` may be of then."""
     for moment in every_moment(exhaustive):
         yield moment.format(action="fill_disk"), (3, 6)
     yield "WRITE, fill_disk, call=5", (9,)  # the last save
@@ -246,7 +246,7 @@ def failures(exhaustive: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 @dataclass(frozen=True)
 class Pauses:
-    """How long the training loop stood still for each save, in seconds."""
+    """Times that the training loop stood still for each save, in seconds."""
 
     synchronous: list[float]
     in_background: list[float]

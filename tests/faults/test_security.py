@@ -57,7 +57,7 @@ class Payload:
 
 @pytest.mark.fault("a state file that runs code")
 def test_pickles_never_execute(shop: Workshop, tmp_path: Path, evidence: Evidence) -> None:
-    """Their hashes are right: whoever sends a checkpoint can write a meta.json, too."""
+    """A hostile checkpoint has right hashes: its sender can write a meta.json, too."""
     mark, folder = tmp_path / "executed", shop.runs / "r" / "checkpoints"
     latest = folder / "latest"
     payloads = {

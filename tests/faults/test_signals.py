@@ -249,7 +249,7 @@ def test_torchrun_told_in_a_download(tmp_path: Path, exhaustive: bool, evidence:
 
 @dataclass(frozen=True)
 class End:
-    """How a rank ended: `seconds` after the fault."""
+    """End of a rank: `seconds` after the fault."""
 
     status: int
     seconds: float
@@ -257,8 +257,8 @@ class End:
 
 
 def ends_of(processes: Sequence[WarmProcess], mark: Path, *, as_torchrun: bool) -> list[End]:
-    """Wait for all ranks. `as_torchrun`: once one has failed the others are told to end, as torchrun does; else nobody
-    tells them."""
+    """Wait for all ranks. `as_torchrun`: once one has failed the others are told to end, as torchrun does; else they
+    are not told."""
     deadline = time.monotonic() + 60
     while any(process.poll() is None for process in processes):
         if as_torchrun and any(process.poll() for process in processes):

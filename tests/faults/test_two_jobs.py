@@ -94,7 +94,7 @@ def test_a_second_job(shop: Workshop, exhaustive: bool, evidence: Evidence) -> N
 @pytest.mark.slow
 @pytest.mark.fault("a lock file that is left")
 def test_left_lock_files(shop: Workshop, evidence: Evidence) -> None:
-    """With locks the lock alone decides; without, an owner that may live is believed."""
+    """A lock alone decides where there are locks; elsewhere an owner that may live is believed."""
     dead = {"host": socket.gethostname(), "pid": 2**22 + 1, "namespace": ProcessName.own().namespace, "since": "then"}
     living = [dead | {"host": "node-7", "namespace": "another boot"}, dead | {"pid": os.getpid()}]
     texts = [json.dumps(dead), json.dumps(dead)[:40], "", "[]", "\0" * 100, *map(json.dumps, living)]
@@ -126,7 +126,7 @@ def test_left_lock_files(shop: Workshop, evidence: Evidence) -> None:
 @pytest.mark.slow
 @pytest.mark.fault("torchrun restarts its workers")
 def test_torchrun_restarts_its_workers(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
-    """What --restart or a CHECKPOINT asked for was done the first time: the second goes on from latest."""
+    """A restarted worker continues from latest: the first one did what --restart or a CHECKPOINT asked for."""
     same_torchrun = "import os\nos.environ['TORCHELASTIC_RUN_ID'] = 'x'\nos.getppid = lambda: 1\n"
     fault = file_operations.prelude("save", 3, "kill", 20)
 

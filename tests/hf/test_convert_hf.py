@@ -234,7 +234,7 @@ def test_there_and_back_gives_the_same_files(tmp_path: Path) -> None:
 
 
 def test_an_older_folder_with_masks_no_prefix_and_two_tokenizer_files(tmp_path: Path) -> None:
-    """As OpenAI's GPT-2 lies on the Hub."""
+    """A folder like that of OpenAI's GPT-2 on the Hub is imported."""
     theirs = hugging_face_model(tmp_path / "hf")
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
@@ -335,7 +335,7 @@ def test_folders_that_are_no_gpt2_leave_nothing(tmp_path: Path) -> None:
 
 
 def test_a_source_that_is_no_folder_says_whether_it_could_be_a_name(tmp_path: Path) -> None:
-    """A mistyped path is not blamed on the Hub alone, nor is a model of ours, or a part of one, another format."""
+    """A mistyped path is not blamed on the Hub alone; our own model, or a part of one, is not called another format."""
     folder = tmp_path / "c"
     write_checkpoint(folder, small())
     (folder / "model.json").write_text(small().model_dump_json())

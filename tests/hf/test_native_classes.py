@@ -145,7 +145,7 @@ def test_what_no_native_class_computes_is_refused_by_the_keys_name(changes: dict
 
 
 def test_all_that_is_in_the_way_is_told_at_once(tmp_path: Path) -> None:
-    """Of every format, the nearest first; by the export of a model like the quickstart's, and by its plan."""
+    """Every format is named, the nearest first; by the export of a model like the quickstart's, and by its plan."""
     levers: dict[str, Any] = {"position": "rope", "norm": "rmsnorm", "qk_norm": True, "mlp": "relu2"}
     config = shape(vocab_size=300, **levers, value_embeddings=1, linear_bias=False)
     write_checkpoint(tmp_path / "c", config)

@@ -169,7 +169,7 @@ def test_damaged_folders_leave_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_the_notebooks_scripts_load_what_is_exported(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """By load_state_dict(load_file(...)), as its scripts began, and by safetensors' load_model, as they went on."""
+    """Both of its scripts' ways load an export: load_state_dict(load_file(...)), then safetensors' load_model."""
     config = shape(vocab_size=300, **changes)
     ours = write_checkpoint(tmp_path / "c", config)
     result = convert(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "out"), "--format", "notebook")
@@ -191,7 +191,7 @@ def test_the_notebooks_scripts_load_what_is_exported(tmp_path: Path, changes: di
 
 
 def test_a_model_of_gpt2s_vocabulary_is_exported_without_it(tmp_path: Path) -> None:
-    """Which may be on the network, and which the notebook's scripts bring themselves."""
+    """The vocabulary may be on the network, and the notebook's scripts bring it themselves."""
     write_checkpoint(tmp_path / "c", shape(vocab_size=300), tokenizer="gpt2")
     nowhere = {"TIKTOKEN_CACHE_DIR": str(tmp_path / "empty")}
     options = ("--format", "notebook")

@@ -1,4 +1,4 @@
-"""What "deterministic": true sets, in a process of its own, since it holds for all of one; and what it refuses."""
+"""Effects of "deterministic": true, in a process of its own, since it holds for all of one; and refusals."""
 
 from __future__ import annotations
 

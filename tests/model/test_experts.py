@@ -213,7 +213,7 @@ def test_the_balancing_loss_in_closed_form() -> None:
 
 
 def test_minimising_it_spreads_the_load() -> None:
-    """From a router that sends every token to the first two of five experts: loads are 2.5 and 0 then, 1 when even."""
+    """The router first sends every token to the first two of five experts: loads are 2.5 and 0 then, 1 when even."""
     ours, x = mixture(), some_input() + 1
     with torch.no_grad():
         ours.router.weight.mul_(0.1)
@@ -265,7 +265,7 @@ def test_an_expert_without_tokens_has_gradients_of_zero() -> None:
 
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
 def test_operations_are_those_of_the_active_experts(mlp: str) -> None:
-    """As many for each token with twenty experts as with five but for the router's; counted as they are computed."""
+    """Counted operations of a token are as many with twenty experts as with five but for the router's."""
 
     def counted(config: ModelConfig) -> int:
         model = GPTModel(config)

@@ -75,7 +75,7 @@ each_lever = pytest.mark.parametrize("changes", CASES.values(), ids=CASES.keys()
 
 
 def loss_of(model: GPTModel, tokens: Tensor, targets: Tensor) -> Tensor:
-    """What is minimised in training, as a scalar."""
+    """Return the loss that is minimised in training, as a scalar."""
     output = model(tokens, targets)
     return (output.terms if isinstance(output, TrainingTerms) else output).sum()
 
@@ -153,7 +153,7 @@ def test_feed_forward_layers_are_their_formulas(mlp: str, activation: Callable[[
 
 
 def test_logits_are_capped_everywhere_they_are_made() -> None:
-    """In the logits, in losses of whole microbatches and of each sequence, and in likelihoods."""
+    """The cap holds in the logits, in losses of whole microbatches and of each sequence, and in likelihoods."""
     model, cap = random_model(shape(logit_softcap=0.5)).eval(), 0.5
     tokens, targets = random_tokens(model.config), random_tokens(model.config, seed=4)
     with torch.no_grad():

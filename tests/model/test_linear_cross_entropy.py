@@ -427,8 +427,8 @@ torch.testing.assert_close(found[2:], found[:2], rtol=1e-5, atol=2e-6)
 
 @pytest.mark.slow
 def test_machine_code_of_the_kernel_computes_the_same() -> None:
-    """By the C++ compiler, without the processor's vectors: trying out which of them work takes longer than this. In a
-    process of its own, whose settings of the compiler no other test has changed."""
+    """The C++ compiler works without the processor's vectors: trying out which of them work takes longer than this. A
+    process of its own has settings of the compiler that no other test has changed."""
     subprocess.run([sys.executable, "-c", MACHINE_CODE], check=True, cwd=ROOT, timeout=250)
 
 

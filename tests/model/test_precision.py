@@ -1,4 +1,4 @@
-"""What "auto" comes to, and attention in bf16 on the CPU."""
+"""Precision that "auto" means, and attention in bf16 on the CPU."""
 
 from __future__ import annotations
 

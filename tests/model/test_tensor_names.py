@@ -1,4 +1,4 @@
-"""What is known of a model's tensors without torch is what its tensors are; a file's header tells what loading does."""
+"""Names and shapes of tensors known without torch are the model's; a file's header tells what loading does."""
 
 from __future__ import annotations
 

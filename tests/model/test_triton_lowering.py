@@ -1,4 +1,4 @@
-"""What the loss becomes on a GPU, by the source that the compiler writes for one."""
+"""The loss on a GPU, by the source that the compiler writes for one."""
 
 from __future__ import annotations
 

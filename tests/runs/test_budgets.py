@@ -1,4 +1,4 @@
-"""How much a run trains by each kind of budget: the numbers by hand, what --plan prints, and what is refused."""
+"""Length of a run by each kind of budget: the numbers by hand, what --plan prints, and what is refused."""
 
 from __future__ import annotations
 

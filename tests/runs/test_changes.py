@@ -1,4 +1,4 @@
-"""What is said of a run whose files have changed since its checkpoint: in the spelling of these files."""
+"""Messages about a run whose files have changed since its checkpoint: in the spelling of these files."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def test_file_modes_follow_the_umask(folder: Path, mask: int) -> None:
 
 
 def test_names_never_collide(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same step again within a second, or at a second that the clock has had before."""
+    """Saves of the same step within a second, or at a second that the clock has had before, differ in name."""
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now)
     paths = [save_checkpoint(folder, a_checkpoint(3, count=count)) for count in range(4)]

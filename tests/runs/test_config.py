@@ -754,7 +754,7 @@ def test_a_ramp_and_rules(train: WriteTrain) -> None:
 
 
 def test_linear_ends_at_zero_unless_told_where(train: WriteTrain) -> None:
-    """And says so wherever the configuration is written down."""
+    """The configuration says so wherever it is written down."""
     assert train(lr_schedule="linear").model_dump()["min_lr_ratio"] == 0
     assert train(lr_schedule="linear", min_lr_ratio=0.2).min_lr_ratio == 0.2
     assert train(lr_schedule="cosine").min_lr_ratio == 0.1

@@ -36,7 +36,7 @@ def forget_what_is_new(checkpoint: Path) -> None:
 
 
 def test_another_world_size_is_measured_anew(shop: Workshop) -> None:
-    """Five steps of two ranks, then ten of one; and the summary names that one, whoever writes it anew."""
+    """Speed counts ten steps of one rank after five of two; a summary written anew names that one."""
     run = shop.add_run(min_train_tokens=640)
     shop.train(ranks=2)
     first = summary_of(run)
@@ -79,7 +79,7 @@ def test_a_checkpoint_of_an_earlier_version_is_measured_from_there(shop: Worksho
 
 
 def test_conditions() -> None:
-    """What both records say must agree; what only one says (an earlier version's, another program's) may be any."""
+    """Conditions in both records must agree; those in one only (an earlier version's, another program's) may be any."""
     now = Conditions(8, "B200", {"microbatch_size": 2, "precision": "bf16", "learning_rate": 1})
     assert same_conditions(now, now)
     assert same_conditions(Conditions(None, None, {}), now)

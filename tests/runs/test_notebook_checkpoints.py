@@ -154,7 +154,7 @@ def test_without_its_optimizer_training_starts_one_afresh(tmp_path: Path) -> Non
 
 
 def test_its_optimizer_is_adamw_and_another_is_refused_by_name(tmp_path: Path) -> None:
-    """With the remedy, by training and by the plan, and nothing is touched; its weights alone can go on."""
+    """Training and the plan refuse with the remedy, and touch nothing; its weights alone can be continued."""
     shop, _, folder = workshop(tmp_path)
     run = shop.add_run("r", model={"drop_rate": 0.0}, **SETTINGS, optimizer="muon")
     before = sorted(path.relative_to(run) for path in run.rglob("*"))
@@ -303,8 +303,8 @@ def test_moments_of_fewer_key_and_value_heads_are_joined_in_their_order() -> Non
 
 
 class NotebookExperts(nn.Module):
-    """As its author tells of them (https://www.gilesthomas.com): the softmax of the highest logits alone, which is that
-    of all over their sum, as weights of experts; here every expert sees every token."""
+    """Experts as their author describes them (https://www.gilesthomas.com): the softmax of the highest logits alone,
+    which is that of all over their sum, as weights of experts; here every expert sees every token."""
 
     def __init__(self, dim: int, experts: int, active: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What other programs call their settings: where such a key in train.json or model.json leads to."""
+"""Names that other programs give their settings: where such a key in train.json or model.json leads to."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def rows(result: Result) -> dict[str, str]:
 
 
 def narrow(result: Result) -> None:
-    """It can be read in a terminal of 80 columns."""
+    """Assert that the output can be read in a terminal of 80 columns."""
     assert result.status == 0, result.stderr
     assert [line for line in result.stdout.splitlines() if len(line) > COLUMNS] == []
 
@@ -63,7 +63,7 @@ def number(text: str) -> int:
 
 
 def state(folder: Path) -> dict[str, tuple[int, str]]:
-    """What lies in a folder, and when it last changed."""
+    """Return each file of a folder with its time of change in ns and its SHA-256."""
     return {
         str(path.relative_to(folder)): (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest())
         for path in folder.rglob("*")
@@ -219,7 +219,7 @@ def test_a_reported_model_that_is_none_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", BILLS)
 def test_validation_that_is_shared_out_costs_an_eighth(tmp_path: Path, name: str) -> None:
-    """As the runs ship: of 300 microbatches no rank has more than 38, and the others do not wait for all 300."""
+    """A rank of a shipped run has at most 38 of 300 microbatches, and the others do not wait for all 300."""
     microbatch, _, steps, _ = MACHINES[name]
     speed = 8 * microbatch * 1024  # a step a second
     found = rows(plan_shipped(tmp_path, name, "--assume-world-size", "8", "--assume-tps", str(speed)))
@@ -347,7 +347,7 @@ def test_the_disk_of_real_checkpoints(tmp_path: Path) -> None:
 
 
 def add_summary(run: Path, experiment: Experiment, **values: Any) -> None:
-    """As a run of 30 steps in 20 s writes it, but for these values."""
+    """Write the summary of a run of 30 steps in 20 s, but for these values."""
     summary = {"model": experiment.model.model_dump(mode="json"), "world_size": 1, "microbatch_size": 2}
     summary |= {"train": experiment.config.model_dump(mode="json"), "accumulation_steps": 2, "device": "an abacus"}
     summary |= {"tokens_per_second": 96.0, "measured": {"global_steps": 30, "tokens": 1920, "seconds": 20.0}}
@@ -355,7 +355,7 @@ def add_summary(run: Path, experiment: Experiment, **values: Any) -> None:
 
 
 def test_the_speed_of_an_earlier_run(shop: Workshop) -> None:
-    """Of the same model, batch and arithmetic, measured over long enough a time; this run's own before others."""
+    """An earlier run counts if model, batch and arithmetic agree and it was long enough; this run's own comes first."""
     experiment = Experiment.load(RunDirectory(shop.add_run("early")), shop.datasets)
     early = shop.runs / "early"
     shop.add_run(price_per_hour=36.0)
@@ -514,7 +514,7 @@ def test_under_the_real_torchrun(shop: Workshop) -> None:
 
 
 def test_plans_fit_a_terminal(tmp_path: Path) -> None:
-    """Of the largest machine; without the dataset; with a speed measured on a device with a name."""
+    """Lines fit for the largest machine, without the dataset, and with a speed measured on a named device."""
     shop = Workshop(tmp_path)
     for name in ("8xb200m160", "quickstart"):
         narrow(plan_shipped(tmp_path, name, "--assume-world-size", "8", "--assume-tps", "778107"))
@@ -627,7 +627,7 @@ def test_benchmarks_are_counted_and_their_time_said_to_be_unknown(shop: Workshop
 
 
 def test_benchmarks_take_as_long_as_this_runs_earlier_ones(shop: Workshop) -> None:
-    """Of a summary of 9 steps, with evaluations after 0, 4 and 8."""
+    """The earlier ones are those of a summary of 9 steps, with evaluations after 0, 4 and 8."""
     run = shop.add_run(**BENCHMARKS, price_per_hour=36.0)
     experiment = Experiment.load(RunDirectory(run), shop.datasets)
     alike = {"global_steps": 9, "seconds": {"training": 20.0, "benchmarks": 30.0, "total": 50.0}}
@@ -647,7 +647,7 @@ def test_benchmarks_take_as_long_as_this_runs_earlier_ones(shop: Workshop) -> No
 
 
 def test_a_plan_names_and_checks_the_weights_to_start_from(shop: Workshop, tmp_path: Path) -> None:
-    """As training would, where it starts; one that goes on does not need them."""
+    """The plan checks them as training does at its start; a run that continues does not need them."""
     weights = tmp_path / "runs" / "r" / "start.safetensors"
     shop.add_run(initial_weights="start.safetensors")
     assert shop.attempt("--plan").error_lines == [f"error: {weights}: no such file"]
@@ -680,7 +680,7 @@ ON_PAPER = {
 
 @pytest.mark.parametrize("name", ON_PAPER)
 def test_a_speed_on_paper(tmp_path: Path, name: str) -> None:
-    """Said to be estimated, with a range, wherever it stands, and what it comes to."""
+    """An estimate is called one, with a range, wherever speed, time or cost stand."""
     device, speed = ON_PAPER[name]
     result = plan_shipped(tmp_path, name, "--assume-world-size", "8", "--assume-device", device)
     narrow(result)
@@ -766,7 +766,7 @@ def test_a_model_too_small_for_a_speed_on_paper(tmp_path: Path) -> None:
 
 
 def test_this_machines_own_gpus(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is one for each rank, and they are alike."""
+    """The estimate is for this machine's GPUs if there is one for each rank, and they are alike."""
     experiment = Experiment.load(RunDirectory(shop.add_run(model=LARGE_ENOUGH)), shop.datasets)
     values: dict[str, Any] = dict.fromkeys((field.name for field in fields(TrainOptions)), None)
     nothing_said = TrainOptions(**values)

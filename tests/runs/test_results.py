@@ -1,4 +1,4 @@
-"""What was measured of a run's models: written, read again, and told apart."""
+"""Measurements of a run's models: written, read again, and told apart."""
 
 from __future__ import annotations
 

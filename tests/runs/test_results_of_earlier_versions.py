@@ -1,4 +1,4 @@
-"""What an earlier version of this program has left of a run is read, and gone on with, as it would have done itself.
+"""An earlier version's files of a run are read and continued as that version would have done.
 
 The folders in fixtures/ were written by the version before `CheckpointMeta`, `RunSummary` and the events were classes:
 `one_rank` and `two_ranks` are runs trained to their end, of which one checkpoint on the way was kept. In `older` there

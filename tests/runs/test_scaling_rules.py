@@ -86,7 +86,7 @@ def test_what_is_scaled_beyond_all_numbers_is_refused() -> None:
 
 
 def test_a_ramp_has_the_rate_and_decay_of_each_steps_batch() -> None:
-    """By hand, and B/(eta·lambda) is the same in each step."""
+    """The values are those by hand, and B/(eta·lambda) is the same in each step."""
     ramped = config(scale_with_batch={"reference_tokens": 1024})
     largest = scale_settings(ramped, SETUP).values
     for batch, by_hand in ((1024, 1.0), (2048, math.sqrt(2)), (4096, 2.0)):

@@ -111,7 +111,7 @@ def test_warmup_as_a_percentage(percent: float, steps: int) -> None:
     [(30_614, 5, 1530), (14_740, 5, 737), (14_214, 5, 710), (6_219, 5, 310), (99, 1, 0), (199, 0.5, 0), (41, 2.5, 1)],
 )
 def test_a_percentage_is_rounded_down_to_whole_steps(total_steps: int, percent: float, steps: int) -> None:
-    """As the lab notebook's program has it, for the steps of its four runs: whole steps times percent, over 100."""
+    """The lab notebook's program rounds so, for the steps of its four runs: whole steps times percent, over 100."""
     built = schedule(total_steps, lr_schedule="cosine", warmup_period_percent=percent)
     assert built.warmup_steps == steps
     assert built.multiplier(steps) == 1.0

@@ -1,4 +1,4 @@
-"""What -f leaves: written, read again, told apart, and no more than a warning where it cannot be written."""
+"""Results of -f: written, read again, told apart, and no more than a warning where they cannot be written."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_what_cannot_be_read_is_named(run: RunDirectory) -> None:
 
 
 def test_a_folder_that_takes_nothing_is_a_warning(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    """As a read-only one is to anybody but root: here a file is where the folder should be."""
+    """A file in the folder's place stands for a folder that is read-only to anybody but root."""
     run.results.write_text("")
     experiment: Any = SimpleNamespace(run=run)
     keep_search(experiment, SEARCH)

@@ -61,7 +61,7 @@ def test_every_run_loads(name: str) -> None:
 
 
 def test_what_training_leaves_in_a_shipped_run_is_no_change_to_the_repository(tmp_path: Path) -> None:
-    """In a run of the user's own it is one: a summary, a chart and results are worth a commit."""
+    """Files in a run of the user's own are changes: a summary, a chart and results are worth a commit."""
     shutil.copyfile(ROOT / ".gitignore", tmp_path / ".gitignore")
     files = ["summary.json", "training-run-chart.png", "metrics.jsonl", "ift-responses.json", "judgements.jsonl"]
     files += ["results/microbatch-search-cpu.json", "results/loss.json", "checkpoints/a/meta.json", "aside/1/old.json"]

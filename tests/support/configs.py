@@ -55,7 +55,7 @@ def train_in(folder: Path) -> WriteTrain:
 
 
 def model_in(folder: Path) -> WriteModel:
-    """The same of a model.json."""
+    """Writes a model.json with some keys changed into a folder, and loads it."""
 
     def write_and_load(**changes: Any) -> ModelConfig:
         path = folder / "model.json"

@@ -137,7 +137,7 @@ class FakeHub:
         return {"HF_ENDPOINT": self.url, "HF_HOME": str(home), **kept_off}
 
     def repositories(self, kind: str | None) -> dict[str, FakeDataset]:
-        """As addresses have it: those of models need no `models/`."""
+        """Return datasets or models by the kind in an address: those of models need no `models/`."""
         return self.datasets if kind in ("datasets", "dataset") else self.models
 
     def add_dataset(self, name: str, contents: dict[str, bytes]) -> FakeDataset:

@@ -49,7 +49,7 @@ METRICS = "harness.runs.metrics:MetricsFile.append"  # on rank 0
 
 
 class Now:
-    """Where this rank is."""
+    """Current step of this rank."""
 
     step = -1
 

@@ -1,4 +1,4 @@
-"""In place of a Python that starts cold, a fork of the process that starts it, which has imported torch already.
+"""Forks of a process that has imported torch already, in place of Pythons that start cold.
 
 A forked process runs a root script from its first line to its own exit, in a session, a folder and an environment of
 its own, like one that was started cold. `warm` has the first of them; one that has called `fork_pythons` forks those
@@ -45,7 +45,7 @@ def run_to_the_end(program: Callable[[], object]) -> NoReturn:
 
 @dataclass(frozen=True)
 class Script:
-    """What a Python is told to run: a file, or torchrun's module."""
+    """Script that a Python is told to run: a file, or torchrun's module."""
 
     name: str
     arguments: tuple[str, ...]
@@ -63,7 +63,7 @@ class Script:
         return cls(words[0], tuple(words[1:])) if is_file else None
 
     def run(self) -> None:
-        """In this process, as Python does."""
+        """Run the script in this process, as Python does."""
         is_file = self.name.endswith(".py")
         sys.argv = [self.name, *self.arguments]
         sys.path.insert(0, os.path.dirname(os.path.abspath(self.name)) if is_file else os.getcwd())
@@ -74,7 +74,7 @@ class Script:
 
 
 def fork_pythons() -> None:
-    """From here on the scripts that this process starts with its own Python are forks of it, and theirs of them."""
+    """Make all scripts that this process starts with its own Python forks of it, and theirs forks of them."""
     start = subprocess.Popen.__init__
 
     @wraps(start)

@@ -1,4 +1,4 @@
-"""What no process of the tests may do, written down by the process that does it.
+"""Record of what no process of the tests may do, written by the process that does it.
 
 Python runs this file at its start in each of them: `isolation` puts a copy into a folder on PYTHONPATH, as
 sitecustomize.py.
@@ -34,7 +34,7 @@ LIBRARIES_OWN = ["/sbin/ldconfig", "-p"]  # what ctypes.util.find_library starts
 
 
 def watch(forbidden: tuple[str, ...], report: str, required: Mapping[str, str]) -> None:
-    """From now on, append a line to the file `report` whenever this process, or one forked from it, looks into one of
+    """Append a line to the file `report` whenever this process, or one forked from it, looks from now on into one of
     the `forbidden` folders (each ending in a slash), or starts a program without the variables `required`."""
 
     def trespassed(what: str) -> None:
@@ -70,7 +70,7 @@ def _absolute(path: Any) -> str:
 
 
 def _is_elsewhere(event: str, arguments: tuple[Any, ...], path: Any) -> bool:
-    """Whether a path is relative to an open folder, as those of shutil.rmtree are, and not to the working folder."""
+    """True if a path is relative to an open folder, as those of shutil.rmtree are, and not to the working folder."""
     if event == "open":  # does not tell of a folder; rmtree has no mode, and creates nothing
         at_folder = arguments[1] is None and not arguments[2] & os.O_CREAT
     else:
@@ -83,7 +83,7 @@ def _texts(environment: Mapping[Any, Any]) -> dict[str, str]:
 
 
 def _place() -> str:
-    """Where in this repository that was, of all that called."""
+    """Return ", at FILE:LINE" of the innermost caller in this repository, or an empty string."""
     root = os.path.dirname(os.path.dirname(ORIGIN))
     frame: Any = sys._getframe(2)
     while frame is not None:

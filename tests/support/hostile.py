@@ -83,7 +83,7 @@ def write(pairs: Sequence[tuple[str, str]]) -> str:
 
 
 def value_texts(usual: SearchStrategy[Any]) -> SearchStrategy[str]:
-    """What `usual` draws, three times in four."""
+    """Texts of what `usual` draws, three times in four, and strange ones."""
     strange = VALUES.map(json.dumps) | STRANGE_TEXTS
     return st.integers(1, 8).flatmap(lambda number: strange if number > 6 else usual.map(json.dumps))
 
@@ -152,8 +152,8 @@ def refusal(load: Callable[[], object], path: Path) -> str | None:
 
 
 def is_one_line(result: Result, *words: str) -> bool:
-    """Whether a command refused its input, which it must do with one line that has every one of `words` and exit
-    status 2, or 1 once work is under way. If it did not, it must have ended well and silently."""
+    """True if a command refused its input, which it must do with one line that has every one of `words` and exit status
+    2, or 1 once work is under way. If it did not, it must have ended well and silently."""
     said = result.stderr
     assert "Traceback" not in said, said
     lines = [line for line in said.splitlines() if line.strip()]
@@ -183,7 +183,7 @@ def tree(folder: Path) -> dict[str, str]:
 
 
 def same_as(before: dict[str, str], folder: Path) -> None:
-    """What was there is as it was; new files are no harm."""
+    """Assert that old files are as they were; new files are no harm."""
     after = tree(folder)
     assert {name: after.get(name) for name in before} == before
 
@@ -242,7 +242,7 @@ class Bench:
 
 
 def vouch_for(checkpoint: Path, *names: str) -> None:
-    """Give meta.json the hashes that files have now, as whoever made them would."""
+    """Give meta.json the hashes that files have now, as their maker would."""
     meta = json.loads((checkpoint / "meta.json").read_text())
     meta["sha256"] |= {name: sha256(checkpoint / name) for name in names}
     meta["sha256"].pop("meta.json", None)  # its own, which earlier versions did not write

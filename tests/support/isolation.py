@@ -66,7 +66,7 @@ def _isolate() -> None:
 
 
 def _copy_shipped_runs() -> None:
-    """What is shipped alone: whatever else is in a run's folder, training left it there."""
+    """Copy the shipped files alone: training left whatever else is in a run's folder."""
     for file in [path for name in ("model", "train", "reported") for path in ROOT.glob(f"runs/*/{name}.json")]:
         (SHIPPED_RUNS / file.parent.name).mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, SHIPPED_RUNS / file.parent.name / file.name)
@@ -82,7 +82,7 @@ def _guard() -> None:
 
 
 def trespasses() -> list[str]:
-    """What processes of the tests have done that they may not, since this was last asked."""
+    """Forbidden actions of the tests' processes since the last call."""
     return _report.read().splitlines()
 
 

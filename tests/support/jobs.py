@@ -57,7 +57,7 @@ def train(shop: Workshop, *arguments: str, expect: int | None = 0) -> Result:
 
 
 def wait_for(process: Process, timeout: float) -> int:
-    """How it ends. One that does not is killed, and fails the test."""
+    """Return the exit status. A process that does not end is killed, and fails the test."""
     try:
         return process.wait(timeout)
     except subprocess.TimeoutExpired:
@@ -68,8 +68,8 @@ def wait_for(process: Process, timeout: float) -> int:
 
 
 def ends_of(processes: Sequence[Process], timeout: float) -> Result:
-    """How rank 0 ends, and what it says. Nobody ends the other ranks then: they have `timeout` seconds to do that by
-    themselves."""
+    """Return rank 0's exit status and output. The other ranks are not ended then: they have `timeout` seconds to do
+    that by themselves."""
     status = wait_for(processes[0], 100)
     for process in processes[1:]:
         wait_for(process, timeout)

@@ -172,7 +172,7 @@ class Workshop:
 
 @dataclass(frozen=True)
 class Result:
-    """How a command ended: rank 0's exit status, and everything all ranks printed."""
+    """End of a command: rank 0's exit status, and everything all ranks printed."""
 
     status: int
     stdout: str
@@ -205,8 +205,8 @@ def finish(processes: Sequence[Process], *, expect: int | None, timeout: float) 
 
 
 def free_port() -> int:
-    """A port that nobody has, below those that the system hands out: else one of another job's sockets could get it
-    before this job's first process does."""
+    """Return a free port below those that the system hands out: else one of another job's sockets could get it before
+    this job's first process does."""
     for port in random.SystemRandom().sample(range(15_000, 32_000), 100):
         with suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))

@@ -1,4 +1,4 @@
-"""What the compiler would write for a GPU that is not there: Triton source for an H100, which nothing runs."""
+"""Triton source that the compiler would write for a GPU that is not there, an H100; nothing runs it."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from tests.support.notebook_model import notebook_model
 
 
 class PublishedConfig(PretrainedConfig):
-    """What the author's GPJTGPT2Config makes of model.json."""
+    """Configuration that the author's GPJTGPT2Config makes of model.json."""
 
     model_type = "gpjtgpt2"
 

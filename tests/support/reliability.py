@@ -38,7 +38,7 @@ class Row:
 
 
 def sections_of(folder: Path) -> dict[str, tuple[str, list[str]]]:
-    """For each module with fault tests: its heading (the docstring's first line) and its faults' names, in order."""
+    """Heading (the docstring's first line) and faults' names, in order, of each module with fault tests."""
     sections = {}
     for path in sorted(folder.glob("test_*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Whether two runs came to the same end, bit for bit: what tests of continued runs share."""
+"""Bit-for-bit comparison of the ends of two runs, shared by tests of continued runs."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def sweep_command(shop: Workshop, verb: str, *arguments: str) -> Result:
 
 
 def add_summary(run: DerivedRun, **values: Any) -> None:
-    """What a run of 30 steps in 20 s leaves, but for these values."""
+    """Write the summary of a run of 30 steps in 20 s, but for these values."""
     summary = {"model": run.model_config.model_dump(mode="json"), "world_size": 1, "microbatch_size": 2}
     summary |= {"train": run.train_config.model_dump(mode="json"), "accumulation_steps": 2, "device": "an abacus"}
     summary |= {"tokens_per_second": 96.0, "measured": {"global_steps": 30, "tokens": 1920, "seconds": 20.0}}

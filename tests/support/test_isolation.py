@@ -83,7 +83,7 @@ FREE += ["import shutil; os.makedirs('x2/runs/datasets'); os.mkdir('x2/datasets'
 
 
 def seen(folder: Path, actions: list[str]) -> list[str]:
-    """What a process watched in `folder`, as if that were the checkout, writes down of these actions."""
+    """Return what a process watched in `folder`, as if that were the checkout, writes down of these actions."""
     forbidden = (f"{folder}/runs/", f"{folder}/datasets/")
     program = "import os\nfrom tests.support import guard\n"
     program += f"guard.watch({forbidden!r}, 'report', {REQUIRED!r})\n"

@@ -155,7 +155,7 @@ class Pair:
         self.second.call("ip", "link", "set", INTERFACE, "down")
 
     def drop(self) -> None:
-        """Lose every packet and tell nobody, as a broken switch does: send them to a card that neither host has."""
+        """Lose every packet without an error, as a broken switch does: send them to a card that neither host has."""
         for host, other in ((self.first, self.second), (self.second, self.first)):
             host.call("ip", "neighbour", "replace", other.address, "lladdr", "02:00:00:00:00:99", "dev", INTERFACE)
 
@@ -190,7 +190,7 @@ def two_hosts(folder: Path) -> Iterator[Pair]:
 
 @cache
 def why_not() -> str | None:
-    """What keeps this machine from being two, if anything."""
+    """Return what keeps this machine from being two, or None."""
     attempts = (
         "ip link add eth0 type veth peer name eth1 && ip link set lo up",
         "hostname elsewhere && mount --bind /tmp /mnt && nsenter --version",
@@ -253,7 +253,7 @@ def call(*command: str) -> None:
 
 
 def wait_for(processes: Sequence[WarmProcess], *, timeout: float) -> list[Result]:
-    """How the processes ended, in their order; all must have within the timeout, and are killed if not."""
+    """Return the processes' results in their order; if one exceeds the timeout, kill all and raise AssertionError."""
     deadline = time.monotonic() + timeout
     try:
         for process in processes:

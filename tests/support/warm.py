@@ -121,7 +121,7 @@ class WarmProcess:
         return self.read(".out"), self.read(".err")
 
     def read(self, suffix: str) -> str:
-        """What it has written to .out or .err so far."""
+        """Return what the process has written to .out or .err so far."""
         return self.base.with_suffix(suffix).read_text(errors="replace")
 
     def send_signal(self, number: int) -> None:

@@ -107,7 +107,7 @@ def test_scores_are_in_the_metrics_and_the_summary(shop: Workshop, straight: Pat
 
 
 def test_two_ranks_get_what_one_process_gets(shop: Workshop, straight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the last bit: the weights of the last checkpoint, evaluated here."""
+    """The weights of the last checkpoint, evaluated here, give the same to the last bit."""
     import datasets
 
     from harness.evaluation.benchmarks import run as benchmarks
@@ -145,7 +145,7 @@ def test_a_run_with_benchmarks_ends_as_one_without(shop: Workshop, straight: Pat
 
 
 def picture_height(path: Path) -> int:
-    """Of a PNG file: the second number of its header."""
+    """Height of a PNG file: the second number of its header."""
     return int.from_bytes(path.read_bytes()[20:24], "big")
 
 
@@ -210,7 +210,7 @@ def test_what_is_wrong_is_told_before_the_first_step(shop: Workshop) -> None:
 
 
 class Meeting:
-    """Where threads that play ranks exchange values."""
+    """Exchange of values between threads that play ranks."""
 
     def __init__(self, size: int) -> None:
         self.values: list[Any] = [None] * size
@@ -225,7 +225,7 @@ class Meeting:
 
 
 def on_ranks(size: int, work: Callable[[SharedBatches], Any], stopping: Sequence[int] = ()) -> list[Any]:
-    """What `work` returns or raises on each of `size` ranks; those in `stopping` are asked to stop."""
+    """Return what `work` returns or raises on each of `size` ranks; those in `stopping` are asked to stop."""
     meeting, found = Meeting(size), [None] * size
 
     class ThreadWorld(World):

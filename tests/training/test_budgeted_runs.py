@@ -82,7 +82,7 @@ def test_a_ramp_continues_on_another_number_of_ranks(shop: Workshop) -> None:
 
 
 def test_scaled_rates_are_trained_with_printed_and_recorded(shop: Workshop) -> None:
-    """The same run as one whose files have the scaled numbers, to the bit; with a ramp the rate follows each step's
+    """A scaled run is that of files with the scaled numbers, to the bit; with a ramp the rate follows each step's
     batch."""
     both = {"min_train_tokens": None, "train_steps": 4, "precision": "fp32", "report_interval": 1}
     rules = {"scale_with_batch": {"reference_tokens": 16}, "scale_with_depth": {"reference_layers": 4}}
@@ -108,7 +108,7 @@ def test_scaled_rates_are_trained_with_printed_and_recorded(shop: Workshop) -> N
 
 
 def test_steps_that_are_asked_for_later_are_that_many_in_all(shop: Workshop) -> None:
-    """Also where those that are done had another batch."""
+    """The number holds where the steps that are done had another batch, too."""
     shop.add_run(min_train_tokens=64 * 4)
     shop.train(ranks=1)
     run = shop.add_run(min_train_tokens=None, train_steps=10, gradient_accumulation_steps=4)

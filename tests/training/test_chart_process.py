@@ -1,4 +1,4 @@
-"""Charts are drawn beside the training, the last state at the end, and by nobody once training is gone."""
+"""Charts are drawn beside the training, the last state at the end, and none once training is gone."""
 
 from __future__ import annotations
 

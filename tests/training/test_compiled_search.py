@@ -147,7 +147,7 @@ def test_the_steps_of_a_search_are_those_of_the_promise() -> None:
 
 @pytest.mark.parametrize("widths", [(5,), (300,), (512,), (5, 300), (5, 512), (3, 4, 5, 6, 7, 8, 9, 33)])
 def test_sizes_that_need_another_program(widths: tuple[int, ...]) -> None:
-    """The search goes on with the second, and never compiles a third; what is then left goes by the line."""
+    """The search continues with the second, and never compiles a third; the rest is decided by the line."""
     memory = {"memory": lambda size: 2.0 * size + 100, "own": lambda size: 2.0 * size + 100}
     probe = pretended(1000.0, widths=widths, **memory)
     assert find_compiled(probe, 10**6).size in range(440, 451)
@@ -246,7 +246,7 @@ class Limited(CompiledProbe):
 
 
 class Calls:
-    """Of the model's loss: those that no compiler saw."""
+    """Counter of calls of the model's loss that no compiler saw."""
 
     def __init__(self) -> None:
         self.uncompiled = 0
@@ -320,7 +320,7 @@ def test_a_model_that_needs_a_program_for_each_size(
 def test_one_gpu_with_one_microbatch_a_step_holds_no_gradients_between_steps(
     calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in training there, though what the search calls is not the bare model."""
+    """The gradients are dropped as in training there, though the search does not call the bare model."""
     monkeypatch.setattr(gpt, "linear_cross_entropy", calls.plain)
     probe = limited(tmp_path, 2)
     probe.accumulation_steps = 1

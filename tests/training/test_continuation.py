@@ -48,7 +48,7 @@ def stop_after(shop: Workshop, name: str, step: int, number: signal.Signals = si
 
 
 def test_continued_from_a_named_checkpoint(shop: Workshop) -> None:
-    """What came after the named checkpoint is moved aside, not deleted, and the new end is the old one."""
+    """Everything after the named checkpoint is moved aside, not deleted, and the new end is the old one."""
     run = shop.add_run("named", **COMMON)
     shop.train("named")
     shutil.copytree(run, shop.runs / "first", symlinks=True)
@@ -135,7 +135,7 @@ def test_a_second_process_is_refused(shop: Workshop) -> None:
 
 
 def test_stopped_in_a_validation_and_continued(shop: Workshop) -> None:
-    """A validation may outlast torchrun's patience: it is left off, and done when the run goes on."""
+    """A validation may outlast torchrun's patience: it is left off, and done when the run continues."""
     settings = COMMON | {"min_train_tokens": 512, "validation_interval": 2, "validation_batches": 15}
     run = shop.add_run("validating", **settings)
     slow = "import time, harness.distributed.shared_work as e; f = e.SharedWork.until_stopped\n"

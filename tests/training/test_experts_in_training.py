@@ -51,7 +51,7 @@ def train_events(run: Path) -> list[TrainEvent]:
 
 
 def loads_of(event: TrainEvent) -> list[list[float]]:
-    """Of each block's experts."""
+    """Loads of each block's experts."""
     assert event.expert_load is not None
     return [[load for load in block if load is not None] for block in event.expert_load]
 
@@ -60,8 +60,8 @@ def loads_of(event: TrainEvent) -> list[list[float]]:
 
 
 def test_two_ranks_have_the_gradient_of_one_with_two_microbatches(tmp_path: Path) -> None:
-    """In fp64, the balancing loss's part included, which is of each microbatch. More experts than a rank's tokens can
-    go to: each rank has some without any."""
+    """Gradients are equal in fp64, the balancing loss's part included, which is of each microbatch. The experts are
+    more than a rank's tokens can go to: each rank has some without any."""
     shop = Workshop(tmp_path)
     shop.add_dataset()
     (tmp_path / "worker.py").write_text(WORKER)
@@ -144,12 +144,12 @@ def test_half_precision_ends_near_fp32(trained: tuple[Workshop, Path, Result], c
 
 
 def test_it_goes_on_bit_for_bit(trained: tuple[Workshop, Path, Result]) -> None:
-    """From a checkpoint between two reports, whose loads are in it."""
+    """A checkpoint between two reports, with their loads in it, continues to the same end."""
     assert_goes_on_to_the_same_end(trained[0], trained[1])
 
 
 def test_it_goes_on_with_another_number_of_ranks(trained: tuple[Workshop, Path, Result]) -> None:
-    """From such a checkpoint: the next report is of the tokens before it, too."""
+    """The next report after a checkpoint between two reports includes the tokens before it."""
     shop, run, _ = trained
     folder = Path(shutil.copytree(run, shop.runs / "one", symlinks=True))
     shop.train("one", list_checkpoints(run / "checkpoints")[1][1].name, ranks=1)
@@ -167,7 +167,7 @@ def test_muon_and_a_shared_out_optimizer_come_to_the_same_as_whole(trained: tupl
 
 
 def test_muon_sees_each_experts_matrices_and_the_router() -> None:
-    """As Moonlight (arXiv:2502.16982) and GLM-4.5 (arXiv:2508.06471) do it: all matrices but embeddings and head."""
+    """Muon takes all matrices but embeddings and head: Moonlight (arXiv:2502.16982), GLM-4.5 (arXiv:2508.06471)."""
     from harness.training.muon import Muon
 
     model = GPTModel(shape(moe=MOE, mlp="swiglu"))

@@ -9,7 +9,7 @@ of its tensor (root mean square over a few draws of the signs, at this step or a
 loss itself). Equal bits are asked for under the conditions that a run was recorded under: the same build of torch on
 the same kind of processor, with the same instructions.
 
-Whoever means to change a run records again, and says in the commit why; to compare the last bits before and after other
+To change a run on purpose, record again, and say in the commit why; to compare the last bits before and after other
 changes on a machine that the file is not from, record there first:
 
     uv run python -m tests.training.test_golden_runs
@@ -204,7 +204,7 @@ def losses_of(name: str, *, fp64: bool = False, roundoff: float = 0.0, seed: int
 
 
 def rounding_of(name: str, exact: list[float]) -> list[float]:
-    """How far the losses may be expected from the `exact` ones in the run's own precision: see above."""
+    """Expected distance of the losses from the `exact` ones in the run's own precision: see above."""
     dtype = DTYPES.get(RUNS[name][1].get("precision", ""), torch.float32)
     roundoff = torch.finfo(dtype).eps / 2
     draws = [losses_of(name, fp64=True, roundoff=roundoff, seed=seed) for seed in range(DRAWS)]
@@ -213,7 +213,7 @@ def rounding_of(name: str, exact: list[float]) -> list[float]:
 
 
 def conditions() -> list[str]:
-    """What decides the last bits of a result on one thread: torch, the processor, and the instructions in use."""
+    """Conditions of the last bits of a result on one thread: torch, the processor, and the instructions in use."""
     first = CPUINFO.read_text().split("\n\n")[0] if CPUINFO.exists() else f"model name: {platform.processor()}"
     known = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
     processor = [known[key] for key in PROCESSOR if key in known]
@@ -250,7 +250,7 @@ def test_in_its_own_precision_a_run_is_off_by_rounding(recorded: dict[str, Any],
 
 
 def test_every_lever_changes_the_run(recorded: dict[str, Any]) -> None:
-    """And so none of the recorded runs is another one's."""
+    """No recorded run is the same as another."""
     losses = recorded["bits"]["losses"]
     assert losses.keys() == recorded["fp64"].keys() == recorded["rounding"].keys() == RUNS.keys()
     assert len({each[-1] for each in losses.values()}) == len(RUNS)

@@ -62,7 +62,7 @@ os._exit(0)  # a Python hook may still wait for the interpreter lock in one of g
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Any]:
-    """By (ranks, accumulation steps): the first optimizer step on the same 16 sequences."""
+    """First optimizer step on the same 16 sequences, by (ranks, accumulation steps)."""
     shop = Workshop(tmp_path_factory.mktemp("gradients"))
     shop.add_dataset()
     return {(ranks, steps): result for ranks in (1, 2, 4) for steps, result in _first_steps(shop, ranks).items()}
@@ -100,7 +100,7 @@ def test_the_gradient_does_not_depend_on_the_spread(
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_gradients_are_exchanged_once_per_step(steps: dict[tuple[int, int], Any], ranks: int) -> None:
-    """As many reductions with four accumulation steps as with one: each bucket once."""
+    """Reductions are as many with four accumulation steps as with one: each bucket once."""
     once = steps[ranks, 1]["exchanged"]
     assert sorted(once) == list(range(len(once)))
     assert len(once) > 1

@@ -16,7 +16,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def tree() -> dict[str, Any]:
-    """As a checkpoint has them: pieces of a fused tensor, one tensor twice, scalars, several types."""
+    """Tensors as a checkpoint has them: pieces of a fused tensor, one tensor twice, scalars, several types."""
     torch.manual_seed(0)
     fused = torch.randn(9, 5)
     return {
@@ -69,7 +69,7 @@ def test_the_memory_is_kept_and_grows_where_there_is_more() -> None:
 
 
 class PretendedEvent:
-    """Of torch.cuda.Event, what is used; notes what happens in which order."""
+    """Stand-in for the used part of torch.cuda.Event; notes what happens in which order."""
 
     done: list[str]
 
@@ -85,7 +85,7 @@ class PretendedEvent:
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """As if tensors were on a GPU: what is asked of it, in order. Pinned memory is ordinary memory here."""
+    """Pretend that tensors are on a GPU; return its operations in order. Pinned memory is ordinary memory here."""
     done: list[str] = []
     empty, copy = torch.empty, Tensor.copy_
 

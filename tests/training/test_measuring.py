@@ -1,4 +1,5 @@
-"""What is measured is true: losses between reports, validation shared out or not, speed, dollars, charts, samples."""
+"""Measurements are true: losses between reports, validation shared out or not, speed, dollars, charts,
+samples."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ def test_a_window_with_nan_reports_nan_and_valid_json(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_no_line_waits_for_the_disk_but_a_checkpoint_comes_after_its_lines(tmp_path: Path, in_background: bool) -> None:
-    """What the training thread asks of the disk for a line, and what the writer of a checkpoint asks, in order."""
+    """The training thread only opens and writes for a line; a checkpoint is published after metrics.jsonl is synced."""
     shop = Workshop(tmp_path)
     shop.add_dataset()
     shop.add_run(async_checkpoint=in_background)
@@ -200,7 +201,7 @@ def test_a_peak_is_that_of_the_very_device(device: str, peak: float | None) -> N
 
 @pytest.mark.parametrize(("device", "lines"), [("NVIDIA X999", 1), ("x86_64 CPU", 0)])
 def test_the_summary_says_that_a_gpus_peak_is_unknown(device: str, lines: int) -> None:
-    """Of a CPU nobody expects it."""
+    """The line is missing for a CPU."""
     seconds = {"training": 1.0, "total": 1.0}
     summary = RunSummary(
         device=device, world_size=1, seconds=seconds, tokens_seen=1, trained_tokens=1, peak_memory_gib=1.0

@@ -104,7 +104,7 @@ def test_guesses_by_a_line_that_is_none_cost_little(
 
 @pytest.mark.parametrize("answer", [129, 175, 236, 253])
 def test_a_guess_that_is_refuted_costs_nothing(answer: int) -> None:
-    """By the peaks of sizes up to 128 there is room for 260, but 256 does not fit."""
+    """The peaks of sizes up to 128 give room for 260, but 256 does not fit."""
     asked: list[int] = []
 
     def fits(n: int) -> bool:
@@ -217,7 +217,7 @@ def test_the_answer_fits_and_the_next_does_not(first: tuple[int, Result], base_g
 
 
 def test_the_line_explains_the_limit(first: tuple[int, Result], base_gib: float) -> None:
-    """By the line that is printed, N + 1 sequences do not fit, or hardly: otherwise it misleads about other cards."""
+    """N + 1 sequences do not fit, or hardly, by the printed line: otherwise it misleads about other cards."""
     number, result = first
     per_sequence, fixed = fitted_line(result)
     assert fixed + per_sequence * (number + 2) > base_gib + ROOM
@@ -230,8 +230,8 @@ def test_a_larger_limit_gives_a_larger_answer(first: tuple[int, Result], worksho
 
 @pytest.mark.slow
 def test_it_fits_again_and_the_data_are_a_ceiling(first: tuple[int, Result], base_gib: float, tmp_path: Path) -> None:
-    """With just enough data for N sequences and room for more (the run also samples), N is found again, and nothing
-    fails. And --write."""
+    """N is found again, and nothing fails, with just enough data for N sequences and room for more (the run also
+    samples). --write writes it."""
     number, _ = first
     shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
     shop.add_dataset(tokens=number * 1024 + 1)
@@ -326,7 +326,7 @@ def test_a_size_that_failed_leaves_no_gradients(tmp_path: Path) -> None:
 def test_without_write_only_what_was_measured_is_written(
     first: tuple[int, Result], workshop: Workshop, base_gib: float
 ) -> None:
-    """And by it the line that was printed can be drawn again."""
+    """The line that was printed can be drawn again from it."""
     number, result = first
     run = RunDirectory(workshop.runs / "r")
     assert json.loads(run.train_json.read_text())["microbatch_size"] == 2
@@ -457,7 +457,7 @@ def assert_trained(run: Path) -> None:
 
 @pytest.fixture(scope="module")
 def roomy(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    """With tokens enough to validate on."""
+    """Workshop with tokens enough to validate on."""
     shop = Workshop(tmp_path_factory.mktemp("roomy"), {"CUDA_VISIBLE_DEVICES": ""})
     folder = shop.add_dataset(tokens=400_000)
     shutil.copyfile(folder / "train.safetensors", folder / "validation.safetensors")
@@ -502,7 +502,7 @@ def alike(roomy: Workshop, base_gib: float) -> int:
 
 @pytest.mark.slow
 def test_two_ranks_agree_on_the_smaller_answer(roomy: Workshop, alike: int, base_gib: float, tmp_path: Path) -> None:
-    """Where rank 1 runs out of memory first, its verdict counts, and rank 0 does not wait for it forever."""
+    """Rank 1's verdict counts if it runs out of memory first, and rank 0 does not wait for it forever."""
     (tmp_path / "sitecustomize.py").write_text(BALLAST.format(bytes=int(0.2 * GIB)))
     uneven = Workshop(roomy.path, roomy.environment | on_path(tmp_path))
     assert 1 <= search_on_two_ranks(uneven, base_gib + MORE_ROOM) < alike

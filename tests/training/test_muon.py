@@ -159,7 +159,7 @@ def test_a_matrix_of_zeros_stays_zero() -> None:
 
 
 def test_momentum_warms_up_in_a_straight_line_over_the_steps_done() -> None:
-    """From 0.85 to 0.95 over four steps; a skipped step is none."""
+    """Momentum rises from 0.85 to 0.95 over four steps; a skipped step is none."""
     config = MUON.model_copy(update={"muon_momentum_warmup_steps": 4})
     ours, optimizer, theirs, reference = fp64_pair(config)
     for number, momentum in enumerate((0.85, 0.875, 0.9, 0.925, 0.95, 0.95)):
@@ -262,7 +262,7 @@ def test_the_state_goes_by_name_and_its_bytes_are_those_reckoned() -> None:
 
 
 def test_a_state_goes_on_to_the_bit() -> None:
-    """With a momentum that is still warming up."""
+    """A state whose momentum is still warming up continues to the bit."""
     config = MUON.model_copy(update={"muon_momentum_warmup_steps": 4})
     at_once, stopped, continued = fresh_model(), fresh_model(), fresh_model(seed=1)
     steps = {model: build_step(model, model, config) for model in (at_once, stopped, continued)}

@@ -230,7 +230,7 @@ def test_a_state_of_another_model_is_refused() -> None:
 
 
 def test_bytes_of_state_are_those_that_there_are() -> None:
-    """But for the numbers of steps, of four bytes each."""
+    """The numbers of steps, of four bytes each, are left out."""
     step = trained_step()
     state = step.optimizer.named_state(ALONE)
     there = sum(value.nbytes for values in state.values() for key, value in values.items() if key != "step")

@@ -63,7 +63,7 @@ def orthogonalised(matrix: Tensor) -> Tensor:
 
 @dataclass
 class ByHand:
-    """The same training in fp64, one step after the other."""
+    """Reference training in fp64, one step after the other."""
 
     train: dict[str, Any]
     model: GPTModel
@@ -157,7 +157,7 @@ def shop(tmp_path: Path) -> Workshop:
 
 
 def start_and_end(shop: Workshop, train: dict[str, Any], parts: Sequence[Part]) -> Iterator[GPTModel]:
-    """The weights that a run starts from, in fp64, and those it comes to in several parts."""
+    """Yield the weights that a run starts from, in fp64, and those at its end after several parts."""
     torch.manual_seed(3)
     model = GPTModel(ModelConfig(**SHAPE))
     with torch.no_grad():

@@ -114,7 +114,7 @@ world.leave()
 
 
 def train(shop: Workshop, ranks: int, case: str, out: Path, earlier: Path | None = None) -> Any:
-    """What sharded training by so many ranks has come to, after it was compared with training that shares nothing."""
+    """Return the result of sharded training by so many ranks, compared with training that shares nothing."""
     (shop.path / "worker.py").write_text(WORKER)
     config = SETTINGS | CASES[case]
     arguments = [json.dumps(each) for each in (config, MODEL | {"qkv_bias": True}, str(out), earlier and str(earlier))]
@@ -130,7 +130,7 @@ def train(shop: Workshop, ranks: int, case: str, out: Path, earlier: Path | None
 def test_no_bit_differs_and_a_state_goes_on_in_a_world_of_another_size(
     tmp_path: Path, case: str, worlds: tuple[int, ...]
 ) -> None:
-    """Each world compares its sharded training with its own that shares nothing; the next goes on with its state."""
+    """Each world's sharded training equals its own that shares nothing; the next world continues from its state."""
     shop, earlier = Workshop(tmp_path), None
     for number, ranks in enumerate((*worlds, 1)):
         out = tmp_path / f"{number}.pt"
