@@ -1,4 +1,4 @@
-"""Which device a process computes on."""
+"""Choice and check of the device that a process computes on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def only_device() -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """As its driver calls it, or the processor's architecture."""
+    """The device's name from its driver, or for the CPU the processor's architecture."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
 
 

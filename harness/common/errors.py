@@ -99,8 +99,8 @@ def _local_rank() -> int:
 
 
 def place_of(error: OSError) -> str | None:
-    """What could not be read or written, if it is known. A failed write names no file; if it was to standard output,
-    one more line fails, too."""
+    """The file that could not be read or written, or "standard output"; None if unknown. A failed write names no file,
+    so this prints one more line, which fails too if standard output is at fault."""
     if error.filename is None and sys.stdout is not None:  # None: it was closed from the beginning
         try:
             print(flush=True)

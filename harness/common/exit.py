@@ -16,7 +16,7 @@ STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
 
 
 class Exit:
-    """What has been done so far to end this process. Nothing is ever taken back."""
+    """State of this process's exit: reasons and signals so far. No entry is reset."""
 
     def __init__(self) -> None:
         self.has_own_reason = False
@@ -49,7 +49,7 @@ def handle_stopping_signals(handler: Callable[[int, FrameType | None], None]) ->
 
 
 def ignores_hangup() -> bool:
-    """Whether this process was started to outlive its terminal, by nohup say."""
+    """True if this process ignores SIGHUP, as nohup has it do, to outlive its terminal."""
     return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 

@@ -35,7 +35,7 @@ def sha256(path: Path) -> str:
 
 
 def version_of(status: os.stat_result) -> str:
-    """What another content of a file shows in, without reading it."""
+    """A file's size and modification time (ns) as text: changed contents show in it, without reading the file."""
     return f"{status.st_size} bytes, {status.st_mtime_ns}"
 
 

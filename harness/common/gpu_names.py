@@ -1,4 +1,4 @@
-"""What GPUs this machine has, by its driver, without torch."""
+"""The names of this machine's GPUs, from the driver's files, without torch."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 
 
 class Diagnosis(NamedTuple):
-    """What an exception of the library means to the user, and whether trying again can help."""
+    """An exception of the library explained to the user: the problem, the remedy, and whether a retry can help."""
 
     problem: str
     remedy: str
@@ -102,7 +102,8 @@ class HubWork:
         return Diagnosis(f"the connection to the Hugging Face Hub failed ({reason})", remedy, transient=True)
 
     def _diagnose_answer(self, error: hub_errors.HfHubHTTPError) -> Diagnosis:
-        """What the Hub's refusal means; it answers 401 both for private repositories and for ones that do not exist."""
+        """Diagnose an HTTP error of the Hub, which answers 401 both for private repositories and for ones that do not
+        exist."""
         status = error.response.status_code
         if isinstance(error, hub_errors.GatedRepoError):
             problem = f"gated on the Hugging Face Hub (status {status})"
@@ -117,7 +118,7 @@ class HubWork:
         return Diagnosis(problem, f"try again later; {self.again}; or {self.by_hand}", transient=status >= 500)
 
     def diagnose_local(self, error: OSError) -> Diagnosis:
-        """What the system's refusal means: a full disk, or a place that cannot be written to."""
+        """Diagnose an OSError: a full disk, or a place that cannot be written to."""
         where = self.folder.parent
         if _is_full(error):
             return Diagnosis(f"no space left for {where}", f"free some; {self.again}")
@@ -165,13 +166,14 @@ def list_files(work: HubWork, revision: str | None = None) -> tuple[str, list[Hu
 
 
 def _stays_inside(path: str) -> bool:
-    """Whether a path from elsewhere, put below a folder, stays there: a hostile endpoint might name any file of this
-    machine, to be written or, where its hash differs, deleted."""
+    """True if a path in a repository's listing stays below the folder it is joined to: a hostile endpoint might name
+    any file of this machine, to be written or, where its hash differs, deleted."""
     return "\0" not in path and all(part not in {"", ".", ".."} for part in path.split("/"))
 
 
 def find_fault(path: Path, file: HubFile, advance: Callable[[int], object]) -> str | None:
-    """What is wrong with a downloaded file; None if nothing is. `advance` is told of the bytes that have been read."""
+    """Describe how a downloaded file differs from the expected size or hash; None if it does not. Calls `advance` with
+    each number of bytes that it has read."""
     size = size_of(path)
     if size is None:
         return "expected a file, found none"

@@ -29,7 +29,7 @@ SCHEMA_KEY = "$schema"
 
 
 class RunFile(BaseModel):
-    """What a run's two files have in common."""
+    """Base class of a run's two files, model.json and train.json."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
     other_keys: ClassVar[dict[str, dict[str, Any]]] = {}  # further keys that loading one accepts, as JSON Schema
@@ -101,7 +101,7 @@ def _describe(fault: Any, kind: type[BaseModel]) -> str:
 
 
 def _is_unknown_key(fault: Any) -> bool:
-    """Whether it is a key of the file that nobody knows, rather than one in an object that is a key's value."""
+    """True if the fault is an unknown key of the file itself, not of an object that is a key's value."""
     return bool(fault["type"] == "extra_forbidden" and len(fault["loc"]) == 1)
 
 

@@ -36,8 +36,8 @@ class LastingFile(io.FileIO):
 
 
 def survive_closed_output(when_gone: Callable[[], None]) -> None:
-    """From here on lost output is no error: `when_gone` is called, once for each of the two streams, and the rest is
-    dropped."""
+    """Make lost output no error from now on: the rest is dropped, and `when_gone` is called once for each of the two
+    streams."""
     sys.stdout = _lasting(sys.stdout, when_gone)
     sys.stderr = _lasting(sys.stderr, when_gone)
 

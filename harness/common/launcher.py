@@ -38,7 +38,7 @@ def is_launched() -> bool:
 
 
 def exit_when_launcher_dies() -> None:
-    """From here on this process ends soon after its launcher, if it has one."""
+    """Have this process end soon after its launcher, if it has one."""
     global _launcher
     if _launcher or not is_launched():
         return

@@ -1,4 +1,4 @@
-"""How libraries are loaded: settings that they read from the environment then, and in as little time as possible."""
+"""Loading of libraries: the environment variables that they read then, and imports in as little time as possible."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class RunLock:
         return lock
 
     def note_begun(self) -> None:
-        """From here on a restarted worker has something to continue."""
+        """Record that a restarted worker has something to resume from now on."""
         self._write(began=True)
 
     def _write(self, *, began: bool) -> None:
@@ -65,9 +65,9 @@ class RunLock:
 
 
 def is_held(path: Path) -> bool | None:
-    """Whether a living process keeps the lock `path`; None if its owner is another machine's or container's, whose
-    processes are not to be seen from here. Does not stand in the way of a process that takes the lock meanwhile: the
-    lock itself is asked for only where the owner's number is alive."""
+    """True if a living process holds the lock `path`; None if its owner is on another machine or in another container,
+    whose processes cannot be seen from here. Does not block a process that takes the lock meanwhile: the lock itself is
+    tried only where a process with the owner's pid is alive."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
@@ -84,7 +84,7 @@ def is_held(path: Path) -> bool | None:
 
 
 def _is_free(descriptor: int) -> bool:
-    """Whether nobody has the lock, though a process of its owner's number lives: a later one of that number."""
+    """True if no process holds the lock: then the living process with the owner's pid is a later one."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:  # kept by another, or a file system without locks
@@ -105,7 +105,7 @@ def _flock(descriptor: int) -> None:
 
 
 def _is_leaving(owner: dict[str, Any]) -> bool:
-    """Whether the owner ends because its torchrun has."""
+    """True if the owner is on this machine and its launcher has ended, so that it ends too."""
     same_machine = bool(owner) and _name(owner).is_neighbour_of(ProcessName.own())
     return same_machine and has_ended(str(owner.get("torchrun")))
 

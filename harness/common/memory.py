@@ -92,7 +92,7 @@ def _limit_cuda_memory(device: torch.device, limit_gib: float | None) -> MemoryL
 
 
 def outside_allocator_bytes(device: torch.device) -> int:
-    """What is taken of a CUDA device that torch's allocator does not hold: by this process and by others."""
+    """Bytes of a CUDA device in use outside torch's allocator, by this process and by others."""
     free, total = torch.cuda.mem_get_info(device)
     return max(0, total - free - torch.cuda.memory_reserved(device))
 
@@ -128,8 +128,8 @@ def taken_by_others(device: torch.device) -> str | None:
 
 
 def program_gib(device: torch.device) -> float:
-    """What of a limit models and batches cannot have: on the CPU all that the program has loaded, on CUDA what is taken
-    outside torch's allocator, and a reserve."""
+    """GiB of a limit that models and batches cannot have: on the CPU all that the program has loaded, on CUDA what is
+    taken outside torch's allocator; and a reserve."""
     if device.type == "cuda":
         return (outside_allocator_bytes(device) + CUDA_RESERVE_BYTES) / GIB
     return (_status_bytes("VmData") + HEADROOM_BYTES + LEAST_ROOM_BYTES) / GIB
@@ -201,7 +201,7 @@ def release_memory(device: torch.device) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception means that memory ran out, on any device."""
+    """True if an exception means that memory ran out, on any device."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     kinds = (RuntimeError, OSError, ImportError, RunError)
@@ -209,7 +209,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def says_out_of_memory(text: str) -> bool:
-    """Whether it has the words of a library or the system whose allocation failed."""
+    """True if the text has the words of a library or the system whose allocation failed."""
     return any(words in text for words in OUT_OF_MEMORY_TEXTS) or any(
         pattern.search(text) for pattern in (OUT_OF_MEMORY_NUMBER, ONEDNN_FAILURE)
     )

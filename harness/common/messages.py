@@ -1,4 +1,4 @@
-"""What a user has written: words for messages about it, and what form it has."""
+"""Text in messages about what a user has written, and checks of its form."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def quoted(value: Any) -> str:
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
-    """Which of the known names was probably meant: one that differs by a slip of the finger or a part left out. Not one
-    that only resembles it, which another program's word for something else may do."""
+    """The known name that was probably meant: one that differs by a typing error or an omitted part; None if there is
+    none. A merely similar name does not count: it may be another program's word for something else."""
     if len(name) > SHOWN_CHARACTERS:  # no slip of the finger, and slow to compare
         return None
     swapped = [each for each in known if sorted(each) == sorted(name)]  # in a short name a large part of it
@@ -37,14 +37,14 @@ def abbreviated(names: Sequence[str], most: int = 5, separator: str = ", ") -> s
 
 
 def document_count(documents: int) -> str:
-    """How many documents end in a split."""
+    """The number of documents that end in a split, in words."""
     if documents < 2:
         return "1 document" if documents else "a part of a document"
     return f"{documents:,} documents"
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether a text has the form owner/name, by which the Hugging Face Hub knows models and datasets."""
+    """True if a text has the form owner/name, by which the Hugging Face Hub knows models and datasets."""
     return re.fullmatch(r"[\w.-]+/[\w.-]+", text) is not None
 
 

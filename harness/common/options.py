@@ -1,4 +1,4 @@
-"""What commands and their options may be, apart from what they do."""
+"""Types and checks of commands and their options, apart from the commands themselves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Command(click.Command):
 
 
 class Group(Command, click.Group):
-    """The same of a command that has commands."""
+    """A `Command` that has subcommands."""
 
 
 class FiniteNumber(click.FloatRange):
@@ -43,7 +43,7 @@ POSITIVE = FiniteNumber(min=0, min_open=True, max=1e12)
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What ddp_train.py is asked for, by the names of its options."""
+    """The options of ddp_train.py, by their names."""
 
     processes: int | None = None
     find: bool = False

@@ -98,7 +98,7 @@ WITHOUT_KEY = {
 
 
 def advice(key: str, file: str) -> tuple[str | None, str] | None:
-    """What to say of another program's `key` in our `file`: our key if it belongs in that file, and the words.
+    """Our key for another program's `key` (None unless it belongs in our `file`), and the message about it.
 
     None for a key that is in none of these programs.
     """

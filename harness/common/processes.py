@@ -12,8 +12,8 @@ ENDED_STATES = "ZX"  # zombie, dead
 
 
 def is_alive(pid: int) -> bool:
-    """Whether there is such a process, of whatever user; one that has ended is not, even if its parent has not asked
-    for its status yet."""
+    """True if a process with this pid runs, under any user. A process that has ended is not alive, even if its parent
+    has not asked for its status yet."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):  # the latter: a number that no process has
@@ -26,8 +26,8 @@ def is_alive(pid: int) -> bool:
 
 
 def start_time(pid: int) -> str:
-    """When the process started, as the system counts: tells it from a later one with the same pid. Empty if it has
-    ended, or is not to be seen."""
+    """Start time of the process in the system's clock ticks, which distinguishes it from a later one with the same pid.
+    Empty if it has ended or cannot be seen."""
     with suppress(OSError, IndexError):
         fields = _stat(pid)
         return "" if fields[0] in ENDED_STATES else fields[19]
@@ -58,11 +58,11 @@ class ProcessName:
         return cls(socket.gethostname(), os.getpid(), namespace)
 
     def is_neighbour_of(self, other: ProcessName) -> bool:
-        """Whether the pids of both mean the same."""
+        """True if both processes' pids belong to the same host and namespace."""
         return (self.host, self.namespace) == (other.host, other.namespace)
 
     def is_gone(self) -> bool:
-        """Whether the process, a neighbour of this one, has ended."""
+        """True if the process, a neighbour of this one, has ended."""
         return not is_alive(self.pid)
 
     def __str__(self) -> str:

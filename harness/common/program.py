@@ -1,4 +1,4 @@
-"""Which program computed something: the versions of what it is made of, and the commit of its own sources."""
+"""The program that computed a result: the versions of its libraries, and the commit of its own sources."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ GIT_SECONDS = 10.0
 
 @cache
 def program_versions() -> dict[str, str]:
-    """Of Python and of the libraries that are installed, by name; of CUDA's runtime and NVIDIA's driver, if torch is
-    built for CUDA."""
+    """Versions, by name, of Python, of the libraries that are installed and of NVIDIA's driver if there is one; of
+    CUDA's runtime, if torch is built for CUDA."""
     import torch
 
     versions = {"python": platform.python_version()}

@@ -1,4 +1,4 @@
-"""What gloo and nccl say when a connection between ranks fails, turned into errors that a user can act on."""
+"""Errors of gloo and nccl about failed connections between ranks, turned into errors that a user can act on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with the ranks, if anything is, judged by their last heartbeats alone."""
+"""Diagnosis of a fault among the ranks from their last heartbeats alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harness.distributed.heartbeat import Heartbeat, Heartbeats
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong, and the ranks that it is about; none, if it is about all alike."""
+    """A fault in words, and the ranks at fault; no ranks, if it concerns all alike."""
 
     text: str
     ranks: list[int]

@@ -1,4 +1,4 @@
-"""What ranks tell one another of themselves, and what one of them knows of all."""
+"""Heartbeats that ranks send one another, and one rank's record of all ranks' last ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEARTBEATS_TO_CONFIRM = 2
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank says of itself from time to time."""
+    """Status message that a rank sends from time to time."""
 
     number: int  # counts the heartbeats themselves
     process: ProcessName
@@ -66,7 +66,7 @@ class Heartbeats:
                 last.to_confirm = HEARTBEATS_TO_CONFIRM
 
     def last_of_all(self) -> tuple[list[int], list[int]]:
-        """How far the ranks are that are behind all others, and which ranks these are."""
+        """The least progress of any rank, and the ranks that have it."""
         earliest = min(last.heartbeat.progress for last in self.last)
         return earliest, [rank for rank, last in enumerate(self.last) if last.heartbeat.progress == earliest]
 
@@ -85,11 +85,12 @@ class Heartbeats:
             last.at = now
 
     def is_fault_told(self) -> bool:
-        """Whether a rank of this machine leaves, and the user has read why; another machine's terminal is another's."""
+        """True if a rank of this machine leaves because of a fault that has been reported on this machine's terminal;
+        other machines have terminals of their own."""
         return any(self.last[rank].heartbeat.leaving for rank in self.neighbours())
 
     def is_anyone_stopping(self) -> bool:
-        """Whether a signal has asked any rank to stop."""
+        """True if a signal has asked any rank to stop."""
         return any(last.heartbeat.stopping for last in self.last)
 
     def neighbours(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""How far a rank has got, its device included: a device that hangs lets the main thread go on for a while.
+"""A rank's progress, its device included: the main thread runs ahead of a device that hangs.
 
 On CUDA the main thread only enqueues work. So with each milestone that it passes it records an event behind that work,
 and the milestone counts once the device has got to the event. On the CPU it counts at once.
@@ -29,7 +29,7 @@ class Milestone:
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a rank is, main thread and device together."""
+    """The place and progress of a rank, main thread and device together."""
 
     place: str
     progress: list[int]
@@ -59,7 +59,7 @@ class Progress:
                 self._ahead.append((milestone, is_done))
 
     def standing(self) -> Standing:
-        """Where this rank is now."""
+        """The place and progress of this rank now."""
         with self._lock:
             now = time.monotonic()
             while self._ahead and self._ahead[0][1]():

@@ -1,9 +1,9 @@
-"""How ranks that were started together find one another, and no others.
+"""Rendezvous of the ranks that were started together, and of no others.
 
-torchrun may start a job's ranks several times (--max-restarts), and keeps one store for all these starts: what the
-ranks of an earlier one have left in it, such as addresses at which nobody listens any more, would be taken for today's.
-Nor can TORCHELASTIC_RESTART_COUNT tell the starts apart, because every node counts its own. So rank 0 makes up an id
-for each; whoever asks for it does so under a name that is as new, and so can get no answer that was meant for another.
+torchrun may start a job's ranks several times (--max-restarts), and keeps one store for all these starts: stale entries
+of an earlier start, such as addresses at which no process listens any more, would be taken for today's.
+TORCHELASTIC_RESTART_COUNT cannot distinguish the starts, because every node counts its own. So rank 0 makes up an id
+for each start; a rank asks for it under a random name of its own, and so can get no answer that was meant for another.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ WAITING_SECONDS = 15.0  # without a word
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """What ranks exchange by, once they have found one another. torch.distributed itself keeps the group of gradients,
-    on the ranks' devices."""
+    """The channels between ranks after the rendezvous. torch.distributed itself keeps the group of gradients, on the
+    ranks' devices."""
 
     control: Any  # a group on the CPU, whose waits may be as long as any work of another rank
     heartbeats: Any  # a store over a connection of its own, for the watchdog's threads
@@ -77,7 +77,7 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> Process
 
 
 class Store(Protocol):
-    """Of torch.distributed's stores, what `agree_on_restart_id` uses."""
+    """The methods of torch.distributed's stores that `agree_on_restart_id` uses."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...

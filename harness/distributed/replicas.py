@@ -1,4 +1,4 @@
-"""Whether the ranks' weights are still the same: they must be, bit for bit, since all apply the same gradient."""
+"""Check that the ranks' weights are still equal, bit for bit, as they must be: all apply the same gradient."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PIECE = 2**22  # numbers at a time: torch widens a whole operand before it sums
 
 @torch.no_grad()
 def weight_checksums(model: nn.Module) -> list[int]:
-    """For each parameter (fp32), in order, the sum of its numbers' bit patterns. Waits for the device."""
+    """The sum of the bit patterns of each parameter (fp32), in order. Waits for the device."""
     return torch.stack([_sum_of_bits(parameter) for parameter in model.parameters()]).tolist()
 
 
@@ -22,7 +22,7 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
 
 
 def describe_divergence(checksums: Sequence[list[int]], model: nn.Module) -> str | None:
-    """Which ranks' weights differ from those of most, and in which tensor first; None if all are equal."""
+    """Describe which ranks' weights differ from those of most, and in which tensor first; None if all are equal."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, each in enumerate(checksums):
         groups.setdefault(tuple(each), []).append(rank)

@@ -16,7 +16,7 @@ Leaf = TypeVar("Leaf")
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """Where a tensor was, and how it looked."""
+    """Placeholder for a tensor in a tree: its index, shape and dtype."""
 
     index: int  # among all tensors, in the order of the tree
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _replace_leaves(tree: Any, kind: type[Leaf], function: Callable[[Leaf], Any]) -> Any:
-    """The same tree with `function` of every leaf that is a `kind` in its place; in the order of the tree."""
+    """Replace every leaf of type `kind` by `function` of it, in the order of the tree; returns a new tree."""
     if isinstance(tree, kind):
         return function(tree)
     if isinstance(tree, dict):

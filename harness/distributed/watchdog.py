@@ -46,7 +46,7 @@ PLACES = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is: in the global step `step`, at the one of PLACES that is called `name`."""
+    """The work of a rank in global step `step`: the one of PLACES called `name`."""
 
     step: int
     name: str
@@ -61,7 +61,7 @@ class Place:
 
 
 class Store(Protocol):
-    """Of torch.distributed's stores, what is used here."""
+    """The methods of torch.distributed's stores that are used here."""
 
     def set(self, key: str, value: str) -> None: ...
     def multi_get(self, keys: list[str]) -> list[bytes]: ...
@@ -130,7 +130,7 @@ class Watchdog:
         threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
 
     def is_anyone_stopping(self) -> bool:
-        """Whether a signal has asked any rank to stop, as far as is known by now."""
+        """True if a signal has asked any rank to stop, as far as is known by now."""
         return self.heartbeats.is_anyone_stopping()
 
     def stop(self) -> None:
@@ -203,14 +203,15 @@ class Watchdog:
 
 
 class NoWatchdog(Watchdog):
-    """For a world of one process, which has nobody to wait for."""
+    """A watchdog for a world of one process, which waits for no other."""
 
     def __init__(self) -> None:
         super().__init__(0, float("inf"))
 
 
 def collective_timeout_seconds() -> float:
-    """How long a rank may stand still in an exchange, which the user may set. Raises UserError if that is no number."""
+    """Seconds that a rank may stand still in an exchange, from the environment or the default. Raises UserError if the
+    variable is not a number of seconds in range."""
     text = os.environ.get(TIMEOUT_VARIABLE, str(DEFAULT_TIMEOUT_SECONDS))
     try:
         seconds = float(text)

@@ -32,7 +32,7 @@ LEAVING_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank's part of some shared work came to."""
+    """The result of one rank's part of shared work, or its error."""
 
     value: Any = None
     error: str | None = None
@@ -46,7 +46,7 @@ class PendingMax:
         self._pending = pending
 
     def result(self) -> list[int]:
-        """Of each number the largest that any rank has; waits for the ranks that have not given theirs yet."""
+        """The maximum over all ranks of each number; waits for the ranks that have not given theirs yet."""
         if self._pending is not None:
             with leaving_with_peers():
                 self._pending.wait()
@@ -106,7 +106,7 @@ class World:
 
     @property
     def device_name(self) -> str:
-        """As its driver calls it, or the processor's architecture."""
+        """The device's name from its driver, or for the CPU the processor's architecture."""
         return device_name(self.device)
 
     @property

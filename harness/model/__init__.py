@@ -1,3 +1,3 @@
-"""What a GPT is besides its layers, which are in gpt.py at the root: its configuration and cost, the fused loss,
-precision, generation with a cache, kernels, and weights under their public names.
+"""A GPT apart from its layers, which are in gpt.py at the root: its configuration and cost, the fused loss, precision,
+generation with a cache, kernels, and weights under their public names.
 """

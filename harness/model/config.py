@@ -74,7 +74,8 @@ FEWER_THAN_TWO = {
 
 
 class ExpertCounts(BaseModel):
-    """How many experts a block has in place of its feed-forward layer, and how many of them each token goes through."""
+    """The number of experts that replace a block's feed-forward layer, and the number of them that each token goes
+    through."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -112,7 +113,7 @@ class ExpertCounts(BaseModel):
 
 
 def _meant(key: str) -> str:
-    """Where the weight of the balancing loss is, for who looks for it here."""
+    """A hint at train.json's key for the balancing loss, if the unknown `key` seems to mean it; else empty."""
     return '; the balancing loss has "moe_router_loss_scale" in train.json' if "loss" in key or "aux" in key else ""
 
 
@@ -249,7 +250,8 @@ class ModelConfig(RunFile):
         return 8 * -(-self.emb_dim // 3) if self.mlp == "swiglu" else MLP_GROWTH * self.emb_dim
 
     def value_embedding_of(self, layer: int) -> int | None:
-        """Which value embedding a block has, if any: the first blocks and the last share theirs, in the same order."""
+        """Index of a block's value embedding, None without one: the first blocks and the last share theirs, in the same
+        order."""
         tables = self.value_embeddings or 0
         from_the_last = layer - (self.n_layers - tables)
         return layer if layer < tables else from_the_last if from_the_last >= 0 else None
@@ -261,7 +263,7 @@ class ModelConfig(RunFile):
 
     @property
     def active_parameters(self) -> int:
-        """Those that a token goes through: all, but for the experts that its router leaves out."""
+        """Number of trainable parameters that a token goes through: all but the experts that its router leaves out."""
         return count_active_parameters(self)
 
     @property

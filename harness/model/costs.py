@@ -1,4 +1,4 @@
-"""What a model of a given shape costs: its parameters, and the arithmetic of training it. Without torch."""
+"""Cost of a model of a given shape: its parameters, and the arithmetic of training it. Without torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 
 
 class Experts(Protocol):
-    """Of harness/model/config.py's ExpertCounts."""
+    """The fields of harness/model/config.py's ExpertCounts that are counted here."""
 
     @property
     def num_experts(self) -> int: ...
@@ -15,7 +15,7 @@ class Experts(Protocol):
 
 
 class Shape(Protocol):
-    """Of harness/model/config.py's ModelConfig, what is counted here."""
+    """The fields of harness/model/config.py's ModelConfig that are counted here."""
 
     vocab_size: int
     context_length: int
@@ -46,7 +46,7 @@ class Shape(Protocol):
 
 
 def mlp_matrices(shape: Shape) -> int:
-    """How many matrices the feed-forward layer has: SwiGLU's gate is a third."""
+    """Number of matrices in the feed-forward layer: SwiGLU's gate is a third."""
     return 3 if shape.mlp == "swiglu" else 2
 
 
@@ -106,7 +106,7 @@ def _block_vectors(shape: Shape) -> int:
 
 
 def _mlp_biases(shape: Shape) -> int:
-    """Of one feed-forward layer, or expert."""
+    """Number of biases in one feed-forward layer, or expert."""
     return shape.emb_dim + (mlp_matrices(shape) - 1) * shape.mlp_width if shape.linear_bias else 0
 
 

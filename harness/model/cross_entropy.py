@@ -60,8 +60,8 @@ def token_cross_entropies(
 
 
 class Computation(NamedTuple):
-    """How a loss is computed: the matrix products' precision, with gradients or not, by compiled kernels or not, and
-    the logits' soft-cap (0: none)."""
+    """Settings of a loss's computation: the matrix products' precision, with gradients or not, by compiled kernels or
+    not, and the logits' soft-cap (0: none)."""
 
     product_dtype: torch.dtype
     needs_grad: bool

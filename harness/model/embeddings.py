@@ -1,4 +1,4 @@
-"""What small models gain from besides the token embedding: value embeddings, a skip from the embedding to each block,
+"""Additions to the token embedding that help small models: value embeddings, a skip from the embedding to each block,
 and an embedding of the last two tokens. All three are those of the records of
 https://github.com/KellerJordan/modded-nanogpt (train_gpt.py).
 """
@@ -28,8 +28,8 @@ class Mix(nn.Module):
 
 
 def value_mix(config: ModelConfig, layer: int) -> Mix | None:
-    """In block `layer`, values are mixed with an embedding of their tokens: half and half to begin with. Inspired by
-    the value residuals of Zhou et al. (arXiv:2410.17897)."""
+    """Mix of the values in block `layer` with an embedding of their tokens, half and half to begin with; None without
+    one. Inspired by the value residuals of Zhou et al. (arXiv:2410.17897)."""
     return None if config.value_embedding_of(layer) is None else Mix(0.5, 0.5)
 
 

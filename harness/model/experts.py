@@ -20,22 +20,23 @@ ALIGNED = 8  # kernels of grouped products want rows of whole 16 bytes: as many 
 
 
 class Routing(NamedTuple):
-    """Of one block and microbatch: how many tokens each expert got (int64), and the balancing loss, a scalar."""
+    """Routing in one block and microbatch: the number of tokens of each expert (int64), and the balancing loss, a
+    scalar."""
 
     tokens_E: Tensor
     loss: Tensor
 
 
 class Routed(NamedTuple):
-    """What a mixture of experts, or a block with one, gives: its output, and how it came about."""
+    """The output of a mixture of experts, or of a block with one, and its routing."""
 
     output_BxTxC: Tensor
     routing: Routing
 
 
 class TrainingTerms(NamedTuple):
-    """What a model with experts gives in training: terms of which the sum is to be minimised, the cross-entropy first,
-    and how many tokens each expert of each block got (LxE)."""
+    """The training output of a model with experts: terms whose sum is to be minimised, the cross-entropy first, and the
+    number of tokens of each expert of each block (LxE)."""
 
     terms: Tensor
     expert_tokens: Tensor
@@ -108,9 +109,9 @@ class Permuted(torch.autograd.Function):
 
 
 def _in_groups(x_RxC: Tensor) -> bool:
-    """Whether the experts are computed together, where nobody may ask the device how many rows each of them has: a GPU
-    would be waited for in each block, and compiled code would end there. On the CPU one after the other is as quick,
-    and so it is for the few tokens of a generation."""
+    """True if the experts are computed together, so that the device need not be asked for each expert's number of rows:
+    in each block that would wait for a GPU, and break the graph of compiled code. On the CPU one after the other is as
+    fast, and also for the few tokens of a generation."""
     suits = x_RxC.is_cuda and torch.is_grad_enabled()
     return (torch.compiler.is_compiling() or suits) and x_RxC.dtype != torch.float64
 
@@ -123,7 +124,7 @@ def experts_one_by_one(experts: nn.ModuleList, x_RxC: Tensor, tokens_E: Tensor) 
 
 
 def grouped_experts(experts: nn.ModuleList, x_RxC: Tensor, tokens_E: Tensor) -> Tensor:
-    """The same by grouped matrix products, whose sizes stay on the device."""
+    """Compute `experts_one_by_one` by grouped matrix products, whose sizes stay on the device."""
     device = x_RxC.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_RxC.dtype
     ends_E = tokens_E.cumsum(0).to(torch.int32)

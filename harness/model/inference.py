@@ -1,5 +1,5 @@
-"""What a finished model can do for generation and evaluation: the protocol that every language model of ours follows,
-and the cache of attention's keys and values by which it reads on where it stopped.
+"""The interface of finished models for generation and evaluation: the protocol that every language model here follows,
+and the cache of attention's keys and values by which it continues a sequence.
 """
 
 from __future__ import annotations

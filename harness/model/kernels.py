@@ -1,5 +1,5 @@
-"""Which kernels a model is computed with: compiled ones where they can be had, and for attention those that drop what
-they are told to."""
+"""Choice of the kernels that compute a model: compiled ones where available, and for attention those that drop the
+share that drop_rate asks for."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def choose_kernels(
 
 
 def should_compile(setting: bool | Literal["auto"], device: torch.device) -> bool:
-    """Whether to compile the model: what train.json says; "auto" compiles on CUDA, where the tools for it are there.
+    """True if the model is to be compiled: as train.json says; "auto" compiles on CUDA, where the tools for it are
+    there.
 
     Raises UserError if train.json demands it and they are not.
     """
@@ -55,7 +56,7 @@ def not_compiled(setting: bool | Literal["auto"], device: torch.device) -> str |
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether calls of the model run compiled code, or will after the first."""
+    """True if calls of the model run compiled code, or will after the first."""
     return model._compiled_call_impl is not None
 
 
@@ -66,7 +67,8 @@ def run_eagerly(model: nn.Module) -> None:
 
 
 def missing_tool(device: torch.device) -> str | None:
-    """What torch.compile would look for in vain, minutes later, and how to get it; None if all is there."""
+    """A tool that torch.compile needs and would miss only minutes later, and how to install it; None if all are
+    there."""
     language, variable, names = (
         ("C", "CC", ("gcc", "clang")) if device.type == "cuda" else ("C++", "CXX", ("g++", "clang++"))
     )

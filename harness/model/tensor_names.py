@@ -36,7 +36,7 @@ Offered = TypeVar("Offered")
 
 
 class TensorKind(NamedTuple):
-    """What tells a tensor from others before it is read. The type is by torch's name."""
+    """Shape and dtype (torch's name) of a tensor, known before it is read."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -97,8 +97,8 @@ def _linear_shapes(name: str, shape: tuple[int, int], config: ModelConfig) -> di
 
 
 def public_names(offered: Mapping[str, Offered], *, tied: bool) -> dict[str, Offered]:
-    """What a file offers, under the public names: `att.mask` buffers, the prefix of a wrapper around the model, and
-    either half of a tied pair may be there or not."""
+    """The entries of a file by public name. Leaves out `att.mask` buffers and the prefix of a wrapper around the model;
+    for a tied pair, fills in the half that is missing."""
     found = _without_wrapper({name: value for name, value in offered.items() if not name.endswith(".att.mask")})
     if tied:  # files of such models hold the shared tensor twice, or under one name or the other
         for one, other in ((HEAD, EMBEDDING), (EMBEDDING, HEAD)):
@@ -122,7 +122,7 @@ def check_tensors(offered: Mapping[str, TensorKind], wanted: Mapping[str, tuple[
 
 
 def _differences(offered: Mapping[str, TensorKind], wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """How the file's tensors differ from the model's, in the model's order, then the file's own."""
+    """Describe how the file's tensors differ from the model's: in the model's order, then those only in the file."""
     faults = []
     for name, shape in wanted.items():
         if name not in offered:

@@ -46,7 +46,8 @@ def checkpoint_views(state: dict[str, Tensor], config: ModelConfig) -> dict[str,
 def from_checkpoint_names(
     offered: dict[str, Tensor], state: dict[str, Tensor], config: ModelConfig, source: Path
 ) -> dict[str, Tensor]:
-    """What a file offers, as the tensors of the model that `config` describes, which has this state.
+    """The tensors of a file by public name, checked against the model that `config` describes and whose state is
+    `state`.
 
     `att.mask` buffers, the prefix of a wrapper around the model, and either half of a tied pair may be there or not.
     Raises UserError, naming `source` and what differs, if it is another model's file.

@@ -30,7 +30,7 @@ class AdamW:
         shares: Shares | None = None,
         parameters: dict[str, nn.Parameter] | None = None,
     ) -> None:
-        """Of all parameters that are trained, or those given."""
+        """Optimise all parameters that are trained, or those given."""
         groups = adamw_groups(model, config, trained_parameters(model) if parameters is None else parameters)
         self._shares = shares or Shares()
         self._peak = self._rate = config.learning_rate
@@ -46,7 +46,7 @@ class AdamW:
         self._scaled = torch.optim.SGD(list(self.parameters.values())) if self.parameters else None
 
     def _tensor(self, piece: Piece) -> Tensor:
-        """What torch's optimizer updates: a parameter itself, or a view of a part of it."""
+        """The tensor that torch's optimizer updates: a parameter itself, or a view of a part of it."""
         parameter = self.parameters[piece.name]
         return parameter if self._shares.size == 1 else piece.of(parameter)
 
@@ -138,5 +138,5 @@ class AdamW:
         return {key: (piece.of(value) if value.dim() else value).clone() for key, value in whole.items()}
 
     def _tensors(self) -> list[Tensor]:
-        """In torch's order: group by group."""
+        """All tensors in torch's order: group by group."""
         return [tensor for group in self.param_groups for tensor in group["params"]]

@@ -145,7 +145,7 @@ def build_probe(
 def search_record(
     experiment: Experiment, probe: MicrobatchProbe, largest: int, limit: MemoryLimit, *, is_all_data: bool
 ) -> MicrobatchSearch:
-    """What a search that has ended leaves in the run's folder."""
+    """The record of a finished search for the run's folder."""
     config, world = experiment.config, probe.world
     train = config.model_dump(mode="json")
     return MicrobatchSearch(
@@ -178,7 +178,7 @@ def keep_search(experiment: Experiment, search: MicrobatchSearch) -> None:
 def _choose_search(
     compiled: bool | Literal["auto"], device: torch.device
 ) -> tuple[type[MicrobatchProbe], Callable[[Any, int], Found]]:
-    """How sizes are tried, and in which order: as training will compute them, compiled or not."""
+    """The probe and the search for how training will compute the model: compiled or not."""
     if not should_compile(compiled, device):
         return MicrobatchProbe, find_uncompiled
     from harness.training.compiled_probe import CompiledProbe, find_compiled  # much of torch, in a search's memory
@@ -195,7 +195,7 @@ def find_uncompiled(probe: MicrobatchProbe, ceiling: int) -> Found:
 
 
 def describe_memory(probe: MicrobatchProbe, limit: MemoryLimit, *, is_all_data: bool) -> str:
-    """What a sequence takes, and how that is known."""
+    """Describe the memory of a sequence (GiB), and the peaks and the limit behind that number."""
     line = probe.memory_line()
     fit = f"{line[0] / GIB:.3f} GiB per sequence + {line[1] / GIB:.3f} GiB fixed" if line else "too few sizes to tell"
     note = f"limit {limit.gib:.2f} GiB, of which {limit.note}{', limited by the data' if is_all_data else ''}"

@@ -50,7 +50,7 @@ class ChartProcess:
         self._end()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """In a session of its own: Ctrl-C is for the training, which ends the worker when it ends."""
+        """Start the worker in a session of its own: Ctrl-C is for the training, which ends the worker when it ends."""
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._asked, self._drawn, self._answers = 0, 0, b""
         self._worker = subprocess.Popen(

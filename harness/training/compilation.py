@@ -1,4 +1,4 @@
-"""Whether a model can be compiled shows when it first runs: all ranks train compiled code, or none does."""
+"""Compilation that all ranks share: if a model's first pass fails to compile on one rank, none trains compiled code."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _cannot_be_compiled(reason: str) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """What a compiler's error says first, in one line; torch puts a line of its own before it."""
+    """The first line of a compiler's error that is not torch's own preamble, cut to REASON_CHARACTERS."""
     lines = [line.strip() for line in str(error).splitlines()]
     said = [line for line in lines if line and not line.endswith("raised:")] or [type(error).__name__]
     return said[0][:REASON_CHARACTERS]

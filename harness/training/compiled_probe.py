@@ -1,4 +1,4 @@
-"""Which microbatch fits, for a model that training compiles.
+"""Search for the largest microbatch that fits, for a model that training compiles.
 
 Compiling takes the better part of a minute, and torch.compile would do it for every size. So the sizes are tried with
 one program in which the number of sequences is a variable; the line through its peaks is what is reported. What it
@@ -72,7 +72,8 @@ class CompiledProbe(MicrobatchProbe):
     _search_code: types.CodeType | None = None
 
     def fits(self, microbatch_size: int) -> bool:
-        """As MicrobatchProbe has it. Raises TooManyPrograms if the search would need a third program for that."""
+        """Try a size as MicrobatchProbe does. Raises TooManyPrograms if the search would need a third program for
+        that."""
         failed, programs, seconds = self.smallest_failed, self.programs, self.seconds_each
         with never_uncompiled(may_compile=self.is_confirming or self.programs < MOST_PROGRAMS - 1):
             fitted = super().fits(microbatch_size)
@@ -97,12 +98,13 @@ class CompiledProbe(MicrobatchProbe):
         return "would need another program" if self._needs_program else super()._verdict(fits=fits)
 
     def confirm(self, microbatch_size: int) -> bool:
-        """Whether it fits as training compiles it, for just this size."""
+        """True if this size fits as training compiles it, for just this size. Collective."""
         self.is_confirming = True
         return self.fits(microbatch_size)
 
     def by_line(self, ceiling: int) -> int:
-        """What will fit by the line through all peaks of the search, or what has, without trying."""
+        """The size that fits by the line through all peaks of the search, or the largest that has fitted, without a
+        trial."""
         beyond = self.smallest_failed or ceiling + 1
         return max(1, self.largest, min(self.guess() or 0, beyond - 1))
 

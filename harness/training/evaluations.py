@@ -33,14 +33,14 @@ SAMPLE_TOKENS = 50
 
 @dataclass(frozen=True)
 class Sample:
-    """What the model has written; or why it could not, which is no reason to end a run."""
+    """Text that the model has generated; or the reason why it could not, which does not end a run."""
 
     text: str
     failure: str = ""
 
 
 class Evaluations:
-    """What is measured of the model after a step. Every method is called on every rank, and returns the same there."""
+    """Measurements of the model after a step. Every method is called on every rank, and returns the same there."""
 
     def __init__(self, start: Start, world: World, step: OptimizerStep, stop: StopSignal) -> None:
         """Collective. Raises UserError if train.json's benchmarks cannot be had."""
@@ -81,7 +81,7 @@ class Evaluations:
             return []
 
     def sample(self) -> Sample:
-        """How the model as it is continues train.json's `sample_prompt`."""
+        """Text with which the current model continues train.json's `sample_prompt`. Collective."""
         return self.world.on_rank0(self._sample)
 
     def _sample(self) -> Sample:
@@ -118,7 +118,7 @@ class EvaluationFailed(Exception):  # noqa: N818 - the run goes on
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank tells the others instead of its results."""
+    """A rank's reason for having no results, sent to the others in their place."""
 
     reason: str
 
@@ -208,7 +208,7 @@ class RunBenchmarks:
 
 
 def _main_scores(results: dict[str, Any], names: list[str]) -> Iterator[Score]:
-    """Of a group with a score of its own that alone, else those of its tasks."""
+    """The score of each group that has one of its own, else those of its tasks."""
     for name in names:
         own = scores(results, name)
         yield from own or _main_scores(results, results["group_subtasks"].get(name, []))

@@ -22,7 +22,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> tuple[Tensor, Tensor]:
 
 
 def clip_divisor(norm: Tensor, max_norm: float | None) -> Tensor | None:
-    """What gradients of that norm have to be divided by so that it is at most `max_norm`, as an fp32 scalar; None where
+    """Divisor, as an fp32 scalar, that brings gradients of norm `norm` to a norm of at most `max_norm`; None where
     nothing is clipped."""
     return None if max_norm is None else torch.clamp((norm + CLIP_EPSILON) / max_norm, min=1.0).float()
 

@@ -20,9 +20,9 @@ ALIGNMENT = 64
 
 
 class HostCopies:
-    """Of nested dicts with tensors in them; rank 0's alone. Holds as many bytes as these take (for AdamW three times
-    the weights; pinned, torch rounds that up to a power of two), from the first copy to the end of the process, or with
-    `keep=False` until the copy is dropped."""
+    """CPU copies of nested dicts with tensors in them; rank 0's alone. Holds as many bytes as these take (for AdamW
+    three times the weights; pinned, torch rounds that up to a power of two), from the first copy to the end of the
+    process, or with `keep=False` until the copy is dropped."""
 
     def __init__(self, device: torch.device, *, keep: bool) -> None:
         self._device = device
@@ -31,10 +31,10 @@ class HostCopies:
         self._copied: Any = None  # the event after the copies of the last call
 
     def copy(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """The same dicts, with a copy on the CPU in each tensor's place: contiguous, each with a storage of its own.
+        """Return the dicts with a copy on the CPU in each tensor's place: contiguous, each with a storage of its own.
 
-        From a GPU it only asks for the copies: they come before whatever is asked of the current stream afterwards,
-        such as the next step, and can be read after `wait`. The copies of an earlier call are overwritten.
+        On a GPU the copies are only enqueued: they precede all later work of the current stream, such as the next step,
+        and can be read after `wait`. The copies of an earlier call are overwritten.
         """
         tensors = list(_tensors(tree))
         places = iter(self._places(tensors))
@@ -94,7 +94,7 @@ def _tensors(tree: dict[str, Any]) -> list[Tensor]:
 
 
 def _replaced(tree: dict[str, Any], function: Any) -> dict[str, Any]:
-    """The same nested dicts, with `function` of each tensor in its place; in order."""
+    """Replace each tensor of nested dicts by `function` of it, in order; returns new dicts."""
     return {
         key: _replaced(value, function) if isinstance(value, dict) else function(value) for key, value in tree.items()
     }

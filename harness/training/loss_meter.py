@@ -18,7 +18,7 @@ LOAD_DIGITS = 4  # of each expert's load in metrics.jsonl
 
 @dataclass(frozen=True)
 class TrainMetrics:
-    """What happened on all ranks since the last report."""
+    """Metrics over all ranks and all steps since the last report."""
 
     loss: float
     loss_min: float

@@ -29,8 +29,7 @@ GUESS_GROWTH = 4  # by so much further each guess after the second keeps from wh
 
 @dataclass(frozen=True)
 class Found:
-    """What a search has come to: sequences in the largest microbatch that fits, 0 if none does, and what to say of
-    it."""
+    """Result of a search: sequences in the largest microbatch that fits, 0 if none does, and a remark on it."""
 
     size: int
     remark: str = ""
@@ -120,16 +119,18 @@ class MicrobatchProbe:
             print(f"trying {microbatch_size}{f', about {about:,.0f} s' if about else ''} ...", flush=True)
 
     def guess(self) -> int | None:
-        """What will fit by the line through the peaks; the same on every rank."""
+        """Estimate, by the line through the peaks, of the largest size that fits; the same on every rank.
+        Collective."""
         return self.guess_by(self.memory_line())
 
     def guess_by(self, line: tuple[float, float] | None) -> int | None:
-        """What will fit by such a line on the rank where least does. Collective."""
+        """Estimate, by the line (bytes per sequence, fixed bytes), of the largest size that fits on every rank; None if
+        unknown. Collective."""
         own = (self.limit_bytes - line[1]) / line[0] if line and line[0] > 0 else 0.0
         return min(self.world.gather(int(own) if 0 < own < 2**31 else 0)) or None
 
     def fits_here(self, microbatch_size: int) -> bool:
-        """Whether this rank has the memory for what training does; once, also for what it does between two steps."""
+        """True if this rank has the memory for training steps and, tried once, for the work between two steps."""
         try:
             if self._step is None:
                 self._step = self.build_step()
@@ -175,7 +176,7 @@ class MicrobatchProbe:
         return fit_line(self.peaks)
 
     def describe(self) -> str:
-        """What the search took."""
+        """Steps and seconds of the search, in words."""
         return f"{self.steps} steps, {self.seconds:,.0f} s"
 
 

@@ -88,7 +88,7 @@ class Muon:
         self._steps += kept
 
     def _momentum(self, dtype: torch.dtype) -> Tensor:
-        """That of the next step: from MUON_FIRST_MOMENTUM in a straight line, if there is a warm-up."""
+        """Momentum of the next step: rises linearly from MUON_FIRST_MOMENTUM, if there is a warm-up."""
         assert self._steps is not None
         full, steps = self._config.muon_momentum, self._config.muon_momentum_warmup_steps
         part = torch.ones_like(self._steps) if steps is None else (self._steps / steps).clamp(max=1)
@@ -155,7 +155,7 @@ class Muon:
         return self._in_order(others | {name: {"step": self._steps, BUFFER: own} for name, own in self._whole.items()})
 
     def _in_order(self, values: dict[str, T]) -> dict[str, T]:
-        """By name in the model's order."""
+        """Sort `values` by name in the model's order."""
         return {name: values[name] for name in self._parameters if name in values}
 
     def load_named_state(self, saved: NamedState) -> None:

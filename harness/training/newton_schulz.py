@@ -15,8 +15,8 @@ EPSILON = 1e-7
 
 
 def orthogonalise(matrices_GxMxN: Tensor, dtype: torch.dtype) -> Tensor:
-    """For each matrix U·S·Vᵀ of a batch about U·Vᵀ, computed in `dtype`, of which the result is. M is at most N: the
-    products are of the smaller side. A matrix of zeros stays so."""
+    """Map each matrix U·S·Vᵀ of a batch to about U·Vᵀ, computed and returned in `dtype`. M is at most N: the products
+    are of the smaller side. A matrix of zeros stays so."""
     a, b, c = COEFFICIENTS
     x_GxMxN = matrices_GxMxN.to(dtype)
     norms_Gx1x1 = torch.linalg.vector_norm(x_GxMxN, dim=(-2, -1), keepdim=True)

@@ -23,7 +23,7 @@ from harness.training.shares import Shares
 
 
 class Optimizer(Protocol):
-    """What training asks of an optimizer; every method is called on every rank."""
+    """The interface of an optimizer in training; every method is called on every rank."""
 
     @property
     def learning_rate(self) -> float:

@@ -14,8 +14,8 @@ from harness.runs.experiment import Experiment
 
 
 def model_options(experiment: Experiment, precision: Precision) -> dict[str, Any]:
-    """What train.json makes of the model: GPTModel's keyword arguments. Raises UserError for a residual stream in
-    another precision than the matrix products can have here."""
+    """GPTModel's keyword arguments that train.json decides. Raises UserError for a residual stream in another precision
+    than the matrix products can have here."""
     config = experiment.config
     return {
         "recompute_blocks": config.activation_checkpointing,

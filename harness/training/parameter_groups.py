@@ -1,4 +1,4 @@
-"""Which rate and decay AdamW has for each parameter, by what kind of parameter it is."""
+"""AdamW's learning rate and weight decay for each kind of parameter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Group:
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """By name, each once: a head that shares the token embedding goes by that one's name."""
+    """Trained parameters by name, each once: a head that shares the token embedding has the embedding's name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 

@@ -1,4 +1,4 @@
-"""What training does after a step, done once for the memory it takes, and for what it leaves in the process."""
+"""The work of training between two steps, done once for the memory it takes, and for what it leaves in the process."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from harness.training.step import OptimizerStep, StepResult
 
 
 class Saver(Protocol):
-    """Of checkpointing.Checkpointer, what is used here."""
+    """The methods of checkpointing.Checkpointer that are used here."""
 
     def save(self, state: TrainState) -> None: ...
     def finish(self) -> None: ...
 
 
 class RehearsedTrainer(Protocol):
-    """Of ddp_train.Trainer, what is used here. Its run directory is a folder that goes away."""
+    """The attributes of ddp_train.Trainer that are used here. Its run directory is a temporary folder."""
 
     world: World  # of this process alone
     state: TrainState

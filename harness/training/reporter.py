@@ -1,4 +1,4 @@
-"""What a run says and writes down as it goes: a bar or plain lines, metrics.jsonl, the chart, the summary at the end.
+"""The output of a run while it trains: a bar or plain lines, metrics.jsonl, the chart, the summary at the end.
 
 Every rank calls the same methods; rank 0 alone does anything.
 """
@@ -52,7 +52,7 @@ class Console:
         self._bar: Any = None
 
     def start(self) -> None:
-        """From here on there is a bar, if there is a terminal. What is said earlier stands on lines of its own."""
+        """Show the bar from now on, if there is a terminal. Earlier messages stand on lines of their own."""
         if self.visible and sys.stderr is not None and sys.stderr.isatty():
             # The time left is among the numbers; what else tqdm shows would push them off a screen of 80 columns.
             layout = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
@@ -206,8 +206,8 @@ RECORDED = ("versions", "commit", "budget", "scaled", "active_parameters", "moe_
 
 
 def program_and_settings(start: Start) -> dict[str, Any]:
-    """For checkpoints and the summary: which program it is, and what train.json's budget and scaling rules, and a
-    mixture of experts, came to, if it has such."""
+    """The program's versions and commit and, where there are such, the resolved values of train.json's budget and
+    scaling rules and of a mixture of experts: for checkpoints and the summary."""
     experiment = start.experiment
     resolved: dict[str, Any] = {"budget": start.budget, "scaled": start.scaled.values or None}
     if experiment.model.moe:

@@ -1,5 +1,5 @@
-"""What each rank keeps and updates of the parameters under `shard_optimizer` (ZeRO, stage 1: Rajbhandari et al.,
-arXiv:1910.02054), and how ranks exchange it.
+"""The share of the parameters that each rank keeps and updates under `shard_optimizer` (ZeRO, stage 1: Rajbhandari et
+al., arXiv:1910.02054), and the exchange of these shares.
 
 Parameters and gradients are whole on every rank. Of each parameter, pieces of its flattened numbers have an owner, the
 only rank that keeps their state. It updates them, and gives them to the others, in place.

@@ -43,7 +43,7 @@ from harness.training.clock import Clock
 
 @dataclass(frozen=True)
 class Start:
-    """What a process begins to train with: all is checked, and nothing is built yet."""
+    """The inputs of a process's training: all is checked, and nothing is built yet."""
 
     experiment: Experiment
     dataset: Dataset
@@ -73,7 +73,7 @@ class Start:
 
     @property
     def provenance(self) -> Provenance:
-        """What a checkpoint belongs to."""
+        """The model, settings and dataset that a checkpoint belongs to."""
         return self.experiment.provenance(self.dataset)
 
     @property
@@ -89,7 +89,8 @@ class Start:
 
     @property
     def interrupted_in(self) -> str | None:
-        """What a signal kept the last step from: "validation" or "benchmarks", and what comes after it."""
+        """The evaluation that a signal interrupted after the last step: "validation" or "benchmarks"; it and what
+        follows it are still due."""
         return self.meta.due if self.meta else None
 
     @property
@@ -97,7 +98,7 @@ class Start:
         return self.meta is not None and self.position.is_finished and self.interrupted_in is None
 
     def note_begun(self) -> None:
-        """If torchrun starts the run again from here on, it continues. Rank 0 only."""
+        """Record that the run resumes if torchrun starts it again from now on. Rank 0 only."""
         assert self.lock is not None
         self.lock.note_begun()
 

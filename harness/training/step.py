@@ -21,7 +21,7 @@ from harness.training.optimizer import Optimizer, build_optimizer
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step leaves on the device: nobody has waited for it yet."""
+    """Result of a step, on the device: no thread has waited for it yet."""
 
     losses_A: Tensor  # this rank's cross-entropy of each microbatch, fp64
     gradient_norm: Tensor
@@ -120,7 +120,7 @@ class OptimizerStep:
 
 
 def _parts(output: Tensor | TrainingTerms) -> tuple[Tensor, Tensor | None]:
-    """What a model gives in training: its terms, and its experts' load."""
+    """Split a model's output in training into its terms and its experts' load."""
     return output if isinstance(output, TrainingTerms) else (output, None)
 
 
