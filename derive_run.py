@@ -34,7 +34,7 @@ def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path, dataset
         from harness.analysis.derived_runs import Base, derive_for_dataset, write_runs
         from harness.analysis.sweeps import parse_settings
         from harness.common.files import check_name
-        from harness.data.dataset import neighbour
+        from harness.data.dataset import neighbour_remark
 
         folder = runs_dir / check_name(new, "run")
         changes = parse_settings(settings)
@@ -48,10 +48,8 @@ def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path, dataset
         click.echo(f"{folder}: {parent.run.path.name} {with_what}")
         for key, difference in run.derivation.differs.items():
             click.echo(f"  {key}: {json.dumps(difference.base)} -> {json.dumps(difference.here)}")
-        dataset = run.train_config.dataset
-        near = neighbour(datasets_dir, dataset)
-        if near not in (None, dataset):
-            click.echo(f'note: "{dataset}" is not in {datasets_dir}; did you mean "{near}"?')
+        if remark := neighbour_remark(datasets_dir, run.train_config.dataset):
+            click.echo(f"note: {remark}")
 
 
 if __name__ == "__main__":

@@ -200,6 +200,12 @@ def neighbour(datasets_dir: Path, name: str) -> str | None:
     return nearest(name, names) or next((each for each in names if each.partition("/")[2] == name), None)
 
 
+def neighbour_remark(datasets_dir: Path, name: str) -> str | None:
+    """A remark on a data set that is not on this machine, where one of a similar name is."""
+    near = neighbour(datasets_dir, name)
+    return None if near in (None, name) else f'"{name}" is not in {datasets_dir}; did you mean "{near}"?'
+
+
 def is_present(datasets_dir: Path, name: str, splits: list[str]) -> bool:
     """True if the folder holds the wanted splits, so that nothing needs to be fetched.
 

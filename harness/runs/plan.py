@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from harness.common.gpu_names import gpu_names
 from harness.common.options import TrainOptions
 from harness.common.units import GIB
-from harness.data.dataset import Dataset, check_token_ids, is_present, neighbour
+from harness.data.dataset import Dataset, check_token_ids, is_present, neighbour_remark
 from harness.model.config import ModelConfig
 from harness.model.export_formats import describe_formats
 from harness.model.tensor_names import check_weights_file
@@ -217,8 +217,7 @@ def make_plan(experiment: Experiment, world_size: int, meta: CheckpointMeta | No
         position = experiment.position(layout, len(dataset.split("train")), meta, budget)
         remark = None if meta else _unused_vocabulary(model, dataset)
     else:
-        near = neighbour(experiment.datasets_dir, config.dataset)
-        remark = near and f'"{config.dataset}" is not in {experiment.datasets_dir}; did you mean "{near}"?'
+        remark = neighbour_remark(experiment.datasets_dir, config.dataset)
         if config.min_train_tokens != -1:
             position = experiment.position(layout, sys.maxsize, meta, budget)
     initial = experiment.initial_weights if meta is None else None
