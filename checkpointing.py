@@ -26,11 +26,11 @@ from harness.distributed.world import World
 from harness.model.config import ModelConfig
 from harness.model.precision import Precision
 from harness.model.weights import checkpoint_views, load_weights
+from harness.planning.experiment import changed_settings
 from harness.runs import checkpoints
 from harness.runs.checkpoint_meta import CheckpointMeta, TrainState
 from harness.runs.checkpoints import Checkpoint
 from harness.runs.directory import RunDirectory
-from harness.runs.experiment import changed_settings
 from harness.runs.metrics import MetricsFile
 from harness.runs.notebook_optimizer import optimizer_by_name
 from harness.training.async_writer import build_writer

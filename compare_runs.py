@@ -16,10 +16,10 @@ from harness.common.errors import one_line_errors
 from harness.common.options import Command
 
 if TYPE_CHECKING:
-    from harness.analysis.against_baseline import BaselineComparison
-    from harness.analysis.compare_options import ChosenRuns, CompareOptions
-    from harness.analysis.records import RunRecord
-    from harness.analysis.runs_table import RunsTable
+    from harness.comparison.against_baseline import BaselineComparison
+    from harness.comparison.compare_options import ChosenRuns, CompareOptions
+    from harness.comparison.records import RunRecord
+    from harness.comparison.runs_table import RunsTable
 
 PATH = click.Path(path_type=Path)
 
@@ -30,7 +30,7 @@ PATH = click.Path(path_type=Path)
 @click.option("--baseline", metavar="RUN", help="Or its arm: is any other run better, and how sure is that?")
 @click.option("--sort", metavar="KEY", help="A column, as --json names it, or name. Default: the best loss first.")
 @click.option("--machines", is_flag=True, help="What each RUN would take and cost on other machines.")
-@click.option("--prices", type=PATH, help="With --machines: your list of them, like harness/runs/machines.json.")
+@click.option("--prices", type=PATH, help="With --machines: your list of them, like harness/planning/machines.json.")
 @click.option("--html", type=PATH, help="Write a page to look at and to send: table, curves, verdicts, in one file.")
 @click.option("--chart", type=PATH, help="Draw the losses of the runs into this PNG.")
 @click.option("--over", default="tokens", show_default=True, help="What the chart draws them over: steps, hours, ...")
@@ -43,8 +43,8 @@ def main(runs: tuple[str, ...], **options: Any) -> None:
     things never stand in one column.
     """
     with one_line_errors():
-        from harness.analysis.compare_options import CompareOptions
-        from harness.analysis.runs_table import RunsTable
+        from harness.comparison.compare_options import CompareOptions
+        from harness.comparison.runs_table import RunsTable
 
         asked = CompareOptions(**options)
         asked.check(runs)
@@ -66,15 +66,15 @@ def main(runs: tuple[str, ...], **options: Any) -> None:
 
 
 def _compare(table: RunsTable, chosen: ChosenRuns) -> BaselineComparison | None:
-    from harness.analysis.against_baseline import compare_with
+    from harness.comparison.against_baseline import compare_with
 
     baseline = chosen.asked.baseline_name()
     return None if baseline is None else compare_with(baseline, [*table.records, *chosen.left_out])
 
 
 def _left_out(chosen: ChosenRuns) -> Iterator[str]:
-    from harness.analysis.table_text import paragraph
     from harness.common.messages import abbreviated
+    from harness.comparison.table_text import paragraph
 
     if chosen.left_out:
         names = abbreviated([record.name for record in chosen.left_out])
@@ -83,8 +83,8 @@ def _left_out(chosen: ChosenRuns) -> Iterator[str]:
 
 def _lines(table: RunsTable, comparison: BaselineComparison | None) -> Iterator[str]:
     """The table, the curves that it holds, and the verdicts."""
-    from harness.analysis.table_fits import fit_lines
-    from harness.analysis.table_text import paragraph, table_lines
+    from harness.comparison.table_fits import fit_lines
+    from harness.comparison.table_text import paragraph, table_lines
 
     yield from table_lines(table)
     yield from fit_lines(table)
@@ -95,16 +95,16 @@ def _lines(table: RunsTable, comparison: BaselineComparison | None) -> Iterator[
 
 
 def _json_lines(table: RunsTable, comparison: BaselineComparison | None) -> Iterator[str]:
-    from harness.analysis.table_json import table_json
+    from harness.comparison.table_json import table_json
 
     yield json.dumps(table_json(table, comparison), indent=2, ensure_ascii=False, allow_nan=False)
 
 
 def _elsewhere(runs: tuple[str, ...], asked: CompareOptions) -> Iterator[str]:
     """The runs on other machines, by the speeds of all runs in the folder."""
-    from harness.analysis.machines_table import elsewhere
-    from harness.analysis.records import find_runs
-    from harness.runs.machines import PRICES
+    from harness.comparison.machines_table import elsewhere
+    from harness.comparison.records import find_runs
+    from harness.planning.machines import PRICES
 
     others = find_runs(asked.runs_dir, ())
     for run in find_runs(asked.runs_dir, runs):
@@ -113,8 +113,8 @@ def _elsewhere(runs: tuple[str, ...], asked: CompareOptions) -> Iterator[str]:
 
 
 def _write_page(path: Path, table: RunsTable, comparison: BaselineComparison | None, asked: CompareOptions) -> None:
-    from harness.analysis.comparison_report import report_of
-    from harness.analysis.html_report import write_report
+    from harness.comparison.comparison_report import report_of
+    from harness.comparison.html_report import write_report
 
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     made = f"Made {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())} by: uv run {command}"
@@ -126,18 +126,18 @@ def _draw_chart(
     path: Path, records: Sequence[RunRecord], comparison: BaselineComparison | None, asked: CompareOptions
 ) -> None:
     """Raises UserError if nothing can be drawn."""
-    from harness.analysis.comparison_report import chart_note, comparable_curves
-    from harness.analysis.curves import choose_axis
-    from harness.analysis.table_text import paragraph
     from harness.common.errors import UserError
     from harness.common.messages import abbreviated
+    from harness.comparison.comparison_report import chart_note, comparable_curves
+    from harness.comparison.curves import choose_axis
+    from harness.comparison.table_text import paragraph
 
     axis = choose_axis(asked.over)
     comparable = comparable_curves(records, asked.baseline_name())
     curves, problems = comparable.over(axis)
     if not curves:
         raise UserError(f"--chart: nothing to draw: {abbreviated(problems, most=3, separator='; ')}")
-    from harness.analysis.charts import draw_curves
+    from harness.comparison.charts import draw_curves
 
     draw_curves(curves, axis, path, asked.read_references(), chart_note(comparison, comparable.kind))
     for problem in problems:

@@ -20,8 +20,8 @@ from harness.common.libraries import configure_libraries, load
 from harness.common.options import POSITIVE, RUNS_DIR, Command, TrainOptions
 from harness.distributed.signals import StopRequested, StopSignal
 from harness.distributed.watchdog import Place
-from harness.runs.intervals import due_after
-from harness.runs.scaling_rules import ramp_multipliers
+from harness.planning.intervals import due_after
+from harness.planning.scaling_rules import ramp_multipliers
 from harness.runs.schemas import schema_option
 
 if TYPE_CHECKING:
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from harness.data.dataset import Dataset
     from harness.data.loader import TokenLoader
     from harness.distributed.world import World
+    from harness.planning.experiment import Experiment
+    from harness.planning.schedule import Schedule
     from harness.runs.checkpoint_meta import TrainState
-    from harness.runs.experiment import Experiment
-    from harness.runs.schedule import Schedule
     from harness.training.evaluations import Evaluations
     from harness.training.loss_meter import LossMeter
     from harness.training.reporter import Reporter
@@ -158,8 +158,8 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
         options = TrainOptions(**given)
         options.check(checkpoint)
         from harness.distributed.environment import ranks_to_start, read_ranking, run_ranks, take_signals
+        from harness.planning.experiment import Experiment
         from harness.runs.directory import RunDirectory
-        from harness.runs.experiment import Experiment
 
         take_signals()
         here = read_ranking()  # first: a launcher's leftovers would make this another run than was meant
@@ -168,7 +168,7 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
         experiment = Experiment.load(found, datasets_dir)
         experiment.check_dataset(ask_hub=not options.plan and here.local_rank == 0)  # one process a machine asks
         if options.plan:
-            from harness.runs.plan import print_plan
+            from harness.planning.plan import print_plan
 
             if here.rank == 0:
                 print_plan(experiment, checkpoint, options.processes or here.world_size, options)
@@ -224,7 +224,7 @@ def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
     from gpt import GPTModel
     from harness.data.loader import TokenLoader
     from harness.model.precision import Precision
-    from harness.runs.schedule import build_schedule
+    from harness.planning.schedule import build_schedule
     from harness.training.evaluations import Evaluations
     from harness.training.loss_meter import LossMeter
     from harness.training.parallel import model_options, parallelise

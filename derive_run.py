@@ -31,10 +31,10 @@ def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path, dataset
         uv run derive_run.py quickstart-gpt2 faster --set learning_rate=0.003
     """
     with one_line_errors():
-        from harness.analysis.derived_runs import Base, derive_for_dataset, write_runs
-        from harness.analysis.sweeps import parse_settings
         from harness.common.files import check_name
         from harness.data.dataset import neighbour_remark
+        from harness.sweeps.derived_runs import Base, derive_for_dataset, write_runs
+        from harness.sweeps.sweep import parse_settings
 
         folder = runs_dir / check_name(new, "run")
         changes = parse_settings(settings)

@@ -12,8 +12,8 @@ from harness.common.errors import UserError, one_line_errors
 from harness.common.options import Command, FiniteNumber
 
 if TYPE_CHECKING:
-    from harness.analysis.scaling_data import CostLaw, Points
-    from harness.analysis.scaling_laws import Plan
+    from harness.scaling.data import CostLaw, Points
+    from harness.scaling.laws import Plan
 
 QUANTITY = FiniteNumber(min=0, min_open=True, max=1e40)
 FORMATS = (".png", ".pdf", ".svg")
@@ -46,9 +46,9 @@ def main(runs: tuple[str, ...], points: Path | None, **options: Any) -> None:
     L(N, D) = E + A/N^alpha + B/D^beta, each with its 95% interval. Runs that have not finished are named and left out.
     """
     with one_line_errors():
-        from harness.analysis import scaling_report
-        from harness.analysis.isoflop import Grouping
-        from harness.analysis.scaling_data import CostLaw
+        from harness.scaling import report as scaling_report
+        from harness.scaling.data import CostLaw
+        from harness.scaling.isoflop import Grouping
 
         if options["chart"]:
             check_chart(options["chart"])
@@ -59,7 +59,7 @@ def main(runs: tuple[str, ...], points: Path | None, **options: Any) -> None:
         questions = scaling_report.Questions(plans, options["budget"], grouping, options["resamples"], options["seed"])
         analysis = scaling_report.analyse(given, cost, questions)
         if options["chart"]:
-            from harness.analysis.scaling_charts import draw_scaling_chart
+            from harness.scaling.charts import draw_scaling_chart
 
             draw_scaling_chart(analysis, options["chart"])
         if options["as_json"]:
@@ -79,8 +79,8 @@ def check_chart(chart: Path) -> None:
 
 def load_points(runs: tuple[str, ...], points: Path | None, runs_dir: Path) -> Points:
     """The points of either source. Raises UserError for both or neither."""
-    from harness.analysis.scaling_data import points_of_runs, read_points
     from harness.runs.directory import RunDirectory
+    from harness.scaling.data import points_of_runs, read_points
 
     if points is not None and runs:
         raise UserError("--points and RUNS: give one of them")
@@ -94,11 +94,11 @@ def load_points(runs: tuple[str, ...], points: Path | None, runs_dir: Path) -> P
 
 def plan_of(text: str, runs_dir: Path, cost: CostLaw) -> Plan:
     """The run that --predict asks about: `parameters=1e9,tokens=2e10`, or a run's name. Raises UserError."""
-    from harness.analysis.scaling_laws import Plan
     from harness.model.config import load_model_config
     from harness.runs.budget import stated_tokens
     from harness.runs.directory import RunDirectory
     from harness.runs.train_config import load_train_config
+    from harness.scaling.laws import Plan
 
     if "=" in text:
         parameters, tokens = (plan_number(text, key) for key in ("parameters", "tokens"))

@@ -30,7 +30,7 @@ WHERE_THEY_PRINT = "What they print goes to sweep.log in their folders."
 def print_schema(context: click.Context, _: click.Parameter, is_asked: bool) -> None:
     """click's callback: print the JSON Schema, if it is asked for, and end."""
     if is_asked:
-        from harness.analysis.sweep_file import sweep_schema
+        from harness.sweeps.file import sweep_schema
 
         click.echo(json.dumps(sweep_schema(), indent=2))
         context.exit()
@@ -64,8 +64,8 @@ def make(sweep: Path, runs_dir: Path) -> None:
     Those that are there already are left as they are; a folder of the same name with another run in it is refused.
     """
     with one_line_errors():
-        from harness.analysis.derived_runs import write_runs
-        from harness.analysis.sweeps import load_sweep
+        from harness.sweeps.derived_runs import write_runs
+        from harness.sweeps.sweep import load_sweep
 
         found = load_sweep(sweep, runs_dir)
         missing = found.missing()
@@ -90,8 +90,8 @@ def make(sweep: Path, runs_dir: Path) -> None:
 def plan(sweep: Path, datasets_dir: Path, runs_dir: Path, groups: int, **given: Any) -> None:
     """Print what is left of SWEEP.json's runs, and what it will take. Nothing is trained, nor need they be made."""
     with one_line_errors():
-        from harness.analysis.sweep_plan import AssumedSpeed, MachineUse, Planner, describe_sweep_plan, plan_sweep
-        from harness.analysis.sweeps import load_sweep
+        from harness.sweeps.plan import AssumedSpeed, MachineUse, Planner, describe_sweep_plan, plan_sweep
+        from harness.sweeps.sweep import load_sweep
 
         found = load_sweep(sweep, runs_dir)
         speed = AssumedSpeed(given["assume_tps"], given["assume_tps_with_validation"], given["assume_device"])
@@ -114,12 +114,12 @@ def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | N
     with checkpoints. What a run prints goes to sweep.log in its folder.
     """
     with one_line_errors():
-        from harness.analysis.derived_runs import write_runs
-        from harness.analysis.sweep_plan import AssumedSpeed, MachineUse, Planner, plan_sweep
-        from harness.analysis.sweep_run import SweepRunner, leave
-        from harness.analysis.sweeps import load_sweep, next_commands
         from harness.common.lasting_output import survive_closed_output
         from harness.common.lock import RunLock
+        from harness.sweeps.derived_runs import write_runs
+        from harness.sweeps.plan import AssumedSpeed, MachineUse, Planner, plan_sweep
+        from harness.sweeps.run import SweepRunner, leave
+        from harness.sweeps.sweep import load_sweep, next_commands
 
         found = load_sweep(sweep, runs_dir)
         missing = found.missing()
@@ -159,13 +159,13 @@ def search(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float |
     has ended it. Needs the extra `sweep`: uv run --extra sweep sweep_runs.py search ...
     """
     with one_line_errors():
-        from harness.analysis.sweep_plan import AssumedSpeed, MachineUse, Planner
-        from harness.analysis.sweep_run import leave
-        from harness.analysis.sweep_search import SearchLimits, SearchRunner
-        from harness.analysis.sweep_study import check_installed
-        from harness.analysis.sweep_trials import describe_best, load_search
         from harness.common.lasting_output import survive_closed_output
         from harness.common.lock import RunLock
+        from harness.sweeps.plan import AssumedSpeed, MachineUse, Planner
+        from harness.sweeps.run import leave
+        from harness.sweeps.search import SearchLimits, SearchRunner
+        from harness.sweeps.study import check_installed
+        from harness.sweeps.trials import describe_best, load_search
 
         found = load_search(sweep, runs_dir, given["trials"])
         check_installed()
@@ -202,10 +202,10 @@ def progress_line() -> Callable[[str], None] | None:
 def status(sweep: Path, runs_dir: Path) -> None:
     """Print how far each run of SWEEP.json is; of a search, the best first."""
     with one_line_errors():
-        from harness.analysis.sweep_file import read_sweep
-        from harness.analysis.sweep_standing import describe_standings, standing_of
-        from harness.analysis.sweep_trials import describe_search, load_search
-        from harness.analysis.sweeps import load_sweep
+        from harness.sweeps.file import read_sweep
+        from harness.sweeps.standing import describe_standings, standing_of
+        from harness.sweeps.sweep import load_sweep
+        from harness.sweeps.trials import describe_search, load_search
 
         if read_sweep(sweep).is_search:
             click.echo(describe_search(load_search(sweep, runs_dir)))

@@ -28,12 +28,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gpt import GPTModel
-from harness.analysis.derived_runs import DerivedRun
-from harness.analysis.sweeps import RUNS_DIR, load_sweep
 from harness.common.errors import one_line_errors
 from harness.data.loader import Microbatch
 from harness.distributed.world import World
 from harness.model.precision import Precision
+from harness.sweeps.derived_runs import DerivedRun
+from harness.sweeps.sweep import RUNS_DIR, load_sweep
 from harness.training.parallel import model_options, parallelise
 from harness.training.step import OptimizerStep, build_step
 

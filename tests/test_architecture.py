@@ -44,36 +44,42 @@ ROOMS = {
     "harness.evaluation.instruct": ["harness.common", "harness.data", "harness.model", "harness.evaluation"],
     "harness.evaluation.judge": ["harness.common", "harness.runs", "harness.evaluation.instruct"],
     "harness.hf": ["harness.common", "harness.data", "harness.model", "harness.runs", "harness.evaluation"],
-    "harness.analysis": ["harness.common", "harness.data", "harness.model", "harness.runs"],
+    "harness.planning": ["harness.common", "harness.data", "harness.model", "harness.runs"],
+    "harness.comparison": ["harness.common", "harness.data", "harness.model", "harness.runs", "harness.planning"],
+    "harness.sweeps": [
+        *("harness.common", "harness.data", "harness.model", "harness.runs", "harness.planning"),
+        "harness.comparison",
+    ],
+    "harness.scaling": ["harness.common", "harness.runs", "harness.planning", "harness.comparison"],
     "harness.training": [
         *("harness.common", "harness.distributed", "harness.data", "harness.model", "harness.runs"),
-        "harness.evaluation",
+        *("harness.planning", "harness.evaluation"),
     ],
-    "compare_runs": ["harness.common", "harness.runs", "harness.analysis"],
+    "compare_runs": ["harness.common", "harness.runs", "harness.planning", "harness.comparison"],
     "gpt": ["harness.common", "harness.model"],
     "checkpointing": [
         *("harness.common", "harness.distributed", "harness.data", "harness.model", "harness.runs"),
-        *("harness.training", "gpt"),
+        *("harness.planning", "harness.training", "gpt"),
     ],
 }
 # Whatever --plan, --schema and a refusal of the command need.
 BEFORE_TORCH = [
     "harness.distributed.environment",
-    "harness.runs.experiment",
+    "harness.planning.experiment",
     "harness.model.config",
     "harness.runs.checkpoint_lookup",
-    "harness.runs.plan",
+    "harness.planning.plan",
     "harness.runs.checkpoint_meta",
     "harness.runs.summary",
     "harness.runs.metrics",
     "harness.model.tensor_names",
     "harness.data.fetch",
-    "harness.analysis.records",
-    "harness.analysis.runs_table",
-    "harness.analysis.table_text",
-    "harness.analysis.table_fits",
-    "harness.analysis.sweep_run",
-    "harness.analysis.sweep_search",
+    "harness.comparison.records",
+    "harness.comparison.runs_table",
+    "harness.comparison.table_text",
+    "harness.comparison.table_fits",
+    "harness.sweeps.run",
+    "harness.sweeps.search",
 ]
 HELP_SECONDS = 0.5  # of a processor: those on the clock are the machine's business
 SLOW = {"torch", "matplotlib", "transformers", "openai", "lm_eval", "pyarrow", "huggingface_hub", "optuna"}
@@ -224,13 +230,13 @@ def test_the_ddp_wrap_is_in_one_place() -> None:
 
 
 def test_optuna_is_imported_in_one_place() -> None:
-    assert users_of("optuna") == {"harness.analysis.sweep_study"}
+    assert users_of("optuna") == {"harness.sweeps.study"}
 
 
 def test_matplotlib_is_imported_in_charts_only() -> None:
     users = users_of("matplotlib")
     assert "harness.runs.chart" in users, "this test finds them"
-    wrong = {name for name in users - {"harness.runs.chart"} if not re.fullmatch(r"harness\.analysis\.\w*charts", name)}
+    wrong = {name for name in users - {"harness.runs.chart"} if not re.fullmatch(r"harness\.(comparison|scaling)\.\w*charts", name)}
     assert not wrong
 
 

@@ -11,7 +11,7 @@ from bench.gpu.results import Row
 from harness.common.statistics import fit_line
 from harness.data.loader import BatchLayout
 from harness.model.config import ModelConfig
-from harness.runs.paper_speed import find_device, paper_speed
+from harness.planning.paper_speed import find_device, paper_speed
 
 # Tokens per second on an H200 with microbatches of 64.
 GOALS = (

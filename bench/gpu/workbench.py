@@ -83,8 +83,8 @@ class Workbench:
         from harness.data.dataset import Dataset
         from harness.distributed.signals import StopSignal
         from harness.distributed.world import World
+        from harness.planning.experiment import Experiment, Position
         from harness.runs.directory import RunDirectory
-        from harness.runs.experiment import Experiment, Position
         from harness.training.clock import Clock
         from harness.training.startup import Start
 

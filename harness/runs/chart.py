@@ -1,4 +1,4 @@
-"""Charts from the files of a run: metrics in, picture out. Charts over several runs: harness/analysis/charts.py."""
+"""Charts from the files of a run: metrics in, picture out. Charts over several runs: harness/comparison/charts.py."""
 
 from __future__ import annotations
 

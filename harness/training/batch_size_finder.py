@@ -35,7 +35,7 @@ from harness.common.units import GIB
 from harness.data.dataset import Dataset, check_token_ids
 from harness.distributed.world import World
 from harness.model.kernels import should_compile
-from harness.runs.experiment import Experiment
+from harness.planning.experiment import Experiment
 from harness.runs.results import now
 from harness.runs.search_results import MicrobatchSearch, TriedMicrobatch, write_search
 from harness.runs.throughput import KERNEL_KEYS

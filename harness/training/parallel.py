@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from harness.distributed.world import World
 from harness.model.kernels import choose_kernels, tune_by_coordinate_descent
 from harness.model.precision import Precision
-from harness.runs.experiment import Experiment
+from harness.planning.experiment import Experiment
 
 
 def model_options(experiment: Experiment, precision: Precision) -> dict[str, Any]:

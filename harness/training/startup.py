@@ -26,16 +26,16 @@ from harness.distributed.world import World
 from harness.model.determinism import explain_nondeterminism
 from harness.model.kernels import not_compiled, rounded_dropout, should_compile
 from harness.model.precision import Precision
+from harness.planning.experiment import Experiment, Position, comparable_losses, first_difference
+from harness.planning.plan import describe_start, make_plan
+from harness.planning.plan_costs import Plan
+from harness.planning.planned_speed import plan_speed
+from harness.planning.scaling_rules import UNSCALED, ScaledSettings
 from harness.runs import checkpoints
 from harness.runs.budget import Budget
 from harness.runs.checkpoint_lookup import choose_start
 from harness.runs.checkpoint_meta import CheckpointMeta, Provenance, TrainState, read_meta, upgrade_notebook_meta
 from harness.runs.directory import RunDirectory
-from harness.runs.experiment import Experiment, Position, comparable_losses, first_difference
-from harness.runs.plan import describe_start, make_plan
-from harness.runs.plan_costs import Plan
-from harness.runs.planned_speed import plan_speed
-from harness.runs.scaling_rules import UNSCALED, ScaledSettings
 from harness.runs.throughput import Conditions, same_conditions, unknown_peak
 from harness.runs.train_config import TrainConfig
 from harness.training.clock import Clock

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from bench.lever_costs import Contestant, contestant
-from harness.analysis.sweeps import load_sweep
 from harness.distributed.world import World
+from harness.sweeps.sweep import load_sweep
 from tests.support.launch import Workshop
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.analysis.scaling import LAW, best_size, ladder
+from tests.scaling.scaling import LAW, best_size, ladder
 from tests.support.isolation import ROOT, SHIPPED_RUNS
 
 FIXTURES = ROOT / "tests" / "runs" / "fixtures"

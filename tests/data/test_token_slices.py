@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from harness.common.errors import UserError
 from harness.data.dataset import Dataset, TokenFile, check_token_ids
 from harness.data.loader import BatchLayout, BatchSchedule, TokenLoader
-from harness.runs.experiment import find_position
+from harness.planning.experiment import find_position
 from harness.runs.train_config import load_train_config
 from tests.support.isolation import SHIPPED_RUNS
 from tests.support.launch import Workshop

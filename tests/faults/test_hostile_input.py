@@ -24,12 +24,12 @@ from safetensors.torch import load_file, save_file
 from gpt import GPTModel, ModelConfig, load_model_config
 from harness.data.dataset import Dataset, TokenFile, check_token_ids, dataset_folder
 from harness.model.weights import load_weights
+from harness.planning.experiment import Experiment
+from harness.planning.plan import describe_plan, make_plan
+from harness.planning.planned_speed import PlannedSpeed
 from harness.runs import checkpoints
 from harness.runs.checkpoint_meta import read_meta
 from harness.runs.directory import RunDirectory
-from harness.runs.experiment import Experiment
-from harness.runs.plan import describe_plan, make_plan
-from harness.runs.planned_speed import PlannedSpeed
 from harness.runs.train_config import TrainConfig, load_train_config
 from tests.conftest import Evidence
 from tests.support.hostile import (

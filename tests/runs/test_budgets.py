@@ -14,11 +14,11 @@ from harness.common.errors import UserError
 from harness.data.dataset import Dataset
 from harness.data.loader import BatchLayout
 from harness.model.config import load_model_config
+from harness.planning.experiment import Experiment
+from harness.planning.plan import make_plan
 from harness.runs.budget import Budget, as_tokens, batch_schedule, stated_tokens, tokens_of_budget
 from harness.runs.checkpoint_meta import CheckpointMeta
 from harness.runs.directory import RunDirectory
-from harness.runs.experiment import Experiment
-from harness.runs.plan import make_plan
 from tests.runs.test_plan import number, rows
 from tests.support.isolation import SHIPPED_RUNS
 from tests.support.launch import DATASET, MODEL, Workshop

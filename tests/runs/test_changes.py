@@ -9,8 +9,8 @@ import pytest
 
 from harness.common.errors import UserError
 from harness.model.config import ModelConfig
+from harness.planning.experiment import changed_settings, check_continuable, comparable_losses
 from harness.runs.checkpoint_meta import CheckpointMeta, Provenance
-from harness.runs.experiment import changed_settings, check_continuable, comparable_losses
 from harness.runs.train_config import TrainConfig
 from tests.support.configs import SEED_MODEL, SEED_TRAIN
 

@@ -12,8 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from harness.data.loader import BatchLayout
 from harness.model.config import ModelConfig, load_model_config
-from harness.runs.optimizer_state import NEWTON_SCHULZ_STEPS, is_muons, newton_schulz_flops
-from harness.runs.paper_speed import (
+from harness.planning.paper_speed import (
     DEVICES,
     MUON_BYTES,
     MUON_LAUNCHES,
@@ -23,6 +22,7 @@ from harness.runs.paper_speed import (
     too_small,
     why_not,
 )
+from harness.runs.optimizer_state import NEWTON_SCHULZ_STEPS, is_muons, newton_schulz_flops
 from harness.runs.throughput import peak_flops
 from harness.runs.train_config import TrainConfig
 from harness.training import matrices

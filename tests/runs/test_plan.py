@@ -16,11 +16,11 @@ import pytest
 from harness.common.errors import UserError
 from harness.common.options import TrainOptions
 from harness.model.config import load_model_config
-from harness.runs import planned_speed
+from harness.planning import planned_speed
+from harness.planning.experiment import Experiment
+from harness.planning.plan import make_plan
+from harness.planning.planned_speed import plan_speed
 from harness.runs.directory import RunDirectory
-from harness.runs.experiment import Experiment
-from harness.runs.plan import make_plan
-from harness.runs.planned_speed import plan_speed
 from tests.runs.test_paper_speed import FAST
 from tests.runs.test_shipped_runs import MACHINES
 from tests.support.isolation import SHIPPED_RUNS

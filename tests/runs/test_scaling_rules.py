@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from harness.common.errors import UserError
-from harness.runs.scaling_rules import (
+from harness.planning.scaling_rules import (
     Multipliers,
     Setup,
     decay_factor,

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from gpt import load_model_config
-from harness.analysis.sweeps import load_sweep
 from harness.common.json_files import read_json_object
 from harness.data.loader import BatchLayout, BatchSchedule
+from harness.planning.schedule import build_schedule
 from harness.runs.directory import RunDirectory
-from harness.runs.schedule import build_schedule
 from harness.runs.train_config import load_train_config
+from harness.sweeps.sweep import load_sweep
 from tests.support.isolation import ROOT, SHIPPED_RUNS
 
 QUICKSTARTS = ["quickstart", "quickstart-gpt2"]

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from harness.analysis.derived_runs import DerivedRun
-from harness.analysis.sweeps import SweepRuns, load_sweep
+from harness.sweeps.derived_runs import DerivedRun
+from harness.sweeps.sweep import SweepRuns, load_sweep
 from tests.support.isolation import ROOT
 from tests.support.launch import PATIENCE_SECONDS, Result, Workshop, finish
 

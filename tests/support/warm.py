@@ -46,7 +46,7 @@ SERVER = """
 import gc, json, os, runpy, signal, sys
 sys.path.insert(0, sys.argv[1])
 import ddp_train, harness.runs.checkpoints, gpt, torch, safetensors.torch
-import checkpointing, harness.training.batch_size_finder, harness.runs.plan
+import checkpointing, harness.training.batch_size_finder, harness.planning.plan
 import harness.data.fetch, harness.training.startup, torch._dynamo
 from harness.training.chart_process import ChartProcess
 from tests.support.forking import run_to_the_end

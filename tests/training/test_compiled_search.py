@@ -22,8 +22,8 @@ from harness.common.errors import UserError
 from harness.data.dataset import Dataset
 from harness.distributed.world import World
 from harness.model.config import load_model_config
+from harness.planning.experiment import Experiment
 from harness.runs.directory import RunDirectory
-from harness.runs.experiment import Experiment
 from harness.runs.train_config import load_train_config
 from harness.training import batch_size_finder, microbatch_probe, startup
 from harness.training.compiled_probe import (

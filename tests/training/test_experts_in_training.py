@@ -15,10 +15,10 @@ from gpt import GPTModel
 from harness.data.loader import BatchLayout
 from harness.distributed.world import World
 from harness.model.config import ModelConfig
+from harness.planning.experiment import Experiment
 from harness.runs.budget import batch_schedule, tokens_of_budget
 from harness.runs.checkpoints import list_checkpoints
 from harness.runs.directory import RunDirectory
-from harness.runs.experiment import Experiment
 from harness.runs.metrics import TrainEvent, read_metrics
 from harness.runs.train_config import TrainConfig
 from harness.training.loss_meter import LossMeter

@@ -33,10 +33,10 @@ from torch import Tensor
 from gpt import GPTModel
 from harness.data.loader import BatchLayout, Microbatch
 from harness.model.precision import DTYPES, Precision
+from harness.planning.experiment import SWITCH_LOSS_SCALE
+from harness.planning.scaling_rules import Setup, ramp_multipliers, scale_settings
+from harness.planning.schedule import build_schedule
 from harness.runs.budget import batch_schedule
-from harness.runs.experiment import SWITCH_LOSS_SCALE
-from harness.runs.scaling_rules import Setup, ramp_multipliers, scale_settings
-from harness.runs.schedule import build_schedule
 from harness.runs.train_config import TrainConfig
 from harness.training.step import build_step
 from tests.model.test_levers import ALL, LEVERS

@@ -25,7 +25,7 @@ from harness.data.dataset import Dataset
 from harness.data.loader import TokenLoader
 from harness.distributed.world import World
 from harness.runs.directory import RunDirectory
-from harness.runs.experiment import Experiment
+from harness.planning.experiment import Experiment
 from harness.training.step import build_step
 
 runs, datasets, out, *names = sys.argv[1:]

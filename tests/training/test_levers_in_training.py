@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gpt import GPTModel
-from harness.runs.experiment import Experiment
+from harness.planning.experiment import Experiment
 from tests.model.test_levers import ALL
 from tests.support.launch import DATASET, MODEL, Result, Workshop, finish, metrics
 from tests.support.same_end import assert_goes_on_to_the_same_end

@@ -23,8 +23,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.common.statistics import fit_line
+from harness.planning.experiment import Experiment
 from harness.runs.directory import RunDirectory
-from harness.runs.experiment import Experiment
 from harness.runs.results import read_results
 from harness.runs.search_results import read_searches
 from harness.runs.train_config import load_train_config
@@ -523,7 +523,7 @@ def test_a_probe_leaves_the_process_usable(base_gib: float, workshop: Workshop) 
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from pathlib import Path\n"
         "import gpt; from harness.training.step import build_step\n"
-        "from harness.runs.experiment import Experiment; from harness.runs.directory import RunDirectory\n"
+        "from harness.planning.experiment import Experiment; from harness.runs.directory import RunDirectory\n"
         "from harness.distributed.world import World\n"
         "from harness.training.microbatch_probe import MicrobatchProbe; from harness.data.dataset import Dataset\n"
         "from harness.common.memory import *\n"

@@ -11,9 +11,9 @@ import torch
 
 from harness.data.dataset import Dataset
 from harness.model import precision
+from harness.planning.experiment import Experiment
 from harness.runs.checkpoint_meta import CheckpointMeta
 from harness.runs.directory import RunDirectory
-from harness.runs.experiment import Experiment
 from harness.runs.train_config import TrainConfig
 from harness.training.startup import Start, choose_precision
 from tests.support.launch import DATASET, Workshop

@@ -1,0 +1,1 @@
+"""Comparing finished and running runs: records, columns, replicates, noise, verdicts, charts and the page."""

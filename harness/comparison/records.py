@@ -1,0 +1,315 @@
+"""All that lies in a run's folder, read for a comparison: what was asked for, how far it came, what was measured of it
+and what others reported of such a run. Loads no torch, and nothing that a broken file could keep from being told."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import ValidationError
+
+from harness.common.errors import UserError
+from harness.common.lock import is_held
+from harness.comparison.progress import Progress, duration, read_last_benchmarks, read_progress
+from harness.model.config import ModelConfig, load_model_config
+from harness.runs.checkpoint_lookup import BEST, LATEST, choose_start
+from harness.runs.checkpoint_meta import CheckpointMeta, read_meta
+from harness.runs.directory import RunDirectory
+from harness.runs.metrics import BenchmarkEvent
+from harness.runs.reported import Reported, read_reported
+from harness.runs.results import Results, read_results
+from harness.runs.search_results import Searches, read_searches
+from harness.runs.summary import RunSummary, read_summary
+from harness.runs.throughput import cost_by_phase
+from harness.runs.train_config import BUDGETS, TrainConfig, load_train_config
+
+# A run on another machine, of which only the files are to be seen, counts as going on for so long after its last line.
+BELIEVED_SILENCE_SECONDS = 900.0
+
+StateWord = Literal[
+    "finished", "going on", "stopped", "pruned", "failed", "never trained", "not made", "damaged"
+]  # in the order in which they are counted up
+# The line with which a sweep writes into a run's log that it starts the run, or how that ended.
+SWEEP_MARK = re.compile(r"\$ .* UTC|# (failed|pruned) (?:with exit status|at global step) (-?\d+)")
+LOG_TAIL_BYTES = 8192
+Read = TypeVar("Read")
+
+
+@dataclass(frozen=True)
+class State:
+    """The state of a run, by what lies in its folder; `detail` says more in one line, or nothing."""
+
+    word: StateWord
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The names of a run's checkpoints as far as they matter for what was measured of them."""
+
+    best: str | None = None
+    latest: str | None = None
+    aside: frozenset[str] = frozenset()  # of an earlier training, set aside since
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run. What could not be read is empty, and `problems` has a line for it."""
+
+    name: str
+    directory: RunDirectory
+    state: State
+    model: Mapping[str, Any]  # model.json with its defaults; of a finished run, as it was trained
+    train: Mapping[str, Any]  # the same of train.json
+    summary: RunSummary | None = None
+    progress: Progress | None = None  # of a run that has no summary
+    meta: CheckpointMeta | None = None  # of its latest checkpoint
+    results: Results = field(default_factory=Results)
+    searches: Searches = field(default_factory=Searches)  # by -f
+    benchmarks: tuple[BenchmarkEvent, ...] = ()  # while training, the last time
+    trained_in: str = ""  # the precision, where there are such benchmarks
+    reported: Reported | None = None
+    checkpoints: Checkpoints = Checkpoints()
+    problems: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, run: RunDirectory) -> RunRecord:
+        """Read a run. No content of a file raises: a run that cannot be read is `damaged`, with the reason."""
+        reader = _Reader(run)
+        return reader.record()
+
+    @property
+    def dataset(self) -> Mapping[str, Any]:
+        """The name, and by split the number of tokens and a hash of them; empty where nothing says it."""
+        dataset = self.summary.dataset if self.summary else self.meta.dataset if self.meta else None
+        return dataset if isinstance(dataset, dict) else {}
+
+    @property
+    def shape(self) -> ModelConfig | None:
+        """The model's shape; None if it is not known, or not one of this version's."""
+        try:
+            return ModelConfig.model_validate(dict(self.model))
+        except ValidationError:
+            return None
+
+    @property
+    def torch(self) -> str | None:
+        return self._recorded("torch")
+
+    @property
+    def device(self) -> str | None:
+        """Device of one rank; None where nothing was recorded."""
+        return self._recorded("device")
+
+    @property
+    def world_size(self) -> int | None:
+        return self._recorded("world_size")
+
+    @property
+    def tokens_seen(self) -> int | None:
+        if self.progress is not None:
+            return self.progress.tokens_seen
+        tokens: int | None = self._recorded("tokens_seen")
+        return tokens
+
+    @property
+    def global_batch(self) -> int | None:
+        """Sequences of an optimizer step over all ranks; None where the number of ranks is needed and not known."""
+        parts = [self._recorded(key) for key in ("world_size", "microbatch_size", "accumulation_steps")]
+        if None not in parts:
+            return int(parts[0] * parts[1] * parts[2])
+        asked = self.train.get("global_batch_size")
+        return asked if isinstance(asked, int) else None
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Seconds by phase, and in total; empty where nothing was recorded. Of a run that has not finished, the phases
+        are those up to its latest checkpoint, and the total that up to its last report."""
+        if self.summary:
+            return self.summary.seconds
+        phases = self.meta.seconds if self.meta else {}
+        reported = self.progress.seconds if self.progress else None
+        if reported is None and not phases:
+            return {}
+        return {**phases, "total": sum(phases.values()) if reported is None else reported}
+
+    @property
+    def dollars(self) -> Mapping[str, float]:
+        """Dollars by phase, and in total: those of the summary, else by the same function; empty without a price."""
+        if self.summary and self.summary.dollars is not None:
+            return self.summary.dollars
+        price = self.train.get("price_per_hour")
+        return cost_by_phase(self.seconds, price if isinstance(price, int | float) else None) or {}
+
+    def _recorded(self, key: str) -> Any:
+        """Value of the summary, else of the latest checkpoint."""
+        source = self.summary or self.meta
+        return None if source is None else getattr(source, key)
+
+
+def read_records(runs_dir: Path, names: tuple[str, ...]) -> list[RunRecord]:
+    """The records of what `find_runs` finds."""
+    return [RunRecord.read(run) for run in find_runs(runs_dir, names)]
+
+
+def find_runs(runs_dir: Path, names: tuple[str, ...]) -> list[RunDirectory]:
+    """The runs of these names, paths or patterns (`lr-*`), each once, or all in `runs_dir`. Raises UserError for one
+    that is not there, or if there are none."""
+    if not names:
+        folders = sorted(path for path in runs_dir.iterdir() if _is_run(path)) if runs_dir.is_dir() else []
+        if not folders:
+            raise UserError(f"{runs_dir}: there are no runs; --runs-dir names the folder of your runs")
+        return [RunDirectory(path) for path in folders]  # whatever they are called
+    found = {run.path.name: run for name in names for run in RunDirectory.find_all(runs_dir, name)}
+    for run in found.values():
+        if not _is_run(run.path):
+            raise UserError(f"{run.path}: not a run; it has neither train.json nor summary.json")
+    return list(found.values())
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / name).is_file() for name in ("train.json", "summary.json", "reported.json"))
+
+
+def summary_in(run: RunDirectory) -> RunSummary | None:
+    """A run's summary; None where there is none. Raises UserError, with the remedy, for one that cannot be read."""
+    try:
+        return read_summary(run.summary) if run.summary.exists() else None
+    except UserError as error:
+        remedy = "move it away and train again: it is written anew from the last checkpoint"
+        raise UserError(f"{error}; {remedy}") from None
+
+
+def asks_for_more(summary: RunSummary, model: ModelConfig, train: TrainConfig) -> bool:
+    """Return whether a run's files ask for another shape or budget than the training that has this summary had."""
+    wanted = train.model_dump(include={*BUDGETS})
+    is_same = all(summary.train.get(key, value) == value for key, value in wanted.items())
+    return not is_same or summary.has_shape(model) is False
+
+
+def log_tail(run: RunDirectory) -> list[str]:
+    """The last lines of a run's sweep.log; none where there is no log."""
+    try:
+        with run.sweep_log.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - LOG_TAIL_BYTES))
+            return file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def last_end(run: RunDirectory) -> tuple[Literal["failed", "pruned"], int] | None:
+    """Last end that the sweep noted in the run's log: failed, with the exit status, or pruned, with the global step.
+    None where the log has neither."""
+    marks = [found for line in log_tail(run) if (found := SWEEP_MARK.fullmatch(line))]
+    if not marks or marks[-1][1] is None:
+        return None
+    return ("failed" if marks[-1][1] == "failed" else "pruned"), int(marks[-1][2])
+
+
+class _Reader:
+    """Reads a run's files, and notes what is wrong with them."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self.run = run
+        self.problems: list[str] = []
+
+    def record(self) -> RunRecord:
+        run = self.run
+        summary = self._attempt(lambda: summary_in(run))
+        model, train = self._configs(summary)
+        unfinished = summary is None
+        progress = self._attempt(lambda: read_progress(run.metrics)) if unfinished else None
+        meta = self._attempt(self._latest_meta) if unfinished else None
+        state = self._state(summary, progress, meta)
+        benchmarks = self._attempt(lambda: read_last_benchmarks(run.metrics)) or []
+        results, searches = read_results(run), read_searches(run)
+        self.problems += [*results.problems, *searches.problems]
+        return RunRecord(
+            name=run.path.name,
+            directory=run,
+            state=state,
+            model=model,
+            train=train,
+            summary=summary,
+            progress=progress,
+            meta=meta,
+            results=results,
+            searches=searches,
+            benchmarks=tuple(benchmarks),
+            trained_in=self._precision(train, summary) if benchmarks else "",
+            reported=self._attempt(lambda: read_reported(run)),
+            checkpoints=self._checkpoints(),
+            problems=tuple(dict.fromkeys(self.problems)),
+        )
+
+    def _attempt(self, read: Callable[[], Read]) -> Read | None:
+        try:
+            return read()
+        except UserError as error:
+            self.problems.append(str(error))
+        except OSError as error:
+            self.problems.append(f"{error.filename or self.run.path}: cannot be read: {error.strerror}")
+        return None
+
+    def _configs(self, summary: RunSummary | None) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        if summary is not None and summary.model and summary.train:
+            return summary.model, summary.train
+        model = self._attempt(lambda: load_model_config(self.run.model_json))
+        train = self._attempt(lambda: load_train_config(self.run.train_json))
+        return (
+            model.model_dump(mode="json") if model else {},
+            train.model_dump(mode="json") if train else {},
+        )
+
+    def _asks_for_more(self, summary: RunSummary) -> bool:
+        with suppress(UserError, OSError):  # files that cannot be read ask for nothing
+            return asks_for_more(
+                summary, load_model_config(self.run.model_json), load_train_config(self.run.train_json)
+            )
+        return False
+
+    def _latest_meta(self) -> CheckpointMeta | None:
+        latest = choose_start(self.run.checkpoints, None)
+        return read_meta(latest) if latest else None
+
+    def _precision(self, train: Mapping[str, Any], summary: RunSummary | None) -> str:
+        """Precision asked for; for "auto", the one resolved in the latest checkpoint, else "auto" with the device."""
+        asked = str(train.get("precision"))
+        meta = self._attempt(self._latest_meta) if asked == "auto" else None
+        if meta is not None and meta.precision is not None:
+            return meta.precision
+        device = summary.device if summary else meta.device if meta else None
+        return f"{asked} on {device}" if asked == "auto" else asked
+
+    def _checkpoints(self) -> Checkpoints:
+        folder = self.run.checkpoints
+        links = [Path(os.path.realpath(folder / link)) for link in (BEST, LATEST)]  # which no loop of links ends
+        best, latest = (path.name if path.is_dir() else None for path in links)
+        aside = frozenset(path.name for path in self.run.aside.glob(f"*/{folder.name}/*"))
+        return Checkpoints(best, latest, aside)
+
+    def _state(self, summary: RunSummary | None, progress: Progress | None, meta: CheckpointMeta | None) -> State:
+        if summary is not None and not self._asks_for_more(summary):
+            return State("finished")
+        if self.problems:
+            return State("damaged", self.problems[0])
+        held = is_held(self.run.path / ".lock")
+        end = None if held else last_end(self.run)
+        if end is not None:
+            return State(end[0], f"exit status {end[1]}" if end[0] == "failed" else f"at global step {end[1]:,}")
+        if summary is not None:
+            return State(
+                "going on" if held else "stopped", "its files ask for another training than summary.json is of"
+            )
+        if progress is None and meta is None:
+            return State("going on", "no report yet") if held else State("never trained")
+        silent = progress.silent_seconds if progress else 0.0
+        said = f"last line {duration(silent)} ago" if progress else ""
+        if held is None:  # of another machine, whose processes are not to be seen
+            return State("going on" if silent < BELIEVED_SILENCE_SECONDS else "stopped", f"{said}, on another machine")
+        return State("going on" if held else "stopped", said)

@@ -1,0 +1,37 @@
+"""Work due after a step: arithmetic on train.json, so that every rank decides alike."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from harness.planning.experiment import Position
+    from harness.runs.train_config import TrainConfig
+
+# In the order in which it is done.
+AFTER_A_STEP = ("report", "validation", "benchmarks", "sample", "checkpoint", "weights_check")
+
+
+def due_after(step: int, position: Position, config: TrainConfig, *, first: str = "report") -> set[str]:
+    """The entries of AFTER_A_STEP, from `first` on, that are due after a global step."""
+    intervals = {
+        "report": config.report_interval,
+        "validation": config.validation_interval,
+        "benchmarks": config.benchmark_interval,
+        "sample": config.sample_interval,
+        "checkpoint": config.checkpoint_every,
+        "weights_check": config.weights_check_interval,
+    }
+    due = {name for name, interval in intervals.items() if position.is_due(step, interval)}
+    # A validation or a checkpoint waits for the device anyway, and wants to know the loss up to here.
+    if due & {"validation", "checkpoint"}:
+        due.add("report")
+    return due & set(AFTER_A_STEP[AFTER_A_STEP.index(first) :])
+
+
+def times_due(steps: range, every: int) -> int:
+    """Number of steps that are a multiple of `every`, or the last."""
+    if not steps:
+        return 0
+    # Counted, not walked through: there may be more steps than anyone can wait for.
+    return steps[-1] // every - (steps[0] - 1) // every + (steps[-1] % every != 0)

@@ -1,0 +1,105 @@
+"""Machines for rent: the dated list of prices in machines.json, and which of them a run means."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from harness.common.errors import UserError
+from harness.common.json_files import parse_config, read_json_object
+from harness.planning.paper_speed import PaperDevice, find_device
+
+PRICES = Path(__file__).with_name("machines.json")
+# GiB of a device over the number in its name: a card sold as 40 GB has 40 GiB or a little less, one sold as 141 GB has
+# 141e9 bytes.
+LEAST_OF_NAME, MOST_OF_NAME = 0.9, 1.02
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Machine(BaseModel):
+    """A machine for rent."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    machine: str = Field(min_length=1)
+    device: str  # of its GPUs, by the driver's name or as people write it
+    gpus: int = Field(ge=1)
+    memory_gib: Positive  # of one GPU
+    price_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)]  # US dollars, of the whole machine
+    date: str = Field(pattern=r"^\d{4}-\d{2}-\d{2}$")  # when the price was seen
+    source: str = Field(min_length=1)
+
+    @field_validator("date", mode="after")
+    @classmethod
+    def _is_a_day(cls, date: str) -> str:
+        try:
+            datetime.date.fromisoformat(date)
+        except ValueError as error:
+            raise ValueError(f'key "date": {error}, not "{date}"') from None
+        return date
+
+    @model_validator(mode="after")
+    def _has_its_memory(self) -> Machine:
+        """Else the speeds of the whole card would be taken for those of one that cannot hold the model. A slice of a
+        card (MIG) has the card's name, and less."""
+        named = re.search(r"(\d+)\s*gb\b", self.device.lower())
+        if named is None or "mig" in self.device.lower():
+            return self
+        size = int(named[1])
+        if not LEAST_OF_NAME * size <= self.memory_gib <= MOST_OF_NAME * size:
+            raise ValueError(f'key "memory_gib": {self.memory_gib:g}, but "device" is "{self.device}"; correct one')
+        return self
+
+
+class PriceList(BaseModel):
+    """A machines.json."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", title="machines.json")
+
+    machines: list[dict[str, Any]] = Field(min_length=1)  # each a Machine
+
+
+def read_machines(path: Path = PRICES) -> list[Machine]:
+    """The machines of a price list. Raises UserError naming the machine and the key that is wrong."""
+    raw = parse_config(PriceList, read_json_object(path), path).machines
+    machines = [parse_config(Machine, each, Path(f"{path}, machine {n}")) for n, each in enumerate(raw, 1)]
+    names = [each.machine for each in machines]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise UserError(f'{path}: key "machine": "{repeated[0]}" is there twice; give each its own name')
+    return machines
+
+
+def machine_of_run(name: str, price: float | None) -> tuple[Machine, str] | None:
+    """The machine that a run is named after, like 8xa100m40-fast, or else whose price it has, and which of the two it
+    was; None if neither names one."""
+    machines = read_machines()
+    for each in machines:
+        named = f"{each.gpus}x{each.device.split()[0]}m{each.memory_gib:g}".lower()
+        if name == named or name.startswith(f"{named}-"):
+            return each, "the run's name"
+    return next(((each, "price_per_hour") for each in machines if each.price_per_hour == price), None)
+
+
+def hourly_price(given: float | None, device: PaperDevice | None, gpus: int) -> tuple[float | None, str]:
+    """Dollars an hour of so many GPUs, and whose price that is: the one `given` in train.json, unless the list knows it
+    as another machine's. None, and the reason, where nothing is known. `device`: None where that is not known."""
+    machines = read_machines()
+    owner = next((each for each in machines if each.price_per_hour == given), None)
+    if given is not None and (owner is None or device is None):
+        return given, f"${given}/h, " + (f"the price of {owner.machine}" if owner else "by train.json")
+    alike = [each for each in machines if device is not None and find_device(each.device) == device]
+    for each in alike:
+        if each.gpus == gpus:
+            return each.price_per_hour, f"${each.price_per_hour}/h, the price of {each.machine} on {each.date}"
+    if owner is None or device is None:
+        return None, "no price_per_hour in train.json"
+    if owner in alike:  # of which some GPUs are used
+        return given, f"${given}/h, the price of {owner.machine}"
+    return None, (
+        f"train.json's ${given}/h is the price of {owner.machine}, not of {gpus} x {device.name}; set price_per_hour"
+    )

@@ -1,0 +1,1 @@
+"""Scaling laws: points, isoFLOP profiles, L(N, D), report and chart."""

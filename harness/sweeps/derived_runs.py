@@ -1,0 +1,324 @@
+"""Runs that are derived from another one: its two files with some keys changed, checked before anything is written.
+
+Each derived folder has a derived.json that names the run it comes from and what differs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from harness.common.errors import RunError, UserError
+from harness.common.files import check_name, draft_folder, sync
+from harness.common.json_files import parse_config, read_json_object
+from harness.common.messages import nearest, quoted
+from harness.common.other_names import advice
+from harness.data.dataset import Dataset, check_dataset_name, is_present
+from harness.model.config import ModelConfig, load_model_config
+from harness.planning.experiment import Experiment, first_difference
+from harness.runs.directory import RunDirectory
+from harness.runs.notebook_keys import translate_upstream
+from harness.runs.train_config import BUDGETS, TrainConfig, load_train_config
+
+MODEL_KEYS = (*ModelConfig.model_fields, *ModelConfig.other_keys)
+TRAIN_KEYS = tuple(TrainConfig.model_fields)
+DERIVED = "derived.json"
+SHOWN_DIFFERENCES = 6
+# What a run's folder has in it before its training has begun.
+BEFORE_TRAINING = {"model.json", "train.json", DERIVED, "sweep.log", "sweep-attempts.json", ".lock"}
+# A key that is set takes the place of the base's keys that say the same in another way.
+ALTERNATIVES = {
+    "depth": ("n_layers", "n_heads", "emb_dim"),
+    "global_batch_size": ("gradient_accumulation_steps", "batch_ramp"),
+    "gradient_accumulation_steps": ("global_batch_size", "batch_ramp"),
+    "batch_ramp": ("gradient_accumulation_steps", "global_batch_size"),
+    **{key: tuple(other for other in BUDGETS if other != key) for key in BUDGETS},
+    "warmup_steps": ("warmup_period_percent",),
+    "warmup_period_percent": ("warmup_steps",),
+}
+
+# Of a data set without a validation split.
+NO_VALIDATION = {"validation_interval": None, "validation_batches": None, "start_val_token": None}
+PADDING = 128  # tokens that a vocabulary may have beyond the data set's, for speed
+
+Changes = Mapping[str, JsonValue]
+
+
+class Difference(BaseModel):
+    """One setting in the base and in the derived run, defaults filled in."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    base: JsonValue
+    here: JsonValue
+
+
+class TrialRecord(BaseModel):
+    """A run's trial in a search: its number, from 0, and the point chosen for it."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
+
+    number: int = Field(ge=0)
+    point: dict[str, JsonValue]
+
+
+class Derivation(BaseModel):
+    """A derived.json. `differs` was worked out when the run was made; the base may have been changed since."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
+
+    parent: str
+    sweep: str | None = None  # by whose file it was made; None: by derive_run.py
+    differs: dict[str, Difference] = {}
+    trial: TrialRecord | None = None  # None, and not written: of no search
+
+
+@dataclass(frozen=True)
+class Base:
+    """A run to derive others from. `model` and `train` are what its files say, in today's spelling."""
+
+    run: RunDirectory
+    model: dict[str, Any]
+    train: dict[str, Any]
+    configs: dict[str, Any]  # both, with defaults
+
+    @classmethod
+    def load(cls, runs_dir: Path, name: str) -> Base:
+        """Raise UserError for a run that is not there or that is wrong."""
+        run = RunDirectory.find(runs_dir, name)
+        model = load_model_config(run.model_json)
+        has_experts = model.moe is not None
+        train = load_train_config(run.train_json, has_experts=has_experts)
+        raw = translate_upstream(read_json_object(run.train_json), has_experts=has_experts)
+        return cls(run, read_json_object(run.model_json), raw, _settings(model, train))
+
+
+@dataclass(frozen=True)
+class DerivedRun:
+    """A run that may not be on the disk yet. `model` and `train` are the contents of its two files."""
+
+    run: RunDirectory
+    model: dict[str, Any]
+    train: dict[str, Any]
+    model_config: ModelConfig
+    train_config: TrainConfig
+    derivation: Derivation
+
+    @property
+    def name(self) -> str:
+        return self.run.path.name
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All keys of both files, with defaults."""
+        return _settings(self.model_config, self.train_config)
+
+    def experiment(self, datasets_dir: Path) -> Experiment:
+        return Experiment(self.run, self.train_config, self.model_config, datasets_dir)
+
+    def is_made(self) -> bool:
+        """True if its folder is there. Raises UserError if something else is, such as another run or a file, or if its
+        two files are damaged."""
+        folder = self.run.path
+        if not os.path.lexists(folder):
+            return False
+        files = (self.run.train_json, self.run.model_json)
+        missing = [path.name for path in files if not os.path.lexists(path)]
+        other = None
+        if not folder.is_dir():
+            other = "is a file, not a run's folder" if folder.exists() else "is a link that leads nowhere"
+        elif missing:
+            other = f"is a folder without {' and '.join(missing)}, and so no run"
+        if other is not None:
+            raise UserError(f'{folder}: {other}; move it away, or give the sweep another "name"')
+        there = _settings(load_model_config(self.run.model_json), load_train_config(self.run.train_json))
+        different = _differences(there, self.settings)
+        if different:
+            remedy = 'move it away, or give the sweep another "name"'
+            if self._is_own_and_unbegun():
+                remedy = "this sweep has made it, and nothing of it is trained: delete the folder, and make again"
+            raise UserError(f"{folder}: there is another run of this name ({different}); {remedy}")
+        return True
+
+    def _is_own_and_unbegun(self) -> bool:
+        """True if the folder is of a sweep of this name and holds nothing that training writes."""
+        folder = self.run.path
+        if not {path.name for path in folder.iterdir()} <= BEFORE_TRAINING:
+            return False
+        try:
+            record = parse_config(Derivation, read_json_object(folder / DERIVED), folder / DERIVED)
+        except UserError:
+            return False
+        return record.sweep is not None and record.sweep == self.derivation.sweep
+
+    def check_startable(self, train_tokens: int | None = None) -> None:
+        """Raise UserError for what training would refuse whatever the number of processes, and whatever the data if
+        its tokens are not given. One process has the smallest batch, and so the most steps, where their number is not
+        that of the files."""
+        experiment = self.experiment(self.run.path)  # no data is looked at
+        try:
+            experiment.check_together()
+            layout = experiment.layout(1)
+            budget = experiment.budget(layout, None)
+            skipped = (None, -1) if train_tokens is None else (None,)
+            if budget is not None or self.train_config.min_train_tokens not in skipped:
+                experiment.position(layout, sys.maxsize if train_tokens is None else train_tokens, None, budget)
+        except UserError as error:
+            raise UserError(f"{self.name}: {error}") from None
+
+
+def _differences(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """The differing settings in one line: the first SHOWN_DIFFERENCES, then how many more."""
+    found = [first_difference({key: there.get(key)}, {key: wanted[key]}) for key in wanted]
+    different = [each for each in found if each]
+    more = len(different) - SHOWN_DIFFERENCES
+    return ", ".join(different[:SHOWN_DIFFERENCES]) + (f", and {more:,} more" if more > 0 else "")
+
+
+def _settings(model: ModelConfig, train: TrainConfig) -> dict[str, Any]:
+    return {**model.model_dump(mode="json"), **train.model_dump(mode="json")}
+
+
+def check_key(key: str) -> None:
+    """Raise ValueError, with the nearest one, for a name that is no key of model.json or train.json."""
+    if key in MODEL_KEYS or key in TRAIN_KEYS:
+        return
+    known = advice(key, "train.json")
+    near = nearest(key, [*MODEL_KEYS, *TRAIN_KEYS])
+    said = known[1] if known else "unknown" + (f'; did you mean "{near}"?' if near else "")
+    raise ValueError(f"key {quoted(key)}: {said}")
+
+
+def derive(
+    base: Base, name: str, changes: Changes, sweep: str | None = None, trial: TrialRecord | None = None
+) -> DerivedRun:
+    """The run that `base` becomes under the name `name` with some keys changed; null leaves a key out, so that its
+    default holds. `sweep` and `trial` say what it was made for. Nothing is written.
+
+    Raises UserError, naming the file that would be wrong, for what could not be trained.
+    """
+    for key in changes:
+        try:
+            check_key(key)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+    run = RunDirectory(base.run.path.parent / check_name(name, "run"))
+    model = _changed(base.model, {key: value for key, value in changes.items() if key in MODEL_KEYS})
+    train = _changed(base.train, {key: value for key, value in changes.items() if key in TRAIN_KEYS})
+    if "initial_weights" in base.train and "initial_weights" not in changes:  # a path as seen from the run's folder
+        train["initial_weights"] = _seen_from_beside(base, str(base.train["initial_weights"]))
+    configs = (parse_config(ModelConfig, model, run.model_json), parse_config(TrainConfig, train, run.train_json))
+    check_dataset_name(configs[1].dataset)
+    settings = _settings(*configs)
+    differs = {
+        key: Difference(base=base.configs[key], here=value)
+        for key, value in settings.items()
+        if base.configs[key] != value and (key != "initial_weights" or key in changes)
+    }
+    derivation = Derivation(parent=base.run.path.name, sweep=sweep, differs=differs)
+    if trial is not None:
+        derivation = derivation.model_copy(update={"trial": trial})
+    return DerivedRun(run, model, train, *configs, derivation)
+
+
+def derive_for_dataset(base: Base, name: str, changes: Changes, datasets_dir: Path) -> DerivedRun:
+    """The run that `derive` gives, fitted to the data set that is among the changes, if it is on this machine: to its
+    vocabulary, and with at most the tokens and validation batches that it has. What else is among the changes stays.
+
+    Raises UserError, too, for a data set that is too short.
+    """
+    run = derive(base, name, changes)
+    if "dataset" not in changes or not is_present(datasets_dir, run.train_config.dataset, ["train"]):
+        return run
+    dataset = Dataset.open(datasets_dir, run.train_config.dataset)
+    tokens, fitting = len(dataset.split("train")), _fitting(run, dataset)
+    run = derive(base, name, {**fitting, **changes})
+    try:
+        run.check_startable(tokens)
+    except UserError:
+        if any(key in changes for key in BUDGETS):
+            raise
+        run = derive(base, name, {**fitting, "min_train_tokens": -1, **changes})
+        run.check_startable(tokens)
+    return run
+
+
+def _fitting(run: DerivedRun, dataset: Dataset) -> dict[str, JsonValue]:
+    """The changes that a data set's vocabulary and validation split ask for. Raises UserError where the split does not
+    hold one sequence."""
+    config, context, vocabulary = run.train_config, run.model_config.context_length, dataset.meta.vocab_size
+    changes: dict[str, JsonValue] = {}
+    if vocabulary is not None and not vocabulary <= run.model_config.vocab_size < vocabulary + PADDING:
+        changes["vocab_size"] = vocabulary
+    if config.validates and not dataset.has_split("validation"):
+        changes |= NO_VALIDATION
+        changes["checkpoint_interval"] = config.checkpoint_interval or config.validation_interval
+    elif config.validates:
+        there = len(dataset.split("validation")) - 1 - (config.start_val_token or 0)
+        if there < context:
+            raise UserError(
+                f"{dataset.split_path('validation')}: shorter than a sequence of {context} tokens and their targets; "
+                "prepare the dataset again with a larger --validation-fraction, or of more text (--overwrite)"
+            )
+        rows = config.microbatch_size
+        while rows * context > there:
+            rows //= 2
+        changes["microbatch_size"] = rows
+        changes["validation_batches"] = min(config.validation_batches or 1, there // (rows * context))
+    return changes
+
+
+def _changed(values: dict[str, Any], changes: Changes) -> dict[str, Any]:
+    replaced = {other for key, value in changes.items() if value is not None for other in ALTERNATIVES.get(key, ())}
+    kept = {key: value for key, value in values.items() if key not in replaced}
+    return {key: value for key, value in {**kept, **changes}.items() if key not in changes or value is not None}
+
+
+def _seen_from_beside(base: Base, path: str) -> str:
+    return path if os.path.isabs(path) else os.path.normpath(os.path.join("..", base.run.path.name, path))
+
+
+def write_runs(runs: Sequence[DerivedRun]) -> None:
+    """Make the folders of these runs, all in the same folder and none of them there yet: all, or none.
+
+    Raises RunError if one cannot be written; what a killed process left is whole runs only.
+    """
+    if not runs:
+        return
+    folder = runs[0].run.path.parent
+    made: list[Path] = []
+    try:
+        with draft_folder(folder / f".{runs[0].name}.partial-{os.getpid()}") as draft:
+            for run in runs:
+                _write_run(draft / run.name, run)
+            for run in runs:
+                (draft / run.name).rename(run.run.path)
+                made.append(run.run.path)
+            draft.rmdir()
+            sync(folder)
+    except OSError as error:
+        for path in made:
+            shutil.rmtree(path, ignore_errors=True)
+        raise RunError(f"{error.filename or folder}: the runs cannot be written: {error.strerror}") from None
+
+
+def _write_run(folder: Path, run: DerivedRun) -> None:
+    folder.mkdir()
+    contents = {
+        "model.json": run.model,
+        "train.json": run.train,
+        DERIVED: run.derivation.model_dump(mode="json", exclude_unset=True),
+    }
+    for name, values in contents.items():
+        path = folder / name
+        path.write_text(json.dumps(values, indent=4, allow_nan=False) + "\n", encoding="utf-8")
+        sync(path)
+    sync(folder)

@@ -1,0 +1,301 @@
+"""Verdicts from folders of runs: which runs are an arm, what is compared, and what is left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from harness.comparison.against_baseline import compare_with
+from harness.comparison.records import RunRecord
+from harness.comparison.replicated_arms import named_arms
+from harness.comparison.runs_table import RunsTable
+from harness.comparison.verdicts import Word
+from harness.runs.results import LossResult, read_results, write_loss
+from tests.support.compared_runs import BEST, LATEST, RunFolder
+from tests.support.isolation import SHIPPED_RUNS
+
+SEEDS = (1, 2, 3)
+
+
+def arm(tmp_path: Path, rate: float, losses: tuple[float, ...]) -> list[RunFolder]:
+    return [
+        RunFolder(tmp_path, f"lr-{rate}-seed-{seed}", {"learning_rate": rate, "random_seed": seed})
+        .finish(final_validation_loss=loss + 0.1)
+        .test_loss(loss, windows=600)
+        for seed, loss in zip(SEEDS, losses, strict=False)
+    ]
+
+
+def scatter_windows(run: RunFolder, own: int) -> None:
+    """Windows that differ as texts do, alike in all runs, and a little in each."""
+    (result,) = read_results(run.directory).of(LossResult)
+    text, chance = np.random.default_rng(1), np.random.default_rng(own)
+    windows = result.text.windows
+    shared, little = text.normal(0, 0.5, windows), chance.normal(0, 0.001, windows)
+    losses = shared - shared.mean() + little - little.mean() + (result.loss or 0.0)
+    write_loss(run.directory, result, losses)
+
+
+def records(*runs: RunFolder) -> list[RunRecord]:
+    return [RunRecord.read(run.directory) for run in runs]
+
+
+def replicates(tmp_path: Path, rate: float, *names: str) -> list[RunFolder]:
+    return [
+        RunFolder(tmp_path, name, {"learning_rate": rate, "random_seed": seed}).finish(final_validation_loss=2 + rate)
+        for seed, name in enumerate(names)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("runs", "name"),
+    [
+        (["lr-0.003-seed-1", "lr-0.003-seed-2"], "lr-0.003"),
+        (["lr-0.003-seed-10", "lr-0.003-seed-11"], "lr-0.003"),
+        (["base_random_seed_1", "base_random_seed_2"], "base"),
+        (["wide-1", "wide-2"], "wide"),
+        (["base", "base-again"], "base"),
+        (["one", "two"], "one and others"),
+        (["lr-0.003-seed-1"], "lr-0.003-seed-1"),
+        (["seed-1", "seed-2"], "seed-1 and others"),
+        (["alpha", "apple"], "alpha and others"),
+        (["lr-alpha", "lr-apple"], "lr"),
+        (["wide-10", "wide-11"], "wide"),
+    ],
+)
+def test_an_arms_name_is_what_its_runs_share(tmp_path: Path, runs: list[str], name: str) -> None:
+    assert [*named_arms(records(*replicates(tmp_path, 1, *runs))).runs] == [name]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "baseline", "named"),
+    [
+        (["one", "two"], ["x"], "two", {"two and others", "x"}),
+        (["base", "base-again"], ["x"], "base-again", {"base-again and others", "x"}),
+        (["base-1", "base-2"], ["base"], "base", {"base-1 and others", "base"}),
+        (["base-1", "base-2"], ["base"], "base-2", {"base-2 and others", "base"}),
+        (["a1", "a2"], ["a3", "a4"], "a1", {"a1 and others", "a3 and others"}),
+        (["a1", "a2"], ["a3", "a4"], "a4", {"a1 and others", "a4 and others"}),
+        (["one", "two"], ["one and others"], "x", {"one and others", "one and others (2)"}),
+        (["lr-1-seed-1", "lr-1-seed-2"], ["lr-1.5-seed-1", "lr-1.5-seed-2"], "lr-1-seed-2", {"lr-1", "lr-1.5"}),
+    ],
+)
+def test_every_arm_has_a_name_of_its_own_and_the_baselines_is_known_by_the_run_that_was_asked_for(
+    tmp_path: Path, first: list[str], second: list[str], baseline: str, named: set[str]
+) -> None:
+    runs = [*replicates(tmp_path, 1, *first), *replicates(tmp_path, 2, *second)]
+    for order in (runs, runs[::-1]):
+        arms = named_arms(records(*order), baseline)
+        assert {*arms.runs} == named
+        assert sorted(map(sorted, arms.runs.values())) == sorted([sorted(first), sorted(second)])
+
+
+def test_an_arms_name_is_that_of_no_run_outside_it(tmp_path: Path) -> None:
+    """One that has not finished is a curve of its own in the chart."""
+    runs = [*replicates(tmp_path, 1, "base-1", "base-2"), RunFolder(tmp_path, "base").train_to(0)]
+    assert [*named_arms(records(*runs)).runs] == ["base-1 and others"]
+
+
+def test_a_baseline_whose_seed_was_trained_before_stands_for_that_seed(tmp_path: Path) -> None:
+    (again,) = replicates(tmp_path, 1, "again")
+    runs = [*replicates(tmp_path, 1, "a-1", "a-2"), again, *replicates(tmp_path, 2, "b")]
+    arms = named_arms(records(*runs), "again")
+    assert arms.runs == {"again and others": ("a-2", "again"), "b": ("b",)}
+    assert arms.notes == ["a-1: seed of another run with the same settings, counted once"]
+    assert compare_with("again", records(*runs)).title.startswith("Against again and others (2 runs), by ")
+
+
+def test_replicates_are_found_and_what_has_not_finished_is_left_out(tmp_path: Path) -> None:
+    runs = [*arm(tmp_path, 0.001, (2.5, 2.6, 2.55)), *arm(tmp_path, 0.002, (2.4,))]
+    arms = named_arms(records(*runs, RunFolder(tmp_path, "x").train_to(0), RunFolder(tmp_path, "y")))
+    assert arms.runs == {
+        "lr-0.001": ("lr-0.001-seed-1", "lr-0.001-seed-2", "lr-0.001-seed-3"),
+        "lr-0.002-seed-1": ("lr-0.002-seed-1",),
+    }
+    assert arms.notes == ["stopped, and so in no comparison: x", "never trained, and so in no comparison: y"]
+
+
+def test_a_clear_difference_and_one_within_the_noise(tmp_path: Path) -> None:
+    runs = [
+        *arm(tmp_path, 0.001, (2.600, 2.602, 2.604)),
+        *arm(tmp_path, 0.002, (2.500, 2.503, 2.501)),
+        *arm(tmp_path, 0.004, (2.601, 2.604, 2.602)),
+    ]
+    for number, run in enumerate(runs):
+        scatter_windows(run, number)
+    found = compare_with("lr-0.001-seed-2", records(*runs))
+    assert found.title == (
+        "Against lr-0.001 (3 runs), by test loss on 600 x 16 tokens from 0 of the test split of me/texts (cccccccc), "
+        "in fp32:"
+    )
+    better, unclear = found.verdicts
+    assert (better.arm, better.word, better.runs) == ("lr-0.002", Word.BETTER, (3, 3))
+    assert better.difference is not None
+    assert better.difference.value == pytest.approx(-0.1007, abs=1e-4)
+    assert "this text only" not in better.sentence, "the windows' losses were found"
+    assert (unclear.arm, unclear.word) == ("lr-0.004", Word.INCONCLUSIVE)
+    assert "seeds of each arm" in found.closing
+
+
+def test_validation_losses_serve_where_no_test_loss_was_measured(tmp_path: Path) -> None:
+    a = RunFolder(tmp_path, "a").finish(final_validation_loss=2.5)
+    b = RunFolder(tmp_path, "b", {"learning_rate": 0.1}).finish(final_validation_loss=2.7)
+    found = compare_with("a", records(a, b))
+    assert found.title.startswith("Against a (1 run), by validation loss on 20 x 16 tokens from 0 ")
+    (verdict,) = found.verdicts
+    assert verdict.word == Word.INCONCLUSIVE
+    assert "training noise is unknown" in verdict.sentence
+
+
+def test_an_arm_measured_on_another_text_is_in_no_verdict_but_a_sentence(tmp_path: Path) -> None:
+    a, b, c = (
+        RunFolder(tmp_path, name, {"learning_rate": rate}).finish() for name, rate in (("a", 1), ("b", 2), ("c", 3))
+    )
+    a.test_loss(2.5), b.test_loss(2.4), c.test_loss(2.3, sha256="00" * 32)
+    found = compare_with("a", records(a, b, c))
+    assert [verdict.sentence for verdict in found.verdicts if verdict.arm == "c"] == [
+        "c against a: inconclusive, because c has no run with this loss"
+    ]
+
+
+@pytest.mark.parametrize("measured", ["validation", "test"])
+def test_a_seed_that_diverged_is_no_reason_to_compare_the_others_alone(tmp_path: Path, measured: str) -> None:
+    """An arm would otherwise be better for its survivors."""
+    settings = [
+        (0.001, 1, 2.50),
+        (0.001, 2, 2.52),
+        (0.002, 1, 2.40),
+        (0.002, 2, 2.41),
+        (0.002, 3, None),
+        (0.1, 1, None),
+    ]
+    runs = []
+    for rate, seed, loss in settings:
+        run = RunFolder(tmp_path, f"lr-{rate}-seed-{seed}", {"learning_rate": rate, "random_seed": seed})
+        runs.append(run.finish(final_validation_loss=loss))
+        if measured == "test":
+            run.test_loss(loss)
+    found = compare_with("lr-0.001-seed-1", records(*runs))
+    lost = "a loss of lr-0.002 (lr-0.002-seed-3) is not finite"
+    assert f"by {measured} loss on" in found.title
+    assert [verdict.reason for verdict in found.verdicts] == [lost, "the loss of lr-0.1-seed-1 is not finite"]
+    assert [verdict.runs for verdict in found.verdicts] == [(3, 2), (1, 2)]
+    of_baseline = compare_with("lr-0.002-seed-1", records(*runs[:5])).verdicts
+    assert [verdict.reason for verdict in of_baseline] == [lost]
+    assert compare_with("lr-0.1-seed-1", records(runs[0], runs[5])).verdicts[0].word is Word.INCONCLUSIVE
+
+
+def test_a_seed_measured_elsewhere_or_not_at_all_is_named_below_the_verdict(tmp_path: Path) -> None:
+    own, other = arm(tmp_path, 0.001, (2.50, 2.52)), arm(tmp_path, 0.002, (2.40, 2.41))
+    rest = [RunFolder(tmp_path, f"lr-0.002-seed-{n}", {"learning_rate": 0.002, "random_seed": n}) for n in (3, 4, 5)]
+    for run in rest:
+        run.finish()
+    rest[0].test_loss(2.0, windows=600, precision="bf16")
+    found = compare_with("lr-0.001-seed-1", records(*own, *other, *rest))
+    assert [verdict.runs for verdict in found.verdicts] == [(2, 2)]
+    assert found.notes == [
+        "lr-0.002-seed-3: not compared by test loss: measured on 600 x 16 tokens from 0 of the test split of me/texts "
+        "(cccccccc), in bf16",
+        "lr-0.002-seed-4, lr-0.002-seed-5: not compared by test loss: not measured by test_loss.py",
+    ]
+
+
+def test_another_tokenizer_is_in_the_words_where_it_is_what_differs(tmp_path: Path) -> None:
+    a, b, c = (RunFolder(tmp_path, name, {"learning_rate": n}).finish() for n, name in enumerate("abc", 1))
+    a.test_loss(2.5), b.test_loss(2.4), c.test_loss(2.3, tokenizer="ab" * 32)
+    ending = "(cccccccc), in fp32, with another tokenizer (abababab)"
+    (note,) = compare_with("a", records(a, b, c)).notes
+    assert note.startswith("c: not compared by test loss: measured on ")
+    assert note.endswith(ending)
+    (column,) = [each for each in RunsTable.of(records(a, b, c)).columns if each.key == "test_loss"]
+    assert [each.remark.endswith(ending) for each in column.cells if each.value is None] == [True]
+
+
+@pytest.mark.parametrize("recorded", [{}, {"sha256": None}])
+def test_texts_whose_content_is_not_recorded_are_not_the_same(tmp_path: Path, recorded: dict[str, None]) -> None:
+    dataset = {"name": "me/texts", "train": {"tokens": 100_000}, "validation": {"tokens": 10_000, **recorded}}
+    runs = [RunFolder(tmp_path, name, {"learning_rate": n}).finish(dataset=dataset) for n, name in enumerate("ab", 1)]
+    found = compare_with("a", records(*runs))
+    assert found.verdicts == []
+    assert "no other run has a test loss or validation loss on the same text" in found.title
+
+
+def test_losses_of_other_checkpoints_than_the_best_are_told(tmp_path: Path) -> None:
+    a, b = (RunFolder(tmp_path, name, {"learning_rate": rate}).finish() for name, rate in (("a", 1), ("b", 2)))
+    for run in (a, b):
+        run.add_checkpoint(BEST, "best").add_checkpoint(LATEST, "latest")
+    a.test_loss(2.5).test_loss(2.6, LATEST), b.test_loss(2.4, LATEST)
+    assert compare_with("a", records(a, b)).notes == [
+        f"b: test loss of checkpoint {LATEST} (latest): the best one has not been measured on this"
+    ]
+
+
+def test_windows_that_are_not_those_of_the_loss_are_told(tmp_path: Path) -> None:
+    runs = [*arm(tmp_path, 0.001, (2.5, 2.6)), *arm(tmp_path, 0.002, (2.4, 2.5))]
+    for run, wrong in ((runs[0], np.nan), (runs[3], 9.0)):
+        (path,) = run.directory.results.glob("*.safetensors")
+        save_file({"losses": np.full(600, wrong, np.float32)}, path)
+    read = records(*runs)
+    assert [bool(record.problems) for record in read] == [True, False, False, True]
+    for record in (read[0], read[3]):
+        assert "its loss is 2.5, but the mean of its windows' losses (" in record.problems[0]
+        assert not record.results.found, "it stands in no column"
+    found = compare_with("lr-0.001-seed-1", read)
+    assert [verdict.word for verdict in found.verdicts] == [Word.INCONCLUSIVE]
+
+
+def test_lost_window_losses_are_told(tmp_path: Path) -> None:
+    a, b = arm(tmp_path, 0.001, (2.5,))[0], arm(tmp_path, 0.002, (2.4,))[0]
+    for path in b.directory.results.glob("*.safetensors"):
+        path.unlink()
+    found = compare_with(a.path.name, records(a, b))
+    assert any("cannot read the losses of the windows" in note for note in found.notes)
+    assert [verdict.word for verdict in found.verdicts] == [Word.INCONCLUSIVE]
+
+
+def test_a_baseline_that_was_not_trained_to_its_end_compares_with_nothing(tmp_path: Path) -> None:
+    runs = [RunFolder(tmp_path, "a").train_to(0), *arm(tmp_path, 0.001, (2.5, 2.6, 2.55))]
+    found = compare_with("a", records(*runs))
+    assert found.title == (
+        "Against a: inconclusive, because it is stopped: only what has been trained here to its end is compared"
+    )
+    assert found.verdicts == []
+
+
+def test_reported_figures_are_not_compared(tmp_path: Path) -> None:
+    runs = []
+    for name in ("8xa100m40", "8xh100m80"):
+        runs.append(RunFolder(tmp_path, name))
+        (runs[-1].path / "reported.json").write_text((SHIPPED_RUNS / name / "reported.json").read_text())
+    assert "inconclusive, because it was never trained" in compare_with("8xa100m40", records(*runs)).title
+
+
+def test_a_baseline_with_nothing_to_compare(tmp_path: Path) -> None:
+    a = RunFolder(tmp_path, "a").finish().test_loss(2.5)
+    found = compare_with("a", records(a))
+    assert "inconclusive, because " in found.title
+    assert found.verdicts == []
+
+
+def test_an_arm_that_exists_and_has_not_finished_is_not_said_to_be_missing(tmp_path: Path) -> None:
+    own = arm(tmp_path, 0.001, (2.5, 2.6))
+    assert compare_with(own[0].path.name, records(*own)).title.endswith("because there is no other arm")
+    third_seed = RunFolder(tmp_path, "third", {"learning_rate": 0.001, "random_seed": 3})
+    found = compare_with(own[0].path.name, records(*own, third_seed))
+    assert found.title.endswith("because there is no other arm"), "a seed of its own is no other arm"
+    other = RunFolder(tmp_path, "other", {"learning_rate": 0.002}).train_to(0, 10)
+    for runs in (own, own[:1]):
+        found = compare_with(own[0].path.name, records(*runs, third_seed, other))
+        assert found.title.endswith(": inconclusive, because no run of another arm has finished")
+        assert "stopped, and so in no comparison: other" in found.notes
+
+
+def test_the_seeds_that_a_difference_like_the_one_seen_takes_are_in_the_closing(tmp_path: Path) -> None:
+    own, other = arm(tmp_path, 0.001, (2.50, 2.52, 2.48)), arm(tmp_path, 0.002, (2.49, 2.51, 2.47))
+    closing = compare_with(own[0].path.name, records(*own, *other)).closing
+    assert "to tell 0.01 nats apart in 80 % of cases takes " in closing
+    assert "Seeds of each arm to tell a difference as large as the one seen: " in closing
+    assert " for lr-0.002 (0.010 nats; " in closing

@@ -1,0 +1,283 @@
+"""Only what was measured on the same ground stands in one column, and each run's number is its best checkpoint's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.comparison.records import RunRecord
+from harness.comparison.runs_table import Column, RunsTable
+from harness.runs.results import (
+    BenchmarkResult,
+    BenchmarkScore,
+    InstructionResult,
+    MeasuredWeights,
+    write_result,
+)
+from tests.support.compared_runs import BEST, DATASET, LATEST, RunFolder
+
+
+def table_of(*runs: RunFolder) -> RunsTable:
+    return RunsTable.of([RunRecord.read(run.directory) for run in runs])
+
+
+def columns(table: RunsTable, key: str) -> list[Column]:
+    return [column for column in table.columns if column.key.split(":")[0] == key]
+
+
+def values(table: RunsTable, key: str) -> list[Any]:
+    (column,) = columns(table, key)
+    return [cell.value for cell in column.cells]
+
+
+def finished(tmp_path: Path, *names: str) -> list[RunFolder]:
+    return [RunFolder(tmp_path, name).finish() for name in names]
+
+
+def test_losses_on_the_same_text_stand_in_one_column(tmp_path: Path) -> None:
+    a, b = finished(tmp_path, "a", "b")
+    table = table_of(a.test_loss(2.5), b.test_loss(2.4))
+    assert values(table, "test_loss") == [2.5, 2.4]
+    assert values(table, "bits_per_byte") == [1.25, 1.2]
+    assert columns(table, "test_loss")[0].about == (
+        "40 x 16 tokens from 0 of the test split of me/texts (cccccccc), in fp32"
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sha256": "dd" * 32},
+        {"start_token": 16},
+        {"windows": 41},
+        {"context_length": 32},
+        {"tokenizer": "ee" * 32},
+        {"precision": "bf16"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_another_text_slice_tokenizer_or_precision_does_not(tmp_path: Path, change: dict[str, Any]) -> None:
+    a, b, c = finished(tmp_path, "a", "b", "c")
+    table = table_of(a.test_loss(2.5), b.test_loss(2.25, **change), c.test_loss(2.3))
+    assert values(table, "test_loss") == [2.5, None, 2.3]
+    remark = columns(table, "test_loss")[0].cells[1].remark
+    assert remark.startswith("its test loss does not compare: 2.250 on ")
+
+
+def test_two_groups_are_two_columns(tmp_path: Path) -> None:
+    a, b, c, d = finished(tmp_path, "a", "b", "c", "d")
+    other = {"sha256": "dd" * 32}
+    a.test_loss(2.1), b.test_loss(2.2), c.test_loss(2.3, **other), d.test_loss(2.4, **other)
+    a.test_loss(1.1, **other)
+    first, second = columns(table_of(a, b, c, d), "test_loss")
+    assert [cell.value for cell in first.cells] == [1.1, None, 2.3, 2.4]
+    assert [cell.value for cell in second.cells] == [2.1, 2.2, None, None]
+    assert (first.key, second.key) == ("test_loss", "test_loss:2")
+    assert first.cells[1].remark == "its test loss is in another column: measured on other ground"
+
+
+def test_bits_per_byte_remain_with_another_tokenizer(tmp_path: Path) -> None:
+    """Bits per byte compare over one whole split: 40 x 16 tokens of 2 / ln 2 bytes, or 20 x 16 of twice as many."""
+    a, b, c = finished(tmp_path, "a", "b", "c")
+    other: dict[str, Any] = {"sha256": "dd" * 32, "tokenizer": "ee" * 32, "windows": 20}
+    b.test_loss(4.4, **other, bits_per_byte=1.1)
+    c.test_loss(4.4, **(other | {"sha256": "ff" * 32, "windows": 30}), bits_per_byte=1.1)
+    table = table_of(a.test_loss(2.4), b, c)
+    assert values(table, "test_loss") == [2.4, None, None]
+    assert values(table, "bits_per_byte") == [1.2, 1.1, None], "the third is of half as many bytes again"
+
+
+def test_approximate_bits_of_other_tokens_do_not_compare(tmp_path: Path) -> None:
+    a, b = finished(tmp_path, "a", "b")
+    other: dict[str, Any] = {"sha256": "dd" * 32, "tokenizer": "ee" * 32, "windows": 20}
+    b.test_loss(4.4, **other, bits_per_byte=1.1, bits_are_exact=False)
+    assert values(table_of(a.test_loss(2.4), b), "bits_per_byte") == [1.2, None]
+
+
+def test_the_best_checkpoints_result_is_taken(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, "a").finish().add_checkpoint(BEST, "best").add_checkpoint(LATEST, "latest")
+    run.test_loss(2.6, LATEST).test_loss(2.5, BEST)
+    cell = columns(table_of(run), "test_loss")[0].cells[0]
+    assert cell.value == 2.5
+    assert cell.remark == f"of checkpoint {BEST} (best); measured, too: {LATEST}"
+
+
+def test_else_the_latests_and_it_says_so(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, "a").finish().add_checkpoint(BEST, "best").add_checkpoint(LATEST, "latest")
+    run.test_loss(2.6, LATEST).test_loss(2.4, "20260102Z030404-iteration-70")
+    cell = columns(table_of(run), "test_loss")[0].cells[0]
+    assert cell.value == 2.6
+    assert cell.remark == f"of checkpoint {LATEST} (latest): the best one has not been measured on this"
+
+
+def test_where_the_links_lead_today_counts(tmp_path: Path) -> None:
+    """Not where they led when it was measured; without the checkpoints, that."""
+    run = RunFolder(tmp_path, "a").finish().test_loss(2.6, LATEST).test_loss(2.5, BEST)
+    assert values(table_of(run), "test_loss") == [2.5]
+    run.add_checkpoint(LATEST, "best", "latest")
+    assert values(table_of(run), "test_loss") == [2.6]
+
+
+def test_results_of_a_training_that_was_set_aside_do_not_count(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, "a").finish().test_loss(2.5, BEST)
+    (run.path / "aside" / "20260105Z000000" / "checkpoints" / BEST).mkdir(parents=True)
+    assert columns(table_of(run), "test_loss") == []
+
+
+@pytest.mark.parametrize("change", [{"validation_batches": 6}, {"start_val_token": 9}])
+def test_validation_losses_compare_on_one_slice_only(tmp_path: Path, change: dict[str, Any]) -> None:
+    a, b = RunFolder(tmp_path, "a").finish(), RunFolder(tmp_path, "b", change).finish()
+    table = table_of(a, b)
+    assert values(table, "validation_loss") == [2.6, None]
+    assert values(table, "train_loss") == [2.5, 2.5]
+
+
+def test_the_same_slice_in_other_microbatches_compares(tmp_path: Path) -> None:
+    half = {"validation_batches": 10, "microbatch_size": 2}
+    a, b = RunFolder(tmp_path, "a").finish(), RunFolder(tmp_path, "b", half).finish(microbatch_size=2)
+    assert values(table_of(a, b), "validation_loss") == [2.6, 2.6]
+
+
+def test_training_losses_on_other_data_do_not_compare(tmp_path: Path) -> None:
+    other = {**DATASET, "train": {"tokens": 100_000, "sha256": "00" * 32}}
+    a, b = RunFolder(tmp_path, "a").finish(), RunFolder(tmp_path, "b").finish(dataset=other)
+    table = table_of(a, b)
+    assert values(table, "train_loss") == [2.5, None]
+    assert values(table, "validation_loss") == [2.6, 2.6]
+    assert [cell.text for cell in columns(table, "dataset_content")[0].cells] == [
+        "aaaaaaaa bbbbbbbb",
+        "00000000 bbbbbbbb",
+    ]
+
+
+def judged(run: RunFolder, mean: float, judging: str, *others: str, **changes: Any) -> RunFolder:
+    weights = MeasuredWeights(checkpoint=BEST, sha256=run.path.name, is_best=True)
+    values: dict[str, Any] = {
+        "weights": weights,
+        "date": "2026-01-03T00:00:00Z",
+        "device": "CPU",
+        "torch": "2.15.0",
+        "judge": "gpt",
+        "prompt": "p",
+        "questions_sha256": "0" * 64,
+        "questions": 2,
+        "repeats": 1,
+        "judging": judging,
+        "judged_with": [run.path.name, *others],
+        "mean": mean,
+        "low": 1.0,
+        "high": 90.0,
+        "scores": [mean, mean],
+        **changes,
+    }
+    write_result(run.directory, InstructionResult(**values))
+    return run
+
+
+def test_scores_of_one_judging_compare_and_of_another_do_not(tmp_path: Path) -> None:
+    a, b, c = finished(tmp_path, "a", "b", "c")
+    judged(a, 20.0, "one", "b"), judged(b, 30.0, "one", "a"), judged(c, 40.0, "two", "d")
+    table = table_of(a, b, c)
+    assert values(table, "instruction_score") == [20.0, 30.0, None]
+    assert columns(table, "instruction_score")[0].cells[0].text == "20.00 (1.0 to 90.0)"
+
+
+def test_answers_that_were_judged_alone_compare(tmp_path: Path) -> None:
+    a, b, c = finished(tmp_path, "a", "b", "c")
+    judged(a, 20.0, "one"), judged(b, 30.0, "two"), judged(c, 40.0, "three", judge="another")
+    assert values(table_of(a, b, c), "instruction_score") == [20.0, 30.0, None]
+
+
+def benchmarked(run: RunFolder, value: float, **changes: Any) -> RunFolder:
+    score = BenchmarkScore(task="piqa", metric="acc", value=value, stderr=0.0123, examples=9, higher_is_better=True)
+    weights = MeasuredWeights(checkpoint=BEST, sha256=run.path.name, is_best=True)
+    values: dict[str, Any] = {
+        "weights": weights,
+        "date": "2026-01-03T00:00:00Z",
+        "device": "CPU",
+        "torch": "2.15.0",
+        "lm_eval": "0.4",
+        "tasks": ["piqa"],
+        "precision": "fp32",
+        "scores": [score],
+        **changes,
+    }
+    write_result(run.directory, BenchmarkResult(**values))
+    return run
+
+
+@pytest.mark.parametrize("change", [{"limit": 10}, {"num_fewshot": 5}, {"lm_eval": "0.5"}, {"precision": "bf16"}])
+def test_benchmarks_compare_with_the_same_settings_only(tmp_path: Path, change: dict[str, Any]) -> None:
+    a, b, c = finished(tmp_path, "a", "b", "c")
+    table = table_of(benchmarked(a, 0.5), benchmarked(b, 0.625), benchmarked(c, 0.75, **change))
+    assert values(table, "piqa_acc") == [0.5, 0.625, None]
+    (column,) = columns(table, "piqa_acc")
+    assert column.cells[1].text == "0.625 ±0.012"
+    assert column.lower_is_better is False
+
+
+IN_TRAINING = "piqa_acc_while_training"
+
+
+def test_benchmarks_while_training_are_in_a_column_of_their_own(tmp_path: Path) -> None:
+    """The last evaluation of the last training counts, whatever is reported behind it."""
+    a, b, c, d = (RunFolder(tmp_path, name, {"precision": "fp32"}).finish() for name in "abcd")
+    a.benchmark_at(120, 200, piqa=0.9).benchmark_at(50, 200, piqa=0.4, sciq=0.8).benchmark_at(99, 200, piqa=0.5)
+    a.train_to(100)
+    b.benchmark_at(99, 200, piqa=0.625)
+    c.benchmark_at(80, 200, piqa=0.75)
+    benchmarked(a, 0.45), benchmarked(d, 0.55)
+    table = table_of(a, b, c, d)
+    assert values(table, IN_TRAINING) == [0.5, 0.625, 0.75, None]
+    assert values(table, "piqa_acc") == [0.45, None, None, 0.55]
+    assert columns(table, "sciq_acc_while_training") == [], "not of the last evaluation"
+    (column,) = columns(table, IN_TRAINING)
+    assert (column.title, column.lower_is_better) == ("piqa acc while training", False)
+    assert column.about == "200 examples, in fp32, lm-eval's version not recorded"
+    assert [cell.text for cell in column.cells] == ["0.5 ±0.012", "0.625 ±0.012", "0.75 ±0.012", ""]
+    assert [cell.remark for cell in column.cells] == [
+        "measured while training, after global step 99",
+        "measured while training, after global step 99",
+        "measured while training, after global step 80",
+        "not measured while training",
+    ]
+    assert [record.name for record in table.sorted(IN_TRAINING).records] == ["c", "b", "a", "d"]
+
+
+def test_benchmarks_while_training_compare_on_as_many_examples_in_the_same_precision(tmp_path: Path) -> None:
+    a, b, c, d = finished(tmp_path, "a", "b", "c", "d")
+    e = RunFolder(tmp_path, "e", {"precision": "bf16"}).finish()
+    for run in (a, b, e):
+        run.benchmark_at(99, 200, piqa=0.5)
+    c.benchmark_at(99, 100, piqa=0.75)
+    d.benchmark_at(99, 200, piqa=None)
+    table = table_of(a, b, c, d, e)
+    (column,) = columns(table, IN_TRAINING)
+    assert [cell.value for cell in column.cells] == [0.5, 0.5, None, None, None]
+    assert "0.75 on 100 examples" in column.cells[2].remark
+    assert column.cells[3].remark == "its score is not finite"
+    assert "in bf16" in column.cells[4].remark
+
+
+def test_the_precision_that_auto_came_to_is_the_checkpoints(tmp_path: Path) -> None:
+    names = ("a", "b", "c")
+    runs = [RunFolder(tmp_path, name, {"precision": "auto"}).finish() for name in names]
+    for run, precision in zip(runs, ("bf16", "fp32", None), strict=True):
+        run.benchmark_at(99, 200, piqa=0.5)
+        if precision:
+            run.add_checkpoint(LATEST, "latest", precision=precision)
+    (column,) = columns(table_of(*runs), IN_TRAINING)
+    assert [cell.value for cell in column.cells] == [0.5, None, None]
+    assert "in fp32" in column.cells[1].remark
+    assert "in auto on NVIDIA H100" in column.cells[2].remark
+
+
+def test_benchmarks_of_a_run_under_way(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, "r").train_to(0, 10).benchmark_at(10, 200, piqa=0.5).train_to(20)
+    with run.directory.metrics.open("a") as file:
+        file.write('{"event": "benchmark", "global_step": 20, "task": "pi')
+    table = table_of(run)
+    assert values(table, IN_TRAINING) == [0.5]
+    assert columns(table, IN_TRAINING)[0].cells[0].remark.endswith("global step 10")

@@ -1,0 +1,166 @@
+"""A run's folder as a comparison reads it: how far it is, what it says, and what is wrong with it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.common.errors import UserError
+from harness.common.lock import RunLock, is_held
+from harness.comparison.progress import BLOCK_BYTES, read_progress
+from harness.comparison.records import RunRecord, read_records
+from harness.runs.metrics import SampleEvent, read_metrics
+from tests.support.compared_runs import BEST, LATEST, RunFolder
+
+
+def test_a_finished_run_is_what_its_summary_says(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, "a").finish()
+    run.directory.train_json.write_text(run.directory.train_json.read_text().replace("36.0", "99.0"))
+    record = RunRecord.read(run.directory)
+    assert record.state.word == "finished"
+    assert record.train["price_per_hour"] == 36.0, "as it was trained, not as the file says today"
+    assert (record.tokens_seen, record.global_batch, record.world_size) == (12_800, 8, 2)
+    assert record.shape is not None
+    assert record.shape.n_layers == 2
+    assert record.dataset["name"] == "me/texts"
+    assert record.problems == ()
+
+
+def test_a_run_that_was_never_trained(tmp_path: Path) -> None:
+    record = RunRecord.read(RunFolder(tmp_path, "a").directory)
+    assert record.state.word == "never trained"
+    assert record.tokens_seen is None
+    assert record.train["learning_rate"] == 0.0004, "with the defaults"
+
+
+def test_a_run_that_stopped(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, "a").add_checkpoint(LATEST, "latest").train_to(0, 10, 20)
+    record = RunRecord.read(run.directory)
+    assert record.state.word == "stopped"
+    assert record.state.detail.startswith("last line ")
+    assert record.progress is not None
+    assert record.progress.train_loss == pytest.approx(3.8)
+    assert record.progress.validation_loss == pytest.approx(3.9)
+    assert record.tokens_seen == 21 * 128
+    assert record.world_size == 2, "by its latest checkpoint"
+
+
+def test_a_run_that_goes_on_is_told_by_its_lock(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, "a").train_to(0)
+    lock = RunLock.take(run.path / ".lock", "trained")
+    assert is_held(run.path / ".lock")
+    assert RunRecord.read(run.directory).state.word == "going on"
+    os.close(lock.descriptor)
+    assert is_held(run.path / ".lock") is False, "this process lives, but it has given the lock back"
+    assert RunRecord.read(run.directory).state.word == "stopped"
+
+
+def test_on_another_machine_the_last_lines_age_decides(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, "a").train_to(0)
+    (run.path / ".lock").write_text('{"host": "elsewhere", "pid": 1, "namespace": "x"}')
+    assert is_held(run.path / ".lock") is None
+    assert RunRecord.read(run.directory).state.word == "going on"
+    hours_ago = time.time() - 3 * 3600
+    os.utime(run.directory.metrics, (hours_ago, hours_ago))
+    state = RunRecord.read(run.directory).state
+    assert (state.word, state.detail) == ("stopped", "last line 3 h ago, on another machine")
+
+
+def test_half_a_summary_is_one_line_with_the_file_and_the_remedy(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, "a").finish().train_to(0, 10)
+    run.directory.summary.write_text(run.directory.summary.read_text()[:200])
+    record = RunRecord.read(run.directory)
+    assert record.state.word == "damaged"
+    assert record.state.detail.startswith(f"{run.directory.summary}:1: not valid JSON")
+    assert record.state.detail.endswith("move it away and train again: it is written anew from the last checkpoint")
+    assert record.progress is not None, "what else is there is still told"
+
+
+def test_a_wrong_key_is_told(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, "a")
+    run.directory.train_json.write_text('{"learning_rat": 1}')
+    record = RunRecord.read(run.directory)
+    assert record.state.word == "damaged"
+    assert 'did you mean "learning_rate"' in record.state.detail
+
+
+def test_of_a_restarted_run_the_last_training_alone_counts(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, "a").train_to(0, 10, 20)
+    later = RunFolder(tmp_path, "b").train_to(0)
+    text = later.directory.metrics.read_text()
+    run.directory.metrics.write_text(run.directory.metrics.read_text() + text.splitlines()[0] + "\n")
+    progress = read_progress(run.directory.metrics)
+    assert progress is not None
+    assert (progress.global_step, progress.train_loss) == (0, 4.0)
+    assert progress.validation_loss is None, "that of step 20 was another training's"
+
+
+def test_the_files_end_is_what_the_whole_file_says(tmp_path: Path) -> None:
+    """Over more than one block, with a line that a crash cut off."""
+    run = RunFolder(tmp_path, "a").train_to(*range(400))
+    path = run.directory.metrics
+    with path.open("a") as file:
+        for number in range(300):
+            file.write(SampleEvent(global_step=399, text="x" * number).model_dump_json() + "\n")
+        file.write('{"event": "train", "glo')
+    assert path.stat().st_size > 2 * BLOCK_BYTES
+    progress = read_progress(path)
+    assert progress is not None
+    assert progress.global_step == read_metrics(path)[-1].global_step == 399
+    assert progress.train_loss == pytest.approx(4 - 3.99)
+    assert progress.validation_loss == pytest.approx(4.1 - 3.99)
+
+
+def test_metrics_without_a_line_of_ours_are_no_progress(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('half a li\n{"x": 1}\n')
+    assert read_progress(tmp_path / "metrics.jsonl") is None
+    assert read_progress(tmp_path / "none") is None
+
+
+def test_names_of_checkpoints(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, "a").add_checkpoint(BEST, "best").add_checkpoint(LATEST, "latest")
+    (run.path / "aside" / "old" / "checkpoints" / "20250102Z030405-iteration-9").mkdir(parents=True)
+    found = RunRecord.read(run.directory).checkpoints
+    assert (found.best, found.latest) == (BEST, LATEST)
+    assert found.aside == {"20250102Z030405-iteration-9"}
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_a_link_that_leads_to_itself_is_no_checkpoint(tmp_path: Path, is_finished: bool) -> None:
+    run = RunFolder(tmp_path, "a").train_to(0, 10)
+    run.directory.checkpoints.mkdir()
+    for link in ("best", "latest"):
+        (run.directory.checkpoints / link).symlink_to(link)
+    record = RunRecord.read((run.finish() if is_finished else run).directory)
+    assert (record.checkpoints.best, record.checkpoints.latest) == (None, None)
+    assert record.state.word == ("finished" if is_finished else "damaged")
+
+
+def test_all_runs_of_a_folder_or_those_named(tmp_path: Path) -> None:
+    for name in ("b", "a", "c"):
+        RunFolder(tmp_path, name)
+    (tmp_path / "notes").mkdir()
+    assert [record.name for record in read_records(tmp_path, ())] == ["a", "b", "c"]
+    assert [record.name for record in read_records(tmp_path, ("c", "a", f"{tmp_path}/c/"))] == ["c", "a"]
+    assert [record.name for record in read_records(tmp_path, ("[bc]", f"{tmp_path}/?", "a"))] == ["b", "c", "a"]
+    with pytest.raises(UserError, match=r"a\*\*b: no run in .* has such a name"):
+        read_records(tmp_path, ("a**b",))
+    with pytest.raises(UserError, match="no such run; did you mean b"):
+        read_records(tmp_path, ("bb",))
+    with pytest.raises(UserError, match="not a run; it has neither train"):
+        read_records(tmp_path, ("notes",))
+    with pytest.raises(UserError, match="there are no runs; --runs-dir names"):
+        read_records(tmp_path / "notes", ())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("world_size", 0), ("tokens_seen", -5), ("final_validation_loss", -3.0), ("microbatch_size", -4)]
+)
+def test_a_summary_with_impossible_numbers_is_damaged(tmp_path: Path, key: str, value: Any) -> None:
+    record = RunRecord.read(RunFolder(tmp_path, "a").finish(**{key: value}).directory)
+    assert record.state.word == "damaged"
+    assert f'key "{key}"' in record.state.detail

@@ -1,0 +1,316 @@
+"""The table of runs: what differs, in which order, and the text for a terminal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.common.errors import UserError
+from harness.comparison.records import RunRecord
+from harness.comparison.runs_table import Column, RunsTable
+from harness.comparison.table_fits import fit_lines
+from harness.comparison.table_text import table_lines
+from harness.runs.directory import RunDirectory
+from harness.runs.search_results import MicrobatchSearch, TriedMicrobatch, write_search
+from tests.support.compared_runs import BEST, LATEST, RunFolder
+from tests.support.isolation import SHIPPED_RUNS
+
+NOTEBOOK = ("8xa100m40", "8xh100m80", "8xa100m80", "8xb200m160", "original")
+
+
+def table_of(*runs: RunFolder) -> RunsTable:
+    return RunsTable.of([RunRecord.read(run.directory) for run in runs])
+
+
+def column(table: RunsTable, key: str) -> Column:
+    return next(each for each in table.columns if each.key == key)
+
+
+def row_of(table: RunsTable, name: str) -> dict[str, Any]:
+    row = [record.name for record in table.records].index(name)
+    return {each.key: each.cells[row].value for each in table.columns}
+
+
+def notebook() -> RunsTable:
+    return RunsTable.of([RunRecord.read(RunDirectory(SHIPPED_RUNS / name)) for name in NOTEBOOK])
+
+
+def test_settings_that_differ_and_no_others(tmp_path: Path) -> None:
+    a = RunFolder(tmp_path, "a").finish()
+    b = RunFolder(tmp_path, "b", {"learning_rate": 0.003, "betas": [0.9, 0.95]}).finish()
+    c = RunFolder(tmp_path, "c", n_layers=3).finish(torch="2.16.0", world_size=4)
+    table = table_of(a, b, c)
+    assert [each.key for each in table.columns if each.is_setting] == [
+        *("n_layers", "learning_rate", "betas", "machine", "torch")
+    ]
+    assert [cell.text for cell in column(table, "learning_rate").cells] == ["0.0004", "0.003", "0.0004"]
+    assert [cell.text for cell in column(table, "betas").cells] == ["[0.9, 0.999]", "[0.9, 0.95]", "[0.9, 0.999]"]
+    assert [cell.text for cell in column(table, "machine").cells] == [
+        *("2 x NVIDIA H100", "2 x NVIDIA H100", "4 x NVIDIA H100")
+    ]
+    assert [cell.value for cell in column(table, "global_batch").cells] == [8, 8, 16]
+
+
+def test_active_parameters_where_a_model_has_experts(tmp_path: Path) -> None:
+    """Two of four experts of the same width as the dense layer, and a router of 4 x 32, in two blocks."""
+    dense = RunFolder(tmp_path, "dense").finish()
+    experts = RunFolder(tmp_path, "experts", moe={"num_experts": 4, "num_active_experts": 2}).finish()
+    table, expert = table_of(dense, experts), 8 * 32**2 + 5 * 32
+    assert row_of(table, "dense")["parameters"] == row_of(table, "dense")["active_parameters"] == 29_888
+    assert row_of(table, "experts")["parameters"] == 29_888 + 2 * (3 * expert + 4 * 32)
+    assert row_of(table, "experts")["active_parameters"] == 29_888 + 2 * (expert + 4 * 32)
+    assert "active_parameters" not in row_of(table_of(dense), "dense"), "says nothing there"
+
+
+def test_a_key_that_an_earlier_version_did_not_write_makes_no_difference(tmp_path: Path) -> None:
+    a, b = RunFolder(tmp_path, "a").finish(), RunFolder(tmp_path, "b").finish()
+    summary = json.loads(b.directory.summary.read_text())
+    del summary["train"]["deterministic"], summary["torch"], summary["mfu"]
+    b.directory.summary.write_text(json.dumps(summary))
+    table = table_of(a, b)
+    assert [each.key for each in table.columns if each.is_setting] == []
+
+
+def test_the_figures_of_a_run(tmp_path: Path) -> None:
+    """360 s at 36 dollars an hour, of which 60 s were validation; 29,888 parameters by hand."""
+    table = table_of(RunFolder(tmp_path, "a").finish())
+    values = row_of(table, "a")
+    by_hand = 2 * (12 * 32**2 + 10 * 32) + 2 * 32 + (64 + 16) * 32 + 64 * 32
+    assert values["parameters"] == by_hand == 29_888
+    assert values["flops"] == 12_800 * (6 * (2 * 12 * 32**2 + 64 * 32) + 12 * 2 * 32 * 16)
+    assert (values["hours"], values["hours_without_validation"]) == pytest.approx((0.1, 300 / 3600))
+    assert (values["dollars"], values["dollars_without_validation"]) == pytest.approx((3.6, 3.0))
+    assert values["dollars_per_million_tokens"] == pytest.approx(3.6 / 0.0128)
+    assert values["mfu"] == 25
+    assert values["whole_tokens_per_second"] == pytest.approx(12_800 / 360)
+    assert "state" not in values, "nothing to tell where all have finished"
+    assert table.absent == ("test loss", "bits per byte", "instruction score")
+
+
+def test_the_best_validation_loss_stands_beside_a_worse_last_one(tmp_path: Path) -> None:
+    a, b = RunFolder(tmp_path, "a").finish(), RunFolder(tmp_path, "b").finish(best_loss=2.55, best_step=80)
+    assert "best_validation_loss" not in row_of(table_of(a), "a")
+    assert row_of(table_of(a, b), "b")["best_validation_loss"] == 2.55
+
+
+def test_every_empty_cell_says_why(tmp_path: Path) -> None:
+    finished = RunFolder(tmp_path, "a", {"price_per_hour": None}).finish(mfu=None)
+    priced = RunFolder(tmp_path, "b").finish().test_loss(2.5)
+    fresh, stopped = RunFolder(tmp_path, "c"), RunFolder(tmp_path, "d").add_checkpoint(LATEST, "latest").train_to(0)
+    table = table_of(finished, priced, fresh, stopped)
+    empty = [(each.key, cell) for each in table.columns for cell in each.cells if cell.value is None and not cell.text]
+    assert len(empty) > 10
+    assert [key for key, cell in empty if not cell.remark] == []
+    assert column(table, "dollars").cells[0].remark == "no price_per_hour in its train.json"
+    assert column(table, "test_loss").cells[0].remark == "not measured by test_loss.py"
+    assert {cell.remark for key, cell in empty if cell is column(table, key).cells[2]} >= {"never trained"}
+
+
+def test_beside_reported_figures_an_own_run_says_why_it_has_none(tmp_path: Path) -> None:
+    reported = RunFolder(tmp_path, "8xa100m40")
+    (reported.path / "reported.json").write_text((SHIPPED_RUNS / "8xa100m40" / "reported.json").read_text())
+    own = RunFolder(tmp_path, "own").finish(mfu=None)
+    table = table_of(own, reported)
+    remarks = {key: column(table, key).cells[0].remark for key in ("test_loss", "mfu", "reported_hours")}
+    assert remarks == {
+        "test_loss": "not measured by test_loss.py",
+        "mfu": "peak of the device not known",
+        "reported_hours": "not reported",
+    }
+
+
+def test_fractions_of_a_cent_are_shown(tmp_path: Path) -> None:
+    table = table_of(RunFolder(tmp_path, "a", {"price_per_hour": 0.05}).finish())
+    assert column(table, "dollars").cells[0].text == "0.0050"
+
+
+def test_a_damaged_result_is_not_said_never_to_have_been_measured(tmp_path: Path) -> None:
+    damaged, half = RunFolder(tmp_path, "a").finish().test_loss(2.5), RunFolder(tmp_path, "b")
+    half.add_checkpoint(BEST, "best").add_checkpoint(LATEST, "latest").finish().test_loss(2.4).test_loss(2.6, LATEST)
+    lost = RunFolder(tmp_path, "c").finish().test_loss(2.7, bits_per_byte=None)
+    for path in (*damaged.directory.results.glob("*.json"), *half.directory.results.glob(f"*{BEST}*.json")):
+        path.write_text(path.read_text().replace('"loss": 2.', '"loss": NaN, "was": 2.'))
+    (path,) = lost.directory.results.glob("*.json")
+    path.write_text(path.read_text().replace('"loss": 2.7', '"loss": null'))
+    table = table_of(damaged, half, lost)
+    for key in ("test_loss", "bits_per_byte"):
+        remarks = [cell.remark for cell in column(table, key).cells]
+        assert remarks[0] == "kept in results/, but the file cannot be read (a remark names it); measure again"
+        assert remarks[1] == f"of checkpoint {LATEST} (latest): a result of the best one cannot be read"
+        assert remarks[2] == "its test loss is not finite"
+    text = " ".join(" ".join(table_lines(table)).split())
+    assert text.count("measure again, or move the file away") == 2
+
+
+def test_a_run_that_stopped_shows_how_far_it_came(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, "a").add_checkpoint(LATEST, "latest").train_to(0, 10, 49)
+    table = table_of(run)
+    assert column(table, "state").cells[0].text == "stopped, 50 %"
+    values = row_of(table, "a")
+    assert (values["tokens"], values["global_batch"]) == (6400, 8)
+    assert (values["train_loss"], values["validation_loss"]) == pytest.approx((3.51, 3.61))
+    assert values["dollars"] == pytest.approx(3.6 * 49 / 3600 * 36)
+
+
+def test_the_best_loss_comes_first_and_what_has_none_last(tmp_path: Path) -> None:
+    runs = [
+        RunFolder(tmp_path, name).finish().test_loss(loss) for name, loss in zip("abc", (2.5, 2.4, 2.6), strict=True)
+    ]
+    runs.append(RunFolder(tmp_path, "d"))
+    table = table_of(*runs)
+    assert [record.name for record in table.sorted(None).records] == ["b", "a", "c", "d"]
+    assert column(table.sorted(None), "test_loss").cells[0].value == 2.4, "cells go with their runs"
+    assert [record.name for record in table.sorted("name").records] == ["a", "b", "c", "d"]
+
+
+def test_sorted_by_what_is_asked(tmp_path: Path) -> None:
+    rates, speeds = (0.001, 0.01, 0.005), (50.0, 70.0, 60.0)
+    runs = [
+        RunFolder(tmp_path, name, {"learning_rate": rate}).finish(tokens_per_second=speed)
+        for name, rate, speed in zip("abc", rates, speeds, strict=True)
+    ]
+    table = table_of(*runs)
+    assert [record.name for record in table.sorted("learning_rate").records] == ["a", "c", "b"]
+    assert [record.name for record in table.sorted("tokens_per_second").records] == ["b", "c", "a"], "the fastest first"
+    with pytest.raises(UserError, match="did you mean learning_rate"):
+        table.sorted("learning_rat")
+    with pytest.raises(UserError, match="did you mean hours"):
+        table.sorted("time")
+    with pytest.raises(UserError, match="there are: name, learning_rate, "):
+        table.sorted("xyz")
+
+
+# The notebook's: train seconds, dollars, dollars without validation, tokens per second of all, and test loss.
+BILLS = {
+    "8xa100m40": (13_904, 39.86, 35.56, 234_480, 3.674),
+    "8xh100m80": (6_650, 44.19, 38.13, 490_249, 3.725),
+    "8xa100m80": (11_532, 45.87, 39.57, 282_707, 3.730),
+    "8xb200m160": (4_190, 46.46, 39.14, 778_107, 3.771),
+}
+
+
+@pytest.mark.parametrize("name", BILLS)
+def test_the_notebooks_bills_to_the_cent(name: str) -> None:
+    """Bills are as reported, and equal seconds times price but for a cent: the source cuts seconds off."""
+    seconds, dollars, without_validation, speed, loss = BILLS[name]
+    values = row_of(notebook(), name)
+    price = json.loads((SHIPPED_RUNS / name / "train.json").read_text())["price_per_hour"]
+    assert values["hours"] * 3600 == pytest.approx(seconds, abs=0.7)
+    assert values["dollars"] == dollars
+    assert values["hours"] * price == pytest.approx(dollars, abs=0.01)
+    assert values["hours_without_validation"] * price == pytest.approx(without_validation, abs=0.01)
+    assert values["dollars_without_validation"] == without_validation
+    assert (values["whole_tokens_per_second"], values["test_loss"]) == (speed, loss)
+    assert values["dollars_per_million_tokens"] == pytest.approx(dollars / 3260, rel=1e-3)
+
+
+def test_reported_figures_are_marked_and_in_columns_of_their_own(tmp_path: Path) -> None:
+    reported = RunFolder(tmp_path, "reported")
+    (reported.path / "reported.json").write_text((SHIPPED_RUNS / "8xa100m40" / "reported.json").read_text())
+    measured = RunFolder(tmp_path, "measured").finish().test_loss(3.7)
+    table = table_of(measured, reported)
+    assert [cell.value for cell in column(table, "test_loss").cells] == [3.7, None]
+    assert [cell.value for cell in column(table, "reported_test_loss").cells] == [None, 3.674]
+    text = "\n".join(table_lines(table))
+    assert "3.674 r" in text
+    assert "r: reported, or worked out from it, not measured here: Giles Thomas" in text
+
+
+def test_figures_reported_by_different_sources_do_not_compare(tmp_path: Path) -> None:
+    for name, source in (("a", "one"), ("b", "two")):
+        run = RunFolder(tmp_path, name)
+        values = json.loads((SHIPPED_RUNS / "8xa100m40" / "reported.json").read_text())
+        (run.path / "reported.json").write_text(json.dumps(values | {"source": source}))
+    table = RunsTable.of([RunRecord.read(RunDirectory(tmp_path / name)) for name in "ab"])
+    assert [cell.value for cell in column(table, "test_loss").cells] == [3.674, None]
+    assert [cell.value for cell in column(table, "test_loss:2").cells] == [None, 3.674]
+    assert [cell.value for cell in column(table, "dollars").cells] == [39.86, 39.86], "dollars are dollars"
+
+
+def test_the_notebooks_two_fits() -> None:
+    lines = list(fit_lines(notebook()))
+    assert lines[0].startswith("Loss over the global batch: 0.0323 x² − 0.2957 x + 4.3687")
+    assert "lowest near 97 sequences" in lines[1]
+    assert "Memory over the microbatch: 2.346 GiB a sequence + 11.48 GiB" in lines
+
+
+def test_no_curve_over_batches_where_something_else_differs_too(tmp_path: Path) -> None:
+    def run(size: int, **other: Any) -> RunFolder:
+        batch = {"microbatch_size": size, "validation_batches": 20 // size}
+        run = RunFolder(tmp_path, f"b{size}", batch | other).finish(microbatch_size=size)
+        return run.test_loss(2 + (size - 2) ** 2 / 100)
+
+    alike = [run(size) for size in (1, 2, 5)]
+    assert next(fit_lines(table_of(*alike))).startswith("Loss over the global batch: 0.")
+    assert list(fit_lines(table_of(*alike, run(10, learning_rate=0.1)))) == [
+        "Loss over the global batch: inconclusive, because learning_rate differs, too"
+    ]
+    assert list(fit_lines(table_of(alike[0], alike[0]))) == []
+
+
+@pytest.mark.parametrize("name", ["a", "a-rather-long-name-of-a-run-in-a-sweep-over-many-settings-seed-1"])
+def test_lines_are_of_80_columns(tmp_path: Path, name: str) -> None:
+    first = RunFolder(tmp_path, name, {"dataset": "somebody-with-a-long-name/some-texts-with-a-long-name"})
+    runs = [
+        first.finish().test_loss(2.5),
+        RunFolder(tmp_path, "b").finish().test_loss(2.5, LATEST),
+        RunFolder(tmp_path, "c"),
+    ]
+    runs[0].test_loss(2.5, LATEST).test_loss(2.4, BEST, start_token=7)
+    lines = list(table_lines(table_of(*runs).sorted(None)))
+    assert max(map(len, lines)) <= 80
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_each_block_begins_with_the_names(tmp_path: Path) -> None:
+    a, b = RunFolder(tmp_path, "first").finish(), RunFolder(tmp_path, "second").finish(tokens_seen=1_000_000)
+    lines = list(table_lines(table_of(a, b)))
+    table = lines[: len(lines) - 1 - lines[::-1].index("")]
+    blocks = "\n".join(table).split("\n\n")
+    assert len(blocks) > 1
+    for block in blocks:
+        rows = block.splitlines()
+        assert rows[-3].startswith("run ")
+        assert [row.split()[0] for row in rows[-2:]] == ["first", "second"]
+
+
+def test_numbers_end_at_one_place(tmp_path: Path) -> None:
+    a, b = RunFolder(tmp_path, "a").finish(), RunFolder(tmp_path, "b").finish(tokens_seen=1_000_000)
+    lines = [line for line in table_lines(table_of(a, b)) if line.startswith(("a ", "b "))]
+    ends = [line.index(number) + len(number) for line, number in zip(lines[:2], ("12,800", "1,000,000"), strict=True)]
+    assert ends[0] == ends[1]
+
+
+def test_long_names_that_would_look_the_same_stay_whole(tmp_path: Path) -> None:
+    middle = "x" * 40
+    names = [f"beginning-of-the-name-{each}{middle}-end-of-the-name" for each in "ab"]
+    runs = [RunFolder(tmp_path, name).finish() for name in names]
+    text = "\n".join(table_lines(table_of(*runs)))
+    assert all(name in text for name in names)
+
+
+def test_a_runs_own_search_is_a_line_of_memory(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, "a")
+    tried = [TriedMicrobatch(microbatch_size=size, gib=1.5 + 0.25 * size) for size in (1, 2, 8)]
+    found: dict[str, Any] = {
+        "date": "2026-01-03T00:00:00Z",
+        "device": "NVIDIA L4",
+        "torch": "2.15.0",
+        "world_size": 1,
+        "limit_gib": 22.0,
+        "usable_gib": 21.0,
+        "largest": 8,
+        "tried": tried,
+        "accumulation_steps": 1,
+        "compiled": True,
+        "model": {},
+        "train": {},
+    }
+    write_search(run.directory, MicrobatchSearch(**found))
+    assert list(fit_lines(table_of(run)))[:2] == [
+        "a, -f on NVIDIA L4:",
+        "  Memory over the microbatch: 0.250 GiB a sequence + 1.50 GiB",
+    ]

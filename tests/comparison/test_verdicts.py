@@ -1,0 +1,340 @@
+"""Verdicts: their words, and by simulation how often they are wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import scipy
+
+from harness.comparison import noise
+from harness.comparison.arms import Arm, borrowed_from, difference_of
+from harness.comparison.inconclusive import Inconclusive
+from harness.comparison.noise import MeanEstimate
+from harness.comparison.verdicts import Verdict, Word, compare_arms, seeds_for_seen, seeds_sentence
+
+BASELINE = Arm("lr-0.0015", [3.50, 3.51, 3.49])
+THREE_LINES = 240
+
+
+def compare(*arms: Arm, baseline: Arm = BASELINE) -> list[Verdict]:
+    verdicts = compare_arms(baseline, arms)
+    assert [each.arm for each in verdicts] == [arm.name for arm in arms]
+    assert all(len(each.sentence) <= THREE_LINES for each in verdicts)
+    return verdicts
+
+
+def window_losses(difference: float, *, runs: int, seed: int, windows: int = 400, by_seed: float = 0.004) -> Arm:
+    """Runs on one text, whose windows are hard or easy for all of them, each a little otherwise."""
+    text = 3 + np.random.default_rng(0).gamma(4, 0.1, windows)
+    generator = np.random.default_rng(seed)
+    losses = [
+        text + difference + by_seed * generator.normal() + 0.03 * generator.normal(size=windows) for _ in range(runs)
+    ]
+    return Arm(f"arm-{seed}", [float(each.mean()) for each in losses], losses)
+
+
+def test_better_worse_and_inconclusive() -> None:
+    verdicts = compare(
+        Arm("lr-0.003", [3.40, 3.41, 3.42]), Arm("lr-0.01", [3.60, 3.61, 3.62]), Arm("lr-0.002", [3.49, 3.51, 3.52])
+    )
+    assert [each.word for each in verdicts] == [Word.BETTER, Word.WORSE, Word.INCONCLUSIVE]
+    assert [each.sentence for each in verdicts] == [
+        "lr-0.003 is better than lr-0.0015 by 0.090 nats (97.5 % interval 0.061 to 0.119; 3 and 3 runs, this text "
+        "only, Holm for 3 arms: 5 % false alarms in all)",
+        "lr-0.01 is worse than lr-0.0015 by 0.110 nats (98.3 % interval 0.078 to 0.142; 3 and 3 runs, this text only, "
+        "Holm for 3 arms: 5 % false alarms in all)",
+        "lr-0.002 against lr-0.0015: inconclusive, because +0.007 nats is within training noise (95 % interval "
+        "-0.025 to +0.038; 3 and 3 runs, Holm for 3 arms: 5 % false alarms in all)",
+    ]
+    assert verdicts[2].reason == "+0.007 nats is within training noise"
+    assert verdicts[2].runs == (3, 3)
+
+
+def test_a_single_comparison_is_welchs() -> None:
+    arm = Arm("lr-0.003", [3.47, 3.455, 3.46, 3.5, 3.44])
+    verdict = compare(arm)[0]
+    theirs = scipy.stats.ttest_ind(arm.losses, BASELINE.losses, equal_var=False)
+    assert verdict.interval == pytest.approx(tuple(theirs.confidence_interval()))
+    assert verdict.adjusted_p == pytest.approx(theirs.pvalue)
+
+
+def test_an_arm_of_one_run_borrows_the_spread() -> None:
+    verdict, *_ = compare(Arm("lr-0.01", [3.60]), Arm("lr-0.02", [3.7, 3.72]))
+    assert verdict.word is Word.WORSE
+    assert verdict.difference is not None
+    assert verdict.difference.is_borrowed
+    assert (
+        "1 and 3 runs, spread borrowed as if seeds spread lr-0.01 like the others, this text only" in verdict.sentence
+    )
+    # Pooled over the baseline and the other arm: 3 degrees of freedom.
+    deviation = math.sqrt((2e-4 + 2e-4) / 3)
+    reach = scipy.stats.t.ppf(1 - 0.05 / 2, 3) * deviation * math.sqrt(1 + 1 / 3)
+    p = 2 * scipy.stats.t.sf(0.1 / (deviation * math.sqrt(4 / 3)), 3)
+    assert verdict.difference.training is not None
+    assert verdict.difference.training.interval() == pytest.approx((0.1 - reach, 0.1 + reach))
+    assert verdict.difference.training.p == pytest.approx(p)
+
+
+def test_single_runs_on_both_sides() -> None:
+    first, second = window_losses(0, runs=1, seed=1, by_seed=0), window_losses(-0.02, runs=1, seed=2, by_seed=0)
+    verdict = compare(second, baseline=first)[0]
+    assert verdict.word is Word.INCONCLUSIVE
+    assert verdict.reason == "training noise is unknown"
+    assert "beyond evaluation noise (95 % interval -0.0" in verdict.sentence
+    assert verdict.adjusted_p is None
+    verdict = compare(window_losses(0, runs=1, seed=4, by_seed=0), baseline=first)[0]
+    assert "is within evaluation noise, too (95 % interval -0.0" in verdict.sentence
+    verdict = compare(Arm("b", [3.4]), baseline=Arm("a", [3.5]))[0]
+    assert verdict.sentence == (
+        "b against a: inconclusive, because training noise is unknown; these models differ by -0.100 nats on this text"
+    )
+
+
+def test_the_level_that_is_printed_is_that_of_the_interval() -> None:
+    """The level under Holm is not 95 %: it is by the quantile that makes an interval of this width."""
+    arms = [Arm(f"b{number}", [3.5 + loss, 3.51 + loss, 3.49 + loss]) for number, loss in enumerate((0.09, 0.2, 0.0))]
+    for verdict in [*compare(*arms), *compare(arms[0])]:
+        assert verdict.difference is not None
+        assert verdict.difference.both is not None
+        assert verdict.interval is not None
+        both, reach = verdict.difference.both, (verdict.interval[1] - verdict.interval[0]) / 2
+        level = 100 - 200 * scipy.stats.t.sf(reach / both.error, both.df)
+        assert verdict.level == pytest.approx(level, abs=0.05)
+        assert f"({verdict.level:g} % interval " in verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("arm", "reason"),
+    [
+        (Arm("lr-1", []), "lr-1 has no run with this loss"),
+        (Arm("lr-1", [3.0, math.nan]), "a loss of lr-1 is not finite"),
+        (Arm("lr-1", [math.inf]), "a loss of lr-1 is not finite"),
+    ],
+)
+def test_what_cannot_be_compared(arm: Arm, reason: str) -> None:
+    verdict, other = compare(arm, Arm("lr-0.003", [3.40, 3.41, 3.42]))
+    assert verdict.sentence == f"lr-1 against lr-0.0015: inconclusive, because {reason}"
+    assert (verdict.reason, verdict.interval, verdict.difference) == (reason, None, None)
+    assert other.word is Word.BETTER
+    assert "Holm" not in other.sentence, "one comparison is left"
+
+
+def test_replicates_that_are_alike_to_the_last_digit_tell_nothing() -> None:
+    verdict = compare(Arm("b", [3.1, 3.1]), baseline=Arm("a", [3.2, 3.2]))[0]
+    assert verdict.word is Word.INCONCLUSIVE
+    assert verdict.reason == "the runs of an arm are alike to the last digit, as if the seed did nothing"
+
+
+def test_other_text_has_no_evaluation_noise() -> None:
+    verdict = compare(window_losses(0.5, runs=3, seed=1, windows=500), baseline=window_losses(0, runs=3, seed=2))[0]
+    assert verdict.difference is not None
+    assert verdict.difference.evaluation == Inconclusive("they were measured on texts of 400 and 500 windows")
+    assert "this text only" in verdict.sentence
+
+
+def test_windows_belong_to_runs() -> None:
+    with pytest.raises(ValueError, match="b: 1 runs with windows, 2 with losses"):
+        Arm("b", [1.0, 2.0], [np.zeros(3)])
+
+
+@pytest.mark.parametrize(
+    ("by_seed", "difference", "which"),
+    [(0.02, 0.03, "training noise"), (0.0005, 0.0, "either kind of noise")],
+)
+def test_which_noise_a_difference_is_within(by_seed: float, difference: float, which: str) -> None:
+    baseline = window_losses(0, runs=3, seed=4, by_seed=by_seed)
+    verdict = compare(window_losses(difference, runs=3, seed=6, by_seed=by_seed), baseline=baseline)[0]
+    assert f"nats is within {which} (95 % interval" in verdict.sentence
+
+
+def test_evaluation_noise_widens_the_interval() -> None:
+    """A text that is harder for one arm only widens the interval."""
+    baseline, arm = window_losses(0, runs=3, seed=1), window_losses(-0.02, runs=3, seed=2)
+    to_arm = np.random.default_rng(5).normal(0, 0.1, 400)
+    to_arm -= to_arm.mean()
+    arm = Arm("b", arm.losses, [each + to_arm for each in arm.windows or []])
+    both = compare(arm, baseline=baseline)[0].interval
+    seeds_only = compare(Arm("b", arm.losses), baseline=baseline)[0].interval
+    assert both is not None
+    assert seeds_only is not None
+    assert both[0] < seeds_only[0] < seeds_only[1] < both[1]
+
+
+def test_what_the_text_does_to_replicates_is_in_their_spread_already() -> None:
+    """The text's part of a run's variance is that of its windows around the arm's mean: 0.03² / windows."""
+    arms = [window_losses(0, runs=10, seed=seed, windows=2000) for seed in range(1, 6)]
+    found = [arm.variance_by_text for arm in arms]
+    assert np.mean([each for each in found if each is not None]) == pytest.approx(0.03**2 / 2000, rel=0.1)
+    difference = difference_of(arms[0], arms[1], borrowed_from(arms))
+    assert difference.training is not None
+    assert difference.both is not None
+    assert isinstance(difference.evaluation, MeanEstimate)
+    assert difference.both.error < math.hypot(
+        difference.training.error, math.sqrt(difference.evaluation.noise.variance)
+    )
+
+
+def test_what_replicates_say_of_seeds() -> None:
+    assert seeds_sentence([Arm("a", [3.0]), Arm("b", [3.1])]) == (
+        "Training noise is unknown: 3 seeds of each arm would give a first idea of it."
+    )
+    assert seeds_sentence([Arm("a", [3.0]), Arm("b", [3.49, 3.50, 3.51])]) == (
+        "Seeds alone spread the loss by 0.0100 nats (2 degrees of freedom): to tell 0.01 nats apart in 80 % of cases "
+        "takes 17 seeds of each arm (6 to 621, as that spread is itself uncertain)."
+    )
+    assert "over 10,000 seeds" in seeds_sentence([Arm("b", [1.0, 9.0])])
+
+
+def test_how_many_seeds_would_tell_a_difference_like_the_one_seen() -> None:
+    """The number is the least that reaches 80 % by another implementation of the test's power."""
+    arms = [
+        Arm("lr-0.003", [3.48, 3.49, 3.50]),
+        Arm("lr-0.01", [3.60, 3.61, 3.62]),
+        Arm("lr-0.002", [3.49, 3.51, 3.53]),
+    ]
+    verdicts = compare(*arms)
+    assert [each.word.value for each in verdicts] == ["inconclusive", "worse", "inconclusive"]
+    said = seeds_for_seen(verdicts, [BASELINE, *arms])
+    deviation = math.sqrt(sum(float(np.var(arm.losses)) * 3 for arm in [BASELINE, *arms]) / 8)
+
+    def least(difference: float) -> int:
+        return next(runs for runs in range(2, 10_000) if welch_power(difference / deviation, runs) >= 0.8)
+
+    assert said.startswith(
+        f"Seeds of each arm to tell a difference as large as the one seen: {least(0.01)} for lr-0.003 (0.010 nats; "
+    )
+    assert f", {least(0.01)} for lr-0.002 (0.010 nats; " in said
+    assert "lr-0.01 " not in said, "that one is told"
+
+
+def welch_power(shift: float, runs: int) -> float:
+    """Power of a two-sided t test at 5 % of two arms of `runs` runs each, whose means lie `shift` deviations apart."""
+    df, noncentrality = 2 * runs - 2, shift * math.sqrt(runs / 2)
+    reach = scipy.stats.t.ppf(0.975, df)
+    return float(scipy.stats.nct.sf(reach, df, noncentrality) + scipy.stats.nct.cdf(-reach, df, noncentrality))
+
+
+def test_without_training_noise_there_is_no_number_of_seeds_for_a_difference() -> None:
+    one, other = Arm("a", [3.0]), Arm("b", [3.1])
+    assert seeds_for_seen(compare(other, baseline=one), [one, other]) == ""
+    alike = Arm("c", [3.0, 3.0])
+    assert seeds_for_seen(compare(other, baseline=alike), [alike, other]) == ""
+
+
+# How often they are wrong ---------------------------------------------------------------------------------------------
+
+
+def told(verdicts: Sequence[Verdict]) -> bool:
+    return any(each.word is not Word.INCONCLUSIVE for each in verdicts)
+
+
+def coverage(runs: tuple[int, int], ratio: float, experiments: int) -> float:
+    """Percentage of the intervals for a difference that hold the true one; the first arm's losses are spread by `ratio`
+    times as much as the second's."""
+    generator = np.random.default_rng(7)
+    truth, hits = 0.02, 0
+    for _ in range(experiments):
+        arm = Arm("b", generator.normal(3.5 + truth, 0.01 * ratio, runs[0]).tolist())
+        baseline = Arm("a", generator.normal(3.5, 0.01, runs[1]).tolist())
+        low, high = compare_arms(baseline, [arm])[0].interval or (math.nan, math.nan)
+        hits += low <= truth <= high
+    return 100 * hits / experiments
+
+
+def false_alarms(arms: int, runs: int, experiments: int) -> float:
+    """Percentage of comparisons of alike arms with a baseline that tell any difference."""
+    losses = np.random.default_rng(8).normal(3.5, 0.01, (experiments, arms + 1, runs)).tolist()
+    return 100 * float(
+        np.mean([told(compare_arms(Arm("a", each[0]), [Arm("b", arm) for arm in each[1:]])) for each in losses])
+    )
+
+
+def both_kinds_coverage(runs: tuple[int, int], experiments: int) -> float:
+    """Chance in seeds, in the text, in what the text is to an arm, and in what it is to a run, all of like size."""
+    generator = np.random.default_rng(9)
+    windows, hits = 500, 0
+    for _ in range(experiments):
+        text = generator.normal(3.5, 0.5, windows)
+        arms = []
+        for name, number in zip("ba", runs, strict=True):
+            to_arm = scipy.signal.lfilter([1], [1, -0.4], generator.normal(0, 0.08, windows))
+            seeds = generator.normal(0, 0.005, number)
+            losses = [text + to_arm + seed + generator.normal(0, 0.1, windows) for seed in seeds]
+            arms.append(Arm(name, [float(each.mean()) for each in losses], losses))
+        low, high = compare_arms(arms[1], [arms[0]])[0].interval or (math.nan, math.nan)
+        hits += low <= 0 <= high
+    return 100 * hits / experiments
+
+
+def test_welchs_intervals_cover_as_they_say() -> None:
+    """Within what 1,500 experiments can tell; `-m slow` has more of them."""
+    assert coverage((3, 5), 1, 1500) == pytest.approx(95.4, abs=1.7)
+
+
+@pytest.mark.parametrize(("ratio", "share"), [(1, 95), (4, 65)])
+def test_a_borrowed_spread_holds_if_the_arms_spread_alike(ratio: float, share: float) -> None:
+    """docs/comparing.md has these shares."""
+    assert coverage((1, 3), ratio, 1000) == pytest.approx(share, abs=5)
+
+
+def test_intervals_of_arms_that_differ_do_not_hold_all_together() -> None:
+    """Holm is for false alarms. docs/comparing.md says how often: 91 %."""
+    generator, differences = np.random.default_rng(10), [0.05, 0.1, 0.2, 0.4, 0.8]
+    hits = 0
+    for _ in range(300):
+        arms = [Arm(str(each), generator.normal(3.5 + each, 0.01, 10).tolist()) for each in [0.0, *differences]]
+        intervals = [each.interval or (math.nan, math.nan) for each in compare_arms(arms[0], arms[1:])]
+        hits += all(low <= true <= high for (low, high), true in zip(intervals, differences, strict=True))
+    assert 100 * hits / 300 == pytest.approx(91, abs=5)
+
+
+def test_false_alarms_are_rare() -> None:
+    assert false_alarms(arms=4, runs=3, experiments=400) < 5.5
+
+
+def test_intervals_for_both_kinds_cover_as_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise, "RESAMPLES", 100)
+    assert both_kinds_coverage((3, 3), 250) == pytest.approx(95, abs=3.5)
+
+
+def three_errors(experiments: int) -> float:
+    """Three standard errors of a share of 95 % among so many, in per cent. With --exhaustive there are many more."""
+    return 300 * math.sqrt(0.05 * 0.95 / experiments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ratio", [1, 2, 0.5, 4, 0.25])
+@pytest.mark.parametrize("runs", [(3, 3), (3, 5), (5, 5)])
+def test_welchs_intervals_cover_their_share(runs: tuple[int, int], ratio: float, exhaustive: bool) -> None:
+    experiments = 20_000 if exhaustive else 3000
+    covered = coverage(runs, ratio, experiments)
+    print(f"{runs}, standard deviations as {ratio} to 1: {covered:.2f} %")
+    # By formula 93.44 (3 runs four times as noisy as 5) to 96.49 (3 and 3 alike).
+    margin = three_errors(experiments)
+    assert 93.5 - margin <= covered <= 96.5 + margin
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arms", [2, 3, 5, 8])
+@pytest.mark.parametrize("runs", [3, 5])
+def test_false_alarms_of_all_arms_together(arms: int, runs: int, exhaustive: bool) -> None:
+    experiments = 4000 if exhaustive else 1000
+    alarms = false_alarms(arms, runs, experiments)
+    print(f"{arms} arms, {runs} runs each: {alarms:.2f} %")
+    assert alarms <= 5.5 + (0 if exhaustive else three_errors(experiments) / 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runs", [(3, 3), (5, 5), (3, 5)])
+def test_intervals_for_both_kinds_cover_their_share(
+    runs: tuple[int, int], exhaustive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(noise, "RESAMPLES", 100)  # they do not enter this interval
+    experiments = 2000 if exhaustive else 700
+    covered = both_kinds_coverage(runs, experiments)
+    print(f"both kinds, {runs}: {covered:.2f} %")
+    margin = three_errors(experiments)
+    assert 93.5 - margin <= covered <= 96.5 + margin

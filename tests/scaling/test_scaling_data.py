@@ -1,0 +1,177 @@
+"""Points of scaling laws: what runs and CSV files give, what is left out and why, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.common.errors import UserError
+from harness.runs.directory import RunDirectory
+from harness.scaling.data import CostLaw, points_of_runs, read_points
+from tests.scaling.scaling import ladder, points_of
+
+FIXTURES = Path(__file__).parents[1] / "runs" / "fixtures"
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "points.csv"
+    path.write_text(text)
+    return path
+
+
+def run_in(folder: Path, name: str, **changed: Any) -> RunDirectory:
+    """A finished run whose summary says something else."""
+    run = RunDirectory(folder / name)
+    run.path.mkdir()
+    summary = json.loads((FIXTURES / "one_rank" / "summary.json").read_text())
+    run.summary.write_text(json.dumps(summary | changed))
+    return run
+
+
+# CSV files
+
+
+def test_tokens_are_those_of_the_file_or_flops_over_six_sizes(tmp_path: Path) -> None:
+    points = read_points(written(tmp_path, "# source\nparameters,flops,loss\n1e6, 6e15, 3.5\n\n2e6,6e15,3.25\n"))
+    assert points.tokens.tolist() == [1e9, 5e8]
+    assert points.names == ["line 3", "line 5"]
+    points = read_points(written(tmp_path, "name,Loss,tokens,parameters,flops\na,3.5,2e9,1e6,6e15\n"))
+    assert (points.names, points.tokens.tolist(), points.loss.tolist()) == (["a"], [2e9], [3.5])
+
+
+def test_losses_that_are_not_finite_are_left_out_and_named(tmp_path: Path) -> None:
+    points = read_points(written(tmp_path, "parameters,flops,loss\n1e6,6e15,nan\n2e6,6e15,inf\n2e6,6e15,3\n"))
+    assert len(points) == 1
+    assert points.left_out == ["line 2: its loss is not finite", "line 3: its loss is not finite"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty; its first line must name the columns parameters, flops, loss"),
+        ("parameters,flops,loss\n", "has no points"),
+        ("parameters,flops,loss\n1e6,6e15,nan\n", "has no points"),
+        ("parameters,flop,loss\n", "column flops: missing; is flop what you mean?"),
+        ("n,d,l\n1,2,3\n", "column parameters: missing; there are: n, d, l"),
+        ("parameters,flops,loss,loss\n1,2,3,4\n", "a column is named twice"),
+        ("parameters,flops,loss\n1e6,6e15\n", ":2: 2 values for 3 columns"),
+        ("parameters,flops,loss\n1e6,,3\n", ":2: column flops: empty"),
+        ("# c\nparameters,flops,loss\n1e6,many,3\n", ":3: column flops: 'many' is not a number"),
+        ("parameters,flops,loss\n-1e6,6e15,3\n", ":2: column parameters: -1e6 must be greater than 0"),
+        ("parameters,flops,loss\ninf,6e15,3\n", ":2: column parameters: inf must be greater than 0 and less than 1e40"),
+        ("parameters,flops,loss\n1e6,6e15,0\n", ":2: column loss: 0 must be greater than 0"),
+        ('parameters,flops,loss\n"1e6,6e15,3\n', "not CSV"),
+    ],
+)
+def test_bad_files_are_refused_with_line_and_column(tmp_path: Path, text: str, message: str) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(UserError) as refused:
+        read_points(path)
+    assert str(refused.value).startswith(str(path))
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_files_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "points.csv").write_bytes(b"\xff\xfe\x00")
+    for path, message in (
+        (tmp_path / "points.csv", "not UTF-8"),
+        (tmp_path, "Is a directory"),
+        (tmp_path / "no", "No"),
+    ):
+        with pytest.raises(UserError, match=message):
+            read_points(path)
+
+
+def test_the_highest_losses_are_dropped() -> None:
+    points = ladder()
+    kept = points.without_highest(3)
+    assert sorted(kept.loss) == sorted(points.loss)[:-3]
+    assert [points.names.index(name) for name in kept.names] == sorted(points.names.index(name) for name in kept.names)
+    assert "the 3 highest losses (--drop-highest)" in kept.left_out[0]
+    with pytest.raises(UserError, match="--drop-highest 20: there are 20 points"):
+        points.without_highest(20)
+
+
+# Runs
+
+
+def test_runs_give_their_exact_flops(tmp_path: Path) -> None:
+    points = points_of_runs([run_in(tmp_path, "a"), run_in(tmp_path, "b", final_validation_loss=2.0)])
+    assert points.parameters.tolist() == [1272, 1272]
+    assert points.flops.tolist() == [6912 * 1280] * 2
+    assert points.loss.tolist() == [2.1043521563212075, 2.0]
+
+
+def test_runs_without_a_point_are_named_with_the_reason(tmp_path: Path) -> None:
+    going = RunDirectory(tmp_path / "going")
+    going.path.mkdir()
+    older = RunDirectory(Path(shutil.copytree(FIXTURES / "older", tmp_path / "older")))
+    whole = json.loads((FIXTURES / "one_rank" / "summary.json").read_text())
+    runs = [
+        run_in(tmp_path, "whole"),
+        going,
+        run_in(tmp_path, "diverged", final_validation_loss=None),
+        run_in(tmp_path, "tuned", train=whole["train"] | {"initial_weights": "gpt2"}),
+        run_in(tmp_path, "bare", flops_per_token=None),
+        run_in(tmp_path, "experts", active_parameters=10_000),
+        run_in(tmp_path, "unknown", dataset={"name": "local/letters"}),
+    ]
+    points = points_of_runs(runs)
+    assert points.names == ["whole"]
+    reasons = dict(text.split(": ", 1) for text in points.left_out)
+    assert reasons["going"] == "has not finished (no summary.json)"
+    assert reasons["diverged"] == "has no finite validation loss at its end"
+    assert reasons["tuned"].startswith("begins with weights that were trained before")
+    assert reasons["experts"].startswith("has a mixture of experts")
+    assert reasons["unknown"] == "does not record the text of its validation losses"
+    assert reasons["bare"].startswith("its summary.json, of an earlier version, lacks")
+    with pytest.raises(UserError, match="no finished run to fit: going: has not finished"):
+        points_of_runs([going])
+    assert len(points_of_runs([older])) == 1, "earlier versions' summaries are read"
+
+
+@pytest.mark.parametrize("what", ["validation", "slice", "context"])
+def test_losses_of_different_text_are_not_fitted_together(tmp_path: Path, what: str) -> None:
+    whole = json.loads((FIXTURES / "one_rank" / "summary.json").read_text())
+    changed: dict[str, Any] = {
+        "validation": {"dataset": whole["dataset"] | {"validation": {"tokens": 500, "sha256": "other"}}},
+        "slice": {"train": whole["train"] | {"start_val_token": 64}},
+        "context": {"model": whole["model"] | {"context_length": 8}},
+    }[what]
+    with pytest.raises(UserError, match=r"^b: its .* and that of a is .*: one law cannot hold for both; give runs"):
+        points_of_runs([run_in(tmp_path, "a"), run_in(tmp_path, "b", **changed)])
+
+
+def test_half_a_summary_is_refused(tmp_path: Path) -> None:
+    run = run_in(tmp_path, "a")
+    run.summary.write_text(run.summary.read_text()[:100])
+    with pytest.raises(UserError, match="not valid JSON"):
+        points_of_runs([run])
+
+
+# FLOPs
+
+
+def test_the_rule_of_thumb_is_recognised() -> None:
+    cost = CostLaw.of(ladder())
+    assert cost.is_rule_of_thumb
+    assert cost.flops(1e9, 2e10) == 1.2e20
+
+
+def test_other_costs_are_a_power_of_the_size() -> None:
+    sizes = np.geomspace(1e6, 1e9, 7)
+    points = points_of(sizes, np.full(7, 1e9), np.full(7, 3.0))
+    points.flops[:] = 3.0 * sizes**1.04 * points.tokens
+    cost = CostLaw.of(points)
+    assert cost.coefficient == pytest.approx(3.0)
+    assert cost.exponent == pytest.approx(1.04)
+    assert cost.largest_error < 1e-9
+    assert cost.tokens(points.flops, sizes) == pytest.approx(points.tokens)
+    points.flops[3] *= 1.1
+    assert 0.05 < CostLaw.of(points).largest_error < 0.1

@@ -1,0 +1,230 @@
+"""Plan of a sweep: sums that can be worked out by hand, and what is said where a number is not known."""
+
+from __future__ import annotations
+
+import shutil
+from collections import namedtuple
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.common import gpu_names
+from harness.common.errors import UserError
+from harness.sweeps.attempt import device_groups
+from harness.sweeps.derived_runs import write_runs
+from harness.sweeps.plan import (
+    AssumedSpeed,
+    MachineUse,
+    Planner,
+    SweepPlan,
+    describe_sweep_plan,
+    plan_sweep,
+    visible_gpus,
+)
+from tests.support.launch import Workshop
+from tests.support.sweeping import add_summary, load, sweep_command
+
+# 20 steps of 64 tokens (2 sequences x 2 accumulation steps x 16), and validations after steps 0, 5, 10, 15 and 19, of 3
+# microbatches of 32 tokens at a third of the work.
+TRAINING, VALIDATION = 1280, 5 * 3 * 32 / 3
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Workshop:
+    made = Workshop(tmp_path)
+    made.add_run("base", price_per_hour=36.0)
+    return made
+
+
+def plan(shop: Workshop, tps: float | None = None, groups: int = 1, **keys: Any) -> SweepPlan:
+    planner = Planner(MachineUse(shop.datasets, groups, 1), AssumedSpeed(tps).options(shop.runs))
+    return plan_sweep(load(shop, **keys), planner)
+
+
+def test_hours_dollars_and_disk_are_those_of_the_runs_plans(shop: Workshop) -> None:
+    found = plan(shop, 10.0, vary={"min_train_tokens": [1280, 2560]})
+    longer = 2560 + 9 * 3 * 32 / 3  # after steps 0, 5, ..., 35 and 39
+    seconds = [(TRAINING + VALIDATION) / 10, longer / 10]
+    assert [each.seconds for each in found.left] == pytest.approx(seconds)
+    assert [each.dollars for each in found.left] == pytest.approx([each / 100 for each in seconds])
+    assert found.seconds() == pytest.approx(sum(seconds))
+    checkpoints = [each.plan.checkpoint_bytes() for each in found.left]
+    assert found.disk_bytes == 5 * checkpoints[0] + 9 * checkpoints[1]
+    said = describe_sweep_plan(found, shop.runs)
+    assert f"time: {sum(seconds):,.0f} s" in said
+    assert f"cost: ${sum(seconds) / 100:,.2f}" in said
+
+
+def test_groups_share_the_clock_and_the_price(shop: Workshop) -> None:
+    """Three runs alike on two groups: the second group is free while the first trains its second."""
+    found = plan(shop, 10.0, groups=2, vary={"random_seed": [1, 2, 3]})
+    one = (TRAINING + VALIDATION) / 10
+    assert found.seconds() == pytest.approx(2 * one)
+    assert [each.dollars for each in found.left] == pytest.approx([one / 100 / 2] * 3)
+
+
+def test_what_is_finished_costs_nothing_and_gives_its_speed(shop: Workshop) -> None:
+    keys: dict[str, Any] = {"vary": {"random_seed": [1, 2]}}
+    sweep = load(shop, **keys)
+    write_runs(sweep.runs)
+    add_summary(sweep.runs[0])
+    found = plan(shop, **keys)
+    assert (found.finished, [each.run.name for each in found.left]) == (1, ["s-seed2"])
+    assert found.left[0].seconds == pytest.approx((TRAINING + VALIDATION) / 96)
+    said = describe_sweep_plan(found, shop.runs)
+    assert "1 finished already" in said
+    assert "96 tokens/s (measured over 30 steps" in " ".join(said.split())
+
+
+@pytest.mark.parametrize("changed", [{"min_train_tokens": 640}, {"model": {"emb_dim": 32}}])
+def test_the_summary_of_another_training_finishes_nothing(shop: Workshop, changed: dict[str, Any]) -> None:
+    keys: dict[str, Any] = {"vary": {"random_seed": [1]}}
+    (run,) = load(shop, **keys).runs
+    write_runs([run])
+    add_summary(run, **({"train": {**run.settings, **changed}} if "model" not in changed else changed))
+    assert plan(shop, **keys).finished == 0
+
+
+def test_the_summary_of_an_earlier_version_that_had_fewer_keys_finishes_a_run(shop: Workshop) -> None:
+    keys: dict[str, Any] = {"vary": {"random_seed": [1]}}
+    (run,) = load(shop, **keys).runs
+    write_runs([run])
+    model = run.model_config.model_dump(mode="json")
+    add_summary(run, model={key: model[key] for key in model if key not in ("logit_softcap", "linear_bias")})
+    assert plan(shop, **keys).finished == 1
+    add_summary(run, model={"emb_dim": "wide"})
+    assert plan(shop, **keys).finished == 0
+
+
+def test_runs_whose_speed_is_not_known_are_named_and_not_counted(shop: Workshop) -> None:
+    keys: dict[str, Any] = {"together": [{}, {"emb_dim": 32}]}
+    base = load(shop, **keys).runs[0]
+    write_runs([base])
+    add_summary(base)
+    found = plan(shop, **keys, set={"random_seed": 3}, name="t")
+    assert [each.seconds is None for each in found.left] == [False, True]
+    said = " ".join(describe_sweep_plan(found, shop.runs).split())
+    seconds = (TRAINING + VALIDATION) / 96
+    assert f"time: {seconds:,.0f} s, and what t-emb32 will take (unknown)" in said
+    assert f"cost: ${seconds / 100:,.2f}, and what t-emb32 will take (unknown)" in said
+    assert "Speed of t-emb32: unknown: no earlier run of this shape" in said
+
+
+def test_of_runs_that_nobody_has_trained_one_is_to_be_trained_first(shop: Workshop) -> None:
+    said = describe_sweep_plan(plan(shop, vary={"random_seed": [1, 2]}), shop.runs)
+    assert "or train one of them first, which measures it" in " ".join(said.split())
+
+
+def test_small_amounts_are_no_nothing(shop: Workshop) -> None:
+    """(1280 + 160) tokens at 2,880 a second are 0.5 s, of a dollar an hour."""
+    shop.add_run("base", price_per_hour=36.0)
+    said = describe_sweep_plan(plan(shop, 2880.0, vary={"random_seed": [1]}), shop.runs)
+    assert "cost: $0.0050" in said
+
+
+def test_without_a_price_there_is_no_cost(shop: Workshop) -> None:
+    shop.add_run("base")
+    said = describe_sweep_plan(plan(shop, 10.0, vary={"random_seed": [1]}), shop.runs)
+    assert "cost: unknown" in said
+    assert 'put the machine\'s "price_per_hour" into the sweep\'s "set"' in said
+
+
+def test_every_line_fits_a_terminal(shop: Workshop) -> None:
+    found = plan(shop, 0.001, vary={"random_seed": [1, 2], "learning_rate": [0.1, 0.2]}, name="a-rather-long-name-" * 3)
+    found = replace(found, use=MachineUse(shop.datasets, 1, 2))
+    assert max(map(len, describe_sweep_plan(found, Path("runs")).splitlines())) <= 80
+
+
+def test_a_disk_that_is_too_small_is_noticed_beforehand(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = plan(shop, vary={"random_seed": [1, 2]})
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(found.disk_bytes - 1))
+    with pytest.raises(UserError, match=r'the checkpoints of the sweep\'s 2 runs need .* "keep_checkpoints": 1'):
+        found.check_disk(shop.runs)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(found.disk_bytes))
+    found.check_disk(shop.runs)
+
+
+def test_a_plan_that_no_disk_can_hold_is_remarked_on(shop: Workshop) -> None:
+    """A sweep that is to be run is refused."""
+    load(shop, set={"min_train_tokens": 10**13, "checkpoint_interval": 1}, vary={"random_seed": [1, 2]})
+    planned = sweep_command(shop, "plan", str(shop.datasets))
+    assert (planned.status, planned.stderr) == (0, "")
+    assert "note: " in planned.stdout
+    said = "the checkpoints of the sweep's 2 runs need"
+    assert said in " ".join(planned.stdout.split())
+    started = sweep_command(shop, "run", str(shop.datasets))
+    assert started.status == 2
+    assert said in started.stderr
+    assert [each.name for each in shop.runs.iterdir() if each.is_dir()] == ["base"]
+
+
+def test_dollars_are_not_those_of_another_machine(shop: Workshop) -> None:
+    """Estimated speeds, which a model of that width has, give dollars only for the machine with the price."""
+    shop.add_run("base", model={"emb_dim": 4096, "n_layers": 1}, price_per_hour=23.92)
+    sweep = load(shop, vary={"random_seed": [1]})
+    for device, said in (("H200", "cost: unknown price: train.json's $23.92/h is the price of 8x H100"), ("H100", "$")):
+        options = AssumedSpeed(device=device).options(shop.runs)
+        found = plan_sweep(sweep, Planner(MachineUse(shop.datasets, 1, 8), options))
+        assert said in " ".join(describe_sweep_plan(found, shop.runs).split())
+
+
+def test_what_cannot_be_trained_is_said(shop: Workshop) -> None:
+    """One run that wants more data than the local dataset has is named; if all do, the plan is refused."""
+    shop.add_dataset()
+    keys: dict[str, Any] = {"vary": {"min_train_tokens": [1280, 10**6]}}
+    found = plan(shop, 10.0, **keys)
+    assert len(found.left) == 1
+    said = " ".join(describe_sweep_plan(found, shop.runs).split())
+    assert "Cannot be trained: s-tokens1000000: the train split of local/letters is too short" in said
+    with pytest.raises(UserError, match="s-tokens1000000-seed1: the train split of local/letters is too short"):
+        plan(shop, vary={"min_train_tokens": [10**6], "random_seed": [1, 2]})
+
+
+def test_the_command_prints_the_plan_before_anything_is_made(shop: Workshop) -> None:
+    load(shop, vary={"random_seed": [1, 2]})
+    done = sweep_command(shop, "plan", str(shop.datasets), "--assume-tps", "10")
+    assert done.status == 0, done.stderr
+    assert f"time: {2 * (TRAINING + VALIDATION) / 10:,.0f} s" in done.stdout
+    assert [each.name for each in shop.runs.iterdir()] == ["base"]
+    twice = sweep_command(shop, "plan", str(shop.datasets), "--assume-tps", "10", "--assume-device", "H100")
+    assert (twice.status, twice.stderr) == (2, "error: --assume-device and --assume-tps: give one of them\n")
+
+
+# Devices
+
+
+@pytest.fixture
+def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for index in range(4):
+        (tmp_path / "gpus" / str(index)).mkdir(parents=True)
+        (tmp_path / "gpus" / str(index) / "information").write_text("Model: \t NVIDIA H100\n")
+    monkeypatch.setattr(gpu_names, "DRIVER_FILES", tmp_path / "gpus")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def shown(use: MachineUse) -> list[str]:
+    return [group.environment["CUDA_VISIBLE_DEVICES"] for group in device_groups(use)]
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_gpus_are_shared_out_among_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown(MachineUse.of(Path(), 2, None)) == ["0,1", "2,3"]
+    assert shown(MachineUse.of(Path(), 3, 1)) == ["0", "1", "2"]
+    assert MachineUse.of(Path(), 1, None).processes == 4
+    assert device_groups(MachineUse.of(Path(), 1, 2))[0].environment == {}
+    with pytest.raises(UserError, match="--groups 3 with 2 processes each: needs 6 GPUs, and there are 4"):
+        device_groups(MachineUse.of(Path(), 3, 2))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-8f")
+    assert visible_gpus() == ["3", "GPU-8f"]
+    assert shown(MachineUse.of(Path(), 2, None)) == ["3", "GPU-8f"]
+
+
+def test_without_gpus_groups_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    use = MachineUse.of(Path(), 2, 2)
+    assert [group.environment for group in device_groups(use)] == [{"OMP_NUM_THREADS": "4"}] * 2
+    assert MachineUse.of(Path(), 4, None).processes == 1

@@ -1,0 +1,467 @@
+"""The runs that a SWEEP.json makes, their names, and the answers to impossible requests."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from harness.common.errors import RunError, UserError
+from harness.common.files import SAFE_NAME
+from harness.model.config import load_model_config
+from harness.runs.train_config import load_train_config
+from harness.sweeps.derived_runs import MODEL_KEYS, TRAIN_KEYS, Base, derive, write_runs
+from harness.sweeps.file import LARGEST_POINTS, LONGEST_LABEL, labels, sweep_schema
+from harness.sweeps.sweep import SweepRuns, load_sweep
+from harness.sweeps.trials import load_search
+from tests.support.isolation import ROOT, SHIPPED_RUNS
+from tests.support.launch import Workshop
+from tests.support.sweeping import command
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Workshop:
+    made = Workshop(tmp_path)
+    made.add_run("base", learning_rate=0.0015, random_seed=7)
+    return made
+
+
+def write(shop: Workshop, file: str = "s.json", **keys: Any) -> Path:
+    path = shop.path / file
+    path.write_text(json.dumps({"base": "base", **keys}))
+    return path
+
+
+def load(shop: Workshop, file: str = "s.json", **keys: Any) -> SweepRuns:
+    return load_sweep(write(shop, file, **keys), shop.runs)
+
+
+def refusal(shop: Workshop, **keys: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        load(shop, **keys)
+    message = str(caught.value)
+    assert message.startswith(f"{shop.path / 's.json'}: ")
+    assert message.splitlines() == [message]
+    return message
+
+
+def settings(sweep: SweepRuns, *keys: str) -> list[tuple[Any, ...]]:
+    return [tuple(run.settings[key] for key in keys) for run in sweep.runs]
+
+
+def names(sweep: SweepRuns) -> list[str]:
+    return [run.name for run in sweep.runs]
+
+
+# What it makes
+
+
+def test_a_grid_is_every_combination_in_the_order_of_the_file(shop: Workshop) -> None:
+    sweep = load(shop, file="lr.json", vary={"learning_rate": [0.0015, 0.003], "random_seed": [1, 2, 3]})
+    grid = [(rate, seed) for rate in (0.0015, 0.003) for seed in (1, 2, 3)]
+    assert settings(sweep, "learning_rate", "random_seed") == grid
+    assert names(sweep) == [f"lr-lr{rate}-seed{seed}" for rate, seed in grid]
+    assert {run.settings["emb_dim"] for run in sweep.runs} == {16}, "the rest is the base's"
+
+
+def test_keys_of_both_files_change_together(shop: Workshop) -> None:
+    together = [{"emb_dim": 32, "n_layers": 3, "min_train_tokens": 6400}, {"emb_dim": 64, "n_layers": 4}]
+    sweep = load(shop, together=together, vary={"random_seed": [1, 2]}, set={"drop_rate": 0.0, "weight_decay": 0.5})
+    found = settings(sweep, "emb_dim", "n_layers", "min_train_tokens", "random_seed", "drop_rate", "weight_decay")
+    shapes = [(32, 3, 6400), (64, 4, 1280)]
+    assert found == [(*shape, seed, 0.0, 0.5) for shape in shapes for seed in (1, 2)]
+    assert names(sweep)[0] == "s-emb32-layers3-tokens6400-seed1"
+    assert names(sweep)[3] == "s-emb64-layers4-seed2"
+
+
+def test_a_list_may_hold_the_base_itself(shop: Workshop) -> None:
+    sweep = load(shop, together=[{}, {"precision": "fp32"}])
+    assert names(sweep) == ["s-base", "s-precision_fp32"]
+    assert sweep.runs[0].derivation.differs == {}
+
+
+def test_null_leaves_a_key_out_and_another_word_for_it_takes_its_place(shop: Workshop) -> None:
+    sweep = load(shop, set={"learning_rate": None, "clipping_max_norm": None}, vary={"global_batch_size": [8, 16]})
+    assert settings(sweep, "learning_rate", "gradient_accumulation_steps", "global_batch_size") == [
+        (0.0004, 1, 8),
+        (0.0004, 1, 16),
+    ]
+    assert not {"learning_rate", "gradient_accumulation_steps"} & sweep.runs[0].train.keys()
+    (deep,) = load(shop, vary={"depth": [3]}).runs
+    assert (deep.settings["n_layers"], deep.settings["emb_dim"], deep.settings["n_heads"]) == (3, 192, 3)
+
+
+def test_a_base_in_the_notebooks_spelling(shop: Workshop) -> None:
+    shop.add_run("base", microbatch_size=None, minibatch_size=2, use_amp=False)
+    sweep = load(shop, vary={"microbatch_size": [2, 4]})
+    assert settings(sweep, "microbatch_size", "precision") == [(2, "fp32"), (4, "fp32")]
+
+
+def test_names_stay_when_a_sweep_grows(shop: Workshop) -> None:
+    few = load(shop, vary={"random_seed": [1], "betas": [[0.9, 0.95]]})
+    more = load(shop, vary={"random_seed": [1, 2], "betas": [[0.9, 0.95], [0.9, 0.99]]})
+    assert names(few) == ["s-seed1-betas_0.9_0.95"]
+    assert set(names(few)) < set(names(more))
+
+
+def test_entries_have_names_and_change_what_all_get(shop: Workshop) -> None:
+    shop.add_run("base")
+    entries = [{"name": "plain"}, {"name": "own", "eps": 1e-6, "learning_rate": 0.5}, {"learning_rate": 0.25}]
+    sweep = load(shop, set={"eps": 1e-7}, together=entries, vary={"random_seed": [1, 2]})
+    assert names(sweep) == [
+        *("s-plain-seed1", "s-plain-seed2", "s-own-seed1", "s-own-seed2", "s-lr0.25-seed1", "s-lr0.25-seed2")
+    ]
+    assert settings(sweep, "eps", "learning_rate")[::2] == [(1e-7, 0.0004), (1e-6, 0.5), (1e-7, 0.25)]
+    assert "name" not in sweep.runs[2].train | sweep.runs[2].model
+
+
+def canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+VALUES = st.one_of(st.integers(), st.floats(allow_nan=False), st.text(max_size=80), st.none(), st.booleans())
+
+
+@hypothesis.settings(suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
+@given(st.lists(st.dictionaries(st.sampled_from(TRAIN_KEYS), VALUES, max_size=6), max_size=8, unique_by=canonical))
+def test_labels_are_safe_short_and_all_different(points: list[dict[str, Any]]) -> None:
+    found = labels(points)
+    assert len(set(found)) == len(points)
+    assert all(len(label) <= LONGEST_LABEL and SAFE_NAME.fullmatch(f"s-{label}") for label in found)
+
+
+def test_no_key_is_in_both_files() -> None:
+    """A sweep need not say which file it means."""
+    assert not set(MODEL_KEYS) & set(TRAIN_KEYS)
+
+
+def test_the_schema_knows_the_keys_of_both_files() -> None:
+    schema = json.loads(json.dumps(sweep_schema(), allow_nan=False))
+    vary, together = schema["properties"]["vary"], schema["properties"]["together"]["items"]
+    assert vary["properties"].keys() == {*MODEL_KEYS, *TRAIN_KEYS} == together["properties"].keys() - {"name"}
+    assert vary["properties"]["emb_dim"] == {"type": "array", "items": together["properties"]["emb_dim"], "minItems": 1}
+    assert schema["required"] == ["base"]
+    assert "$ref" not in json.dumps(schema), "no part of it was left behind"
+
+
+def test_an_editors_key_is_no_part_of_it(shop: Workshop) -> None:
+    assert len(load(shop, **{"$schema": "sweep.schema.json"}, vary={"random_seed": [1]}).runs) == 1
+
+
+def test_the_documented_files_are_sweeps_of_the_shipped_runs(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8")
+    files = re.findall(r"^    \{\n.*?^    \}$", text, re.MULTILINE | re.DOTALL)
+    counts = []
+    for file in files:
+        (tmp_path / "lr.json").write_text(file)
+        if '"search"' in file:
+            counts.append(load_search(tmp_path / "lr.json", SHIPPED_RUNS).count)
+        else:
+            counts.append(len(load_sweep(tmp_path / "lr.json", SHIPPED_RUNS).runs))
+    assert counts == [6, 4, 14]
+
+
+# What it refuses
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"vary": {"learning_rat": [1.0]}}, 'in "vary": key "learning_rat": unknown; did you mean "learning_rate"?'),
+        ({"set": {"n_layer": 3}, "vary": {"random_seed": [1]}}, 'in "set": key "n_layer": unknown; did you mean "n_l'),
+        ({"together": [{"lr": 1.0}]}, 'in "together": key "lr": unknown; did you mean "learning_rate"'),
+        ({"varry": {}, "vary": {"random_seed": [1]}}, 'key "varry": unknown; did you mean "vary"?'),
+        ({"learning_rate": [1.0]}, 'key "learning_rate": belongs in "set" (one value for all runs) or in "vary"'),
+        ({"vary": {"random_seed": 1}}, 'key "vary.random_seed": input should be a valid list, not 1'),
+        ({"vary": {"random_seed": []}}, 'key "vary.random_seed": has no values'),
+        ({"vary": {}}, 'keys "vary" and "together": give at least one of them; derive_run.py makes a single run'),
+        ({"set": {"eps": 1e-7}, "vary": {"eps": [1e-8]}}, 'key "eps": given in two of "set", "vary" and "together"'),
+        ({"together": [{"eps": 1.0}, {"eps": 2.0}], "vary": {"eps": [1e-8]}}, 'key "eps": given in two of'),
+        ({"set": {"eps": 1e-7}, "together": [{"eps": 1.0}, {"eps": 2.0}]}, 'key "eps": given in two of'),
+        ({"together": [{"name": "a/b"}]}, 'in "together": key "name": "a/b" must be a text of letters, digits and'),
+        ({"together": [{"name": 3}]}, 'in "together": key "name": 3 must be a text of letters'),
+        ({"together": [{"name": "a"}, {"name": "a", "eps": 1e-7}]}, 'key "name": "a" is given twice'),
+        (
+            {"vary": {"random_seed": [1, 2, 1]}},
+            'key "vary.random_seed": 1 and 1 would be the same run; remove one of the values',
+        ),
+        (
+            {"vary": {"learning_rate": [2, 1, 1.0], "random_seed": [1, 2]}},
+            'key "vary.learning_rate": 1 and 1.0 would be the same run; remove one of the values',
+        ),
+        ({"vary": {"qkv_bias": [True, True]}}, 'key "vary.qkv_bias": true and true would be the same run'),
+        ({"vary": {"random_seed": [None, 42]}}, 'key "vary.random_seed": null and 42 would be the same run'),
+        (
+            {"together": [{"random_seed": 1}, {"random_seed": 2}, {"random_seed": 1}], "vary": {"eps": [0.1, 0.2]}},
+            'key "together": entries 1 and 3 would be the same run; remove one of the values',
+        ),
+        (
+            {"together": [{"random_seed": 8}, {}], "vary": {"weight_decay": [None, 0.1]}},
+            'key "vary.weight_decay": null and 0.1 would be the same run',
+        ),
+        ({"vary": {"learning_rate": [0.1, -1]}}, 's-lr-1/train.json: key "learning_rate": input should be greater'),
+        ({"vary": {"n_heads": [2, 3]}}, 's-heads3/model.json: key "emb_dim": 16 is not a multiple of n_heads (3)'),
+        ({"vary": {"dataset": ["a/b", "a"]}}, 'dataset "a": must be owner/name'),
+        ({"base": "bas", "vary": {"random_seed": [1]}}, "no such run; did you mean base?"),
+        ({"name": "../x", "vary": {"random_seed": [1]}}, "key \"name\" (or else the file's): sweep '../x': must be a"),
+        ({"name": "x" * 61, "vary": {"random_seed": [1]}}, "longer than 60 characters"),
+    ],
+)
+def test_bad_sweeps_get_one_line(shop: Workshop, keys: dict[str, Any], said: str) -> None:
+    assert said in refusal(shop, **keys)
+
+
+def test_a_million_runs_are_counted_and_not_made(shop: Workshop) -> None:
+    began = time.process_time()
+    message = refusal(shop, vary={"random_seed": list(range(1000)), "warmup_steps": list(range(1000))})
+    assert f"make 1,000,000 runs; a sweep can have {LARGEST_POINTS:,}" in message
+    assert time.process_time() - began < 1
+    assert [path.name for path in shop.runs.iterdir()] == ["base"]
+
+
+# On the disk
+
+
+def test_made_folders_are_ordinary_runs_that_name_their_parent(shop: Workshop) -> None:
+    sweep = load(shop, set={"weight_decay": 0.0}, vary={"emb_dim": [16, 32], "random_seed": [7, 8]})
+    write_runs(sweep.missing())
+    for run in sweep.runs:
+        assert load_model_config(run.run.model_json) == run.model_config
+        assert load_train_config(run.run.train_json) == run.train_config
+    derived = json.loads((shop.runs / "s-emb32-seed7" / "derived.json").read_text())
+    assert derived == {
+        "parent": "base",
+        "sweep": "s",
+        "differs": {"emb_dim": {"base": 16, "here": 32}, "weight_decay": {"base": 0.1, "here": 0.0}},
+    }
+
+
+def test_making_again_makes_what_is_missing(shop: Workshop) -> None:
+    write_runs(load(shop, vary={"random_seed": [1, 2]}).missing())
+    before = {path: path.stat().st_mtime_ns for path in shop.runs.rglob("*.json")}
+    grown = load(shop, vary={"random_seed": [1, 2, 3]})
+    assert [run.name for run in grown.missing()] == ["s-seed3"]
+    write_runs(grown.missing())
+    assert grown.missing() == []
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_another_run_of_the_name_is_refused_and_nothing_is_made(shop: Workshop) -> None:
+    shop.add_run("s-seed2", learning_rate=0.0015, random_seed=3)
+    message = command(shop, "sweep_runs.py", "make", str(write(shop, vary={"random_seed": [1, 2]}))).stderr
+    assert "s-seed2: there is another run of this name (random_seed: 3 -> 2); move it away" in message
+    assert sorted(path.name for path in shop.runs.iterdir()) == ["base", "s-seed2"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        # 20 steps of 64 tokens
+        ({"vary": {"warmup_steps": [20, 21]}}, 's-warmup21: train.json: key "warmup_steps": 21 steps of warm-up are'),
+        ({"set": {"warmup_steps": 2, "train_steps": 1}, "vary": {"random_seed": [1]}}, "longer than the run of 1 glob"),
+        ({"vary": {"global_batch_size": [3]}}, "3 sequences are not a multiple of 2"),
+        ({"vary": {"target_flops": [1.0]}}, "is below one global batch"),
+        ({"set": {"tie_weights": True}, "vary": {"head_learning_rate": [0.1]}}, "the head is the token embedding"),
+    ],
+)
+def test_what_no_training_can_start_is_not_made(shop: Workshop, keys: dict[str, Any], said: str) -> None:
+    sweep = load(shop, **keys)
+    with pytest.raises(UserError, match=re.escape(said)) as caught:
+        sweep.check_startable(sweep.missing())
+    assert str(caught.value).startswith(f"{sweep.path}: makes s-")
+
+
+def test_the_commands_check_what_they_make(shop: Workshop) -> None:
+    path = str(write(shop, vary={"warmup_steps": [20, 21]}))
+    for arguments in (("make", path), ("run", path, str(shop.datasets))):
+        done = command(shop, "sweep_runs.py", *arguments)
+        assert done.status == 2
+        assert done.stderr.startswith(f"error: {path}: makes s-warmup21: ")
+    assert [each.name for each in shop.runs.iterdir()] == ["base"]
+
+
+def test_where_tokens_are_not_known_nothing_is_refused(shop: Workshop) -> None:
+    sweep = load(shop, set={"warmup_steps": 10**6, "min_train_tokens": -1}, vary={"random_seed": [1, 2]})
+    sweep.check_startable(sweep.missing())
+
+
+def test_all_differences_are_named_and_a_folder_never_begun_may_be_deleted(shop: Workshop) -> None:
+    write_runs(load(shop, vary={"random_seed": [1]}).runs)
+    changed: dict[str, Any] = {"set": {"warmup_steps": 3, "learning_rate": 0.5}, "vary": {"random_seed": [1]}}
+    with pytest.raises(UserError) as caught:
+        load(shop, **changed).missing()
+    said = str(caught.value)
+    assert "learning_rate: 0.0015 -> 0.5" in said
+    assert "warmup_steps: null -> 3" in said
+    assert said.endswith("nothing of it is trained: delete the folder, and make again")
+
+    (shop.runs / "s-seed1" / "checkpoints").mkdir()
+    with pytest.raises(UserError, match=r'move it away, or give the sweep another "name"$'):
+        load(shop, **changed).missing()
+    (shop.runs / "s-seed1" / "checkpoints").rmdir()
+    (shop.runs / "s-seed1" / "derived.json").unlink()
+    with pytest.raises(UserError, match=r'move it away, or give the sweep another "name"$'):
+        load(shop, **changed).missing()
+
+
+@pytest.mark.parametrize(
+    ("put", "said"),
+    [
+        (
+            lambda place: place.write_text("mine"),
+            "is a file, not a run's folder; move it away, or give the sweep anoth",
+        ),
+        (lambda place: place.symlink_to("nowhere"), "is a link that leads nowhere; move it away, or give the sweep"),
+        (lambda place: place.mkdir(), "is a folder without train.json and model.json, and so no run; move it away"),
+        (lambda place: (place / "checkpoints").mkdir(parents=True), "is a folder without train.json and model.json"),
+    ],
+    ids=["file", "link", "empty", "other"],
+)
+def test_what_is_no_run_is_not_taken_for_one(shop: Workshop, put: Callable[[Path], Any], said: str) -> None:
+    put(shop.runs / "s-seed2")
+    done = command(shop, "sweep_runs.py", "make", str(write(shop, vary={"random_seed": [1, 2]})))
+    assert (done.status, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {shop.runs / 's-seed2'}: {said}")
+    assert done.stderr.count("\n") == 1
+    assert not (shop.runs / "s-seed1").exists(), "all, or none"
+
+
+def test_a_failure_half_way_leaves_nothing(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, renamed = Path.rename, iter([False, False, True])
+
+    def rename(self: Path, target: Path) -> Path:
+        if next(renamed):
+            raise OSError(28, "No space left on device", str(target))
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(RunError, match="s-seed3: the runs cannot be written: No space left on device"):
+        write_runs(load(shop, vary={"random_seed": [1, 2, 3]}).missing())
+    assert [path.name for path in shop.runs.iterdir()] == ["base"]
+
+
+# A single run
+
+
+def test_derive_run(shop: Workshop) -> None:
+    asked = ["base", "new", "--set", "learning_rate=0.003", "--set", "dataset=local/other", "--set", "tie_weights=true"]
+    done = command(shop, "derive_run.py", *asked)
+    assert done.status == 0, done.stderr
+    assert "learning_rate: 0.0015 -> 0.003" in done.stdout
+    train = load_train_config(shop.runs / "new" / "train.json")
+    assert (train.learning_rate, train.dataset, train.random_seed) == (0.003, "local/other", 7)
+    assert load_model_config(shop.runs / "new" / "model.json").tie_weights is True
+    derived = json.loads((shop.runs / "new" / "derived.json").read_text())
+    assert (derived["parent"], derived["sweep"]) == ("base", None)
+    again = command(shop, "derive_run.py", *asked)
+    assert again.status == 2
+    assert again.stderr == f"error: {shop.runs / 'new'}: is there already; choose another name, or move it away\n"
+
+
+def test_a_derived_run_fits_a_data_set_that_is_here(shop: Workshop) -> None:
+    """Unless it is told otherwise. The base asks for 1,280 tokens of a vocabulary of 64, and 3 validation batches."""
+    folder = shop.add_dataset("local/small", tokens=400)
+    folder.joinpath("meta.json").write_text(json.dumps({"vocab_size": 300}))
+    save_file({"tokens": np.zeros(70, np.uint16)}, folder / "validation.safetensors")
+    derived = ["derive_run.py", "base", "new", "--set", "dataset=local/small", "--datasets-dir", str(shop.datasets)]
+    assert "wanted 641 tokens, but there are 400" in command(shop, *derived, "--set", "min_train_tokens=640").stderr
+    done = command(shop, *derived, "--set", "learning_rate=0.003")
+    assert done.stdout.splitlines()[1:] == [
+        "  vocab_size: 64 -> 300",
+        '  dataset: "local/letters" -> "local/small"',
+        "  min_train_tokens: 1280 -> -1",
+        "  validation_batches: 3 -> 2",
+        "  learning_rate: 0.0015 -> 0.003",
+    ]
+    (folder / "validation.safetensors").unlink()
+    derived[2] = "without"
+    assert command(shop, *derived).status == 0
+    train = load_train_config(shop.runs / "without" / "train.json")
+    assert (train.validates, train.checkpoint_interval) == (False, 5)
+    save_file({"tokens": np.zeros(16, np.uint16)}, folder / "validation.safetensors")
+    derived[2] = "short"
+    done = command(shop, *derived)
+    assert done.status == 2
+    assert "validation.safetensors: shorter than a sequence of 16 tokens and their targets; prepare" in done.stderr
+
+
+def test_what_derive_run_and_make_print(shop: Workshop) -> None:
+    done = command(shop, "derive_run.py", "base", "ramp", "--set", "batch_ramp=[[0, 2], [64, 4]]")
+    assert "  batch_ramp: null -> [[0, 2], [64, 4]]\n" in done.stdout
+    done = command(shop, "derive_run.py", "base", "same")
+    assert done.stdout == f"{shop.runs / 'same'}: base without a difference; --set KEY=VALUE makes one\n"
+    done = command(shop, "sweep_runs.py", "make", str(write(shop, vary={"random_seed": [1]})))
+    assert done.stdout.startswith(f"1 run made in {shop.runs}\n")
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("learning_rat=1", 'key "learning_rat": unknown; did you mean "learning_rate"?'),
+        ("learning_rate", '--set "learning_rate": must be KEY=VALUE'),
+        ("learning_rate=high", 'new/train.json: key "learning_rate": input should be a valid number, not "high"'),
+        ("learning_rate=NaN", 'key "learning_rate": input should be a valid number, not "NaN"'),
+        ("warmup_steps=21", 'new: train.json: key "warmup_steps": 21 steps of warm-up are longer than the run of 20'),
+        ("target_flops=1e40", 'new: train.json: key "target_flops": 1e+40 comes to '),
+    ],
+)
+def test_derive_run_refuses(shop: Workshop, setting: str, said: str) -> None:
+    done = command(shop, "derive_run.py", "base", "new", "--set", setting)
+    assert done.status == 2
+    assert said in done.stderr
+    assert not (shop.runs / "new").exists()
+
+
+def test_initial_weights_are_still_found(shop: Workshop) -> None:
+    """They are named as seen from the run's own folder."""
+    weights = shop.add_run("base", initial_weights="weights.safetensors") / "weights.safetensors"
+    weights.touch()
+    run = derive(Base.load(shop.runs, "base"), "new", {"random_seed": 1})
+    write_runs([run])
+    named = run.experiment(shop.datasets).initial_weights
+    assert named is not None
+    assert named.samefile(weights)
+    assert run.derivation.differs.keys() == {"random_seed"}
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "named"),
+    [
+        ("train_steps", [10, 20], ["s-steps10", "s-steps20"]),
+        ("tokens_per_parameter", [5, 20.0], ["s-tokens_per_parameter5", "s-tokens_per_parameter20.0"]),
+        ("target_flops", [1e15, 1e16], ["s-flops1000000000000000.0", "s-flops1e+16"]),
+    ],
+)
+def test_a_budget_takes_anothers_place(shop: Workshop, key: str, values: list[float], named: list[str]) -> None:
+    sweep = load(shop, set={"price_per_hour": 10.0}, vary={key: values})
+    assert names(sweep) == named
+    assert settings(sweep, key, "min_train_tokens") == [(value, None) for value in values]
+    assert all("min_train_tokens" not in run.train for run in sweep.runs)
+    base = Base.load(shop.runs, "base")
+    back = derive(base, "again", {"min_train_tokens": 640})
+    assert back.train_config.budget == "min_train_tokens"
+    other = "target_flops" if key == "train_steps" else "train_steps"
+    both = {key: values[0], other: 5, "price_per_hour": 10.0}
+    twice = refusal(shop, set=both, vary={"random_seed": [1]})
+    assert "each says how much to train; give one of them" in twice
+
+
+def test_a_ramp_takes_the_place_of_a_batch(shop: Workshop) -> None:
+    ramp = [[0, 8], [1000, 16]]
+    sweep = load(shop, vary={"batch_ramp": [ramp, [[0, 4]]]})
+    assert names(sweep) == ["s-ramp_0_8_1000_16", "s-ramp_0_4"]
+    assert all("gradient_accumulation_steps" not in run.train for run in sweep.runs)
+    scaled = load(
+        shop, "t.json", set={"scale_with_batch": {"reference_tokens": 64}}, vary={"global_batch_size": [4, 8]}
+    )
+    assert [run.train_config.scale_with_batch is not None for run in scaled.runs] == [True, True]
