@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.common.errors import RunStopped, UserError, end_at_once, one_line_errors
+from harness.common.errors import RunStopped, UserError, one_line_errors
 from harness.common.lasting_output import survive_closed_output
 from harness.common.launcher import exit_when_launcher_dies
 from harness.common.libraries import configure_libraries, load
@@ -188,7 +188,6 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
             from harness.training.batch_size_finder import report_max_microbatch
 
             report_max_microbatch(experiment, build_rehearsal, options.memory_limit_gib, write=options.write)
-            end_at_once()  # else nanobind has forty lines on what of Triton `load` has hidden from garbage collection
         else:
             train(experiment, checkpoint, options)
 

@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn
 
 from harness.common.exit import EXIT, STOPPING_SIGNALS
 
@@ -59,7 +58,9 @@ def one_line_errors() -> Iterator[None]:
         if _launched("WORLD_SIZE", 1) > 1:
             # At the interpreter's shutdown, threads of torch's that are still in C++ can abort the process ("terminate
             # called without an active exception"), and torchrun would take a finished rank for one that has failed.
-            end_at_once()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
     except (UserError, RunError) as error:
         _leave(error)
     except BrokenPipeError:  # the reader of a pipe, `head` say, has enough
@@ -78,13 +79,6 @@ def one_line_errors() -> Iterator[None]:
         sys.stderr.flush()
         _leave_to_torchrun(traceback.format_exc())
         os._exit(1)
-
-
-def end_at_once() -> NoReturn:
-    """End this process with success, without the interpreter's shutdown."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 def _launched(name: str, default: int) -> int:
