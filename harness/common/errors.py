@@ -147,9 +147,9 @@ def _leave_to_torchrun(text: str) -> None:
 
 def _leave(error: UserError | RunError) -> None:
     if isinstance(error, PeerError):
-        EXIT.begin_for_lost_peer()
+        EXIT.has_lost_peer = True
     else:
-        EXIT.begin_for_own_reason()
+        EXIT.has_own_reason = True
     if isinstance(error, PeerError) or (isinstance(error, UserError) and _local_rank() != 0):
         for number in STOPPING_SIGNALS:
             signal.signal(number, signal.SIG_DFL)

@@ -21,9 +21,9 @@ from typing import NoReturn
 
 from harness.common.errors import UserError, say_last, tell_soon
 from harness.common.exit import STOPPING_SIGNALS, described, handle_stopping_signals
-from harness.common.launcher import ENDING_SECONDS, PARENT
 from harness.common.libraries import usable_cores
 from harness.common.messages import quoted
+from harness.common.processes import ENDING_SECONDS, PARENT
 
 # In the order of Ranking's fields.
 COUNTS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from harness.common.errors import RunError
-from harness.common.launcher import is_launched
+from harness.common.processes import is_launched
 from harness.distributed.connection_errors import explained_addresses, leaving_with_peers
 from harness.distributed.environment import STORE_DESCRIPTOR, Ranking
 from harness.distributed.watchdog import LONGEST_TIMEOUT_SECONDS

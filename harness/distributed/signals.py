@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from harness.common import launcher
 from harness.common.exit import EXIT, handle_stopping_signals, ignores_hangup
+from harness.common.processes import is_launcher_gone, on_launcher_death
 
 if TYPE_CHECKING:
     from harness.distributed.world import World
@@ -44,11 +44,11 @@ class StopSignal:
 
     def listen(self) -> None:
         handle_stopping_signals(self._note)
-        launcher.on_launcher_death(self.hang_up)
+        on_launcher_death(self.hang_up)
 
     def hang_up(self) -> None:
         """Whoever could stop this process, or read what it says, is gone."""
-        if launcher.is_gone() or not ignores_hangup():
+        if is_launcher_gone() or not ignores_hangup():
             self.signal = signal.SIGHUP
 
     def steps(self, world: World, steps: range, between: Callable[[], None]) -> Iterator[int]:

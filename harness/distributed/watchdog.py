@@ -16,10 +16,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from harness.common import launcher
 from harness.common.errors import UserError, tell_soon
 from harness.common.exit import EXIT
-from harness.common.processes import ProcessName
+from harness.common.processes import ProcessName, is_launcher_gone
 from harness.distributed.diagnosis import Fault, Timeouts, diagnose
 from harness.distributed.heartbeat import IDLE, Heartbeat, Heartbeats, LastHeartbeat
 from harness.distributed.progress import Progress
@@ -151,7 +150,7 @@ class Watchdog:
         """Send this rank's heartbeats and fetch the others'."""
         number = 0
         # torchrun keeps the store: if it has been killed, the ranks end soon, and tell why themselves.
-        while not self._ended.wait(self._pause) and not launcher.is_gone():
+        while not self._ended.wait(self._pause) and not is_launcher_gone():
             number += 1
             try:
                 self._send(self._heartbeat(number))
@@ -163,7 +162,7 @@ class Watchdog:
     def _watch(self) -> None:
         """Look at the heartbeats now and then, and end this process when they show a fault."""
         looked = time.monotonic()
-        while not self._ended.wait(self._pause) and not launcher.is_gone():
+        while not self._ended.wait(self._pause) and not is_launcher_gone():
             now = time.monotonic()
             if now - looked > self.timeout / 2:  # it was this process that was frozen
                 self.heartbeats.forgive_freeze(now, grace_seconds=self.timeout / 2)
@@ -182,7 +181,7 @@ class Watchdog:
 
     def _leave(self, fault: Fault) -> None:
         """End this process; of each machine's ranks one says why."""
-        EXIT.note_explained()
+        EXIT.is_explained = True
         neighbours = self.heartbeats.neighbours()
         speakers = [rank for rank in neighbours if rank not in fault.ranks] or neighbours
         if self.rank == speakers[0]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness.common.errors import UserError
-from harness.common.launcher import PARENT
+from harness.common.processes import PARENT
 from harness.distributed import environment
 
 WHOLE = {
