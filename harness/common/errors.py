@@ -41,8 +41,11 @@ class RunStopped(RunError):  # noqa: N818 - the orderly end of a run
     """A signal ended the run in an orderly way, and the user has been told. Exit status 128 + the signal's number, as
     shells have it."""
 
-    def __init__(self, signal_number: int) -> None:
-        super().__init__()
+    def __init__(self, signal_number: int, during: str | None = None) -> None:
+        """`during` is the evaluation that was left off for it, if it was one."""
+        super().__init__(signal_number, during)
+        self.signal = signal_number
+        self.during = during
         self.exit_status = 128 + signal_number
 
 

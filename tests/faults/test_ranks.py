@@ -188,7 +188,7 @@ def test_slow_rank0(patient: Workshop, tmp_path: Path, exhaustive: bool, evidenc
         "def slowly(original, self, indexes):\n"
         "    for index in original(self, indexes):\n"
         f"        time.sleep({SLOW_SECONDS / 3} * (Now.step == 3)); yield index\n"
-        "around('harness.distributed.shared_work:SharedWork.until_stopped', slowly)\n"
+        "around('harness.distributed.signals:SharedWork.until_stopped', slowly)\n"
     )
     works = {
         "validation": slow_validation,
