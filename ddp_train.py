@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.common.errors import RunStopped, UserError, end_at_once, one_line_errors
-from harness.common.lasting_output import survive_closed_output
-from harness.common.launcher import exit_when_launcher_dies
+from harness.common.errors import RunStopped, UserError, one_line_errors
+from harness.common.exit import survive_closed_output
 from harness.common.libraries import configure_libraries, load
 from harness.common.options import POSITIVE, RUNS_DIR, Command, TrainOptions
-from harness.distributed.signals import StopRequested, StopSignal
+from harness.common.processes import exit_when_launcher_dies
+from harness.distributed.signals import StopSignal
 from harness.distributed.watchdog import Place
 from harness.planning.intervals import due_after
 from harness.planning.scaling_rules import ramp_multipliers
@@ -68,11 +68,11 @@ class Trainer:
                 self.train_step(step)
                 self.after_step(step)
             self.checkpointer.finish()
-        except StopRequested as request:
+        except RunStopped as request:
             self.checkpointer.save_interrupted(self.state, request.during)
             self.reporter.stopped(request.signal, self.state)
             self.world.barrier()
-            raise RunStopped(request.signal) from None
+            raise
 
     def train_step(self, step: int) -> None:
         """One update of the weights. The device may still be at it afterwards."""
@@ -188,7 +188,6 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
             from harness.training.batch_size_finder import report_max_microbatch
 
             report_max_microbatch(experiment, build_rehearsal, options.memory_limit_gib, write=options.write)
-            end_at_once()  # else nanobind has forty lines on what of Triton `load` has hidden from garbage collection
         else:
             train(experiment, checkpoint, options)
 

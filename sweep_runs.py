@@ -114,7 +114,7 @@ def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | N
     with checkpoints. What a run prints goes to sweep.log in its folder.
     """
     with one_line_errors():
-        from harness.common.lasting_output import survive_closed_output
+        from harness.common.exit import survive_closed_output
         from harness.common.lock import RunLock
         from harness.sweeps.derived_runs import write_runs
         from harness.sweeps.plan import AssumedSpeed, MachineUse, Planner, plan_sweep
@@ -159,7 +159,7 @@ def search(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float |
     has ended it. Needs the extra `sweep`: uv run --extra sweep sweep_runs.py search ...
     """
     with one_line_errors():
-        from harness.common.lasting_output import survive_closed_output
+        from harness.common.exit import survive_closed_output
         from harness.common.lock import RunLock
         from harness.sweeps.plan import AssumedSpeed, MachineUse, Planner
         from harness.sweeps.run import leave

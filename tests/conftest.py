@@ -1,18 +1,13 @@
-"""Options and fixtures of all tests; how thorough fault tests are, and the table that they write.
+"""Options and fixtures of all tests, and how thorough fault tests are.
 
 Tests touch nothing that is not theirs: see `isolation`. A test that injects a fault bears
-`@pytest.mark.fault("its name")` and, once all has been seen to hold, says through the fixture `evidence` what was
-injected, how often, and what happened. With `--reliability` that becomes docs/RELIABILITY.md.
+`@pytest.mark.fault("its name", "its outcome")`, a line of docs/RELIABILITY.md.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import platform
-import time
-from collections.abc import Callable, Generator
-from importlib.metadata import version
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +17,8 @@ from xdist.scheduler import LoadFileScheduling
 from tests.support import isolation  # before all that imports torch
 from tests.support.jobs import set_pace
 from tests.support.launch import PATIENCE_SECONDS, Workshop, finish
-from tests.support.reliability import Row, render, sections_of
 from tests.support.stopped_run import build_stopped_run
 
-Evidence = Callable[..., None]
 FILES_FOR_SEVERAL_PROCESSES = 4
 # By the time they take: what is begun first is not waited for at the end.
 LONGEST = (
@@ -43,20 +36,18 @@ ALONE = (
     *("background::test_how_long_the_loop", "preparing::test_killed_at_any_time", "preparing::test_memory_does_not"),
     *("signals::test_torchrun_restarts", "launcher::test_the_reader_of", "dataset::test_a_killed_build"),
 )
-ROWS = pytest.StashKey[list[Row]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="Inject faults at all places, not at a few.")
-    parser.addoption("--reliability", type=Path, metavar="FILE", help="Write the table of faults survived.")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """One process for the table of faults, which it writes, and for a few files: each process loads torch first."""
+    """One process for a few files: each process loads torch first."""
     files = {each.partition("::")[0] for each in config.args}
     is_few = len(files) < FILES_FOR_SEVERAL_PROCESSES and all(each.endswith(".py") for each in files)
-    if config.getoption("--reliability") or is_few:
+    if is_few:
         config.option.numprocesses, config.option.dist = 0, "no"
 
 
@@ -72,9 +63,8 @@ class FilesAndLongTests(LoadFileScheduling):  # type: ignore[misc]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "fault(name): injects a fault, and is a row of docs/RELIABILITY.md")
+    config.addinivalue_line("markers", "fault(name, outcome): injects a fault, and is a line of docs/RELIABILITY.md")
     config.addinivalue_line("markers", "slow: takes long; only with `-m slow`, or by its file")
-    config.stash[ROWS] = []
     is_all = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     if is_all and not config.option.markexpr and not config.getoption("--exhaustive"):
         config.option.markexpr = "not slow"
@@ -112,31 +102,6 @@ def stopped_shop(tmp_path_factory: pytest.TempPathFactory, exhaustive: bool) -> 
     """A run that nothing happens to, and one that was killed, once for all modules that begin with them."""
     set_pace(exhaustive)
     return build_stopped_run(tmp_path_factory.mktemp("stopped"))
-
-
-@pytest.fixture
-def evidence(request: pytest.FixtureRequest) -> Evidence:
-    """Call it at the end of a fault test: `evidence(injected=…, times=…, outcome=…)`."""
-    marker = request.node.get_closest_marker("fault")
-    assert marker is not None, "a test with evidence is a fault test"
-
-    def record(*, injected: str, times: int, outcome: str) -> None:
-        rows = request.config.stash[ROWS]
-        rows.append(Row(request.path.stem, marker.args[0], injected, times, outcome))
-
-    return record
-
-
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    path = session.config.getoption("--reliability")
-    if path is None:
-        return
-    places = "exhaustive" if session.config.getoption("--exhaustive") else "some of the places"
-    machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
-    caption = f"{time.strftime('%Y-%m-%d', time.gmtime())}, {places}; {machine}, torch {version('torch')}."
-    before = path.read_text(encoding="utf-8") if path.exists() else ""
-    rows = session.config.stash[ROWS]
-    path.write_text(render(rows, sections_of(Path(__file__).parent / "faults"), caption, before), encoding="utf-8")
 
 
 @pytest.fixture(scope="session")

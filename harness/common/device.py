@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from harness.common.errors import UserError
-from harness.common.launcher import started_by_torchrun
+from harness.common.processes import started_by_torchrun
 
 DEVICE_FILES = Path("/dev")
 ON_THE_CPU = "CUDA_VISIBLE_DEVICES= (empty) in front of the command trains on the CPU"

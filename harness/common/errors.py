@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn
 
 from harness.common.exit import EXIT, STOPPING_SIGNALS
 
@@ -42,8 +41,11 @@ class RunStopped(RunError):  # noqa: N818 - the orderly end of a run
     """A signal ended the run in an orderly way, and the user has been told. Exit status 128 + the signal's number, as
     shells have it."""
 
-    def __init__(self, signal_number: int) -> None:
-        super().__init__()
+    def __init__(self, signal_number: int, during: str | None = None) -> None:
+        """`during` is the evaluation that was left off for it, if it was one."""
+        super().__init__(signal_number, during)
+        self.signal = signal_number
+        self.during = during
         self.exit_status = 128 + signal_number
 
 
@@ -59,7 +61,9 @@ def one_line_errors() -> Iterator[None]:
         if _launched("WORLD_SIZE", 1) > 1:
             # At the interpreter's shutdown, threads of torch's that are still in C++ can abort the process ("terminate
             # called without an active exception"), and torchrun would take a finished rank for one that has failed.
-            end_at_once()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
     except (UserError, RunError) as error:
         _leave(error)
     except BrokenPipeError:  # the reader of a pipe, `head` say, has enough
@@ -78,13 +82,6 @@ def one_line_errors() -> Iterator[None]:
         sys.stderr.flush()
         _leave_to_torchrun(traceback.format_exc())
         os._exit(1)
-
-
-def end_at_once() -> NoReturn:
-    """End this process with success, without the interpreter's shutdown."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 def _launched(name: str, default: int) -> int:
@@ -153,9 +150,9 @@ def _leave_to_torchrun(text: str) -> None:
 
 def _leave(error: UserError | RunError) -> None:
     if isinstance(error, PeerError):
-        EXIT.begin_for_lost_peer()
+        EXIT.has_lost_peer = True
     else:
-        EXIT.begin_for_own_reason()
+        EXIT.has_own_reason = True
     if isinstance(error, PeerError) or (isinstance(error, UserError) and _local_rank() != 0):
         for number in STOPPING_SIGNALS:
             signal.signal(number, signal.SIG_DFL)

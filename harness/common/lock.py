@@ -1,4 +1,8 @@
-"""Who may work on a folder: locks that a killed process leaves behind for the taking."""
+"""Locks on folders, which a killed process leaves behind free to be taken.
+
+flock(2) decides. The file also says who holds the lock: for the refusal, for file systems without locks, and for a
+restarted worker. (The package filelock would replace one call here, and empties the file in its older versions.)
+"""
 
 from __future__ import annotations
 
@@ -9,18 +13,48 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from harness.common.errors import RunError, UserError
-from harness.common.launcher import ENDING_SECONDS, has_ended, launcher_name
-from harness.common.processes import ProcessName
+from harness.common.processes import ENDING_SECONDS, ProcessName, has_ended, launcher_name
 
 LEAVING_SECONDS = ENDING_SECONDS + 3.0
 
 
+@dataclass(frozen=True)
+class Owner:
+    """The content of a lock file: the process that holds the lock, or held it last."""
+
+    process: ProcessName
+    since: str
+    torchrun: str  # `launcher_name` of its launcher
+    began: bool  # it, or an earlier process of the same launcher, had begun to train
+
+    @classmethod
+    def read(cls, descriptor: int) -> Owner | None:
+        """None for a file of anything else."""
+        with suppress(OSError, ValueError, RecursionError):
+            values = json.loads(os.pread(descriptor, 4096, 0))
+            if isinstance(values, dict) and isinstance(values.get("pid"), int):
+                process = ProcessName(str(values.get("host")), values["pid"], str(values.get("namespace")))
+                return cls(process, str(values.get("since")), str(values.get("torchrun")), bool(values.get("began")))
+        return None
+
+    def is_here(self) -> bool:
+        """True if this process can see whether the owner is alive."""
+        return self.process.is_neighbour_of(ProcessName.own())
+
+    def is_leaving(self) -> bool:
+        """True if the owner's launcher, on this machine, has ended, so that the owner ends soon."""
+        return self.is_here() and has_ended(self.torchrun)
+
+    def had_begun_here(self) -> bool:
+        """True if the owner was started by this process's own launcher, and had begun: this is a restarted worker."""
+        return self.is_here() and self.began and self.torchrun == launcher_name() != ""
+
+
 @dataclass
 class RunLock:
-    """A file in the folder that this process holds until it ends, and that names it to others."""
+    """A file in the folder that this process holds until it ends."""
 
     path: Path
     descriptor: int
@@ -28,24 +62,32 @@ class RunLock:
 
     @classmethod
     def take(cls, path: Path, use: str) -> RunLock:
-        """Take the lock, also from an owner that is dead. `use` is what becomes of the folder meanwhile, for another
-        process to be told: "trained" of a run, "made" of a dataset.
+        """Take the lock. `use` says in the refusal what is done with the folder: "trained" of a run, "made" of data.
 
-        Raises UserError naming an owner that lives, and RunError if the file cannot be written.
+        Waits for an owner whose launcher has been killed. Raises UserError naming an owner that lives, and RunError if
+        the file cannot be written.
         """
         try:  # kept open: the system closes it when the process ends
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
             raise _not_written(path, error) from None
-        try:
-            _flock(descriptor)
-        except BlockingIOError:
-            raise _refusal(path, use, _read(descriptor), "wait for it, or stop it") from None
-        except OSError:  # a file system without locks: what is written in the file has to do
-            owner = _read(descriptor)
-            if _may_live(owner):
-                raise _refusal(path, use, owner, f"if it is dead, delete {path}") from None
-        lock = cls(path, descriptor, began_before=_same_torchrun(_read(descriptor)))
+        deadline = time.monotonic() + LEAVING_SECONDS
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                owner = Owner.read(descriptor)
+                if not (owner and owner.is_leaving()) or time.monotonic() > deadline:
+                    raise _refusal(path, use, owner, "wait for it, or stop it") from None
+                time.sleep(0.1)
+            except OSError:  # a file system without locks: believe an owner that may be alive
+                owner = Owner.read(descriptor)
+                if owner and not (owner.is_here() and owner.process.is_gone()):
+                    raise _refusal(path, use, owner, f"if it is dead, delete {path}") from None
+                break
+        owner = Owner.read(descriptor)
+        lock = cls(path, descriptor, began_before=owner is not None and owner.had_begun_here())
         lock._write(began=lock.began_before)
         return lock
 
@@ -66,76 +108,34 @@ class RunLock:
 
 def is_held(path: Path) -> bool | None:
     """True if a living process holds the lock `path`; None if its owner is on another machine or in another container,
-    whose processes cannot be seen from here. Does not block a process that takes the lock meanwhile: the lock itself is
-    tried only where a process with the owner's pid is alive."""
+    whose processes cannot be seen from here.
+
+    The lock itself is tried only where a process with the owner's pid is alive, so that nobody is refused meanwhile.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
         return False
     try:
-        owner = _read(descriptor)
-        if not owner:
+        owner = Owner.read(descriptor)
+        if owner is None:
             return False
-        if not _name(owner).is_neighbour_of(ProcessName.own()):
+        if not owner.is_here():
             return None
-        return not _name(owner).is_gone() and not _is_free(descriptor)
+        if owner.process.is_gone():
+            return False
+        with suppress(OSError):  # held by another, or a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False  # the process with the owner's pid is a later one; closing the file gives the lock back
+        return True
     finally:
         os.close(descriptor)
 
 
-def _is_free(descriptor: int) -> bool:
-    """True if no process holds the lock: then the living process with the owner's pid is a later one."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # kept by another, or a file system without locks
-        return False
-    return True  # closing the file gives it back
-
-
-def _flock(descriptor: int) -> None:
-    """Raises BlockingIOError if another process keeps the lock; one whose torchrun has been killed soon gives it up."""
-    deadline = time.monotonic() + LEAVING_SECONDS
-    while True:
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if not _is_leaving(_read(descriptor)) or time.monotonic() > deadline:
-                raise
-        time.sleep(0.1)
-
-
-def _is_leaving(owner: dict[str, Any]) -> bool:
-    """True if the owner is on this machine and its launcher has ended, so that it ends too."""
-    same_machine = bool(owner) and _name(owner).is_neighbour_of(ProcessName.own())
-    return same_machine and has_ended(str(owner.get("torchrun")))
-
-
-def _read(descriptor: int) -> dict[str, Any]:
-    with suppress(OSError, ValueError, RecursionError):
-        owner = json.loads(os.pread(descriptor, 4096, 0))
-        if isinstance(owner, dict) and isinstance(owner.get("pid"), int):
-            return owner
-    return {}
-
-
-def _name(owner: dict[str, Any]) -> ProcessName:
-    return ProcessName(str(owner.get("host")), int(owner.get("pid", 0)), str(owner.get("namespace")))
-
-
-def _may_live(owner: dict[str, Any]) -> bool:
-    name = _name(owner)
-    return bool(owner) and not (name.is_neighbour_of(ProcessName.own()) and name.is_gone())
-
-
-def _refusal(path: Path, use: str, owner: dict[str, Any], remedy: str) -> UserError:
-    who = f" ({_name(owner)}, since {owner.get('since')})" if owner else ""
+def _refusal(path: Path, use: str, owner: Owner | None, remedy: str) -> UserError:
+    who = f" ({owner.process}, since {owner.since})" if owner else ""
     return UserError(f"{path.parent}: is being {use} by another process{who}; {remedy}")
 
 
 def _not_written(path: Path, error: OSError) -> RunError:
     return RunError(f"{path}: cannot be written, and so cannot keep others out of its folder: {error.strerror}")
-
-
-def _same_torchrun(owner: dict[str, Any]) -> bool:
-    same_machine = bool(owner) and _name(owner).is_neighbour_of(ProcessName.own())
-    return same_machine and owner.get("torchrun") == launcher_name() != "" and bool(owner.get("began"))

@@ -1,11 +1,104 @@
-"""Diagnosis of a fault among the ranks from their last heartbeats alone."""
+"""Heartbeats that ranks send one another, one rank's record of all ranks' last ones, and the fault that they show."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 
-from harness.distributed.heartbeat import Heartbeat, Heartbeats
+from harness.common.processes import ProcessName
+
+IDLE = 2**53  # parts done at a place by a rank that has nothing left to do there
+# After the others have passed a rank, this many more of its heartbeats must say that it stands still. It may have gone
+# on with them: its last one can be from before that, and the next one can have been written before, and sent after.
+HEARTBEATS_TO_CONFIRM = 2
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """Status message that a rank sends from time to time."""
+
+    number: int  # counts the heartbeats themselves
+    process: ProcessName
+    place: str
+    progress: list[int]  # the rank with less of it is behind
+    stalled: float | None  # seconds without progress; None outside `Watchdog.guard`
+    stopping: bool  # a signal has asked it to stop
+    leaving: bool = False  # it has noticed a fault, and has told the user, or left that to a neighbour
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: bytes) -> Heartbeat:
+        values = json.loads(text)
+        return cls(**{**values, "process": ProcessName(**values["process"])})
+
+
+@dataclass
+class LastHeartbeat:
+    """The last new heartbeat of a rank, and when it came by this process's clock."""
+
+    heartbeat: Heartbeat
+    at: float
+    gone_since: float | None = None  # when its process was first seen to have ended
+    to_confirm: int = 0  # heartbeats that are still to come from it before its standing still counts
+
+
+@dataclass
+class Heartbeats:
+    """The last heartbeat of every rank. All times are those of this process's clock."""
+
+    process: ProcessName  # this one
+    contact: float  # when the store last answered
+    last: list[LastHeartbeat] = field(default_factory=list)  # by rank
+    frozen_until: float = 0.0  # until then heartbeats may come that are older than a freeze of this process
+
+    def receive(self, heartbeats: Sequence[Heartbeat], now: float) -> None:
+        """Take what the store has of every rank; only what is new in it counts."""
+        self.contact = now
+        before = self.last_of_all()
+        for last, heartbeat in zip(self.last, heartbeats, strict=True):
+            if heartbeat.number != last.heartbeat.number:
+                last.heartbeat, last.at, last.to_confirm = heartbeat, now, max(0, last.to_confirm - 1)
+        if self.last_of_all() != before:
+            for last in self.last:
+                last.to_confirm = HEARTBEATS_TO_CONFIRM
+
+    def last_of_all(self) -> tuple[list[int], list[int]]:
+        """The least progress of any rank, and the ranks that have it."""
+        earliest = min(last.heartbeat.progress for last in self.last)
+        return earliest, [rank for rank, last in enumerate(self.last) if last.heartbeat.progress == earliest]
+
+    def find_gone(self, now: float) -> None:
+        """Look which ranks of this machine have a process that has ended."""
+        for last in self.last:
+            process = last.heartbeat.process
+            if last.gone_since is None and process.is_neighbour_of(self.process) and process.is_gone():
+                last.gone_since = now
+
+    def forgive_freeze(self, now: float, grace_seconds: float) -> None:
+        """This process was frozen, and could hear nobody meanwhile: nobody's silence until now counts."""
+        self.contact = now
+        self.frozen_until = now + grace_seconds
+        for last in self.last:
+            last.at = now
+
+    def is_fault_told(self) -> bool:
+        """True if a rank of this machine leaves because of a fault that has been reported on this machine's terminal;
+        other machines have terminals of their own."""
+        return any(self.last[rank].heartbeat.leaving for rank in self.neighbours())
+
+    def is_anyone_stopping(self) -> bool:
+        """True if a signal has asked any rank to stop."""
+        return any(last.heartbeat.stopping for last in self.last)
+
+    def neighbours(self) -> list[int]:
+        """The ranks of this machine, this one included."""
+        return [rank for rank, last in enumerate(self.last) if last.heartbeat.process.is_neighbour_of(self.process)]
+
+
+# Diagnosis --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -16,22 +109,17 @@ class Fault:
     ranks: list[int]
 
 
-@dataclass(frozen=True)
-class Timeouts:
-    """After how many seconds something is a fault."""
+def diagnose(heartbeats: Heartbeats, now: float, *, stuck: float, silent: float, gone: float) -> Fault | None:
+    """The fault that explains the most: a rank that has ended is silent, too, and the others may be stuck for it.
 
-    stuck: float  # no progress inside `Watchdog.guard`
-    silent: float  # no heartbeat from a rank, or no answer from the store
-    gone: float  # a process has ended; it may have told the reason itself
-
-
-def diagnose(heartbeats: Heartbeats, now: float, timeouts: Timeouts) -> Fault | None:
-    """The fault that explains the most: a rank that has ended is silent, too, and the others may be stuck for it."""
+    After so many seconds something is a fault: no progress inside `Watchdog.guard` (`stuck`), no heartbeat from a rank
+    or no answer from the store (`silent`), the end of a process, which may have told the reason itself (`gone`).
+    """
     return (
-        _find_gone(heartbeats, now, timeouts.gone)
-        or _find_lost_contact(heartbeats, now, timeouts.silent)
-        or _find_silent(heartbeats, now, timeouts.silent)
-        or _find_stuck(heartbeats, now, timeouts.stuck)
+        _find_gone(heartbeats, now, gone)
+        or _find_lost_contact(heartbeats, now, silent)
+        or _find_silent(heartbeats, now, silent)
+        or _find_stuck(heartbeats, now, stuck)
     )
 
 

@@ -21,9 +21,9 @@ from typing import NoReturn
 
 from harness.common.errors import UserError, say_last, tell_soon
 from harness.common.exit import STOPPING_SIGNALS, described, handle_stopping_signals
-from harness.common.launcher import ENDING_SECONDS, PARENT
 from harness.common.libraries import usable_cores
 from harness.common.messages import quoted
+from harness.common.processes import ENDING_SECONDS, PARENT
 
 # In the order of Ranking's fields.
 COUNTS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -47,40 +47,26 @@ class Ranking:
 
 def read_ranking() -> Ranking:
     """All four numbers, checked. Raises UserError naming a variable that is missing beside the others, or that is not a
-    number, or not a possible one."""
+    number, or numbers that are impossible together."""
     given = [name for name in COUNTS if name in os.environ]
     if not given:
         return Ranking()
-    for name in COUNTS:
-        if name not in os.environ:
-            raise _stray(f"{given[0]} is set, but {name} is not, and a rank needs {', '.join(COUNTS)}")
-    found = Ranking(*(_number(name) for name in COUNTS))
-    for fits, name, bound in (
-        (found.rank < found.world_size, "RANK", "WORLD_SIZE"),
-        (found.local_rank < found.local_world_size, "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-        (found.local_world_size <= found.world_size, "LOCAL_WORLD_SIZE", "WORLD_SIZE"),
-        (found.local_rank <= found.rank, "LOCAL_RANK", "RANK"),
+    needed = [*COUNTS, *(RENDEZVOUS_ADDRESS if os.environ.get("WORLD_SIZE") != "1" else ())]
+    for name in needed:
+        text = os.environ.get(name)
+        if not text:
+            raise _stray(f"{given[0]} is set, but {name} is not")
+        if name != "MASTER_ADDR" and not re.fullmatch(r"[0-9]{1,9}", text):
+            raise _stray(f"{name} is {quoted(text)}, which is not a whole number")
+    numbers = {name: int(os.environ[name]) for name in needed if name != "MASTER_ADDR"}
+    found = Ranking(*(numbers[name] for name in COUNTS))
+    if not (
+        found.local_rank <= found.rank < found.world_size
+        and found.local_rank < found.local_world_size <= found.world_size
+        and 1 <= numbers.get("MASTER_PORT", 1) <= LARGEST_PORT
     ):
-        if not fits:
-            raise _stray(f"{name}={os.environ[name]} is impossible with {bound}={os.environ[bound]}")
-    if found.world_size > 1:
-        _check_rendezvous_address()
+        raise _stray(f"{' '.join(f'{name}={number}' for name, number in numbers.items())} is impossible")
     return found
-
-
-def _number(name: str) -> int:
-    text = os.environ[name]
-    if not re.fullmatch(r"[0-9]{1,9}", text):
-        raise _stray(f"{name} is {quoted(text)}, which is not a whole number")
-    return int(text)
-
-
-def _check_rendezvous_address() -> None:
-    for name in RENDEZVOUS_ADDRESS:
-        if not os.environ.get(name):
-            raise _stray(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {name}, where the ranks meet, is not set")
-    if not 1 <= _number("MASTER_PORT") <= LARGEST_PORT:
-        raise _stray(f"MASTER_PORT is {os.environ['MASTER_PORT']}; ports are 1 to {LARGEST_PORT:,}")
 
 
 def _stray(fault: str) -> UserError:

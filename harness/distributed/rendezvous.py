@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks that were started together, and of no others.
+"""Rendezvous of the ranks that were started together, and of no others, and errors of the connections between them.
 
 torchrun may start a job's ranks several times (--max-restarts), and keeps one store for all these starts: stale entries
 of an earlier start, such as addresses at which no process listens any more, would be taken for today's.
@@ -18,15 +18,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore, rendezvous  # type: ignore[attr-defined]
 
-from harness.common.errors import RunError
-from harness.common.launcher import is_launched
-from harness.distributed.connection_errors import explained_addresses, leaving_with_peers
+from harness.common.errors import PeerError, RunError
+from harness.common.processes import is_launched
 from harness.distributed.environment import STORE_DESCRIPTOR, Ranking
 from harness.distributed.watchdog import LONGEST_TIMEOUT_SECONDS
 
@@ -35,6 +34,19 @@ CONTROL_TIMEOUT = timedelta(seconds=LONGEST_TIMEOUT_SECONDS)
 # The watchdog, which can say more and knows what may take long, comes first: these are for what it does not look at.
 BACKSTOP_SECONDS = 3600.0
 WAITING_SECONDS = 15.0  # without a word
+# The process at the other end has closed its connection.
+PEER_GONE_TEXTS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection timed out",
+    "Broken pipe",
+    "No route to host",
+    "Host is unreachable",
+    "Network is unreachable",
+    "remote process exited",
+)
+TIMED_OUT_TEXT = "Timed out waiting"
+NO_FULL_MESH_TEXT = "connectFullMesh failed"  # gloo: a rank could not be reached at the address it gave
 
 
 @dataclass(frozen=True)
@@ -76,15 +88,7 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> Process
     return ProcessGroups(control, PrefixStore(restart_id, _own_connection()))
 
 
-class Store(Protocol):
-    """The methods of torch.distributed's stores that `agree_on_restart_id` uses."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
-
-
-def agree_on_restart_id(store: Store, rank: int, size: int, timeout_seconds: float) -> str:
+def agree_on_restart_id(store: Any, rank: int, size: int, timeout_seconds: float) -> str:
     """An id that all `size` ranks of this start of the job have, and no other start's. Returns when all are there.
 
     Raises RunError naming a rank that has not come in time.
@@ -100,7 +104,7 @@ def agree_on_restart_id(store: Store, rank: int, size: int, timeout_seconds: flo
     return restart_id
 
 
-def _hand_out_restart_id(store: Store, size: int, deadline: float) -> str:
+def _hand_out_restart_id(store: Any, size: int, deadline: float) -> str:
     """Answer every request there is, old ones too, until each rank says that it has received the id."""
     restart_id, answered = secrets.token_hex(8), set()
     for rank in range(1, size):
@@ -117,7 +121,7 @@ def _hand_out_restart_id(store: Store, size: int, deadline: float) -> str:
     return restart_id
 
 
-def _await(store: Store, key: str, rank: int, deadline: float) -> None:
+def _await(store: Any, key: str, rank: int, deadline: float) -> None:
     while not store.check([key]):
         if time.monotonic() > deadline:
             raise _absence(rank)
@@ -162,3 +166,33 @@ def _long_wait_told(here: Ranking) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+# Errors of gloo and nccl about failed connections ------------------------------------------------------------------
+
+
+@contextmanager
+def leaving_with_peers() -> Iterator[None]:
+    """Turn the error of an exchange whose other side is gone into PeerError: the rank that failed has the reason."""
+    try:
+        yield
+    except RuntimeError as error:
+        if TIMED_OUT_TEXT in str(error):
+            raise RunError("another rank did not come to an exchange in time, and none is known to be stuck") from None
+        if not any(text in str(error) for text in PEER_GONE_TEXTS):
+            raise
+        raise PeerError("the connection to another rank is gone") from None
+
+
+@contextmanager
+def explained_addresses() -> Iterator[None]:
+    """A machine's name may lead to an address that only itself can use, such as Debian's 127.0.1.1."""
+    try:
+        yield
+    except RuntimeError as error:
+        if NO_FULL_MESH_TEXT not in str(error):
+            raise
+        raise RunError(
+            f"a rank cannot be reached at the address that {socket.gethostname()} or another machine gave for itself; "
+            "set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) on every machine to the interface that they share, as eth0"
+        ) from None

@@ -4,6 +4,10 @@ A gradient exchange waits for a rank that does not come, and cannot say which on
 others heartbeats that say how far it is, through the store at which they met; threads of their own do that, and judge,
 whatever the main thread waits for. Long work of one rank (a download, a save, a validation that goes on) is no fault:
 only time without progress inside `guard` counts.
+
+On CUDA the main thread only enqueues work, and runs ahead of a device that hangs. So with each milestone that it
+passes it records an event behind that work, and the milestone counts once the device has got to the event. On the CPU
+it counts at once.
 """
 
 from __future__ import annotations
@@ -11,18 +15,19 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
-from harness.common import launcher
 from harness.common.errors import UserError, tell_soon
 from harness.common.exit import EXIT
-from harness.common.processes import ProcessName
-from harness.distributed.diagnosis import Fault, Timeouts, diagnose
-from harness.distributed.heartbeat import IDLE, Heartbeat, Heartbeats, LastHeartbeat
-from harness.distributed.progress import Progress
+from harness.common.processes import ProcessName, is_launcher_gone
+from harness.distributed.diagnosis import IDLE, Fault, Heartbeat, Heartbeats, LastHeartbeat, diagnose
+
+if TYPE_CHECKING:
+    import torch
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 LONGEST_TIMEOUT_SECONDS = 7 * 86400.0
@@ -60,15 +65,86 @@ class Place:
         return PLACES[self.name].format(self.step)
 
 
-class Store(Protocol):
-    """The methods of torch.distributed's stores that are used here."""
+@dataclass(frozen=True)
+class Milestone:
+    """A point in the work of a step that a rank passes."""
 
-    def set(self, key: str, value: str) -> None: ...
-    def multi_get(self, keys: list[str]) -> list[bytes]: ...
+    place: str
+    progress: list[int]  # the rank with less of it is behind
+    is_guarded: bool  # whether this rank may not stand still here
+    at: float  # when the main thread got there, by time.monotonic
 
 
-def never() -> bool:
-    return False
+@dataclass(frozen=True)
+class Standing:
+    """The place and progress of a rank, main thread and device together."""
+
+    place: str
+    progress: list[int]
+    stalled: float | None  # seconds without progress; None where the rank may take its time
+
+
+class Progress:
+    """The milestones of one rank. Any thread may call any method."""
+
+    def __init__(self, record: Callable[[], Callable[[], bool]] | None = None) -> None:
+        """`record` marks the end of what the device has been given so far, and returns a function that says whether
+        the device has got there; None where the main thread itself computes."""
+        self._record = record
+        self._lock = threading.RLock()  # a signal's handler may come in between
+        self._reached = Milestone("the start", [-1, 0], False, time.monotonic())
+        self._since = self._reached.at  # of the last progress
+        self._ahead: deque[tuple[Milestone, Callable[[], bool]]] = deque()  # the device has not got there yet
+
+    def reach(self, place: str, progress: list[int], *, is_guarded: bool) -> None:
+        """The main thread passes a milestone."""
+        milestone = Milestone(place, progress, is_guarded, time.monotonic())
+        is_done = self._record() if self._record else None
+        with self._lock:
+            if is_done is None:
+                self._reached, self._since = milestone, milestone.at
+            else:
+                self._ahead.append((milestone, is_done))
+
+    def standing(self) -> Standing:
+        """The place and progress of this rank now."""
+        with self._lock:
+            now = time.monotonic()
+            while self._ahead and self._ahead[0][1]():
+                self._reached, self._since = self._ahead.popleft()[0], now
+            reached = self._reached
+            if not self._ahead:
+                return Standing(reached.place, reached.progress, now - self._since if reached.is_guarded else None)
+            following = self._ahead[0][0]
+            return Standing(following.place, reached.progress, now - max(self._since, following.at))
+
+    def forgive(self) -> None:
+        """This process was frozen: what stood still meanwhile counts from now on."""
+        with self._lock:
+            self._since = time.monotonic()
+
+
+def device_progress(device: torch.device) -> Progress:
+    """The progress of a rank that computes on `device`."""
+    return Progress(lambda: record_event(device)) if device.type == "cuda" else Progress()
+
+
+def record_event(device: torch.device) -> Callable[[], bool]:
+    """Put an event behind the work of the calling thread's stream; the function says whether the device is there, also
+    in another thread."""
+    import torch
+
+    event = torch.cuda.Event()
+    event.record()
+
+    def is_done() -> bool:
+        torch.cuda.set_device(device)  # each thread has a current device, and another rank's is not to be touched
+        try:
+            return event.query()
+        except RuntimeError:  # the device has failed: the main thread meets the same error, and tells it
+            return False
+
+    return is_done
 
 
 class Watchdog:
@@ -78,7 +154,7 @@ class Watchdog:
         self,
         rank: int,
         timeout_seconds: float,
-        is_stopping: Callable[[], bool] = never,
+        is_stopping: Callable[[], bool] = lambda: False,
         progress: Progress | None = None,
     ) -> None:
         """`is_stopping` says whether a signal has asked this rank to stop; another thread than the main one asks.
@@ -117,7 +193,7 @@ class Watchdog:
         self._place, self._parts, self._is_guarded = place, parts, is_guarded
         self._progress.reach(str(place), [place.order, parts], is_guarded=is_guarded)
 
-    def start(self, store: Store, size: int, barrier: Callable[[], object]) -> None:
+    def start(self, store: Any, size: int, barrier: Callable[[], object]) -> None:
         """Begin to watch `size` ranks. `barrier` returns when every rank has called it."""
         keys = [f"heartbeat/{rank}" for rank in range(size)]
         self._send = lambda heartbeat: store.set(keys[self.rank], heartbeat.encode())
@@ -147,11 +223,11 @@ class Watchdog:
     def _pause(self) -> float:
         return min(POLL_SECONDS, self.timeout / POLLS_IN_TIMEOUT)
 
-    def _exchange(self, store: Store, keys: list[str]) -> None:
+    def _exchange(self, store: Any, keys: list[str]) -> None:
         """Send this rank's heartbeats and fetch the others'."""
         number = 0
         # torchrun keeps the store: if it has been killed, the ranks end soon, and tell why themselves.
-        while not self._ended.wait(self._pause) and not launcher.is_gone():
+        while not self._ended.wait(self._pause) and not is_launcher_gone():
             number += 1
             try:
                 self._send(self._heartbeat(number))
@@ -163,7 +239,7 @@ class Watchdog:
     def _watch(self) -> None:
         """Look at the heartbeats now and then, and end this process when they show a fault."""
         looked = time.monotonic()
-        while not self._ended.wait(self._pause) and not launcher.is_gone():
+        while not self._ended.wait(self._pause) and not is_launcher_gone():
             now = time.monotonic()
             if now - looked > self.timeout / 2:  # it was this process that was frozen
                 self.heartbeats.forgive_freeze(now, grace_seconds=self.timeout / 2)
@@ -172,25 +248,21 @@ class Watchdog:
             if self.heartbeats.is_fault_told() and not EXIT.has_own_reason:
                 os._exit(1)
             self.heartbeats.find_gone(now)
-            fault = diagnose(self.heartbeats, now, self._timeouts())
+            silent = min(self.timeout, GONE_PATIENCE_SECONDS) if EXIT.has_lost_peer else self.timeout
+            fault = diagnose(self.heartbeats, now, stuck=self.timeout, silent=silent, gone=GONE_PATIENCE_SECONDS)
             if fault and not self._ended.is_set() and not EXIT.has_own_reason:
                 self._leave(fault)
 
-    def _timeouts(self) -> Timeouts:
-        silent = min(self.timeout, GONE_PATIENCE_SECONDS) if EXIT.has_lost_peer else self.timeout
-        return Timeouts(stuck=self.timeout, silent=silent, gone=GONE_PATIENCE_SECONDS)
-
     def _leave(self, fault: Fault) -> None:
         """End this process; of each machine's ranks one says why."""
-        EXIT.note_explained()
+        EXIT.is_explained = True
         neighbours = self.heartbeats.neighbours()
         speakers = [rank for rank in neighbours if rank not in fault.ranks] or neighbours
         if self.rank == speakers[0]:
             tell_soon(f"{fault.text}; run the same command again to continue")
         else:
-            time.sleep(
-                SILENT_EXIT_SECONDS
-            )  # the launcher ends all ranks once one has left: let the line be written first
+            # The launcher ends all ranks once one has left: let the line be written first.
+            time.sleep(SILENT_EXIT_SECONDS)
         # Apart, because a store behind a cut network does not answer. Those who hear of it end without a word.
         self._leaving = True
         threading.Thread(target=self._announce, daemon=True).start()

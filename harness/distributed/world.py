@@ -18,14 +18,13 @@ from harness.common.errors import PeerError, RunError, UserError
 from harness.common.freed_memory import give_back_under_a_limit
 from harness.common.libraries import usable_cores
 from harness.common.memory import refuse_full_device
-from harness.distributed import rendezvous, tensor_codec
-from harness.distributed.connection_errors import leaving_with_peers
+from harness.distributed import rendezvous
 from harness.distributed.environment import read_ranking
-from harness.distributed.progress import device_progress
-from harness.distributed.tensor_codec import TensorSlot
-from harness.distributed.watchdog import NoWatchdog, Watchdog, collective_timeout_seconds, never
+from harness.distributed.rendezvous import leaving_with_peers
+from harness.distributed.watchdog import NoWatchdog, Watchdog, collective_timeout_seconds, device_progress
 
 T = TypeVar("T")
+Leaf = TypeVar("Leaf")
 
 LEAVING_SECONDS = 30.0
 
@@ -38,20 +37,12 @@ class RankResult:
     error: str | None = None
 
 
-class PendingMax:
-    """The largest of numbers on all ranks, found while they compute."""
+@dataclass(frozen=True)
+class TensorSlot:
+    """Placeholder of a tensor in a tree of dicts, lists and tuples that travels pickled."""
 
-    def __init__(self, largest: torch.Tensor, pending: Any) -> None:
-        self._largest = largest
-        self._pending = pending
-
-    def result(self) -> list[int]:
-        """The maximum over all ranks of each number; waits for the ranks that have not given theirs yet."""
-        if self._pending is not None:
-            with leaving_with_peers():
-                self._pending.wait()
-            self._pending = None
-        return self._largest.tolist()
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -69,7 +60,7 @@ class World:
     stands_for: tuple[int, int] | None = None
 
     @classmethod
-    def join(cls, is_stopping: Callable[[], bool] = never) -> World:
+    def join(cls, is_stopping: Callable[[], bool] = lambda: False) -> World:
         """Join the world that the launcher's environment variables describe and choose this process's device.
 
         `is_stopping` says whether a signal has asked this rank to stop; other ranks' watchdogs learn it.
@@ -149,13 +140,20 @@ class World:
                 dist.all_reduce(numbers)
                 numbers[0].item()  # waits for the device
 
-    def async_max(self, *numbers: int) -> PendingMax:
-        """Start finding the largest of each of `numbers` on any rank without waiting for it."""
+    def async_max(self, *numbers: int) -> Callable[[], list[int]]:
+        """Start finding the maximum over all ranks of each of `numbers`; the function waits for it and returns it."""
         largest = torch.tensor(numbers)
         pending = None
         if self.size > 1:
             pending = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
-        return PendingMax(largest, pending)
+
+        def result() -> list[int]:
+            if pending is not None:
+                with leaving_with_peers():
+                    pending.wait()
+            return largest.tolist()
+
+        return result
 
     def collective_error(self, message: str) -> RunError:
         """The error of a conclusion that every rank has come to, so that one of them tells it."""
@@ -169,25 +167,28 @@ class World:
         return self._on_some(work, mine=self.is_main)[0]
 
     def broadcast(self, work: Callable[[], Any]) -> Any:
-        """Run `work` on rank 0; its result (dicts and lists of tensors and plain values) on every rank, on the CPU.
+        """Run `work` on rank 0; its result (dicts, lists and tuples of tensors and plain values) on every rank, on the
+        CPU. Each tensor travels by itself, as bytes; the rest is small and travels pickled.
 
         An error of rank 0 is raised as `on_rank0` has it.
         """
         tensors: list[torch.Tensor] = []
 
-        def outline_of_work() -> Any:
-            outline, found = tensor_codec.take_out_tensors(work())
-            tensors.extend(found)
-            return outline
+        def take_out(tensor: torch.Tensor) -> TensorSlot:
+            tensors.append(tensor.cpu())
+            return TensorSlot(tuple(tensor.shape), tensor.dtype)
+
+        outline = self.on_rank0(lambda: _replace_leaves(work(), torch.Tensor, take_out))
+        own = iter(tensors)  # in the order of the tree; none but on rank 0
 
         def send_or_receive(slot: TensorSlot) -> torch.Tensor:
-            tensor = tensors[slot.index] if self.is_main else slot.empty()
+            tensor = next(own) if self.is_main else torch.empty(slot.shape, dtype=slot.dtype)
             if self.size > 1:
-                with leaving_with_peers():
-                    dist.broadcast(tensor_codec.as_bytes(tensor), src=0, group=self.control)
+                with leaving_with_peers():  # a tensor that is not contiguous is sent as a copy
+                    dist.broadcast(tensor.contiguous().reshape(-1).view(torch.uint8), src=0, group=self.control)
             return tensor
 
-        return tensor_codec.fill_slots(self.on_rank0(outline_of_work), send_or_receive)
+        return _replace_leaves(outline, TensorSlot, send_or_receive)
 
     def on_each_node(self, work: Callable[[], T]) -> T:
         """Run `work` on each node's first process while the others wait; the node's own result on every rank."""
@@ -210,6 +211,17 @@ class World:
             if other.error is not None:
                 raise PeerError(other.error)
         return [each.value for each in results]
+
+
+def _replace_leaves(tree: Any, kind: type[Leaf], function: Callable[[Leaf], Any]) -> Any:
+    """A new tree with `function` of each leaf of type `kind` in its place, called in the order of the tree."""
+    if isinstance(tree, kind):
+        return function(tree)
+    if isinstance(tree, dict):
+        return {key: _replace_leaves(value, kind, function) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_replace_leaves(value, kind, function) for value in tree)
+    return tree
 
 
 def _end_without_leaving(rank: int) -> None:

@@ -14,8 +14,7 @@ from harness.common.errors import RunError, UserError
 from harness.data.loader import TokenLoader
 from harness.data.tokenizers.load import load_tokenizer
 from harness.data.tokenizers.tokenizer import Tokenizer
-from harness.distributed.shared_work import Interrupted, SharedWork
-from harness.distributed.signals import StopRequested, StopSignal
+from harness.distributed.signals import Interrupted, SharedWork, StopSignal
 from harness.distributed.watchdog import Place
 from harness.distributed.world import World
 from harness.evaluation.benchmarks.run import Score, load, run, scores
@@ -58,7 +57,7 @@ class Evaluations:
     def validation_loss(self, step: int) -> float:
         """Mean loss over train.json's validation slice, on rank 0 alone or shared out.
 
-        Raises StopRequested, on every rank, if any was asked to stop meanwhile: torchrun kills after 30 seconds.
+        Raises RunStopped, on every rank, if any was asked to stop meanwhile: torchrun kills after 30 seconds.
         """
         count, start_token = self.config.validation_batches, self.config.start_val_token
         assert count is not None
@@ -70,7 +69,7 @@ class Evaluations:
     def benchmark_scores(self, step: int) -> list[Score]:
         """The scores of train.json's benchmarks. If they cannot be had, that is a warning, and there are none.
 
-        Raises StopRequested, on every rank, if any was asked to stop meanwhile.
+        Raises RunStopped, on every rank, if any was asked to stop meanwhile.
         """
         assert self.run_benchmarks is not None, "loaded before the first step"
         try:
@@ -98,7 +97,7 @@ def losses_over_ranks(
     model: nn.Module, loader: TokenLoader, count: int, precision: Precision, work: SharedWork
 ) -> list[float]:
     """The losses of the loader's first `count` microbatches, in their order, so that their sum is the same however they
-    are shared out. The same on every rank. Raises StopRequested, on every rank, if any was asked to stop meanwhile."""
+    are shared out. The same on every rank. Raises RunStopped, on every rank, if any was asked to stop meanwhile."""
     world = work.world
     mine = range(world.rank, count, world.size) if work.shared else range(count if world.is_main else 0)
     losses: list[float] | None = None
@@ -135,7 +134,7 @@ class SharedBatches:
         self.shared = work
 
     def __call__(self, evaluate: Callable[[Any], Any], batches: Sequence[Any]) -> list[Any]:
-        """Raises StopRequested or EvaluationFailed, on every rank, if a rank was asked to stop, or failed."""
+        """Raises RunStopped or EvaluationFailed, on every rank, if a rank was asked to stop, or failed."""
         rank, size = self.shared.world.rank, self.shared.world.size
         mine = range(rank, len(batches), size)
         found: list[Any] | Failure | None = None
@@ -192,13 +191,13 @@ class RunBenchmarks:
     def scores(self, work: SharedWork) -> list[Score]:
         """The scores of what train.json names, the same on every rank.
 
-        Collective. Raises, on every rank, StopRequested if any was asked to stop meanwhile, and EvaluationFailed if the
+        Collective. Raises, on every rank, RunStopped if any was asked to stop meanwhile, and EvaluationFailed if the
         scores cannot be had.
         """
         sharing = SharedBatches(work)
         try:
             results = run(self.benchmarks, self.scorer.sharing(sharing), self.tokenizer, limit=self.examples)
-        except (StopRequested, EvaluationFailed, RunError):  # known to all ranks, or another rank is gone
+        except (EvaluationFailed, RunError):  # known to all ranks, or another rank is gone
             raise
         except Exception as error:
             sharing.exchange(Failure.of(error))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.distributed.connection_errors import leaving_with_peers
+from harness.distributed.rendezvous import leaving_with_peers
 from harness.distributed.world import World
 from harness.runs.optimizer_state import SMALL_PIECE
 from harness.training.named_state import NamedState, StateShapes

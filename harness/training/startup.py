@@ -20,7 +20,7 @@ from harness.common.options import TrainOptions
 from harness.data.dataset import Dataset
 from harness.data.fetch import ensure_dataset
 from harness.data.loader import BatchLayout, BatchSchedule
-from harness.distributed.connection_errors import leaving_with_peers
+from harness.distributed.rendezvous import leaving_with_peers
 from harness.distributed.signals import StopSignal
 from harness.distributed.world import World
 from harness.model.determinism import explain_nondeterminism

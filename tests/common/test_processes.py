@@ -1,49 +1,214 @@
-"""Liveness of a process, and the process that a pid and a time of start mean."""
+"""Liveness of a process, and a rank that looks after its launcher: with stand-ins for torchrun and --processes, which
+start in no time."""
 
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
-from harness.common.processes import ProcessName, is_alive, start_time
+from harness.common.processes import ProcessName, start_time
+from tests.support.isolation import ROOT
+from tests.support.launch import free_port
+
+# Named torchrun: it keeps a store, starts a command, writes down that process's number, and waits. Without torchrun's
+# variable it is in place of `ddp_train.py --processes`.
+TORCHRUN = """
+import os, pathlib, socket, subprocess, sys
+if "TORCHELASTIC_RUN_ID" in os.environ:
+    store = socket.create_server((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+else:
+    os.environ["DDP_TRAIN_PARENT"] = str(os.getpid())
+process = subprocess.Popen(sys.argv[2:], start_new_session=True)
+pathlib.Path(sys.argv[1]).write_text(str(process.pid))
+process.wait()
+"""
+# A rank: {before}, then what ddp_train.py does first, then {after}; it is there once it has made the file {mark}.
+WORKER = """
+import os, pathlib, sys, time
+sys.path.insert(0, {root!r})
+{before}
+from harness.common import processes
+processes.POLL_SECONDS = 0.05
+processes.exit_when_launcher_dies()
+pathlib.Path({mark!r}).write_text(str(os.getpid()))
+{after}
+time.sleep(60)
+"""
+# The process that adopts orphans, as a container's first one does, is the same Python.
+ADOPTER = """
+import ctypes, subprocess, sys, time
+PR_SET_CHILD_SUBREAPER = 36
+assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+subprocess.Popen(sys.argv[1:])
+time.sleep(60)
+"""
+ADOPTED = (sys.executable, "-c", ADOPTER)
+STORE = {"GROUP_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1"}
+SOON = 5.0
+
+
+def process(pid: int) -> ProcessName:
+    return replace(ProcessName.own(), pid=pid)
 
 
 def test_a_process_that_has_ended_is_gone_before_its_parent_asks() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     assert child.stdin is not None
-    assert is_alive(child.pid)
+    assert not process(child.pid).is_gone()
     assert start_time(child.pid).isdigit()
     child.stdin.close()
     deadline = time.monotonic() + 30
-    while is_alive(child.pid):
+    while not process(child.pid).is_gone():
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert child.returncode is None
     assert os.path.exists(f"/proc/{child.pid}")
     assert start_time(child.pid) == ""
-    assert replace(ProcessName.own(), pid=child.pid).is_gone()
     child.wait()
-    assert not is_alive(child.pid)
-    assert start_time(child.pid) == ""
+    assert process(child.pid).is_gone()
 
 
 @pytest.mark.parametrize("pid", [2**22 + 1, 2**70], ids=["beyond the system's largest", "beyond any number of a pid"])
 def test_a_number_that_no_process_has(pid: int) -> None:
-    assert not is_alive(pid)
+    assert process(pid).is_gone()
     assert start_time(pid) == ""
 
 
 def test_this_process() -> None:
-    assert is_alive(os.getpid())
-    assert start_time(os.getpid()) == start_time(os.getpid()) != ""
     own = ProcessName.own()
     assert not own.is_gone()
+    assert start_time(own.pid) == start_time(own.pid) != ""
     assert own.is_neighbour_of(replace(own, pid=1))
     assert not own.is_neighbour_of(replace(own, host=f"{own.host}x"))
     assert not own.is_neighbour_of(replace(own, namespace=f"{own.namespace}x"))
     assert str(own) == f"{own.host}, pid {os.getpid()}"
+
+
+@dataclass
+class Job:
+    """A stand-in for a launcher with one worker under it."""
+
+    folder: Path
+    processes: list[subprocess.Popen[bytes]]
+    launched: dict[str, str]
+
+    def start(self, *, above: tuple[str, ...] = (), **worker: str) -> None:
+        """`above`: words of a command in front of the launcher's."""
+        (self.folder / "torchrun").write_text(TORCHRUN)
+        program = WORKER.format(**{"before": "", "after": "", "root": str(ROOT), "mark": str(self.mark), **worker})
+        (self.folder / "worker.py").write_text(program)
+        torchrun = [sys.executable, str(self.folder / "torchrun"), str(self.started)]
+        whole = [*above, *torchrun, sys.executable, str(self.folder / "worker.py")]
+        environment = {**os.environ, **STORE, **self.launched, "LOCAL_RANK": "0"}
+        environment["MASTER_PORT"] = str(free_port())
+        self.processes.append(subprocess.Popen(whole, env=environment, stderr=subprocess.PIPE, start_new_session=True))
+
+    @property
+    def mark(self) -> Path:
+        return self.folder / "mark"
+
+    @property
+    def started(self) -> Path:
+        return self.folder / "started"
+
+    def running(self, script: str) -> list[int]:
+        """The pids of the Pythons that run one of the two scripts."""
+        wanted = [sys.executable.encode(), str(self.folder / script).encode()]
+        found = []
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):
+                if entry.name.isdigit() and (entry / "cmdline").read_bytes().split(b"\0")[:2] == wanted:
+                    found.append(int(entry.name))
+        return found
+
+    def kill_launcher(self) -> None:
+        (pid,) = self.running("torchrun")
+        os.kill(pid, signal.SIGKILL)
+
+    def assert_goes_on(self) -> None:
+        await_file(self.mark)
+        time.sleep(0.5)
+        assert self.running("worker.py")
+
+    def assert_gone_soon(self) -> None:
+        deadline = time.monotonic() + SOON
+        while self.running("worker.py"):
+            assert time.monotonic() < deadline, "the worker lives on"
+            time.sleep(0.05)
+
+
+def await_file(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists() or not path.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture(params=[{"TORCHELASTIC_RUN_ID": "x"}, {}], ids=["torchrun", "--processes"])
+def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
+    job = Job(tmp_path, [], request.param)
+    yield job
+    for process in job.processes:
+        process.kill()
+    for pid in job.running("torchrun") + job.running("worker.py"):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for process in job.processes:
+        process.communicate()
+
+
+@pytest.mark.parametrize("above", [(), ADOPTED], ids=["adopted by the first process", "adopted by a Python"])
+def test_a_worker_ends_with_its_launcher(job: Job, above: tuple[str, ...]) -> None:
+    job.start(above=above)
+    job.assert_goes_on()
+    job.kill_launcher()
+    job.assert_gone_soon()
+
+
+@pytest.mark.parametrize("above", [(), ADOPTED], ids=["adopted by the first process", "adopted by a Python"])
+def test_a_worker_whose_launcher_has_ended_before_its_first_line(job: Job, above: tuple[str, ...]) -> None:
+    go = job.folder / "go"
+    job.start(above=above, before=f"while not os.path.exists({str(go)!r}): time.sleep(0.01)")
+    await_file(job.started)
+    job.kill_launcher()
+    time.sleep(0.2)
+    go.touch()
+    job.assert_gone_soon()
+    assert not job.mark.exists()
+
+
+def test_output_that_nobody_takes_keeps_no_worker(job: Job) -> None:
+    """The pipe of its standard error is full, as that of a pager is, and its main thread waits for room in it."""
+    job.start(after="while True: print('x' * 9999, file=sys.stderr)")
+    job.assert_goes_on()
+    job.kill_launcher()
+    job.assert_gone_soon()
+
+
+def run_alone(folder: Path, variables: dict[str, str]) -> None:
+    """Run a worker without any torchrun above; it ends by itself."""
+    program = WORKER.format(root=str(ROOT), before="", after="time.sleep(0.3); sys.exit(7)", mark=str(folder / "mark"))
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "x", **variables}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, timeout=60, check=False)
+    assert done.returncode == 7
+    assert (folder / "mark").exists()
+
+
+def test_a_torchrun_that_is_not_to_be_seen(tmp_path: Path) -> None:
+    """Beyond a container's border, say: its store answers."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as store:
+        run_alone(tmp_path, STORE | {"MASTER_PORT": str(store.getsockname()[1])})
+
+
+def test_a_leftover_of_torchrun_in_the_environment(tmp_path: Path) -> None:
+    run_alone(tmp_path, {})

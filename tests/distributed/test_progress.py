@@ -10,11 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.distributed import progress
-from harness.distributed.diagnosis import Timeouts, diagnose
-from harness.distributed.heartbeat import IDLE, Heartbeat, Heartbeats, LastHeartbeat
-from harness.distributed.progress import Progress
-from harness.distributed.watchdog import Place, Watchdog
+from harness.distributed.diagnosis import IDLE, Heartbeat, Heartbeats, LastHeartbeat, diagnose
+from harness.distributed.watchdog import Place, Progress, Standing, Watchdog, device_progress
 from tests.support.launch import Workshop
 
 HERE = Place(5, "step")
@@ -55,12 +52,12 @@ def test_a_milestone_counts_when_the_device_is_there() -> None:
 
 
 def test_on_the_cpu_it_counts_at_once() -> None:
-    found = progress.device_progress(torch.device("cpu"))
+    found = device_progress(torch.device("cpu"))
     found.reach("a", [1, 0], is_guarded=True)
     assert found.standing().progress == [1, 0]
     assert found.standing().stalled is not None
     found.reach("a", [1, IDLE], is_guarded=False)
-    assert found.standing() == progress.Standing("a", [1, IDLE], None)
+    assert found.standing() == Standing("a", [1, IDLE], None)
 
 
 def test_time_without_work_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +93,7 @@ def test_on_cuda_events_are_asked_in_the_ranks_own_device(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     device = torch.device("cuda", 3)
-    found = progress.device_progress(device)
+    found = device_progress(device)
     found.reach("a", [1, 0], is_guarded=True)
     asking = threading.Thread(target=found.standing)
     asking.start()
@@ -127,7 +124,7 @@ def test_a_device_that_hangs_is_named_though_all_main_threads_wait_in_the_report
         return LastHeartbeat(Heartbeat(**{**vars(beat), "stalled": beat.stalled + 11.0}), at=100.0)
 
     heartbeats = Heartbeats(watchdogs[0].heartbeats.process, 100.0, [heard(watchdog) for watchdog in watchdogs])
-    fault = diagnose(heartbeats, 100.0, Timeouts(stuck=10.0, silent=10.0, gone=10.0))
+    fault = diagnose(heartbeats, 100.0, stuck=10.0, silent=10.0, gone=10.0)
     assert fault is not None
     assert fault.ranks == [1]
     assert fault.text.endswith("stuck for 11 s in global step 5")
@@ -140,7 +137,7 @@ def test_a_device_that_hangs_is_named_though_all_main_threads_wait_in_the_report
 HANGING_DEVICE = """
 import time
 from tests.support.faults import *
-from harness.distributed import progress, world
+from harness.distributed import watchdog, world
 from harness.training.loss_meter import LossMeter
 recorded = 0
 def record(device):
@@ -148,7 +145,7 @@ def record(device):
     recorded += Now.step == 4
     step, number = Now.step, recorded
     return lambda: step < 4 or (step == 4 and number <= (2 if own_rank() == 1 else 4))
-world.device_progress = lambda device: progress.Progress(lambda: record(device))
+world.device_progress = lambda device: watchdog.Progress(lambda: record(device))
 before("harness.training.loss_meter:LossMeter.synchronize", pause(1000), step=6)
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from harness.distributed.heartbeat import IDLE, Heartbeat
+from harness.distributed.diagnosis import IDLE, Heartbeat
 from harness.distributed.watchdog import NoWatchdog, Place, Watchdog
 
 

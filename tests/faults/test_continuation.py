@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from harness.runs.checkpoints import list_checkpoints
-from tests.conftest import Evidence
 from tests.support.jobs import for_each
 from tests.support.launch import Workshop
 from tests.support.same_end import assert_same_end
@@ -128,10 +127,10 @@ def stop(shop: Workshop, run: Path, setup: Setup, prelude: str) -> int:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.fault("stopped at a step")
-def test_stopped_once(
-    shop: Workshop, setups: list[Setup], straight: dict[Setup, Path], exhaustive: bool, evidence: Evidence
-) -> None:
+@pytest.mark.fault(
+    "stopped at a step", "all ranks stop after the same step with a checkpoint; continued to the same end"
+)
+def test_stopped_once(shop: Workshop, setups: list[Setup], straight: dict[Setup, Path], exhaustive: bool) -> None:
     # Each step in some of the setups: what a step leaves to do does not depend on how the ranks share it.
     steps = [range(at % 3, STEPS, 3) if exhaustive else (3, 8) for at in range(len(setups))]
     cases = [(setup, step) for setup, own in zip(setups, steps, strict=True) for step in own]
@@ -148,19 +147,12 @@ def test_stopped_once(
         assert_same_run(straight[setup], run)
 
     for_each(cases, stop_once, at_once=2)
-    evidence(
-        injected=f"SIGTERM to one rank in a step, then the same command again; {describe(setups)}",
-        times=len(cases),
-        outcome="all ranks stop after the same step, this one or the next, with a checkpoint; the end is that of a run "
-        "that never stopped: bytes of weights, optimizer, scaler and random states, metrics but for times, and the "
-        "best checkpoint",
-    )
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.fault("stopped after each step")
+@pytest.mark.fault("stopped after each step", "each process does one step; the same end")
 def test_stopped_after_each_step(
-    shop: Workshop, setups: list[Setup], straight: dict[Setup, Path], exhaustive: bool, evidence: Evidence
+    shop: Workshop, setups: list[Setup], straight: dict[Setup, Path], exhaustive: bool
 ) -> None:
     """Each process of as many as steps does one step, and the next continues."""
     chosen = setups[::4] + setups[3::4] if exhaustive else [setups[1]]  # both precisions, both accumulations
@@ -171,20 +163,6 @@ def test_stopped_after_each_step(
             assert stop(shop, run, setup, one_step) == step
         shop.train(run.name, ranks=setup.ranks, prelude=PRELUDE)
         assert_same_run(straight[setup], run)
-    evidence(
-        injected=f"SIGTERM in each of {STEPS} steps: every process does one; {describe(chosen)}",
-        times=len(chosen) * STEPS,
-        outcome="the end is that of a run that never stopped, bit for bit",
-    )
-
-
-def describe(setups: list[Setup]) -> str:
-    keys = ("ranks", "accumulation", "precision", "optimizer")
-    ranks, accumulations, precisions, optimizers = (
-        " or ".join(sorted({str(getattr(setup, key)) for setup in setups})) for key in keys
-    )
-    shared = ", its state shared out or not" if any(setup.shard_optimizer for setup in setups) else ""
-    return f"{ranks} ranks, accumulation {accumulations}, {precisions}, {optimizers}{shared}, dropout"
 
 
 def test_the_scaler_has_a_state_to_lose(straight: dict[Setup, Path]) -> None:
@@ -214,8 +192,11 @@ FIRST_TOKEN, TOKENS = 123, 2000
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.fault("continued on another number of ranks")
-def test_another_shape(tmp_path: Path, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault(
+    "continued on another number of ranks",
+    "with another microbatch and accumulation, too: each token is trained on exactly once",
+)
+def test_another_shape(tmp_path: Path, exhaustive: bool) -> None:
     """World size, microbatch and accumulation change at every stop: no token twice, none left out."""
     shop = Workshop(tmp_path)
     shop.add_dataset(tokens=10_000)
@@ -231,11 +212,6 @@ def test_another_shape(tmp_path: Path, exhaustive: bool, evidence: Evidence) -> 
             end = start + count
         meta = json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())
         assert end - FIRST_TOKEN == meta["tokens_seen"] >= TOKENS
-    evidence(
-        injected="SIGTERM; the run goes on with another number of ranks (1 to 4), microbatch and accumulation",
-        times=sum(len(shapes) - 1 for shapes in orders),
-        outcome="the token windows that all ranks trained on, put together, are each token of the slice exactly once",
-    )
 
 
 def train_in_shapes(shop: Workshop, name: str, shapes: list[Shape], seen: Path) -> Path:

@@ -17,11 +17,10 @@ import pytest
 from harness.common.errors import UserError
 from harness.runs import checkpoints
 from harness.runs.checkpoint_meta import read_meta
-from tests.conftest import Evidence
 from tests.support.jobs import for_each, train
 from tests.support.launch import Workshop
 from tests.support.same_end import assert_same_end
-from tests.support.stopped_run import FILES, SAME_END, copy_of_stopped
+from tests.support.stopped_run import FILES, copy_of_stopped
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +100,11 @@ def few(cases: list[Damage], exhaustive: bool) -> list[Damage]:
     return cases if exhaustive else cases[:: len(FILES) + 1]
 
 
-@pytest.mark.fault("latest is damaged")
-def test_damaged_latest(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault(
+    "latest is damaged",
+    "refused with the file's name; the newest whole checkpoint is offered, and leads to the same end",
+)
+def test_damaged_latest(shop: Workshop, exhaustive: bool) -> None:
     def try_one(case: tuple[int, Damage]) -> None:
         number, damage = case
         run = copy_of_stopped(shop, f"damaged-{number}")
@@ -118,18 +120,11 @@ def test_damaged_latest(shop: Workshop, exhaustive: bool, evidence: Evidence) ->
 
     cases = few(FILE_DAMAGES, exhaustive) + LINK_DAMAGES
     for_each(enumerate(cases), try_one)
-    evidence(
-        injected="in the checkpoint that latest points to, any one file cut in half, emptied, with one bit flipped, "
-        "missing, a link that leads out or to itself; latest dangling, leading to itself, or leading out",
-        times=len(cases),
-        outcome="refused by one line with the file's name, which offers the newest checkpoint that is whole; given "
-        f"that name, {SAME_END}",
-    )
 
 
 @pytest.mark.slow
-@pytest.mark.fault("best is damaged")
-def test_damaged_best(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault("best is damaged", "training continues from latest to the same end")
+def test_damaged_best(shop: Workshop, exhaustive: bool) -> None:
     def try_one(case: tuple[int, Damage]) -> None:
         number, damage = case
         run = copy_of_stopped(shop, f"best-{number}")
@@ -140,16 +135,13 @@ def test_damaged_best(shop: Workshop, exhaustive: bool, evidence: Evidence) -> N
 
     cases = [*few(FILE_DAMAGES, exhaustive), *LINK_DAMAGES, Damage("missing", Path.unlink)]
     for_each(enumerate(cases), try_one)
-    evidence(
-        injected="the same in the checkpoint that best points to, or to best, or no best at all",
-        times=len(cases),
-        outcome=f"training goes on from latest; {SAME_END}",
-    )
 
 
 @pytest.mark.slow
-@pytest.mark.fault("latest is no link")
-def test_latest_is_no_link(shop: Workshop, evidence: Evidence) -> None:
+@pytest.mark.fault(
+    "latest is no link", "training continues from the checkpoint of the highest step, and latest is a link again"
+)
+def test_latest_is_no_link(shop: Workshop) -> None:
     """A run continues where programs that do not copy links, or follow them, have left no link."""
     cases: list[Callable[[Path], object]] = [Path.unlink, become_a_file, become_a_copy]
     for number, do in enumerate(cases):
@@ -158,11 +150,6 @@ def test_latest_is_no_link(shop: Workshop, evidence: Evidence) -> None:
         assert "continuing from" in train(shop, run.name).stdout
         (run / "checkpoints" / "latest").resolve()
         assert_same_end(shop.runs / "straight", run)
-    evidence(
-        injected="latest missing, a file, or a copy of the checkpoint, as programs leave it that do not know links",
-        times=len(cases),
-        outcome=f"training goes on from the checkpoint of the highest step, and latest is a link again; {SAME_END}",
-    )
 
 
 def become_a_copy(path: Path) -> None:
@@ -171,8 +158,8 @@ def become_a_copy(path: Path) -> None:
     shutil.copytree(target, path)
 
 
-@pytest.mark.fault("every checkpoint is damaged")
-def test_all_damaged(shop: Workshop, evidence: Evidence) -> None:
+@pytest.mark.fault("every checkpoint is damaged", "refused with --restart offered, which moves them all aside")
+def test_all_damaged(shop: Workshop) -> None:
     run = copy_of_stopped(shop, "all-damaged")
     folders = [path for _, path in checkpoints.list_checkpoints(run / "checkpoints")]
     for path, file in zip(folders, FILES, strict=False):
@@ -183,18 +170,13 @@ def test_all_damaged(shop: Workshop, evidence: Evidence) -> None:
     assert_same_end(shop.runs / "straight", run)
     (aside,) = (run / "aside").iterdir()
     assert {path.name for path in (aside / "checkpoints").iterdir()} == {*(path.name for path in folders), *LINKS}
-    evidence(
-        injected="each of four checkpoints cut short in another file",
-        times=len(folders),
-        outcome=f"refused by one line, which offers --restart; it moves them all aside, and {SAME_END}",
-    )
 
 
 LINKS = ("latest", "best")
 
 
-@pytest.mark.fault("a bit flips anywhere")
-def test_any_bit_is_found(shop: Workshop, tmp_path: Path, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault("a bit flips anywhere", "found in each file of a checkpoint by the check that every start makes")
+def test_any_bit_is_found(shop: Workshop, tmp_path: Path, exhaustive: bool) -> None:
     """The check that every start makes first finds it; here in this process."""
     checkpoint = shutil.copytree((shop.runs / "stopped" / "checkpoints" / "latest").resolve(), tmp_path / "checkpoint")
     dice, tried, harmless = random.Random(0), 0, 0
@@ -215,13 +197,6 @@ def test_any_bit_is_found(shop: Workshop, tmp_path: Path, exhaustive: bool, evid
                 harmless += 1
         (checkpoint / file).write_bytes(content)
         assert not verdict(checkpoint)
-    evidence(
-        injected="one bit flipped at a random place of each file of a checkpoint"
-        + (", and at every byte of meta.json" if exhaustive else "")
-        + "; only the check that every start makes, in one process",
-        times=tried,
-        outcome="found, every time" + (f", but for {harmless} that changed no value" if harmless else ""),
-    )
 
 
 def verdict(checkpoint: Path) -> str:

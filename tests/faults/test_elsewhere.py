@@ -20,7 +20,6 @@ import pytest
 import torch
 
 import harness.data.preparation.builtin
-from tests.conftest import Evidence
 from tests.data.test_fetching import NAME, corpus
 from tests.support.fake_hub import FakeHub
 from tests.support.hostile import IMPATIENT, Bench, finished_run, is_one_line, same_as, tree, vouch_for
@@ -71,8 +70,8 @@ def payloads(mark: Path) -> list[Payload]:
 
 
 @pytest.mark.slow
-@pytest.mark.fault("code in every form of pickle")
-def test_code_in_checkpoints(bench: Bench, tmp_path: Path, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault("code in every form of pickle", "never executed; refused with the file's name")
+def test_code_in_checkpoints(bench: Bench, tmp_path: Path, exhaustive: bool) -> None:
     """A hostile checkpoint has right hashes: its sender can write them, too."""
     mark = tmp_path / "executed"
     cases = [
@@ -109,12 +108,6 @@ def test_code_in_checkpoints(bench: Bench, tmp_path: Path, exhaustive: bool, evi
         for result in (bench.go_on(), bench.shop.command("test_smoke.py", *arguments)):
             assert is_one_line(result, "model.safetensors", "not a readable safetensors file")
         assert not mark.exists()
-    evidence(
-        injected="zipped, old and plain pickles that call os.system, exec, eval and the like, as state files and in "
-        "place of the weights, with matching SHA-256",
-        times=len(cases) + 2 * len(payloads(mark)),
-        outcome="never executed; each refused with one line naming the file, nothing changed",
-    )
 
 
 # Links
@@ -140,8 +133,8 @@ def meta_that_is_a_link(bench: Bench, outside: Path) -> list[str]:
     return []
 
 
-@pytest.mark.fault("links that lead nowhere good")
-def test_odd_links(bench: Bench, outside: Path, evidence: Evidence) -> None:
+@pytest.mark.fault("links that lead nowhere good", "refused; nothing changed")
+def test_odd_links(bench: Bench, outside: Path) -> None:
     makers, theirs = [link_up, loop, meta_that_is_a_link], tree(outside)
     for make in makers:
         arguments = make(bench, outside)
@@ -149,11 +142,6 @@ def test_odd_links(bench: Bench, outside: Path, evidence: Evidence) -> None:
         assert is_one_line(bench.go_on(*arguments), "checkpoints"), make.__name__
         same_as(before, bench.shop.path)
         assert tree(outside) == theirs, make.__name__
-    evidence(
-        injected="a checkpoint that is a link upwards, latest a link to itself, meta.json a link to /dev/null",
-        times=len(makers),
-        outcome="each refused with one line; nothing changed",
-    )
 
 
 def trained_and_continued(shop: Workshop) -> None:
@@ -167,8 +155,8 @@ def trained_and_continued(shop: Workshop) -> None:
     assert (run / "checkpoints" / "latest" / "model.safetensors").is_file()
 
 
-@pytest.mark.fault("folders on another disk, by links")
-def test_links_of_the_users_own(tmp_path: Path, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault("folders on another disk, by links", "training, continuing and restarting work; the links stay")
+def test_links_of_the_users_own(tmp_path: Path, exhaustive: bool) -> None:
     """A folder as a whole may be on a larger disk: such a link is the user's own, and leads where the user says. What
     must not lead out is a name that is typed or stands in a file, and what comes with somebody else's files."""
     places = ["runs/r/checkpoints", "datasets", "runs", "runs/r/aside"]
@@ -186,15 +174,10 @@ def test_links_of_the_users_own(tmp_path: Path, exhaustive: bool, evidence: Evid
         trained_and_continued(shop)
         assert (shop.path / place).is_symlink(), place
         assert any((disk / "moved").iterdir()), place
-    evidence(
-        injected="runs/, a run's checkpoints/ or aside/, or datasets/ is a link; trained, continued, restarted",
-        times=len(places),
-        outcome="works there; the links stay",
-    )
 
 
-@pytest.mark.fault("a link in the lock's place")
-def test_lock_that_is_a_link(bench: Bench, outside: Path, evidence: Evidence) -> None:
+@pytest.mark.fault("a link in the lock's place", "refused; the file it leads to is as it was")
+def test_lock_that_is_a_link(bench: Bench, outside: Path) -> None:
     bench.reset()
     lock = bench.shop.runs / "r" / ".lock"
     lock.unlink(missing_ok=True)
@@ -203,15 +186,10 @@ def test_lock_that_is_a_link(bench: Bench, outside: Path, evidence: Evidence) ->
     assert is_one_line(bench.go_on(), ".lock")
     same_as(before, bench.shop.path)
     assert tree(outside) == theirs
-    evidence(
-        injected="runs/NAME/.lock is a link to somebody's file",
-        times=1,
-        outcome="refused with one line; the file is as it was",
-    )
 
 
-@pytest.mark.fault("a link in the place of a draft")
-def test_drafts_that_are_links(tmp_path: Path, outside: Path, evidence: Evidence) -> None:
+@pytest.mark.fault("a link in the place of a draft", "the link is replaced; the file it leads to is as it was")
+def test_drafts_that_are_links(tmp_path: Path, outside: Path) -> None:
     """Names with this process's number are easily foretold."""
     before = tree(outside)
     shop = Workshop(tmp_path / "shop")
@@ -230,12 +208,6 @@ def test_drafts_that_are_links(tmp_path: Path, outside: Path, evidence: Evidence
     assert not result.stderr
     assert tree(outside) == before
     assert (run / "summary.json").is_file()
-    evidence(
-        injected="links to somebody's file under the names that the summary's, a checkpoint's, its links' and a scan's "
-        "drafts will have",
-        times=len(names),
-        outcome="the links are replaced; the file is as it was",
-    )
 
 
 # Data sets
@@ -255,8 +227,8 @@ def customer(hub: FakeHub, tmp_path: Path) -> Workshop:
     return shop
 
 
-@pytest.mark.fault("links in an unfinished download")
-def test_links_in_partial_downloads(customer: Workshop, hub: FakeHub, outside: Path, evidence: Evidence) -> None:
+@pytest.mark.fault("links in an unfinished download", "removed or refused; nothing outside is written or deleted")
+def test_links_in_partial_downloads(customer: Workshop, hub: FakeHub, outside: Path) -> None:
     hub.add_dataset(NAME, corpus() | {"folder/more.json": b"{}"})
     before = tree(outside)
     partial = customer.datasets / "someone" / ".corpus.partial"
@@ -279,17 +251,10 @@ def test_links_in_partial_downloads(customer: Workshop, hub: FakeHub, outside: P
     partial.symlink_to(outside)
     assert is_one_line(customer.attempt("--restart"), ".corpus.partial", "is a link")
     assert tree(outside) == before
-    evidence(
-        injected="a half-finished download's folder holds links to somebody's files and folders, or is one",
-        times=7,
-        outcome="the links are removed and the data set is downloaded, or one line; nothing outside written or deleted",
-    )
 
 
-@pytest.mark.fault("a hub that names files elsewhere")
-def test_paths_from_the_hub(
-    customer: Workshop, hub: FakeHub, outside: Path, exhaustive: bool, evidence: Evidence
-) -> None:
+@pytest.mark.fault("a hub that names files elsewhere", "refused before anything is downloaded")
+def test_paths_from_the_hub(customer: Workshop, hub: FakeHub, outside: Path, exhaustive: bool) -> None:
     """An endpoint other than the Hub itself could list any path, to have a file written or, for its hash, deleted."""
     before = tree(outside)
     above = "../../../../outside/file"
@@ -302,15 +267,10 @@ def test_paths_from_the_hub(
         assert is_one_line(customer.attempt(), NAME, "leads out of the dataset's folder"), path
         assert tree(outside) == before, path
         assert not (customer.datasets / NAME).exists()
-    evidence(
-        injected="a repository whose list of files has paths with .., absolute ones, and empty parts",
-        times=len(paths),
-        outcome="refused with one line before anything is downloaded; no file elsewhere written or deleted",
-    )
 
 
-@pytest.mark.fault("links in an unfinished build")
-def test_links_in_builds(tmp_path: Path, outside: Path, monkeypatch: pytest.MonkeyPatch, evidence: Evidence) -> None:
+@pytest.mark.fault("links in an unfinished build", "the data set is built; nothing outside is deleted")
+def test_links_in_builds(tmp_path: Path, outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leftovers of builtin/python-stdlib, named by numbers that no process has, lead to no deletion outside."""
     before = tree(outside)
     folder = tmp_path / "datasets" / "builtin" / "python-stdlib"
@@ -326,8 +286,3 @@ def test_links_in_builds(tmp_path: Path, outside: Path, monkeypatch: pytest.Monk
     harness.data.preparation.builtin.build_python_stdlib(folder, vocab_size=257)
     assert (folder / "train.safetensors").is_file()
     assert tree(outside) == before
-    evidence(
-        injected="folders of dead processes that hold links, are links, or bear impossible process numbers",
-        times=len(numbers) + 1,
-        outcome="the data set is built; nothing outside is deleted",
-    )

@@ -17,13 +17,12 @@ from pathlib import Path
 import pytest
 
 from harness.runs import checkpoints
-from tests.conftest import Evidence
 from tests.support import file_operations
 from tests.support.file_operations import WITHOUT_CHARTS
 from tests.support.jobs import VANISH_SECONDS, assert_named_are_whole, ends_of, for_each, start, train
-from tests.support.launch import Result, Workshop, finish, metrics
+from tests.support.launch import Result, Workshop, finish
 from tests.support.same_end import assert_same_end
-from tests.support.stopped_run import SAME_END, SETTINGS, operations_of
+from tests.support.stopped_run import SETTINGS, operations_of
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +82,9 @@ def assert_survived(shop: Workshop, run: Path, *arguments: str) -> None:
     assert_same_end(shop.runs / "straight", run)
 
 
-@pytest.mark.fault("disk full in a save")
+@pytest.mark.fault("disk full in a save", "ends on all ranks; all checkpoints are whole; with space again the same end")
 @pytest.mark.timeout(900)
-def test_disk_full_in_a_save(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+def test_disk_full_in_a_save(shop: Workshop, exhaustive: bool) -> None:
     def try_one(case: tuple[int, Full]) -> None:
         number, full = case
         with shop_on_small_disk(shop, f"full-{number}") as small:
@@ -99,19 +98,10 @@ def test_disk_full_in_a_save(shop: Workshop, exhaustive: bool, evidence: Evidenc
     rooms = [Full("save", 2, 0, kib * 1024) for kib in range(4, 200, 16)]
     cases = places + rooms if exhaustive else places[4::16] + rooms[1::4]
     for_each(enumerate(cases), try_one)
-    rest = sum(case in rooms for case in cases)
-    evidence(
-        injected="a small disk (tmpfs) that somebody else fills before a file operation of a save, with data or with "
-        f"files (no inode left), or that has room for a part of the checkpoint only ({rest} sizes)",
-        times=len(cases),
-        outcome="the run ends with one line that names the run and the reason, rank 1 "
-        f"within {VANISH_SECONDS} s; all checkpoints are whole and nothing half written is left; with space again the "
-        f"same command goes on, and {SAME_END}",
-    )
 
 
-@pytest.mark.fault("disk too small")
-def test_disk_too_small(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault("disk too small", "refused before the first step, with what is needed and what is free")
+def test_disk_too_small(shop: Workshop, exhaustive: bool) -> None:
     sizes = [*range(500, 9000, 500)] if exhaustive else [500, 4000, 7000, 8500]
 
     def try_one(size: int) -> bool:
@@ -130,17 +120,11 @@ def test_disk_too_small(shop: Workshop, exhaustive: bool, evidence: Evidence) ->
 
     trained = for_each(sizes, try_one)
     assert {True, False} == set(trained)
-    evidence(
-        injected=f"disks (tmpfs) of {sizes[0]} to {sizes[-1]} KB",
-        times=len(sizes),
-        outcome=f"{trained.count(False)} refused before the first step, by one line that says what is needed and what "
-        f"is free; on the other {trained.count(True)} the run comes to its end",
-    )
 
 
 @pytest.mark.slow
-@pytest.mark.fault("disk full at a line of metrics")
-def test_disk_full_at_a_line_of_metrics(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault("disk full at a line of metrics", "ends with metrics.jsonl named; with space again the same end")
+def test_disk_full_at_a_line_of_metrics(shop: Workshop, exhaustive: bool) -> None:
     """Lines enough for four pages of memory, of which what is left of one is all that a full tmpfs has."""
     settings = SETTINGS | {"min_train_tokens": 128 * 40, "report_interval": 1}
     settings |= {"validation_interval": 500, "checkpoint_interval": 500}
@@ -159,11 +143,6 @@ def test_disk_full_at_a_line_of_metrics(shop: Workshop, exhaustive: bool, eviden
 
     lines = range(2, 26, 2) if exhaustive else [5, 20]
     for_each(lines, try_one)
-    evidence(
-        injected="the same before a line of metrics.jsonl",
-        times=len(lines),
-        outcome=f"the same, with metrics.jsonl named; {SAME_END}",
-    )
 
 
 def stages(shop: Workshop, call: str, arguments: list[str]) -> list[tuple[list[str], Full]]:
@@ -186,54 +165,42 @@ def fill_a_continued_run(shop: Workshop, case: tuple[list[str], Full]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.fault("disk full while results are moved")
+@pytest.mark.fault(
+    "disk full while results are moved",
+    "ends; every checkpoint is whole, where it was or aside; with space again the same end",
+)
 @pytest.mark.timeout(900)
-def test_disk_full_while_results_are_moved(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+def test_disk_full_while_results_are_moved(shop: Workshop, exhaustive: bool) -> None:
     earlier = next(path for step, path in checkpoints.list_checkpoints(shop.runs / "stopped" / "checkpoints") if step)
     cases = stages(shop, "moving aside", ["--restart"])
     cases += stages(shop, "going back", [earlier.name]) + stages(shop, "cutting the metrics", [earlier.name])
     cases = cases if exhaustive else cases[3::12]
     for_each(cases, partial(fill_a_continued_run, shop))
-    evidence(
-        injected="the same before a file operation of moving earlier results aside, for --restart and for a CHECKPOINT",
-        times=len(cases),
-        outcome="the same; every checkpoint is whole, where it was or aside",
-    )
 
 
 @pytest.mark.slow
-@pytest.mark.fault("disk full at the end")
-def test_disk_full_at_the_end(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault("disk full at the end", "ends with summary.json named; with space again the same command writes it")
+def test_disk_full_at_the_end(shop: Workshop, exhaustive: bool) -> None:
     # Before anything is there; before it is opened; before it is written, which needs no inode any more.
     needs = {(0, 0), (0, -1), (1, 0), (1, -1), (2, 0)}
     cases = [case for case in stages(shop, "summary", []) if (case[1].operation, case[1].room) in needs]
     cases = cases if exhaustive else cases[1:3]
     for_each(cases, partial(fill_a_continued_run, shop))
-    evidence(
-        injected="the same before summary.json is made or written",
-        times=len(cases),
-        outcome="one line that names summary.json; with space again the same command writes it",
-    )
 
 
 @pytest.mark.slow
-@pytest.mark.fault("disk full at the lock")
-def test_disk_full_at_the_lock(shop: Workshop, evidence: Evidence) -> None:
+@pytest.mark.fault("disk full at the lock", "ends on all ranks with the lock file named")
+def test_disk_full_at_the_lock(shop: Workshop) -> None:
     for room in (0, -1):
         with shop_on_small_disk(shop, f"lock-{room}") as small:
             run = small.add_run(**SETTINGS)
             file_operations.fill_disk(small.path, room)
             assert_out_of_space(ends_of(start(small), VANISH_SECONDS), run / ".lock")
             assert_survived(shop, run)
-    evidence(
-        injected="a disk full from the beginning, of data or of files",
-        times=2,
-        outcome=f"one line that names the lock file; rank 1 ends within {VANISH_SECONDS} s",
-    )
 
 
-@pytest.mark.fault("disk full for the chart")
-def test_disk_full_for_the_chart(shop: Workshop, evidence: Evidence) -> None:
+@pytest.mark.fault("disk full for the chart", "a warning with the file's name; training goes on")
+def test_disk_full_for_the_chart(shop: Workshop) -> None:
     run = shop.add_run("chart", **SETTINGS)
     with small_disk(shop.path / "chart-disk", "size=64k") as disk:
         (run / "training-run-chart.png").symlink_to(disk / "chart.png")
@@ -243,11 +210,6 @@ def test_disk_full_for_the_chart(shop: Workshop, evidence: Evidence) -> None:
         assert warnings
         assert all("No space left on device" in line for line in warnings)
     assert_same_end(shop.runs / "straight", run)
-    evidence(
-        injected="training-run-chart.png is on a full disk",
-        times=sum(event["event"] == "validation" for event in metrics(run)),
-        outcome=f"a warning that names the file; training goes on, and {SAME_END}",
-    )
 
 
 SMALL_LIBRARY = """
@@ -258,8 +220,11 @@ b.read_documents = lambda: dict(list(everything().items())[:80])
 
 
 @pytest.mark.slow
-@pytest.mark.fault("disk full for the data set")
-def test_disk_full_for_the_data_set(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault(
+    "disk full for the data set",
+    "ends with the data set named; nothing half written is left; with space again it is built",
+)
+def test_disk_full_for_the_data_set(shop: Workshop, exhaustive: bool) -> None:
     """Kilobytes enough for nothing, for the tokenizer, or for a split as well."""
     model = {"vocab_size": 4096, "context_length": 16}
     settings = {"dataset": "builtin/python-stdlib", "precision": "fp32"}
@@ -284,9 +249,3 @@ def test_disk_full_for_the_data_set(shop: Workshop, exhaustive: bool, evidence: 
             finish(start(small, prelude=SMALL_LIBRARY + WITHOUT_CHARTS), expect=0, timeout=100)
 
     for_each(sizes, try_one)
-    evidence(
-        injected="builtin/python-stdlib is to be built on a disk that becomes full",
-        times=len(sizes),
-        outcome="one line that names the data set; nothing half written is left; with space again the same command "
-        "builds it and trains",
-    )

@@ -10,17 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Evidence
 from tests.faults.test_kills import (
-    ALIKE_AGAIN_AND_AGAIN,
     EACH_OF,
-    HOW,
     LONG,
-    OUTCOME,
     SETTINGS,
     Call,
-    by_phase,
-    describe,
     kill_again_and_again,
     kill_everywhere,
 )
@@ -45,27 +39,19 @@ def shop(tmp_path_factory: pytest.TempPathFactory, exhaustive: bool) -> Workshop
     return shop
 
 
-@pytest.mark.fault("killed in a save of shared state")
+@pytest.mark.fault(
+    "killed in a save of shared state", "at every file operation: all checkpoints are whole; continued to the same end"
+)
 @pytest.mark.timeout(900)
-def test_killed_at_each_operation_of_a_save(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
-    kinds = kill_everywhere(shop, [LATEST_AND_BEST], 1 if exhaustive else 2 * EACH_OF)
-    evidence(
-        injected="SIGKILL of rank 0 at a file operation of a save with Muon and shard_optimizer, one that moves latest "
-        f"and best: {describe(kinds)}. {HOW}",
-        times=kinds.total(),
-        outcome=OUTCOME,
-    )
+def test_killed_at_each_operation_of_a_save(shop: Workshop, exhaustive: bool) -> None:
+    kill_everywhere(shop, [LATEST_AND_BEST], 1 if exhaustive else 2 * EACH_OF)
 
 
-@pytest.mark.fault("killed again and again with shared state")
+@pytest.mark.fault(
+    "killed again and again with shared state", "20 times, any rank at any instant: continued to the same end"
+)
 @pytest.mark.timeout(900)
-def test_killed_at_random_instants(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+def test_killed_at_random_instants(shop: Workshop, exhaustive: bool) -> None:
     """A rank in turn after each phase's beginning: joining, start-up, training, validation, save."""
     kills = 20 if exhaustive else 5
-    phases = kill_again_and_again(shop, LONG | SHARED, kills)
-    evidence(
-        injected="one run with Muon and shard_optimizer whose ranks are killed by SIGKILL, a random one at a random "
-        f"instant: {by_phase(phases)}",
-        times=kills,
-        outcome=ALIKE_AGAIN_AND_AGAIN,
-    )
+    kill_again_and_again(shop, LONG | SHARED, kills)

@@ -22,7 +22,6 @@ from typing import Any
 import pytest
 
 from harness.runs.checkpoints import list_checkpoints
-from tests.conftest import Evidence
 from tests.data.test_fetching import NAME, corpus
 from tests.support.fake_hub import FakeHub
 from tests.support.jobs import for_each
@@ -33,7 +32,6 @@ from tests.support.torchrun import FAULTS, MARK, Torchrun, await_file, with_faul
 STEPS = 12
 SETTINGS: dict[str, Any] = {"min_train_tokens": STEPS * 128, "validation_interval": 3, "report_interval": 4}
 GONE_SECONDS = 15
-SAME_END = "the same command continues at once to the end of a run that nothing happened to, bit for bit"
 
 
 @pytest.fixture(scope="module")
@@ -131,26 +129,24 @@ def kill_launcher(shop: Workshop, straight: Path, place: Place, *, by_processes:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.fault("torchrun is killed")
-def test_torchrun_killed_anywhere(shop: Workshop, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault(
+    "torchrun is killed",
+    "in nine places, also --processes: all ranks are gone in 15 s, with a checkpoint; the same end",
+)
+def test_torchrun_killed_anywhere(shop: Workshop, straight: Path, exhaustive: bool) -> None:
     places = PLACES if exhaustive else [place for place in PLACES if place.name in FEW]
     cases = list(itertools.product(places, (False, True)))
 
     def kill(case: tuple[Place, bool]) -> float:
         return kill_launcher(shop, straight, case[0], by_processes=case[1])
 
-    seconds = for_each(cases, kill, at_once=2)
-    evidence(
-        injected="SIGKILL of torchrun, or of ddp_train.py --processes, while rank 0 is in "
-        + ", ".join(place.name for place in places),
-        times=len(cases),
-        outcome=f"all processes of the job are gone within {max(max(seconds), 1):.0f} s; once training has begun they "
-        f"stop as for SIGTERM, with a checkpoint of the last step done; {SAME_END}",
-    )
+    for_each(cases, kill, at_once=2)
 
 
-@pytest.mark.fault("torchrun is killed in a download")
-def test_torchrun_killed_in_a_download(tmp_path: Path, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault(
+    "torchrun is killed in a download", "all ranks are gone in 15 s; the same command downloads and trains"
+)
+def test_torchrun_killed_in_a_download(tmp_path: Path, exhaustive: bool) -> None:
     skip_unless(exhaustive)
     with FakeHub() as hub:
         dataset = hub.add_dataset(NAME, corpus())
@@ -163,34 +159,24 @@ def test_torchrun_killed_in_a_download(tmp_path: Path, exhaustive: bool, evidenc
             assert process.poll() is None, process.communicate(timeout=1)
             time.sleep(0.02)
         process.kill()
-        seconds = job.seconds_to_the_end(GONE_SECONDS)
+        job.seconds_to_the_end(GONE_SECONDS)
         hub.release()
         shop.train("r", prelude=FAULTS)
-    evidence(
-        injected="SIGKILL of torchrun while rank 0 downloads the dataset",
-        times=1,
-        outcome=f"all processes of the job are gone within {max(seconds, 1):.0f} s; the same command downloads, and "
-        "trains",
-    )
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.fault("torchrun is killed, and a step never ends")
-def test_torchrun_killed_in_a_step_without_end(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault(
+    "torchrun is killed, and a step never ends", "all ranks are gone in 15 s, and say that no checkpoint was written"
+)
+def test_torchrun_killed_in_a_step_without_end(shop: Workshop, exhaustive: bool) -> None:
     skip_unless(exhaustive)
     run, mark = shop.add_run("endless", **SETTINGS), shop.path / "endless.mark"
     job = Torchrun(shop, run)
     process = job.start(f"before(STEP, note({str(mark)!r}, spin), rank=0, step=5)")
     await_file(mark, process)
     process.kill()
-    seconds = job.seconds_to_the_end(GONE_SECONDS)
+    job.seconds_to_the_end(GONE_SECONDS)
     assert "before a checkpoint was written" in process.read(".err")
-    evidence(
-        injected="SIGKILL of torchrun while rank 0 is in a step that never ends",
-        times=1,
-        outcome=f"all processes of the job are gone within {seconds:.0f} s, and a line says that there was no time for "
-        "a checkpoint",
-    )
 
 
 def test_the_same_command_waits_for_ranks_that_leave(shop: Workshop, straight: Path, exhaustive: bool) -> None:
@@ -294,8 +280,12 @@ def close_terminal(shop: Workshop, hangup: Hangup) -> None:
     terminal.close()
     time.sleep(1)
     go.touch()
-    process.wait(timeout=60)
-    Torchrun(shop, run).seconds_to_the_end(GONE_SECONDS)
+    job = Torchrun(shop, run)
+    try:
+        process.wait(timeout=60)
+    except subprocess.TimeoutExpired:  # seen once in dozens of times, of a torchrun
+        pytest.fail(f"alive 60 s after its terminal was closed:\n{job.describe()}")
+    job.seconds_to_the_end(GONE_SECONDS)
     last = max(step for step, _ in list_checkpoints(run / "checkpoints"))
     assert last == STEPS - 1 if hangup.goes_on else last in (4, 5), (hangup, last)
     shop.train(run.name, ranks=ranks, prelude=FAULTS)
@@ -304,23 +294,17 @@ def close_terminal(shop: Workshop, hangup: Hangup) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.fault("a terminal is closed")
-def test_a_terminal_is_closed(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault(
+    "a terminal is closed", "stops with a checkpoint; under nohup --processes and nohup python training goes on"
+)
+def test_a_terminal_is_closed(shop: Workshop, exhaustive: bool) -> None:
     hangups = HANGUPS if exhaustive else [hangup for hangup in HANGUPS if hangup.name in FEW_HANGUPS]
     for_each(hangups, lambda hangup: close_terminal(shop, hangup), at_once=2)
-    stopped = [hangup.name for hangup in hangups if not hangup.goes_on]
-    survived = [hangup.name for hangup in hangups if hangup.goes_on]
-    evidence(
-        injected=f"the terminal closed (SIGHUP) in a step; started by {', '.join(hangup.name for hangup in hangups)}",
-        times=len(hangups),
-        outcome=f"{' and '.join(stopped)} stop as for SIGTERM, with a checkpoint, and the same command continues; "
-        f"{' and '.join(survived)}: training goes on to its end",
-    )
 
 
 @pytest.mark.slow
-@pytest.mark.fault("the reader of the output ends")
-def test_the_reader_of_the_output_ends(shop: Workshop, straight: Path, evidence: Evidence) -> None:
+@pytest.mark.fault("the reader of the output ends", "stops with a checkpoint")
+def test_the_reader_of_the_output_ends(shop: Workshop, straight: Path) -> None:
     """A run stops when the reader of its output ends, as `… | tee log` does when its terminal is closed."""
     run, mark = shop.add_run("unread", **SETTINGS), shop.path / "unread.mark"
     go = mark.with_suffix(".go")
@@ -339,8 +323,3 @@ def test_the_reader_of_the_output_ends(shop: Workshop, straight: Path, evidence:
     # It is noticed at the next line, which the report after step 3 is.
     assert max(step for step, _ in list_checkpoints(run / "checkpoints")) in (3, 4)
     shop.train(run.name, ranks=1, prelude=FAULTS)
-    evidence(
-        injected="the reader of a pipe that takes all output ends in a step",
-        times=1,
-        outcome="stopped as for SIGTERM, with a checkpoint; the same command continues",
-    )

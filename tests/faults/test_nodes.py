@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Evidence
 from tests.data.test_fetching import NAME, corpus
 from tests.support.fake_hub import FakeHub
 from tests.support.launch import Result, Workshop
@@ -106,8 +105,8 @@ def say_why(ends: Sequence[Result]) -> list[str]:
     return lines
 
 
-@pytest.mark.fault("two nodes")
-def test_trains_on_two_nodes(pair: Pair, tmp_path: Path, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault("two nodes", "each downloads the data once; the end of four processes on one host")
+def test_trains_on_two_nodes(pair: Pair, tmp_path: Path, exhaustive: bool) -> None:
     """Two ranks on each: the dataset comes once to each node, results are written by rank 0 alone."""
     hubs = [host.at_home(FakeHub) for host in pair.hosts]  # each on its host's own loopback
     with hubs[0], hubs[1], pytest.MonkeyPatch.context() as patch:
@@ -130,16 +129,10 @@ def test_trains_on_two_nodes(pair: Pair, tmp_path: Path, exhaustive: bool, evide
     run = alone.add_run("r", dataset=NAME, min_train_tokens=2560)
     alone.train(ranks=4)
     assert_same_end(run, runs[0])
-    evidence(
-        injected="nothing: two hosts with a network and a disk each, two processes on each",
-        times=1,
-        outcome="the dataset comes to each host once; all results are on the host of rank 0, which says so; the end is "
-        "that of four processes on one host, bit for bit",
-    )
 
 
-@pytest.mark.fault("one node is told to stop")
-def test_stopped_and_continued(pair: Pair, start: Start, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault("one node is told to stop", "both stop after the same step; continued to the same end")
+def test_stopped_and_continued(pair: Pair, start: Start, straight: Path, exhaustive: bool) -> None:
     """SIGTERM to one node's torchrun, or to both as a scheduler sends it."""
     cases = [(1,), (0,), (0, 1)] if exhaustive else [(1,)]
     for told in cases:
@@ -152,16 +145,10 @@ def test_stopped_and_continued(pair: Pair, start: Start, straight: Path, exhaust
         assert all(end.status != 0 for end in ends), ends
         assert [line.partition(" step")[0] for line in ends[0].error_lines] == ["stopped by SIGTERM after global"], ends
         assert_continues(pair, run, straight)
-    evidence(
-        injected="SIGTERM to torchrun on one node, on the other, on both" if exhaustive else "SIGTERM on one node",
-        times=len(cases),
-        outcome="both nodes stop after the same step, with a checkpoint on the disk of rank 0's host; the same "
-        "commands continue from it, and the end is that of a run that never stopped, bit for bit",
-    )
 
 
-@pytest.mark.fault("a node with other files")
-def test_other_files_on_one_node(pair: Pair, evidence: Evidence) -> None:
+@pytest.mark.fault("a node with other files", "refused with the file, the difference and both hosts named")
+def test_other_files_on_one_node(pair: Pair) -> None:
     run, own = add_run(pair, "different"), pair.second.shop
     letters = own.datasets / "local" / "letters"
     usual = shutil.move(letters, letters.with_name("usual"))
@@ -176,11 +163,6 @@ def test_other_files_on_one_node(pair: Pair, evidence: Evidence) -> None:
     for line, words in zip(lines, ("dataset: ", "learning_rate: 0.01 -> 0.02", "emb_dim: 16 -> 32"), strict=True):
         assert words in line
     assert not (run / "checkpoints").exists()
-    evidence(
-        injected="another dataset of the same name, train.json or model.json on the second node",
-        times=len(lines),
-        outcome="refused before the first step by one line with the file, the difference and both hosts' names",
-    )
 
 
 def refusal(pair: Pair, name: str) -> str:
@@ -192,23 +174,21 @@ def refusal(pair: Pair, name: str) -> str:
     return line
 
 
-@pytest.mark.fault("rank 0 on another node than before")
-def test_rank_0_without_the_checkpoints(pair: Pair, evidence: Evidence) -> None:
+@pytest.mark.fault("rank 0 on another node than before", "refused with the node named that has the checkpoints")
+def test_rank_0_without_the_checkpoints(pair: Pair) -> None:
     """Training must not start again from nothing when only the order of the nodes has changed."""
     run = add_run(pair, "swapped", min_train_tokens=512)
     assert {end.status for end in wait_for(pair.ranks(run.name), timeout=START_SECONDS)} == {0}
     line, _ = say_why(wait_for(Pair(pair.second, pair.first).ranks(run.name), timeout=START_SECONDS))
     assert "node-a" in line
     assert not (pair.second.shop.runs / run.name / "checkpoints").exists()
-    evidence(
-        injected="a run continued with rank 0 on the node that has no checkpoints",
-        times=1,
-        outcome="refused by a line that names the node that has them",
-    )
 
 
-@pytest.mark.fault("the network fails")
-def test_network_cut(pair: Pair, start: Start, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault(
+    "the network fails",
+    "both sides say so and end within COLLECTIVE_TIMEOUT_SECONDS and 30 s; continued to the same end",
+)
+def test_network_cut(pair: Pair, start: Start, straight: Path, exhaustive: bool) -> None:
     """Cut without a word, as by a switch that fails, or with the carrier gone, as by a pulled cable."""
     slowest, cuts = 0.0, [pair.drop, pair.unplug] if exhaustive else [pair.drop]
     for cut in cuts:
@@ -221,17 +201,10 @@ def test_network_cut(pair: Pair, start: Start, straight: Path, exhaustive: bool,
         slowest = max(slowest, time.monotonic() - began)
         pair.mend()
         assert_continues(pair, run, straight)
-    evidence(
-        injected="every packet between the nodes lost in the middle of training" + "; the cable pulled" * exhaustive,
-        times=len(cuts),
-        outcome=f"with COLLECTIVE_TIMEOUT_SECONDS={TIMEOUT_SECONDS} both sides say so and end within {slowest:.0f} s"
-        f"{', torchrun too' * exhaustive}; with the network back the same commands continue to the same end, bit for "
-        "bit",
-    )
 
 
-@pytest.mark.fault("a node vanishes")
-def test_a_node_vanishes(pair: Pair, start: Start, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault("a node vanishes", "the other one says so and ends in as long; continued to the same end")
+def test_a_node_vanishes(pair: Pair, start: Start, straight: Path, exhaustive: bool) -> None:
     slowest, cases = 0.0, [1, 0] if exhaustive else [1]
     for lost in cases:
         run = add_run(pair, f"vanished-{lost}")
@@ -244,16 +217,12 @@ def test_a_node_vanishes(pair: Pair, start: Start, straight: Path, exhaustive: b
         say_why([ends[1 - lost]])
         slowest = max(slowest, time.monotonic() - began)
         assert_continues(pair, run, straight)
-    evidence(
-        injected="SIGKILL to everything on the second node" + "; on the first, which has rank 0" * exhaustive,
-        times=len(cases),
-        outcome=f"the other node says that a rank is gone and ends within {slowest:.0f} s; the same commands continue "
-        "to the same end, bit for bit",
-    )
 
 
-@pytest.mark.fault("a rank dies, torchrun --max-restarts=2 on both nodes")
-def test_restarted_by_torchrun(pair: Pair, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault(
+    "a rank dies, torchrun --max-restarts=2 on both nodes", "all ranks are started again and come to the same end"
+)
+def test_restarted_by_torchrun(pair: Pair, straight: Path, exhaustive: bool) -> None:
     """The other node's torchrun starts its ranks again as well, in its own time."""
     cases = [(1, False), (0, True)] if exhaustive else [(1, False)]
     for number, (struck, c10d) in enumerate(cases):
@@ -266,10 +235,3 @@ def test_restarted_by_torchrun(pair: Pair, straight: Path, exhaustive: bool, evi
         assert [end.status for end in ends] == [0, 0], ends
         assert ends[0].stdout.count(f"{run.name}: continuing from") == 1
         assert_same_end(straight, run)
-    evidence(
-        injected="SIGKILL to the rank of one node"
-        + ", of the other; with static and with c10d rendezvous" * exhaustive,
-        times=len(cases),
-        outcome="the ranks of both nodes are started again, continue from the latest checkpoint, and come to the same "
-        "end, bit for bit",
-    )

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from harness.runs import checkpoints
-from tests.conftest import Evidence
 from tests.support import file_operations
 from tests.support.file_operations import WITHOUT_CHARTS
 from tests.support.jobs import assert_named_are_whole, ends_of, for_each, start, train, wait_for
 from tests.support.launch import Workshop, finish
 from tests.support.same_end import assert_same_end
-from tests.support.stopped_run import SAME_END, SETTINGS, operations_of, steps_of
+from tests.support.stopped_run import SETTINGS, operations_of, steps_of
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +44,8 @@ checkpoints.time.time = lambda: time.time() - 86400 * next(days)
 """
 
 
-def assert_kept(path: Path, keep: int, start: str | None) -> int:
-    """After each removal there are `best`, `latest`, the start, and of the others the newest; how many removals."""
+def assert_kept(path: Path, keep: int, start: str | None) -> None:
+    """After each removal there are `best`, `latest`, the start, and of the others the newest."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     ever = {name: int(name.rpartition("-")[2]) for line in lines for name in line["names"]}
     for line in lines:
@@ -55,44 +54,39 @@ def assert_kept(path: Path, keep: int, start: str | None) -> int:
         others = [name for name in ever if name not in named and ever[name] < ever[line["latest"]]]
         newest = sorted(others, key=ever.__getitem__)[-keep:]
         assert set(line["names"]) == named | set(newest), line
-    return len(lines)
+    assert lines
 
 
-@pytest.mark.fault("old checkpoints are deleted")
-def test_what_is_kept(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault(
+    "old checkpoints are deleted", "keep_checkpoints leaves best, latest, the one continued from, and the newest others"
+)
+def test_what_is_kept(shop: Workshop, exhaustive: bool) -> None:
     """`best` early, because losses grow; continued from neither `best` nor `latest`; with a clock that goes back."""
     rates = {"learning_rate": 1.0, "warmup_steps": 21}
     settings = SETTINGS | rates | {"min_train_tokens": 128 * 21, "precision": "fp32"}
     whole = shop.add_run("kept-straight", **settings)
     train(shop, "kept-straight")
     assert steps_of(whole)[2] == 0, "losses grow, so that best is an old one"
-    times = 0
     for keep in (1, 2, 3) if exhaustive else (1,):
         run, path = shop.add_run(f"kept-{keep}", **settings, keep_checkpoints=keep), shop.path / f"kept-{keep}-log"
         watch = WITHOUT_CHARTS + AFTER_EACH_PRUNE.format(path=str(path)) + CLOCK_BACKWARDS
         stop = file_operations.prelude("save", 6, "kill", 0)
         wait_for(start(shop, run.name, prelude=watch + stop)[0], 60)
-        times += assert_kept(path, keep, None)
+        assert_kept(path, keep, None)
         folder, path = run / "checkpoints", path.with_name(f"kept-{keep}-again")
         oldest = next(path.name for step, path in checkpoints.list_checkpoints(folder) if step)
         watch = WITHOUT_CHARTS + AFTER_EACH_PRUNE.format(path=str(path)) + CLOCK_BACKWARDS
         time.sleep(0.1)
         (folder / "latest").unlink()  # and nothing says which one is the newest, but its step
         finish(start(shop, run.name, oldest, prelude=watch), expect=0, timeout=60)
-        times += assert_kept(path, keep, oldest)
+        assert_kept(path, keep, oldest)
         assert_same_end(whole, run)
-    evidence(
-        injected="keep_checkpoints with a clock that goes back a day at each checkpoint, best at step 0 for ever, "
-        "continued from a checkpoint that is neither best nor latest",
-        times=times,
-        outcome="after each save there are best, latest, the one continued from, and the newest others by global step",
-    )
 
 
 @pytest.mark.slow
-@pytest.mark.fault("a delete fails")
+@pytest.mark.fault("a delete fails", "training goes on, and the next save deletes it")
 @pytest.mark.timeout(900)
-def test_a_delete_fails(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+def test_a_delete_fails(shop: Workshop, exhaustive: bool) -> None:
     settings, path = SETTINGS | {"keep_checkpoints": 1}, shop.path / "deletes"
     whole = shop.add_run("deletes", **settings)
     shop.train("deletes", prelude=file_operations.prelude("save", 2, "log", path))
@@ -110,18 +104,14 @@ def test_a_delete_fails(shop: Workshop, exhaustive: bool, evidence: Evidence) ->
         assert not list((run / "checkpoints").glob(".*")), "the next save has tried again"
 
     for_each(places if exhaustive else places[::3], try_one)
-    evidence(
-        injected="an I/O error at an operation of deleting an old checkpoint: "
-        + ", ".join(sorted({names[place].split()[0].removeprefix("os.") for place in places})),
-        times=len(places if exhaustive else places[::3]),
-        outcome=f"training goes on, the next save deletes it, and {SAME_END}",
-    )
 
 
 @pytest.mark.slow
-@pytest.mark.fault("a broken disk")
+@pytest.mark.fault(
+    "a broken disk", "an I/O error at every operation of a save ends the run; all checkpoints are whole; the same end"
+)
 @pytest.mark.timeout(900)
-def test_an_operation_of_a_save_fails(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+def test_an_operation_of_a_save_fails(shop: Workshop, exhaustive: bool) -> None:
     # Without what makes the folder if it is not there, and a copy's announcement, which is no operation.
     names = operations_of(shop, "save", 2)
     harmless = ("os.mkdir checkpoints", "shutil.")
@@ -139,12 +129,6 @@ def test_an_operation_of_a_save_fails(shop: Workshop, exhaustive: bool, evidence
 
     places = possible if exhaustive else possible[4::16]
     for_each(places, try_one)
-    evidence(
-        injected="an I/O error at a file operation of a save",
-        times=len(places),
-        outcome="one line that names the run and the reason; all checkpoints are whole; the same command goes on, and "
-        + SAME_END,
-    )
 
 
 def assert_survived_anywhere(shop: Workshop, run: Path) -> None:

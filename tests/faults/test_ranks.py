@@ -17,7 +17,6 @@ import pytest
 from safetensors.torch import load_file
 
 from harness.runs.checkpoints import list_checkpoints
-from tests.conftest import Evidence
 from tests.data.test_fetching import NAME, corpus
 from tests.support.fake_hub import FakeHub
 from tests.support.launch import Workshop, finish, metrics
@@ -70,8 +69,8 @@ EVERY_INFECTION = [
 FEW_INFECTIONS = [Infection("inf", 1, 2, "fp32"), Infection("nan", 0, 2, "fp16"), Infection("nan", 2, 3, "bf16")]
 
 
-@pytest.mark.fault("a gradient that is not finite")
-def test_one_infected_gradient(shop: Workshop, tmp_path: Path, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault("a gradient that is not finite", "all ranks skip that step alone, and the metrics count it")
+def test_one_infected_gradient(shop: Workshop, tmp_path: Path, exhaustive: bool) -> None:
     infections = EVERY_INFECTION if exhaustive else FEW_INFECTIONS
     for number, infection in enumerate(infections):
         tokens = STEPS * 64 * infection.ranks
@@ -91,16 +90,12 @@ def test_one_infected_gradient(shop: Workshop, tmp_path: Path, exhaustive: bool,
         saved = dict(list_checkpoints(run / "checkpoints"))
         weights = [(saved[step] / "model.safetensors").read_bytes() for step in (4, 5, 6)]
         assert weights[0] == weights[1] != weights[2]
-    evidence(
-        injected="NaN or infinity in one gradient of one rank, of 2 or 3, in one step; fp32, fp16 or bf16",
-        times=len(infections),
-        outcome="all ranks skip that step, and only that: weights stay as they were, the metrics count it and are "
-        "valid JSON, training goes on",
-    )
 
 
-@pytest.mark.fault("gradients that are never finite again")
-def test_infected_for_good(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault(
+    "gradients that are never finite again", "ends after max_skipped_steps; weights and best are as before"
+)
+def test_infected_for_good(shop: Workshop, exhaustive: bool) -> None:
     """The last step allowed, and the first one that is not; reported at each step, or later."""
     cases = list(itertools.product((1, 3, 4), (1, 4))) if exhaustive else [(3, 1), (3, 4)]
     for allowed, interval in cases:
@@ -117,12 +112,6 @@ def test_infected_for_good(shop: Workshop, exhaustive: bool, evidence: Evidence)
         # One skip fewer in a row is let pass.
         run = shop.add_run(f"well-{allowed}-{interval}", **settings)
         shop.train(run.name, prelude=Infection("nan", 1, 2, "fp32").prelude(range(5, 5 + allowed - 1)))
-    evidence(
-        injected="NaN in one rank's gradient in every step from the sixth on",
-        times=len(cases),
-        outcome="the run ends at the first report after max_skipped_steps skips in a row, with one line that says why; "
-        "weights and `best` are as they were before",
-    )
 
 
 def assert_healthy_best(run: Path) -> None:
@@ -133,8 +122,8 @@ def assert_healthy_best(run: Path) -> None:
     assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
-@pytest.mark.fault("a loss that is not finite")
-def test_infected_losses(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault("a loss that is not finite", "null in the metrics; best does not move")
+def test_infected_losses(shop: Workshop, exhaustive: bool) -> None:
     """A loss of training or of validation, which decides which checkpoint is best, is NaN at some steps."""
     infected = "around(FORWARD, lambda original, *a: original(*a) * (torch.nan if Now.step in {steps} else 1))\n"
     rank1 = "if own_rank() == 1: " + infected
@@ -160,12 +149,6 @@ def test_infected_losses(shop: Workshop, exhaustive: bool, evidence: Evidence) -
         assert not json.loads((saved[9] / "meta.json").read_text())["is_best"]
         assert isinstance(best["best_loss"], float)
         assert best["best_step"] == best["global_step"] != 9
-    evidence(
-        injected="a training or validation loss that is NaN on one rank",
-        times=len(chosen),
-        outcome="null in the metrics; `best` does not move to a validation's, and moves again with the next loss that "
-        "is lower",
-    )
 
 
 # Rank 0 is slow
@@ -181,14 +164,14 @@ SLOW_SECONDS = 8
 
 
 @pytest.mark.slow
-@pytest.mark.fault("rank 0 is slow")
-def test_slow_rank0(patient: Workshop, tmp_path: Path, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault("rank 0 is slow", "in a download, validation, save or chart: the others wait; the same end")
+def test_slow_rank0(patient: Workshop, tmp_path: Path, exhaustive: bool) -> None:
     """Longer than a gradient exchange may take, one after the other."""
     slow_validation = (
         "def slowly(original, self, indexes):\n"
         "    for index in original(self, indexes):\n"
         f"        time.sleep({SLOW_SECONDS / 3} * (Now.step == 3)); yield index\n"
-        "around('harness.distributed.shared_work:SharedWork.until_stopped', slowly)\n"
+        "around('harness.distributed.signals:SharedWork.until_stopped', slowly)\n"
     )
     works = {
         "validation": slow_validation,
@@ -201,13 +184,6 @@ def test_slow_rank0(patient: Workshop, tmp_path: Path, exhaustive: bool, evidenc
         for run in pool.map(lambda work: train_slowly(patient, *work), works.items()):
             assert_same_end(patient.runs / "straight", run)
         download.result()
-    evidence(
-        injected=f"a download, validation, save, chart or line of metrics that takes {SLOW_SECONDS} s with "
-        f"COLLECTIVE_TIMEOUT_SECONDS={TIMEOUT_SECONDS}",
-        times=len(works) + 1,
-        outcome="the other rank waits, for a chart at the end only; the end is that of a run that nothing happened to, "
-        "bit for bit",
-    )
 
 
 def train_slowly(shop: Workshop, name: str, prelude: str) -> Path:
@@ -289,8 +265,10 @@ def get_stuck(shop: Workshop, number: int, case: Stuck) -> float:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.fault("a rank is stuck")
-def test_stuck_ranks(patient: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault(
+    "a rank is stuck", "frozen, asleep or busy: named in one line, and all ranks end; continued to the same end"
+)
+def test_stuck_ranks(patient: Workshop, exhaustive: bool) -> None:
     cases = every_stuck()
     if not exhaustive:
         cases = cases[::5]
@@ -301,20 +279,16 @@ def test_stuck_ranks(patient: Workshop, exhaustive: bool, evidence: Evidence) ->
             patient.train(f"stuck-{number}", prelude=FAULTS)
             assert_same_end(patient.runs / "straight", patient.runs / f"stuck-{number}")
     assert max(seconds) < TIMEOUT_SECONDS + 7
-    evidence(
-        injected="one of 2 or 3 ranks frozen by SIGSTOP, asleep for ever, or busy for ever: in a forward or backward "
-        f"pass, an update, a validation, reading tokens; COLLECTIVE_TIMEOUT_SECONDS={TIMEOUT_SECONDS}",
-        times=len(cases),
-        outcome=f"one line names the rank; the others are gone within {max(seconds):.0f} s, a frozen one once it is "
-        "killed; the same command continues to the same end, bit for bit",
-    )
 
 
 # Weights that drift apart
 
 
-@pytest.mark.fault("weights of one rank change")
-def test_divergence(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault(
+    "weights of one rank change",
+    "found before anything is saved, with the tensor and, of three ranks, the odd one named",
+)
+def test_divergence(shop: Workshop, exhaustive: bool) -> None:
     cases = [(0, 2, None), (1, 2, None), (0, 3, None), (2, 3, None), (1, 2, 2), (2, 3, 2), (0, 3, 1)]
     for rank, ranks, interval in cases if exhaustive else cases[1::2]:
         tokens = {"min_train_tokens": STEPS * 64 * ranks, "weights_check_interval": interval}
@@ -332,10 +306,3 @@ def test_divergence(shop: Workshop, exhaustive: bool, evidence: Evidence) -> Non
         shop.train(run.name, ranks=ranks, prelude=FAULTS)
         if ranks == 2:
             assert_same_end(shop.runs / "straight", run)
-    evidence(
-        injected="0.001 added to one weight of one of 2 or 3 ranks",
-        times=len(cases) if exhaustive else len(cases[1::2]),
-        outcome="the next comparison (before a checkpoint, or every weights_check_interval steps) ends the run before "
-        "anything is saved, naming the tensor and, of three ranks, the one that differs; the same command continues "
-        "to the same end, bit for bit",
-    )

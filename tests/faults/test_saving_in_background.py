@@ -11,14 +11,12 @@ import json
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness.runs.checkpoints import list_checkpoints, verify_checkpoint
-from tests.conftest import Evidence
 from tests.support.jobs import ends_of, said
 from tests.support.launch import Workshop, finish, metrics
 from tests.support.same_end import assert_same_end
@@ -66,8 +64,8 @@ def latest_step(run: Path) -> int | None:
     return int(link.resolve().name.rpartition("-")[2])
 
 
-@pytest.mark.fault("a slow disk")
-def test_steps_go_on_while_a_disk_is_slow(shop: Workshop, tmp_path: Path, evidence: Evidence) -> None:
+@pytest.mark.fault("a slow disk", "training goes on during the save; latest moves once it is durable")
+def test_steps_go_on_while_a_disk_is_slow(shop: Workshop, tmp_path: Path) -> None:
     """A look at the run from outside, while the first checkpoint's fsync takes seconds."""
     run, mark = add_run(shop, "slow", min_train_tokens=128 * 140, validation_interval=139), tmp_path / "mark"
     # Slow enough steps that not all of them fit into the time.
@@ -86,11 +84,6 @@ def test_steps_go_on_while_a_disk_is_slow(shop: Workshop, tmp_path: Path, eviden
     assert len(steps) > 10
     assert latest_step(run) == 139
     assert [step for step, _ in list_checkpoints(run / "checkpoints")] == [0, 139]
-    evidence(
-        injected=f"an fsync of {SLOW_SECONDS} s in the first save",
-        times=1,
-        outcome=f"{len(steps)} steps of 0.02 s or more are done meanwhile; `latest` is there once the save is durable",
-    )
 
 
 def whole_metrics(run: Path) -> list[dict[str, Any]]:
@@ -98,8 +91,8 @@ def whole_metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-@pytest.mark.fault("weights change while they are written")
-def test_the_bytes_are_those_of_a_synchronous_save(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault("weights change while they are written", "each file is that of a synchronous save, byte for byte")
+def test_the_bytes_are_those_of_a_synchronous_save(shop: Workshop, exhaustive: bool) -> None:
     """The writer is held up until steps have been taken: what it writes is the copy, not what the weights are then."""
     cases = list(itertools.product((1, 2, 3), ("fp32", "fp16"))) if exhaustive else [(2, "fp16")]
     compared = 0
@@ -116,13 +109,6 @@ def test_the_bytes_are_those_of_a_synchronous_save(shop: Workshop, exhaustive: b
         for (_, one), (_, other) in zip(*saved, strict=True):
             assert_same_checkpoint(one, other)
             compared += 1
-    evidence(
-        injected="each save waits in the middle while training goes on; 1 to 3 ranks, fp32 and fp16"
-        if exhaustive
-        else "each save waits in the middle while training goes on; 2 ranks, fp16",
-        times=compared,
-        outcome="all files are those of a synchronous save, byte for byte; meta.json, but for times and the setting",
-    )
 
 
 def assert_same_checkpoint(one: Path, other: Path) -> None:
@@ -152,8 +138,8 @@ def every_moment(exhaustive: bool) -> Sequence[str]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.fault("killed while saving")
-def test_killed_in_a_save(shop: Workshop, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault("killed while saving", "latest is a whole checkpoint; continued to the same end")
+def test_killed_in_a_save(shop: Workshop, straight: Path, exhaustive: bool) -> None:
     """Steps have been taken since the save began: they are lost, and taken again."""
     moments = every_moment(exhaustive)
     for number, moment in enumerate(moments):
@@ -166,17 +152,13 @@ def test_killed_in_a_save(shop: Workshop, straight: Path, exhaustive: bool, evid
         assert f"-iteration-{left}," in shop.train(run.name, prelude=FAULTS).stdout
         assert_same_end(straight, run)
         assert not list((run / "checkpoints").glob(".*"))
-    evidence(
-        injected="SIGKILL of rank 0 while the writer writes, flushes, renames, replaces `latest` or `best`",
-        times=len(moments),
-        outcome="`latest` is a whole checkpoint, this one or the one before; the same command continues to the same "
-        "end, bit for bit",
-    )
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.fault("told to stop while saving")
-def test_told_to_stop_in_a_save(shop: Workshop, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault(
+    "told to stop while saving", "the save is completed; latest is the last step done; continued to the same end"
+)
+def test_told_to_stop_in_a_save(shop: Workshop, straight: Path, exhaustive: bool) -> None:
     moments = every_moment(exhaustive)
     for number, moment in enumerate(moments):
         run = add_run(shop, f"told-{number}")
@@ -187,17 +169,13 @@ def test_told_to_stop_in_a_save(shop: Workshop, straight: Path, exhaustive: bool
         assert line.startswith(f"stopped by SIGTERM after global step {latest_step(run)};")
         shop.train(run.name, prelude=FAULTS)
         assert_same_end(straight, run)
-    evidence(
-        injected="SIGTERM while the writer is at work",
-        times=len(moments),
-        outcome="the save is completed, one more made if steps have been taken since, and `latest` points to the last "
-        "step done; the same command continues to the same end, bit for bit",
-    )
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.fault("a save that fails")
-def test_a_failing_save(shop: Workshop, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault(
+    "a save that fails", "ends with the checkpoint named; older ones are whole; continued to the same end"
+)
+def test_a_failing_save(shop: Workshop, straight: Path, exhaustive: bool) -> None:
     """The error comes from another thread, later: at the next step, the next save or the end of the run."""
     cases = list(failures(exhaustive))
     for number, (moment, last) in enumerate(cases):
@@ -214,12 +192,6 @@ def test_a_failing_save(shop: Workshop, straight: Path, exhaustive: bool, eviden
         assert not (run / "summary.json").exists()
         shop.train(run.name, prelude=FAULTS)
         assert_same_end(straight, run)
-    evidence(
-        injected='"No space left on device" from the writer, in the middle of the run or in its last save',
-        times=len(cases),
-        outcome="the run ends with one line that says which checkpoint could not be written; older ones are whole; the "
-        "same command continues to the same end, bit for bit",
-    )
 
 
 def test_a_rank_that_is_told_to_end_as_it_leaves_does_not_speak_for_the_one_that_failed(shop: Workshop) -> None:
@@ -244,34 +216,15 @@ def failures(exhaustive: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "WRITE, in_turn(pause(0.5), fill_disk), call=5", (9,)  # when all steps are done
 
 
-@dataclass(frozen=True)
-class Pauses:
-    """Times that the training loop stood still for each save, in seconds."""
-
-    synchronous: list[float]
-    in_background: list[float]
-
-    @property
-    def ratio(self) -> float:
-        return sum(self.in_background) / sum(self.synchronous)
-
-
 LARGE = {"vocab_size": 8192, "emb_dim": 512, "n_layers": 4, "n_heads": 8}  # 21 million parameters: 250 MB a save
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.fault("a large model")
-def test_how_long_the_loop_pauses(shop: Workshop, tmp_path: Path, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault("a large model", "a save of 250 MB pauses training for less time than a synchronous one")
+def test_how_long_the_loop_pauses(shop: Workshop, tmp_path: Path, exhaustive: bool) -> None:
     steps = 24 if exhaustive else 8
-    pauses = Pauses(*(pauses_of(shop, tmp_path, steps, in_background=setting) for setting in (False, True)))
-    assert pauses.ratio < 0.6, pauses
-    slow, fast = (max(times) for times in (pauses.synchronous, pauses.in_background))
-    evidence(
-        injected="nothing: 21 million parameters, so that a save is 250 MB",
-        times=len(pauses.in_background),
-        outcome=f"the loop pauses for {fast:.2f} s at most instead of {slow:.2f} s, "
-        f"{pauses.ratio:.0%} of the time altogether",
-    )
+    waiting, going_on = (pauses_of(shop, tmp_path, steps, in_background=setting) for setting in (False, True))
+    assert sum(going_on) < 0.6 * sum(waiting), (waiting, going_on)
 
 
 def pauses_of(shop: Workshop, folder: Path, steps: int, *, in_background: bool) -> list[float]:

@@ -19,10 +19,10 @@ import torch
 from harness.common.files import sha256
 from harness.runs import checkpoints
 from harness.runs.checkpoint_meta import CheckpointMeta, write_meta
-from tests.commands.test_bad_input import refused, tree
-from tests.conftest import Evidence
+from tests.commands.test_bad_input import refused
 from tests.support.fake_hub import FakeHub
 from tests.support.file_operations import WITHOUT_CHARTS
+from tests.support.hostile import tree
 from tests.support.launch import ROOT, Result, Workshop, finish
 
 SECRETS = {"HF_TOKEN": "hf_sentinelToken0123456789", "OPENAI_API_KEY": "sk-sentinelKey9876543210"}
@@ -55,8 +55,8 @@ class Payload:
         return self.what
 
 
-@pytest.mark.fault("a state file that runs code")
-def test_pickles_never_execute(shop: Workshop, tmp_path: Path, evidence: Evidence) -> None:
+@pytest.mark.fault("a state file that runs code", "refused with the file's name; nothing was executed")
+def test_pickles_never_execute(shop: Workshop, tmp_path: Path) -> None:
     """A hostile checkpoint has right hashes: its sender can write a meta.json, too."""
     mark, folder = tmp_path / "executed", shop.runs / "r" / "checkpoints"
     latest = folder / "latest"
@@ -81,11 +81,6 @@ def test_pickles_never_execute(shop: Workshop, tmp_path: Path, evidence: Evidenc
     torch.save(payloads["Path.touch"], tmp_path / "proof")
     torch.load(tmp_path / "proof", weights_only=False)
     assert mark.exists(), "the payload is real"
-    evidence(
-        injected="pickles that call os.system, exec and Path.touch, in each state file, with matching hashes",
-        times=len(cases),
-        outcome="refused with the file's name; nothing was executed",
-    )
 
 
 def outside(tmp_path: Path) -> Path:
@@ -97,8 +92,8 @@ def outside(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.fault("names and links that lead out")
-def test_names_stay_in_their_folders(shop: Workshop, tmp_path: Path, evidence: Evidence) -> None:
+@pytest.mark.fault("names and links that lead out", "refused; nothing there was read or changed")
+def test_names_stay_in_their_folders(shop: Workshop, tmp_path: Path) -> None:
     run, elsewhere = shop.runs / "r", outside(tmp_path)
     folder = run / "checkpoints"
     _, inside = checkpoints.list_checkpoints(folder)[0]
@@ -118,11 +113,6 @@ def test_names_stay_in_their_folders(shop: Workshop, tmp_path: Path, evidence: E
             refused(shop.train(*arguments, expect=None, prelude=WITHOUT_CHARTS), link.name, "leads out of")
     assert (tree(tmp_path / "another"), tree(stranger), tree(elsewhere), tree(tmp_path / "letters")) == before
     assert "continuing from" in shop.train(prelude=WITHOUT_CHARTS).stdout
-    evidence(
-        injected="links to other folders in place of a run, a dataset, latest, best, a checkpoint and a file in one",
-        times=len(cases),
-        outcome="refused by name; nothing there was read on or changed",
-    )
 
 
 @contextmanager
@@ -140,8 +130,8 @@ def replaced_by_link(link: Path, target: Path, spare: Path) -> Iterator[None]:
             spare.rename(link)
 
 
-@pytest.mark.fault("links among what is deleted")
-def test_nothing_outside_is_deleted(shop: Workshop, tmp_path: Path, evidence: Evidence) -> None:
+@pytest.mark.fault("links among what is deleted", "the links go; the folder outside is as it was")
+def test_nothing_outside_is_deleted(shop: Workshop, tmp_path: Path) -> None:
     """Leftovers, old checkpoints and half-made datasets are deleted; not what they lead to."""
     elsewhere, run = outside(tmp_path), shop.runs / "r"
     folder = run / "checkpoints"
@@ -161,15 +151,10 @@ def test_nothing_outside_is_deleted(shop: Workshop, tmp_path: Path, evidence: Ev
     assert tree(elsewhere) == before
     assert not list(folder.glob(".saving-*"))
     assert not old.exists()
-    evidence(
-        injected="links to a folder outside in place of leftovers, in them, in a checkpoint that is pruned, beside it",
-        times=6,
-        outcome="with keep_checkpoints 1 and --restart: the links go, the folder outside is as it was",
-    )
 
 
-@pytest.mark.fault("tokens in the environment")
-def test_secrets_stay_in_the_environment(shop: Workshop, tmp_path: Path, evidence: Evidence) -> None:
+@pytest.mark.fault("tokens in the environment", "in no output and in no file")
+def test_secrets_stay_in_the_environment(shop: Workshop, tmp_path: Path) -> None:
     """The Hub gets its token; no file and no line of output has it or the other."""
     shop.environment |= SECRETS
     results = [
@@ -191,11 +176,6 @@ def test_secrets_stay_in_the_environment(shop: Workshop, tmp_path: Path, evidenc
     for secret in SECRETS.values():
         assert not [text for text in said if secret in text]
         assert not [path for path in files if secret.encode() in path.read_bytes()]
-    evidence(
-        injected="HF_TOKEN and OPENAI_API_KEY set, in a plan, a whole run, failing downloads, a refusal and a test",
-        times=len(results),
-        outcome=f"neither is in any of {len(said)} outputs or in any file written",
-    )
 
 
 def files_of(run: Path) -> tuple[str, str]:
@@ -203,8 +183,10 @@ def files_of(run: Path) -> tuple[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.fault("a machine in a hostile network")
-def test_ranks_listen_on_loopback_alone(tmp_path: Path, evidence: Evidence) -> None:
+@pytest.mark.fault(
+    "a machine in a hostile network", "all sockets of ranks of one machine are bound to the loopback interface"
+)
+def test_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:
     """Under the real torchrun, whose own store is torch's, and with --processes, where rank 0 keeps it."""
     shop = Workshop(tmp_path)
     shop.add_dataset(tokens=400_000)
@@ -227,12 +209,6 @@ def test_ranks_listen_on_loopback_alone(tmp_path: Path, evidence: Evidence) -> N
         assert found, stopped
         heard += found
     assert all(address.startswith("127.") or address == "::1" for address in heard), heard
-    evidence(
-        injected="two ranks under torchrun, and two of --processes, while they train; every listening socket of theirs "
-        "is looked up",
-        times=len(heard),
-        outcome="all are bound to the loopback interface",
-    )
 
 
 def children_of(pid: int) -> list[int]:

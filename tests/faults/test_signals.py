@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from harness.runs.checkpoints import list_checkpoints
-from tests.conftest import Evidence
 from tests.data.test_fetching import NAME, corpus
 from tests.support.fake_hub import FakeHub
 from tests.support.jobs import for_each
@@ -94,8 +93,10 @@ def acting_at(place: str, rank: int, action: str) -> str:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.fault("a rank is told to stop")
-def test_told_anywhere(shop: Workshop, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault(
+    "a rank is told to stop", "in ten places: all ranks stop after the same step, with one checkpoint; the same end"
+)
+def test_told_anywhere(shop: Workshop, straight: Path, exhaustive: bool) -> None:
     """One rank alone gets the signal; the others learn of it at the same step."""
     signals = [signal.SIGTERM, signal.SIGINT]
     cases = [(place, rank, number) for place, ranks in PLACES.items() for rank in ranks for number in signals]
@@ -111,18 +112,11 @@ def test_told_anywhere(shop: Workshop, straight: Path, exhaustive: bool, evidenc
         assert_same_end(straight, run)
 
     for_each(cases, stop, at_once=3)  # they wait for each other more than they compute
-    evidence(
-        injected="SIGTERM or SIGINT to one of two ranks in a forward or backward pass, an update, a validation, a save "
-        "or while it writes a line of metrics",
-        times=len(cases),
-        outcome="all ranks stop after the same step with one checkpoint, exit 128 + the signal and one line that says "
-        "how to continue; the end is that of a run that never stopped, bit for bit",
-    )
 
 
 @pytest.mark.slow
-@pytest.mark.fault("told to stop in steps that take long")
-def test_long_steps(shop: Workshop, straight: Path, evidence: Evidence) -> None:
+@pytest.mark.fault("told to stop in steps that take long", "stops after that step and no other")
+def test_long_steps(shop: Workshop, straight: Path) -> None:
     """A step more could take longer than torchrun waits."""
     run = shop.add_run("long", **SETTINGS)
     slow = "before(FORWARD, lambda: pause(1.2)() if 2 <= Now.step <= 4 else None)\n"  # two microbatches a step
@@ -130,15 +124,10 @@ def test_long_steps(shop: Workshop, straight: Path, evidence: Evidence) -> None:
     assert assert_stopped(run, result, signal.SIGTERM) == 4
     shop.train("long", prelude=FAULTS)
     assert_same_end(straight, run)
-    evidence(
-        injected="SIGTERM to one of two ranks in a step that takes 2.4 s, after others that did",
-        times=1,
-        outcome="stopped after that step and no other; the end is that of a run that never stopped",
-    )
 
 
-@pytest.mark.fault("hundreds of signals")
-def test_many_signals(shop: Workshop, straight: Path, evidence: Evidence) -> None:
+@pytest.mark.fault("hundreds of signals", "one orderly stop; the handler calls no function")
+def test_many_signals(shop: Workshop, straight: Path) -> None:
     """A collective in the handler would run inside another one: both ranks would hang, or exchange nonsense. So the
     handler calls nothing at all."""
     run, notes = shop.add_run("many", **SETTINGS), shop.path / "handlers"
@@ -152,11 +141,6 @@ def test_many_signals(shop: Workshop, straight: Path, evidence: Evidence) -> Non
     assert all(rank["called"] == [] for rank in handled), handled
     shop.train("many", prelude=FAULTS)
     assert_same_end(straight, run)
-    evidence(
-        injected="200 SIGTERM to each of two ranks, while they train, vote, validate and save",
-        times=400,
-        outcome="one orderly stop; the handler takes a note and calls no function, so no collective either",
-    )
 
 
 # The real torchrun
@@ -172,8 +156,10 @@ LONG_WORK = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.fault("torchrun is told to stop")
-def test_torchrun_told(shop: Workshop, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault(
+    "torchrun is told to stop", "one checkpoint, and all are gone before torchrun kills; continued to the same end"
+)
+def test_torchrun_told(shop: Workshop, straight: Path, exhaustive: bool) -> None:
     signals = [signal.SIGTERM, signal.SIGINT]
     few = [("save", signal.SIGTERM, False), ("validation", signal.SIGINT, True)]
     cases = [*itertools.product(LONG_WORK, signals, (False, True))] if exhaustive else few
@@ -197,21 +183,14 @@ def test_torchrun_told(shop: Workshop, straight: Path, exhaustive: bool, evidenc
 
     slowest = max(for_each(cases, tell, at_once=3))
     assert slowest < TORCHRUN_PATIENCE_SECONDS
-    evidence(
-        injected="SIGTERM or SIGINT to torchrun, or to ddp_train.py --processes, in a step, a validation or a save "
-        "that takes 5 s more"
-        if exhaustive
-        else "SIGTERM to torchrun in a save, SIGINT to ddp_train.py --processes in a validation that takes 5 s more",
-        times=len(cases),
-        outcome=f"one checkpoint, one line that says how to continue, all gone within {slowest:.0f} s (torchrun kills "
-        "after 30 s); the end is that of a run that never stopped, bit for bit",
-    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.fault("torchrun is told to stop in a download")
-def test_torchrun_told_in_a_download(tmp_path: Path, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault(
+    "torchrun is told to stop in a download", "all are gone at once; the same command downloads and trains"
+)
+def test_torchrun_told_in_a_download(tmp_path: Path, exhaustive: bool) -> None:
     signals = [signal.SIGTERM, signal.SIGINT] if exhaustive else [signal.SIGINT]
     slowest = 0.0
     for told, by_processes in itertools.product(signals, (False, True)):
@@ -236,12 +215,6 @@ def test_torchrun_told_in_a_download(tmp_path: Path, exhaustive: bool, evidence:
             hub.release()
             shop.train("r", prelude=FAULTS)
     assert slowest < TORCHRUN_PATIENCE_SECONDS
-    evidence(
-        injected=f"{' or '.join(told.name for told in signals)} to torchrun, or to ddp_train.py --processes, while "
-        "rank 0 downloads the dataset",
-        times=2 * len(signals),
-        outcome=f"all gone within {slowest:.1f} s; one line says how to go on; the same command downloads and trains",
-    )
 
 
 # Ranks that die
@@ -333,8 +306,10 @@ def die(shop: Workshop, number: int, death: Death) -> float:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.fault("a rank dies")
-def test_a_rank_dies(shop: Workshop, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault(
+    "a rank dies", "the first error is the one shown, all ranks are gone in 15 s; continued to the same end"
+)
+def test_a_rank_dies(shop: Workshop, straight: Path, exhaustive: bool) -> None:
     deaths = list(all_deaths())
     if not exhaustive:
         deaths = deaths[::6]
@@ -348,21 +323,12 @@ def test_a_rank_dies(shop: Workshop, straight: Path, exhaustive: bool, evidence:
             assert_same_end(straight, shop.runs / f"death-{number}")
 
     for_each(range(0, len(deaths), 1 if exhaustive else 4), go_on, at_once=4)
-    told = max(second for second, death in zip(seconds, deaths, strict=True) if death.as_torchrun)
-    evidence(
-        injected="SIGKILL of, or an exception in, one of 2 or 3 ranks: at the start, in a forward or backward pass, an "
-        "update, a validation, a save",
-        times=len(deaths),
-        outcome=f"every exit status is non-zero, the first error is the one shown, all ranks are gone within "
-        f"{max(told, 0.1):.1f} s (within {max(seconds):.1f} s if no torchrun tells them, with a line that names the "
-        "rank); the same command continues to the same end, bit for bit",
-    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.fault("a rank dies under torchrun --max-restarts=3")
-def test_torchrun_restarts(shop: Workshop, straight: Path, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault("a rank dies under torchrun --max-restarts=3", "comes back from latest by itself, to the same end")
+def test_torchrun_restarts(shop: Workshop, straight: Path, exhaustive: bool) -> None:
     """Restarted ranks go on from `latest`: they start from nothing, or go back to CHECKPOINT, only once."""
     cases = [["--restart"], [], ["CHECKPOINT"]] if exhaustive else [["--restart"]]
     deaths = [(1, 5), (0, 8)] if exhaustive else [(1, 5)]
@@ -380,13 +346,6 @@ def test_torchrun_restarts(shop: Workshop, straight: Path, exhaustive: bool, evi
         assert len(list(run.glob("aside/*/checkpoints"))) == len(asked)  # what was asked for was done once
 
     for_each(enumerate(cases), restart, at_once=3)
-    evidence(
-        injected=f"SIGKILL of rank 1 in the first life of the job{' and of rank 0 in the second' * exhaustive}, with "
-        f"{'--restart, CHECKPOINT or neither' if exhaustive else '--restart'} on the command line",
-        times=len(deaths) * len(cases),
-        outcome="the job comes back by itself from `latest`, starting over or going back just once; the end is that of "
-        "a run that nothing happened to, bit for bit",
-    )
 
 
 def die_in_lives(shop: Workshop, run: Path, deaths: Sequence[tuple[int, int]], arguments: Sequence[str]) -> None:

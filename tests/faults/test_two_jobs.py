@@ -15,13 +15,12 @@ import pytest
 
 from harness.common.processes import ProcessName
 from harness.runs import checkpoints
-from tests.conftest import Evidence
 from tests.support import file_operations
 from tests.support.file_operations import WITHOUT_CHARTS
 from tests.support.jobs import VANISH_SECONDS, for_each, start, wait_for
 from tests.support.launch import Workshop, finish, metrics
 from tests.support.same_end import assert_same_end
-from tests.support.stopped_run import SAME_END, copy_of_stopped
+from tests.support.stopped_run import copy_of_stopped
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +54,10 @@ def await_metrics(run: Path, lines: int) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.fault("two jobs on one run")
-def test_a_second_job(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault(
+    "two jobs on one run", "the second is refused with the first one's host and pid; after a kill another takes over"
+)
+def test_a_second_job(shop: Workshop, exhaustive: bool) -> None:
     """Refused while the first one lives, whatever it asks for, with locks and without; let in when that is dead."""
 
     def try_one(locks: str) -> int:
@@ -80,20 +81,12 @@ def test_a_second_job(shop: Workshop, exhaustive: bool, evidence: Evidence) -> N
         wait_for(first[1], VANISH_SECONDS)
         return len(wanted)
 
-    times = sum(for_each(("", WITHOUT_LOCKS), try_one))
-    evidence(
-        injected="a second job on the run directory of a job that trains"
-        + (" (as it is, with --restart, with a CHECKPOINT)" if exhaustive else " (with --restart)")
-        + ", on a file system with locks and on one without (simulated); then the first is killed by SIGKILL",
-        times=times,
-        outcome="refused by one line that names the first one's host and pid, and nothing is touched; at once after "
-        f"the kill another job takes over, and {SAME_END}",
-    )
+    for_each(("", WITHOUT_LOCKS), try_one)
 
 
 @pytest.mark.slow
-@pytest.mark.fault("a lock file that is left")
-def test_left_lock_files(shop: Workshop, evidence: Evidence) -> None:
+@pytest.mark.fault("a lock file that is left", "taken over; without file locks, an owner that may live is believed")
+def test_left_lock_files(shop: Workshop) -> None:
     """A lock alone decides where there are locks; elsewhere an owner that may live is believed."""
     dead = {"host": socket.gethostname(), "pid": 2**22 + 1, "namespace": ProcessName.own().namespace, "since": "then"}
     living = [dead | {"host": "node-7", "namespace": "another boot"}, dead | {"pid": os.getpid()}]
@@ -114,18 +107,13 @@ def test_left_lock_files(shop: Workshop, evidence: Evidence) -> None:
 
     cases = list(itertools.product(("", WITHOUT_LOCKS), texts))
     for_each(enumerate(cases), try_one)
-    evidence(
-        injected="a lock file of a dead process, cut short, empty, of something else, of another machine, or of a "
-        "process that never had the lock, on a file system with locks and on one without (simulated)",
-        times=len(cases),
-        outcome="taken over; only without locks, one of another machine or of a process that lives is believed: "
-        "refused by one line that names it and says what to delete",
-    )
 
 
 @pytest.mark.slow
-@pytest.mark.fault("torchrun restarts its workers")
-def test_torchrun_restarts_its_workers(shop: Workshop, exhaustive: bool, evidence: Evidence) -> None:
+@pytest.mark.fault(
+    "torchrun restarts its workers", "a worker continues from latest, and does not do --restart a second time"
+)
+def test_torchrun_restarts_its_workers(shop: Workshop, exhaustive: bool) -> None:
     """A restarted worker continues from latest: the first one did what --restart or a CHECKPOINT asked for."""
     same_torchrun = "import os\nos.environ['TORCHELASTIC_RUN_ID'] = 'x'\nos.getppid = lambda: 1\n"
     fault = file_operations.prelude("save", 3, "kill", 20)
@@ -142,9 +130,3 @@ def test_torchrun_restarts_its_workers(shop: Workshop, exhaustive: bool, evidenc
 
     earlier = next(path for step, path in checkpoints.list_checkpoints(shop.runs / "stopped" / "checkpoints") if step)
     for_each(["--restart", earlier.name], try_one)
-    evidence(
-        injected="rank 0 killed in a save after --restart or a CHECKPOINT was asked for, and started again with the "
-        "same words by the same torchrun (--max-restarts; simulated)",
-        times=2,
-        outcome=f"it goes on from latest instead of doing that a second time; {SAME_END}",
-    )

@@ -125,7 +125,7 @@ def after_first_evaluated(action: Action, *, step: int) -> None:
                 action()
             yield index
 
-    around("harness.distributed.shared_work:SharedWork.until_stopped", until_stopped)
+    around("harness.distributed.signals:SharedWork.until_stopped", until_stopped)
 
 
 def drift_before(step: int, rank: int) -> None:

@@ -25,7 +25,6 @@ SETTINGS: dict[str, Any] = {
     "precision": "fp16",
 }
 FILES = ("model.safetensors", "optimizer.pt", "scaler.pt", "train_state.pt", "letters.json", "meta.json")
-SAME_END = "the end is that of a run that nothing happened to, bit for bit"
 
 
 def build_stopped_run(path: Path) -> Workshop:

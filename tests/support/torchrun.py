@@ -69,15 +69,28 @@ class Torchrun:
                     found.append(int(entry.name))
         return found
 
+    def describe(self) -> str:
+        """The processes of this job that run: number, state, the kernel's function that they wait in, and command; and
+        the last line of the run's metrics."""
+        lines = []
+        for pid in self.processes():
+            with suppress(OSError):  # it may end meanwhile
+                folder = Path(f"/proc/{pid}")
+                status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                lines.append(f"{pid} {status['State'].strip()} {(folder / 'wchan').read_text()}: {command}")
+        path = self.run / "metrics.jsonl"
+        return "\n".join([*lines, *(path.read_text().splitlines()[-1:] if path.exists() else [])])
+
     def seconds_to_the_end(self, patience: float) -> float:
         """Wait until no process of the job runs any more; how long that took. Those that stay are killed."""
         began = time.monotonic()
         while self.processes():
             if time.monotonic() - began > patience:
-                commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in self.processes()}
-                for pid in commands:
+                alive = self.describe()
+                for pid in self.processes():
                     os.kill(pid, signal.SIGKILL)
-                raise AssertionError(f"alive after {patience} s: {commands}")
+                raise AssertionError(f"alive after {patience} s:\n{alive}")
             time.sleep(0.05)
         return time.monotonic() - began
 

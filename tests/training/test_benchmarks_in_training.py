@@ -18,10 +18,10 @@ import torch
 from safetensors.numpy import save_file
 
 from gpt import GPTModel, ModelConfig, load_model, load_model_config
+from harness.common.errors import RunStopped
 from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
-from harness.distributed.shared_work import SharedWork
-from harness.distributed.signals import StopRequested, StopSignal
+from harness.distributed.signals import SharedWork, StopSignal
 from harness.distributed.watchdog import NoWatchdog, Place
 from harness.distributed.world import World
 from harness.evaluation.likelihood import Scorer
@@ -279,7 +279,7 @@ def test_a_rank_that_fails_or_stops_ends_it_for_all() -> None:
     assert [type(each) for each in found] == [EvaluationFailed] * 3
     assert {str(each) for each in found} == {"ValueError: a faulty batch"}
     found = on_ranks(3, lambda sharing: sharing(lambda batch: batch, range(6)), stopping=[2])
-    assert [type(each) for each in found] == [StopRequested] * 3
+    assert [type(each) for each in found] == [RunStopped] * 3
 
 
 def test_a_failure_outside_the_batches_reaches_ranks_inside_them(shop: Workshop) -> None:

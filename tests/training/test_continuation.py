@@ -138,7 +138,7 @@ def test_stopped_in_a_validation_and_continued(shop: Workshop) -> None:
     """A validation may outlast torchrun's patience: it is left off, and done when the run continues."""
     settings = COMMON | {"min_train_tokens": 512, "validation_interval": 2, "validation_batches": 15}
     run = shop.add_run("validating", **settings)
-    slow = "import time, harness.distributed.shared_work as e; f = e.SharedWork.until_stopped\n"
+    slow = "import time, harness.distributed.signals as e; f = e.SharedWork.until_stopped\n"
     slow += "def g(self, i):\n    for x in f(self, i):\n        time.sleep(0.3); yield x\n"
     (process,) = shop.start("validating", ranks=1, prelude=slow + "e.SharedWork.until_stopped = g")
     path = run / "metrics.jsonl"

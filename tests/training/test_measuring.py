@@ -13,10 +13,10 @@ import torch
 from safetensors.numpy import save_file
 
 from gpt import GPTModel, ModelConfig
+from harness.common.errors import RunStopped
 from harness.data.dataset import TokenFile
 from harness.data.loader import BatchLayout, Microbatch, TokenLoader
-from harness.distributed.shared_work import SharedWork
-from harness.distributed.signals import StopRequested, StopSignal
+from harness.distributed.signals import SharedWork, StopSignal
 from harness.distributed.watchdog import Place
 from harness.distributed.world import World
 from harness.evaluation.generation import Sampling, choose, sample_tokens
@@ -111,7 +111,7 @@ def test_validation_is_the_mean_without_dropout_and_leaves_the_mode_and_random_s
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), window[1:])
     assert loss == pytest.approx(expected.item(), rel=1e-6)
     assert losses_over_ranks(model, reader, 4, precision, ranks(shared=True)) == losses
-    with pytest.raises(StopRequested) as stopped:
+    with pytest.raises(RunStopped) as stopped:
         losses_over_ranks(model, reader, 4, precision, ranks(shared=True, signal=15))
     assert (stopped.value.signal, stopped.value.during) == (15, "validation")
 
