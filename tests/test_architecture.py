@@ -67,7 +67,7 @@ BEFORE_TORCH = [
     "harness.distributed.environment",
     "harness.planning.experiment",
     "harness.model.config",
-    "harness.runs.checkpoint_lookup",
+    "harness.runs.checkpoints",
     "harness.planning.plan",
     "harness.runs.checkpoint_meta",
     "harness.runs.summary",

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from harness.common.errors import UserError
 from harness.common.json_files import Count, RunFile, parse_config, read_json_object
-from harness.runs.notebook_keys import NOTEBOOK_KEYS, translate_upstream
+from harness.runs.upstream import NOTEBOOK_KEYS, translate_upstream
 
 LARGEST_PRICE = 1e9
 # AdamW moves each number by about the rate in a step, and weights are far below 1: what is above is a mistake. The
