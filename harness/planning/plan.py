@@ -19,7 +19,7 @@ from harness.planning.machines import hourly_price, machine_of_run
 from harness.planning.paper_speed import find_device
 from harness.planning.plan_costs import Plan, planned_seconds
 from harness.planning.planned_speed import PlannedSpeed, plan_speed
-from harness.planning.scaling_rules import UNSCALED
+from harness.planning.rates import UNSCALED
 from harness.runs.checkpoint_meta import CheckpointMeta, read_meta
 from harness.runs.checkpoints import choose_start, refuse_unnamed
 from harness.runs.optimizer_state import optimizer_state_bytes

@@ -13,7 +13,7 @@ from harness.data.loader import BatchLayout, BatchSchedule
 from harness.planning.experiment import Position
 from harness.planning.intervals import times_due
 from harness.planning.planned_speed import PlannedSpeed
-from harness.planning.scaling_rules import UNSCALED, ScaledSettings
+from harness.planning.rates import UNSCALED, ScaledSettings
 from harness.runs.budget import Budget, batch_schedule
 from harness.runs.train_config import TrainConfig
 

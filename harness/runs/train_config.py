@@ -22,7 +22,7 @@ DEFAULT_MIN_LR_RATIO = 0.1
 
 
 class BatchScale(BaseModel):
-    """`scale_with_batch`: harness/planning/scaling_rules.py has the formulas."""
+    """`scale_with_batch`: harness/planning/rates.py has the formulas."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -33,7 +33,7 @@ class BatchScale(BaseModel):
 
 
 class DepthScale(BaseModel):
-    """`scale_with_depth`: harness/planning/scaling_rules.py has the formula."""
+    """`scale_with_depth`: harness/planning/rates.py has the formula."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 

@@ -30,7 +30,7 @@ from harness.planning.experiment import Experiment, Position, comparable_losses,
 from harness.planning.plan import describe_start, make_plan
 from harness.planning.plan_costs import Plan
 from harness.planning.planned_speed import plan_speed
-from harness.planning.scaling_rules import UNSCALED, ScaledSettings
+from harness.planning.rates import UNSCALED, ScaledSettings
 from harness.runs import checkpoints
 from harness.runs.budget import Budget
 from harness.runs.checkpoint_meta import CheckpointMeta, Provenance, TrainState, read_meta
