@@ -27,8 +27,7 @@ from harness.model.determinism import explain_nondeterminism
 from harness.model.kernels import not_compiled, rounded_dropout, should_compile
 from harness.model.precision import Precision
 from harness.planning.experiment import Experiment, Position, comparable_losses, first_difference
-from harness.planning.plan import describe_start, make_plan
-from harness.planning.plan_costs import Plan
+from harness.planning.plan import Plan, describe_start, make_plan
 from harness.planning.planned_speed import plan_speed
 from harness.planning.rates import UNSCALED, ScaledSettings
 from harness.runs import checkpoints
