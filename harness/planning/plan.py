@@ -27,12 +27,11 @@ from harness.planning.paper_speed import find_device
 from harness.planning.planned_speed import PlannedSpeed, plan_speed
 from harness.planning.rates import UNSCALED, ScaledSettings
 from harness.runs.budget import Budget
-from harness.runs.checkpoint_meta import CheckpointMeta, read_meta
+from harness.runs.checkpoint_meta import CheckpointMeta, read_meta, upgrade_notebook_meta
 from harness.runs.checkpoints import choose_start, refuse_unnamed
 from harness.runs.optimizer_state import optimizer_state_bytes
 from harness.runs.throughput import cost
 from harness.runs.train_config import TrainConfig
-from harness.runs.upstream import upgrade_notebook_meta
 
 COLUMNS = 79
 PADDED_VOCABULARY = 1.5  # times the dataset's: beyond what anybody pads it to, for the speed of its products

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from harness.common.errors import UserError
 from harness.common.json_files import finite, parse_config, read_json_object
+from harness.data.loader import BatchSchedule
 from harness.model.tensor_names import META
 from harness.runs.budget import Budget
 from harness.runs.directory import CHECKPOINT_NAME
@@ -260,6 +261,23 @@ def _own_sha256(values: dict[str, Any]) -> str:
     """SHA-256 of the values, whatever the layout of the file, without the entry of this hash itself."""
     others = {name: value for name, value in values.get("sha256", {}).items() if name != META}
     return hashlib.sha256(json.dumps({**values, "sha256": others}, sort_keys=True).encode()).hexdigest()
+
+
+def upgrade_notebook_meta(
+    path: Path, meta: CheckpointMeta, provenance: Provenance | None, batches: BatchSchedule
+) -> CheckpointMeta:
+    """The meta.json of the notebook's checkpoint `path`, completed: it belongs to the run that it is put into
+    (`provenance`, if that is known yet), and saw the tokens of that run's `batches` from its beginning, whose seconds
+    are not recorded. The optimizer's state, if there is one, is AdamW's. One of ours stays as it is."""
+    if not meta.is_from_notebook:
+        return meta
+    seen = batches.tokens_before(meta.global_step + 1)
+    belongs = dict(vars(provenance)) if provenance else {}
+    if belongs and (path / OPTIMIZER).exists():
+        belongs["train"] = {**belongs["train"], "optimizer": "adamw"}
+    unmeasured = {"seconds": {}, "measured_from_tokens": seen, "measured_from_seconds": 0.0}
+    position = {"tokens_seen": seen, "foreign_tokens": seen, "measured_from_step": meta.global_step}
+    return meta.model_copy(update={**belongs, **position, **unmeasured})
 
 
 def as_recorded(value: Recorded, meta: CheckpointMeta) -> Recorded:

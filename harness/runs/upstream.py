@@ -5,15 +5,11 @@ Its checkpoints hold model.safetensors, optimizer.pt (AdamW's state dict), scale
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from harness.data.loader import BatchSchedule
-    from harness.runs.checkpoint_meta import CheckpointMeta, Provenance
 
 NOTEBOOK_KEYS: dict[str, dict[str, Any]] = {
     "minibatch_size": {"type": "integer", "deprecated": True, "description": "The notebook's microbatch_size."},
@@ -58,25 +54,6 @@ def _flag(raw: dict[str, Any], key: str) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f'key "{key}": must be true or false')
     return value
-
-
-def upgrade_notebook_meta(
-    path: Path, meta: CheckpointMeta, provenance: Provenance | None, batches: BatchSchedule
-) -> CheckpointMeta:
-    """The meta.json of the notebook's checkpoint `path`, completed: it belongs to the run that it is put into
-    (`provenance`, if that is known yet), and saw the tokens of that run's `batches` from its beginning, whose seconds
-    are not recorded. The optimizer's state, if there is one, is AdamW's. One of ours stays as it is."""
-    from harness.runs.checkpoint_meta import OPTIMIZER
-
-    if not meta.is_from_notebook:
-        return meta
-    seen = batches.tokens_before(meta.global_step + 1)
-    belongs = dict(vars(provenance)) if provenance else {}
-    if belongs and (path / OPTIMIZER).exists():
-        belongs["train"] = {**belongs["train"], "optimizer": "adamw"}
-    unmeasured = {"seconds": {}, "measured_from_tokens": seen, "measured_from_seconds": 0.0}
-    position = {"tokens_seen": seen, "foreign_tokens": seen, "measured_from_step": meta.global_step}
-    return meta.model_copy(update={**belongs, **position, **unmeasured})
 
 
 def optimizer_by_name(saved: dict[str, Any], shapes: dict[str, dict[str, torch.Size]]) -> dict[str, dict[str, Tensor]]:

@@ -32,12 +32,11 @@ from harness.planning.planned_speed import plan_speed
 from harness.planning.rates import UNSCALED, ScaledSettings
 from harness.runs import checkpoints
 from harness.runs.budget import Budget
-from harness.runs.checkpoint_meta import CheckpointMeta, Provenance, TrainState, read_meta
+from harness.runs.checkpoint_meta import CheckpointMeta, Provenance, TrainState, read_meta, upgrade_notebook_meta
 from harness.runs.checkpoints import choose_start
 from harness.runs.directory import RunDirectory
 from harness.runs.throughput import Conditions, same_conditions, unknown_peak
 from harness.runs.train_config import TrainConfig
-from harness.runs.upstream import upgrade_notebook_meta
 from harness.training.clock import Clock
 
 
