@@ -20,10 +20,10 @@ from harness.data.loader import BatchLayout, BatchSchedule
 from harness.model.config import ModelConfig
 from harness.model.export_formats import describe_formats
 from harness.model.tensor_names import check_weights_file
+from harness.planning.estimated_speed import find_device
 from harness.planning.experiment import Experiment, Position
 from harness.planning.intervals import times_due
 from harness.planning.machines import hourly_price, machine_of_run
-from harness.planning.paper_speed import find_device
 from harness.planning.planned_speed import PlannedSpeed, plan_speed
 from harness.planning.rates import UNSCALED, ScaledSettings
 from harness.runs.budget import Budget

@@ -1,5 +1,5 @@
 """The throughput that a plan assumes, and its source: assumed, measured, reported (harness/runs/reported.py) or
-estimated (harness/planning/paper_speed.py).
+estimated (harness/planning/estimated_speed.py).
 """
 
 from __future__ import annotations
@@ -16,9 +16,17 @@ from harness.common.json_files import parse_config
 from harness.common.options import TrainOptions
 from harness.data.loader import BatchLayout
 from harness.model.config import ModelConfig
+from harness.planning.estimated_speed import (
+    DEVICES,
+    UNCERTAINTY,
+    GpuSpec,
+    estimated_speed,
+    find_device,
+    too_small,
+    why_not,
+)
 from harness.planning.experiment import Experiment
 from harness.planning.intervals import times_due
-from harness.planning.paper_speed import DEVICES, UNCERTAINTY, PaperDevice, find_device, paper_speed, too_small, why_not
 from harness.runs.reported import read_reported
 from harness.runs.summary import RunSummary, read_summary
 from harness.runs.throughput import KERNEL_KEYS, same_kernels
@@ -41,11 +49,11 @@ class PlannedSpeed:
     training_share: float | None = None  # of the time that includes validation; None: to be estimated
     benchmark_seconds: float | None = None  # of evaluating all of train.json's benchmark tasks once
     uncertainty: float = 0.0  # the true speed is within this part of it, either way; 0: measured, or given
-    device: PaperDevice | None = None  # the GPU whose speed it is, where that is a known one
+    device: GpuSpec | None = None  # the GPU whose speed it is, where that is a known one
 
 
 def plan_speed(
-    experiment: Experiment, layout: BatchLayout, options: TrainOptions, *, meant: PaperDevice | None = None
+    experiment: Experiment, layout: BatchLayout, options: TrainOptions, *, meant: GpuSpec | None = None
 ) -> PlannedSpeed:
     """The first throughput that is known for this model and batch: one that the user assumes, one measured by an
     earlier run, one reported of this very run, one estimated for the device. Beside it, the seconds of this run's
@@ -62,7 +70,7 @@ def plan_speed(
     return replace(speed, benchmark_seconds=earlier_benchmark_seconds(experiment, layout))
 
 
-def assumed_device(name: str | None) -> PaperDevice | None:
+def assumed_device(name: str | None) -> GpuSpec | None:
     """The device that --assume-device names. Raises UserError if there is no such one."""
     if name is None:
         return None
@@ -73,13 +81,13 @@ def assumed_device(name: str | None) -> PaperDevice | None:
     raise UserError(f'--assume-device: nothing is known of "{name}"; there is {known}; or {GIVE_A_SPEED}')
 
 
-def own_device(ranks: int) -> PaperDevice | None:
+def own_device(ranks: int) -> GpuSpec | None:
     """This machine's kind of GPU, if it has one for each rank and they are alike."""
     names = gpu_names()
     return find_device(names[0]) if len(names) >= ranks and len(set(names)) == 1 else None
 
 
-def estimated(experiment: Experiment, layout: BatchLayout, device: PaperDevice | None) -> PlannedSpeed | None:
+def estimated(experiment: Experiment, layout: BatchLayout, device: GpuSpec | None) -> PlannedSpeed | None:
     """Estimated speed on such devices, or the reason why there is none; None without a device."""
     if device is None:
         return None
@@ -87,7 +95,7 @@ def estimated(experiment: Experiment, layout: BatchLayout, device: PaperDevice |
     reason = why_not(train, layout.world_size, experiment.model) or too_small(experiment.model, device, layout, train)
     if reason is not None:
         return PlannedSpeed(None, f"no estimated speed for {device.name}: {reason}; {GIVE_A_SPEED}")
-    speed = three_digits(paper_speed(experiment.model, device, layout, train))
+    speed = three_digits(estimated_speed(experiment.model, device, layout, train))
     low, high = (three_digits(speed * (1 + sign * UNCERTAINTY)) for sign in (-1, 1))
     source = (
         f"estimated for {layout.world_size} x {device.name}: {low:,.0f} to {high:,.0f}; nobody has measured it, and "
@@ -108,7 +116,7 @@ def assumed_speed(options: TrainOptions) -> PlannedSpeed | None:
     return None if options.assume_tps is None else PlannedSpeed(options.assume_tps, "assumed")
 
 
-def _measured_speed(experiment: Experiment, layout: BatchLayout, device: PaperDevice | None) -> PlannedSpeed:
+def _measured_speed(experiment: Experiment, layout: BatchLayout, device: GpuSpec | None) -> PlannedSpeed:
     """Speed recorded by a run beside this one, of this model and batch, whose train.json lets a step take as long; on
     `device`, if one is given. Preferred is one that can be believed, then this run's own, then the longest."""
     train, folder = experiment.config.model_dump(mode="json"), experiment.run.path
@@ -138,7 +146,7 @@ def _measured_speed(experiment: Experiment, layout: BatchLayout, device: PaperDe
     return PlannedSpeed(None, f"{path} measured {over}, and {short}; {GIVE_A_SPEED}")
 
 
-def _reported_speed(experiment: Experiment, layout: BatchLayout, own: PaperDevice | None) -> PlannedSpeed | None:
+def _reported_speed(experiment: Experiment, layout: BatchLayout, own: GpuSpec | None) -> PlannedSpeed | None:
     """Speed reported of this run: over training and validation together if the run validates as it did there, else over
     training alone. None unless it is of the same model and batch, of this machine's devices if those are known, and
     train.json sets nothing that makes a step slower or faster than there."""

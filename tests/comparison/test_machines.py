@@ -24,8 +24,8 @@ from harness.comparison.machines_table import elsewhere, machines_table
 from harness.comparison.workloads import KnownSpeed, Workload, read_speeds, read_workload
 from harness.data.loader import BatchLayout
 from harness.model.config import ModelConfig, load_model_config
+from harness.planning.estimated_speed import UNCERTAINTY, estimated_speed, find_device
 from harness.planning.machines import PRICES, Machine, read_machines
-from harness.planning.paper_speed import UNCERTAINTY, find_device, paper_speed
 from harness.runs.directory import RunDirectory
 from harness.runs.results import write_result
 from tests.runs.test_reported import COSTS
@@ -59,7 +59,7 @@ def projections(work: Workload, known: list[KnownSpeed]) -> dict[str, Projection
 def on_paper(name: str, layout: BatchLayout, model: ModelConfig) -> float:
     device = find_device(name)
     assert device is not None
-    return paper_speed(model, device, layout)
+    return estimated_speed(model, device, layout)
 
 
 @pytest.mark.parametrize("name", MACHINES)
