@@ -23,7 +23,6 @@ from harness.data.loader import Microbatch, TokenLoader
 from harness.distributed.replicas import describe_divergence, weight_checksums
 from harness.distributed.watchdog import Place
 from harness.distributed.world import World
-from harness.model.config import ModelConfig
 from harness.model.precision import Precision
 from harness.model.weights import checkpoint_views, load_weights
 from harness.planning.experiment import changed_settings
@@ -32,7 +31,7 @@ from harness.runs.checkpoint_meta import CheckpointMeta, TrainState
 from harness.runs.checkpoints import Checkpoint
 from harness.runs.directory import RunDirectory
 from harness.runs.metrics import MetricsFile
-from harness.runs.notebook_optimizer import optimizer_by_name
+from harness.runs.upstream import optimizer_by_name
 from harness.training.async_writer import build_writer
 from harness.training.compilation import settle_compilation
 from harness.training.host_copies import HostCopies
@@ -116,7 +115,7 @@ class Checkpointer:
         states = OptimizerStates(saved.optimizer, saved.scaler)
         try:
             if self.start.is_from_notebook:
-                load_notebook_optimizer(self.step, self.model.config, states)
+                load_notebook_optimizer(self.step, states)
                 seed_for_rank(seed, self.world.rank, first_step)
             else:
                 restore_optimizer(self.step, states)
@@ -336,11 +335,11 @@ def restore_optimizer(step: OptimizerStep, saved: OptimizerStates) -> None:
             step.scaler.load_state_dict({key: _number(saved.scaler[key]) for key in step.scaler.state_dict()})
 
 
-def load_notebook_optimizer(step: OptimizerStep, config: ModelConfig, saved: OptimizerStates) -> None:
+def load_notebook_optimizer(step: OptimizerStep, saved: OptimizerStates) -> None:
     """`restore_optimizer` of a notebook's states; without an optimizer's, it starts afresh."""
     if saved.optimizer:
         with state_errors_as_user_errors("optimizer.pt"):
-            named = optimizer_by_name(saved.optimizer, step.optimizer.state_shapes(), config)
+            named = optimizer_by_name(saved.optimizer, step.optimizer.state_shapes())
         restore_optimizer(step, OptimizerStates(named, saved.scaler))
 
 

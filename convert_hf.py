@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gpt import GPTModel
     from harness.hf.model_card import ModelFacts
     from harness.runs.directory import RunDirectory
-    from harness.runs.named_models import TrainedModel
+    from harness.runs.trained_model import TrainedModel
 
 CHECKPOINT = click.argument("checkpoint", metavar="RUN[:CHECKPOINT]")
 MODEL_JSON = click.option("--model-json", help="Of a folder of weights.  [default: there, or in the run it lies in]")
@@ -124,7 +124,7 @@ def publish(checkpoint: str, name: str, **options: Any) -> None:
 
 def open_model(checkpoint: str, model_json: str | None, runs_dir: Path) -> tuple[TrainedModel, GPTModel]:
     """The model, on the CPU, in evaluation mode."""
-    from harness.runs.named_models import find_model
+    from harness.runs.trained_model import find_model
 
     files = find_model([*([model_json] if model_json else []), checkpoint], runs_dir)
     import torch

@@ -21,7 +21,6 @@ from harness.common.processes import exit_when_launcher_dies
 from harness.distributed.signals import StopSignal
 from harness.distributed.watchdog import Place
 from harness.planning.intervals import due_after
-from harness.planning.scaling_rules import ramp_multipliers
 from harness.runs.schemas import schema_option
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from harness.data.loader import TokenLoader
     from harness.distributed.world import World
     from harness.planning.experiment import Experiment
-    from harness.planning.schedule import Schedule
+    from harness.planning.rates import Rates
     from harness.runs.checkpoint_meta import TrainState
     from harness.training.evaluations import Evaluations
     from harness.training.loss_meter import LossMeter
@@ -48,7 +47,7 @@ class Trainer:
     stop: StopSignal
     state: TrainState
     loader: TokenLoader
-    schedule: Schedule
+    rates: Rates
     optimizer_step: OptimizerStep
     meter: LossMeter
     evaluations: Evaluations
@@ -80,9 +79,8 @@ class Trainer:
             done = step - self.start.position.first_step
             microbatches = self.loader.microbatches(done, self.world.rank)
             batch_tokens = self.loader.batches.at(done).global_tokens
-            ramp = ramp_multipliers(self.start.experiment.config, batch_tokens, self.start.layout.global_tokens)
-            rate = self.schedule.multiplier(step) * ramp.rate
-            self.meter.add(self.optimizer_step.run(microbatches, rate, ramp.decay))
+            rate, decay = self.rates.at(step, batch_tokens)
+            self.meter.add(self.optimizer_step.run(microbatches, rate, decay))
         self.state.advance(step, batch_tokens)
         self.reporter.console.advance()
 
@@ -223,7 +221,7 @@ def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
     from gpt import GPTModel
     from harness.data.loader import TokenLoader
     from harness.model.precision import Precision
-    from harness.planning.schedule import build_schedule
+    from harness.planning.rates import Rates
     from harness.training.evaluations import Evaluations
     from harness.training.loss_meter import LossMeter
     from harness.training.parallel import model_options, parallelise
@@ -244,7 +242,7 @@ def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
         stop,
         state=start.state(world),
         loader=TokenLoader(start.dataset.split("train"), position.start_token, start.layout, start.batches),
-        schedule=build_schedule(config, position.total_steps),
+        rates=Rates.of(config, position.total_steps, start.layout.global_tokens),
         optimizer_step=step,
         meter=meter,
         evaluations=Evaluations(start, world, step, stop),

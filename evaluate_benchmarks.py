@@ -15,9 +15,8 @@ from harness.common.libraries import configure_libraries
 from harness.common.options import MODEL, RUNS_DIR, Command
 
 if TYPE_CHECKING:
-    from harness.runs.measured_weights import ModelInRun
-    from harness.runs.named_models import TrainedModel
     from harness.runs.results import BenchmarkResult
+    from harness.runs.trained_model import ModelInRun, TrainedModel
 
 
 def print_names(context: click.Context, _: click.Parameter, pattern: str | None) -> None:
@@ -64,7 +63,7 @@ def main(model: tuple[str, ...], tasks: tuple[str, ...], runs_dir: Path, **optio
         specs = [name for each in tasks for name in each.split(",") if name]
         if not specs:
             raise UserError("--tasks: give at least one name; --list '*' shows all")
-        from harness.runs.named_models import find_model
+        from harness.runs.trained_model import find_model
 
         evaluate(find_model(model, runs_dir), specs, options)
 
@@ -79,9 +78,8 @@ def evaluate(named: TrainedModel, specs: list[str], options: dict[str, Any]) -> 
     from harness.evaluation.benchmarks.tasks import check_installed
     from harness.evaluation.likelihood import Scorer
     from harness.model.precision import Precision
-    from harness.runs.measured_weights import model_in_run, warned_if_not_kept
-    from harness.runs.model_folder import check_tokenizer_fits, tokenizer_of
     from harness.runs.results import write_result
+    from harness.runs.trained_model import check_tokenizer_fits, model_in_run, tokenizer_of, warned_if_not_kept
 
     check_installed()
     if options["output"]:

@@ -34,7 +34,7 @@ FORMATS = (".png", ".pdf", ".svg")
 @click.option("--resamples", type=click.IntRange(100, 100_000), default=1000, show_default=True, help="For intervals.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the resamples.")
 @click.option("--chart", type=click.Path(path_type=Path), help="Draw it all into this file (png, pdf or svg).")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--json", is_flag=True, help="Print JSON.")
 @click.option(
     "--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Folder of the runs."
 )
@@ -46,26 +46,34 @@ def main(runs: tuple[str, ...], points: Path | None, **options: Any) -> None:
     L(N, D) = E + A/N^alpha + B/D^beta, each with its 95% interval. Runs that have not finished are named and left out.
     """
     with one_line_errors():
-        from harness.scaling import report as scaling_report
         from harness.scaling.data import CostLaw
-        from harness.scaling.isoflop import Grouping
+        from harness.scaling.isoflop import fit_isoflop
+        from harness.scaling.laws import LawFit, best_split, fit_law, predict
+        from harness.scaling.report import Analysis, as_json, describe
 
         if options["chart"]:
             check_chart(options["chart"])
         given = load_points(runs, points, options["runs_dir"]).without_highest(options["drop_highest"])
         cost = CostLaw.of(given)
         plans = [plan_of(text, options["runs_dir"], cost) for text in options["predict"]]
-        grouping = Grouping(options["tolerance"], options["least_sizes"])
-        questions = scaling_report.Questions(plans, options["budget"], grouping, options["resamples"], options["seed"])
-        analysis = scaling_report.analyse(given, cost, questions)
+        drawn = {"resamples": options["resamples"], "seed": options["seed"]}
+        tolerance, least_sizes = options["tolerance"], options["least_sizes"]
+        isoflop = fit_isoflop(given, cost, tolerance=tolerance, least_sizes=least_sizes, **drawn)
+        law = fit_law(given, **drawn)
+        predictions, splits = [], []
+        if isinstance(law, LawFit):
+            predictions = [predict(law, given, plan) for plan in plans]
+            splits = [best_split(law, given, cost, flops) for flops in options["budget"]]
+        asked = bool(plans or options["budget"])
+        analysis = Analysis(given, cost, isoflop, law, predictions, splits, asked)
         if options["chart"]:
             from harness.scaling.charts import draw_scaling_chart
 
             draw_scaling_chart(analysis, options["chart"])
-        if options["as_json"]:
-            click.echo(json.dumps(scaling_report.as_json(analysis), indent=2, ensure_ascii=False, allow_nan=False))
+        if options["json"]:
+            click.echo(json.dumps(as_json(analysis), indent=2, ensure_ascii=False, allow_nan=False))
         else:
-            click.echo(scaling_report.describe(analysis))
+            click.echo(describe(analysis))
 
 
 def check_chart(chart: Path) -> None:

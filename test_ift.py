@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from harness.evaluation.instruct.finetune import FineTuneSettings, FineTuning
     from harness.evaluation.instruct.instructions import InstructionSplits
     from harness.evaluation.instruct.responses import Responses
-    from harness.runs.named_models import TrainedModel
+    from harness.runs.trained_model import TrainedModel
 
 RESPONSES = "ift-responses.json"
 
@@ -55,7 +55,7 @@ def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
     """
     configure_libraries()
     with one_line_errors():
-        from harness.runs.named_models import find_model
+        from harness.runs.trained_model import find_model
 
         named = find_model(model, runs_dir)
         path = options["responses"] or named.folder / RESPONSES
@@ -115,7 +115,7 @@ def open_model(named: TrainedModel) -> tuple[GPTModel, Tokenizer]:
     """The model and its tokenizer. Raises UserError if the files do not belong together."""
     from gpt import load_model
     from harness.common.device import only_device
-    from harness.runs.model_folder import check_tokenizer_fits, tokenizer_of
+    from harness.runs.trained_model import check_tokenizer_fits, tokenizer_of
 
     model, tokenizer = load_model(named.config, named.weights, only_device()), tokenizer_of(named.weights)
     check_tokenizer_fits(tokenizer, named.config.vocab_size, named.weights)
@@ -133,7 +133,7 @@ def facts_of_weights(model_safetensors: Path) -> dict[str, str] | None:
     import torch
 
     from harness.common.device import device_name, only_device
-    from harness.runs.measured_weights import model_in_run
+    from harness.runs.trained_model import model_in_run
 
     if (found := model_in_run(model_safetensors)) is None:
         return None
@@ -214,7 +214,7 @@ def answer_test(
 
 def save(model: GPTModel, source: Path, folder: Path, facts: dict[str, Any]) -> None:
     """Keep the fine-tuned model, with its tokenizer and how it was made."""
-    from harness.runs.model_folder import tokenizer_file_of, write_model
+    from harness.runs.trained_model import tokenizer_file_of, write_model
 
     shape, tokenizer = model.config.model_dump(mode="json"), tokenizer_file_of(source)
     write_model(folder, shape, model.to_checkpoint_names(), tokenizer=tokenizer, facts=facts)

@@ -16,7 +16,7 @@ from harness.common.options import RUNS_DIR, Command
 if TYPE_CHECKING:
     from harness.evaluation.held_out import TestLoss, TestLossOptions
     from harness.evaluation.loss_table import ModelLoss
-    from harness.runs.named_models import TrainedModel
+    from harness.runs.trained_model import TrainedModel
 
 APPROXIMATE = " (approximate: by the whole split's mean, since the tokenizer's vocabulary is not on this machine)"
 
@@ -43,7 +43,7 @@ def main(datasets_dir: Path, models: tuple[str, ...], runs: tuple[str, ...], run
     """
     configure_libraries()
     with one_line_errors():
-        from harness.runs.named_models import each_once, find_models
+        from harness.runs.trained_model import each_once, find_models
 
         named = each_once([*find_models(models, runs_dir), *find_models(runs, runs_dir)])
         if not named:

@@ -33,14 +33,14 @@ def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
     """
     configure_libraries()
     with one_line_errors():
-        from harness.runs.named_models import find_model
+        from harness.runs.trained_model import find_model
 
         named = find_model(model, runs_dir)
         from gpt import load_model
         from harness.common.device import only_device
         from harness.evaluation.generation import Sampling
         from harness.evaluation.samples import Continuations, print_samples, prompts_of
-        from harness.runs.model_folder import tokenizer_of
+        from harness.runs.trained_model import tokenizer_of
 
         prompts = prompts_of(options["prompts"], options["prompt"], DEFAULT_PROMPT)
         loaded = load_model(named.config, named.weights, only_device())

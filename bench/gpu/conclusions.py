@@ -11,7 +11,7 @@ from bench.gpu.results import Row
 from harness.common.statistics import fit_line
 from harness.data.loader import BatchLayout
 from harness.model.config import ModelConfig
-from harness.planning.paper_speed import find_device, paper_speed
+from harness.planning.estimated_speed import estimated_speed, find_device
 
 # Tokens per second on an H200 with microbatches of 64.
 GOALS = (
@@ -81,7 +81,7 @@ def paper(rows: list[Row]) -> list[str]:
         return ["estimated: nothing to compare with"]
     shape = {"vocab_size": 50257, "context_length": 1024, "emb_dim": 768, "n_heads": 12, "n_layers": 12}
     model = ModelConfig.model_validate({**shape, "drop_rate": 0.1, "qkv_bias": False})
-    expected = paper_speed(model, device, BatchLayout(1, 1, MICROBATCH, 1024))
+    expected = estimated_speed(model, device, BatchLayout(1, 1, MICROBATCH, 1024))
     return [
         f"estimated: {expected:,.0f} tokens/s on {device.name}; measured / paper: {row['tokens_per_s'] / expected:.2f}"
     ]

@@ -19,6 +19,7 @@ from harness.comparison.runs_table import RunsTable, is_number
 from harness.comparison.settings import machine_of
 from harness.comparison.table_fits import fit_lines
 from harness.runs.metrics import Event, TrainEvent, ValidationEvent, read_metrics
+from harness.runs.results import Result
 
 KINDS: tuple[tuple[type[Event], GroundOf], ...] = (
     (ValidationEvent, validation_ground),
@@ -223,5 +224,5 @@ def _provenance(record: RunRecord) -> list[str]:
         "torch": record.torch,
         "data": record.dataset.get("name"),
     }
-    results = [f"{result.kind} of {result.weights.checkpoint}, {result.date}" for result in record.results.found]
+    results = [f"{result.kind} of {result.weights.checkpoint}, {result.date}" for result in record.results.of(Result)]
     return [*(f"{key}: {value}" for key, value in named.items() if value), *results]

@@ -3,7 +3,7 @@ else estimated.
 
 One kind of speed for all machines of a projection: a speed that somebody reported of another program, beside one that
 this program measured, would compare programs and not machines. A machine that has no such speed gets one by scale: its
-estimated speed (harness/planning/paper_speed.py), times the part of their estimates that the others reached.
+estimated speed (harness/planning/estimated_speed.py), times the part of their estimates that the others reached.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Literal
 from harness.comparison.inconclusive import Inconclusive
 from harness.comparison.workloads import KnownSpeed, Workload
 from harness.data.loader import BatchLayout
+from harness.planning.estimated_speed import UNCERTAINTY, estimated_speed, find_device, too_small, why_not
 from harness.planning.machines import Machine
-from harness.planning.paper_speed import UNCERTAINTY, find_device, paper_speed, too_small, why_not
 from harness.runs.throughput import same_kernels
 
 NAMES = 3  # of runs, in a note
@@ -220,4 +220,4 @@ def _arithmetic(work: Workload, name: str, layout: BatchLayout) -> float | Incon
     reason = why_not(work.train, layout.world_size, work.model)
     if reason is not None:
         return Inconclusive(f"no speed of {layout.world_size} x {name} is known, and none is estimated: {reason}")
-    return paper_speed(work.model, device, layout, work.train)
+    return estimated_speed(work.model, device, layout, work.train)

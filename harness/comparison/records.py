@@ -17,13 +17,12 @@ from harness.common.errors import UserError
 from harness.common.lock import is_held
 from harness.comparison.progress import Progress, duration, read_last_benchmarks, read_progress
 from harness.model.config import ModelConfig, load_model_config
-from harness.runs.checkpoint_lookup import BEST, LATEST, choose_start
 from harness.runs.checkpoint_meta import CheckpointMeta, read_meta
+from harness.runs.checkpoints import BEST, LATEST, choose_start
 from harness.runs.directory import RunDirectory
 from harness.runs.metrics import BenchmarkEvent
 from harness.runs.reported import Reported, read_reported
 from harness.runs.results import Results, read_results
-from harness.runs.search_results import Searches, read_searches
 from harness.runs.summary import RunSummary, read_summary
 from harness.runs.throughput import cost_by_phase
 from harness.runs.train_config import BUDGETS, TrainConfig, load_train_config
@@ -70,7 +69,6 @@ class RunRecord:
     progress: Progress | None = None  # of a run that has no summary
     meta: CheckpointMeta | None = None  # of its latest checkpoint
     results: Results = field(default_factory=Results)
-    searches: Searches = field(default_factory=Searches)  # by -f
     benchmarks: tuple[BenchmarkEvent, ...] = ()  # while training, the last time
     trained_in: str = ""  # the precision, where there are such benchmarks
     reported: Reported | None = None
@@ -227,8 +225,8 @@ class _Reader:
         meta = self._attempt(self._latest_meta) if unfinished else None
         state = self._state(summary, progress, meta)
         benchmarks = self._attempt(lambda: read_last_benchmarks(run.metrics)) or []
-        results, searches = read_results(run), read_searches(run)
-        self.problems += [*results.problems, *searches.problems]
+        results = read_results(run)
+        self.problems += results.problems
         return RunRecord(
             name=run.path.name,
             directory=run,
@@ -239,7 +237,6 @@ class _Reader:
             progress=progress,
             meta=meta,
             results=results,
-            searches=searches,
             benchmarks=tuple(benchmarks),
             trained_in=self._precision(train, summary) if benchmarks else "",
             reported=self._attempt(lambda: read_reported(run)),

@@ -11,7 +11,7 @@ from harness.common.statistics import fit_line
 from harness.comparison.records import RunRecord
 from harness.comparison.runs_table import RunsTable
 from harness.comparison.table_text import paragraph
-from harness.runs.search_results import MicrobatchSearch
+from harness.runs.results import MicrobatchSearch
 from harness.runs.throughput import BATCH_KEYS
 
 LOSSES = ("test_loss", "validation_loss")  # the first that enough runs have
@@ -80,7 +80,7 @@ def _memory_lines(records: Sequence[RunRecord]) -> Iterator[str]:
             smallest[memory] = min(size, smallest.get(memory, math.inf))
     yield from describe_memory_fit([(size, gib) for gib, size in smallest.items()])
     for record in records:
-        for search in record.searches.found:
+        for search in record.results.of(MicrobatchSearch):
             yield from paragraph(f"{record.name}, -f on {search.device}:")
             yield from (f"  {line}" for line in describe_memory_fit(search_points(search)))
 

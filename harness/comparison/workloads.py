@@ -17,7 +17,7 @@ from harness.model.config import ModelConfig, load_model_config
 from harness.runs.budget import batch_schedule, tokens_of_budget
 from harness.runs.directory import RunDirectory
 from harness.runs.reported import Reported, read_reported
-from harness.runs.search_results import read_searches
+from harness.runs.results import MicrobatchSearch, read_results
 from harness.runs.summary import RunSummary, read_summary
 from harness.runs.train_config import TrainConfig, load_train_config
 
@@ -91,7 +91,7 @@ def _tokens(config: TrainConfig, model: ModelConfig, layout: BatchLayout, summar
 
 def _memory(run: RunDirectory, model: ModelConfig) -> tuple[float, float] | None:
     """Memory of a sequence and fixed memory, GiB, by the search of this model that has the most peaks."""
-    of_model = [each for each in read_searches(run).found if each.model == model.model_dump(mode="json")]
+    of_model = [each for each in read_results(run).of(MicrobatchSearch) if each.model == model.model_dump(mode="json")]
     search = max(of_model, key=lambda each: len(each.tried), default=None)
     return fit_line(search_points(search)) if search else None
 

@@ -27,9 +27,8 @@ from harness.evaluation.loss import bits_per_byte, mean, window_losses
 from harness.model.config import ModelConfig
 from harness.model.inference import LanguageModel
 from harness.model.precision import Precision
-from harness.runs.measured_weights import model_in_run, warned_if_not_kept
-from harness.runs.model_folder import dataset_of
 from harness.runs.results import LossResult, Text, now, write_loss
+from harness.runs.trained_model import dataset_of, model_in_run, warned_if_not_kept
 
 # The lab notebook's test slice: FineWeb's validation split beyond what any of its runs validated on.
 NOTEBOOK_DATASET = "gpjt/fineweb-gpt2-tokens"

@@ -26,8 +26,7 @@ from harness.hf import gpt2_format, llama_format, notebook_format
 from harness.model.export_formats import choose_format
 from harness.model.tensor_names import WEIGHTS
 from harness.model.weights import save_weights
-from harness.runs.model_folder import check_tokenizer_fits, new_folder, tokenizer_file_of, write_model
-from harness.runs.named_models import TrainedModel
+from harness.runs.trained_model import TrainedModel, check_tokenizer_fits, new_folder, tokenizer_file_of, write_model
 
 # Words of several lengths, digits, contractions, white space: where patterns that split text differ.
 SPLITTING_PROBE = f"It's 12345 o'clock, DON'T  worry\n\n\t{ROUND_TRIP_PROBE}".replace(END_OF_TEXT, "")

@@ -17,7 +17,7 @@ from harness.data.tokenizers.load import load_tokenizer
 from harness.hf import gpt2_format, notebook_format
 from harness.model.tensor_names import MODEL_JSON, WEIGHTS
 from harness.model.weights import load_weights
-from harness.runs.model_folder import fill, new_folder, write_meta
+from harness.runs.trained_model import fill, new_folder, write_meta
 
 CONFIG, INDEX, TOKENIZER = "config.json", "model.safetensors.index.json", "tokenizer.json"
 WANTED = [CONFIG, WEIGHTS, INDEX, "model-*.safetensors", TOKENIZER, "vocab.json", "merges.txt"]

@@ -14,8 +14,7 @@ from harness.data.dataset import Dataset, dataset_folder
 from harness.data.fetch import check_obtainable
 from harness.data.loader import BatchLayout, BatchSchedule
 from harness.model.config import ModelConfig, load_model_config
-from harness.planning.scaling_rules import ScaledSettings, Setup, scale_settings
-from harness.planning.schedule import build_schedule
+from harness.planning.rates import ScaledSettings, build_schedule, scale_settings
 from harness.runs.budget import Budget, batch_schedule, recorded_budget, tokens_of_budget
 from harness.runs.checkpoint_meta import CheckpointMeta, Provenance, validation_text
 from harness.runs.directory import RunDirectory
@@ -268,8 +267,8 @@ class Experiment:
     def scaled_settings(self, layout: BatchLayout, position: Position) -> ScaledSettings:
         """Apply train.json's scaling rules to its learning rates and weight decay."""
         left = self.batches(layout, position.tokens_seen).tokens_before(position.total_steps - position.first_step)
-        setup = Setup(layout.global_tokens, position.tokens_seen + left, self.model.n_layers)
-        return scale_settings(self.config, setup)
+        tokens, layers = position.tokens_seen + left, self.model.n_layers
+        return scale_settings(self.config, batch_tokens=layout.global_tokens, train_tokens=tokens, layers=layers)
 
     def provenance(self, dataset: Dataset) -> Provenance:
         """Return the provenance of this experiment's checkpoints."""

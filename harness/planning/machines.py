@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from harness.common.errors import UserError
 from harness.common.json_files import parse_config, read_json_object
-from harness.planning.paper_speed import PaperDevice, find_device
+from harness.planning.estimated_speed import GpuSpec, find_device
 
 PRICES = Path(__file__).with_name("machines.json")
 # GiB of a device over the number in its name: a card sold as 40 GB has 40 GiB or a little less, one sold as 141 GB has
@@ -85,7 +85,7 @@ def machine_of_run(name: str, price: float | None) -> tuple[Machine, str] | None
     return next(((each, "price_per_hour") for each in machines if each.price_per_hour == price), None)
 
 
-def hourly_price(given: float | None, device: PaperDevice | None, gpus: int) -> tuple[float | None, str]:
+def hourly_price(given: float | None, device: GpuSpec | None, gpus: int) -> tuple[float | None, str]:
     """Dollars an hour of so many GPUs, and whose price that is: the one `given` in train.json, unless the list knows it
     as another machine's. None, and the reason, where nothing is known. `device`: None where that is not known."""
     machines = read_machines()

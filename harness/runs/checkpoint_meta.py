@@ -266,18 +266,18 @@ def _own_sha256(values: dict[str, Any]) -> str:
 def upgrade_notebook_meta(
     path: Path, meta: CheckpointMeta, provenance: Provenance | None, batches: BatchSchedule
 ) -> CheckpointMeta:
-    """The meta.json of the notebook's checkpoint `path` with what ours would say: it belongs to the run that it is put
-    into (`provenance`, if that is known yet), and saw the tokens of that run's `batches` from its beginning, of which
-    nobody has recorded the seconds. The optimizer's state, if there is one, is AdamW's. One of ours stays as it is."""
+    """The meta.json of the notebook's checkpoint `path`, completed: it belongs to the run that it is put into
+    (`provenance`, if that is known yet), and saw the tokens of that run's `batches` from its beginning, whose seconds
+    are not recorded. The optimizer's state, if there is one, is AdamW's. One of ours stays as it is."""
     if not meta.is_from_notebook:
         return meta
     seen = batches.tokens_before(meta.global_step + 1)
-    unmeasured = {"seconds": {}, "foreign_tokens": seen, "measured_from_tokens": seen, "measured_from_seconds": 0.0}
     belongs = dict(vars(provenance)) if provenance else {}
     if belongs and (path / OPTIMIZER).exists():
         belongs["train"] = {**belongs["train"], "optimizer": "adamw"}
-    added = {"tokens_seen": seen, **unmeasured, "measured_from_step": meta.global_step}
-    return meta.model_copy(update={**belongs, **added})
+    unmeasured = {"seconds": {}, "measured_from_tokens": seen, "measured_from_seconds": 0.0}
+    position = {"tokens_seen": seen, "foreign_tokens": seen, "measured_from_step": meta.global_step}
+    return meta.model_copy(update={**belongs, **position, **unmeasured})
 
 
 def as_recorded(value: Recorded, meta: CheckpointMeta) -> Recorded:

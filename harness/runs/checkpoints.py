@@ -1,4 +1,4 @@
-"""Checkpoints: what one holds; saving, verifying, loading and pruning them; checkpoint_lookup.py finds them.
+"""Checkpoints: what one holds; finding, saving, verifying, loading and pruning them. Finding one loads no torch.
 
 A checkpoint is a folder `<YYYYMMDDZHHMMSS>-iteration-<step>`. It is written under a hidden name, flushed to disk and
 renamed, and the links `latest` and `best` are replaced in one rename each, so that whatever has a name is whole.
@@ -16,25 +16,67 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError
-from torch import Tensor
 
 from harness.common.errors import RunError, UserError
 from harness.common.files import check_name, draft_folder, move, rename_whole, sha256, sync
-from harness.common.memory import is_out_of_memory, says_out_of_memory
+from harness.common.messages import nearest
 from harness.model.tensor_names import META, WEIGHTS
-from harness.model.weights import load_weights, save_weights
-from harness.runs.checkpoint_lookup import BEST, FOREIGN, LATEST, refuse_unnamed
-from harness.runs.checkpoint_lookup import choose_start as choose_start
-from harness.runs.checkpoint_lookup import find_checkpoint as find_checkpoint
-from harness.runs.checkpoint_lookup import list_checkpoints as list_checkpoints
 from harness.runs.checkpoint_meta import OPTIMIZER, CheckpointMeta, read_meta, verify_meta, write_meta
+from harness.runs.directory import CHECKPOINT_NAME
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LATEST, BEST = "latest", "best"
+FOREIGN = "not written by this program; to train on from it, give its name as CHECKPOINT"
 TEMPORARY_PREFIX = ".saving-"
 SCALER, TRAIN_STATE = "scaler.pt", "train_state.pt"
+
+
+def find_checkpoint(folder: Path, name: str) -> Path:
+    """The checkpoint `name` (a folder's name, `latest` or `best`) in `folder`.
+
+    Raises UserError if there is none, or if the name leads out of the folder.
+    """
+    path = folder / check_name(name, "checkpoint")
+    if not path.is_dir():
+        links = [link for link in (BEST, LATEST) if (folder / link).is_dir()]
+        known = [*links, *(known.name for _, known in list_checkpoints(folder))]
+        meant = nearest(name, known)
+        hint = f"did you mean {meant}?" if meant else f"there are: {', '.join(known[-4:]) or 'none'}"
+        raise UserError(f"{path}: no such checkpoint; {hint}")
+    target = path.resolve()
+    if target.parent != folder.resolve():
+        raise UserError(f"{path}: leads out of {folder}; a checkpoint must lie inside it")
+    return folder / target.name
+
+
+def choose_start(folder: Path, name: str | None) -> Path | None:
+    """The checkpoint to continue from: the one asked for, else `latest`, else None. Raises UserError like
+    `find_checkpoint`."""
+    if (name is None or name == LATEST) and not (folder / LATEST).is_symlink():
+        # Something that follows links has copied the folder, or the link is lost: the newest is what it pointed to.
+        known = list_checkpoints(folder)
+        return known[-1][1] if known else None if name is None else find_checkpoint(folder, name)
+    return find_checkpoint(folder, LATEST if name is None else name)
+
+
+def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """(global step, path) of every checkpoint, by step, then by age."""
+    if not folder.is_dir():
+        return []
+    paths = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    found = [(CHECKPOINT_NAME.fullmatch(path.name), path) for path in paths]
+    return sorted((int(match.group(1)), path) for match, path in found if match)
+
+
+def refuse_unnamed(start: Path, meta: CheckpointMeta, name: str | None) -> None:
+    """Raises UserError for a notebook's checkpoint that was not asked for by its name."""
+    if name is None and meta.is_from_notebook:
+        raise UserError(f"{start}: {FOREIGN}, or use --restart")
 
 
 @dataclass(frozen=True)
@@ -70,6 +112,8 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 
 def _failure(error: BaseException, folder: Path, step: int) -> str:
     """Message for a checkpoint that could not be written, with the remedy."""
+    from harness.common.memory import is_out_of_memory, says_out_of_memory
+
     reason, again = _reason(error), "run the command again, without --restart, to continue"
     if is_out_of_memory(error) or says_out_of_memory(reason):
         remedy = "lower microbatch_size (-f finds the largest that fits) or give the process more memory"
@@ -95,6 +139,10 @@ def _reason(error: BaseException) -> str:
 
 
 def _write_files(draft: Path, checkpoint: Checkpoint) -> None:
+    import torch
+
+    from harness.model.weights import save_weights
+
     save_weights(checkpoint.weights, draft / WEIGHTS)
     parts = {OPTIMIZER: checkpoint.optimizer, TRAIN_STATE: checkpoint.train_state}
     if checkpoint.scaler:
@@ -210,6 +258,8 @@ def verify_checkpoint(path: Path) -> None:
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint that `open_start` has found. Raises UserError naming a file that cannot be read."""
+    from harness.model.weights import load_weights
+
     meta = read_meta(path)
     has_scaler = (path / SCALER).exists()
     foreign = meta.is_from_notebook
@@ -223,6 +273,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def _load_state(path: Path) -> dict[str, Any]:
+    import torch
+
     try:
         # Never anything but tensors and plain containers: a checkpoint may come from somewhere else.
         with warnings.catch_warnings(action="ignore"):  # it advises to trust the file

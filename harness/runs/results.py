@@ -1,5 +1,5 @@
-"""Measurements of a run's models after training: one file for each measurement in `results/` of the run's folder,
-written and read through one class for each kind.
+"""Results in `results/` of a run's folder, one file for each, written and read through one class for each kind:
+measurements of its models after training, and the searches of `-f`.
 
 A file is named after what it measured: a repeated measurement replaces it, and any other is written beside it. Model
 and text are identified by hashes of their content, so that a comparison need not trust names.
@@ -14,7 +14,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -27,7 +27,7 @@ from harness.common.json_files import RecordedCount, read_json_object
 from harness.runs.directory import RunDirectory
 
 NAME_CHARACTERS = 12  # of the hash in a file's name
-SEARCH_PREFIX = "microbatch-search-"  # of files beside that measure no model: harness/runs/search_results.py
+MOVE_AWAY = "or move the file away"
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -66,23 +66,41 @@ class Text(Recorded):
         return self.sha256, self.tokenizer, self.start_token, self.windows, self.context_length
 
 
-class Result(Recorded):
-    """One measurement of one model."""
+class StoredResult(Recorded):
+    """One file of `results/`."""
 
-    same: ClassVar[tuple[str, ...]] = ()  # the keys that, with the weights, say what was measured
+    same: ClassVar[tuple[str, ...]] = ()  # the keys that say what was measured
+    again: ClassVar[str] = "measure again"  # the remedy for a damaged file
 
     kind: str
-    weights: MeasuredWeights
     date: str  # ISO 8601, UTC
     device: str
     torch: str
 
+    @classmethod
+    def prefix(cls) -> str:
+        """Prefix of the file names of this kind."""
+        return str(cls.model_fields["kind"].default).replace("_", "-")
+
     def name(self) -> str:
         """Name of the result's file, without suffix: the same for repeats of a measurement."""
+        return f"{self.prefix()}-{_digest(self.model_dump(mode='json', include={*self.same}))}"
+
+
+class Result(StoredResult):
+    """One measurement of one model."""
+
+    weights: MeasuredWeights
+
+    def name(self) -> str:
         values = self.model_dump(mode="json", include={*self.same})
-        text = json.dumps([self.kind, self.weights.sha256, values], sort_keys=True)
-        digest = hashlib.sha256(text.encode()).hexdigest()[:NAME_CHARACTERS]
-        return f"{_file_kind(type(self))}-{self.weights.checkpoint}-{digest}"
+        digest = _digest([self.kind, self.weights.sha256, values])
+        return f"{self.prefix()}-{self.weights.checkpoint}-{digest}"
+
+
+def _digest(values: Any) -> str:
+    text = json.dumps(values, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:NAME_CHARACTERS]
 
 
 class LossResult(Result):
@@ -155,29 +173,53 @@ class InstructionResult(Result):
     scores: list[Number | None]  # by question; None where the judge gave no valid answer
 
 
-def _file_kind(kind: type[Result]) -> str:
-    """Prefix of the file names of this kind."""
-    return str(kind.model_fields["kind"].default).replace("_", "-")
+class TriedMicrobatch(Recorded):
+    """A microbatch that fitted, and the peak of the memory of one device with it, on rank 0."""
+
+    microbatch_size: RecordedCount
+    gib: Number
 
 
-KINDS: tuple[type[Result], ...] = (LossResult, BenchmarkResult, InstructionResult)
+class MicrobatchSearch(StoredResult):
+    """Result of `-f`: the largest microbatch that fits, and the memory of those tried."""
+
+    same: ClassVar[tuple[str, ...]] = ("device", "world_size", "asked_gib", "accumulation_steps", "model", "train")
+    again: ClassVar[str] = "use -f again"
+
+    kind: str = "microbatch_search"
+    world_size: RecordedCount
+    asked_gib: Number | None = None  # --memory-limit-gib
+    limit_gib: Number  # of one device; on the CPU, of one process
+    usable_gib: Number  # of it, the most that the peaks may amount to
+    largest: RecordedCount  # the answer: sequences in the largest microbatch that fits
+    smallest_failed: RecordedCount | None = None
+    is_all_data: bool = False  # the data set has no more: larger ones may fit
+    tried: list[TriedMicrobatch]  # in the order of the search
+    accumulation_steps: RecordedCount
+    compiled: bool
+    model: dict[str, Any]  # model.json, defaults filled in
+    train: dict[str, Any]  # the keys of train.json that memory depends on
+
+
+KINDS: tuple[type[StoredResult], ...] = (LossResult, BenchmarkResult, InstructionResult, MicrobatchSearch)
 AnyResult = TypeVar("AnyResult", bound=Result)
+AnyStored = TypeVar("AnyStored", bound=StoredResult)
 
 
 @dataclass(frozen=True)
 class Results:
     """Results in a run's `results/`; `problems` has a line for each file that cannot be read, and `unread` its name."""
 
-    found: list[Result] = field(default_factory=list)  # by the names of their files
+    found: list[StoredResult] = field(default_factory=list)  # by the names of their files
     problems: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
 
-    def of(self, kind: type[AnyResult]) -> list[AnyResult]:
+    def of(self, kind: type[AnyStored]) -> list[AnyStored]:
         return [each for each in self.found if isinstance(each, kind)]
 
-    def has_unread(self, kind: type[Result], checkpoint: str = "") -> bool:
+    def has_unread(self, kind: type[StoredResult], checkpoint: str = "") -> bool:
         """True if a file that cannot be read is, by its name, of that kind, and of that checkpoint if one is given."""
-        beginning = f"{_file_kind(kind)}-{checkpoint}-" if checkpoint else f"{_file_kind(kind)}-"
+        beginning = f"{kind.prefix()}-{checkpoint}-" if checkpoint else f"{kind.prefix()}-"
         return any(name.startswith(beginning) for name in self.unread)
 
 
@@ -186,7 +228,7 @@ def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
-def write_result(run: RunDirectory, result: Result) -> Path:
+def write_result(run: RunDirectory, result: StoredResult) -> Path:
     """Write it into the run's `results/`, in place of an earlier measurement of the same. Raises RunError."""
     path = run.results / f"{check_name(result.name(), 'result')}.json"
     text = json.dumps(result.model_dump(mode="json"), indent=2, ensure_ascii=False, allow_nan=False)
@@ -215,8 +257,6 @@ def read_results(run: RunDirectory) -> Results:
     """All results of a run; a loss that the losses of its windows contradict is among the problems."""
     results = Results()
     for path in sorted(run.results.glob("*.json")):
-        if path.name.startswith(SEARCH_PREFIX):
-            continue
         try:
             result = _read(path)
             if isinstance(result, LossResult):
@@ -228,16 +268,17 @@ def read_results(run: RunDirectory) -> Results:
     return results
 
 
-def _read(path: Path) -> Result:
+def _read(path: Path) -> StoredResult:
+    named = MicrobatchSearch if path.name.startswith(MicrobatchSearch.prefix()) else StoredResult
     try:
         values = read_json_object(path)
     except UserError as error:
-        raise UserError(f"{error}; measure again, or move the file away") from None
+        raise UserError(f"{error}; {named.again}, {MOVE_AWAY}") from None
     kinds = {str(kind.model_fields["kind"].default): kind for kind in KINDS}
     try:
         return kinds[str(values.get("kind"))].model_validate(values)
     except (KeyError, ValidationError):
-        raise UserError(f"{path}: not a result of this version; measure again, or move the file away") from None
+        raise UserError(f"{path}: not a result of this version; {named.again}, {MOVE_AWAY}") from None
 
 
 def _check_windows(run: RunDirectory, result: LossResult, path: Path) -> None:
@@ -249,7 +290,7 @@ def _check_windows(run: RunDirectory, result: LossResult, path: Path) -> None:
         return
     raise UserError(
         f"{path}: its loss is {result.loss:g}, but the mean of its windows' losses ({result.windows_name}) is "
-        f"{losses.mean(dtype=np.float64):g}; measure again, or move the file away"
+        f"{losses.mean(dtype=np.float64):g}; measure again, {MOVE_AWAY}"
     )
 
 

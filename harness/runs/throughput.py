@@ -9,12 +9,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from harness.runs.train_config import Affects, keys_affecting
+
 # Keys of train.json that decide, with the model and the number of ranks, how long a step takes.
-BATCH_KEYS = ("microbatch_size", "gradient_accumulation_steps", "global_batch_size", "batch_ramp")
-KERNEL_KEYS = (
-    *("precision", "residual_precision", "compile", "coordinate_descent_tuning"),
-    *("activation_checkpointing", "optimizer", "shard_optimizer", "deterministic", "bucket_mb"),
-)
+BATCH_KEYS, KERNEL_KEYS = keys_affecting(Affects.BATCH), keys_affecting(Affects.SPEED)
 # The first steps of a process are slower than the rest, and their times scatter: memory is being laid out, clocks and
 # caches warm up, and a step may have waited for another program.
 BELIEVED_STEPS = 20

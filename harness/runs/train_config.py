@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -10,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from harness.common.errors import UserError
 from harness.common.json_files import Count, RunFile, parse_config, read_json_object
-from harness.runs.notebook_keys import NOTEBOOK_KEYS, translate_upstream
+from harness.runs.upstream import NOTEBOOK_KEYS, translate_upstream
 
 LARGEST_PRICE = 1e9
 # AdamW moves each number by about the rate in a step, and weights are far below 1: what is above is a mistake. The
@@ -22,7 +23,7 @@ DEFAULT_MIN_LR_RATIO = 0.1
 
 
 class BatchScale(BaseModel):
-    """`scale_with_batch`: harness/planning/scaling_rules.py has the formulas."""
+    """`scale_with_batch`: harness/planning/rates.py has the formulas."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -33,7 +34,7 @@ class BatchScale(BaseModel):
 
 
 class DepthScale(BaseModel):
-    """`scale_with_depth`: harness/planning/scaling_rules.py has the formula."""
+    """`scale_with_depth`: harness/planning/rates.py has the formula."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -41,10 +42,16 @@ class DepthScale(BaseModel):
 
 
 MUON_FIRST_MOMENTUM = 0.85  # where its warm-up begins
-MUON_KEYS = (
-    *("muon_learning_rate", "muon_update_scale", "muon_weight_decay"),
-    *("muon_momentum", "muon_momentum_warmup_steps"),
-)
+
+
+class Affects(Enum):
+    """The kinds of keys that do not affect the result alone; `keys_affecting` lists those of a kind."""
+
+    BATCH = "the tokens of a step"
+    SPEED = "the kernels of a step: its time, and rounding"
+    # Neither the weights of any step nor which checkpoint is called best. Not so checkpoint_interval, since `best` is
+    # chosen among the checkpoints.
+    NOTHING = "no result"
 
 
 class TrainConfig(RunFile):
@@ -55,7 +62,7 @@ class TrainConfig(RunFile):
     replaceable_keys: ClassVar[set[str]] = {"microbatch_size"}
 
     dataset: str = Field(min_length=1, description="owner/name on the Hugging Face Hub, or builtin/name.")
-    microbatch_size: Count = Field(ge=1, description="Sequences per device and forward pass.")
+    microbatch_size: Annotated[Count, Affects.BATCH] = Field(ge=1, description="Sequences per device and forward pass.")
     min_train_tokens: Count | None = Field(
         default=None,
         description="Train on the smallest whole number of global batches with at least this many tokens; "
@@ -83,11 +90,13 @@ class TrainConfig(RunFile):
         description="Start from this safetensors file (in the run's folder, or a path).",
     )
     random_seed: Count = Field(default=42, ge=0, description="Weights alike on all ranks, dropout not.")
-    gradient_accumulation_steps: Count = Field(default=1, ge=1, description="Microbatches per rank and optimizer step.")
-    global_batch_size: Count | None = Field(
+    gradient_accumulation_steps: Annotated[Count, Affects.BATCH] = Field(
+        default=1, ge=1, description="Microbatches per rank and optimizer step."
+    )
+    global_batch_size: Annotated[Count | None, Affects.BATCH] = Field(
         default=None, ge=1, description="Sequences per optimizer step over all ranks, instead of accumulation steps."
     )
-    batch_ramp: list[Annotated[tuple[Count, Count], Field(strict=False)]] | None = Field(
+    batch_ramp: Annotated[list[Annotated[tuple[Count, Count], Field(strict=False)]] | None, Affects.BATCH] = Field(
         default=None,
         min_length=1,
         description="A global batch that grows: [from so many tokens on, so many sequences over all ranks], in order.",
@@ -125,7 +134,7 @@ class TrainConfig(RunFile):
         allow_inf_nan=False,
         description="Coefficient of the loss that balances experts; null: 0.01 / num_active_experts.",
     )
-    optimizer: Literal["adamw", "muon"] = Field(
+    optimizer: Annotated[Literal["adamw", "muon"], Affects.SPEED] = Field(
         default="adamw", description="muon: the blocks' matrices by Muon, all else by AdamW."
     )
     embedding_learning_rate: float | None = Field(
@@ -155,50 +164,70 @@ class TrainConfig(RunFile):
     muon_momentum_warmup_steps: Count | None = Field(
         default=None, ge=1, description="Steps in which Muon's momentum rises from 0.85; null: none."
     )
-    shard_optimizer: bool = Field(default=False, description="ZeRO-1: optimizer state split over the ranks.")
-    precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
+    shard_optimizer: Annotated[bool, Affects.SPEED] = Field(
+        default=False, description="ZeRO-1: optimizer state split over the ranks."
+    )
+    precision: Annotated[Literal["auto", "bf16", "fp16", "fp32"], Affects.SPEED] = Field(
         default="auto", description="auto: bf16 where the device is fast in it, else fp16 on CUDA, else fp32."
     )
-    residual_precision: Literal["fp32", "bf16"] = Field(
+    residual_precision: Annotated[Literal["fp32", "bf16"], Affects.SPEED] = Field(
         default="fp32", description="bf16: the sum that blocks add to in bf16, too; with bf16 matrix products only."
     )
-    coordinate_descent_tuning: bool = Field(
+    coordinate_descent_tuning: Annotated[bool, Affects.SPEED] = Field(
         default=False, description="torch.compile tries more variants of each kernel; slower to start."
     )
-    compile: bool | Literal["auto"] = Field(default="auto", description="torch.compile; auto: on CUDA only.")
-    deterministic: bool = Field(
+    compile: Annotated[bool | Literal["auto"], Affects.SPEED] = Field(
+        default="auto", description="torch.compile; auto: on CUDA only."
+    )
+    deterministic: Annotated[bool, Affects.SPEED] = Field(
         default=False,
         description="The same bits every time, with CUDA or compile too; slower.",
     )
-    bucket_mb: Count | None = Field(
+    bucket_mb: Annotated[Count | None, Affects.SPEED] = Field(
         default=None, ge=1, description="MiB of gradients that ranks exchange at once; null: torch's 25."
     )
-    activation_checkpointing: bool = Field(default=False, description="Recompute each block in the backward pass.")
+    activation_checkpointing: Annotated[bool, Affects.SPEED] = Field(
+        default=False, description="Recompute each block in the backward pass."
+    )
     checkpoint_interval: Count | None = Field(default=None, ge=1, description="null: as validation_interval.")
-    keep_checkpoints: Count | None = Field(
+    keep_checkpoints: Annotated[Count | None, Affects.NOTHING] = Field(
         default=None, ge=1, description="Keep the newest N besides best and latest; null: all."
     )
-    async_checkpoint: bool = Field(
+    async_checkpoint: Annotated[bool, Affects.NOTHING] = Field(
         default=False, description="Write checkpoints while training goes on: it pauses only to copy the weights."
     )
-    weights_check_interval: Count | None = Field(
+    weights_check_interval: Annotated[Count | None, Affects.NOTHING] = Field(
         default=None,
         ge=1,
         description="Global steps between comparisons of all ranks' weights; null: before each checkpoint.",
     )
-    validation_ranks: Literal["rank0", "all"] = Field(default="rank0", description="Who validates.")
-    report_interval: Count = Field(default=10, ge=1, description="Global steps between reports.")
-    max_skipped_steps: Count = Field(default=10, ge=1, description="Non-finite steps in a row that end the run.")
-    price_per_hour: float | None = Field(
+    validation_ranks: Annotated[Literal["rank0", "all"], Affects.NOTHING] = Field(
+        default="rank0", description="Who validates."
+    )
+    report_interval: Annotated[Count, Affects.NOTHING] = Field(
+        default=10, ge=1, description="Global steps between reports."
+    )
+    max_skipped_steps: Annotated[Count, Affects.NOTHING] = Field(
+        default=10, ge=1, description="Non-finite steps in a row that end the run."
+    )
+    price_per_hour: Annotated[float | None, Affects.NOTHING] = Field(
         default=None, ge=0, le=LARGEST_PRICE, description="US dollars for the whole machine."
     )
-    benchmark_interval: Count | None = Field(default=None, ge=1, description="Global steps between benchmarks.")
-    benchmark_tasks: list[Annotated[str, Field(min_length=1)]] | None = Field(
+    benchmark_interval: Annotated[Count | None, Affects.NOTHING] = Field(
+        default=None, ge=1, description="Global steps between benchmarks."
+    )
+    benchmark_tasks: Annotated[list[Annotated[str, Field(min_length=1)]] | None, Affects.NOTHING] = Field(
         default=None, min_length=1, description="lm-eval's names of tasks and groups, or paths of task files (.yaml)."
     )
-    benchmark_examples: Count = Field(default=200, ge=1, description="Of each benchmark task, the first so many.")
-    sample_interval: Count | None = Field(default=None, ge=1, description="Global steps between printed samples.")
-    sample_prompt: str | None = Field(default=None, min_length=1, description="What a printed sample continues.")
+    benchmark_examples: Annotated[Count, Affects.NOTHING] = Field(
+        default=200, ge=1, description="Of each benchmark task, the first so many."
+    )
+    sample_interval: Annotated[Count | None, Affects.NOTHING] = Field(
+        default=None, ge=1, description="Global steps between printed samples."
+    )
+    sample_prompt: Annotated[str | None, Affects.NOTHING] = Field(
+        default=None, min_length=1, description="What a printed sample continues."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -257,8 +286,8 @@ class TrainConfig(RunFile):
 
 
 def _check_optimizer(config: TrainConfig) -> None:
-    for key in MUON_KEYS if config.optimizer != "muon" else ():
-        if getattr(config, key) != TrainConfig.model_fields[key].default:
+    for key in TrainConfig.model_fields if config.optimizer != "muon" else ():
+        if key.startswith("muon_") and getattr(config, key) != TrainConfig.model_fields[key].default:
             raise ValueError(f'key "{key}": belongs with "optimizer": "muon"; remove it, or use that optimizer')
     if config.optimizer == "muon" and config.precision == "fp16":
         raise ValueError('keys "optimizer" and "precision": "muon" does not run in "fp16"; use "bf16" or "fp32"')
@@ -355,6 +384,11 @@ def _check_validation_keys(config: TrainConfig) -> None:
             'key "validation_interval": missing; give validation_interval, validation_batches and start_val_token, '
             "or checkpoint_interval to train without validation"
         )
+
+
+def keys_affecting(kind: Affects) -> tuple[str, ...]:
+    """The keys of train.json of this kind, in the order of the fields."""
+    return tuple(key for key, field in TrainConfig.model_fields.items() if kind in field.metadata)
 
 
 def load_train_config(path: Path, *, has_experts: bool = False) -> TrainConfig:

@@ -1,4 +1,4 @@
-"""IsoFLOP profiles: among runs of equal compute, which size is best, and how that size grows with compute.
+"""IsoFLOP profiles: the best size among runs of equal compute, and its growth with compute.
 
 Approach 2 of Hoffmann et al. (arXiv:2203.15556): in each profile a parabola of the loss over ln N, and through the
 lowest points of the parabolas straight lines in logarithms.
@@ -50,59 +50,40 @@ class PowerLaw:
     """A quantity that is proportional to a power of the FLOPs."""
 
     exponent: Estimate
-    log_values: np.ndarray  # [2]: slope and intercept of ln quantity over ln FLOPs
+    line: np.ndarray  # [2]: slope and intercept of ln quantity over ln FLOPs
     drawn: np.ndarray  # [B, 2], the same of each draw
 
     def at(self, flops: np.ndarray) -> np.ndarray:
-        return np.exp(self.log_values[1] + self.log_values[0] * np.log(flops))
+        return np.exp(np.polyval(self.line, np.log(flops)))
 
-    def interval_at(self, flops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The 95 % interval at each of these FLOPs."""
+    def interval_at(self, flops: np.ndarray) -> np.ndarray:
+        """The 95 % interval at each of these FLOPs, [2, n]."""
         drawn = self.drawn[:, 1, None] + self.drawn[:, :1] * np.log(flops)
-        low, high = np.percentile(drawn, [2.5, 97.5], axis=0)
-        return np.exp(low), np.exp(high)
-
-
-@dataclass(frozen=True)
-class PowerLaws:
-    """Power laws in compute of the best size, its tokens and its loss."""
-
-    parameters: PowerLaw
-    tokens: PowerLaw
-    loss: PowerLaw
+        return np.exp(np.percentile(drawn, [2.5, 97.5], axis=0))
 
 
 @dataclass(frozen=True)
 class IsoFlop:
-    """The profiles found, and what they say together."""
+    """The profiles found, and the power laws in compute of the best size, its tokens and its loss."""
 
     profiles: list[Profile]
     alone: int  # points that belong to no profile
-    laws: PowerLaws | Inconclusive
+    laws: dict[str, PowerLaw] | Inconclusive  # of "parameters", "tokens" and "loss"
 
 
-@dataclass(frozen=True)
-class Grouping:
-    """Criteria of a profile: points whose FLOPs lie within `tolerance` (a fraction) of a common middle, of at least
-    `least_sizes` different sizes."""
-
-    tolerance: float = 0.05
-    least_sizes: int = 4
-
-
-def group_by_compute(points: Points, grouping: Grouping) -> list[np.ndarray]:
-    """Indices of the points of each profile, by rising FLOPs.
+def group_by_compute(points: Points, *, tolerance: float, least_sizes: int) -> list[np.ndarray]:
+    """Indices of the points of each profile, by rising FLOPs: points whose FLOPs lie within `tolerance` (a fraction) of
+    a common middle, of at least `least_sizes` different sizes.
 
     The profile with the most different sizes is taken first, then the next of what is left.
     """
-    width = 2 * np.log1p(grouping.tolerance)
-    log_flops, left, groups = np.log(points.flops), np.arange(len(points)), []
+    width = 2 * np.log1p(tolerance)
+    log_flops, left, groups = np.log(points.flops), np.argsort(points.flops, kind="stable"), []
     while left.size:
-        left = left[np.argsort(log_flops[left], kind="stable")]
         ends = np.searchsorted(log_flops[left], log_flops[left] + width, side="right")
         sizes = [different(points.parameters[left[begin:end]]) for begin, end in enumerate(ends)]
         begin = int(np.argmax(sizes))
-        if sizes[begin] < grouping.least_sizes:
+        if sizes[begin] < least_sizes:
             break
         groups.append(left[begin : ends[begin]])
         left = np.concatenate([left[:begin], left[ends[begin] :]])
@@ -111,7 +92,7 @@ def group_by_compute(points: Points, grouping: Grouping) -> list[np.ndarray]:
 
 @dataclass(frozen=True)
 class _Parabola:
-    """A least-squares parabola, [3], with what its uncertainty is worked out from."""
+    """A least-squares parabola, [3], and the basis of its uncertainty."""
 
     middle: float
     coefficients: np.ndarray
@@ -138,33 +119,36 @@ def _fit_parabola(points: Points, members: np.ndarray) -> _Parabola:
 
 
 def fit_isoflop(
-    points: Points, cost: CostLaw, resamples: int, grouping: Grouping, *, seed: int = 0
+    points: Points,
+    cost: CostLaw,
+    *,
+    tolerance: float = 0.05,
+    least_sizes: int = 4,
+    resamples: int = 1000,
+    seed: int = 0,
 ) -> IsoFlop | Inconclusive:
-    """The profiles among the points, and their power laws; or why there are none."""
-    groups = group_by_compute(points, grouping)
+    """The profiles among the points, and their power laws; or the reason why there are none."""
+    groups = group_by_compute(points, tolerance=tolerance, least_sizes=least_sizes)
     if not groups:
         return Inconclusive(
-            f"no {grouping.least_sizes} sizes (--least-sizes) were trained with FLOPs within {grouping.tolerance:.0%} "
-            "of a common value (--tolerance)"
+            f"no {least_sizes} sizes (--least-sizes) were trained with FLOPs within {tolerance:.0%} of a common value "
+            "(--tolerance)"
         )
     parabolas = [_fit_parabola(points, members) for members in groups]
-    drawn = _draw(parabolas, resamples, seed)
     profiles, lowest = [], []
-    for members, parabola, draws_Bx3 in zip(groups, parabolas, drawn, strict=True):
+    for members, parabola, draws_Bx3 in zip(groups, parabolas, _draw(parabolas, resamples, seed), strict=True):
         flops = float(np.exp(np.log(points.flops[members]).mean()))
         minima_Bx3 = None if draws_Bx3 is None else _minima(draws_Bx3, parabola.middle, flops, cost)
         optimum = _optimum(points.parameters[members], flops, parabola, cost, minima_Bx3)
         scatter = float(np.sqrt(parabola.squares / parabola.freedom)) if parabola.freedom else 0.0
         profiles.append(Profile(flops, members, parabola.coefficients, parabola.middle, scatter, optimum))
-        if not isinstance(optimum, Inconclusive):
-            lowest.append((profiles[-1], minima_Bx3))
-    alone = len(points) - sum(map(len, groups))
-    return IsoFlop(profiles, alone, _power_laws(lowest))
+        if isinstance(optimum, Optimum) and minima_Bx3 is not None:
+            lowest.append((flops, optimum, minima_Bx3))
+    return IsoFlop(profiles, len(points) - sum(map(len, groups)), _power_laws(lowest))
 
 
 def _draw(parabolas: list[_Parabola], resamples: int, seed: int) -> list[np.ndarray | None]:
-    """Coefficients [B, 3] of each parabola as the scatter of its points allows them, None where nothing is known of
-    that.
+    """Coefficients [B, 3] of each parabola as the scatter of its points allows them, None where the scatter is unknown.
 
     A parametric bootstrap: normal residuals, with the uncertainty of their variance, so that the coefficients have
     their t distribution (which drawing from five points with replacement would miss by far).
@@ -187,17 +171,16 @@ def _minima(draws_Bx3: np.ndarray, middle: float, flops: float, cost: CostLaw) -
     """ln of size, tokens and loss at the lowest point of each parabola, [B, 3]; NaN where it has none."""
     c0, c1, c2 = draws_Bx3.T
     with np.errstate(all="ignore"):
-        x = np.where(c2 > 0, -c1 / (2 * c2), np.nan)
-        loss = np.where(c2 > 0, c0 - c1**2 / (4 * c2), np.nan)
-        log_parameters = x + middle
+        c2 = np.where(c2 > 0, c2, np.nan)
+        log_parameters = middle - c1 / (2 * c2)
         log_tokens = np.log(flops / cost.coefficient) - cost.exponent * log_parameters
-        return np.stack([log_parameters, log_tokens, np.log(loss)], axis=1)
+        return np.stack([log_parameters, log_tokens, np.log(c0 - c1**2 / (4 * c2))], axis=1)
 
 
 def _optimum(
     sizes: np.ndarray, flops: float, parabola: _Parabola, cost: CostLaw, minima_Bx3: np.ndarray | None
 ) -> Optimum | Inconclusive:
-    """The lowest point with its intervals, or why there is none to tell."""
+    """The lowest point with its intervals, or the reason why it is not determined."""
     if parabola.coefficients[2] <= 0:
         return Inconclusive("its losses do not curve upwards from a lowest one")
     value = _minima(parabola.coefficients[None], parabola.middle, flops, cost)[0]
@@ -209,26 +192,21 @@ def _optimum(
     is_there = np.isfinite(minima_Bx3).all(axis=1)
     if np.mean(~is_there) > UNDETERMINED:
         return Inconclusive("its losses scatter too much to show where the lowest is")
-    estimates = [estimate(*(np.exp(each) for each in pair)) for pair in zip(value, minima_Bx3[is_there].T, strict=True)]
-    return Optimum(*estimates)
+    return Optimum(*map(estimate, np.exp(value), np.exp(minima_Bx3[is_there]).T))
 
 
-def _power_laws(lowest: list[tuple[Profile, np.ndarray | None]]) -> PowerLaws | Inconclusive:
-    """Straight lines through the lowest points, those of each draw for the intervals."""
+def _power_laws(lowest: list[tuple[float, Optimum, np.ndarray]]) -> dict[str, PowerLaw] | Inconclusive:
+    """Straight lines through the lowest points (FLOPs, optimum, minima of the draws), and through those of each
+    draw."""
     if len(lowest) < LEAST_PROFILES:
-        return Inconclusive(
-            f"{len(lowest)} profile{'s have' if len(lowest) != 1 else ' has'} an optimum, and a power law needs "
-            f"{LEAST_PROFILES}"
-        )
-    log_flops = np.log([profile.flops for profile, _ in lowest])
-    design = np.vander(log_flops, 2)
-    inverse_2xK = np.linalg.pinv(design)
-    drawn_KxBx3 = np.array([minima for _, minima in lowest])
+        have = "profile has" if len(lowest) == 1 else "profiles have"
+        return Inconclusive(f"{len(lowest)} {have} an optimum, and a power law needs {LEAST_PROFILES}")
+    inverse_2xK = np.linalg.pinv(np.vander(np.log([flops for flops, _, _ in lowest]), 2))
+    drawn_KxBx3 = np.array([minima for _, _, minima in lowest])
     drawn_KxBx3 = drawn_KxBx3[:, np.isfinite(drawn_KxBx3).all(axis=(0, 2))]
-    laws = []
+    laws = {}
     for column, name in enumerate(("parameters", "tokens", "loss")):
-        values = [np.log(getattr(profile.optimum, name).value) for profile, _ in lowest]
-        line = inverse_2xK @ np.array(values)
+        line = inverse_2xK @ np.log([getattr(optimum, name).value for _, optimum, _ in lowest])
         lines_Bx2 = (inverse_2xK @ drawn_KxBx3[:, :, column]).T
-        laws.append(PowerLaw(estimate(float(line[0]), lines_Bx2[:, 0]), line, lines_Bx2))
-    return PowerLaws(*laws)
+        laws[name] = PowerLaw(estimate(float(line[0]), lines_Bx2[:, 0]), line, lines_Bx2)
+    return laws

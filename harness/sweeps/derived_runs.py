@@ -25,8 +25,8 @@ from harness.data.dataset import Dataset, check_dataset_name, is_present
 from harness.model.config import ModelConfig, load_model_config
 from harness.planning.experiment import Experiment, first_difference
 from harness.runs.directory import RunDirectory
-from harness.runs.notebook_keys import translate_upstream
 from harness.runs.train_config import BUDGETS, TrainConfig, load_train_config
+from harness.runs.upstream import translate_upstream
 
 MODEL_KEYS = (*ModelConfig.model_fields, *ModelConfig.other_keys)
 TRAIN_KEYS = tuple(TrainConfig.model_fields)

@@ -17,8 +17,7 @@ from harness.common.units import GIB, amount_text
 from harness.data.loader import BatchLayout
 from harness.planning.experiment import Experiment
 from harness.planning.machines import hourly_price
-from harness.planning.plan import COLUMNS, make_plan, planned_start
-from harness.planning.plan_costs import Plan, planned_seconds
+from harness.planning.plan import COLUMNS, Plan, make_plan, planned_start
 from harness.planning.planned_speed import PlannedSpeed, plan_speed
 from harness.runs.throughput import KERNEL_KEYS
 from harness.sweeps.derived_runs import DerivedRun
@@ -129,7 +128,7 @@ class Planner:
         price, said = hourly_price(run.train_config.price_per_hour, speed.device, gpus)
         seconds = None
         if plan.position is not None and speed.tokens_per_second is not None:
-            seconds = sum(planned_seconds(plan, speed).values())
+            seconds = sum(plan.seconds(speed).values())
         dollars = None if seconds is None or price is None else seconds * price / 3600 / self.use.groups
         return RunPlan(run, plan, speed, seconds, dollars, said)
 

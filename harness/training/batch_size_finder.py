@@ -36,8 +36,7 @@ from harness.data.dataset import Dataset, check_token_ids
 from harness.distributed.world import World
 from harness.model.kernels import should_compile
 from harness.planning.experiment import Experiment
-from harness.runs.results import now
-from harness.runs.search_results import MicrobatchSearch, TriedMicrobatch, write_search
+from harness.runs.results import MicrobatchSearch, TriedMicrobatch, now, write_result
 from harness.runs.throughput import KERNEL_KEYS
 from harness.training.microbatch_probe import (
     PROBE_ACCUMULATION,
@@ -170,7 +169,7 @@ def search_record(
 def keep_search(experiment: Experiment, search: MicrobatchSearch) -> None:
     """Write it into the run's folder. That it cannot be written is a warning: its answer has been printed."""
     try:
-        write_search(experiment.run, search)
+        write_result(experiment.run, search)
     except RunError as error:
         click.echo(f"warning: {error}", err=True)
 

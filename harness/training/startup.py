@@ -27,14 +27,13 @@ from harness.model.determinism import explain_nondeterminism
 from harness.model.kernels import not_compiled, rounded_dropout, should_compile
 from harness.model.precision import Precision
 from harness.planning.experiment import Experiment, Position, comparable_losses, first_difference
-from harness.planning.plan import describe_start, make_plan
-from harness.planning.plan_costs import Plan
+from harness.planning.plan import Plan, describe_start, make_plan
 from harness.planning.planned_speed import plan_speed
-from harness.planning.scaling_rules import UNSCALED, ScaledSettings
+from harness.planning.rates import UNSCALED, ScaledSettings
 from harness.runs import checkpoints
 from harness.runs.budget import Budget
-from harness.runs.checkpoint_lookup import choose_start
 from harness.runs.checkpoint_meta import CheckpointMeta, Provenance, TrainState, read_meta, upgrade_notebook_meta
+from harness.runs.checkpoints import choose_start
 from harness.runs.directory import RunDirectory
 from harness.runs.throughput import Conditions, same_conditions, unknown_peak
 from harness.runs.train_config import TrainConfig

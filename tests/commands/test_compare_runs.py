@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from harness.runs.search_results import write_search
+from harness.runs.results import write_result
 from tests.runs.test_search_results import SEARCH
 from tests.support.compared_runs import BEST, DATASET, LATEST, MODEL, RunFolder
 from tests.support.isolation import ROOT, SHIPPED_RUNS
@@ -239,7 +239,7 @@ def hostile_runs(folder: Path) -> None:
         result |= {"lm_eval": HOSTILE, "tasks": [HOSTILE], "precision": HOSTILE, "scores": [score]}
         (run.directory.results / "benchmarks.json").write_text(json.dumps(result))
         search = SEARCH.model_copy(update={"device": text})
-        write_search(run.directory, search)
+        write_result(run.directory, search)
 
 
 def shown_whole(text: str) -> None:

@@ -24,10 +24,10 @@ from harness.comparison.machines_table import elsewhere, machines_table
 from harness.comparison.workloads import KnownSpeed, Workload, read_speeds, read_workload
 from harness.data.loader import BatchLayout
 from harness.model.config import ModelConfig, load_model_config
+from harness.planning.estimated_speed import UNCERTAINTY, estimated_speed, find_device
 from harness.planning.machines import PRICES, Machine, read_machines
-from harness.planning.paper_speed import UNCERTAINTY, find_device, paper_speed
 from harness.runs.directory import RunDirectory
-from harness.runs.search_results import write_search
+from harness.runs.results import write_result
 from tests.runs.test_reported import COSTS
 from tests.runs.test_search_results import SEARCH
 from tests.runs.test_shipped_runs import MACHINES
@@ -59,7 +59,7 @@ def projections(work: Workload, known: list[KnownSpeed]) -> dict[str, Projection
 def on_paper(name: str, layout: BatchLayout, model: ModelConfig) -> float:
     device = find_device(name)
     assert device is not None
-    return paper_speed(model, device, layout)
+    return estimated_speed(model, device, layout)
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -247,7 +247,7 @@ def test_what_a_run_folder_tells(tmp_path: Path) -> None:
     work = read_workload(run)
     assert isinstance(work, Workload)
     assert (work.layout, work.tokens, work.needed_gib, work.memory) == (layout, 1280, 7.5, None)
-    write_search(run, SEARCH.model_copy(update={"model": model.model_dump(mode="json")}))
+    write_result(run, SEARCH.model_copy(update={"model": model.model_dump(mode="json")}))
     work = read_workload(run)
     assert isinstance(work, Workload)
     assert work.memory is not None

@@ -14,7 +14,7 @@ from harness.comparison.runs_table import Column, RunsTable
 from harness.comparison.table_fits import fit_lines
 from harness.comparison.table_text import table_lines
 from harness.runs.directory import RunDirectory
-from harness.runs.search_results import MicrobatchSearch, TriedMicrobatch, write_search
+from harness.runs.results import MicrobatchSearch, TriedMicrobatch, write_result
 from tests.support.compared_runs import BEST, LATEST, RunFolder
 from tests.support.isolation import SHIPPED_RUNS
 
@@ -309,7 +309,7 @@ def test_a_runs_own_search_is_a_line_of_memory(tmp_path: Path) -> None:
         "model": {},
         "train": {},
     }
-    write_search(run.directory, MicrobatchSearch(**found))
+    write_result(run.directory, MicrobatchSearch(**found))
     assert list(fit_lines(table_of(run)))[:2] == [
         "a, -f on NVIDIA L4:",
         "  Memory over the microbatch: 0.250 GiB a sequence + 1.50 GiB",

@@ -30,7 +30,7 @@ from harness.evaluation.benchmarks.run import Score
 from harness.evaluation.likelihood import Scorer, one_by_one, windows
 from harness.hf.export import export_model
 from harness.model.precision import Precision
-from harness.runs.named_models import TrainedModel
+from harness.runs.trained_model import TrainedModel
 from tests.support.benchmark_files import KINDS, sentence, write_task
 from tests.support.launch import ROOT, Workshop
 

@@ -150,7 +150,7 @@ def plan_of(experiment: Experiment, world_size: int) -> None:
 
     def plan() -> None:
         made = make_plan(experiment, world_size, None)
-        assert "tokens" in describe_plan(made, experiment.model, PlannedSpeed(1000.0, "assumed"))
+        assert "tokens" in describe_plan(made, PlannedSpeed(1000.0, "assumed"))
         made.check_disk(experiment.run.path)
 
     line_of(plan)

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from harness.common.errors import UserError
 from harness.common.json_files import RunFile, json_schema
 from harness.model.config import ModelConfig, load_model_config
-from harness.planning.schedule import build_schedule
+from harness.planning.rates import build_schedule
 from harness.runs.train_config import TrainConfig, load_train_config
 from tests.support.configs import SEED_MODEL, SEED_TRAIN, WriteModel, WriteTrain, changed, refusal
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from bench.references import FeedForward, NotebookModel
 from gpt import GPTModel, ModelConfig, load_model, load_model_config
 from harness.common.json_files import read_json_object
-from harness.runs.notebook_optimizer import optimizer_by_name
 from harness.runs.train_config import TrainConfig
+from harness.runs.upstream import optimizer_by_name
 from harness.training.adamw import AdamW
 from tests.support.configs import SEED_TRAIN
 from tests.support.launch import MODEL, Workshop, metrics
@@ -272,7 +272,6 @@ def test_weights_alone_are_a_starting_point(tmp_path: Path) -> None:
 
 def test_moments_of_fewer_key_and_value_heads_are_joined_in_their_order() -> None:
     """A notebook has its query, key and value apart; of another number of heads, they are of other sizes."""
-    config = ModelConfig(**MODEL | {"n_heads": 4}).model_copy(update={"n_kv_heads": 2})  # heads of 4
 
     def adamw(*shape: int) -> dict[str, torch.Size]:
         return {"step": torch.Size(), "exp_avg": torch.Size(shape), "exp_avg_sq": torch.Size(shape)}
@@ -285,7 +284,7 @@ def test_moments_of_fewer_key_and_value_heads_are_joined_in_their_order() -> Non
         index: {"step": 3.0, "exp_avg": torch.randn(*rows), "exp_avg_sq": torch.rand(*rows).double()}
         for index, rows in enumerate([(6, 16), (6, 16), (16, 16), (8, 16), (8, 16), (16,), (6, 16)])
     }
-    ours = optimizer_by_name({"state": numbered}, shapes, config)
+    ours = optimizer_by_name({"state": numbered}, shapes)
     assert ours.keys() == shapes.keys()
     for key in ("exp_avg", "exp_avg_sq"):
         assert torch.equal(ours[qkv][key], torch.cat([numbered[index][key].float() for index in (2, 3, 4)]))
@@ -294,12 +293,8 @@ def test_moments_of_fewer_key_and_value_heads_are_joined_in_their_order() -> Non
         assert {key: value.shape for key, value in state.items()} == shapes[name]
         assert {value.dtype for value in state.values()} == {torch.float32}
         assert state["step"] == 3
-    with pytest.raises(
-        ValueError, match=re.escape("exp_avg of trf_blocks.0.att.W_key.weight is [8, 16], not [16, 16]")
-    ):
-        optimizer_by_name(
-            {"state": numbered}, shapes | {qkv: adamw(48, 16)}, config.model_copy(update={"n_kv_heads": 4})
-        )
+    with pytest.raises(ValueError, match=re.escape(f"exp_avg of {qkv} is [32, 16], not [48, 16]")):
+        optimizer_by_name({"state": numbered}, shapes | {qkv: adamw(48, 16)})
 
 
 class NotebookExperts(nn.Module):
@@ -333,7 +328,7 @@ def test_a_mixture_of_experts_is_the_notebooks_with_its_optimizers_state() -> No
     theirs(tokens).square().mean().backward()
     optimizer.step()
     own = AdamW(ours, TrainConfig.model_validate(SEED_TRAIN))
-    found = optimizer_by_name(optimizer.state_dict(), own.state_shapes(), config)
+    found = optimizer_by_name(optimizer.state_dict(), own.state_shapes())
     for name, parameter in theirs.named_parameters():
         if name in found:
             assert torch.equal(found[name]["exp_avg"], optimizer.state[parameter]["exp_avg"]), name

@@ -21,7 +21,7 @@ from harness.planning.experiment import Experiment
 from harness.planning.plan import make_plan
 from harness.planning.planned_speed import plan_speed
 from harness.runs.directory import RunDirectory
-from tests.runs.test_paper_speed import FAST
+from tests.runs.test_estimated_speed import FAST
 from tests.runs.test_shipped_runs import MACHINES
 from tests.support.isolation import SHIPPED_RUNS
 from tests.support.launch import Result, Workshop, free_port

@@ -8,19 +8,10 @@ from typing import Any
 import pytest
 
 from harness.common.errors import UserError
-from harness.planning.scaling_rules import (
-    Multipliers,
-    Setup,
-    decay_factor,
-    depth_factor,
-    horizon_factor,
-    ramp_multipliers,
-    rate_factor,
-    scale_settings,
-)
+from harness.planning.rates import Rates, scale_settings
 from harness.runs.train_config import TrainConfig
 
-SETUP = Setup(batch_tokens=4 * 1024, train_tokens=10**6, layers=6)
+SETUP: dict[str, Any] = {"batch_tokens": 4 * 1024, "train_tokens": 10**6, "layers": 6}
 
 
 def config(**keys: Any) -> TrainConfig:
@@ -28,18 +19,8 @@ def config(**keys: Any) -> TrainConfig:
     return TrainConfig.model_validate({**needed, "checkpoint_interval": 1, **keys})
 
 
-def test_formulas_by_hand() -> None:
-    assert rate_factor(4096, 1024) == 2.0
-    assert rate_factor(512, 1024) == pytest.approx(math.sqrt(0.5), rel=1e-15)
-    assert decay_factor(4096, 1024) == 2.0
-    assert horizon_factor(10**6, 250_000) == 0.25
-    assert depth_factor(6, 12) == 4.0
-    assert depth_factor(24, 12) == 0.25
-    assert rate_factor(7, 7) == decay_factor(7, 7) == horizon_factor(7, 7) == depth_factor(7, 7) == 1.0
-
-
 def test_nothing_is_scaled_unasked() -> None:
-    scaled = scale_settings(config(), SETUP)
+    scaled = scale_settings(config(), **SETUP)
     assert (scaled.values, scaled.explained) == ({}, ())
     assert scaled.apply(config()) == config()
 
@@ -48,7 +29,7 @@ def test_nothing_is_scaled_unasked() -> None:
 def test_weight_decay_forgets_over_as_many_tokens(batch: int) -> None:
     """B/(eta·lambda) tokens, whatever the batch."""
     base = config(learning_rate=0.002, weight_decay=0.1, scale_with_batch={"reference_tokens": 1024})
-    values = scale_settings(base, Setup(batch, 10**6, 6)).values
+    values = scale_settings(base, **SETUP | {"batch_tokens": batch}).values
     assert values["learning_rate"] == pytest.approx(0.002 * math.sqrt(batch / 1024), rel=1e-12)
     assert batch / (values["learning_rate"] * values["weight_decay"]) == pytest.approx(1024 / (0.002 * 0.1), rel=1e-12)
 
@@ -56,21 +37,21 @@ def test_weight_decay_forgets_over_as_many_tokens(batch: int) -> None:
 def test_weight_decay_forgets_over_the_same_part_of_the_run() -> None:
     """B/(eta·lambda·D), whatever the batch and the number of tokens."""
     rule = {"reference_tokens": 1024, "reference_train_tokens": 250_000}
-    values = scale_settings(config(scale_with_batch=rule), SETUP).values
-    part = SETUP.batch_tokens / (values["learning_rate"] * values["weight_decay"] * SETUP.train_tokens)
+    values = scale_settings(config(scale_with_batch=rule), **SETUP).values
+    part = 4096 / (values["learning_rate"] * values["weight_decay"] * 10**6)
     assert part == pytest.approx(1024 / (0.0004 * 0.1 * 250_000), rel=1e-12)
     assert values == pytest.approx({"learning_rate": 0.0008, "weight_decay": 0.1 * 2 * 0.25}, rel=1e-12)
 
 
 def test_depth_scales_weight_decay_alone() -> None:
-    scaled = scale_settings(config(scale_with_depth={"reference_layers": 12}), SETUP)
+    scaled = scale_settings(config(scale_with_depth={"reference_layers": 12}), **SETUP)
     assert scaled.values == pytest.approx({"weight_decay": 0.4}, rel=1e-12)
     assert scaled.explained == ("weight_decay 0.1 x (12 / 6)^2 = 0.4",)
 
 
 def test_both_rules_say_how_each_number_came_about() -> None:
     both = config(scale_with_batch={"reference_tokens": 1024}, scale_with_depth={"reference_layers": 3})
-    scaled = scale_settings(both, SETUP)
+    scaled = scale_settings(both, **SETUP)
     assert scaled.explained == (
         "learning_rate 0.0004 x sqrt(4,096 / 1,024) = 0.0008",
         "weight_decay 0.1 x sqrt(4,096 / 1,024) x (3 / 6)^2 = 0.05",
@@ -81,17 +62,18 @@ def test_both_rules_say_how_each_number_came_about() -> None:
 
 
 def test_what_is_scaled_beyond_all_numbers_is_refused() -> None:
-    with pytest.raises(UserError, match=r'^train.json: key "weight_decay": 1e\+308 x sqrt\(4,096 / 16\) is no number'):
-        scale_settings(config(weight_decay=1e308, scale_with_batch={"reference_tokens": 16}), SETUP)
+    with pytest.raises(UserError, match=r'^train.json: key "weight_decay": 1e\+308 x sqrt\(4,096 / 16\) overflows'):
+        scale_settings(config(weight_decay=1e308, scale_with_batch={"reference_tokens": 16}), **SETUP)
 
 
 def test_a_ramp_has_the_rate_and_decay_of_each_steps_batch() -> None:
     """The values are those by hand, and B/(eta·lambda) is the same in each step."""
     ramped = config(scale_with_batch={"reference_tokens": 1024})
-    largest = scale_settings(ramped, SETUP).values
+    largest = scale_settings(ramped, **SETUP).values
     for batch, by_hand in ((1024, 1.0), (2048, math.sqrt(2)), (4096, 2.0)):
-        step = ramp_multipliers(ramped, batch, SETUP.batch_tokens)
-        rate, decay = largest["learning_rate"] * step.rate, largest["weight_decay"] * step.decay
+        rate_factor, decay_factor = Rates.of(ramped, 10, 4096).at(0, batch)
+        rate, decay = largest["learning_rate"] * rate_factor, largest["weight_decay"] * decay_factor
         assert (rate, decay) == pytest.approx((0.0004 * by_hand, 0.1 * by_hand), rel=1e-12)
         assert batch / (rate * decay) == pytest.approx(1024 / (0.0004 * 0.1), rel=1e-12)
-    assert ramp_multipliers(config(), 1024, 4096) == Multipliers(1.0, 1.0)
+    assert Rates.of(config(), 10, 4096).at(0, 1024) == (1.0, 1.0)
+    assert Rates.of(config(warmup_steps=4), 10, 4096).at(0, 1024) == (0.25, 1.0)

@@ -1,4 +1,4 @@
-"""harness/planning/schedule.py: exact numbers, worked out by hand."""
+"""Learning-rate schedules: exact numbers, worked out by hand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from harness.common.errors import UserError
-from harness.planning.schedule import Schedule, build_schedule, cosine, linear, linear_decay, warmup
+from harness.planning.rates import Schedule, build_schedule, cosine, linear, linear_decay, warmup
 from harness.runs.train_config import TrainConfig
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from harness.runs.directory import RunDirectory
-from harness.runs.results import read_results
-from harness.runs.search_results import MicrobatchSearch, TriedMicrobatch, read_searches, write_search
+from harness.runs.results import MicrobatchSearch, TriedMicrobatch, read_results, write_result
 from harness.training.batch_size_finder import keep_search
 
 SEARCH = MicrobatchSearch(
@@ -36,35 +35,35 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def test_a_search_is_read_as_it_was_written(run: RunDirectory) -> None:
-    assert read_searches(run).found == []
-    write_search(run, SEARCH)
-    assert read_searches(run).found == [SEARCH]
-    assert (read_results(run).found, read_results(run).problems) == ([], [])
+    assert read_results(run).found == []
+    write_result(run, SEARCH)
+    assert read_results(run).found == [SEARCH]
+    assert read_results(run).problems == []
 
 
 def test_the_same_question_takes_the_place_of_the_earlier_one(run: RunDirectory) -> None:
     later = SEARCH.model_copy(update={"largest": 12, "limit_gib": 38.0, "date": "2026-02-02T03:04:05Z"})
-    assert write_search(run, SEARCH) == write_search(run, later)
-    assert read_searches(run).found == [later]
+    assert write_result(run, SEARCH) == write_result(run, later)
+    assert read_results(run).found == [later]
 
 
 @pytest.mark.parametrize(
     "other", [{"device": "H100"}, {"world_size": 2}, {"asked_gib": 24.0}, {"model": {"emb_dim": 64}}], ids=str
 )
 def test_another_question_stands_beside(run: RunDirectory, other: dict[str, Any]) -> None:
-    write_search(run, SEARCH)
-    write_search(run, SEARCH.model_copy(update=other))
-    assert len(read_searches(run).found) == 2
+    write_result(run, SEARCH)
+    write_result(run, SEARCH.model_copy(update=other))
+    assert len(read_results(run).found) == 2
 
 
 def test_what_cannot_be_read_is_named(run: RunDirectory) -> None:
-    path = write_search(run, SEARCH)
+    path = write_result(run, SEARCH)
     for name, text in (("half", '{"kind": "microbatch_'), ("other", '{"largest": "many"}')):
         path.with_name(f"microbatch-search-{name}.json").write_text(text)
-    searches = read_searches(run)
+    searches = read_results(run)
     assert searches.found == [SEARCH]
     assert ["microbatch-search-half" in problem for problem in searches.problems] == [True, False]
-    assert searches.problems[1].endswith("not a search of this version; use -f again, or move the file away")
+    assert searches.problems[1].endswith("not a result of this version; use -f again, or move the file away")
 
 
 def test_a_folder_that_takes_nothing_is_a_warning(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

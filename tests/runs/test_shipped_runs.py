@@ -12,7 +12,7 @@ import pytest
 from gpt import load_model_config
 from harness.common.json_files import read_json_object
 from harness.data.loader import BatchLayout, BatchSchedule
-from harness.planning.schedule import build_schedule
+from harness.planning.rates import build_schedule
 from harness.runs.directory import RunDirectory
 from harness.runs.train_config import load_train_config
 from harness.sweeps.sweep import load_sweep

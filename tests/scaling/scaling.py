@@ -7,14 +7,15 @@ import numpy as np
 from harness.scaling.data import Point, Points
 from harness.scaling.laws import Law
 
-LAW = Law(*np.array([1.8, 450.0, 2100.0, 0.35, 0.37]))
+A, B = 450.0, 2100.0
+LAW = Law(*np.array([1.8, np.log(A), np.log(B), 0.35, 0.37]))
 BUDGETS = (1e18, 4e18, 1.6e19, 6.4e19)
 SPREAD = (0.25, 0.5, 1.0, 2.0, 4.0)  # sizes, as parts of the best one
 
 
 def best_size(flops: float) -> float:
     """Equation 4 of Hoffmann et al. (arXiv:2203.15556)."""
-    ratio = float(LAW.alpha * LAW.a / (LAW.beta * LAW.b))
+    ratio = float(LAW.alpha * A / (LAW.beta * B))
     return float(ratio ** (1 / (LAW.alpha + LAW.beta)) * (flops / 6) ** (LAW.beta / (LAW.alpha + LAW.beta)))
 
 
@@ -28,10 +29,14 @@ def ladder(noise: float = 0.0, *, seed: int = 0, budgets: tuple[float, ...] = BU
             tokens = flops / 6 / size
             loss = float(LAW.loss(size, tokens) * np.exp(random.normal(0, noise)))
             points.append(Point(f"{flops:g} {part}", size, tokens, flops, loss))
-    return Points.of(points)
+    return Points(points)
 
 
 def points_of(parameters: np.ndarray, tokens: np.ndarray, loss: np.ndarray) -> Points:
     """Points by the rule C = 6ND."""
-    names = [str(index) for index in range(len(loss))]
-    return Points(names, np.asarray(parameters), np.asarray(tokens), 6 * parameters * tokens, np.asarray(loss), [])
+    return points_with_flops(parameters, tokens, 6 * parameters * tokens, loss)
+
+
+def points_with_flops(parameters: np.ndarray, tokens: np.ndarray, flops: np.ndarray, loss: np.ndarray) -> Points:
+    rows = zip(parameters, tokens, flops, loss, strict=True)
+    return Points([Point(str(number), n, d, c, loss) for number, (n, d, c, loss) in enumerate(rows)])

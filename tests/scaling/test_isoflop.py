@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from harness.comparison.inconclusive import Inconclusive
 from harness.scaling.data import CostLaw, Point, Points, read_points
-from harness.scaling.isoflop import Grouping, IsoFlop, Optimum, Profile, fit_isoflop, group_by_compute
-from tests.scaling.scaling import BUDGETS, LAW, best_size, ladder
+from harness.scaling.isoflop import IsoFlop, Optimum, Profile, fit_isoflop, group_by_compute
+from tests.scaling.scaling import BUDGETS, LAW, best_size, ladder, points_with_flops
 
 CHINCHILLA = os.environ.get("CHINCHILLA_POINTS", "")
 SIZES = (0.35, 0.6, 1.0, 1.7, 2.9)
@@ -30,11 +31,11 @@ def parabolas(noise: float = 0.0, *, seed: int = 0, sizes: tuple[float, ...] = S
             size = best_of(flops) * part
             loss = 3.0 * (flops / 1e18) ** -0.05 + curve * np.log(part) ** 2 + random.normal(0, noise)
             points.append(Point("", size, flops / 6 / size, flops, loss))
-    return Points.of(points)
+    return Points(points)
 
 
-def fitted(points: Points, resamples: int = 400, grouping: Grouping | None = None, seed: int = 0) -> IsoFlop:
-    isoflop = fit_isoflop(points, CostLaw.of(points), resamples, grouping or Grouping(), seed=seed)
+def fitted(points: Points, resamples: int = 400, **options: Any) -> IsoFlop:
+    isoflop = fit_isoflop(points, CostLaw.of(points), resamples=resamples, **options)
     assert isinstance(isoflop, IsoFlop), isoflop
     return isoflop
 
@@ -58,10 +59,10 @@ def test_parabolas_without_noise_come_back_exactly() -> None:
         assert optimum_of(profile).tokens.value == pytest.approx(profile.flops / 6 / best_of(profile.flops))
         assert optimum_of(profile).loss.value == pytest.approx(3.0 * (profile.flops / 1e18) ** -0.05)
     assert not isinstance(isoflop.laws, Inconclusive)
-    assert isoflop.laws.parameters.exponent.value == pytest.approx(0.49)
-    assert isoflop.laws.tokens.exponent.value == pytest.approx(0.51)
-    assert isoflop.laws.loss.exponent.value == pytest.approx(-0.05)
-    assert isoflop.laws.parameters.at(np.array([1e21])) == pytest.approx([best_of(1e21)])
+    assert isoflop.laws["parameters"].exponent.value == pytest.approx(0.49)
+    assert isoflop.laws["tokens"].exponent.value == pytest.approx(0.51)
+    assert isoflop.laws["loss"].exponent.value == pytest.approx(-0.05)
+    assert isoflop.laws["parameters"].at(np.array([1e21])) == pytest.approx([best_of(1e21)])
 
 
 def test_the_best_sizes_of_a_known_law_come_back() -> None:
@@ -71,7 +72,7 @@ def test_the_best_sizes_of_a_known_law_come_back() -> None:
         assert optimum_of(profile).parameters.value == pytest.approx(best_size(profile.flops), rel=0.06)
     assert not isinstance(isoflop.laws, Inconclusive)
     exponent = float(LAW.beta / (LAW.alpha + LAW.beta))
-    assert isoflop.laws.parameters.exponent.value == pytest.approx(exponent, abs=0.01)
+    assert isoflop.laws["parameters"].exponent.value == pytest.approx(exponent, abs=0.01)
 
 
 def test_the_intervals_hold_what_they_promise() -> None:
@@ -81,7 +82,7 @@ def test_the_intervals_hold_what_they_promise() -> None:
         isoflop = fitted(parabolas(0.004, seed=seed), 200, seed=seed)
         size = optimum_of(isoflop.profiles[1]).parameters
         assert not isinstance(isoflop.laws, Inconclusive)
-        exponent = isoflop.laws.parameters.exponent
+        exponent = isoflop.laws["parameters"].exponent
         held += [size.low <= best_of(BUDGETS[1]) <= size.high, exponent.low <= 0.49 <= exponent.high]
     # Three standard deviations of a binomial about 95 %, and one percent for intervals of 200 draws.
     assert held / experiments == pytest.approx(0.95, abs=0.043)
@@ -93,11 +94,11 @@ def test_the_intervals_hold_what_they_promise() -> None:
 def test_points_are_grouped_by_compute_within_the_tolerance() -> None:
     flops = np.array([1.0, 1.04, 1.08, 1.02, 2.0, 2.1, 1.98, 2.05, 4.0, 4.0, 4.0])
     sizes = np.array([1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 2.001]) * 1e6
-    points = Points([""] * 11, sizes, flops / 6 / sizes, flops, np.ones(11), [])
-    groups = group_by_compute(points, Grouping(tolerance=0.05, least_sizes=3))
+    points = points_with_flops(sizes, flops / 6 / sizes, flops, np.ones(11))
+    groups = group_by_compute(points, tolerance=0.05, least_sizes=3)
     assert [sorted(group.tolist()) for group in groups] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert group_by_compute(points, Grouping(tolerance=0.01, least_sizes=3)) == []
-    answer = fit_isoflop(points, CostLaw(), 100, Grouping(0.01, 3))
+    assert group_by_compute(points, tolerance=0.01, least_sizes=3) == []
+    answer = fit_isoflop(points, CostLaw(), tolerance=0.01, least_sizes=3, resamples=100)
     assert isinstance(answer, Inconclusive)
     assert "no 3 sizes (--least-sizes) were trained with FLOPs within 1%" in answer.reason
 
@@ -108,8 +109,8 @@ def test_compute_that_differs_within_a_profile_is_allowed_for() -> None:
     random = np.random.default_rng(0)
     flops = 1e19 * (1 + 0.04 * np.clip(np.log(sizes / best_of(1e19)) + random.normal(0, 0.5, 12), -1, 1))
     loss = 3.0 + 0.03 * np.log(sizes / best_of(1e19)) ** 2 - 0.4 * np.log(flops / 1e19)
-    points = Points([""] * 12, sizes, flops / 6 / sizes, flops, loss, [])
-    (profile,) = fitted(points, grouping=Grouping(0.05)).profiles
+    points = points_with_flops(sizes, flops / 6 / sizes, flops, loss)
+    (profile,) = fitted(points).profiles
     assert optimum_of(profile).parameters.value == pytest.approx(best_of(1e19), rel=1e-3)
 
 
@@ -136,7 +137,7 @@ def test_profiles_of_mere_noise_are_refused() -> None:
 
 def test_three_sizes_alone_leave_nothing_to_judge_by() -> None:
     points = parabolas(sizes=(0.5, 1, 2))
-    isoflop = fitted(points, grouping=Grouping(least_sizes=3))
+    isoflop = fitted(points, least_sizes=3)
     assert "train a 4th" in str(isoflop.profiles[0].optimum)
     assert str(isoflop.laws) == "inconclusive, because 0 profiles have an optimum, and a power law needs 3"
 
@@ -148,8 +149,8 @@ def test_three_sizes_alone_leave_nothing_to_judge_by() -> None:
 def test_the_published_exponents_come_from_the_published_points() -> None:
     """Hoffmann et al. (arXiv:2203.15556), table 2, approach 2: 0.49 (0.462, 0.534) and 0.51 (0.483, 0.529)."""
     points = read_points(Path(CHINCHILLA)).without_highest(5)
-    isoflop = fitted(points, 1000, Grouping(least_sizes=6))
+    isoflop = fitted(points, 1000, least_sizes=6)
     assert len(isoflop.profiles) == 9, "as many as they trained"
     assert not isinstance(isoflop.laws, Inconclusive)
-    assert isoflop.laws.parameters.exponent.value == pytest.approx(0.49, abs=0.01)
-    assert isoflop.laws.tokens.exponent.value == pytest.approx(0.51, abs=0.01)
+    assert isoflop.laws["parameters"].exponent.value == pytest.approx(0.49, abs=0.01)
+    assert isoflop.laws["tokens"].exponent.value == pytest.approx(0.51, abs=0.01)

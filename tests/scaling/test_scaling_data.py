@@ -56,7 +56,7 @@ def test_losses_that_are_not_finite_are_left_out_and_named(tmp_path: Path) -> No
         ("", "is empty; its first line must name the columns parameters, flops, loss"),
         ("parameters,flops,loss\n", "has no points"),
         ("parameters,flops,loss\n1e6,6e15,nan\n", "has no points"),
-        ("parameters,flop,loss\n", "column flops: missing; is flop what you mean?"),
+        ("name,loss,token,flops,parameters\n", "column token: unknown; did you mean tokens?"),
         ("n,d,l\n1,2,3\n", "column parameters: missing; there are: n, d, l"),
         ("parameters,flops,loss,loss\n1,2,3,4\n", "a column is named twice"),
         ("parameters,flops,loss\n1e6,6e15\n", ":2: 2 values for 3 columns"),

@@ -34,8 +34,7 @@ from gpt import GPTModel
 from harness.data.loader import BatchLayout, Microbatch
 from harness.model.precision import DTYPES, Precision
 from harness.planning.experiment import SWITCH_LOSS_SCALE
-from harness.planning.scaling_rules import Setup, ramp_multipliers, scale_settings
-from harness.planning.schedule import build_schedule
+from harness.planning.rates import Rates, scale_settings
 from harness.runs.budget import batch_schedule
 from harness.runs.train_config import TrainConfig
 from harness.training.step import build_step
@@ -175,9 +174,9 @@ def losses_of(name: str, *, fp64: bool = False, roundoff: float = 0.0, seed: int
     config = TrainConfig.model_validate({**SEED_TRAIN, **TRAIN, **RUNS[name][1], **(FP64 if fp64 else {})})
     model = built(name, config) if fp64 else built(name, config).float()
     layout = BatchLayout(1, config.accumulation_steps(1), config.microbatch_size, model.config.context_length)
-    batches, schedule = batch_schedule(config, layout), build_schedule(config, STEPS)
-    setup = Setup(layout.global_tokens, batches.tokens_before(STEPS), model.config.n_layers)
-    step = build_step(model, model, scale_settings(config, setup).apply(config))
+    batches, rates = batch_schedule(config, layout), Rates.of(config, STEPS, layout.global_tokens)
+    work = {"batch_tokens": layout.global_tokens, "train_tokens": batches.tokens_before(STEPS)}
+    step = build_step(model, model, scale_settings(config, **work, layers=model.config.n_layers).apply(config))
     tokens = [1]
     for noise in np.random.default_rng(7).integers(0, 8, STEPS * 2 * 48):
         tokens.append(int(tokens[-1] * 5 + 3 + (noise if noise < 2 else 0)) % 97)
@@ -196,10 +195,9 @@ def losses_of(name: str, *, fp64: bool = False, roundoff: float = 0.0, seed: int
         starts = range(before, before + here.global_tokens, here.microbatch_tokens)
         parts = (tokens[start : start + here.microbatch_tokens + 1] for start in starts)
         batch = [Microbatch(np.array(part, dtype=np.uint16), here.context_length) for part in parts]
-        ramp = ramp_multipliers(config, here.global_tokens, layout.global_tokens)
         for parameter in disturbed:
             put_off(parameter, roundoff * parameter.abs(), signs)
-        found.append(step.run(batch, schedule.multiplier(at) * ramp.rate, ramp.decay).losses_A.mean().item())
+        found.append(step.run(batch, *rates.at(at, here.global_tokens)).losses_A.mean().item())
     return [found[at] for at in SHOWN]
 
 

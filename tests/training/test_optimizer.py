@@ -328,7 +328,7 @@ def test_a_notebooks_state_is_of_no_use_to_another_optimizer() -> None:
     tensors = model.to_checkpoint_names().values()  # as many as the notebook has parameters
     numbered = {index: {"step": 3.0, "exp_avg": tensor} for index, tensor in enumerate(tensors)}
     with pytest.raises(UserError, match=r"optimizer.pt: .*velocity"):
-        load_notebook_optimizer(momentum_step(model), CONFIG, OptimizerStates({"state": numbered}, {}))
+        load_notebook_optimizer(momentum_step(model), OptimizerStates({"state": numbered}, {}))
 
 
 def test_train_json_chooses_the_optimizer() -> None:

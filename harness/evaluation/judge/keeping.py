@@ -14,8 +14,8 @@ from harness.evaluation.instruct.responses import Responses
 from harness.evaluation.judge.report import JudgeReport
 from harness.evaluation.judge.statistics import Comparison, compare
 from harness.runs.directory import RunDirectory
-from harness.runs.measured_weights import ModelInRun, find_model, warned_if_not_kept
 from harness.runs.results import InstructionResult, now, write_result
+from harness.runs.trained_model import ModelInRun, find_measured, warned_if_not_kept
 
 
 def keep_scores(paths: Sequence[Path], models: Sequence[Responses], report: JudgeReport) -> None:
@@ -40,7 +40,7 @@ def keep_scores(paths: Sequence[Path], models: Sequence[Responses], report: Judg
 
 def _model_that_answered(run: RunDirectory, responses: Responses) -> ModelInRun | None:
     weights = responses.weights
-    return None if weights is None else find_model(run, weights.checkpoint, weights.sha256)
+    return None if weights is None else find_measured(run, weights.checkpoint, weights.sha256)
 
 
 def _say_unknown(path: Path, run: RunDirectory, responses: Responses) -> None:

@@ -12,13 +12,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from harness.data.loader import BatchLayout
 from harness.model.config import ModelConfig, load_model_config
-from harness.planning.paper_speed import (
+from harness.planning.estimated_speed import (
     DEVICES,
     MUON_BYTES,
     MUON_LAUNCHES,
-    PaperDevice,
+    GpuSpec,
+    estimated_speed,
     find_device,
-    paper_speed,
     too_small,
     why_not,
 )
@@ -59,7 +59,7 @@ DRIVER_NAMES = {
 }
 
 
-def device(name: str) -> PaperDevice:
+def device(name: str) -> GpuSpec:
     found = find_device(name)
     assert found is not None
     return found
@@ -71,7 +71,7 @@ def changed(**values: Any) -> ModelConfig:
 
 def test_gpt2_small_on_eight_h200() -> None:
     """Microseconds a token with pen and paper: products, attention, traffic of tokens, microbatches and steps."""
-    found = paper_speed(GPT2_SMALL, device("H200"), BatchLayout(8, 2, 64, 1024))
+    found = estimated_speed(GPT2_SMALL, device("H200"), BatchLayout(8, 2, 64, 1024))
     each = (6 * (84.934656 + 38.597376)) / 593.4 + 66.060288 / 190
     each += (768 * (12 * 139 + 195) + 4 * 50_257) / 3.84e6
     each += 163.009536 * (18 / 3.84 / 65_536 + 36 / 3.84 / 131_072)
@@ -80,17 +80,17 @@ def test_gpt2_small_on_eight_h200() -> None:
 
 
 @pytest.mark.parametrize("known", DEVICES, ids=lambda known: known.name)
-def test_no_speed_on_paper_beats_the_products_at_their_peak(known: PaperDevice) -> None:
+def test_no_speed_on_paper_beats_the_products_at_their_peak(known: GpuSpec) -> None:
     attention = 12 * 12 * 768 * 1024  # as MFU counts it, uncausal
     least = (GPT2_SMALL.flops_per_token - attention) / known.matrix_peak
-    assert least < 1 / paper_speed(GPT2_SMALL, known, BatchLayout(1, 1, 64, 1024)) < 5 * least
+    assert least < 1 / estimated_speed(GPT2_SMALL, known, BatchLayout(1, 1, 64, 1024)) < 5 * least
 
 
 def test_what_a_speed_depends_on() -> None:
     def speed(
         ranks: int = 1, steps: int = 1, microbatch: int = 13, model: ModelConfig = GPT2_SMALL, **train: Any
     ) -> float:
-        return paper_speed(model, device("A100 40GB"), BatchLayout(ranks, steps, microbatch, 1024), train) / ranks
+        return estimated_speed(model, device("A100 40GB"), BatchLayout(ranks, steps, microbatch, 1024), train) / ranks
 
     assert speed(microbatch=64) > speed()
     assert speed(steps=4) > speed()
@@ -108,7 +108,7 @@ def test_where_the_cpu_decides_nothing_is_told() -> None:
         "launching the kernels of a step (about 110, 1.2 ms) takes longer than their work; only a measurement tells "
         "the speed"
     )
-    assert paper_speed(tiny, h100, layout) == pytest.approx(4 * 128 / (110 * 11e-6))
+    assert estimated_speed(tiny, h100, layout) == pytest.approx(4 * 128 / (110 * 11e-6))
     layout = BatchLayout(1, 1, 8, 1024)
     assert too_small(GPT2_SMALL, h100, layout) is None
     assert "(about 3,800, 41.8 ms)" in str(too_small(GPT2_SMALL, h100, layout, MUON))

@@ -43,7 +43,7 @@ LAUNCH_SECONDS = 11e-6
 
 
 @dataclass(frozen=True)
-class PaperDevice:
+class GpuSpec:
     """A GPU whose speed can be estimated; FLOP/s and bytes/s."""
 
     name: str
@@ -68,11 +68,11 @@ def _words(text: str) -> set[str]:
 # Peaks and bandwidths: NVIDIA's data sheets of A100, H100 and H200 (SXM) and HGX B200. Attention: Dao,
 # arXiv:2307.08691. Shares, exchange, and Blackwell's attention are assumed.
 DEVICES = (
-    PaperDevice("A100 40GB", 312e12, 0.70, 115e12, 1.555e12, 235e9, "nvidia sxm4 sxm"),
-    PaperDevice("A100 80GB", 312e12, 0.70, 115e12, 2.039e12, 235e9, "nvidia sxm4 sxm"),
-    PaperDevice("H100", 989e12, 0.60, 190e12, 3.35e12, 400e9, "nvidia 80gb hbm3 sxm5 sxm"),
-    PaperDevice("H200", 989e12, 0.60, 190e12, 4.8e12, 400e9, "nvidia 141gb hbm3e sxm5 sxm"),
-    PaperDevice("B200", 2.25e15, 0.55, 200e12, 8.0e12, 800e9, "nvidia 180gb 192gb hbm3e sxm"),
+    GpuSpec("A100 40GB", 312e12, 0.70, 115e12, 1.555e12, 235e9, "nvidia sxm4 sxm"),
+    GpuSpec("A100 80GB", 312e12, 0.70, 115e12, 2.039e12, 235e9, "nvidia sxm4 sxm"),
+    GpuSpec("H100", 989e12, 0.60, 190e12, 3.35e12, 400e9, "nvidia 80gb hbm3 sxm5 sxm"),
+    GpuSpec("H200", 989e12, 0.60, 190e12, 4.8e12, 400e9, "nvidia 141gb hbm3e sxm5 sxm"),
+    GpuSpec("B200", 2.25e15, 0.55, 200e12, 8.0e12, 800e9, "nvidia 180gb 192gb hbm3e sxm"),
 )
 # Values of train.json whose price nobody knows yet.
 UNKNOWN_PRICE: dict[str, Any] = {
@@ -86,7 +86,7 @@ UNKNOWN_PRICE: dict[str, Any] = {
 NO_KEYS: Mapping[str, Any] = MappingProxyType({})
 
 
-def find_device(name: str) -> PaperDevice | None:
+def find_device(name: str) -> GpuSpec | None:
     """The device of that name: as its driver has it ("NVIDIA A100-SXM4-40GB"), or as people write it ("a100-40gb")."""
     plain = re.sub(r"(\d)\s+gb\b", r"\1gb", name.lower())
     return next((device for device in DEVICES if device.is_called(plain)), None)
@@ -105,7 +105,7 @@ def why_not(train: Mapping[str, Any], world_size: int, model: ModelConfig | None
 
 
 def too_small(
-    model: ModelConfig, device: PaperDevice, layout: BatchLayout, train: Mapping[str, Any] = NO_KEYS
+    model: ModelConfig, device: GpuSpec, layout: BatchLayout, train: Mapping[str, Any] = NO_KEYS
 ) -> str | None:
     """The reason why such a step has no estimate, or None: the device ends it before the CPU has launched its kernels,
     so that UNCERTAINTY does not hold."""
@@ -118,8 +118,8 @@ def too_small(
     )
 
 
-def paper_speed(
-    model: ModelConfig, device: PaperDevice, layout: BatchLayout, train: Mapping[str, Any] = NO_KEYS
+def estimated_speed(
+    model: ModelConfig, device: GpuSpec, layout: BatchLayout, train: Mapping[str, Any] = NO_KEYS
 ) -> float:
     """Tokens per second of training, all GPUs of one machine together: compiled, 16-bit, with the optimizer of `train`,
     which is train.json's content. `why_not` and `too_small` say where that is not to be believed."""
@@ -127,7 +127,7 @@ def paper_speed(
     return layout.global_tokens / max(seconds, kernels * LAUNCH_SECONDS)
 
 
-def _step(model: ModelConfig, device: PaperDevice, layout: BatchLayout, train: Mapping[str, Any]) -> tuple[float, int]:
+def _step(model: ModelConfig, device: GpuSpec, layout: BatchLayout, train: Mapping[str, Any]) -> tuple[float, int]:
     """Seconds of a step's work on one GPU, and how many kernels the CPU launches for it.
 
     Products: 6 FLOPs for each weight that multiplies (PaLM, arXiv:2204.02311, appendix B). Attention: the causal half

@@ -1,0 +1,304 @@
+"""Trained models on disk: their names on a command line, what lies beside their weights, and the checkpoint of a run
+that they are. Loads torch only to write one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
+
+from harness.common.errors import RunError, UserError
+from harness.common.files import atomic_folder, check_name, replace_text, sha256
+from harness.common.json_files import parse_config, read_json_object
+from harness.common.messages import as_unicode
+from harness.data.tokenizers.load import load_tokenizer
+from harness.data.tokenizers.tokenizer import Tokenizer
+from harness.model.config import ModelConfig
+from harness.model.tensor_names import META, MODEL_JSON, WEIGHTS
+from harness.runs.checkpoint_meta import read_meta
+from harness.runs.checkpoints import BEST, LATEST, find_checkpoint
+from harness.runs.directory import RunDirectory
+from harness.runs.results import MeasuredWeights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WEIGHTS_SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """Weights, their configuration and what is known about them: a checkpoint of this program or the notebook's, an
+    imported model, or the like."""
+
+    label: str  # what a table calls it
+    weights: Path
+    config: ModelConfig
+    config_source: Path  # the file that the configuration stands in
+    meta: dict[str, Any]  # of the weights; empty if there is none
+
+    @classmethod
+    def read(cls, path: Path, model_json: Path | None = None, label: str | None = None) -> TrainedModel:
+        """The model in a folder, or whose weights are the file `path`.
+
+        Its configuration is in `model_json` or, if that is None, in a model.json beside the weights, in the
+        checkpoint's meta.json, or in the run directory that the checkpoint lies in. Raises UserError if there is none.
+        """
+        weights = path / WEIGHTS if path.is_dir() else path
+        if not weights.is_file():
+            raise UserError(f"{path}: no {WEIGHTS} in this folder" if path.is_dir() else f"{path}: no such file")
+        folder = weights.parent
+        meta = _meta_beside(weights)
+        # A link (`best`) may stand outside its run; what it leads to lies in it.
+        run = Path(folder.resolve()).parent.parent
+        for candidate in [model_json] if model_json else [folder / MODEL_JSON, folder / META, run / MODEL_JSON]:
+            if candidate.name == META and not isinstance(meta.get("model"), dict):
+                continue
+            if candidate.is_file() or model_json:
+                raw = meta["model"] if candidate.name == META else read_json_object(candidate)
+                config = parse_config(ModelConfig, raw, candidate)
+                return cls(label or as_unicode(_label(weights)), weights, config, candidate, meta)
+        if (folder / "config.json").is_file():
+            raise UserError(
+                f"{folder}: as transformers saves models; convert_hf.py import {folder} RUN makes a run of it"
+            )
+        raise UserError(
+            f"{folder}: no model.json tells the shape of these weights; give MODEL_JSON WEIGHTS, or --model-json"
+        )
+
+    @property
+    def run(self) -> RunDirectory | None:
+        """The run directory that the checkpoint lies in, if it does."""
+        folder = Path(self.weights.parent.resolve())
+        run = RunDirectory(folder.parent.parent if folder.parent.name == "checkpoints" else folder)
+        return run if run.model_json.is_file() else None
+
+    @property
+    def folder(self) -> Path:
+        """The folder for what is made of the model: where its model.json lies."""
+        return self.run.path if self.run and self.config_source.name == META else self.config_source.parent
+
+    @property
+    def identity(self) -> tuple[str, str]:
+        """Shape and weights, wherever links to them lie: two models with the same are one."""
+        return self.config.model_dump_json(), os.path.realpath(self.weights)
+
+
+def _label(weights: Path) -> str:
+    """RUN:CHECKPOINT as far as the path has both, else the path."""
+    folder = Path(os.path.abspath(weights)).parent
+    if folder.parent.name == "checkpoints" and weights.name == WEIGHTS:
+        return f"{folder.parent.parent.name}:{folder.name}"
+    return str(weights)
+
+
+def find_model(words: Sequence[str], runs_dir: Path) -> TrainedModel:
+    """The one model that a command line names. Raises UserError as `find_models` does, and if there are several."""
+    found = find_models(words, runs_dir)
+    if len(found) > 1:
+        raise UserError(f"{' '.join(words)}: {len(found)} models; give one, as RUN[:CHECKPOINT] or MODEL_JSON WEIGHTS")
+    return found[0]
+
+
+def find_models(words: Sequence[str], runs_dir: Path) -> list[TrainedModel]:
+    """The models of a command line, each named by RUN[:CHECKPOINT], by MODEL_JSON WEIGHTS, or by its folder.
+
+    RUN may be a pattern like `lr-*`, and a run's path. Without a checkpoint it is `best`, or `latest` where there is no
+    best, or the weights beside model.json of an imported model. Raises UserError, with the nearest name, for what is
+    not there.
+    """
+    found: list[TrainedModel] = []
+    left = list(words)
+    while left:
+        word, path = left[0], Path(left.pop(0))
+        following = left[0] if left else ""
+        are_weights = word.endswith(WEIGHTS_SUFFIX) and not following.endswith(".json")
+        if not are_weights and (word.endswith(".json") or path.is_file() or following.endswith(WEIGHTS_SUFFIX)):
+            if not left:
+                raise UserError(f"{word}: a model is two files, MODEL_JSON WEIGHTS; give both, or RUN[:CHECKPOINT]")
+            found.append(TrainedModel.read(Path(left.pop(0)), path))
+        elif path.exists() and not _is_run(path, runs_dir):
+            found.append(TrainedModel.read(path))
+        else:
+            name, colon, checkpoint = word.rpartition(":")
+            runs = RunDirectory.find_all(runs_dir, name if colon else word)
+            found += [_model_of(run, checkpoint if colon else None) for run in runs]
+    return found
+
+
+def _is_run(path: Path, runs_dir: Path) -> bool:
+    """True if a name or path means a run rather than a folder with weights. One in `runs_dir` wins; a run elsewhere
+    without weights of its own is left to RunDirectory, which refuses it."""
+    is_in_runs_dir = os.path.realpath(path.parent) == os.path.realpath(runs_dir)
+    is_name = path.name == str(path) and (runs_dir / path).is_dir()
+    return is_in_runs_dir or is_name or ((path / "train.json").is_file() and not (path / WEIGHTS).exists())
+
+
+def _model_of(run: RunDirectory, checkpoint: str | None) -> TrainedModel:
+    name = run.path.name
+    if checkpoint is not None:
+        return TrainedModel.read(find_checkpoint(run.checkpoints, checkpoint), label=f"{name}:{checkpoint}")
+    for link in (BEST, LATEST):
+        if (run.checkpoints / link).is_dir():
+            return TrainedModel.read(run.checkpoints / link, label=name)
+    if (run.path / WEIGHTS).is_file() and not run.train_json.exists():  # there it may be what a run starts from
+        return TrainedModel.read(run.path, label=name)
+    raise UserError(f"{run.checkpoints}: no best or latest checkpoint; train the run, or name another: RUN:CHECKPOINT")
+
+
+def each_once(models: Sequence[TrainedModel]) -> list[TrainedModel]:
+    """Without those that were named twice; different models that would be called alike are called by their paths."""
+    known: dict[str, set[tuple[str, str]]] = {}
+    for model in models:
+        known.setdefault(model.label, set()).add(model.identity)
+    told = [model if len(known[model.label]) == 1 else replace(model, label=str(model.weights)) for model in models]
+    return list({(model.label, model.identity): model for model in told}.values())
+
+
+# What lies beside the weights
+
+
+def check_tokenizer_fits(tokenizer: Tokenizer, vocab_size: int, weights: Path) -> None:
+    """Raises UserError for a tokenizer with tokens that a model of `vocab_size` does not have; it may have more."""
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            f"{weights.parent}: its tokenizer has {tokenizer.vocab_size:,} tokens, the model {vocab_size:,}: it is "
+            f"another model's; put the right one beside the weights, and its name into {META}"
+        )
+
+
+def tokenizer_of(weights: Path) -> Tokenizer:
+    """The tokenizer of the model whose weights are in this file: the one beside it, or else GPT-2's."""
+    return load_tokenizer(tokenizer_file_of(weights))
+
+
+def tokenizer_file_of(weights: Path) -> str | Path:
+    """Argument of `load_tokenizer` for the model's tokenizer: "gpt2", or the file beside the weights."""
+    name = _meta_beside(weights).get("tokenizer", "gpt2")
+    return "gpt2" if name == "gpt2" else weights.parent / check_name(str(name), f"{weights.parent / META}: tokenizer")
+
+
+def dataset_of(weights: Path) -> str | None:
+    """The name of the dataset that a checkpoint's weights were trained on; None if nothing beside them tells."""
+    dataset = _meta_beside(weights).get("dataset")
+    return str(dataset["name"]) if isinstance(dataset, dict) and "name" in dataset else None
+
+
+def _meta_beside(weights: Path) -> dict[str, Any]:
+    meta = weights.parent / META
+    return read_json_object(meta) if meta.is_file() else {}
+
+
+# The checkpoint of a run that measured weights are, so that measurements stay in that run's folder
+
+
+@dataclass(frozen=True)
+class ModelInRun:
+    """A run, and those of its weights that were measured."""
+
+    run: RunDirectory
+    weights: MeasuredWeights
+
+
+def model_in_run(weights: Path) -> ModelInRun | None:
+    """The checkpoint whose weights this file has; None if it lies in no run's `checkpoints/`.
+
+    The path may lead through links: `best`, a link to the run's folder, or a `checkpoints` that is one. Raises OSError
+    if the file cannot be read.
+    """
+    for path in (Path(os.path.abspath(weights)), Path(os.path.realpath(weights))):
+        folder, checkpoints = Path(os.path.realpath(path.parent)), path.parent.parent
+        run = RunDirectory(checkpoints.parent)
+        is_there = run.checkpoints == checkpoints and folder.parent == Path(os.path.realpath(checkpoints))
+        if is_there and path.name == WEIGHTS and run.model_json.is_file():
+            return ModelInRun(run, _describe(folder, sha256(path)))
+    return None
+
+
+def find_measured(run: RunDirectory, checkpoint: str, digest: str) -> ModelInRun | None:
+    """The checkpoint of this name; None if the run has none with weights of this SHA-256 (any more). Raises UserError
+    for a name that none has."""
+    weights = run.checkpoints / check_name(checkpoint, "checkpoint") / WEIGHTS
+    found = model_in_run(weights) if weights.is_file() else None
+    return found if found is not None and found.weights.sha256 == digest else None
+
+
+def _describe(folder: Path, digest: str) -> MeasuredWeights:
+    """Return the record of a checkpoint's weights, from its folder and their SHA-256 `digest`."""
+    facts: dict[str, int] = {}
+    with suppress(UserError):  # without a meta.json, or with another program's, the hash has to do
+        meta = read_meta(folder)
+        facts = {key: getattr(meta, key) for key in ("global_step", "tokens_seen") if key in meta.model_fields_set}
+    leads_here = {link: os.path.realpath(folder.parent / link) == str(folder) for link in (BEST, LATEST)}
+    return MeasuredWeights(
+        checkpoint=folder.name, sha256=digest, is_best=leads_here[BEST], is_latest=leads_here[LATEST], **facts
+    )
+
+
+@contextmanager
+def warned_if_not_kept() -> Iterator[None]:
+    """Turn an error inside into a warning on standard error: the result of minutes of work is printed by then."""
+    try:
+        yield
+    except (UserError, RunError, OSError) as error:
+        reason = str(error)
+        if isinstance(error, OSError):
+            reason = f"{error.filename or 'a file'}: {error.strerror or error}"
+        print(f"warning: not kept among the run's results: {reason}", file=sys.stderr, flush=True)
+
+
+# Writing one
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to be filled in the body, which then appears whole as `folder` (see `atomic_folder`).
+
+    Raises UserError if `folder` has something in it, RunError if the disk refuses.
+    """
+    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
+        raise UserError(f"{folder}: exists; give another place, or move it away")
+    try:
+        with atomic_folder(folder) as draft:
+            yield draft
+    except (OSError, SafetensorError) as error:  # safetensors wraps a full disk in an exception of its own
+        reason = getattr(error, "strerror", None) or error
+        raise RunError(f"{folder}: cannot be written: {reason}") from None
+
+
+def write_model(
+    folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], *, tokenizer: str | Path, facts: dict[str, Any]
+) -> None:
+    """Write a new folder with model.json, the weights under their public names, the tokenizer ("gpt2" or a file), and
+    a meta.json that holds `facts`, too.
+
+    Raises as `new_folder` does.
+    """
+    with new_folder(folder) as draft:
+        fill(draft, config, tensors)
+        if isinstance(tokenizer, Path):
+            shutil.copyfile(tokenizer, draft / tokenizer.name)
+        name = tokenizer.name if isinstance(tokenizer, Path) else tokenizer
+        write_meta(draft, config, tokenizer=name, **facts)
+
+
+def fill(draft: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """model.json and model.safetensors."""
+    from harness.model.weights import save_weights
+
+    replace_text(draft / MODEL_JSON, json.dumps(config, indent=4) + "\n")
+    save_weights({name: tensor.clone() for name, tensor in tensors.items()}, draft / WEIGHTS)  # safetensors shares none
+
+
+def write_meta(draft: Path, config: dict[str, Any], **values: Any) -> None:
+    """Write meta.json: the model's configuration and further facts about the weights."""
+    replace_text(draft / META, json.dumps({"model": config, **values}, indent=2, allow_nan=False) + "\n")
