@@ -138,9 +138,8 @@ def option_of(key: str) -> str:
 
 def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> None:
     """Make the dataset, or finish one that was interrupted, and say what is in it."""
-    from harness.data.preparation.command import make_dataset
-    from harness.data.preparation.options import PreparationOptions
-    from harness.data.preparation.work_folder import without_dots
+    from harness.data.preparation.command import PreparationOptions, make_dataset
+    from harness.data.preparation.work import without_dots
 
     output_dir = without_dots(output_dir)
     chosen = {each.name: options[each.name] for each in fields(PreparationOptions)}

@@ -9,7 +9,7 @@ from typing import Any
 from harness.common.hub import CARD, HubWork, upload
 from harness.data.dataset import Dataset
 from harness.data.preparation.splits import SPLITS
-from harness.data.preparation.work_folder import is_dataset_file
+from harness.data.preparation.work import is_dataset_file
 
 
 def upload_dataset(dataset: Dataset, name: str, *, public: bool) -> str:

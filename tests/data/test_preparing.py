@@ -19,10 +19,9 @@ import numpy as np
 import pytest
 
 from harness.data.dataset import Dataset
-from harness.data.preparation.batches import Batch
-from harness.data.preparation.encoding import Encoded
+from harness.data.preparation.encode import Batch, Encoded
 from harness.data.preparation.splits import SplitSizes, draws, hold_out, write_splits
-from harness.data.preparation.token_stream import StreamSize, TokenStream
+from harness.data.preparation.stream import StreamSize, TokenStream
 from tests.support.isolation import ROOT, SHIPPED_RUNS, on_path
 from tests.support.preparing import (
     IN_ORDER,
@@ -331,11 +330,11 @@ KILLS = 6
 HURRIED_TO_ITS_END = """
 import os, sys
 def hurry():
-    import harness.data.preparation.batches, harness.data.preparation.pipeline, harness.data.preparation.shuffle
+    import harness.data.preparation.encode, harness.data.preparation.pipeline, harness.data.preparation.stream
     import harness.data.preparation.splits
     harness.data.preparation.splits.POOL_DOCUMENTS = 30
-    harness.data.preparation.batches.BATCH_CHARACTERS, harness.data.preparation.pipeline.COMMIT_TOKENS = 2000, 500
-    harness.data.preparation.shuffle.BUCKET_BYTES = 4000
+    harness.data.preparation.encode.BATCH_CHARACTERS, harness.data.preparation.pipeline.COMMIT_TOKENS = 2000, 500
+    harness.data.preparation.stream.BUCKET_BYTES = 4000
 class Finder:
     def find_spec(self, name, path, target=None):
         if name == "harness.data.preparation.new_tokenizer":

@@ -12,9 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from harness.common.errors import RunError, UserError
-from harness.data.preparation.batches import LONGEST_PIECE, batches
-from harness.data.preparation.documents import Piece, TextFormat, read_documents
-from harness.data.preparation.text_files import TextFile
+from harness.data.preparation.encode import LONGEST_PIECE, batches
+from harness.data.preparation.text_input import Piece, TextFile, TextFormat, read_documents
 from tests.support.preparing import IN_ORDER, SMALL, Preparer, content_of, documents_of, texts, write_json_lines
 
 DOCUMENTS = texts(40)
@@ -126,7 +125,7 @@ def read(path: Path, form: TextFormat | None = None) -> list[str]:
 def test_a_separator_may_lie_across_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, separator: str, block: int
 ) -> None:
-    monkeypatch.setattr("harness.data.preparation.documents.READ_BYTES", block)
+    monkeypatch.setattr("harness.data.preparation.text_input.READ_BYTES", block)
     text = "né\n\n\nab|aba|ab日\n\n|abab\n"
     path = tmp_path / "a.txt"
     path.write_text("\ufeff" + text, newline="")
@@ -247,7 +246,7 @@ def test_invalid_utf8_is_an_error_or_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("block", [1, 2, 3, 64])
 def test_the_place_of_what_is_not_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     """Wherever the blocks that it is read in end, and where the file ends within a character."""
-    monkeypatch.setattr("harness.data.preparation.documents.READ_BYTES", block)
+    monkeypatch.setattr("harness.data.preparation.text_input.READ_BYTES", block)
     for content, place in ((b"\xc3\xa9 ol\xe9!", 5), ("日本".encode()[:-1], 3)):
         (tmp_path / "a.txt").write_bytes(content)
         with pytest.raises(RunError, match=rf"a.txt: not valid UTF-8 at byte {place}; "):

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from harness.common.errors import UserError
-from harness.data.preparation.token_files import open_shard
-from harness.data.preparation.token_shards import check_token_ids, find_shards
+from harness.data.preparation.token_input import check_token_ids, find_shards, open_shard
 from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
 from tests.support.isolation import on_path

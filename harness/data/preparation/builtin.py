@@ -16,12 +16,10 @@ from pathlib import Path
 from harness.common.errors import UserError
 from harness.common.files import atomic_folder
 from harness.common.libraries import usable_cores
-from harness.data.preparation.batches import batches
-from harness.data.preparation.documents import Piece
-from harness.data.preparation.encoding import encode, encode_batches, token_dtype
-from harness.data.preparation.options import Recorded
-from harness.data.preparation.splits import SPLITS, About, by_documents, write_dataset_meta, write_splits
-from harness.data.preparation.token_stream import StreamSize, TokenStream
+from harness.data.preparation.encode import batches, encode, encode_batches, token_dtype
+from harness.data.preparation.splits import SPLITS, About, Recorded, by_documents, write_dataset_meta, write_splits
+from harness.data.preparation.stream import StreamSize, TokenStream
+from harness.data.preparation.text_input import Piece
 from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
 

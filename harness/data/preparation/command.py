@@ -5,26 +5,138 @@ from __future__ import annotations
 import itertools
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
+
+from tqdm import tqdm
 
 from harness.common.errors import RunError, RunStopped, UserError, place_of, printable
 from harness.common.files import version_of
 from harness.common.libraries import usable_cores
 from harness.common.messages import abbreviated
-from harness.data.preparation.encoder_processes import EncoderProcesses
+from harness.data.preparation.encode import Encoded, EncoderProcesses
 from harness.data.preparation.new_tokenizer import TokenizerChoice, sample_texts
-from harness.data.preparation.options import PreparationOptions, Recorded
 from harness.data.preparation.pipeline import Preparation, Recipe
-from harness.data.preparation.progress import ReadingProgress
 from harness.data.preparation.sources import find_source, short_name
-from harness.data.preparation.splits import About, Split, SplitSizes, write_dataset_meta
-from harness.data.preparation.token_shards import check_token_ids, find_shards, import_shards
-from harness.data.preparation.work_folder import WorkFolder, check_target
+from harness.data.preparation.splits import About, Recorded, Split, SplitSizes, write_dataset_meta
+from harness.data.preparation.stream import StreamSize
+from harness.data.preparation.text_input import TextFile, TextFormat
+from harness.data.preparation.token_input import check_token_ids, find_shards, import_shards
+from harness.data.preparation.work import WorkFolder, check_target
 from harness.data.tokenizers.load import load_tokenizer
+
+
+@dataclass(frozen=True)
+class PreparationOptions:
+    """The command's options that decide how a dataset is made, by the command's names and with its defaults."""
+
+    text_column: str = "text"
+    document_separator: str | None = None  # as it was typed
+    replace_invalid: bool = False
+    include: tuple[str, ...] = ()
+    revision: str | None = None
+    delete_after: bool = False
+    tokenizer: str | None = None
+    train_tokenizer: int | None = None
+    validation_fraction: float = 0.01
+    test_fraction: float = 0.0
+    split_order: Literal["seeded", "given"] = "seeded"
+    shuffle_seed: int | None = None
+    description: str = ""
+    workers: int | None = None
+    overwrite: bool = False
+    restart: bool = False
+    from_bin: bool = False
+    token_dtype: str | None = None
+
+    @property
+    def text_format(self) -> TextFormat:
+        """Format of the documents in the files."""
+        separator = self.document_separator
+        errors: Literal["strict", "replace"] = "replace" if self.replace_invalid else "strict"
+        return TextFormat(self.text_column, separator and _unescaped(separator), errors)
+
+    def deciding(self) -> dict[str, Recorded]:
+        """The options that decide the bytes of a dataset made of text, to be recorded: interrupted work resumes with
+        the same ones only."""
+        return {
+            "text_column": self.text_column,
+            "document_separator": self.document_separator,
+            "replace_invalid": "any" if self.replace_invalid else False,
+            "include": list(self.include),
+            "tokenizer": self.tokenizer,
+            "train_tokenizer": self.train_tokenizer,
+            "validation_fraction": self.validation_fraction,
+            "test_fraction": self.test_fraction,
+            # The given order was the only one once, and had no key.
+            **({} if self.split_order == "given" else {"split_order": self.split_order}),
+            "shuffle_seed": self.shuffle_seed,
+        }
+
+    def deciding_for_shards(self) -> dict[str, Recorded]:
+        """The options that decide the bytes of a dataset made of token shards."""
+        return {"from_bin": True, "token_dtype": self.token_dtype, "tokenizer": self.tokenizer}
+
+
+def _unescaped(text: str) -> str:
+    r"""Replace \n, \r, \t and \\ by what they stand for, since few shells let one type them."""
+    return text.replace("\\\\", "\0").replace("\\n", "\n").replace("\\r", "\r").replace("\\t", "\t").replace("\0", "\\")
+
+
+SECONDS_BETWEEN_LINES = 10.0
+BAR_FORMAT = "{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
+
+
+class ReadingProgress:
+    """Documents, tokens, tokens/s and time left. The bar counts bytes of the input files."""
+
+    def __init__(self, files: Sequence[TextFile]) -> None:
+        self._before = [0, *itertools.accumulate(file.size for file in files)]
+        self._began = self._shown = time.monotonic()
+        self._bar: tqdm | None = None
+        self._first: tuple[int, int] | None = None  # bytes and tokens of an earlier process
+        self._is_terminal = sys.stderr.isatty()
+
+    def show(self, encoded: Encoded, size: StreamSize) -> None:
+        """Tell of a batch; `size` counts all there is so far."""
+        position = self._before[encoded.batch.file] + encoded.batch.position
+        if self._first is None:
+            self._first = (position, size.tokens)
+        now = time.monotonic()
+        done, tokens = position - self._first[0], size.tokens - self._first[1]
+        speed = tokens / max(now - self._began, 1e-9)
+        if self._is_terminal:
+            if self._bar is None:
+                total = self._before[-1]
+                self._bar = tqdm(total=total, initial=position, bar_format=BAR_FORMAT, dynamic_ncols=True)
+            self._bar.update(position - self._bar.n)
+            self._bar.set_postfix_str(
+                f"{_short(size.documents)} documents, {_short(size.tokens)} tokens, {_short(speed)} tokens/s"
+            )
+        elif now - self._shown >= SECONDS_BETWEEN_LINES:
+            self._shown = now
+            left = (now - self._began) * (self._before[-1] - position) / max(1, done)
+            print(
+                f"{position / max(1, self._before[-1]):4.0%}  {size.documents:,} documents  {size.tokens:,} tokens  "
+                f"{speed:,.0f} tokens/s  {tqdm.format_interval(left)} left",
+                flush=True,
+            )
+
+    def __enter__(self) -> ReadingProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _short(number: float) -> str:
+    return tqdm.format_sizeof(number)
 
 
 @dataclass(frozen=True)
@@ -78,7 +190,13 @@ def _place(tokenizer: str, work: WorkFolder) -> str | Path:
 def _from_text(inputs: Sequence[str], work: WorkFolder, options: PreparationOptions) -> Made:
     sizes = SplitSizes(options.validation_fraction, options.test_fraction, options.split_order)
     recipe = Recipe(options.text_format, sizes, options.shuffle_seed)
-    source = find_source(inputs, options, work.path)
+    source = find_source(
+        inputs,
+        include=options.include,
+        revision=options.revision,
+        delete_after=options.delete_after,
+        work=work.path,
+    )
     if source.ignored:
         names = printable(abbreviated(source.ignored))
         print(f"not read, as no text by their names, or links to folders: {names}", file=sys.stderr, flush=True)

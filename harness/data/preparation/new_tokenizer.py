@@ -13,11 +13,11 @@ import numpy as np
 
 from harness.common.errors import UserError
 from harness.common.files import atomic_file, sha256
-from harness.data.preparation.batches import batches
-from harness.data.preparation.documents import Piece
+from harness.data.preparation.encode import batches
 from harness.data.preparation.pipeline import Recipe
 from harness.data.preparation.sources import TextSource, read_file
 from harness.data.preparation.splits import SplitSizes, draws
+from harness.data.preparation.text_input import Piece
 from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
 from harness.data.tokenizers.tiktoken_files import SUFFIX, encoding_file, known_encodings

@@ -9,17 +9,12 @@ from dataclasses import asdict, dataclass, field, replace
 import numpy as np
 
 from harness.common.errors import RunError, UserError
-from harness.data.preparation.batches import batches
-from harness.data.preparation.documents import TextFormat
-from harness.data.preparation.encoder_processes import EncoderProcesses
-from harness.data.preparation.encoding import Encoded, encode_batches, token_dtype
-from harness.data.preparation.journal import Journal, Mark, Phase
-from harness.data.preparation.options import Recorded
-from harness.data.preparation.shuffle import shuffle
+from harness.data.preparation.encode import Encoded, EncoderProcesses, batches, encode_batches, token_dtype
 from harness.data.preparation.sources import TextSource, read_source
-from harness.data.preparation.splits import Split, SplitSizes, assign_splits, hold_out, write_splits
-from harness.data.preparation.token_stream import StreamSize, TokenStream
-from harness.data.preparation.work_folder import WorkFolder
+from harness.data.preparation.splits import Recorded, Split, SplitSizes, assign_splits, hold_out, write_splits
+from harness.data.preparation.stream import StreamSize, TokenStream, shuffle
+from harness.data.preparation.text_input import TextFormat
+from harness.data.preparation.work import Journal, Mark, Phase, WorkFolder
 from harness.data.tokenizers.tokenizer import Tokenizer
 
 COMMIT_TOKENS = 2**24  # between two notes of how far the work has come: some seconds

@@ -23,9 +23,8 @@ import numpy as np
 
 from harness.common.errors import UserError
 from harness.common.files import atomic_file, replace_text, sha256, sync
-from harness.data.preparation.encoding import token_dtype
-from harness.data.preparation.options import Recorded
-from harness.data.preparation.token_stream import (
+from harness.data.preparation.encode import token_dtype
+from harness.data.preparation.stream import (
     DOCUMENTS_PER_READ,
     HEADER_BYTES,
     TokenStream,
@@ -34,6 +33,8 @@ from harness.data.preparation.token_stream import (
 )
 from harness.data.tokenizers.tokenizer import Tokenizer
 
+# A value as a work folder's journal.json and a dataset's meta.json have it.
+Recorded = str | int | float | list[str] | None
 SPLITS = ("train", "test", "validation")  # in the order of a text's documents
 LINE_END_SEARCH = 4096  # tokens
 COUNTED_AT_ONCE = 2**22  # tokens
