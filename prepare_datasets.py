@@ -9,9 +9,9 @@ Hub; OUTPUT_DIR is DATASETS_DIR/owner/name. An interrupted preparation is contin
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,20 +138,19 @@ def option_of(key: str) -> str:
 
 def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> None:
     """Make the dataset, or finish one that was interrupted, and say what is in it."""
-    from harness.data.preparation.command import PreparationOptions, make_dataset
-    from harness.data.preparation.work import without_dots
+    from harness.data.preparation.command import make_dataset
 
-    output_dir = without_dots(output_dir)
-    chosen = {each.name: options[each.name] for each in fields(PreparationOptions)}
-    made = make_dataset(inputs, output_dir, PreparationOptions(**chosen))
-    for split in made.splits:
+    if ".." in output_dir.parts:  # so that its last two parts are owner/name
+        output_dir = Path(os.path.realpath(output_dir))
+    splits, vocab_size = make_dataset(inputs, output_dir, options)
+    for split in splits:
         click.echo(
             f"{split.name}: {split.tokens:,} tokens, {document_count(split.documents)}, {split.bytes:,} bytes of text"
         )
     if not options["from_bin"]:
-        for line in remarks(made.splits, options):
+        for line in remarks(splits, options):
             click.echo(line)
-    click.echo(f"{output_dir} is whole, with a vocabulary of {made.vocab_size:,} tokens")
+    click.echo(f"{output_dir} is whole, with a vocabulary of {vocab_size:,} tokens")
     click.echo("Next:")
     for line in next_steps(output_dir):
         click.echo(f"  {line}")
@@ -212,7 +211,7 @@ def describe(folder: Path) -> None:
 def push(folder: Path, name: str, *, public: bool) -> None:
     """Upload a dataset folder with its card."""
     from harness.data.dataset import Dataset
-    from harness.data.hub_upload import upload_dataset
+    from harness.data.hub import upload_dataset
 
     click.echo(f"Uploaded to {upload_dataset(Dataset.at(folder), name, public=public)}")
 

@@ -38,10 +38,10 @@ def check_obtainable(datasets_dir: Path, name: str, splits: list[str], *, ask_hu
         _check_builtin(name)
     elif ask_hub:
         from harness.common.hub import list_files
-        from harness.data.hub_download import Download
+        from harness.data.hub import reading
 
         with _neighbour_named(datasets_dir, name):
-            list_files(Download(name, dataset_folder(datasets_dir, name)).work)
+            list_files(reading(name, dataset_folder(datasets_dir, name)))
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def _make(folder: Path, name: str) -> None:
         print(f"Building {name} in {folder} ...", flush=True)
         BUILTIN_DATASETS[name](folder)
         return
-    from harness.data.hub_download import download_dataset
+    from harness.data.hub import download_dataset
 
     print(f"Downloading {name} to {folder} ...", flush=True)
     download_dataset(name, folder)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from harness.common.errors import UserError
-from harness.data.preparation.token_input import check_token_ids, find_shards, open_shard
+from harness.data.preparation.token_input import check_vocabulary, find_shards, open_shard
 from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
 from tests.support.isolation import on_path
@@ -251,11 +251,11 @@ def test_tokens_of_characters_are_not_taken_for_gpt2s(tmp_path: Path) -> None:
     for name in ("train", "val"):
         write_nanogpt(tmp_path / f"{name}.bin", np.random.default_rng(0).integers(0, 65, 500).tolist())
     shards = find_shards([str(tmp_path)], None)["train"]
-    check_token_ids(shards, None)
+    check_vocabulary(shards, None)
     (tmp_path / "meta.pkl").write_bytes(b"never opened")
     with pytest.raises(UserError, match=r"meta.pkl: nanoGPT notes there .* not GPT-2's; prepare their text instead"):
-        check_token_ids(shards, None)
-    check_token_ids(shards, "tokenizer.json")
+        check_vocabulary(shards, None)
+    check_vocabulary(shards, "tokenizer.json")
 
 
 def test_two_kinds_of_token_files_in_one_folder(tmp_path: Path) -> None:

@@ -1,23 +1,26 @@
 """Pieces of documents to tokens: gathered into batches, each encoded by one of several processes, in the text's order.
 
 The batches depend on the text alone, never on the number of workers: so does every token.
+
+Threads of one process would do, since tiktoken lets go of the interpreter's lock; but two of them reached 0.6 of what
+two processes do (docs/LOG.md): they wait for each other inside the library.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import queue
 import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -106,6 +109,13 @@ def _cutting_place(text: str, start: int, end: int) -> int:
     return end
 
 
+# Encoding ----------------------------------------------------------------------------------------------------------
+
+
+Arrays = tuple[np.ndarray, np.ndarray]
+Encoder = Callable[[list[tuple[str, bool]]], Future[Arrays]]  # `encode_texts` elsewhere
+
+
 @dataclass(frozen=True)
 class Encoded:
     """A batch as tokens; each document's last token is end-of-text."""
@@ -116,39 +126,49 @@ class Encoded:
     ends: np.ndarray  # (pieces,) bool: the document ends with the piece
 
 
-def encode_batches(batches: Iterable[Batch], encode: Callable[[Batch], Encoded], at_once: int) -> Iterator[Encoded]:
-    """`encode` each batch, `at_once` of them in threads, as many again waiting.
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smaller of uint16 and uint32 that holds every token id."""
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 
-    What comes out does not depend on their number. Raises what reading the batches raises, after what came before it.
+
+def encode_batches(batches: Iterable[Batch], encoder: Encoder, at_once: int) -> Iterator[Encoded]:
+    """Encode the batches in order, `at_once` at a time, as many again waiting.
+
+    The result does not depend on their number. Raises what reading the batches raises, after what came before it;
+    RunError if encoding failed or a process is gone, UserError for what is wrong with tokenizer or text.
     """
-    waiting: deque[Future[Encoded]] = deque()
-    source = iter(batches)
-    with ThreadPoolExecutor(at_once, thread_name_prefix="tokenizer") as pool:
-        try:
-            while True:
-                try:
-                    batch = next(source, None)
-                except Exception:
-                    while waiting:
-                        yield waiting.popleft().result()
-                    raise
-                if batch is not None:
-                    waiting.append(pool.submit(encode, batch))
-                if batch is None and not waiting:
-                    return
-                if batch is None or len(waiting) >= 2 * at_once:
-                    yield waiting.popleft().result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+    waiting: deque[tuple[Batch, Future[Arrays]]] = deque()
+
+    def finished() -> Encoded:
+        batch, future = waiting.popleft()
+        return Encoded(batch, *future.result(), np.array([piece.ends for piece in batch.pieces], bool))
+
+    source, failure = iter(batches), None
+    try:
+        while True:
+            try:
+                batch = next(source)
+            except StopIteration:
+                break
+            except Exception as error:
+                failure = error
+                break
+            waiting.append((batch, encoder([(piece.text, piece.ends) for piece in batch.pieces])))
+            if len(waiting) >= 2 * at_once:
+                yield finished()
+        while waiting:
+            yield finished()
+    except BrokenProcessPool:
+        raise RunError(
+            "a tokenizing process has ended by itself (for want of memory?); the same command goes on from there, "
+            "--workers with fewer"
+        ) from None
+    if failure:
+        raise failure
 
 
-def encode(batch: Batch, tokenizer: Tokenizer) -> Encoded:
-    """One batch, here and now."""
-    return Encoded(batch, *encode_texts([(piece.text, piece.ends) for piece in batch.pieces], tokenizer))
-
-
-def encode_texts(texts: list[tuple[str, bool]], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The tokens, sizes and ends of `Encoded`. Of each text it says whether a document ends with it."""
+def encode_texts(tokenizer: Tokenizer, texts: list[tuple[str, bool]]) -> Arrays:
+    """The tokens and sizes of `Encoded`. A text comes with True if a document ends with it."""
     dtype = token_dtype(tokenizer.vocab_size)
     eot = np.array([tokenizer.eot_token], dtype)
     parts: list[np.ndarray] = []
@@ -157,64 +177,54 @@ def encode_texts(texts: list[tuple[str, bool]], tokenizer: Tokenizer) -> tuple[n
         tokens = tokenizer.encode_to_numpy(text)
         sizes[row] = len(tokens) + ends, len(text if text.isascii() else text.encode())
         parts += [tokens, eot] if ends else [tokens]
-    ends_ = np.array([ends for _, ends in texts], bool)
-    return np.concatenate(parts or [eot[:0]], dtype=dtype, casting="unsafe"), sizes, ends_
+    return np.concatenate(parts or [eot[:0]], dtype=dtype, casting="unsafe"), sizes
 
 
-def token_dtype(vocab_size: int) -> np.dtype:
-    """The smaller of uint16 and uint32 that holds every token id."""
-    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+# Processes ---------------------------------------------------------------------------------------------------------
 
 
-ENDING_SECONDS = 5.0
-
-
-class EncoderProcesses:
-    """Some processes with the same tokenizer, each of which encodes one batch at a time."""
-
-    def __init__(self, name_or_file: str | Path, count: int) -> None:
-        self.count = count
-        context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of libraries hold
-        self._idle: queue.SimpleQueue[tuple[Connection, multiprocessing.process.BaseProcess]] = queue.SimpleQueue()
-        self._processes: list[tuple[Connection, multiprocessing.process.BaseProcess]] = []
+@contextmanager
+def encoder_processes(name_or_file: str | Path, count: int) -> Iterator[Encoder]:
+    """Processes that encode with a tokenizer, and end with this one, however it ends."""
+    context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of libraries hold
+    pool = ProcessPoolExecutor(count, context, _begin)
+    try:
         with _without_interrupts():
             for _ in range(count):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_work, args=(theirs, name_or_file), daemon=True)
-                process.start()
-                theirs.close()  # so that either side sees the end of the other
-                self._processes.append((ours, process))
-                self._idle.put((ours, process))
+                pool.submit(os.getpid)  # it starts a process
+        yield lambda texts: pool.submit(_encode, name_or_file, texts)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
-    def encode(self, batch: Batch) -> Encoded:
-        """Have an idle process encode the batch; any thread can ask. Raises RunError if the process is gone, and
-        with the reason if encoding failed there; UserError for what is wrong with tokenizer or text."""
-        connection, process = self._idle.get()
-        try:
-            connection.send([(piece.text, piece.ends) for piece in batch.pieces])
-            answer = connection.recv()
-        except (EOFError, OSError):
-            process.join(ENDING_SECONDS)
-            raise RunError(
-                f"a tokenizing process has ended by itself (exit status {process.exitcode}; -9: for want of memory?); "
-                "the same command goes on from there, --workers with fewer"
-            ) from None
-        finally:
-            self._idle.put((connection, process))
-        if isinstance(answer, Exception):
-            raise answer
-        return Encoded(batch, *answer)
 
-    def __enter__(self) -> EncoderProcesses:
-        return self
+def _encode(name_or_file: str | Path, texts: list[tuple[str, bool]]) -> Arrays:
+    """`encode_texts` in one of the processes, with errors that can travel between them."""
+    try:
+        return encode_texts(_loaded(name_or_file), texts)
+    except UserError:
+        raise
+    except BaseException as error:  # a library's panic is not an Exception
+        raise RunError(
+            f"tokenizing failed: {type(error).__name__}: {error}; mend the text or the tokenizer, and the same command "
+            "goes on from there"
+        ) from None
 
-    def __exit__(self, *_: object) -> None:
-        for connection, _process in self._processes:
-            connection.close()
-        for _connection, process in self._processes:
-            process.join(ENDING_SECONDS)
-            if process.is_alive():
-                process.kill()
+
+_loaded = cache(load_tokenizer)
+
+
+def _begin() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are what works in parallel
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it is killed: the pool's pipes are open in each of its processes,
+    which would wait for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 @contextmanager
@@ -233,27 +243,3 @@ def _without_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
     if noted:
         raise KeyboardInterrupt
-
-
-def _work(connection: Connection, name_or_file: str | Path) -> None:
-    """Encode what comes until the other side is gone, however it went."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are what works in parallel
-    tokenizer = _attempt(load_tokenizer, name_or_file)
-    with suppress(EOFError, OSError):
-        while True:
-            texts = connection.recv()
-            failed = isinstance(tokenizer, Exception)
-            connection.send(tokenizer if failed else _attempt(encode_texts, texts, tokenizer))
-
-
-def _attempt(work: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of `work`, or the exception to be raised on the other side."""
-    try:
-        return work(*arguments)
-    except UserError as error:
-        return error
-    except BaseException as error:  # a library's panic is not an Exception
-        return RunError(
-            f"tokenizing failed: {type(error).__name__}: {error}; mend the text or the tokenizer, and the same command "
-            "goes on from there"
-        )

@@ -10,14 +10,14 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from harness.common.files import sync
+from harness.common.files import atomic_file, sync
 from harness.data.preparation.encode import Encoded
 
 HEADER_BYTES = 256  # the 8 of the header's length included; tokens that follow are aligned
@@ -79,13 +79,9 @@ class TokenStream:
 
     def append_documents(self, source: TokenStream, sizes: np.ndarray, places: np.ndarray) -> None:
         """Add the documents of another stream at these places among all of its, (documents, 2) `sizes`."""
-        source.copy_documents(sizes, places, self._tokens)
+        copy_documents(source.path, sizes[:, 0] * self.dtype.itemsize, places, self._tokens, HEADER_BYTES)
         self._index.write(sizes[places].astype(INDEX_DTYPE.base).tobytes())
         self.size += StreamSize(len(places), int(sizes[places, 0].sum()))
-
-    def copy_documents(self, sizes: np.ndarray, places: np.ndarray, target: BinaryIO) -> None:
-        """Append the tokens of the documents at these places among all, (documents, 2) `sizes`, to a file."""
-        copy_documents(self.path, sizes[:, 0] * self.dtype.itemsize, places, target, HEADER_BYTES)
 
     def flush(self) -> None:
         """Have everything on the disk itself."""
@@ -97,11 +93,26 @@ class TokenStream:
         self._tokens.close()
         self._index.close()
 
+    def delete(self) -> None:
+        """Remove both files, if they are there."""
+        for path in (self.path, self.index_path):
+            path.unlink(missing_ok=True)
+
     def documents(self) -> Iterator[np.ndarray]:
         """The sizes of the documents in order, many at a time: (documents, 2) int64, tokens and bytes."""
         with self.index_path.open("rb") as file:
             while block := file.read(DOCUMENTS_PER_READ * INDEX_DTYPE.itemsize):
                 yield np.frombuffer(block, "<i8").reshape(-1, 2)
+
+
+@contextmanager
+def token_file(path: Path, dtype: np.dtype, tokens: int) -> Iterator[BinaryIO]:
+    """A token file that appears whole when the body has written its tokens."""
+    with atomic_file(path, path.with_suffix(".draft")) as draft:
+        with draft.open("wb") as file:
+            file.write(bytes(HEADER_BYTES))
+            yield file
+        write_header(draft, dtype, tokens)
 
 
 def write_header(path: Path, dtype: np.dtype, tokens: int) -> None:
@@ -114,13 +125,6 @@ def write_header(path: Path, dtype: np.dtype, tokens: int) -> None:
         file.write(header)
         file.truncate(HEADER_BYTES + length)
     sync(path)
-
-
-def copy_range(source: Path, target: Path, start: int, length: int) -> None:
-    """Append `length` bytes from byte `start` of a file to another."""
-    with source.open("rb") as read, target.open("ab") as write:
-        read.seek(start)
-        copy(read, write, length)
 
 
 def copy_documents(source: Path, lengths: np.ndarray, order: np.ndarray, target: BinaryIO, start: int = 0) -> None:
@@ -159,8 +163,8 @@ def shuffle(stream: TokenStream, target: TokenStream, seed: int) -> None:
     folder = target.path.with_suffix(".buckets")
     shutil.rmtree(folder, ignore_errors=True)  # an interrupted shuffle's
     folder.mkdir()
-    entries = stream.size.documents * ENTRY_DTYPE.itemsize
-    bits = _bucket_bits(max(entries, stream.size.tokens * stream.dtype.itemsize))
+    length = max(stream.size.documents * ENTRY_DTYPE.itemsize, stream.size.tokens * stream.dtype.itemsize)
+    bits = max(0, min(MOST_BUCKETS, -(-length // BUCKET_BYTES)) - 1).bit_length()
     _deal(stream, folder, bits, seed)
     with target.path.open("ab") as tokens, target.index_path.open("ab") as index:
         for bucket in range(2**bits):
@@ -169,20 +173,13 @@ def shuffle(stream: TokenStream, target: TokenStream, seed: int) -> None:
     target.size = stream.size
 
 
-def _bucket_bits(length: int) -> int:
-    wanted = min(MOST_BUCKETS, -(-length // BUCKET_BYTES))
-    return max(0, wanted - 1).bit_length()
-
-
 def _deal(stream: TokenStream, folder: Path, bits: int, seed: int) -> None:
     random = np.random.Philox(key=seed)  # its raw numbers are the same in every version of numpy
     with ExitStack() as stack:
-
-        def opened(bucket: int, kind: str) -> BinaryIO:
-            return stack.enter_context((folder / f"{bucket}{kind}").open("wb"))
-
-        tokens = [opened(bucket, ".tokens") for bucket in range(2**bits)]
-        entries = [opened(bucket, ".entries") for bucket in range(2**bits)]
+        tokens, entries = (
+            [stack.enter_context((folder / f"{bucket}{kind}").open("wb")) for bucket in range(2**bits)]
+            for kind in (".tokens", ".entries")
+        )
         source = stack.enter_context(stream.path.open("rb"))
         source.seek(HEADER_BYTES)
         for sizes in stream.documents():

@@ -15,27 +15,24 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from harness.common.errors import UserError, printable
-from harness.common.files import atomic_file, sync
+from harness.common.files import sync
 from harness.common.messages import abbreviated, is_unicode
 from harness.data.preparation.encode import token_dtype
 from harness.data.preparation.splits import Split
-from harness.data.preparation.stream import HEADER_BYTES, write_header
+from harness.data.preparation.stream import token_file
 from harness.data.preparation.text_input import TOKEN_SUFFIXES
 from harness.data.tokenizers.tokenizer import Tokenizer
 
 NUMPY_MAGIC = b"\x93NUMPY"
 SHARD_HEADER_BYTES = 1024
-SHARDS: dict[int, tuple[int, np.dtype[Any]]] = {  # magic: version, tokens (llm.c, dev/data/data_common.py)
-    20240520: (1, np.dtype("<u2")),
-    20240801: (7, np.dtype("<u4")),
-}
+SHARDS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # magic: version, tokens
 BLOCK_TOKENS = 2**22
 DTYPE_OPTION = "--token-dtype"
+SPLIT_WORDS = {"train": "train", "val": "validation", "validation": "validation", "test": "test"}
 
 
 @dataclass(frozen=True)
@@ -58,8 +55,8 @@ class TokenShard:
             yield block
 
 
-def open_shard(path: Path, token_dtype: str | None) -> TokenShard:
-    """`token_dtype` is what the user says of files without a header; None: uint16.
+def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
+    """`stated_dtype` is what the user says of files without a header; None: uint16.
 
     Raises UserError for a file that is not whole.
     """
@@ -67,20 +64,33 @@ def open_shard(path: Path, token_dtype: str | None) -> TokenShard:
     with path.open("rb") as file:
         head = file.read(SHARD_HEADER_BYTES)
     if head.startswith(NUMPY_MAGIC):
-        return _array(path)
+        return _open_array(path)
     magic = int.from_bytes(head[:4], "little")
-    if magic in SHARDS:
-        return _shard(path, head, size)
-    dtype = np.dtype(token_dtype or "uint16").newbyteorder("<")
-    if size % dtype.itemsize:
+    if magic not in SHARDS:
+        dtype = np.dtype(stated_dtype or "uint16").newbyteorder("<")
+        if size % dtype.itemsize:
+            raise UserError(
+                f"{path}: no header tells what it holds, and {size:,} bytes are no whole number of {dtype.name}; it is "
+                "damaged, or no file of tokens"
+            )
+        return TokenShard(path, dtype, 0, size // dtype.itemsize, is_told=False)
+    if len(head) < SHARD_HEADER_BYTES:
+        raise UserError(f"{path}: damaged: it ends within its header")
+    _, version, tokens = np.frombuffer(head, "<i4", 3).tolist()
+    known, code = SHARDS[magic]
+    dtype = np.dtype(code)
+    if version != known:
         raise UserError(
-            f"{path}: no header tells what it holds, and {size:,} bytes are no whole number of {dtype.name}; it is "
-            "damaged, or no file of tokens"
+            f"{path}: version {version} of the format; only version {known} ({dtype.name} tokens) of magic {magic} is "
+            "known"
         )
-    return TokenShard(path, dtype, 0, size // dtype.itemsize, is_told=False)
+    there = (size - SHARD_HEADER_BYTES) / dtype.itemsize
+    if there != tokens:
+        raise UserError(f"{path}: damaged: the header tells of {tokens:,} tokens, but there are {there:,.1f}")
+    return TokenShard(path, dtype, SHARD_HEADER_BYTES, tokens)
 
 
-def _array(path: Path) -> TokenShard:
+def _open_array(path: Path) -> TokenShard:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
@@ -93,33 +103,27 @@ def _array(path: Path) -> TokenShard:
     return TokenShard(path, array.dtype, array.offset, len(array))
 
 
-def _shard(path: Path, head: bytes, size: int) -> TokenShard:
-    if len(head) < SHARD_HEADER_BYTES:
-        raise UserError(f"{path}: damaged: it ends within its header")
-    magic, version, tokens = np.frombuffer(head, "<i4", 3).tolist()
-    known, dtype = SHARDS[magic]
-    if version != known:
-        raise UserError(
-            f"{path}: version {version} of the format; only version {known} ({dtype.name} tokens) of magic {magic} is "
-            "known"
-        )
-    there = (size - SHARD_HEADER_BYTES) / dtype.itemsize
-    if there != tokens:
-        raise UserError(f"{path}: damaged: the header tells of {tokens:,} tokens, but there are {there:,.1f}")
-    return TokenShard(path, dtype, SHARD_HEADER_BYTES, tokens)
-
-
-SPLIT_WORDS = {"train": "train", "val": "validation", "validation": "validation", "test": "test"}
-
-
 def find_shards(patterns: Sequence[str], stated_dtype: str | None) -> dict[str, list[TokenShard]]:
     """The token files that folders, files and globs stand for, in the order of their names, by the split that the
     names tell. `stated_dtype` is what the user says of files without a header, if anything.
 
     Raises UserError if there are none, if one is none, or if a name tells of no split or cannot go into meta.json.
     """
+    found: set[Path] = set()
+    for pattern in patterns:
+        place = Path(pattern)
+        if place.is_dir():
+            paths = [path for path in place.iterdir() if path.suffix.lower() in TOKEN_SUFFIXES and path.is_file()]
+        else:
+            paths = [place] if place.is_file() else [Path(each) for each in glob.glob(pattern, recursive=True)]
+        if not paths:
+            raise UserError(f"{pattern}: no .bin or .npy files here (a folder, or a glob in quotes)")
+        found |= set(paths)
+    if len({path.suffix.lower() for path in found} & set(TOKEN_SUFFIXES)) > 1:
+        where = abbreviated(patterns)
+        raise UserError(f"{where}: .bin and .npy files, perhaps of the same tokens; name those to take by a glob")
     shards: dict[str, list[TokenShard]] = {}
-    for path in _paths(patterns):
+    for path in sorted(found):
         if not is_unicode(path.name):
             raise UserError(f"{path}: the name is not valid UTF-8; rename it")
         words = path.stem.lower().replace("-", "_").split("_")
@@ -132,25 +136,7 @@ def find_shards(patterns: Sequence[str], stated_dtype: str | None) -> dict[str, 
     return shards
 
 
-def _paths(patterns: Sequence[str]) -> list[Path]:
-    found: set[Path] = set()
-    for pattern in patterns:
-        place = Path(pattern)
-        if place.is_dir():
-            paths = [path for path in place.iterdir() if path.suffix.lower() in TOKEN_SUFFIXES and path.is_file()]
-        else:
-            paths = [place] if place.is_file() else [Path(each) for each in glob.glob(pattern, recursive=True)]
-        if not paths:
-            raise UserError(f"{pattern}: no .bin or .npy files here (a folder, or a glob in quotes)")
-        found |= set(paths)
-    kinds = {path.suffix.lower() for path in found} & set(TOKEN_SUFFIXES)
-    if len(kinds) > 1:
-        where = abbreviated(patterns)
-        raise UserError(f"{where}: .bin and .npy files, perhaps of the same tokens; name those to take by a glob")
-    return sorted(found)
-
-
-def check_token_ids(shards: Sequence[TokenShard], tokenizer: str | None) -> None:
+def check_vocabulary(shards: Sequence[TokenShard], tokenizer: str | None) -> None:
     """Say what is assumed of files without a header. `tokenizer` is what the user says: None is GPT-2's.
 
     Raises UserError where nanoGPT has noted another vocabulary beside them: its numbers are tokens of GPT-2, too.
@@ -175,41 +161,29 @@ def import_shards(split: str, shards: Sequence[TokenShard], tokenizer: Tokenizer
     Raises UserError for tokens that are not the tokenizer's, and if there are none.
     """
     dtype = token_dtype(tokenizer.vocab_size)
-    _check_width(shards, dtype, tokenizer)
-    total = sum(shard.tokens for shard in shards)
-    if not total:
-        raise UserError(f"{shards[0].path}: {split} would have no tokens")
-    byte_lengths = tokenizer.token_byte_lengths()
-    target = folder / f"{split}.safetensors"
-    documents = length = 0
-    with atomic_file(target, target.with_suffix(".draft")) as draft:
-        with draft.open("wb") as file:
-            file.write(bytes(HEADER_BYTES))
-            for shard in shards:
-                for tokens in shard.blocks():
-                    _check_range(shard.path, tokens, tokenizer)
-                    documents += int((tokens == tokenizer.eot_token).sum())
-                    length += int(byte_lengths[tokens].sum())
-                    file.write(tokens.astype(dtype, copy=False).data)
-        write_header(draft, dtype, total)
-    sync(folder)
-    return Split(split, 0, total, documents, length)
-
-
-def _check_width(shards: Sequence[TokenShard], dtype: np.dtype, tokenizer: Tokenizer) -> None:
     for shard in shards:
         if shard.dtype.itemsize < dtype.itemsize:
             raise UserError(
                 f"{shard.path}: holds {shard.dtype.name} tokens, but the tokenizer has {tokenizer.vocab_size:,}, which "
                 "need more; give the --tokenizer that the shards were made with"
             )
-
-
-def _check_range(path: Path, tokens: np.ndarray, tokenizer: Tokenizer) -> None:
-    smallest, largest = int(tokens.min()), int(tokens.max())
-    if smallest < 0 or largest >= tokenizer.vocab_size:
-        wrong = smallest if smallest < 0 else largest
-        raise UserError(
-            f"{path}: token id {wrong} is beyond the tokenizer's {tokenizer.vocab_size:,}; give the --tokenizer that "
-            f"the tokens were made with (and {DTYPE_OPTION} if they have no header)"
-        )
+    total = sum(shard.tokens for shard in shards)
+    if not total:
+        raise UserError(f"{shards[0].path}: {split} would have no tokens")
+    byte_lengths = tokenizer.token_byte_lengths()
+    documents = length = 0
+    with token_file(folder / f"{split}.safetensors", dtype, total) as file:
+        for shard in shards:
+            for tokens in shard.blocks():
+                smallest, largest = int(tokens.min()), int(tokens.max())
+                if smallest < 0 or largest >= tokenizer.vocab_size:
+                    wrong = smallest if smallest < 0 else largest
+                    raise UserError(
+                        f"{shard.path}: token id {wrong} is beyond the tokenizer's {tokenizer.vocab_size:,}; give the "
+                        f"--tokenizer that the tokens were made with (and {DTYPE_OPTION} if they have no header)"
+                    )
+                documents += int((tokens == tokenizer.eot_token).sum())
+                length += int(byte_lengths[tokens].sum())
+                file.write(tokens.astype(dtype, copy=False).data)
+    sync(folder)
+    return Split(split, 0, total, documents, length)

@@ -5,7 +5,6 @@ progress, with which a killed preparation continues with the same bytes.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -16,110 +15,13 @@ from harness.common.errors import UserError
 from harness.common.files import check_name, replace_text, sync
 from harness.common.lock import RunLock
 from harness.common.messages import abbreviated
-from harness.data.preparation.splits import SPLITS, Recorded
+from harness.data.preparation.splits import SPLITS
 from harness.data.preparation.stream import StreamSize
-
-Phase = Literal["reading", "read", "held out", "shuffled", "shared out"]
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A place in the input, at the end of a document, and how long the streams are there."""
-
-    file: int = 0  # the number of the file that is read next
-    documents: int = 0  # of it that have been read, those without text too
-    empty: int = 0  # documents without text so far, in all files
-    size: StreamSize = field(default_factory=StreamSize)
-    pool: StreamSize = field(default_factory=StreamSize)  # of the documents that splits are drawn from
-
-    @property
-    def total(self) -> StreamSize:
-        return self.size + self.pool
-
-
-@dataclass
-class Journal:
-    """The state after the last whole step; everything later is cut off when work is resumed."""
-
-    options: dict[str, Recorded]  # what the work was begun with
-    phase: Phase = "reading"
-    here: Mark = field(default_factory=Mark)
-    file_start: Mark = field(default_factory=Mark)  # the last one that was at the beginning of a file
-    splits: list[dict[str, Any]] = field(default_factory=list)
-
-    @classmethod
-    def load(cls, path: Path) -> Journal | None:
-        """The journal in a file; None if there is no file yet. Raises UserError if the file is damaged."""
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            for key in ("here", "file_start"):
-                sizes = {part: StreamSize(**values[key].get(part, {})) for part in ("size", "pool")}
-                values[key] = Mark(**{**values[key], **sizes})
-            return cls(**values)
-        except FileNotFoundError:
-            return None
-        except (ValueError, TypeError, LookupError, RecursionError):
-            raise UserError(f"{path}: damaged; begin again with --restart") from None
-
-    def save(self, path: Path) -> None:
-        """Write the journal; it is on the disk when this returns."""
-        replace_text(path, json.dumps(asdict(self)) + "\n")
-
-    @property
-    def has_begun(self) -> bool:
-        """True if there is any work to lose."""
-        return bool(self.here.total.tokens)
-
-    def move_to(self, mark: Mark) -> None:
-        self.here = mark
-        if not mark.documents:
-            self.file_start = mark
-
-    def take_options(self, options: dict[str, Recorded], folder: Path) -> None:
-        """Raise UserError if the unfinished work was begun with other options, naming those.
-
-        replace_invalid can be added later, too: so far all text was UTF-8.
-        """
-        keys = [key for key in {**self.options, **options} if self.options.get(key) != options.get(key)]
-        if options.get("replace_invalid"):
-            keys = [key for key in keys if key != "replace_invalid"]
-        self.options = options if not keys else self.options
-        if keys:
-            changes = ", ".join(f"{key}: {self.options.get(key)}, not {options.get(key)}" for key in keys)
-            raise UserError(
-                f"{folder}: unfinished work with other options ({changes}); give the same again, or begin again with "
-                "--restart"
-            )
-
-    @staticmethod
-    def read_known(path: Path) -> list[list[str]] | None:
-        """The names and versions of the files that work was begun with. Raises UserError if the list is damaged."""
-        try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        except (ValueError, RecursionError):
-            raise UserError(f"{path}: damaged; begin again with --restart") from None
-
-    def check_files(self, now: list[list[str]], known: list[list[str]], folder: Path) -> None:
-        """Go back to a file's beginning if it has changed. Raises UserError if one that was read to its end has."""
-        changed = next((at for at in range(self.here.file) if now[at : at + 1] != known[at : at + 1]), None)
-        if changed is None and now[self.here.file : self.here.file + 1] != known[self.here.file : self.here.file + 1]:
-            self.here = self.file_start
-        elif changed is not None:
-            raise UserError(
-                f"{known[changed][0]}: has been read, and has since changed or gone, or another file comes before it "
-                f"now: what is in {folder} cannot be continued; begin again with --restart"
-            )
-
 
 DATASET_FILES = {"meta.json", "README.md", *(f"{split}.safetensors" for split in SPLITS)}
 TOKENIZER_SUFFIXES = ("tokenizer.json", ".tiktoken.json")
 
-
-def without_dots(target: Path) -> Path:
-    """The target without "..", so that its last two parts are owner/name."""
-    return Path(os.path.realpath(target)) if ".." in target.parts else target
+Phase = Literal["reading", "read", "held out", "shuffled", "shared out"]
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
@@ -143,47 +45,124 @@ def check_target(target: Path, *, overwrite: bool) -> None:
             )
 
 
-def _not_of_a_dataset(folder: Path) -> list[str]:
-    """Names in a folder other than those that this tool and the Hub put into a dataset."""
-    return sorted(path.name for path in folder.iterdir() if path.is_dir() or not is_dataset_file(path.name))
-
-
 def is_dataset_file(name: str) -> bool:
     """True if this tool or the Hub puts a file of that name into a dataset."""
     return name in DATASET_FILES or name.endswith(TOKENIZER_SUFFIXES)
 
 
+def _not_of_a_dataset(folder: Path) -> list[str]:
+    """Names in a folder other than those that this tool and the Hub put into a dataset."""
+    return sorted(path.name for path in folder.iterdir() if path.is_dir() or not is_dataset_file(path.name))
+
+
 @dataclass(frozen=True)
+class Mark:
+    """A place in the input, at the end of a document, and how long the streams are there."""
+
+    file: int = 0  # the number of the file that is read next
+    documents: int = 0  # of it that have been read, those without text too
+    empty: int = 0  # documents without text so far, in all files
+    size: StreamSize = field(default_factory=StreamSize)
+    pool: StreamSize = field(default_factory=StreamSize)  # of the documents that splits are drawn from
+
+    @property
+    def total(self) -> StreamSize:
+        return self.size + self.pool
+
+
+@dataclass
+class Journal:
+    """The state after the last whole step; everything later is cut off when work is resumed."""
+
+    options: dict[str, Any]  # what the work was begun with
+    phase: Phase = "reading"
+    here: Mark = field(default_factory=Mark)
+    file_start: Mark = field(default_factory=Mark)  # the last one that was at the beginning of a file
+    splits: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def load(cls, path: Path) -> Journal | None:
+        """The journal in a file; None if there is no file yet. Raises UserError if the file is damaged."""
+        if (values := _read_json(path)) is None:
+            return None
+        try:
+            for key in ("here", "file_start"):
+                sizes = {part: StreamSize(**values[key].get(part, {})) for part in ("size", "pool")}
+                values[key] = Mark(**{**values[key], **sizes})
+            return cls(**values)
+        except (TypeError, LookupError, AttributeError):
+            raise _damaged(path) from None
+
+    def save(self, path: Path) -> None:
+        """Write the journal; it is on the disk when this returns."""
+        replace_text(path, json.dumps(asdict(self)) + "\n")
+
+    @property
+    def has_begun(self) -> bool:
+        """True if there is any work to lose."""
+        return bool(self.here.total.tokens)
+
+    def move_to(self, mark: Mark) -> None:
+        self.here = mark
+        if not mark.documents:
+            self.file_start = mark
+
+    def take_options(self, options: dict[str, Any], folder: Path) -> None:
+        """Raise UserError if the unfinished work was begun with other options, naming those.
+
+        replace_invalid can be added later, too: so far all text was UTF-8.
+        """
+        keys = [key for key in {**self.options, **options} if self.options.get(key) != options.get(key)]
+        if options.get("replace_invalid"):
+            keys = [key for key in keys if key != "replace_invalid"]
+        if keys:
+            changes = ", ".join(f"{key}: {self.options.get(key)}, not {options.get(key)}" for key in keys)
+            raise UserError(
+                f"{folder}: unfinished work with other options ({changes}); give the same again, or begin again with "
+                "--restart"
+            )
+        self.options = options
+
+    def check_files(self, now: list[list[str]], known: list[list[str]], folder: Path) -> None:
+        """Go back to a file's beginning if it has changed. Raises UserError if one that was read to its end has."""
+        at = self.here.file
+        changed = next((each for each in range(at) if now[each : each + 1] != known[each : each + 1]), None)
+        if changed is not None:
+            raise UserError(
+                f"{known[changed][0]}: has been read, and has since changed or gone, or another file comes before it "
+                f"now: what is in {folder} cannot be continued; begin again with --restart"
+            )
+        if now[at : at + 1] != known[at : at + 1]:
+            self.here = self.file_start
+
+
+def _read_json(path: Path) -> Any:
+    """The contents of a file; None if there is none. Raises UserError if it is damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError):
+        raise _damaged(path) from None
+
+
+def _damaged(path: Path) -> UserError:
+    return UserError(f"{path}: damaged; begin again with --restart")
+
+
 class WorkFolder:
     """The hidden folder beside the target where the dataset grows; one process at a time."""
 
-    target: Path
-    made: list[Path] = field(default_factory=list, compare=False)  # by `open`, around it; the innermost first
-
-    @property
-    def path(self) -> Path:
-        return self.target.parent / f".{self.target.name}.partial"
-
-    @property
-    def dataset(self) -> Path:
-        return self.path / "dataset"
-
-    @property
-    def lock(self) -> Path:
-        return self.path / ".lock"
-
-    @property
-    def journal(self) -> Path:
-        return self.path / "journal.json"
-
-    @property
-    def known_files(self) -> Path:
-        return self.path / "files.json"
-
-    @property
-    def replaced(self) -> Path:
-        """Path of an older dataset of that name while the new one takes its place."""
-        return self.target.parent / f".{self.target.name}.replaced"
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.path = target.parent / f".{target.name}.partial"
+        self.dataset = self.path / "dataset"
+        self.lock = self.path / ".lock"
+        self.journal = self.path / "journal.json"
+        self.known_files = self.path / "files.json"
+        # Path of an older dataset of that name while the new one takes its place.
+        self.replaced = target.parent / f".{target.name}.replaced"
+        self._made: list[Path] = []  # by `open`, around it; the innermost first
 
     def open(self) -> None:
         """Make it, or take what an interrupted process left. Raises UserError if another process works in it, or if it
@@ -191,17 +170,14 @@ class WorkFolder:
         if self.path.is_symlink():
             raise UserError(f"{self.path}: is a link, but what is left over in it would be deleted; remove the link")
         try:
-            self.made[:] = [folder for folder in self.path.parents if not folder.exists()]
+            self._made = [folder for folder in self.path.parents if not folder.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{self.path}: cannot make this folder: {error.strerror}") from None
         if not self.lock.exists() and any(self.path.iterdir()):
             raise UserError(f"{self.path}: is needed for unfinished work, but holds something else; move it away")
         RunLock.take(self.lock, "made")
-        self._settle()
-
-    def _settle(self) -> None:
-        """Finish what a kill in `put_in_place` left half done."""
+        # Finish what a kill in `put_in_place` left half done.
         if self.journal.exists() and self.replaced.exists() and not self.target.exists():
             self.replaced.rename(self.target)  # until the new one is put there again
         elif self.journal.exists() and not self.dataset.exists():
@@ -232,25 +208,25 @@ class WorkFolder:
         self.lock.unlink()
         self.path.rmdir()
 
-    def resume_or_begin(self, begun_with: dict[str, Recorded], files: list[list[str]]) -> Journal:
-        """The journal of the work that was interrupted here, or of new work with these options on these files.
+    def resume_or_begin(self, begun_with: dict[str, Any], files: list[list[str]]) -> Journal:
+        """The journal of the work that was interrupted here, or of new work with these options on these `files`, their
+        names and versions.
 
-        Raises UserError if that work had other options, and has come further than its beginning.
+        Raises UserError if that work had other options, and has come further than its beginning, or if what it has
+        read has changed.
         """
-        journal = Journal.load(self.journal)
-        if journal is None or not (journal.has_begun or self._same_beginning(journal, begun_with, files)):
+        journal, known = Journal.load(self.journal), _read_json(self.known_files)
+        is_same = journal is not None and journal.options == begun_with and known in (None, files)
+        if journal is None or not (journal.has_begun or is_same):
             self.clear()
-            journal = Journal(begun_with)
+            journal, known = Journal(begun_with), None
         journal.take_options(begun_with, self.path)
         if journal.phase == "reading":
-            if self.known_files.exists():
-                journal.check_files(files, journal.read_known(self.known_files) or [], self.path)
+            if known is not None:
+                journal.check_files(files, known, self.path)
             replace_text(self.known_files, json.dumps(files) + "\n")
         journal.save(self.journal)
         return journal
-
-    def _same_beginning(self, journal: Journal, begun_with: dict[str, Recorded], files: list[list[str]]) -> bool:
-        return journal.options == begun_with and journal.read_known(self.known_files) in (None, files)
 
     def leave(self) -> None:
         """Remove the folder if there is nothing in it that would be missed, and those around it that were made for
@@ -259,7 +235,7 @@ class WorkFolder:
         if journal is None or not journal.has_begun:
             with suppress(OSError):
                 self._remove()
-                for folder in self.made:
+                for folder in self._made:
                     folder.rmdir()  # only if it is empty
 
     def put_in_place(self) -> None:
