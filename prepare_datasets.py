@@ -90,15 +90,27 @@ def main(inputs: tuple[str, ...], output_dir: Path | None, **options: Any) -> No
     """
     with one_line_errors():
         check_options(inputs, output_dir, options)
-        folder = output_dir or options["verify"] or options["describe"]
         if inputs and output_dir:
             make(inputs, output_dir, options)
+        from harness.data.dataset import Dataset
+
+        folder = output_dir or options["verify"] or options["describe"]
         if options["verify"]:
-            verify(folder)
+            from harness.data.report import verify
+
+            for line in verify(Dataset.at(folder)):
+                click.echo(line)
+            click.echo(f"{folder} is whole")
         if options["describe"]:
-            describe(folder)
+            from harness.data.report import describe
+
+            for line in describe(Dataset.at(folder)):
+                click.echo(line)
         if options["push_to_hub"]:
-            push(folder, options["push_to_hub"], public=options["public"])
+            from harness.data.hub import upload_dataset
+
+            address = upload_dataset(Dataset.at(folder), options["push_to_hub"], public=options["public"])
+            click.echo(f"Uploaded to {address}")
 
 
 def check_options(inputs: Sequence[str], output_dir: Path | None, options: dict[str, Any]) -> None:
@@ -114,13 +126,12 @@ def check_options(inputs: Sequence[str], output_dir: Path | None, options: dict[
         raise UserError("give INPUT and OUTPUT_DIR, or --verify DIR, or --describe DIR; --help tells more")
     if options["public"] and not options["push_to_hub"]:
         raise UserError("--public belongs with --push-to-hub")
-    mode = looking[0] if looking else "from_bin" if options["from_bin"] else None
-    if mode:
-        source = click.get_current_context().get_parameter_source
-        given = [key for key in options if source(key) is ParameterSource.COMMANDLINE]
-        strange = [option_of(key) for key in given if key not in {mode, *GO_WITH[mode]}]
-        if strange:
-            raise UserError(f"{abbreviated(strange)}: not with {option_of(mode)}")
+    mode = looking[0] if looking else "from_bin" if options["from_bin"] else ""
+    source = click.get_current_context().get_parameter_source
+    names = {key: f"--{key.replace('_', '-')}" for key in options}  # as they are typed
+    given = [key for key in options if source(key) is ParameterSource.COMMANDLINE]
+    if strange := [names[key] for key in given if mode and key not in {mode, *GO_WITH[mode]}]:
+        raise UserError(f"{abbreviated(strange)}: not with {names[mode]}")
     if options["token_dtype"] and not options["from_bin"]:
         raise UserError("--token-dtype belongs with --from-bin")
     if options["tokenizer"] and options["train_tokenizer"]:
@@ -129,11 +140,6 @@ def check_options(inputs: Sequence[str], output_dir: Path | None, options: dict[
         raise UserError(
             "--validation-fraction and --test-fraction leave nothing for training; their sum must be below 1"
         )
-
-
-def option_of(key: str) -> str:
-    """Name of the option as it is typed."""
-    return f"--{key.replace('_', '-')}"
 
 
 def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> None:
@@ -187,33 +193,6 @@ def next_steps(folder: Path) -> Iterator[str]:
     name = "mine" if not Path("runs", "mine").exists() else folder.name
     yield f"uv run derive_run.py quickstart {name} --set dataset={'/'.join(folder.absolute().parts[-2:])}{elsewhere}"
     yield f"uv run ddp_train.py {name} {datasets_dir}"
-
-
-def verify(folder: Path) -> None:
-    """Say that the folder holds what its meta.json says."""
-    from harness.data.dataset import Dataset
-    from harness.data.report import verify
-
-    for line in verify(Dataset.at(folder)):
-        click.echo(line)
-    click.echo(f"{folder} is whole")
-
-
-def describe(folder: Path) -> None:
-    """Print the dataset's card."""
-    from harness.data.dataset import Dataset
-    from harness.data.report import describe
-
-    for line in describe(Dataset.at(folder)):
-        click.echo(line)
-
-
-def push(folder: Path, name: str, *, public: bool) -> None:
-    """Upload a dataset folder with its card."""
-    from harness.data.dataset import Dataset
-    from harness.data.hub import upload_dataset
-
-    click.echo(f"Uploaded to {upload_dataset(Dataset.at(folder), name, public=public)}")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from harness.data.preparation.pipeline import Preparation, Recipe
 from harness.data.preparation.splits import Split, SplitSizes, write_dataset_meta
 from harness.data.preparation.stream import StreamSize
 from harness.data.preparation.text_input import TextFile, TextFormat, TextSource, find_text, short_name
-from harness.data.preparation.token_input import check_vocabulary, find_shards, import_shards
+from harness.data.preparation.token_input import find_shards, import_shards, say_assumptions
 from harness.data.preparation.work import WorkFolder, check_target
 from harness.data.tokenizers.load import load_tokenizer
 from harness.data.tokenizers.tokenizer import Tokenizer
@@ -134,7 +134,7 @@ def _from_shards(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, 
     }
     by_split = find_shards(inputs, options["token_dtype"])
     shards = list(itertools.chain.from_iterable(by_split.values()))
-    check_vocabulary(shards, choice.name)
+    say_assumptions(shards, choice.name)
     if options["restart"]:
         work.clear()
     work.resume_or_begin(begun_with, [[str(shard.path), version_of(shard.path.stat())] for shard in shards])

@@ -119,9 +119,6 @@ def find_shards(patterns: Sequence[str], stated_dtype: str | None) -> dict[str, 
         if not paths:
             raise UserError(f"{pattern}: no .bin or .npy files here (a folder, or a glob in quotes)")
         found |= set(paths)
-    if len({path.suffix.lower() for path in found} & set(TOKEN_SUFFIXES)) > 1:
-        where = abbreviated(patterns)
-        raise UserError(f"{where}: .bin and .npy files, perhaps of the same tokens; name those to take by a glob")
     shards: dict[str, list[TokenShard]] = {}
     for path in sorted(found):
         if not is_unicode(path.name):
@@ -136,20 +133,9 @@ def find_shards(patterns: Sequence[str], stated_dtype: str | None) -> dict[str, 
     return shards
 
 
-def check_vocabulary(shards: Sequence[TokenShard], tokenizer: str | None) -> None:
-    """Say what is assumed of files without a header. `tokenizer` is what the user says: None is GPT-2's.
-
-    Raises UserError where nanoGPT has noted another vocabulary beside them: its numbers are tokens of GPT-2, too.
-    """
-    untold = [shard for shard in shards if not shard.is_told]
-    for shard in untold:
-        note = shard.path.with_name("meta.pkl")
-        if tokenizer is None and note.exists():
-            raise UserError(
-                f"{note}: nanoGPT notes there that the tokens beside it have a vocabulary of their own, characters as "
-                "a rule, not GPT-2's; prepare their text instead, or give their --tokenizer"
-            )
-    if untold:
+def say_assumptions(shards: Sequence[TokenShard], tokenizer: str | None) -> None:
+    """Say what is assumed of files without a header. `tokenizer` is what the user says: None is GPT-2's."""
+    if untold := [shard for shard in shards if not shard.is_told]:
         names = printable(abbreviated([shard.path.name for shard in untold]))
         what = f"{untold[0].dtype.name} tokens of {'GPT-2' if tokenizer is None else printable(tokenizer)}"
         print(f"no header, read as {what} ({DTYPE_OPTION}, --tokenizer): {names}", file=sys.stderr, flush=True)
