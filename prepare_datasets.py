@@ -9,9 +9,9 @@ Hub; OUTPUT_DIR is DATASETS_DIR/owner/name. An interrupted preparation is contin
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,15 +90,27 @@ def main(inputs: tuple[str, ...], output_dir: Path | None, **options: Any) -> No
     """
     with one_line_errors():
         check_options(inputs, output_dir, options)
-        folder = output_dir or options["verify"] or options["describe"]
         if inputs and output_dir:
             make(inputs, output_dir, options)
+        from harness.data.dataset import Dataset
+
+        folder = output_dir or options["verify"] or options["describe"]
         if options["verify"]:
-            verify(folder)
+            from harness.data.report import verify
+
+            for line in verify(Dataset.at(folder)):
+                click.echo(line)
+            click.echo(f"{folder} is whole")
         if options["describe"]:
-            describe(folder)
+            from harness.data.report import describe
+
+            for line in describe(Dataset.at(folder)):
+                click.echo(line)
         if options["push_to_hub"]:
-            push(folder, options["push_to_hub"], public=options["public"])
+            from harness.data.hub import upload_dataset
+
+            address = upload_dataset(Dataset.at(folder), options["push_to_hub"], public=options["public"])
+            click.echo(f"Uploaded to {address}")
 
 
 def check_options(inputs: Sequence[str], output_dir: Path | None, options: dict[str, Any]) -> None:
@@ -114,13 +126,12 @@ def check_options(inputs: Sequence[str], output_dir: Path | None, options: dict[
         raise UserError("give INPUT and OUTPUT_DIR, or --verify DIR, or --describe DIR; --help tells more")
     if options["public"] and not options["push_to_hub"]:
         raise UserError("--public belongs with --push-to-hub")
-    mode = looking[0] if looking else "from_bin" if options["from_bin"] else None
-    if mode:
-        source = click.get_current_context().get_parameter_source
-        given = [key for key in options if source(key) is ParameterSource.COMMANDLINE]
-        strange = [option_of(key) for key in given if key not in {mode, *GO_WITH[mode]}]
-        if strange:
-            raise UserError(f"{abbreviated(strange)}: not with {option_of(mode)}")
+    mode = looking[0] if looking else "from_bin" if options["from_bin"] else ""
+    source = click.get_current_context().get_parameter_source
+    names = {key: f"--{key.replace('_', '-')}" for key in options}  # as they are typed
+    given = [key for key in options if source(key) is ParameterSource.COMMANDLINE]
+    if strange := [names[key] for key in given if mode and key not in {mode, *GO_WITH[mode]}]:
+        raise UserError(f"{abbreviated(strange)}: not with {names[mode]}")
     if options["token_dtype"] and not options["from_bin"]:
         raise UserError("--token-dtype belongs with --from-bin")
     if options["tokenizer"] and options["train_tokenizer"]:
@@ -131,28 +142,21 @@ def check_options(inputs: Sequence[str], output_dir: Path | None, options: dict[
         )
 
 
-def option_of(key: str) -> str:
-    """Name of the option as it is typed."""
-    return f"--{key.replace('_', '-')}"
-
-
 def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> None:
     """Make the dataset, or finish one that was interrupted, and say what is in it."""
     from harness.data.preparation.command import make_dataset
-    from harness.data.preparation.options import PreparationOptions
-    from harness.data.preparation.work_folder import without_dots
 
-    output_dir = without_dots(output_dir)
-    chosen = {each.name: options[each.name] for each in fields(PreparationOptions)}
-    made = make_dataset(inputs, output_dir, PreparationOptions(**chosen))
-    for split in made.splits:
+    if ".." in output_dir.parts:  # so that its last two parts are owner/name
+        output_dir = Path(os.path.realpath(output_dir))
+    splits, vocab_size = make_dataset(inputs, output_dir, options)
+    for split in splits:
         click.echo(
             f"{split.name}: {split.tokens:,} tokens, {document_count(split.documents)}, {split.bytes:,} bytes of text"
         )
     if not options["from_bin"]:
-        for line in remarks(made.splits, options):
+        for line in remarks(splits, options):
             click.echo(line)
-    click.echo(f"{output_dir} is whole, with a vocabulary of {made.vocab_size:,} tokens")
+    click.echo(f"{output_dir} is whole, with a vocabulary of {vocab_size:,} tokens")
     click.echo("Next:")
     for line in next_steps(output_dir):
         click.echo(f"  {line}")
@@ -189,33 +193,6 @@ def next_steps(folder: Path) -> Iterator[str]:
     name = "mine" if not Path("runs", "mine").exists() else folder.name
     yield f"uv run derive_run.py quickstart {name} --set dataset={'/'.join(folder.absolute().parts[-2:])}{elsewhere}"
     yield f"uv run ddp_train.py {name} {datasets_dir}"
-
-
-def verify(folder: Path) -> None:
-    """Say that the folder holds what its meta.json says."""
-    from harness.data.dataset import Dataset
-    from harness.data.report import verify
-
-    for line in verify(Dataset.at(folder)):
-        click.echo(line)
-    click.echo(f"{folder} is whole")
-
-
-def describe(folder: Path) -> None:
-    """Print the dataset's card."""
-    from harness.data.dataset import Dataset
-    from harness.data.report import describe
-
-    for line in describe(Dataset.at(folder)):
-        click.echo(line)
-
-
-def push(folder: Path, name: str, *, public: bool) -> None:
-    """Upload a dataset folder with its card."""
-    from harness.data.dataset import Dataset
-    from harness.data.hub_upload import upload_dataset
-
-    click.echo(f"Uploaded to {upload_dataset(Dataset.at(folder), name, public=public)}")
 
 
 if __name__ == "__main__":

@@ -25,33 +25,27 @@ def local_copy(file_or_url: str, check: Callable[[Path], object], folder: Path |
     Raises UserError if it cannot be had, or if `check(path)` does so for what has been downloaded (a page that asks to
     log in, say); no such file and no part of one is left under the name.
     """
-    if urlsplit(file_or_url).scheme not in {"http", "https"}:
+    address = urlsplit(file_or_url)
+    if address.scheme not in {"http", "https"}:
         return Path(file_or_url)
-    folder = _cache() if folder is None else folder
-    name = PurePosixPath(urlsplit(file_or_url).path).name or "file"
+    if folder is None:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddp-pretrain"
+    name = PurePosixPath(address.path).name or "file"
     path = folder / f"{hashlib.sha256(file_or_url.encode()).hexdigest()[:16]}-{name}"
-    if not path.is_file():
-        _download(file_or_url, path, check)
-    return path
-
-
-def _cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "ddp-pretrain"
-
-
-def _download(url: str, path: Path, check: Callable[[Path], object]) -> None:
+    if path.is_file():
+        return path
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as draft:
-            _fetch(url, draft)
+            _fetch(file_or_url, draft)
             try:
                 check(draft)
             except UserError as error:
-                raise UserError(str(error).replace(str(draft), url)) from None
+                raise UserError(str(error).replace(str(draft), file_or_url)) from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
-        raise UserError(f"{url}: cannot be downloaded to {path.parent}: {reason}; give a file by --data") from None
+        raise UserError(f"{file_or_url}: cannot be downloaded to {folder}: {reason}; give a file by --data") from None
+    return path
 
 
 def _fetch(url: str, file: Path) -> None:

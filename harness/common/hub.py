@@ -1,6 +1,5 @@
-"""The Hugging Face Hub: which files a repository has, whether those here are the same, how files are uploaded, and what
-its errors mean to the user. Every call of huggingface_hub goes through a `HubWork`, which tries again where that can
-help, and turns whatever is raised into one line.
+"""The Hugging Face Hub: a repository's files, whether those here are the same, uploads, and what its errors mean to the
+user. Every call of huggingface_hub goes through a `HubWork`.
 """
 
 from __future__ import annotations
@@ -13,33 +12,24 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import huggingface_hub
 from huggingface_hub import errors as hub_errors
+from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from harness.common.errors import UserError
-from harness.common.files import HASH_CHUNK_BYTES
+from harness.common.files import sha256
 
 RETRY_PAUSE_SECONDS = 1.0
 SHORTEST_TOKEN = 6  # what is shorter is no secret, and part of other words
-
 INFO_TIMEOUT_SECONDS = 30.0  # huggingface_hub waits for ever where none is given
 # Files of the repository that are about git or the download itself, not about the dataset.
 IGNORED_FILES = [".git*", ".cache/*"]
 CARD = "README.md"
 
-Operation = huggingface_hub.CommitOperationAdd | huggingface_hub.CommitOperationDelete
 Result = TypeVar("Result")
-
-
-class Diagnosis(NamedTuple):
-    """An exception of the library explained to the user: the problem, the remedy, and whether a retry can help."""
-
-    problem: str
-    remedy: str
-    transient: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,163 +52,134 @@ class HubWork:
             line = line.replace(secret, "***")
         return UserError(line)
 
-    def call(self, function: Callable[[], Result]) -> Result:
-        """Call into huggingface_hub, a second time where that can help. Raises UserError for all its failures.
+    def failed_here(self, error: OSError) -> UserError:
+        """The line for a full disk, or for a place that cannot be written to."""
+        return self.failed(*self._explain_local(error))
 
-        Its own retries miss some (a connection reset while a body arrives, any failure of the first request).
+    def call(self, function: Callable[[], Result], *, retries: int = 1) -> Result:
+        """Call into huggingface_hub, again where that can help. Raises UserError for all its failures.
+
+        Its own retries miss some: a connection reset while a body arrives, any failure of the first request.
         `Exception`, because it lets through what lies below it: httpx's, xet's and the operating system's, without a
         common class.
         """
         try:
             return function()
         except Exception as error:
-            diagnosis = self.diagnose(error)
-            if not diagnosis.transient:
-                raise self.failed(diagnosis.problem, diagnosis.remedy) from None
+            problem, remedy, is_transient = self._explain(error)
+            if not (is_transient and retries):
+                raise self.failed(problem, remedy) from None
         time.sleep(RETRY_PAUSE_SECONDS)
-        try:
-            return function()
-        except Exception as error:
-            diagnosis = self.diagnose(error)
-            raise self.failed(diagnosis.problem, diagnosis.remedy) from None
+        return self.call(function, retries=retries - 1)
 
-    def diagnose(self, error: BaseException) -> Diagnosis:
-        """The library wraps errors in others that say less, so that the causes are looked through as well."""
+    def _explain(self, error: BaseException) -> tuple[str, str, bool]:
+        """Problem, remedy, and whether a retry can help. The library wraps errors in others that say less, so that the
+        causes are looked through as well."""
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, hub_errors.HfHubHTTPError):
-                return self._diagnose_answer(cause)
+                return self._explain_answer(cause)
             if isinstance(cause, hub_errors.OfflineModeIsEnabled):
-                remedy = f"unset HF_HUB_OFFLINE, or {self.by_hand}"
                 problem = "not on this machine, and" if self.verb == "read" else "is on the network, but"
-                return Diagnosis(f"{problem} HF_HUB_OFFLINE is set", remedy)
+                return f"{problem} HF_HUB_OFFLINE is set", f"unset HF_HUB_OFFLINE, or {self.by_hand}", False
             if isinstance(cause, hub_errors.HFValidationError):
-                return Diagnosis("not a name the Hugging Face Hub can have", f"check {self.named_by}")
+                return "not a name the Hugging Face Hub can have", f"check {self.named_by}", False
             if isinstance(cause, OSError) and (cause.filename or _is_full(cause)):
-                return self.diagnose_local(cause)
+                return *self._explain_local(cause), False
             error, cause = cause, cause.__cause__
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".rstrip(": ")
         remedy = f"check the network and HF_ENDPOINT; {self.again}; or {self.by_hand}"
-        return Diagnosis(f"the connection to the Hugging Face Hub failed ({reason})", remedy, transient=True)
+        return f"the connection to the Hugging Face Hub failed ({reason})", remedy, True
 
-    def _diagnose_answer(self, error: hub_errors.HfHubHTTPError) -> Diagnosis:
-        """Diagnose an HTTP error of the Hub, which answers 401 both for private repositories and for ones that do not
-        exist."""
+    def _explain_answer(self, error: hub_errors.HfHubHTTPError) -> tuple[str, str, bool]:
+        """The Hub answers 401 both for private repositories and for ones that do not exist."""
         status = error.response.status_code
         if isinstance(error, hub_errors.GatedRepoError):
             problem = f"gated on the Hugging Face Hub (status {status})"
-            return Diagnosis(problem, f"accept its conditions on its page there and set HF_TOKEN, or {self.by_hand}")
+            return problem, f"accept its conditions on its page there and set HF_TOKEN, or {self.by_hand}", False
         if isinstance(error, hub_errors.RepositoryNotFoundError) or status == 404:
             remedy = f"check {self.named_by}, set HF_TOKEN if the {self.kind} is private, or {self.by_hand}"
-            return Diagnosis(f"not found on the Hugging Face Hub, or private (status {status})", remedy)
+            return f"not found on the Hugging Face Hub, or private (status {status})", remedy, False
         if status in {401, 403}:
             problem = f"access refused by the Hugging Face Hub (status {status})"
-            return Diagnosis(problem, f"set HF_TOKEN to a token that may {self.verb} it, or {self.by_hand}")
+            return problem, f"set HF_TOKEN to a token that may {self.verb} it, or {self.by_hand}", False
         problem = f"the Hugging Face Hub answered with status {status}"
-        return Diagnosis(problem, f"try again later; {self.again}; or {self.by_hand}", transient=status >= 500)
+        return problem, f"try again later; {self.again}; or {self.by_hand}", status >= 500
 
-    def diagnose_local(self, error: OSError) -> Diagnosis:
-        """Diagnose an OSError: a full disk, or a place that cannot be written to."""
+    def _explain_local(self, error: OSError) -> tuple[str, str]:
         where = self.folder.parent
         if _is_full(error):
-            return Diagnosis(f"no space left for {where}", f"free some; {self.again}")
-        return Diagnosis(f"{error.filename}: {error.strerror}", f"check that {where} can be written to; {self.again}")
+            return f"no space left for {where}", f"free some; {self.again}"
+        problem = f"{error.filename or where}: {error.strerror or error}"
+        return problem, f"check that {where} can be written to; {self.again}"
 
 
 def _is_full(error: OSError) -> bool:
     return error.errno in {errno.ENOSPC, errno.EDQUOT}
 
 
-@dataclass(frozen=True)
-class HubFile:
-    """One file of the repository as the Hub describes it; LFS files have a SHA-256, the others a git blob SHA-1."""
-
-    path: str
-    size: int | None
-    sha256: str | None
-    git_sha1: str | None
-
-
-def list_files(work: HubWork, revision: str | None = None) -> tuple[str, list[HubFile]]:
-    """Return a revision's commit (the newest's, by default) and its files. Raises UserError."""
+def list_files(work: HubWork, revision: str | None = None) -> tuple[str, list[RepoSibling]]:
+    """Return a revision's commit (the newest's, by default) and its files with their hashes. Raises UserError, also for
+    a path that leads out of the folder it is joined to: a hostile endpoint might name any file of this machine, to
+    be written or, where its hash differs, deleted."""
     info = work.call(
         lambda: huggingface_hub.HfApi().dataset_info(
             work.name, revision=revision, files_metadata=True, timeout=INFO_TIMEOUT_SECONDS
         )
     )
     files = [
-        HubFile(
-            path=sibling.rfilename,
-            size=sibling.lfs.size if sibling.lfs else sibling.size,
-            sha256=sibling.lfs.sha256 if sibling.lfs else None,
-            git_sha1=None if sibling.lfs else sibling.blob_id,
-        )
-        for sibling in info.siblings or []
-        if not any(fnmatch.fnmatchcase(sibling.rfilename, pattern) for pattern in IGNORED_FILES)
+        file
+        for file in info.siblings or []
+        if not any(fnmatch.fnmatchcase(file.rfilename, pattern) for pattern in IGNORED_FILES)
     ]
     if info.sha is None or not files:
         raise work.failed("the repository holds no files", work.by_hand)
-    for file in files:
-        if not _stays_inside(file.path):
-            problem = f"the repository lists {file.path!r}, which leads out of the dataset's folder"
+    for path in (file.rfilename for file in files):
+        if "\0" in path or any(part in {"", ".", ".."} for part in path.split("/")):
+            problem = f"the repository lists {path!r}, which leads out of the dataset's folder"
             raise work.failed(problem, f"check HF_ENDPOINT; or {work.by_hand}")
     return info.sha, files
 
 
-def _stays_inside(path: str) -> bool:
-    """True if a path in a repository's listing stays below the folder it is joined to: a hostile endpoint might name
-    any file of this machine, to be written or, where its hash differs, deleted."""
-    return "\0" not in path and all(part not in {"", ".", ".."} for part in path.split("/"))
-
-
-def find_fault(path: Path, file: HubFile, advance: Callable[[int], object]) -> str | None:
-    """Describe how a downloaded file differs from the expected size or hash; None if it does not. Calls `advance` with
-    each number of bytes that it has read."""
-    size = size_of(path)
-    if size is None:
+def find_fault(path: Path, file: RepoSibling) -> str | None:
+    """Describe how a downloaded file differs from the Hub's hash; None if it does not: an LFS file's SHA-256, or the
+    SHA-1 of a git blob, which covers its type and length too
+    (https://git-scm.com/book/en/v2/Git-Internals-Git-Objects)."""
+    if not path.is_file():
         return "expected a file, found none"
-    if file.size is not None and size != file.size:
-        return f"expected {file.size} bytes, found {size}"
-    if file.sha256 is not None:
-        return _hash_fault(path, hashlib.sha256(), file.sha256, advance)
-    if file.git_sha1 is not None:
-        # https://git-scm.com/book/en/v2/Git-Internals-Git-Objects: a blob's name covers its type and length too.
-        digest = hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
-        return _hash_fault(path, digest, file.git_sha1, advance)
-    return None
-
-
-def _hash_fault(path: Path, digest: hashlib._Hash, expected: str, advance: Callable[[int], object]) -> str | None:
-    with path.open("rb") as stream:
-        while chunk := stream.read(HASH_CHUNK_BYTES):
-            digest.update(chunk)
-            advance(len(chunk))
-    found = digest.hexdigest()
-    kind = digest.name.upper().replace("SHA", "SHA-")
+    if file.lfs:
+        kind, expected, found = "SHA-256", file.lfs.sha256, sha256(path)
+    else:
+        blob = path.read_bytes()
+        found = hashlib.sha1(b"blob %d\0" % len(blob) + blob, usedforsecurity=False).hexdigest()
+        kind, expected = "SHA-1", file.blob_id or found
     return None if found == expected else f"expected {kind} {expected}, found {found}"
 
 
-def size_of(path: Path) -> int | None:
-    """None where there is no file."""
-    return path.stat().st_size if path.is_file() else None
+def hide_bars_from_files() -> None:
+    """Switch huggingface_hub's progress bars off where nobody watches."""
+    if not sys.stderr.isatty():
+        disable_progress_bars()
 
 
 def upload(
     work: HubWork, files: dict[str, Path | bytes], message: str, *, public: bool, is_replaced: Callable[[str], bool]
 ) -> str:
-    """Upload files, by their paths in the repository that `work` names, made if it is not there; its address.
+    """Upload files as one commit, by their paths in the repository that `work` names, made if it is not there; its
+    address.
 
     A repository that is there keeps being private or public. What the Hub has already is not sent again. Files there
     of which `is_replaced(path)` is true and that are not among the new ones are removed; they stay in the repository's
     history. Raises UserError.
     """
-    if not sys.stderr.isatty():
-        disable_progress_bars()
+    hide_bars_from_files()
     api, name, kind = huggingface_hub.HfApi(), work.name, work.kind
     work.call(lambda: api.create_repo(name, repo_type=kind, private=not public, exist_ok=True))
-    operations: list[Operation] = [huggingface_hub.CommitOperationAdd(path, file) for path, file in files.items()]
     there = work.call(lambda: api.list_repo_files(name, repo_type=kind))
-    stale = [path for path in there if path not in files and is_replaced(path)]
-    operations += [huggingface_hub.CommitOperationDelete(path) for path in stale]
+    # Not upload_folder: with hf_xet it commits in parts, between which the repository holds two models or datasets.
+    operations: list[huggingface_hub.CommitOperationAdd | huggingface_hub.CommitOperationDelete] = [
+        *(huggingface_hub.CommitOperationAdd(path, file) for path, file in files.items()),
+        *(huggingface_hub.CommitOperationDelete(path) for path in there if path not in files and is_replaced(path)),
+    ]
     work.call(lambda: api.create_commit(name, operations, commit_message=message, repo_type=kind))
     return f"{api.endpoint}/{'datasets/' if kind == 'dataset' else ''}{name}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -35,13 +35,13 @@ def check_obtainable(datasets_dir: Path, name: str, splits: list[str], *, ask_hu
     if is_present(datasets_dir, name, splits):
         return
     if name.startswith("builtin/"):
-        _check_builtin(name)
+        _builder(name)
     elif ask_hub:
         from harness.common.hub import list_files
-        from harness.data.hub_download import Download
+        from harness.data.hub import reading
 
         with _neighbour_named(datasets_dir, name):
-            list_files(Download(name, dataset_folder(datasets_dir, name)).work)
+            list_files(reading(name, dataset_folder(datasets_dir, name)))
 
 
 @contextmanager
@@ -56,22 +56,22 @@ def _neighbour_named(datasets_dir: Path, name: str) -> Iterator[None]:
         raise
 
 
-def _check_builtin(name: str) -> None:
+def _builder(name: str) -> Callable[[Path], None]:
+    """The function that makes a builtin dataset. Raises UserError if there is none of that name."""
     from harness.data.preparation.builtin import BUILTIN_DATASETS
 
     if name not in BUILTIN_DATASETS:
         raise UserError(f'train.json: key "dataset": no {name}; there is {", ".join(BUILTIN_DATASETS)}')
+    return BUILTIN_DATASETS[name]
 
 
 def _make(folder: Path, name: str) -> None:
     if name.startswith("builtin/"):
-        from harness.data.preparation.builtin import BUILTIN_DATASETS
-
-        _check_builtin(name)
+        build = _builder(name)
         print(f"Building {name} in {folder} ...", flush=True)
-        BUILTIN_DATASETS[name](folder)
-        return
-    from harness.data.hub_download import download_dataset
+        build(folder)
+    else:
+        from harness.data.hub import download_dataset
 
-    print(f"Downloading {name} to {folder} ...", flush=True)
-    download_dataset(name, folder)
+        print(f"Downloading {name} to {folder} ...", flush=True)
+        download_dataset(name, folder)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import textwrap
-import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,24 +107,14 @@ def describe(dataset: Dataset) -> Iterator[str]:
     yield from textwrap.wrap(f"{dataset.name}: {printable(dataset.meta.description) or 'no description'}", COLUMNS)
     name = dataset.meta.tokenizer
     yield f"  tokenizer {printable(name)}, {tokenizer.vocab_size:,} tokens, end of text {tokenizer.eot_token}"
-    for split in SPLITS:
-        if dataset.has_split(split):
-            yield from _describe_split(split, dataset.split(split), tokenizer)
-
-
-def _describe_split(split: str, tokens: TokenFile, tokenizer: Tokenizer) -> Iterator[str]:
-    facts = survey(tokens, tokenizer)
-    per_token = f", {facts.bytes / facts.tokens:.2f} a token" if facts.tokens else ""
-    yield ""
-    yield f"{split}: {facts.tokens:,} tokens ({tokens.dtype}), {facts.bytes:,} bytes of text{per_token}"
-    yield f"  {document_count(facts.documents)}, the longest with {facts.longest:,} tokens"
-    start = tokenizer.decode(tokens.read(0, SHOWN_TOKENS).tolist())
-    lines = [line for line in start.splitlines() if line.strip()]
-    yield "  it begins:"
-    yield from (f"    {_fitted(printable(line), COLUMNS - 8)}" for line in lines[:SHOWN_LINES])
-
-
-def _fitted(line: str, columns: int) -> str:
-    """The longest beginning of a line that fits into `columns` columns: Chinese and Japanese characters take two."""
-    widths = [2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in line]
-    return line[: bisect.bisect_right(list(itertools.accumulate(widths)), columns)]
+    for split in filter(dataset.has_split, SPLITS):
+        tokens = dataset.split(split)
+        facts = survey(tokens, tokenizer)
+        per_token = f", {facts.bytes / facts.tokens:.2f} a token" if facts.tokens else ""
+        yield ""
+        yield f"{split}: {facts.tokens:,} tokens ({tokens.dtype}), {facts.bytes:,} bytes of text{per_token}"
+        yield f"  {document_count(facts.documents)}, the longest with {facts.longest:,} tokens"
+        text = tokenizer.decode(tokens.read(0, SHOWN_TOKENS).tolist())
+        lines = [line for line in text.splitlines() if line.strip()]
+        yield "  it begins:"
+        yield from (f"    {printable(line)[: COLUMNS - 8]}" for line in lines[:SHOWN_LINES])

@@ -131,7 +131,7 @@ def test_a_dataset_goes_to_the_hub_and_comes_back(preparer: Preparer, hub: FakeH
     assert "| train | 297 |" in card
     assert '"dataset": "me/mine"' in card
     elsewhere = preparer.path / "elsewhere" / "me" / "mine"
-    code = "import sys; from pathlib import Path; from harness.data.hub_download import download_dataset; "
+    code = "import sys; from pathlib import Path; from harness.data.hub import download_dataset; "
     code += "download_dataset('me/mine', Path(sys.argv[1]))"
     run_code(preparer, code, elsewhere)
     preparer.run("--verify", elsewhere)

@@ -30,7 +30,7 @@ DRIVER = """
 import sys
 from pathlib import Path
 from harness.common.errors import one_line_errors
-from harness.data.hub_download import download_dataset
+from harness.data.hub import download_dataset
 with one_line_errors():
     download_dataset(sys.argv[1], Path(sys.argv[2]))
 """

@@ -19,10 +19,9 @@ import numpy as np
 import pytest
 
 from harness.data.dataset import Dataset
-from harness.data.preparation.batches import Batch
-from harness.data.preparation.encoding import Encoded
+from harness.data.preparation.encode import Batch, Encoded
 from harness.data.preparation.splits import SplitSizes, draws, hold_out, write_splits
-from harness.data.preparation.token_stream import StreamSize, TokenStream
+from harness.data.preparation.stream import StreamSize, TokenStream
 from tests.support.isolation import ROOT, SHIPPED_RUNS, on_path
 from tests.support.preparing import (
     IN_ORDER,
@@ -70,13 +69,6 @@ def test_a_hundredth_of_the_text_is_validation(plain: Path) -> None:
     assert min(places) < 1000
     assert max(places) > 2000
     assert places != sorted(places)
-
-
-def test_in_the_given_order_the_last_hundredth_is_validation(preparer: Preparer) -> None:
-    folder = preparer.prepare("texts", "given", *IN_ORDER)
-    assert documents_of(folder, "train") == DOCUMENTS[:-30]
-    assert documents_of(folder, "validation") == DOCUMENTS[-30:]
-    assert "split_order" not in json.loads((folder / "meta.json").read_text())["source"], "as of earlier versions"
 
 
 def test_one_long_document_is_not_all_of_validation(tmp_path: Path) -> None:
@@ -170,9 +162,10 @@ def test_the_number_of_workers_changes_no_byte(preparer: Preparer, plain: Path, 
     assert content_of(preparer.prepare("texts", f"workers-{workers}", "--workers", workers)) == content_of(plain)
 
 
-def test_splits_and_their_order(preparer: Preparer) -> None:
+def test_in_the_given_order_the_last_documents_are_held_out(preparer: Preparer) -> None:
     options = ["--validation-fraction", "0.1", "--test-fraction", "0.05"]
     folder = preparer.prepare("texts", "three", *IN_ORDER, *options)
+    assert "split_order" not in json.loads((folder / "meta.json").read_text())["source"], "as of earlier versions"
     assert documents_of(folder, "train") == DOCUMENTS[:2550]
     assert documents_of(folder, "test") == DOCUMENTS[2550:2700]
     assert documents_of(folder, "validation") == DOCUMENTS[2700:]
@@ -238,12 +231,6 @@ def test_what_it_says_at_the_end_trains(tmp_path: Path, target: str, steps: list
     assert (model["vocab_size"], train["min_train_tokens"], train["microbatch_size"]) == (300, -1, 16)
 
 
-def test_an_output_directory_without_an_owner_is_refused(preparer: Preparer) -> None:
-    line = preparer.run("texts", "datasets/my-texts", *SMALL, status=2)
-    assert "datasets/my-texts: has no owner" in line
-    assert line.endswith("give datasets/me/my-texts")
-
-
 def test_a_mistyped_input_leaves_no_folder(tmp_path: Path) -> None:
     """Neither that of an owner, where none was; one that was there stays, although it is empty."""
     preparer = Preparer(tmp_path)
@@ -294,12 +281,6 @@ def test_another_encoding_of_tiktoken(tmp_path: Path, eot: int, dtype: type) -> 
     preparer.run("--verify", folder)
 
 
-def test_an_unknown_tokenizer_lists_those_there_are(preparer: Preparer) -> None:
-    line = preparer.run("texts", "datasets/me/none", "--tokenizer", "gpt5", status=2)
-    assert "--tokenizer gpt5: no such file" in line
-    assert "cl100k_base" in line
-
-
 def test_gpt2_without_a_cache_and_without_a_network(preparer: Preparer, tmp_path: Path) -> None:
     offline = Preparer(preparer.path, {"TIKTOKEN_CACHE_DIR": str(tmp_path), "HTTPS_PROXY": "http://127.0.0.1:9"})
     line = offline.run("texts", "datasets/me/none", status=2)
@@ -331,11 +312,11 @@ KILLS = 6
 HURRIED_TO_ITS_END = """
 import os, sys
 def hurry():
-    import harness.data.preparation.batches, harness.data.preparation.pipeline, harness.data.preparation.shuffle
+    import harness.data.preparation.encode, harness.data.preparation.pipeline, harness.data.preparation.stream
     import harness.data.preparation.splits
     harness.data.preparation.splits.POOL_DOCUMENTS = 30
-    harness.data.preparation.batches.BATCH_CHARACTERS, harness.data.preparation.pipeline.COMMIT_TOKENS = 2000, 500
-    harness.data.preparation.shuffle.BUCKET_BYTES = 4000
+    harness.data.preparation.encode.BATCH_CHARACTERS, harness.data.preparation.pipeline.COMMIT_TOKENS = 2000, 500
+    harness.data.preparation.stream.BUCKET_BYTES = 4000
 class Finder:
     def find_spec(self, name, path, target=None):
         if name == "harness.data.preparation.new_tokenizer":
@@ -409,7 +390,7 @@ def test_a_worker_that_dies_is_one_line_and_the_work_goes_on(preparer: Preparer,
     os.kill(workers_of(process)[0], signal.SIGKILL)
     _, error = process.communicate(timeout=30)
     assert process.returncode == 1
-    assert "a tokenizing process has ended by itself (exit status -9" in error
+    assert "a tokenizing process has ended by itself" in error
     assert len(error.splitlines()) == 1
     mine.run(*arguments)
     assert content_of(tmp_path / "datasets" / "me" / "x") == content_of(plain)
@@ -659,6 +640,14 @@ def _tokenizer_file(folder: Path) -> bytes:
     ("arguments", "message"),
     [
         (["nowhere", "out"], '"nowhere": no input files here'),
+        (
+            ["texts", "datasets/x"],
+            "datasets/x: has no owner, but training looks for DATASETS_DIR/owner/name; give data",
+        ),
+        (
+            ["texts", "out", "--tokenizer", "gpt5"],
+            "no such file, and no encoding of tiktoken; there is cl100k_base",
+        ),
         (["texts"], "give INPUT and OUTPUT_DIR"),
         (["texts", "out", "--include", "*"], "--include belongs with a dataset on the Hub"),
         (["texts", "out", "--tokenizer", "gpt2", "--train-tokenizer", "300"], "give one of them"),

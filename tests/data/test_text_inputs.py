@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from harness.common.errors import RunError, UserError
-from harness.data.preparation.batches import LONGEST_PIECE, batches
-from harness.data.preparation.documents import Piece, TextFormat, read_documents
-from harness.data.preparation.text_files import TextFile
+from harness.data.preparation.encode import LONGEST_PIECE, batches
+from harness.data.preparation.text_input import Piece, TextFile, TextFormat, find_text, read_documents
 from tests.support.preparing import IN_ORDER, SMALL, Preparer, content_of, documents_of, texts, write_json_lines
 
 DOCUMENTS = texts(40)
@@ -54,26 +54,54 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 }
 
 
+PACKERS: dict[str, Callable[[bytes], bytes]] = {".txt": bytes, ".txt.gz": gzip.compress, ".txt.zst": zstd}
+
+
+def joined(pieces: Iterable[Piece]) -> list[str]:
+    """The documents that come in pieces."""
+    documents = [""]
+    for piece in pieces:
+        documents[-1] += piece.text
+        if piece.ends:
+            documents.append("")
+    assert documents.pop() == ""
+    return documents
+
+
+def read(path: Path, form: TextFormat | None = None) -> list[str]:
+    """The documents of one file."""
+    return joined(read_documents(TextFile(0, path.name, path, path.stat().st_size, ""), form or TextFormat()))
+
+
+def found(*patterns: object) -> list[str]:
+    """The documents of all files that folders, files and globs stand for."""
+    return joined(find_text([str(pattern) for pattern in patterns]).read(TextFormat()))
+
+
 @pytest.mark.parametrize("name", WRITERS)
-def test_the_documents_come_out_as_they_went_in(preparer: Preparer, name: str) -> None:
-    (preparer.path / "texts").mkdir()
-    WRITERS[name](preparer.path / "texts" / name)
-    folder = preparer.prepare("texts", "out", *IN_ORDER, "--validation-fraction", "0.25")
-    assert documents_of(folder, "train") + documents_of(folder, "validation") == DOCUMENTS
-    assert len(documents_of(folder, "validation")) == 10
+def test_the_documents_come_out_as_they_went_in(tmp_path: Path, name: str) -> None:
+    WRITERS[name](tmp_path / name)
+    assert read(tmp_path / name) == DOCUMENTS
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".txt.gz", ".txt.zst"])
-def test_each_text_file_is_a_document(preparer: Preparer, suffix: str) -> None:
-    packers: dict[str, Callable[[bytes], bytes]] = {".txt": bytes, ".txt.gz": gzip.compress, ".txt.zst": zstd}
-    pack = packers[suffix]
-    for number, text in enumerate(DOCUMENTS):
-        path = preparer.path / "texts" / f"{number // 10}" / f"{number % 10}{suffix}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(pack(text.encode()))
-    (preparer.path / "texts" / ".hidden.txt").write_text("not this")
-    folder = preparer.prepare("texts", "out", *IN_ORDER, "--validation-fraction", "0.25")
-    assert documents_of(folder, "train") + documents_of(folder, "validation") == DOCUMENTS
+def test_a_folder_of_all_kinds(preparer: Preparer) -> None:
+    """In the order of their names, at any depth; what is not read is named."""
+    folder = preparer.path / "texts"
+    (folder / "more").mkdir(parents=True)
+    for number, text in enumerate(DOCUMENTS[:10]):
+        suffix = list(PACKERS)[number % 3]
+        (folder / f"{number}{suffix}").write_bytes(PACKERS[suffix](text.encode()))
+    write_parquet(folder / "more" / "a.parquet", DOCUMENTS[10:20])
+    write_json_lines(folder / "more" / "b.jsonl", DOCUMENTS[20:])
+    (folder / ".hidden.txt").write_text("not this")
+    (folder / "data.json").write_text("[]")
+    (preparer.path / "elsewhere").mkdir()
+    (folder / "link").symlink_to(preparer.path / "elsewhere")
+    process = preparer.start("texts", "out", *SMALL, *IN_ORDER, "--validation-fraction", "0.25")
+    _, error = process.communicate()
+    assert error == "not read, as no text by their names, or links to folders: data.json, link\n"
+    assert documents_of(preparer.path / "out", "train") == DOCUMENTS[:30]
+    assert documents_of(preparer.path / "out", "validation") == DOCUMENTS[30:]
 
 
 def test_a_separator_cuts_text_files_into_documents(preparer: Preparer) -> None:
@@ -84,41 +112,17 @@ def test_a_separator_cuts_text_files_into_documents(preparer: Preparer) -> None:
 
 
 def test_a_glob_takes_any_file_as_text(preparer: Preparer) -> None:
+    """One that the shell expands is as good."""
+    source = preparer.path / "src"
+    source.mkdir()
     for number, text in enumerate(DOCUMENTS):
-        path = preparer.path / "src" / f"{number:02}.py"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-    (preparer.path / "src" / "notes.md").write_text("no")
-    folder = preparer.prepare("src/*.py", "out", *IN_ORDER, "--validation-fraction", "0.25")
-    assert documents_of(folder, "train") + documents_of(folder, "validation") == DOCUMENTS
-
-
-def test_a_glob_that_the_shell_expands_is_as_good(preparer: Preparer) -> None:
-    for number, text in enumerate(DOCUMENTS):
-        path = preparer.path / "src" / f"{number:02}.py"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-    one, *others = sorted((preparer.path / "src").glob("*.py"))
-    (preparer.path / "src" / "notes.txt").write_text("a file of a folder that is named besides")
-    target = preparer.path / "datasets" / "me" / "out"
-    options = [*SMALL, *IN_ORDER, "--validation-fraction", "0.25"]
-    preparer.run(*(path.relative_to(preparer.path) for path in (*others, one)), "src", target, *options)
-    made = documents_of(target, "train") + documents_of(target, "validation")
-    assert made == [*DOCUMENTS, "a file of a folder that is named besides"]
-    assert json.loads((target / "meta.json").read_text())["source"]["files"] == len(DOCUMENTS) + 1
-    line = preparer.run("src/00.py", "nowhere", "out", *SMALL, status=2)
-    assert '"nowhere": no input files here' in line
-
-
-def read(path: Path, form: TextFormat | None = None) -> list[str]:
-    """The documents of one file, joined from their pieces."""
-    documents = [""]
-    for piece in read_documents(TextFile(0, path.name, path, path.stat().st_size, ""), form or TextFormat()):
-        documents[-1] += piece.text
-        if piece.ends:
-            documents.append("")
-    assert documents.pop() == ""
-    return documents
+        (source / f"{number:02}.py").write_text(text, newline="")
+    (source / "notes.txt").write_text("a file of a folder that is named besides")
+    assert found(source / "*.py") == DOCUMENTS
+    one, *others = sorted(source.glob("*.py"))
+    assert found(*others, one, source) == [*DOCUMENTS, "a file of a folder that is named besides"]
+    with pytest.raises(UserError, match='"nowhere": no input files here'):
+        found(one, "nowhere")
 
 
 @pytest.mark.parametrize("separator", ["\n\n", "aba", "|"])
@@ -126,7 +130,7 @@ def read(path: Path, form: TextFormat | None = None) -> list[str]:
 def test_a_separator_may_lie_across_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, separator: str, block: int
 ) -> None:
-    monkeypatch.setattr("harness.data.preparation.documents.READ_BYTES", block)
+    monkeypatch.setattr("harness.data.preparation.text_input.READ_BYTES", block)
     text = "né\n\n\nab|aba|ab日\n\n|abab\n"
     path = tmp_path / "a.txt"
     path.write_text("\ufeff" + text, newline="")
@@ -151,16 +155,6 @@ def test_every_text_type_of_parquet(tmp_path: Path, kind: pa.DataType) -> None:
     assert read(path) == ["a", "", "日"]
 
 
-def test_files_of_a_folder_that_are_not_read_are_named(preparer: Preparer) -> None:
-    write_json_lines(preparer.path / "texts" / "a.jsonl", DOCUMENTS)
-    (preparer.path / "texts" / "data.json").write_text("[]")
-    (preparer.path / "elsewhere").mkdir()
-    (preparer.path / "texts" / "more").symlink_to(preparer.path / "elsewhere")
-    process = preparer.start("texts", "out", *SMALL, "--validation-fraction", "0.25")
-    _, error = process.communicate()
-    assert error == "not read, as no text by their names, or links to folders: data.json, more\n"
-
-
 def test_a_column_of_structures_before_the_text(tmp_path: Path) -> None:
     """Parquet counts its leaves as columns."""
     path = tmp_path / "a.parquet"
@@ -173,29 +167,19 @@ def test_a_column_of_structures_before_the_text(tmp_path: Path) -> None:
 # What is wrong ---------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_column_lists_those_there_are(preparer: Preparer) -> None:
-    write_parquet(preparer.path / "a.parquet", DOCUMENTS, column="content")
-    line = preparer.run("a.parquet", "out", *SMALL, status=2)
-    assert "a.parquet: no column" in line
-    assert "there is id, content" in line
-    write_json_lines(preparer.path / "a.jsonl", DOCUMENTS, key="txt")
-    line = preparer.run("a.jsonl", "out", *SMALL, status=2)
-    assert "a.jsonl: line 1" in line
-    assert "--text-column txt" in line
-
-
-def test_two_columns_of_one_name(preparer: Preparer) -> None:
-    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], ["text", "text"])
-    pq.write_table(table, preparer.path / "a.parquet")
-    assert 'two columns "text"' in preparer.run("a.parquet", "out", *SMALL, status=2)
-
-
-def test_a_column_of_numbers_is_named(preparer: Preparer) -> None:
-    write_parquet(preparer.path / "a.parquet", DOCUMENTS)
-    assert 'column "id" holds int64' in preparer.run("a.parquet", "out", "--text-column", "id", *SMALL, status=2)
-    (preparer.path / "a.jsonl").write_text('{"text": "a"}\n{"text": 5}\n')
-    line = preparer.run("a.jsonl", "out", *SMALL, status=1)
-    assert 'line 2: key "text" holds 5' in line
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"id": [1], "content": ["a"]}, r'a.parquet: no column "text"; there is id, content: give --text-column NAME'),
+        ({"id": [1], "txt": ["a"]}, "give --text-column txt"),
+        ({"text": [1]}, 'column "text" holds int64, not text'),
+        (pa.Table.from_arrays([pa.array(["a"])] * 2, ["text"] * 2), 'two columns "text"'),
+    ],
+)
+def test_a_column_that_is_no_text(tmp_path: Path, table: Any, message: str) -> None:
+    pq.write_table(pa.table(table) if isinstance(table, dict) else table, tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=message):
+        read(tmp_path / "a.parquet")
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.gz", "a.jsonl.zst"])
@@ -247,7 +231,7 @@ def test_invalid_utf8_is_an_error_or_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("block", [1, 2, 3, 64])
 def test_the_place_of_what_is_not_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     """Wherever the blocks that it is read in end, and where the file ends within a character."""
-    monkeypatch.setattr("harness.data.preparation.documents.READ_BYTES", block)
+    monkeypatch.setattr("harness.data.preparation.text_input.READ_BYTES", block)
     for content, place in ((b"\xc3\xa9 ol\xe9!", 5), ("日本".encode()[:-1], 3)):
         (tmp_path / "a.txt").write_bytes(content)
         with pytest.raises(RunError, match=rf"a.txt: not valid UTF-8 at byte {place}; "):
@@ -271,24 +255,25 @@ def test_what_is_not_utf8_can_be_replaced_later(preparer: Preparer) -> None:
 
 
 def test_half_a_surrogate_pair_in_json(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a \\ud83d b"}\n')
-    with pytest.raises(RunError, match=r"line 1: holds half of a surrogate pair"):
-        read(path)
-    assert read(path, TextFormat(errors="replace")) == ["a \ufffd b"]
+    (tmp_path / "a.jsonl").write_text('{"text": "a \\ud83d b"}\n')
+    assert read(tmp_path / "a.jsonl", TextFormat(errors="replace")) == ["a \ufffd b"]
 
 
-@pytest.mark.parametrize("line", ["[1]", "5", "{", '"text"', "{}" * 2, "[" * 100_000])
-def test_a_line_that_is_no_object(tmp_path: Path, line: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        *[(line, "line 2: not") for line in ("[1]", "5", "{", '"text"', "{}" * 2, "[" * 100_000)],
+        ('{"txt": "a"}', 'line 2: no column "text"; there is txt: give --text-column txt'),
+        *[(f'{{"text": {value}}}', f'line 2: key "text" holds {value}, not text') for value in ("5", "0", "false")],
+        ('{"text": "a \\ud83d b"}', "line 2: holds half of a surrogate pair"),
+    ],
+)
+def test_a_line_that_is_no_document(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"text": "a"}}\n{line}\n')
-    with pytest.raises((RunError, UserError), match=r"line 2: not"):
+    with pytest.raises((RunError, UserError), match=message):
         read(path)
-
-
-def test_a_json_array_is_explained(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    path.write_text('[\n {"text": "a"}\n]')
+    path.write_text(f"[\n{line}\n]")
     with pytest.raises(RunError, match="this is a JSON array; write one object a line"):
         read(path)
 

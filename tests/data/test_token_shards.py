@@ -1,4 +1,4 @@
-"""Files of tokens as other programs write them, through the real command: every one goes in, or is told what it is."""
+"""Files of tokens as other programs write them: every one goes in, or is told what it is."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from harness.common.errors import UserError
-from harness.data.preparation.token_files import open_shard
-from harness.data.preparation.token_shards import check_token_ids, find_shards
+from harness.data.preparation.token_input import find_shards, import_shards
 from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
 from tests.support.isolation import on_path
@@ -34,19 +33,16 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-# As the programs write them ----------------------------------------------------------------------------------------
-
-
-def write_shard(
-    path: Path, tokens: list[int], magic: int = 20240520, version: int = 1, said: int | None = None
-) -> None:
-    """Write a shard as llm.c's and modded-nanogpt's write_datafile do."""
+def shard(tokens: list[int], magic: int = 20240520, version: int = 1, said: int | None = None) -> bytes:
+    """A shard as llm.c's and modded-nanogpt's write_datafile make it."""
     header = np.zeros(256, dtype=np.int32)
     header[:3] = magic, version, len(tokens) if said is None else said
+    return header.tobytes() + np.array(tokens, dtype=np.uint32 if magic == 20240801 else np.uint16).tobytes()
+
+
+def write_shard(path: Path, tokens: list[int], magic: int = 20240520, version: int = 1) -> None:
     path.parent.mkdir(exist_ok=True)
-    with path.open("wb") as file:
-        file.write(header.tobytes())
-        file.write(np.array(tokens, dtype=np.uint32 if magic == 20240801 else np.uint16).tobytes())
+    path.write_bytes(shard(tokens, magic, version))
 
 
 def write_nanogpt(path: Path, tokens: list[int]) -> None:
@@ -75,7 +71,7 @@ def stream(tokenizer: Path, documents: list[str], *, first: bool) -> list[int]:
 def test_nanogpts_folder_keeps_its_splits(preparer: Preparer, tokenizer: Path) -> None:
     train, held_out = (stream(tokenizer, part, first=False) for part in (DOCUMENTS[:90], DOCUMENTS[90:100]))
     folder = preparer.path / "openwebtext"
-    write_nanogpt(folder / "train.bin", train)
+    write_nanogpt(folder / "TRAIN.BIN", train)  # names in capitals mean the same
     write_nanogpt(folder / "val.bin", held_out)
     (folder / "prepare.py").write_text("# its program")
     target = preparer.path / "datasets" / "me" / "owt"
@@ -83,7 +79,7 @@ def test_nanogpts_folder_keeps_its_splits(preparer: Preparer, tokenizer: Path) -
     out, error = process.communicate(timeout=60)
     assert process.returncode == 0, error
     assert error.splitlines() == [
-        f"no header, read as uint16 tokens of {tokenizer} (--token-dtype, --tokenizer): train.bin, val.bin"
+        f"no header, read as uint16 tokens of {tokenizer} (--token-dtype, --tokenizer): TRAIN.BIN, val.bin"
     ]
     assert {name: tokens.tolist() for name, tokens in splits_of(target).items()} == {
         "train": train,
@@ -92,45 +88,29 @@ def test_nanogpts_folder_keeps_its_splits(preparer: Preparer, tokenizer: Path) -
     assert "validation: " in out
     assert "10 documents" in out
     assert "a vocabulary of 300 tokens" in out
+    assert (target / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
     preparer.run("--verify", target)
+    line = preparer.run(folder, "out", "--train-tokenizer", "300", status=2)  # without --from-bin
+    assert "what there is: TRAIN.BIN, prepare.py, val.bin; files of tokens go in with --from-bin" in line
 
 
-def test_a_folder_of_token_files_alone(preparer: Preparer) -> None:
-    """A user who gives tokens for text is pointed to --from-bin."""
-    write_nanogpt(preparer.path / "owt" / "train.BIN", [1, 2])
-    line = preparer.run("owt", "out", "--train-tokenizer", "300", status=2)
-    assert "no input files here" in line
-    assert "what there is: train.BIN; files of tokens go in with --from-bin" in line
-
-
-def test_names_in_capitals_mean_the_same(tmp_path: Path) -> None:
-    for name in ("TRAIN.BIN", "Val.Bin"):
-        write_nanogpt(tmp_path / name, [7, 300] * 9)
-    assert find_shards([str(tmp_path)], None).keys() == {"train", "validation"}
-    np.save(tmp_path / "train.npy", np.array([7, 0], np.uint16))
-    (tmp_path / "train.npy").rename(tmp_path / "TRAIN.NPY")
-    with pytest.raises(UserError, match=r"\.bin and \.npy files, perhaps of the same tokens"):
-        find_shards([str(tmp_path)], None)
-
-
-@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.uint32, np.int64, ">u2"])
-def test_build_nanogpts_arrays(preparer: Preparer, tokenizer: Path, dtype: Any) -> None:
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64, ">u2"])
+def test_build_nanogpts_arrays(tmp_path: Path, tokenizer: Path, dtype: Any) -> None:
     train, held_out = (stream(tokenizer, part, first=True) for part in (DOCUMENTS[:90], DOCUMENTS[90:100]))
-    folder = preparer.path / "edu_fineweb10B"
-    write_build_nanogpt(folder / "edufineweb_val_000000.npy", held_out, dtype)
-    write_build_nanogpt(folder / "edufineweb_train_000001.npy", train[:500], dtype)
-    write_build_nanogpt(folder / "edufineweb_train_000002.npy", train[500:], dtype)
-    target = preparer.path / "datasets" / "me" / "edu"
-    out = preparer.run(folder, target, "--from-bin", "--tokenizer", tokenizer)
-    assert splits_of(target)["train"].tolist() == train
-    assert splits_of(target)["train"].dtype == np.uint16
-    assert splits_of(target)["validation"].tolist() == held_out
-    length = sum(len(text.encode()) for text in DOCUMENTS[90:100])
-    assert f"validation: {len(held_out):,} tokens, 10 documents, {length:,} bytes of text" in out
+    write_build_nanogpt(tmp_path / "in" / "edufineweb_val_000000.npy", held_out, dtype)
+    write_build_nanogpt(tmp_path / "in" / "edufineweb_train_000001.npy", train[:500], dtype)
+    write_build_nanogpt(tmp_path / "in" / "edufineweb_train_000002.npy", train[500:], dtype)
+    shards = find_shards([str(tmp_path / "in")], None)
+    made = {split: import_shards(split, own, load_tokenizer(tokenizer), tmp_path) for split, own in shards.items()}
+    assert splits_of(tmp_path)["train"].tolist() == train
+    assert splits_of(tmp_path)["train"].dtype == np.uint16
+    assert splits_of(tmp_path)["validation"].tolist() == held_out
+    assert made["validation"].documents == 10
+    assert made["validation"].bytes == sum(len(text.encode()) for text in DOCUMENTS[90:100])
 
 
 def test_llm_cs_wide_shards(tmp_path: Path) -> None:
-    """Shards of a vocabulary that uint16 does not hold are kept as uint32."""
+    """Shards of a vocabulary that uint16 does not hold are kept as uint32; narrow ones cannot be of it."""
     preparer = Preparer(tmp_path, plugin(tmp_path, [], eot=70_000))
     write_shard(tmp_path / "x_train_000000.bin", [70_000, 104, 105], magic=20240801, version=7)
     write_shard(tmp_path / "x_val_000000.bin", [70_000, 97], magic=20240801, version=7)
@@ -139,34 +119,27 @@ def test_llm_cs_wide_shards(tmp_path: Path) -> None:
     assert splits_of(target)["train"].tolist() == [70_000, 104, 105]
     assert splits_of(target)["validation"].dtype == np.uint32
     preparer.run("--verify", target)
+    write_shard(tmp_path / "a_train_000001.bin", [1])
+    line = preparer.run("a_train_000001.bin", "out", "--from-bin", "--tokenizer", "small", status=2)
+    assert "a_train_000001.bin: holds uint16 tokens, but the tokenizer has 70,001" in line
 
 
 def test_a_tokenizer_whose_end_of_text_has_llama_3s_name(preparer: Preparer, tokenizer: Path) -> None:
+    """And shards of both widths, one after the other."""
     renamed = preparer.path / "tokenizer.json"
     renamed.write_text(tokenizer.read_text().replace("<|endoftext|>", "<|end_of_text|>"))
     write_shard(preparer.path / "x_train_000000.bin", [0, 299, 5], magic=20240801, version=7)
-    preparer.run("x_train_000000.bin", "out", "--from-bin", "--tokenizer", renamed)
-    assert splits_of(preparer.path / "out")["train"].tolist() == [0, 299, 5]
+    write_shard(preparer.path / "x_train_000001.bin", [7, 8])
+    preparer.run("x_train_*.bin", "out", "--from-bin", "--tokenizer", renamed)
+    assert splits_of(preparer.path / "out")["train"].tolist() == [0, 299, 5, 7, 8]
     assert json.loads((preparer.path / "out" / "meta.json").read_text())["eot_token"] == 0
 
 
-def test_token_shards_are_taken_as_they_are(preparer: Preparer, tokenizer: Path) -> None:
-    shards = preparer.path / "fineweb10B"
-    known = load_tokenizer(tokenizer)
-    held_out = [0, *known.encode(DOCUMENTS[0])]
-    write_shard(shards / "fineweb_val_000000.bin", held_out)
-    write_shard(shards / "fineweb_train_000001.bin", [0, 5, 299, 0])
-    write_shard(shards / "fineweb_train_000002.bin", [7, 8])
-    folder = preparer.path / "datasets" / "me" / "bins"
-    shown = preparer.run(shards, folder, "--from-bin", "--tokenizer", tokenizer)
-    assert {name: tokens.tolist() for name, tokens in splits_of(folder).items()} == {
-        "train": [0, 5, 299, 0, 7, 8],
-        "validation": held_out,
-    }
-    length = len(DOCUMENTS[0].encode())
-    assert f"validation: {len(held_out):,} tokens, 1 document, {length:,} bytes of text" in shown
-    assert (folder / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
-    preparer.run("--verify", folder)
+def test_numbers_whose_width_the_user_tells(preparer: Preparer, tokenizer: Path) -> None:
+    tokens = np.random.default_rng(0).integers(0, 300, 500)
+    tokens.astype(np.uint32).tofile(preparer.path / "train.bin")
+    preparer.run("train.bin", "out", "--from-bin", "--token-dtype", "uint32", "--tokenizer", tokenizer)
+    assert splits_of(preparer.path / "out")["train"].tolist() == tokens.tolist()
 
 
 def test_token_shards_are_gpt2s_if_nothing_else_is_said(preparer: Preparer) -> None:
@@ -177,94 +150,41 @@ def test_token_shards_are_gpt2s_if_nothing_else_is_said(preparer: Preparer) -> N
     assert not list(preparer.path.glob(".out*"))
 
 
-def test_token_shards_of_a_vocabulary_that_does_not_fit_them(tmp_path: Path) -> None:
-    preparer = Preparer(tmp_path, plugin(tmp_path, [], eot=70_000))
-    write_shard(tmp_path / "a_train_000001.bin", [1])
-    line = preparer.run("a_train_000001.bin", "out", "--from-bin", "--tokenizer", "small", status=2)
-    assert "a_train_000001.bin: holds uint16 tokens, but the tokenizer has 70,001" in line
+# Wrong -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("shard", "message"),
+    ("name", "content", "message"),
     [
-        ({"tokens": [1], "magic": 20240801}, "version 1 of the format; only version 7 (uint32 tokens)"),
-        ({"tokens": [1], "version": 7}, "version 7 of the format"),
-        ({"tokens": [1, 2, 3], "said": 4}, "damaged: the header tells of 4 tokens, but there are 3.0"),
-        ({"tokens": []}, "train would have no tokens"),
-        ({"tokens": [300]}, "token id 300 is beyond the tokenizer's 300"),
+        ("train.bin", shard([1], 20240801), r"version 1 of the format; only version 7 \(uint32 tokens\)"),
+        ("train.bin", shard([1], version=7), "version 7 of the format"),
+        ("train.bin", shard([1, 2, 3], said=4), r"damaged: the header tells of 4 tokens, but there are 3\.0"),
+        ("train.bin", shard([]), "train would have no tokens"),
+        ("train.bin", b"", "train would have no tokens"),
+        ("train.bin", shard([300]), "token id 300 is beyond the tokenizer's 300"),
+        ("train.bin", bytes(3), "3 bytes are no whole number of uint16"),
+        ("train.bin", shard([1])[:8], "damaged: it ends within its header"),
+        ("train.npy", np.array([5, -1], np.int32), "token id -1 is beyond the tokenizer's 300"),
+        ("train.npy", np.zeros((3, 4), np.uint16), "uint16 in 2 dimensions"),
+        ("train.npy", np.zeros(9, np.float32), "float32 in 1 dimensions"),
+        ("train.npy", np.array(["a", None], object), "no NumPy array of tokens, or damaged"),
+        ("train.npy", b"\x93NUMPY", "no NumPy array of tokens, or damaged"),
+        ("tokens.bin", shard([1]), "the name tells of no split"),
+        ("val.bin", shard([1]), "no shard for training"),
+        ("train_\udce9.bin", shard([1]), "the name is not valid UTF-8; rename it"),  # meta.json could not have it
     ],
 )
-def test_a_wrong_shard_is_named(preparer: Preparer, tokenizer: Path, shard: dict, message: str) -> None:
-    write_shard(preparer.path / "a_train_000001.bin", **shard)
-    line = preparer.run("a_train_000001.bin", "out", "--from-bin", "--tokenizer", tokenizer, status=2)
-    assert "a_train_000001.bin" in line
-    assert message in line
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "train would have no tokens"),
-        (bytes(3), "3 bytes are no whole number of uint16"),
-        (np.array([20240520, 1], "<i4").tobytes(), "damaged: it ends within its header"),
-    ],
-)
-def test_a_file_that_is_cut(preparer: Preparer, tokenizer: Path, content: bytes, message: str) -> None:
-    (preparer.path / "a_train_000001.bin").write_bytes(content)
-    line = preparer.run("a_train_000001.bin", "out", "--from-bin", "--tokenizer", tokenizer, status=2)
-    assert line.startswith("error: a_train_000001.bin: ")
-    assert message in line
-
-
-def test_numbers_whose_width_the_user_tells(preparer: Preparer, tokenizer: Path) -> None:
-    tokens = np.random.default_rng(0).integers(0, 300, 500)
-    tokens.astype(np.uint32).tofile(preparer.path / "train.bin")
-    preparer.run("train.bin", "out", "--from-bin", "--token-dtype", "uint32", "--tokenizer", tokenizer)
-    assert splits_of(preparer.path / "out")["train"].tolist() == tokens.tolist()
-
-
-@pytest.mark.parametrize(
-    ("array", "message"),
-    [
-        (np.zeros((3, 4), np.uint16), "uint16 in 2 dimensions"),
-        (np.zeros(9, np.float32), "float32 in 1 dimensions"),
-        (np.array(["a", None], object), "no NumPy array of tokens, or damaged"),
-    ],
-    ids=["matrix", "floats", "objects"],
-)
-def test_arrays_that_are_no_tokens(tmp_path: Path, array: np.ndarray, message: str) -> None:
-    np.save(tmp_path / "train.npy", array, allow_pickle=True)
-    with pytest.raises(UserError, match=message):
-        open_shard(tmp_path / "train.npy", None)
-    (tmp_path / "train.npy").write_bytes((tmp_path / "train.npy").read_bytes()[:-1])
-    with pytest.raises(UserError, match=r"train.npy: "):
-        open_shard(tmp_path / "train.npy", None)
-
-
-def test_negative_numbers_are_no_tokens(preparer: Preparer, tokenizer: Path) -> None:
-    write_build_nanogpt(preparer.path / "a_train_0.npy", [5, -1], np.int32)
-    line = preparer.run("a_train_0.npy", "out", "--from-bin", "--tokenizer", tokenizer, status=2)
-    assert "token id -1 is beyond the tokenizer's 300" in line
-
-
-def test_tokens_of_characters_are_not_taken_for_gpt2s(tmp_path: Path) -> None:
-    """nanoGPT's data/shakespeare_char: every number is a token of GPT-2, too."""
-    for name in ("train", "val"):
-        write_nanogpt(tmp_path / f"{name}.bin", np.random.default_rng(0).integers(0, 65, 500).tolist())
-    shards = find_shards([str(tmp_path)], None)["train"]
-    check_token_ids(shards, None)
-    (tmp_path / "meta.pkl").write_bytes(b"never opened")
-    with pytest.raises(UserError, match=r"meta.pkl: nanoGPT notes there .* not GPT-2's; prepare their text instead"):
-        check_token_ids(shards, None)
-    check_token_ids(shards, "tokenizer.json")
-
-
-def test_two_kinds_of_token_files_in_one_folder(tmp_path: Path) -> None:
-    write_nanogpt(tmp_path / "a_train_0.bin", [1])
-    write_build_nanogpt(tmp_path / "a_train_0.npy", [1])
-    with pytest.raises(UserError, match=r"\.bin and \.npy files, perhaps of the same tokens"):
-        find_shards([str(tmp_path)], None)
-    assert list(find_shards([str(tmp_path / "*.npy")], None)) == ["train"]
+def test_a_wrong_file_is_named(tmp_path: Path, tokenizer: Path, name: str, content: Any, message: str) -> None:
+    path = tmp_path / "in" / name
+    path.parent.mkdir()
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        np.save(path, content, allow_pickle=True)
+    with pytest.raises(UserError, match=message) as caught:
+        import_shards("train", find_shards([str(path)], None)["train"], load_tokenizer(tokenizer), tmp_path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert [each.name for each in tmp_path.iterdir()] == ["in"]
 
 
 # Kills the command before it gives a split of shards its name.
@@ -294,11 +214,3 @@ def test_shards_that_change_after_an_interruption_are_taken_anew(tmp_path: Path,
         Preparer(tmp_path).run("shards", target, *arguments)
     assert splits_of(tmp_path / "x")["train"].tolist() == [1, 2, 0, 3, 4, 5, 0]
     assert content_of(tmp_path / "x") == content_of(tmp_path / "y")
-
-
-def test_a_shard_whose_name_is_no_text(preparer: Preparer, tokenizer: Path) -> None:
-    """meta.json could not name it."""
-    write_shard(preparer.path / "shards" / "a_train_\udce9.bin", [1])
-    line = preparer.run("shards", "out", "--from-bin", "--tokenizer", tokenizer, status=2)
-    assert "a_train_\\udce9.bin: the name is not valid UTF-8; rename it" in line
-    assert not list(preparer.path.glob(".out*"))

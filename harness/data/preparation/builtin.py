@@ -10,18 +10,16 @@ import platform
 import sys
 import sysconfig
 from collections.abc import Callable
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from harness.common.errors import UserError
 from harness.common.files import atomic_folder
 from harness.common.libraries import usable_cores
-from harness.data.preparation.batches import batches
-from harness.data.preparation.documents import Piece
-from harness.data.preparation.encoding import encode, encode_batches, token_dtype
-from harness.data.preparation.options import Recorded
-from harness.data.preparation.splits import SPLITS, About, by_documents, write_dataset_meta, write_splits
-from harness.data.preparation.token_stream import StreamSize, TokenStream
+from harness.data.preparation.encode import batches, encode_batches, encode_texts, token_dtype
+from harness.data.preparation.splits import SPLITS, by_documents, write_dataset_meta, write_splits
+from harness.data.preparation.stream import StreamSize, TokenStream
+from harness.data.preparation.text_input import Piece
 from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
 
@@ -117,8 +115,12 @@ def _write_dataset(folder: Path, splits: dict[str, list[str]], vocab_size: int) 
     stream = TokenStream(folder / "text.tokens", token_dtype(tokenizer.vocab_size))
     stream.open_at(StreamSize())
     pieces = (Piece(text, True, 0, 0) for split in SPLITS for text in splits[split])
-    for encoded in encode_batches(batches(pieces), partial(encode, tokenizer=tokenizer), usable_cores()):
-        stream.append(encoded)
+    with ThreadPoolExecutor(usable_cores()) as threads:
+        encoded = encode_batches(
+            batches(pieces), lambda texts: threads.submit(encode_texts, tokenizer, texts), usable_cores()
+        )
+        for batch in encoded:
+            stream.append(batch)
     stream.close()
     parts = by_documents(stream, {split: len(splits[split]) for split in SPLITS})
     write_splits(stream, parts, folder)
@@ -128,11 +130,8 @@ def _write_dataset(folder: Path, splits: dict[str, list[str]], vocab_size: int) 
         f"The standard library of {version}, one document a file, each followed by end-of-text; byte-level BPE trained "
         "on the train split."
     )
-    source: dict[str, Recorded] = {
-        "python": platform.python_version(),
-        "implementation": platform.python_implementation(),
-    }
-    write_dataset_meta(folder, parts, tokenizer, tokenizer_path.name, About(description, source))
+    source = {"python": platform.python_version(), "implementation": platform.python_implementation()}
+    write_dataset_meta(folder, parts, tokenizer, tokenizer_path.name, description=description, source=source)
 
 
 def _is_whole(folder: Path) -> bool:

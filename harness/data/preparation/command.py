@@ -5,54 +5,53 @@ from __future__ import annotations
 import itertools
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
 
 from harness.common.errors import RunError, RunStopped, UserError, place_of, printable
 from harness.common.files import version_of
 from harness.common.libraries import usable_cores
-from harness.common.messages import abbreviated
-from harness.data.preparation.encoder_processes import EncoderProcesses
+from harness.common.messages import abbreviated, is_hub_name
+from harness.data.preparation.encode import Encoded, encoder_processes
 from harness.data.preparation.new_tokenizer import TokenizerChoice, sample_texts
-from harness.data.preparation.options import PreparationOptions, Recorded
 from harness.data.preparation.pipeline import Preparation, Recipe
-from harness.data.preparation.progress import ReadingProgress
-from harness.data.preparation.sources import find_source, short_name
-from harness.data.preparation.splits import About, Split, SplitSizes, write_dataset_meta
-from harness.data.preparation.token_shards import check_token_ids, find_shards, import_shards
-from harness.data.preparation.work_folder import WorkFolder, check_target
+from harness.data.preparation.splits import Split, SplitSizes, write_dataset_meta
+from harness.data.preparation.stream import StreamSize
+from harness.data.preparation.text_input import TextFile, TextFormat, TextSource, find_text, short_name
+from harness.data.preparation.token_input import find_shards, import_shards, say_assumptions
+from harness.data.preparation.work import WorkFolder, check_target
 from harness.data.tokenizers.load import load_tokenizer
+from harness.data.tokenizers.tokenizer import Tokenizer
+
+SECONDS_BETWEEN_LINES = 10.0
+BAR_FORMAT = "{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
+
+Made = tuple[list[Split], Tokenizer, str, dict[str, Any]]  # the tokenizer's name in meta.json, and the text's origin
 
 
-@dataclass(frozen=True)
-class Made:
-    """Contents of a work folder's dataset, as its meta.json describes them."""
+def make_dataset(inputs: Sequence[str], target: Path, options: Mapping[str, Any]) -> tuple[list[Split], int]:
+    """Make the dataset folder `target`, or finish one that was interrupted; its splits and the vocabulary's size.
 
-    splits: list[Split]
-    tokenizer: str  # "gpt2", or a file in the folder
-    vocab_size: int
-    source: dict[str, Recorded]  # where its content came from
-
-
-def make_dataset(inputs: Sequence[str], target: Path, options: PreparationOptions) -> Made:
-    """Make the dataset folder `target`, or finish one that was interrupted.
-
-    Raises UserError if nothing could be done, RunError and RunStopped if the same command can go on from there.
+    `options` are prepare_datasets.py's, by their names. Raises UserError if nothing could be done, RunError and
+    RunStopped if the same command can go on from there.
     """
     work = WorkFolder(target)
     check_target(target, overwrite=True)  # before anything is made there
     work.open()
     with _left_in_order(work):
-        check_target(target, overwrite=options.overwrite)
-        made = (_from_shards if options.from_bin else _from_text)(inputs, work, options)
-        about = About(options.description or f"Tokens of {short_name(inputs)}.", made.source)
-        tokenizer = load_tokenizer(_place(made.tokenizer, work))
-        write_dataset_meta(work.dataset, made.splits, tokenizer, made.tokenizer, about)
+        check_target(target, overwrite=options["overwrite"])
+        make = _from_shards if options["from_bin"] else _from_text
+        splits, tokenizer, name, source = make(inputs, work, options)
+        description = options["description"] or f"Tokens of {short_name(inputs)}."
+        write_dataset_meta(work.dataset, splits, tokenizer, name, description=description, source=source)
         work.put_in_place()
-    return made
+    return splits, tokenizer.vocab_size
 
 
 @contextmanager
@@ -71,51 +70,123 @@ def _left_in_order(work: WorkFolder) -> Iterator[None]:
         raise RunError(f"{where}: {error.strerror or error}; mend that, and the same command goes on") from None
 
 
-def _place(tokenizer: str, work: WorkFolder) -> str | Path:
-    return tokenizer if tokenizer == "gpt2" else work.dataset / tokenizer
-
-
-def _from_text(inputs: Sequence[str], work: WorkFolder, options: PreparationOptions) -> Made:
-    sizes = SplitSizes(options.validation_fraction, options.test_fraction, options.split_order)
-    recipe = Recipe(options.text_format, sizes, options.shuffle_seed)
-    source = find_source(inputs, options, work.path)
+def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, Any]) -> Made:
+    form = TextFormat(
+        options["text_column"],
+        _unescaped(options["document_separator"] or "") or None,
+        "replace" if options["replace_invalid"] else "strict",
+    )
+    sizes = SplitSizes(options["validation_fraction"], options["test_fraction"], options["split_order"])
+    recipe = Recipe(form, sizes, options["shuffle_seed"])
+    source = _find_source(inputs, options, work.path)
     if source.ignored:
         names = printable(abbreviated(source.ignored))
         print(f"not read, as no text by their names, or links to folders: {names}", file=sys.stderr, flush=True)
-    choice = TokenizerChoice(options.tokenizer, options.train_tokenizer)
+    choice = TokenizerChoice(options["tokenizer"], options["train_tokenizer"])
     fingerprint = choice.check()
-    if options.restart:  # only now: what the user typed makes sense
+    if options["restart"]:  # only now: what the user typed makes sense
         work.clear()
-    begun_with = {"input": abbreviated(inputs), **options.deciding(), "tokenizer_file_sha256": fingerprint}
-    preparation = Preparation.begin(work, source, recipe, begun_with)
+    # The options that decide the bytes: interrupted work resumes with the same ones only.
+    keys = [
+        *("text_column", "document_separator", "replace_invalid", "include", "tokenizer", "train_tokenizer"),
+        *("validation_fraction", "test_fraction", "split_order", "shuffle_seed"),
+    ]
+    deciding = {key: options[key] for key in keys} | {"include": list(options["include"])}
+    if options["replace_invalid"]:
+        deciding["replace_invalid"] = "any"
+    if options["split_order"] == "given":
+        del deciding["split_order"]  # it was the only one once, and had no key
+    begun_with = {"input": abbreviated(inputs), **deciding, "tokenizer_file_sha256": fingerprint}
+    journal = work.resume_or_begin(begun_with, [[file.name, file.version] for file in source.files])
     name = choice.bring(partial(sample_texts, source, recipe), work.dataset)
-    workers = options.workers or usable_cores()
-    with EncoderProcesses(_place(name, work), workers) as encoders, ReadingProgress(source.files) as progress:
+    place, workers = _place(name, work), options["workers"] or usable_cores()
+    with encoder_processes(place, workers) as encoder, ReadingProgress(source.files) as progress:
         try:
-            tokenizer = load_tokenizer(_place(name, work))
+            tokenizer = load_tokenizer(place)
         except UserError as error:
             hint = "; or give --train-tokenizer 4096, which needs no network" if name == "gpt2" else ""
             raise UserError(f"{error}{hint}") from None
-        splits = preparation.run(tokenizer, encoders, progress.show)
-    empty = preparation.journal.here.empty
-    origin = {**source.origin, **options.deciding(), "tokenizer": name, "empty_documents": empty}
-    return Made(splits, name, tokenizer.vocab_size, origin)
+        splits = Preparation(work, source, recipe, journal).run(tokenizer, encoder, workers, progress.show)
+    empty = journal.here.empty
+    return splits, tokenizer, name, {**source.origin, **deciding, "tokenizer": name, "empty_documents": empty}
 
 
-def _from_shards(inputs: Sequence[str], work: WorkFolder, options: PreparationOptions) -> Made:
-    choice = TokenizerChoice(options.tokenizer, None)
+def _find_source(inputs: Sequence[str], options: Mapping[str, Any], work: Path) -> TextSource:
+    """The local files under these names, or else a dataset on the Hub. Raises UserError if there is neither."""
+    if len(inputs) == 1 and not Path(inputs[0]).exists() and is_hub_name(inputs[0]):
+        from harness.data.preparation.hub_source import find_on_hub
+
+        downloads = work / "downloads" if options["delete_after"] else None
+        return find_on_hub(inputs[0], options["include"], options["revision"], downloads)
+    for option in ("include", "revision", "delete_after"):
+        if options[option]:
+            name = f"--{option.replace('_', '-')}"
+            raise UserError(f"{name} belongs with a dataset on the Hub, but {inputs[0]} is local")
+    return find_text(inputs)
+
+
+def _from_shards(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, Any]) -> Made:
+    choice = TokenizerChoice(options["tokenizer"], None)
     begun_with = {
         "input": abbreviated(inputs),
-        **options.deciding_for_shards(),
+        **{key: options[key] for key in ("from_bin", "token_dtype", "tokenizer")},
         "tokenizer_file_sha256": choice.check(),
     }
-    by_split = find_shards(inputs, options.token_dtype)
+    by_split = find_shards(inputs, options["token_dtype"])
     shards = list(itertools.chain.from_iterable(by_split.values()))
-    check_token_ids(shards, choice.name)
-    if options.restart:
+    say_assumptions(shards, choice.name)
+    if options["restart"]:
         work.clear()
     work.resume_or_begin(begun_with, [[str(shard.path), version_of(shard.path.stat())] for shard in shards])
     name = choice.bring(list, work.dataset)  # no texts: a known one is not trained
     tokenizer = load_tokenizer(_place(name, work))
     splits = [import_shards(split, own, tokenizer, work.dataset) for split, own in sorted(by_split.items())]
-    return Made(splits, name, tokenizer.vocab_size, {"shards": [shard.path.name for shard in shards]})
+    return splits, tokenizer, name, {"shards": [shard.path.name for shard in shards]}
+
+
+def _place(tokenizer: str, work: WorkFolder) -> str | Path:
+    return tokenizer if tokenizer == "gpt2" else work.dataset / tokenizer
+
+
+def _unescaped(text: str) -> str:
+    r"""Replace \n, \r, \t and \\ by what they stand for, since few shells let one type them."""
+    return text.replace("\\\\", "\0").replace("\\n", "\n").replace("\\r", "\r").replace("\\t", "\t").replace("\0", "\\")
+
+
+class ReadingProgress:
+    """Documents, tokens, tokens/s and time left: a bar of the input's bytes on a terminal, else a line now and then."""
+
+    def __init__(self, files: Sequence[TextFile]) -> None:
+        self._before = [0, *itertools.accumulate(file.size for file in files)]
+        self._began = self._shown = time.monotonic()
+        self._bar: tqdm | None = None
+        self._first: tuple[int, int] | None = None  # bytes and tokens of an earlier process
+
+    def show(self, encoded: Encoded, size: StreamSize) -> None:
+        """Report a batch; `size` counts all there is so far."""
+        now, total = time.monotonic(), self._before[-1]
+        position = self._before[encoded.batch.file] + encoded.batch.position
+        self._first = self._first or (position, size.tokens)
+        done, tokens = position - self._first[0], size.tokens - self._first[1]
+        speed = tokens / max(now - self._began, 1e-9)
+        if sys.stderr.isatty():
+            if self._bar is None:
+                self._bar = tqdm(total=total, initial=position, bar_format=BAR_FORMAT, dynamic_ncols=True)
+            self._bar.update(position - self._bar.n)
+            documents, tokens_, speed_ = (tqdm.format_sizeof(each) for each in (size.documents, size.tokens, speed))
+            self._bar.set_postfix_str(f"{documents} documents, {tokens_} tokens, {speed_} tokens/s")
+        elif now - self._shown >= SECONDS_BETWEEN_LINES:
+            self._shown = now
+            left = (now - self._began) * (total - position) / max(1, done)
+            print(
+                f"{position / max(1, total):4.0%}  {size.documents:,} documents  {size.tokens:,} tokens  "
+                f"{speed:,.0f} tokens/s  {tqdm.format_interval(left)} left",
+                flush=True,
+            )
+
+    def __enter__(self) -> ReadingProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()

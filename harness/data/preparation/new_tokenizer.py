@@ -13,11 +13,10 @@ import numpy as np
 
 from harness.common.errors import UserError
 from harness.common.files import atomic_file, sha256
-from harness.data.preparation.batches import batches
-from harness.data.preparation.documents import Piece
+from harness.data.preparation.encode import batches
 from harness.data.preparation.pipeline import Recipe
-from harness.data.preparation.sources import TextSource, read_file
 from harness.data.preparation.splits import SplitSizes, draws
+from harness.data.preparation.text_input import Piece, TextFile, TextSource
 from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
 from harness.data.tokenizers.tiktoken_files import SUFFIX, encoding_file, known_encodings
@@ -55,28 +54,24 @@ class TokenizerChoice:
         """
         if self.trained_size is None and (self.name or "gpt2") == "gpt2":
             return "gpt2"
-        path = folder / self._file_name()
-        if not path.exists():
-            # The name's end tells the format; without a process's number, what a killed one left is found again.
-            with atomic_file(path, path.with_name(f".{path.name}")) as draft:
-                self._write_file(draft, sample)
-                load_tokenizer(draft)
-        return path.name
-
-    def _file_name(self) -> str:
+        given = Path(str(self.name))
         if self.trained_size is not None:
-            return "tokenizer.json"
-        if not Path(str(self.name)).is_file():
-            return f"{self.name}{SUFFIX}"
-        return Path(str(self.name)).name if str(self.name).endswith(SUFFIX) else "tokenizer.json"
-
-    def _write_file(self, draft: Path, sample: Callable[[], list[str]]) -> None:
-        if self.trained_size is not None:
-            train_bpe(iter(sample()), self.trained_size, draft)
-        elif Path(str(self.name)).is_file():
-            shutil.copyfile(str(self.name), draft)
+            name = "tokenizer.json"
+        elif not given.is_file():
+            name = f"{self.name}{SUFFIX}"
         else:
-            draft.write_text(encoding_file(str(self.name)), encoding="utf-8")
+            name = given.name if given.name.endswith(SUFFIX) else "tokenizer.json"
+        if not (folder / name).exists():
+            # The name's end tells the format; without a process's number, what a killed one left is found again.
+            with atomic_file(folder / name, folder / f".{name}") as draft:
+                if self.trained_size is not None:
+                    train_bpe(iter(sample()), self.trained_size, draft)
+                elif given.is_file():
+                    shutil.copyfile(given, draft)
+                else:
+                    draft.write_text(encoding_file(str(self.name)), encoding="utf-8")
+                load_tokenizer(draft)
+        return name
 
 
 def sample_texts(source: TextSource, recipe: Recipe) -> list[str]:
@@ -85,7 +80,7 @@ def sample_texts(source: TextSource, recipe: Recipe) -> list[str]:
     files = source.sampled(SAMPLED_FILES)
     is_small = sum(file.size for file in files) <= SAMPLE_CHARACTERS
     most = SAMPLE_CHARACTERS if is_small else SAMPLE_CHARACTERS // len(files)
-    pieces = [piece for file in files for piece in _cut_to(_pieces(source, recipe, file.number), most)]
+    pieces = [piece for file in files for piece in _cut_to(_pieces(source, recipe, file), most)]
     characters = sum(len(piece.text) for piece in pieces)
     is_all = len(files) == len(source.files) and characters < most
     if is_all and recipe.sizes.order == "seeded" and (left := _without_drawn(pieces, recipe.sizes)):
@@ -95,8 +90,8 @@ def sample_texts(source: TextSource, recipe: Recipe) -> list[str]:
     return [piece.text for piece in pieces]
 
 
-def _pieces(source: TextSource, recipe: Recipe, number: int) -> Iterator[Piece]:
-    for batch in batches(read_file(source, recipe.form, source.files[number])):
+def _pieces(source: TextSource, recipe: Recipe, file: TextFile) -> Iterator[Piece]:
+    for batch in batches(source.read_file(file, recipe.form)):
         yield from batch.pieces
 
 

@@ -9,17 +9,11 @@ from dataclasses import asdict, dataclass, field, replace
 import numpy as np
 
 from harness.common.errors import RunError, UserError
-from harness.data.preparation.batches import batches
-from harness.data.preparation.documents import TextFormat
-from harness.data.preparation.encoder_processes import EncoderProcesses
-from harness.data.preparation.encoding import Encoded, encode_batches, token_dtype
-from harness.data.preparation.journal import Journal, Mark, Phase
-from harness.data.preparation.options import Recorded
-from harness.data.preparation.shuffle import shuffle
-from harness.data.preparation.sources import TextSource, read_source
+from harness.data.preparation.encode import Encoded, Encoder, batches, encode_batches, token_dtype
 from harness.data.preparation.splits import Split, SplitSizes, assign_splits, hold_out, write_splits
-from harness.data.preparation.token_stream import StreamSize, TokenStream
-from harness.data.preparation.work_folder import WorkFolder
+from harness.data.preparation.stream import StreamSize, TokenStream, shuffle
+from harness.data.preparation.text_input import TextFormat, TextSource
+from harness.data.preparation.work import Journal, Mark, Phase, WorkFolder
 from harness.data.tokenizers.tokenizer import Tokenizer
 
 COMMIT_TOKENS = 2**24  # between two notes of how far the work has come: some seconds
@@ -45,31 +39,19 @@ class Preparation:
     recipe: Recipe
     journal: Journal
 
-    @classmethod
-    def begin(
-        cls, work: WorkFolder, source: TextSource, recipe: Recipe, begun_with: dict[str, Recorded]
-    ) -> Preparation:
-        """Open the journal, or take up that of interrupted work. `begun_with` is what it records of the command.
-
-        Raises UserError if interrupted work had other options or if what it has read has changed.
-        """
-        files = [[file.name, file.version] for file in source.files]
-        journal = work.resume_or_begin(begun_with, files)
-        return cls(work, source, recipe, journal)
-
-    def run(self, tokenizer: Tokenizer, encoders: EncoderProcesses, show: Show) -> list[Split]:
+    def run(self, tokenizer: Tokenizer, encoder: Encoder, workers: int, show: Show) -> list[Split]:
         """Do what is left to do: the splits' files are whole when this returns. `show` hears of each batch.
 
         Raises UserError and RunError.
         """
         dtype = token_dtype(tokenizer.vocab_size)
-        stream = TokenStream(self.work.path / "text.tokens", dtype)
+        stream, pool = (TokenStream(self.work.path / f"{name}.tokens", dtype) for name in ("text", "pool"))
         if self.journal.phase == "reading":
-            self._tokenize(stream, encoders, show)
+            self._tokenize(stream, pool, encoder, workers, show)
         if not self.journal.here.total.documents:
             raise UserError(f"{self.source.name}: no documents with text ({self.journal.here.empty:,} are empty)")
         if self.journal.phase == "read":
-            self._hold_out(stream)
+            self._hold_out(stream, pool)
         stream.size = self.journal.here.size
         if self.recipe.shuffle_seed is not None:
             stream = self._shuffled(stream, self.recipe.shuffle_seed)
@@ -81,18 +63,21 @@ class Preparation:
         write_splits(stream, splits, self.work.dataset)
         return splits
 
-    def _pool(self, dtype: np.dtype) -> TokenStream:
-        return TokenStream(self.work.path / "pool.tokens", dtype)
-
-    def _tokenize(self, stream: TokenStream, encoders: EncoderProcesses, show: Show) -> None:
-        here, pool = self.journal.here, self._pool(stream.dtype)
+    def _tokenize(self, stream: TokenStream, pool: TokenStream, encoder: Encoder, workers: int, show: Show) -> None:
+        here = self.journal.here
         stream.open_at(here.size)
         pool.open_at(here.pool)
-        pieces = read_source(self.source, self.recipe.form, here.file, here.documents)
+
+        def save() -> None:
+            stream.flush()
+            pool.flush()
+            self.journal.save(self.work.journal)
+
+        pieces = self.source.read(self.recipe.form, here.file, here.documents)
         total, committed, empty = here.total, here.total.tokens, here.empty
         try:
             in_batches = batches(pieces, here.file, here.documents)
-            for encoded in encode_batches(in_batches, encoders.encode, encoders.count):
+            for encoded in encode_batches(in_batches, encoder, workers):
                 numbers = np.cumsum(encoded.ends) - encoded.ends  # of the pieces' documents
                 in_pool = self.recipe.sizes.in_pool(total.documents, len(numbers))[numbers]
                 stream.append(encoded, ~in_pool)
@@ -100,29 +85,24 @@ class Preparation:
                 total = stream.size + pool.size
                 empty += encoded.batch.empty
                 if encoded.batch.is_whole:
-                    read = (encoded.batch.file, encoded.batch.documents, empty)
-                    self.journal.move_to(Mark(*read, stream.size, pool.size))
+                    self.journal.move_to(
+                        Mark(encoded.batch.file, encoded.batch.documents, empty, stream.size, pool.size)
+                    )
                     if total.tokens - committed >= COMMIT_TOKENS:
-                        stream.flush()
-                        pool.flush()
-                        self.journal.save(self.work.journal)
+                        save()
                         committed = total.tokens
                 show(encoded, total)
-            stream.flush()
-            pool.flush()
-            self._enter("read")
+            self.journal.phase = "read"
+            save()
         except (UserError, RunError, KeyboardInterrupt):  # what is done is done
             with suppress(OSError):
-                stream.flush()
-                pool.flush()
-                self.journal.save(self.work.journal)
+                save()
             raise
         finally:
             stream.close()
             pool.close()
 
-    def _hold_out(self, stream: TokenStream) -> None:
-        pool = self._pool(stream.dtype)
+    def _hold_out(self, stream: TokenStream, pool: TokenStream) -> None:
         pool.size = self.journal.here.pool
         stream.open_at(self.journal.here.size)
         if self.recipe.sizes.order == "seeded":
@@ -132,20 +112,17 @@ class Preparation:
         stream.close()
         self.journal.here = replace(self.journal.here, size=stream.size, pool=StreamSize())
         self._enter("held out")
-        for path in (pool.path, pool.index_path):
-            path.unlink(missing_ok=True)  # there is none in work that an earlier version began
+        pool.delete()  # there is none in work that an earlier version began
 
     def _shuffled(self, stream: TokenStream, seed: int) -> TokenStream:
         target = TokenStream(self.work.path / "shuffled.tokens", stream.dtype)
-        target.size = stream.size
         if self.journal.phase == "held out":
             target.open_at(StreamSize())
             target.close()
             shuffle(stream, target, seed)
-            target.size = stream.size
             self._enter("shuffled")
-        for path in (stream.path, stream.index_path):
-            path.unlink(missing_ok=True)
+        target.size = stream.size
+        stream.delete()
         return target
 
     def _enter(self, phase: Phase) -> None:

@@ -14,7 +14,7 @@ token_shards.py, whose input comes split, uses the meta.json alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,14 +22,15 @@ from typing import Literal
 import numpy as np
 
 from harness.common.errors import UserError
-from harness.common.files import atomic_file, replace_text, sha256, sync
-from harness.data.preparation.encoding import token_dtype
-from harness.data.preparation.options import Recorded
-from harness.data.preparation.token_stream import (
+from harness.common.files import replace_text, sha256, sync
+from harness.data.preparation.encode import token_dtype
+from harness.data.preparation.stream import (
     DOCUMENTS_PER_READ,
     HEADER_BYTES,
     TokenStream,
-    copy_range,
+    copy,
+    copy_documents,
+    token_file,
     write_header,
 )
 from harness.data.tokenizers.tokenizer import Tokenizer
@@ -126,12 +127,8 @@ def _write_split(pool: TokenStream, documents: np.ndarray, name: str, places: np
     """Write a split's file of the documents at `places`, in the order of their draws, so that any part of the split is
     a sample of the whole text."""
     tokens, length = documents[places].sum(axis=0).tolist()
-    path = folder / f"{name}.safetensors"
-    with atomic_file(path, path.with_suffix(".draft")) as draft:
-        with draft.open("wb") as file:
-            file.write(bytes(HEADER_BYTES))
-            pool.copy_documents(documents, places, file)
-        write_header(draft, pool.dtype, tokens)
+    with token_file(folder / f"{name}.safetensors", pool.dtype, tokens) as file:
+        copy_documents(pool.path, documents[:, 0] * pool.dtype.itemsize, places, file, HEADER_BYTES)
     return Split(name, 0, tokens, len(places), length)
 
 
@@ -214,10 +211,9 @@ def write_splits(stream: TokenStream, splits: list[Split], folder: Path) -> None
     for split in others:
         path = folder / f"{split.name}.safetensors"
         if not path.exists():
-            with atomic_file(path, path.with_suffix(".draft")) as draft:
-                draft.write_bytes(bytes(HEADER_BYTES))
-                copy_range(stream.path, draft, HEADER_BYTES + split.start * width, split.tokens * width)
-                write_header(draft, stream.dtype, split.tokens)
+            with token_file(path, stream.dtype, split.tokens) as file, stream.path.open("rb") as source:
+                source.seek(HEADER_BYTES + split.start * width)
+                copy(source, file, split.tokens * width)
     sync(folder)
     path = folder / "train.safetensors"
     if not path.exists():  # only now: it cuts off what the others were copied from
@@ -226,24 +222,22 @@ def write_splits(stream: TokenStream, splits: list[Split], folder: Path) -> None
         sync(folder)
 
 
-@dataclass(frozen=True)
-class About:
-    """Facts that only the maker of a dataset knows, in its meta.json's words."""
-
-    description: str
-    source: dict[str, Recorded]
-
-
 def write_dataset_meta(
-    folder: Path, splits: Sequence[Split], tokenizer: Tokenizer, tokenizer_name: str, about: About
+    folder: Path,
+    splits: Sequence[Split],
+    tokenizer: Tokenizer,
+    tokenizer_name: str,
+    *,
+    description: str,
+    source: Mapping[str, object],
 ) -> None:
-    """Describe the splits in `folder`, in its meta.json.
+    """Describe the splits in `folder`, in its meta.json; `source` is where the text came from.
 
     Nothing in it depends on when or where it was made: the same text gives the same bytes.
     """
     files = [f"{split.name}.safetensors" for split in splits]
     meta = {
-        "description": about.description,
+        "description": description,
         "token_dtype": token_dtype(tokenizer.vocab_size).name,
         "files": files if tokenizer_name == "gpt2" else [*files, tokenizer_name],
         "tokenizer": tokenizer_name,
@@ -259,6 +253,6 @@ def write_dataset_meta(
             }
             for split in splits
         },
-        "source": about.source,
+        "source": source,
     }
     replace_text(folder / "meta.json", json.dumps(meta, indent=2, ensure_ascii=False) + "\n")

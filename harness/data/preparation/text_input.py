@@ -1,4 +1,4 @@
-"""The documents in text files, read in bounded memory.
+"""Text files, on this machine here, and the documents in them, read in bounded memory.
 
 A document may be longer than memory is large: it comes in pieces.
 """
@@ -6,25 +6,52 @@ A document may be longer than memory is large: it comes in pieces.
 from __future__ import annotations
 
 import codecs
+import glob
 import gzip
 import io
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
+
+import pydantic_core
 
 from harness.common.errors import RunError, UserError
+from harness.common.files import version_of
 from harness.common.messages import abbreviated, nearest, quoted
-from harness.data.preparation.text_files import TextFile
 
+COMPRESSIONS = (".gz", ".zst")
+TOKEN_SUFFIXES = (".bin", ".npy")
+JSON = "JSON"  # lines of it, if a file is named: other .json files are anything else
+KINDS = {
+    ".parquet": "parquet",
+    ".jsonl": "JSON lines",
+    ".ndjson": "JSON lines",
+    ".json": JSON,
+    ".txt": "text",
+    ".text": "text",
+}
+SMALL_BYTES = 2**26  # of files that are all learnt from, however many they are
 READ_BYTES = 2**20
 MOST_ROWS = 64  # of a parquet file at a time
 NOT_TEXT = (
     "convert it to UTF-8 (iconv), leave it out, or read it as U+FFFD with --replace-invalid (tokens: --from-bin); the "
     "same command goes on from there"
 )
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """One input file: its name in messages and in the journal, and where its bytes are."""
+
+    number: int
+    name: str
+    path: Path
+    size: int
+    version: str  # another one: another content
 
 
 class Piece(NamedTuple):
@@ -45,17 +72,121 @@ class TextFormat:
     errors: Literal["strict", "replace"] = "strict"  # what is not UTF-8 is an error, or becomes U+FFFD
 
 
+def kind_of(name: str) -> str | None:
+    """ "parquet", "JSON lines", "JSON" or "text" by a file's name; None where it does not tell."""
+    suffixes = [suffix.lower() for suffix in Path(name).suffixes]
+    if suffixes and suffixes[-1] in COMPRESSIONS:
+        suffixes.pop()
+    return KINDS.get(suffixes[-1]) if suffixes else None
+
+
+def is_surely_text(name: str) -> bool:
+    """True if a file is read without being named."""
+    return kind_of(name) not in {None, JSON}
+
+
+# Files -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """Text files in a fixed order, here of this machine."""
+
+    name: str  # as the user typed it
+    files: list[TextFile]
+    origin: Mapping[str, object]  # of the text, for meta.json
+    ignored: list[str]  # a folder's files that are not read, since they do not look like text
+
+    @contextmanager
+    def at_hand(self, file: TextFile) -> Iterator[TextFile]:
+        """The file with a path where it can be read, as long as the context lasts."""
+        yield file
+
+    def sampled(self, most: int) -> list[TextFile]:
+        """Files to learn from: all that are small together, at most so many spread over all, or as few as is cheap."""
+        is_small = sum(file.size for file in self.files) <= SMALL_BYTES
+        return self.files if is_small else self.files[:: -(-len(self.files) // most)]
+
+    def read_file(self, file: TextFile, form: TextFormat) -> Iterator[Piece]:
+        """The documents of one file. Raises what `read_documents` raises."""
+        with self.at_hand(file) as at_hand:
+            yield from read_documents(at_hand, form)
+
+    def read(self, form: TextFormat, file: int = 0, documents: int = 0) -> Iterator[Piece]:
+        """All documents from document number `documents` of file number `file` on; after each file, an empty piece with
+        the next one's number. Raises what `read_documents` raises."""
+        for each in self.files[file:]:
+            pieces = self.read_file(each, form)
+            for _ in range(documents if each.number == file else 0):
+                while not next(pieces).ends:
+                    pass
+            yield from pieces
+            yield Piece("", False, each.number + 1, 0)
+
+
+def short_name(inputs: Sequence[str]) -> str:
+    """The names of files and folders without where they are."""
+    return abbreviated([Path(each).name for each in inputs])
+
+
+def find_text(patterns: Sequence[str]) -> TextSource:
+    """The files that folders, files and globs stand for, in the order of their names.
+
+    A folder is searched to its depth for files whose names tell what they are; files that are given, or that a glob
+    names, are text unless their names tell otherwise. Raises UserError if one of the patterns stands for none.
+    """
+    found: dict[str, Path] = {}
+    others = []
+    for pattern in patterns:
+        paths, ignored = _find(pattern)
+        found |= paths if len(patterns) == 1 else {path.as_posix(): path for path in paths.values()}
+        others += ignored
+    files = []
+    for number, name in enumerate(sorted(found)):
+        status = found[name].stat()
+        files.append(TextFile(number, name, found[name], status.st_size, version_of(status)))
+    return TextSource(abbreviated(patterns), files, {"input": short_name(patterns), "files": len(files)}, others)
+
+
+def _find(pattern: str) -> tuple[dict[str, Path], list[str]]:
+    """The files by their names, which are relative to the folder if it is one; and the folder's other files."""
+    place = Path(pattern)
+    others: list[str] = []
+    if place.is_dir():
+        named = {}
+        for path in sorted(place.rglob("*")):
+            relative, is_file = path.relative_to(place), path.is_file()
+            is_hidden = any(part.startswith(".") for part in relative.parts)
+            if is_file and not is_hidden and is_surely_text(path.name):
+                named[relative.as_posix()] = path
+            elif (is_file and not is_hidden) or (path.is_symlink() and not is_file):  # links are not followed
+                others.append(relative.as_posix())
+    else:
+        paths = [place] if place.is_file() else [Path(each) for each in glob.glob(pattern, recursive=True)]
+        named = {path.as_posix(): path for path in paths if path.is_file()}
+    if not named:
+        kinds = "*.parquet, *.jsonl, *.txt, also with .gz or .zst"
+        seen = f"; what there is: {abbreviated(others)}" if others else ""
+        if any(Path(name).suffix.lower() in TOKEN_SUFFIXES for name in others):
+            seen += "; files of tokens go in with --from-bin"
+        raise UserError(f"{quoted(pattern)}: no input files here (a folder with {kinds}, or a glob in quotes){seen}")
+    return named, others
+
+
+# Documents ---------------------------------------------------------------------------------------------------------
+
+
 def read_documents(file: TextFile, form: TextFormat) -> Iterator[Piece]:
     """The documents of a file, in order. Raises UserError for a column that is not there, RunError for a file that is
     damaged or not UTF-8, with how far it could be read."""
-    read: dict[str, Callable[[TextFile, TextFormat], Iterator[Piece]]] = {
+    read: dict[str | None, Callable[[TextFile, TextFormat], Iterator[Piece]]] = {
         "parquet": _read_parquet,
         "JSON lines": _read_json_lines,
-        "text": _read_text,
+        JSON: _read_json_lines,
     }
     documents = 0
     try:
-        for piece in read[file.kind](file, form):
+        for piece in read.get(kind_of(file.path.name), _read_text)(file, form):
             yield piece
             documents += piece.ends
     except UnicodeDecodeError:
@@ -71,9 +202,6 @@ def read_documents(file: TextFile, form: TextFormat) -> Iterator[Piece]:
         ) from None
 
 
-# Parquet -----------------------------------------------------------------------------------------------------------
-
-
 def _read_parquet(file: TextFile, form: TextFormat) -> Iterator[Piece]:
     import pyarrow
     import pyarrow.parquet
@@ -84,8 +212,13 @@ def _read_parquet(file: TextFile, form: TextFormat) -> Iterator[Piece]:
             _check_column(file, form, table.schema_arrow)
             rows, total = 0, max(1, table.metadata.num_rows)
             # Parquet numbers leaves: a column of structures before the text's counts as several.
-            paths = [table.schema.column(at).path for at in range(len(table.schema))]
-            for group, at_once in _row_groups(table, paths.index(form.text_column)):
+            column = [table.schema.column(at).path for at in range(len(table.schema))].index(form.text_column)
+            for group in range(table.metadata.num_row_groups):
+                # Rows of about READ_BYTES at a time: of books fewer than of comments. Long documents among many short
+                # ones, or a dictionary of few long ones, do not show in a group's size: hence a limit.
+                facts = table.metadata.row_group(group)
+                mean = facts.column(column).total_uncompressed_size // max(1, facts.num_rows)
+                at_once = max(1, min(MOST_ROWS, READ_BYTES // max(1, mean)))
                 options = {"row_groups": [group], "columns": [form.text_column], "use_threads": False}
                 for batch in table.iter_batches(at_once, **options):
                     for text in _texts(batch.column(0), form):
@@ -93,16 +226,6 @@ def _read_parquet(file: TextFile, form: TextFormat) -> Iterator[Piece]:
                         yield Piece(text, True, file.number, file.size * rows // total)
     except pyarrow.ArrowException as error:
         raise EOFError(str(error)) from None  # damaged, in one of many ways
-
-
-def _row_groups(table: Any, column: int) -> Iterator[tuple[int, int]]:
-    """Row groups, and as many rows to read at a time as are about READ_BYTES: of books fewer than of comments. Long
-    documents among many short ones, or a dictionary of few long ones, do not show in a group's size: hence a limit."""
-    for at in range(table.metadata.num_row_groups):
-        group = table.metadata.row_group(at)
-        if group.num_rows:
-            mean = group.column(column).total_uncompressed_size // group.num_rows
-            yield at, max(1, min(MOST_ROWS, READ_BYTES // max(1, mean)))
 
 
 def _texts(column: Any, form: TextFormat) -> list[str]:
@@ -119,7 +242,7 @@ def _check_column(file: TextFile, form: TextFormat, schema: Any) -> None:
     if schema.names.count(form.text_column) > 1:
         raise UserError(f"{file.path}: two columns {quoted(form.text_column)}; name another one, or rename one of them")
     if form.text_column not in schema.names:
-        raise missing_column(f"{file.path}", form.text_column, schema.names)
+        raise _missing_column(f"{file.path}", form.text_column, schema.names)
     kind = schema.field(form.text_column).type
     if types.is_dictionary(kind):
         kind = kind.value_type
@@ -127,14 +250,10 @@ def _check_column(file: TextFile, form: TextFormat, schema: Any) -> None:
         raise UserError(f"{file.path}: column {quoted(form.text_column)} holds {kind}, not text; name another one")
 
 
-def missing_column(where: str, column: str, names: list[str]) -> UserError:
+def _missing_column(where: str, column: str, names: list[str]) -> UserError:
     """The error for a text column that is not there, with those that are."""
-    likely = nearest(column, names)
-    hint = f"--text-column {likely or 'NAME'}"
+    hint = f"--text-column {nearest(column, names) or 'NAME'}"
     return UserError(f"{where}: no column {quoted(column)}; there is {abbreviated(names, 20) or 'none'}: give {hint}")
-
-
-# JSON lines --------------------------------------------------------------------------------------------------------
 
 
 def _read_json_lines(file: TextFile, form: TextFormat) -> Iterator[Piece]:
@@ -147,7 +266,11 @@ def _read_json_lines(file: TextFile, form: TextFormat) -> Iterator[Piece]:
 
 def _text_of_line(where: str, form: TextFormat, line: bytes) -> str:
     try:
-        return _plain_text_of(line, form)
+        # Faster than json, and in a third of the memory: a line of 100 MB with one emoji in it would twice become a
+        # string of four bytes a character.
+        text = pydantic_core.from_json(line, cache_strings="none")[form.text_column]
+        if isinstance(text, str):
+            return text
     except (ValueError, LookupError, TypeError):
         pass  # something is unusual, and the way below tells what
     try:
@@ -161,28 +284,11 @@ def _text_of_line(where: str, form: TextFormat, line: bytes) -> str:
     if not isinstance(value, dict):
         raise RunError(f"{where}: not an object but {quoted(value)[:60]}; write one object a line")
     if form.text_column not in value:
-        raise missing_column(where, form.text_column, list(value))
-    text = value[form.text_column]
-    if text is not None and not isinstance(text, str):
-        raise RunError(
-            f"{where}: key {quoted(form.text_column)} holds {quoted(text)[:60]}, not text; mend or remove it"
-        )
-    return _well_formed(text or "", where, form)
-
-
-def _plain_text_of(line: bytes, form: TextFormat) -> str:
-    """The text of a line without any fault; else one of the errors that wrong values make. Faster than json, and in a
-    third of the memory: a line of 100 MB with one emoji in it would twice become a string of four bytes a character."""
-    import pydantic_core
-
-    text = pydantic_core.from_json(line, cache_strings="none")[form.text_column]
+        raise _missing_column(where, form.text_column, list(value))
+    text = "" if value[form.text_column] is None else value[form.text_column]
     if not isinstance(text, str):
-        raise TypeError
-    return text
-
-
-def _well_formed(text: str, where: str, form: TextFormat) -> str:
-    """JSON can name half of a surrogate pair, which has no UTF-8."""
+        key = quoted(form.text_column)
+        raise RunError(f"{where}: key {key} holds {quoted(text)[:60]}, not text; mend or remove it")
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -192,9 +298,6 @@ def _well_formed(text: str, where: str, form: TextFormat) -> str:
             ) from None
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
-
-
-# Plain text --------------------------------------------------------------------------------------------------------
 
 
 def _read_text(file: TextFile, form: TextFormat) -> Iterator[Piece]:
@@ -234,28 +337,15 @@ def _decoded(stream: BinaryIO, file: TextFile, form: TextFormat) -> Iterator[str
         at += len(block)
 
 
-# Bytes -------------------------------------------------------------------------------------------------------------
-
-
-class _opened:  # noqa: N801, used like a function
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """The uncompressed bytes of a file, and the file itself, whose position tells how much has been read."""
+    with path.open("rb") as raw:
+        if path.suffix.lower() == ".gz":
+            yield cast(BinaryIO, gzip.GzipFile(fileobj=raw)), raw
+        elif path.suffix.lower() == ".zst":
+            import pyarrow
 
-    def __init__(self, path: Path) -> None:
-        self._raw = path.open("rb")
-        self._stream = _decompressed(self._raw, path.suffix.lower())
-
-    def __enter__(self) -> tuple[BinaryIO, BinaryIO]:
-        return self._stream, self._raw
-
-    def __exit__(self, *_: object) -> None:
-        self._raw.close()
-
-
-def _decompressed(raw: BinaryIO, suffix: str) -> BinaryIO:
-    if suffix == ".gz":
-        return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
-    if suffix == ".zst":
-        import pyarrow
-
-        return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd"))
-    return raw
+            yield io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd")), raw
+        else:
+            yield raw, raw

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from harness.common.files import sync
-from harness.data.preparation.encoding import Encoded
+from harness.common.files import atomic_file, sync
+from harness.data.preparation.encode import Encoded
 
 HEADER_BYTES = 256  # the 8 of the header's length included; tokens that follow are aligned
 SAFETENSORS_DTYPES = {"uint16": "U16", "uint32": "U32"}
@@ -77,13 +79,9 @@ class TokenStream:
 
     def append_documents(self, source: TokenStream, sizes: np.ndarray, places: np.ndarray) -> None:
         """Add the documents of another stream at these places among all of its, (documents, 2) `sizes`."""
-        source.copy_documents(sizes, places, self._tokens)
+        copy_documents(source.path, sizes[:, 0] * self.dtype.itemsize, places, self._tokens, HEADER_BYTES)
         self._index.write(sizes[places].astype(INDEX_DTYPE.base).tobytes())
         self.size += StreamSize(len(places), int(sizes[places, 0].sum()))
-
-    def copy_documents(self, sizes: np.ndarray, places: np.ndarray, target: BinaryIO) -> None:
-        """Append the tokens of the documents at these places among all, (documents, 2) `sizes`, to a file."""
-        copy_documents(self.path, sizes[:, 0] * self.dtype.itemsize, places, target, HEADER_BYTES)
 
     def flush(self) -> None:
         """Have everything on the disk itself."""
@@ -95,11 +93,26 @@ class TokenStream:
         self._tokens.close()
         self._index.close()
 
+    def delete(self) -> None:
+        """Remove both files, if they are there."""
+        for path in (self.path, self.index_path):
+            path.unlink(missing_ok=True)
+
     def documents(self) -> Iterator[np.ndarray]:
         """The sizes of the documents in order, many at a time: (documents, 2) int64, tokens and bytes."""
         with self.index_path.open("rb") as file:
             while block := file.read(DOCUMENTS_PER_READ * INDEX_DTYPE.itemsize):
                 yield np.frombuffer(block, "<i8").reshape(-1, 2)
+
+
+@contextmanager
+def token_file(path: Path, dtype: np.dtype, tokens: int) -> Iterator[BinaryIO]:
+    """A token file that appears whole when the body has written its tokens."""
+    with atomic_file(path, path.with_suffix(".draft")) as draft:
+        with draft.open("wb") as file:
+            file.write(bytes(HEADER_BYTES))
+            yield file
+        write_header(draft, dtype, tokens)
 
 
 def write_header(path: Path, dtype: np.dtype, tokens: int) -> None:
@@ -112,13 +125,6 @@ def write_header(path: Path, dtype: np.dtype, tokens: int) -> None:
         file.write(header)
         file.truncate(HEADER_BYTES + length)
     sync(path)
-
-
-def copy_range(source: Path, target: Path, start: int, length: int) -> None:
-    """Append `length` bytes from byte `start` of a file to another."""
-    with source.open("rb") as read, target.open("ab") as write:
-        read.seek(start)
-        copy(read, write, length)
 
 
 def copy_documents(source: Path, lengths: np.ndarray, order: np.ndarray, target: BinaryIO, start: int = 0) -> None:
@@ -140,3 +146,58 @@ def copy(source: BinaryIO, target: BinaryIO, length: int) -> None:
             raise EOFError("a token stream is shorter than its documents")
         target.write(block)
         length -= len(block)
+
+
+BUCKET_BYTES = 2**26  # small enough that the system keeps one in its cache while it is read in random order
+MOST_BUCKETS = 256  # open files
+ENTRY_DTYPE = np.dtype(("<u8", 3))  # key, tokens, bytes of text
+
+
+def shuffle(stream: TokenStream, target: TokenStream, seed: int) -> None:
+    """Write the documents of `stream` into the empty `target` in an order that is uniformly random by `seed`.
+
+    Each document has a random 64-bit key. They are dealt out into buckets by their keys' first bits, in one pass, and
+    each bucket is then read in the order of its keys. Takes twice the stream's space on the disk in addition to its
+    own.
+    """
+    folder = target.path.with_suffix(".buckets")
+    shutil.rmtree(folder, ignore_errors=True)  # an interrupted shuffle's
+    folder.mkdir()
+    length = max(stream.size.documents * ENTRY_DTYPE.itemsize, stream.size.tokens * stream.dtype.itemsize)
+    bits = max(0, min(MOST_BUCKETS, -(-length // BUCKET_BYTES)) - 1).bit_length()
+    _deal(stream, folder, bits, seed)
+    with target.path.open("ab") as tokens, target.index_path.open("ab") as index:
+        for bucket in range(2**bits):
+            _gather(folder / str(bucket), tokens, index)
+    shutil.rmtree(folder)
+    target.size = stream.size
+
+
+def _deal(stream: TokenStream, folder: Path, bits: int, seed: int) -> None:
+    random = np.random.Philox(key=seed)  # its raw numbers are the same in every version of numpy
+    with ExitStack() as stack:
+        tokens, entries = (
+            [stack.enter_context((folder / f"{bucket}{kind}").open("wb")) for bucket in range(2**bits)]
+            for kind in (".tokens", ".entries")
+        )
+        source = stack.enter_context(stream.path.open("rb"))
+        source.seek(HEADER_BYTES)
+        for sizes in stream.documents():
+            keys = random.random_raw(len(sizes))
+            table = np.column_stack([keys, sizes.astype(np.uint64)]).astype("<u8")
+            places = (keys >> np.uint64(64 - bits)).tolist() if bits else [0] * len(keys)
+            for place, length, entry in zip(places, (sizes[:, 0] * stream.dtype.itemsize).tolist(), table, strict=True):
+                copy(source, tokens[place], length)
+                entries[place].write(entry.tobytes())
+
+
+def _gather(bucket: Path, tokens: BinaryIO, index: BinaryIO) -> None:
+    """Append a bucket's documents in the order of their keys; of equal keys, the one that came first."""
+    table = np.fromfile(bucket.with_suffix(".entries"), ENTRY_DTYPE).reshape(-1, 3)
+    itemsize = bucket.with_suffix(".tokens").stat().st_size // max(1, int(table[:, 1].sum()))
+    lengths = table[:, 1].astype(np.int64) * itemsize
+    order = np.argsort(table[:, 0], kind="stable")
+    copy_documents(bucket.with_suffix(".tokens"), lengths, order, tokens)
+    index.write(table[order, 1:].astype(INDEX_DTYPE.base).tobytes())
+    for suffix in (".tokens", ".entries"):
+        os.unlink(bucket.with_suffix(suffix))

@@ -1,0 +1,223 @@
+"""A dataset repository on the Hugging Face Hub: downloaded and verified into a local folder, or uploaded from one with
+a card that describes it.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import huggingface_hub
+from filelock import FileLock, Timeout
+from huggingface_hub.hf_api import RepoSibling
+
+from harness.common.errors import UserError
+from harness.common.files import rename_whole
+from harness.common.hub import CARD, IGNORED_FILES, HubWork, find_fault, hide_bars_from_files, list_files, upload
+from harness.common.units import GIB
+from harness.data.dataset import Dataset, SplitMeta
+from harness.data.preparation.splits import SPLITS
+from harness.data.preparation.work import is_dataset_file
+
+AGAIN = "running the same command again resumes with the files still missing"
+
+
+def reading(name: str, folder: Path) -> HubWork:
+    """The Hub's dataset `name` as the source of DATASETS_DIR/<name>, which is `folder`."""
+    by_hand = f"put the dataset's files into {folder}"
+    return HubWork(name, "dataset", folder, 'the "dataset" key in train.json', by_hand, AGAIN)
+
+
+def download_dataset(name: str, folder: Path) -> None:
+    """Download the dataset repository `name` (owner/name), verify it, and put it at `folder` in one rename.
+
+    `folder` does not exist yet or is an empty directory. Until everything is verified the files lie in a hidden sibling
+    folder, from which the next call resumes. HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE and HF_TOKEN count, as everywhere
+    with huggingface_hub. SIGINT and SIGTERM end the process at once while this runs. Raises UserError.
+    """
+    work = reading(name, folder)
+    partial = folder.parent / f".{folder.name}.partial"
+    try:
+        with _leaving_at_once(name), _alone_in(partial):
+            if not (folder.is_dir() and any(folder.iterdir())):
+                _fetch(work, partial)
+            else:  # another process was faster
+                shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise work.failed_here(error) from None
+
+
+def _fetch(work: HubWork, partial: Path) -> None:
+    hide_bars_from_files()
+    revision, files = list_files(work)
+    _clear_leftovers(partial, {partial / file.rfilename for file in files})
+    _check_space(work, partial, files)
+
+    def fetch(**options: Any) -> None:
+        # Pinned to one commit, so that a push in between does not mix versions.
+        place: dict[str, Any] = {"repo_type": "dataset", "revision": revision, "local_dir": partial}
+        work.call(lambda: huggingface_hub.snapshot_download(work.name, **place, **options))
+
+    fetch(ignore_patterns=IGNORED_FILES)
+    if faults := _delete_faulty(partial, files):
+        for path, fault in faults.items():
+            print(f"{path}: {fault}; downloading it again", file=sys.stderr, flush=True)
+        # Forced, or a bad copy in HF_HOME's cache would be taken.
+        fetch(allow_patterns=[glob.escape(path) for path in faults], force_download=True)
+        for path, fault in _delete_faulty(partial, [file for file in files if file.rfilename in faults]).items():
+            problem = f"{path} is not what the Hub describes, even downloaded twice: {fault}"
+            raise work.failed(problem, f"try again later; or {work.by_hand}")
+    shutil.rmtree(partial / ".cache")
+    rename_whole(partial, lambda: work.folder)
+
+
+def _delete_faulty(partial: Path, files: Collection[RepoSibling]) -> dict[str, str]:
+    """Delete the files whose hashes are not the Hub's; their paths and what is wrong with them."""
+    faults = {file.rfilename: find_fault(partial / file.rfilename, file) for file in files}
+    found = {path: fault for path, fault in faults.items() if fault}
+    for path in found:
+        (partial / path).unlink(missing_ok=True)
+    return found
+
+
+def _clear_leftovers(partial: Path, wanted: set[Path]) -> None:
+    """Delete what an earlier, interrupted download left and this one cannot use.
+
+    huggingface_hub writes every file under a name of its own until it is whole, and never comes back to it.
+    """
+    for path in [path for path in partial.rglob("*") if path.is_symlink()]:
+        path.unlink()  # a download makes none, and what is written or deleted through one lies elsewhere
+    for path in [path for path in partial.rglob("*") if not path.is_dir()]:
+        other_version = path not in wanted and not path.is_relative_to(partial / ".cache")
+        if path.suffix == ".incomplete" or other_version:
+            path.unlink()
+
+
+def _check_space(work: HubWork, partial: Path, files: list[RepoSibling]) -> None:
+    places = ((partial / file.rfilename, file.size or 0) for file in files)
+    needed = sum(size for path, size in places if not path.is_file() or path.stat().st_size != size)
+    free = shutil.disk_usage(partial).free
+    if needed > free:
+        problem = f"{needed / GIB:.2f} GiB to download, but only {free / GIB:.2f} GiB free for {work.folder}"
+        raise work.failed(problem, "free some space, or use a datasets directory on a larger disk")
+
+
+@contextmanager
+def _alone_in(partial: Path) -> Iterator[None]:
+    """Make the partial folder and hold it: two processes of one machine that want the same dataset take turns."""
+    if partial.is_symlink():
+        raise UserError(f"{partial}: is a link, but what is left over in it would be deleted; remove the link")
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(partial.with_suffix(".lock"))
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        print(f"another process is downloading {partial}; waiting for it", file=sys.stderr, flush=True)
+        lock.acquire()
+    except OSError:
+        pass  # some network file systems have no locks; there the caller has to see to it
+    partial.mkdir(exist_ok=True)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            partial.rmdir()  # only if it is empty: what has arrived is gone on with
+        Path(lock.lock_file).unlink(missing_ok=True)  # while it is held: whoever waits for it makes another
+        lock.release()
+
+
+@contextmanager
+def _leaving_at_once(name: str) -> Iterator[None]:
+    """Leave on SIGINT and SIGTERM without waiting: huggingface_hub would first finish the files under way (gigabytes).
+
+    A kill at any instant is safe here, because nothing is under the final name before it is whole.
+    """
+
+    def leave(number: int, _frame: object) -> NoReturn:
+        print(f'\nstopped: dataset "{name}": {AGAIN}', file=sys.stderr, flush=True)
+        os._exit(128 + number)
+
+    is_main = threading.current_thread() is threading.main_thread()  # Python sets signal handlers there only
+    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM) if is_main}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# To the Hub ----------------------------------------------------------------------------------------------------------
+
+
+def upload_dataset(dataset: Dataset, name: str, *, public: bool) -> str:
+    """Upload the dataset's files as one commit to the dataset repository `name`, made if it is not there; its address.
+
+    All other files in the folder are the user's own. A repository that is there keeps being private or public. What the
+    Hub has already is not sent again. Raises UserError.
+    """
+    again = f"prepare_datasets.py --verify {dataset.folder} --push-to-hub {name} sends what is missing"
+    work = HubWork(
+        name, "dataset", dataset.folder, "--push-to-hub", "upload the folder by hand", again, verb="write to"
+    )
+    splits = [split for split in SPLITS if dataset.has_split(split)]
+    tokenizer = [dataset.tokenizer] if isinstance(dataset.tokenizer, Path) else []
+    paths = [dataset.folder / "meta.json", *map(dataset.split_path, splits), *tokenizer]
+    files: dict[str, Path | bytes] = {path.name: path for path in paths if path.exists()}
+    files[CARD] = card(dataset, name).encode()
+    # Of an earlier dataset in the repository: a test split that is now trained on, or another tokenizer.
+    return upload(work, files, f"{dataset.name}: {', '.join(splits)}", public=public, is_replaced=is_dataset_file)
+
+
+CARD_TEXT = """---
+{front_matter}
+---
+
+# {title}
+
+{description}
+
+| split | documents | tokens | bytes of text |
+|---|---|---|---|
+{rows}
+
+Each split is a safetensors file with one 1-D tensor `tokens`. Tokenizer: {tokenizer}. An end-of-text
+token follows each document.
+
+To train on it with ddp-pretrain, put this into train.json:
+
+    "dataset": {name}
+
+Where it came from:
+
+{source}
+"""
+
+
+def card(dataset: Dataset, name: str) -> str:
+    """The repository's README.md: front matter that the Hub reads, and what a person wants to know."""
+    meta, rows = dataset.meta, []
+    for split in SPLITS:
+        if dataset.has_split(split):
+            said = meta.splits.get(split, SplitMeta())
+            documents, length = ("" if count is None else f"{count:,}" for count in (said.documents, said.bytes))
+            rows.append(f"| {split} | {documents} | {len(dataset.split(split)):,} | {length} |")
+    front_matter = huggingface_hub.DatasetCardData(pretty_name=dataset.name, tags=["tokens", "ddp-pretrain"])
+    source = json.dumps((meta.model_extra or {}).get("source", {}), indent=2)
+    return CARD_TEXT.format(
+        front_matter=front_matter.to_yaml(),
+        title=dataset.name,
+        description=meta.description or "Tokens for pre-training a language model.",
+        rows="\n".join(rows),
+        tokenizer="GPT-2's (tiktoken)" if meta.tokenizer == "gpt2" else f"`{meta.tokenizer}`, in this repository",
+        name=json.dumps(name),
+        source="\n".join(f"    {line}" for line in source.splitlines()),
+    )
