@@ -238,7 +238,11 @@ def test_optuna_is_imported_in_one_place() -> None:
 def test_matplotlib_is_imported_in_charts_only() -> None:
     users = users_of("matplotlib")
     assert "harness.runs.chart" in users, "this test finds them"
-    wrong = {name for name in users - {"harness.runs.chart"} if not re.fullmatch(r"harness\.(comparison|scaling)\.\w*charts", name)}
+    wrong = {
+        name
+        for name in users - {"harness.runs.chart"}
+        if not re.fullmatch(r"harness\.(comparison|scaling)\.\w*charts", name)
+    }
     assert not wrong
 
 

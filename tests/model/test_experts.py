@@ -22,7 +22,6 @@ from gpt import (
     experts_one_by_one,
     grouped_experts,
 )
-from harness.model.tensor_names import public_shapes
 from tests.model.test_model import random_model, random_tokens, shape
 from tests.support.compiled import trace
 
@@ -305,7 +304,7 @@ def test_the_notebooks_first_model_has_as_many_parameters_as_its_author_counts()
 
 
 def test_tensors_have_the_notebooks_names() -> None:
-    names = public_shapes(shape(moe=MOE))
+    names = shape(moe=MOE).tensor_shapes()
     assert names["trf_blocks.0.ff.router.weight"] == (5, 48)
     assert names["trf_blocks.2.ff.experts.4.layers.0.weight"] == (192, 48)
     assert names["trf_blocks.2.ff.experts.4.layers.2.bias"] == (48,)

@@ -20,7 +20,6 @@ from harness.evaluation.likelihood import Scorer
 from harness.evaluation.loss import window_losses
 from harness.model.inference import KeyValueCache
 from harness.model.precision import Precision
-from harness.model.tensor_names import public_shapes
 from tests.model.test_model import SOURCE, block_of, random_model, random_tokens, shape
 from tests.support.compiled import trace
 
@@ -284,7 +283,7 @@ def test_counts_are_the_real_ones(changes: dict[str, Any]) -> None:
 def test_checkpoints_hold_the_public_tensors_and_bring_them_back(changes: dict[str, Any]) -> None:
     model = random_model(shape(**changes)).eval()
     tensors = model.to_checkpoint_names()
-    assert list(public_shapes(model.config).items()) == [(name, tuple(each.shape)) for name, each in tensors.items()]
+    assert list(model.config.tensor_shapes().items()) == [(name, tuple(each.shape)) for name, each in tensors.items()]
     other = GPTModel(model.config).eval()
     other.load_checkpoint_tensors(tensors, SOURCE)
     assert all(torch.equal(each, tensors[name]) for name, each in other.to_checkpoint_names().items())
