@@ -1,97 +1,218 @@
-"""The model: GPT-2's architecture and its initialisation; harness/model/config.py has its configuration and costs.
+"""The model: GPT-2 (Radford et al. 2019) with the options of model.json, for training and for generation.
 
-Shapes in names: B sequences, T tokens each, C = emb_dim, H heads D wide, Q and K = the widths of all queries and of all
-keys, V vocabulary. Layers that are a subject of their own are in harness/model/: norms, rotary, feed_forward,
-embeddings, output_head.
+Shapes in names: B sequences of T tokens, C = emb_dim, H heads D wide, Q and K the widths of all queries and of all
+keys, F the width of a feed-forward layer, V the vocabulary. Parameter names are a published file format.
 """
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from harness.common.errors import UserError
-from harness.common.memory import free_memory
-from harness.common.units import GIB
-from harness.model.attention import causal_attention
 from harness.model.config import ModelConfig as ModelConfig
 from harness.model.config import load_model_config as load_model_config
 from harness.model.cross_entropy import linear_cross_entropy
-from harness.model.embeddings import bigram_buckets, shifted, skip_mix, skip_source, value_mix, value_tables
-from harness.model.experts import MixtureOfExperts, Routed, Routing, TrainingTerms
-from harness.model.feed_forward import FeedForward
-from harness.model.inference import KeyValueCache, LayerCache
-from harness.model.norms import RMSNorm, build_norm
-from harness.model.output_head import OutputHead
-from harness.model.rotary import Rotation, rotated, rotation
-from harness.model.weights import checkpoint_views, from_checkpoint_names, load_into, load_weights, qkv_sizes
+from harness.model.inference import NO_TOKEN, KeyValueCache, LayerCache
+from harness.model.weights import check_memory, checkpoint_views, from_checkpoint_names, load_into, load_weights
 
 INIT_STD = 0.02
-WEIGHT_BYTES = 4  # fp32, made on the CPU first
+EPSILON = 1e-5  # of both norms
+# On the CPU attention's backward kernel is slower in bf16 than in fp32, conversions counted, below this many tokens.
+# Forward and backward in bf16 take 2.0 to 2.3 of fp32's time with 128 tokens, 0.9 to 1.0 with 256, and 0.6 to 0.8 with
+# 1,024, on an Intel Xeon with AMX and on an AMD EPYC without (docs/LOG.md).
+CPU_BF16_CONTEXT = 256
+TOKEN_FACTOR, PREVIOUS_FACTOR = 36_313, 27_191  # of the hash of two tokens, as in modded-nanogpt: large and odd
+GROUPED_ALIGNMENT = 8  # kernels of grouped products want rows of whole 16 bytes: 8 numbers of 16 bits
+
+Rotation = tuple[Tensor, Tensor]  # cosines and sines of the positions' angles: (T, D/2), or (B, T, D/2)
+Routing = tuple[Tensor, Tensor]  # of a layer of experts: the loss that balances them, the tokens of each (int64)
 
 
-class BlockInputs(NamedTuple):
-    """Inputs of a block other than the residual stream, as far as the configuration has them."""
-
-    rotation: Rotation | None = None  # of queries and keys, by their positions
-    embedding_BxTxC: Tensor | None = None  # what the first block began with
-    values_BxTxK: Tensor | None = None  # the tokens' value embeddings
+# Norms
 
 
-NO_INPUTS = BlockInputs()
+class LayerNorm(nn.Module):
+    """Layer normalisation (Ba et al., arXiv:1607.06450)."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(dim))
+        self.shift = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, x_BxTxC: Tensor) -> Tensor:
+        return F.layer_norm(x_BxTxC, self.scale.shape, self.scale, self.shift, eps=EPSILON)
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + ε), times a learned gain if there is one (Zhang & Sennrich, arXiv:1910.07467).
+
+    Computed in fp32 if the input is of half precision, and returned in the input's dtype.
+    """
+
+    def __init__(self, dim: int, *, gain: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(dim)) if gain else None
+
+    def forward(self, x_BxTxC: Tensor) -> Tensor:
+        normal = rms_normalised(x_BxTxC)
+        return (normal if self.scale is None else normal * self.scale).to(x_BxTxC.dtype)
+
+
+def rms_normalised(x_BxTxC: Tensor) -> Tensor:
+    """Scale to a root mean square of 1 over the last dimension; at least fp32. Written out: a kernel of torch's own is
+    no faster on the CPU, and refuses gains of another precision than the input's on a GPU."""
+    x = x_BxTxC if x_BxTxC.dtype == torch.float64 else x_BxTxC.float()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON)
+
+
+def build_norm(config: ModelConfig) -> LayerNorm | RMSNorm:
+    """The norm before attention, feed-forward and head, by model.json's `norm` and `norm_gain`."""
+    if config.norm == "layernorm":
+        return LayerNorm(config.emb_dim)
+    return RMSNorm(config.emb_dim, gain=bool(config.norm_gain))
+
+
+# Rotary positions (RoPE; Su et al., arXiv:2104.09864). Pairs are dimension i of a head and i + D/2, as in transformers'
+# Llama, so that weights move between the two unchanged.
+
+
+def rotation(positions: Tensor, head_width: int, base: float, dtype: torch.dtype) -> Rotation:
+    """Cosines and sines: position p turns pair i of a head D wide by p·base^(-2i/D). The angles are computed in fp32,
+    or in fp64 if `dtype`, the weights', is that."""
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    exponents = torch.arange(0, head_width, 2, device=positions.device, dtype=exact) / head_width
+    angles = positions.to(exact)[..., None] * base**-exponents
+    return angles.cos(), angles.sin()
+
+
+def rotated(x_BxHxTxD: Tensor, by: Rotation) -> Tensor:
+    """Queries or keys turned by the angles of their positions; at least fp32."""
+    cos, sin = (each if each.dim() == 2 else each[:, None] for each in by)
+    first, second = x_BxHxTxD.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+# The block
+
+
+class Mix(nn.Module):
+    """scale[0]·a + scale[1]·b with learned factors, in the dtype of a."""
+
+    def __init__(self, first: float, second: float) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([first, second]))
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return (self.scale[0] * a + self.scale[1] * b).to(a.dtype)
+
+
+def causal_attention(q_BxHxTxD: Tensor, k_BxHxTxD: Tensor, v_BxHxTxD: Tensor, drop_rate: float) -> Tensor:
+    """Softmax attention of each token to itself and those before it: (B, H, T, D), in the inputs' dtype. There may be
+    fewer heads of keys and values, each shared by several queries (Ainslie et al., arXiv:2305.13245)."""
+    dtype, tokens = q_BxHxTxD.dtype, q_BxHxTxD.shape[-2]
+    how: dict[str, Any] = {"is_causal": True, "enable_gqa": k_BxHxTxD.shape[1] != q_BxHxTxD.shape[1]}
+    if q_BxHxTxD.device.type != "cpu" or dtype != torch.bfloat16 or tokens >= CPU_BF16_CONTEXT:
+        return F.scaled_dot_product_attention(q_BxHxTxD, k_BxHxTxD, v_BxHxTxD, dropout_p=drop_rate, **how)
+    with torch.autocast("cpu", enabled=False):
+        q, k, v = q_BxHxTxD.float(), k_BxHxTxD.float(), v_BxHxTxD.float()
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=drop_rate, **how).to(dtype)
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention; query, key and value are one matrix product in memory and three tensors on disk. Several
-    queries share a key and a value where there are fewer heads of those (Ainslie et al., arXiv:2305.13245)."""
+    """Multi-head attention. One matrix gives queries, keys and values; in files it is three tensors."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.head_width = config.head_width
         self.drop_rate = config.drop_rates.attention_weights
-        self.qkv_sizes = qkv_sizes(config)
+        self.qkv_sizes = (config.query_width, config.kv_width, config.kv_width)
         self.qkv = nn.Linear(config.emb_dim, sum(self.qkv_sizes), bias=config.qkv_bias)
         self.out_proj = nn.Linear(config.query_width, config.emb_dim, bias=config.linear_bias)
         gain = bool(config.norm_gain)
         self.q_norm = RMSNorm(config.head_width, gain=gain) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_width, gain=gain) if config.qk_norm else None
-        self.value_mix = value_mix(config, layer)
+        has_values = config.value_embedding_of(layer) is not None
+        self.value_mix = Mix(0.5, 0.5) if has_values else None  # after the value residuals of arXiv:2410.17897
 
-    def forward(self, x_BxTxC: Tensor, inputs: BlockInputs = NO_INPUTS, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x_BxTxC: Tensor,
+        rotation: Rotation | None = None,
+        values_BxTxK: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
         q_BxTxQ, k_BxTxK, v_BxTxK = self.qkv(x_BxTxC).split(self.qkv_sizes, dim=-1)
         if self.value_mix is not None:
-            v_BxTxK = self.value_mix(v_BxTxK, inputs.values_BxTxK)
-        q, k, v = (
-            part.unflatten(-1, (-1, self.head_width)).transpose(1, 2)  # BxHxTxD
-            for part in (q_BxTxQ, k_BxTxK, v_BxTxK)
-        )
+            v_BxTxK = self.value_mix(v_BxTxK, values_BxTxK)
+        q_BxHxTxD = q_BxTxQ.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+        k_BxHxTxD = k_BxTxK.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+        v_BxHxTxD = v_BxTxK.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
         if self.q_norm is not None and self.k_norm is not None:  # before they are turned, as in Qwen 3
-            q, k = self.q_norm(q), self.k_norm(k)
-        if inputs.rotation is not None:
-            q, k = (rotated(each, inputs.rotation).to(v.dtype) for each in (q, k))
+            q_BxHxTxD, k_BxHxTxD = self.q_norm(q_BxHxTxD), self.k_norm(k_BxHxTxD)
+        if rotation is not None:
+            q_BxHxTxD = rotated(q_BxHxTxD, rotation).to(v_BxHxTxD.dtype)
+            k_BxHxTxD = rotated(k_BxHxTxD, rotation).to(v_BxHxTxD.dtype)
         if cache is None:
             drop_rate = self.drop_rate if self.training else 0.0
-            mixed_BxHxTxD = causal_attention(q, k, v, drop_rate)
+            mixed_BxHxTxD = causal_attention(q_BxHxTxD, k_BxHxTxD, v_BxHxTxD, drop_rate)
         else:
-            k, v, visible_Bx1xTxS = cache.extend(k, v)
-            shared = k.shape[1] != q.shape[1]
-            mixed_BxHxTxD = F.scaled_dot_product_attention(q, k, v, attn_mask=visible_Bx1xTxS, enable_gqa=shared)
+            k, v, visible = cache.extend(k_BxHxTxD, v_BxHxTxD)
+            shared = k.shape[1] != q_BxHxTxD.shape[1]
+            mixed_BxHxTxD = F.scaled_dot_product_attention(q_BxHxTxD, k, v, attn_mask=visible, enable_gqa=shared)
         return self.out_proj(mixed_BxHxTxD.transpose(1, 2).flatten(-2))
+
+    def initialise(self, residual_std: float) -> None:
+        _draw(self.qkv, INIT_STD)
+        _draw(self.out_proj, residual_std)
+
+
+class SquaredReLU(nn.Module):
+    """max(x, 0)² (So et al., Primer, arXiv:2109.08668)."""
+
+    def forward(self, x_BxTxF: Tensor) -> Tensor:
+        return x_BxTxF.relu().square()
+
+
+class FeedForward(nn.Module):
+    """Two linear layers around an activation. In SwiGLU (Shazeer, arXiv:2002.05202) the activation is that of a gate,
+    by which the first layer's output is multiplied."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        dim, hidden, bias = config.emb_dim, config.mlp_width, config.linear_bias
+        activations = {"gelu": nn.GELU(approximate="tanh"), "relu2": SquaredReLU(), "swiglu": nn.SiLU()}
+        self.layers = nn.Sequential(
+            nn.Linear(dim, hidden, bias=bias), activations[config.mlp], nn.Linear(hidden, dim, bias=bias)
+        )
+        self.gate = nn.Linear(dim, hidden, bias=bias) if config.mlp == "swiglu" else None
+
+    def forward(self, x_BxTxC: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.layers(x_BxTxC)
+        first, activation, second = self.layers
+        return second(activation(self.gate(x_BxTxC)) * first(x_BxTxC))
+
+    def initialise(self, residual_std: float) -> None:
+        _draw(self.layers[0], INIT_STD)
+        _draw(self.layers[2], residual_std)
+        if self.gate is not None:
+            _draw(self.gate, INIT_STD)
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream through dropout. With experts it tells of
-    their routing, too."""
+    """Pre-norm attention and feed-forward, each added to the residual stream through dropout. With `embedding_skip` the
+    input is first mixed with the first block's: not at all to begin with. Returns the routing of experts, too (None
+    without any): as an attribute it would be lost to a compiler where blocks are recomputed."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.skip = skip_mix(config)
+        self.skip = Mix(1.0, 0.0) if config.embedding_skip else None
         self.norm1 = build_norm(config)
         self.att = CausalSelfAttention(config, layer)
         self.norm2 = build_norm(config)
@@ -100,38 +221,176 @@ class TransformerBlock(nn.Module):
         self.mlp_drop = nn.Dropout(config.drop_rates.mlp_output)
 
     def forward(
-        self, x_BxTxC: Tensor, inputs: BlockInputs = NO_INPUTS, cache: LayerCache | None = None
-    ) -> Tensor | Routed:
+        self,
+        x_BxTxC: Tensor,
+        rotation: Rotation | None = None,
+        embedding_BxTxC: Tensor | None = None,
+        values_BxTxK: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> tuple[Tensor, Routing | None]:
         if self.skip is not None:
-            x_BxTxC = self.skip(x_BxTxC, inputs.embedding_BxTxC)
-        x_BxTxC = x_BxTxC + self.drop(self.att(self.norm1(x_BxTxC), inputs, cache))
-        added = self.ff(self.norm2(x_BxTxC))
-        if isinstance(added, Routed):
-            return Routed(x_BxTxC + self.mlp_drop(added.output_BxTxC), added.routing)
-        return x_BxTxC + self.mlp_drop(added)
+            x_BxTxC = self.skip(x_BxTxC, embedding_BxTxC)
+        x_BxTxC = x_BxTxC + self.drop(self.att(self.norm1(x_BxTxC), rotation, values_BxTxK, cache))
+        normal_BxTxC, routing = self.norm2(x_BxTxC), None
+        if isinstance(self.ff, MixtureOfExperts):
+            added_BxTxC, routing = self.ff(normal_BxTxC)
+        else:
+            added_BxTxC = self.ff(normal_BxTxC)
+        return x_BxTxC + self.mlp_drop(added_BxTxC), routing
 
 
-def _check_memory(config: ModelConfig) -> None:
-    """Before the first layer is made: systems promise more memory than they have, and end the process that uses it."""
-    needed = config.parameters * WEIGHT_BYTES
-    if torch.get_default_device().type == "cpu" and needed > free_memory():
-        raise UserError(
-            f"model.json: {config.parameters:,} parameters take {needed / GIB:,.2f} GiB of memory, and "
-            f"{free_memory() / GIB:,.2f} GiB are free; make the model smaller"
-        )
+# A mixture of experts in place of the feed-forward layer. Shapes in names: N = B·T tokens, E experts, A of them active
+# for each token, R = N·A rows as experts see them.
 
 
-def _output_of(result: Tensor | Routed, routings: list[Routing]) -> Tensor:
-    """A block's output; the routing of its experts, if it has any, is put into the list."""
-    if isinstance(result, Routed):
-        routings.append(result.routing)
-        return result.output_BxTxC
-    return result
+class MixtureOfExperts(nn.Module):
+    """Each token goes through the A experts to which the router gives the highest probabilities, and gets the sum of
+    their outputs, weighted by these probabilities over their sum (Mixtral, arXiv:2401.04088, section 2.1). No token is
+    left out, however many go to one expert.
+
+    Router and weights are computed in fp32 at least, whatever the precision of training: which experts are chosen
+    depends on small differences.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.moe is not None
+        self.active = config.moe.num_active_experts
+        self.router = nn.Linear(config.emb_dim, config.moe.num_experts, bias=False)
+        self.experts = nn.ModuleList(FeedForward(config) for _ in range(config.moe.num_experts))
+
+    def initialise(self, residual_std: float) -> None:
+        _draw(self.router, INIT_STD)
+        for expert in self.experts:
+            expert.initialise(residual_std)  # type: ignore[operator]
+
+    def forward(self, x_BxTxC: Tensor) -> tuple[Tensor, Routing]:
+        x_NxC = x_BxTxC.flatten(0, 1)
+        weights_NxA, experts_NxA, routing = self._route(x_NxC)
+        # Rows in the order of their experts; a stable order, so that the same tokens give the same sums.
+        order_R = experts_NxA.flatten().argsort(stable=True)
+        inverse_R = order_R.argsort()
+        x_RxC = Permuted.apply(x_NxC.unsqueeze(1).expand(-1, self.active, -1).flatten(0, 1), order_R, inverse_R)
+        compute = grouped_experts if computes_in_groups(x_RxC) else experts_one_by_one
+        y_RxC = compute(self.experts, x_RxC, routing[1])
+        y_NxAxC = Permuted.apply(y_RxC, inverse_R, order_R).unflatten(0, (-1, self.active))
+        output_NxC = (y_NxAxC * weights_NxA.unsqueeze(-1)).sum(1).to(y_RxC.dtype)
+        return output_NxC.view_as(x_BxTxC), routing
+
+    def _route(self, x_NxC: Tensor) -> tuple[Tensor, Tensor, Routing]:
+        """The weights and the numbers of each token's experts, and the routing of all tokens."""
+        dtype = torch.float64 if x_NxC.dtype == torch.float64 else torch.float32
+        with torch.autocast(x_NxC.device.type, enabled=False):
+            shares_NxE = F.linear(x_NxC.to(dtype), self.router.weight.to(dtype)).softmax(-1)
+            chosen_NxA, experts_NxA = shares_NxE.topk(self.active)
+            weights_NxA = chosen_NxA / chosen_NxA.sum(-1, keepdim=True)
+            numbers_E = torch.arange(shares_NxE.shape[1], device=x_NxC.device)
+            tokens_E = (experts_NxA.flatten().unsqueeze(1) == numbers_E).sum(0)
+            return weights_NxA, experts_NxA, (balancing_loss(shares_NxE, tokens_E), tokens_E)
+
+
+def balancing_loss(shares_NxE: Tensor, tokens_E: Tensor) -> Tensor:
+    """E·Σ f·P over the experts, with f the share of the tokens that go through an expert and P the mean of the
+    probabilities that the router gives it (Switch Transformers, arXiv:2101.03961, equations 4 to 6, where A is 1). The
+    f add up to A: with load and probabilities spread evenly the loss is A. Only P has a gradient."""
+    tokens, experts = shares_NxE.shape
+    return experts * (tokens_E.to(shares_NxE.dtype) / tokens * shares_NxE.mean(0)).sum()
+
+
+class Permuted(torch.autograd.Function):
+    """Rows in another order. The gradient is looked up by the inverse, rather than added up row by row: quicker, and of
+    the same bits each time."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RxC: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_R)
+        return rows_RxC.index_select(0, order_R)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_RxC: Tensor) -> tuple[Tensor, None, None]:
+        (inverse_R,) = ctx.saved_tensors
+        return gradient_RxC.index_select(0, inverse_R), None, None
+
+
+def computes_in_groups(x_RxC: Tensor) -> bool:
+    """True if all experts are computed at once: where asking for their numbers of rows would wait for a GPU, or break a
+    compiled graph. On the CPU one after the other is as fast, and also for the few tokens of a generation."""
+    suits = torch.compiler.is_compiling() or (x_RxC.is_cuda and torch.is_grad_enabled())
+    return suits and x_RxC.dtype != torch.float64
+
+
+def experts_one_by_one(experts: nn.ModuleList, x_RxC: Tensor, tokens_E: Tensor) -> Tensor:
+    """Each expert's rows, sorted by expert, through the expert. In training an expert without rows is called, too: its
+    gradients are then zeros, as optimizers and exchanges between ranks expect them."""
+    parts = zip(experts, x_RxC.split(tokens_E.tolist()), strict=True)
+    return torch.cat([expert(rows) for expert, rows in parts if len(rows) or torch.is_grad_enabled()])
+
+
+def grouped_experts(experts: nn.ModuleList, x_RxC: Tensor, tokens_E: Tensor) -> Tensor:
+    """Compute `experts_one_by_one` by grouped matrix products, whose sizes stay on the device."""
+    device = x_RxC.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_RxC.dtype
+    ends_E = tokens_E.cumsum(0).to(torch.int32)
+    first_ends = torch.arange(len(x_RxC), device=x_RxC.device).unsqueeze(1) >= ends_E
+    is_of_RxE = F.one_hot(first_ends.sum(1), len(experts)).to(dtype)
+
+    def linear(layers: list[Any], rows_RxI: Tensor) -> Tensor:
+        weight_ExOxI = torch.stack([layer.weight for layer in layers]).to(dtype)
+        out, into = weight_ExOxI.shape[1:]  # widths that the kernels do not take are filled up with zeros
+        missing_in, missing_out = -into % GROUPED_ALIGNMENT, -out % GROUPED_ALIGNMENT
+        rows = F.pad(rows_RxI.to(dtype), (0, missing_in))
+        weight = F.pad(weight_ExOxI, (0, missing_in, 0, missing_out))
+        result = F.grouped_mm(rows, weight.mT, offs=ends_E)[:, :out]
+        if layers[0].bias is None:
+            return result
+        # As a product: rows of a table, looked up, would add up their gradients one by one.
+        return result + is_of_RxE @ torch.stack([layer.bias for layer in layers]).to(dtype)
+
+    with torch.autocast(device, enabled=False):
+        each: list[Any] = list(experts)
+        hidden = linear([expert.layers[0] for expert in each], x_RxC)
+        activation = each[0].layers[1]
+        if each[0].gate is None:
+            hidden = activation(hidden)
+        else:
+            hidden = activation(linear([expert.gate for expert in each], x_RxC)) * hidden
+        return linear([expert.layers[2] for expert in each], hidden)
+
+
+# The model
+
+
+class OutputHead(nn.Linear):
+    """A linear layer without bias; with `logit_softcap` c its outputs are c·tanh(x / c) (Gemma 2, arXiv:2408.00118,
+    section 2). Callers that multiply by its weight themselves have to apply `softcap` to the products."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config.emb_dim, config.vocab_size, bias=False)
+        self.softcap = config.logit_softcap
+
+    def forward(self, features: Tensor) -> Tensor:
+        logits = super().forward(features)
+        return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
+
+
+def shifted(tokens_BxT: Tensor) -> Tensor:
+    """Each token's predecessor in its sequence."""
+    return torch.cat((torch.full_like(tokens_BxT[:, :1], NO_TOKEN), tokens_BxT[:, :-1]), dim=1)
+
+
+def bigram_buckets(tokens_BxT: Tensor, previous_BxT: Tensor, buckets: int) -> Tensor:
+    """The bucket of each token and the one before it: xor of their multiples, modulo all buckets but the last, which is
+    for tokens without a predecessor (NO_TOKEN)."""
+    mixed = torch.bitwise_xor(TOKEN_FACTOR * tokens_BxT.long(), PREVIOUS_FACTOR * previous_BxT.long()) % (buckets - 1)
+    return torch.where(previous_BxT == NO_TOKEN, buckets - 1, mixed)
 
 
 class GPTModel(nn.Module):
-    """GPT-2 (token and position embeddings, `n_layers` blocks, a final norm and a linear head), or what model.json
-    makes of it."""
+    """Token and position embeddings, `n_layers` blocks, a final norm and a linear head.
+
+    Value embeddings, the skip from the embedding to each block and the embedding of the last two tokens are those of
+    the records of https://github.com/KellerJordan/modded-nanogpt (train_gpt.py).
+    """
 
     def __init__(
         self,
@@ -145,108 +404,120 @@ class GPTModel(nn.Module):
 
         With `recompute_blocks` the backward pass runs each block again instead of keeping its activations. Under
         autocast, `residual_dtype` is that of the residual stream (None: the weights'). Where there are experts,
-        `moe_router_loss_scale` is the coefficient of the term that balances them. Raises UserError if this machine
-        cannot hold even the weights.
+        `moe_router_loss_scale` is the coefficient of the loss that balances them.
         """
-        _check_memory(config)
         super().__init__()
         self.config = config
         self.recompute_blocks = recompute_blocks
         self.residual_dtype = residual_dtype
         self.moe_router_loss_scale = moe_router_loss_scale
-        self.tok_emb = nn.Embedding(config.vocab_size, config.emb_dim)
-        self.pos_emb = nn.Embedding(config.context_length, config.emb_dim) if config.position == "learned" else None
-        self.bigram_emb = nn.Embedding(config.bigram_embedding, config.emb_dim) if config.bigram_embedding else None
-        self.value_embs = value_tables(config)
+        self.expert_tokens: Tensor | None = None  # (layers, experts): the load in the last training pass
+        vocab, width = config.vocab_size, config.emb_dim
+        self.tok_emb = nn.Embedding(vocab, width)
+        self.pos_emb = nn.Embedding(config.context_length, width) if config.position == "learned" else None
+        self.bigram_emb = nn.Embedding(config.bigram_embedding, width) if config.bigram_embedding else None
+        tables = range(config.value_embeddings or 0)
+        self.value_embs = nn.ModuleList(nn.Embedding(vocab, config.kv_width) for _ in tables)
         self.drop = nn.Dropout(config.drop_rates.embedding)
         self.trf_blocks = nn.ModuleList(TransformerBlock(config, layer) for layer in range(config.n_layers))
         self.final_norm = build_norm(config)
         self.out_head = OutputHead(config)
         if config.tie_weights:
             self.out_head.weight = self.tok_emb.weight
-        self._initialise()
+        self.initialise()
 
-    def _initialise(self) -> None:
-        """GPT-2's initialisation (Radford et al. 2019, section 2.3): N(0, 0.02), zero biases, and the projections into
-        the residual stream scaled down by the square root of their number, or zero. The embedding of bigrams, too,
-        begins at zero."""
+    def initialise(self) -> None:
+        """GPT-2's initialisation (Radford et al. 2019, section 2.3): N(0, 0.02) and zero biases. The projections into
+        the residual stream are scaled down by the square root of their number, or with "zero_residual" are zero. The
+        embedding of bigrams begins at zero, too."""
         residual_std = INIT_STD / math.sqrt(2 * self.config.n_layers)
-        for name, parameter in self.named_parameters():
-            is_residual = name.endswith(("att.out_proj.weight", ".layers.2.weight"))
-            is_zero = is_residual and self.config.initialisation == "zero_residual"
-            if is_zero or name == "bigram_emb.weight" or name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif parameter.dim() == 2:
-                nn.init.normal_(parameter, std=residual_std if is_residual else INIT_STD)
+        if self.config.initialisation == "zero_residual":
+            residual_std = 0.0
+        _draw(self.tok_emb, INIT_STD)
+        if self.pos_emb is not None:
+            _draw(self.pos_emb, INIT_STD)
+        if self.bigram_emb is not None:
+            _draw(self.bigram_emb, 0.0)
+        for table in self.value_embs:
+            _draw(table, INIT_STD)
+        for block in self.blocks:
+            block.att.initialise(residual_std)
+            block.ff.initialise(residual_std)
+        if not self.config.tie_weights:
+            _draw(self.out_head, INIT_STD)
 
-    def forward(self, tokens_BxT: Tensor, targets_BxT: Tensor | None = None) -> Tensor | TrainingTerms:
-        """Logits (B, T, V), or, given targets, the mean cross-entropy as a scalar; in training with experts that, and
-        a term that balances them, of which the sum is to be minimised, and their load."""
+    @property
+    def blocks(self) -> list[TransformerBlock]:
+        """The blocks, by their type."""
+        return list(self.trf_blocks)  # type: ignore[arg-type]
+
+    def forward(self, tokens_BxT: Tensor, targets_BxT: Tensor | None = None) -> Tensor:
+        """Logits (B, T, V), or, given targets, the mean cross-entropy as a scalar.
+
+        In training with experts the latter has two elements, whose sum is to be minimised: the cross-entropy, and the
+        blocks' balancing losses times their coefficient. `expert_tokens` then has the experts' load.
+        """
         features_BxTxC, routings = self._routed_features(tokens_BxT)
         if targets_BxT is None:
             return self.out_head(features_BxTxC)
         inputs = features_BxTxC.flatten(0, 1), self.out_head.weight, targets_BxT.flatten()
         loss = linear_cross_entropy(*inputs, softcap=self.out_head.softcap)
-        return self._with_balance(loss, routings) if routings and self.training else loss
+        if not routings or not self.training:
+            return loss
+        losses, tokens = zip(*routings, strict=True)
+        self.expert_tokens = torch.stack(tokens)
+        balance = self.moe_router_loss_scale * torch.stack(losses).sum()
+        return torch.stack((loss, balance.to(loss.dtype)))
 
-    def _with_balance(self, loss: Tensor, routings: list[Routing]) -> TrainingTerms:
-        """The loss, and the blocks' balancing losses together as a second term."""
-        balance = self.moe_router_loss_scale * torch.stack([routing.loss for routing in routings]).sum()
-        tokens_LxE = torch.stack([routing.tokens_E for routing in routings])
-        return TrainingTerms(torch.stack((loss, balance.to(loss.dtype))), tokens_LxE)
+    def features(
+        self, tokens_BxT: Tensor, lengths: list[int] | None = None, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        """Input of the head, (B, T, C), after the final norm.
 
-    def features(self, tokens_BxT: Tensor) -> Tensor:
-        """Input of the head, (B, T, C), after the final norm."""
-        return self._routed_features(tokens_BxT)[0]
-
-    def _routed_features(self, tokens_BxT: Tensor) -> tuple[Tensor, list[Routing]]:
-        """`features`, and how each block with experts came to them."""
-        positions_T = torch.arange(tokens_BxT.shape[1], device=tokens_BxT.device)
-        previous_BxT = None if self.bigram_emb is None else shifted(tokens_BxT)
-        x_BxTxC = self.drop(self._embed(tokens_BxT, previous_BxT, positions_T))
-        if self.residual_dtype is not None and torch.is_autocast_enabled(x_BxTxC.device.type):
-            x_BxTxC = x_BxTxC.to(self.residual_dtype)
-        routings: list[Routing] = []
-        for block, inputs in zip(self.trf_blocks, self._block_inputs(x_BxTxC, tokens_BxT, positions_T), strict=True):
-            if self.recompute_blocks and torch.is_grad_enabled():
-                result = checkpoint(block, x_BxTxC, inputs, use_reentrant=False)
-            else:
-                result = block(x_BxTxC, inputs)
-            x_BxTxC = _output_of(result, routings)
-        return self.final_norm(x_BxTxC), routings
-
-    def further_features(self, tokens_BxT: Tensor, lengths: list[int], cache: KeyValueCache) -> Tensor:
-        """`features` of tokens that follow those in the cache, which holds them, too, afterwards. No dropout: for
-        evaluation mode. Row b has `lengths[b]` tokens, padded on the right; what is returned for padding is of no use.
+        With a cache, in evaluation mode, the tokens follow those in it, which holds them, too, afterwards. Row b then
+        has `lengths[b]` tokens, padded on the right (None: no padding); results for padding mean nothing.
         """
-        positions_BxT = cache.take(tokens_BxT, lengths).clamp(max=self.config.context_length - 1)
-        x_BxTxC = self._embed(tokens_BxT, cache.previous, positions_BxT)
-        given = self._block_inputs(x_BxTxC, tokens_BxT, positions_BxT)
-        for block, inputs, layer in zip(self.trf_blocks, given, cache.layers, strict=True):
-            x_BxTxC = _output_of(block(x_BxTxC, inputs, layer), [])
-        return self.final_norm(x_BxTxC)
+        return self._routed_features(tokens_BxT, lengths, cache)[0]
 
-    def _embed(self, tokens_BxT: Tensor, previous_BxT: Tensor | None, positions: Tensor) -> Tensor:
-        """The first block's input, before dropout; `previous_BxT` is each token's predecessor, for bigrams."""
+    def _routed_features(
+        self, tokens_BxT: Tensor, lengths: list[int] | None = None, cache: KeyValueCache | None = None
+    ) -> tuple[Tensor, list[Routing]]:
+        """`features`, and the routing in each block with experts."""
+        config = self.config
+        if cache is None:
+            positions = torch.arange(tokens_BxT.shape[1], device=tokens_BxT.device)
+        else:
+            positions = cache.take(tokens_BxT, lengths).clamp(max=config.context_length - 1)
+
         x_BxTxC = self.tok_emb(tokens_BxT)
         if self.pos_emb is not None:
             x_BxTxC = x_BxTxC + self.pos_emb(positions)
-        if self.bigram_emb is not None and previous_BxT is not None:
+        if self.bigram_emb is not None:
+            previous_BxT = shifted(tokens_BxT) if cache is None else cache.previous
             buckets_BxT = bigram_buckets(tokens_BxT, previous_BxT, self.bigram_emb.num_embeddings)
             x_BxTxC = x_BxTxC + self.bigram_emb(buckets_BxT)
-        return skip_source(x_BxTxC) if self.config.embedding_skip else x_BxTxC
+        if config.embedding_skip:
+            x_BxTxC = rms_normalised(x_BxTxC).to(x_BxTxC.dtype)
+        x_BxTxC = self.drop(x_BxTxC)
+        if self.residual_dtype is not None and torch.is_autocast_enabled(x_BxTxC.device.type):
+            x_BxTxC = x_BxTxC.to(self.residual_dtype)
 
-    def _block_inputs(self, x_BxTxC: Tensor, tokens_BxT: Tensor, positions: Tensor) -> list[BlockInputs]:
-        """Inputs of each block other than the residual stream, which begins as `x_BxTxC`."""
-        config, turn, values = self.config, None, []
+        turn = None
         if config.position == "rope":
             assert config.rope_base is not None
             turn = rotation(positions, config.head_width, config.rope_base, self.tok_emb.weight.dtype)
-        if self.value_embs is not None:
-            values = [table(tokens_BxT) for table in self.value_embs]
-        embedding = x_BxTxC if config.embedding_skip else None
-        tables = (config.value_embedding_of(layer) for layer in range(config.n_layers))
-        return [BlockInputs(turn, embedding, None if table is None else values[table]) for table in tables]
+        embedding_BxTxC = x_BxTxC if config.embedding_skip else None
+        values = [table(tokens_BxT) for table in self.value_embs]  # each once: the first blocks and the last share them
+        routings: list[Routing] = []
+        for layer, block in enumerate(self.trf_blocks):
+            table = config.value_embedding_of(layer)
+            inputs = x_BxTxC, turn, embedding_BxTxC, None if table is None else values[table]
+            if self.recompute_blocks and torch.is_grad_enabled():
+                x_BxTxC, routing = checkpoint(block, *inputs, use_reentrant=False)
+            else:
+                x_BxTxC, routing = block(*inputs, None if cache is None else cache.layers[layer])
+            routings += [] if routing is None else [routing]
+        return self.final_norm(x_BxTxC), routings
 
     def to_checkpoint_names(self) -> dict[str, Tensor]:
         """The weights under the names of this model family's published checkpoints: CPU, contiguous, unshared."""
@@ -263,8 +534,20 @@ class GPTModel(nn.Module):
         load_into(state, from_checkpoint_names(tensors, state, self.config, source), self.config)
 
 
+def _draw(layer: nn.Module, std: float) -> None:
+    """Draw a linear layer's or an embedding's weight from N(0, std²), or set it to zero; set the bias to zero."""
+    if std:
+        nn.init.normal_(layer.get_parameter("weight"), std=std)
+    else:
+        nn.init.zeros_(layer.get_parameter("weight"))
+    if isinstance(layer, nn.Linear) and layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+
+
 def load_model(config: ModelConfig, weights: Path, device: torch.device) -> GPTModel:
-    """A model in evaluation mode with the weights of a safetensors file. Raises UserError if the two do not match."""
+    """A model in evaluation mode with the weights of a safetensors file. Raises UserError if the two do not match, or
+    if this machine cannot hold even the weights."""
+    check_memory(config)
     model = GPTModel(config)
     model.load_checkpoint_tensors(load_weights(weights), weights)
     return model.to(device).eval()

@@ -143,10 +143,7 @@ class GrowingRows:
         lengths = [len(window) for window in windows]
         tokens_BxT = torch.tensor([[*window, *[0] * (max(lengths) - len(window))] for window in windows])
         tokens_BxT = tokens_BxT.to(next(self.model.parameters()).device)
-        if cache is None:
-            features_BxTxC = self.model.features(tokens_BxT)
-        else:
-            features_BxTxC = self.model.further_features(tokens_BxT, lengths, cache)
+        features_BxTxC = self.model.features(tokens_BxT, lengths, cache)
         return features_BxTxC[range(len(lengths)), [length - 1 for length in lengths]]
 
     def append(self, tokens: Sequence[int]) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpt import EPSILON
 from harness.hf.gpt2_format import bias
-from harness.model.norms import EPSILON
 from harness.model.tensor_names import EMBEDDING, HEAD
 
 PEER_HEAD = "lm_head.weight"

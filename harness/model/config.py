@@ -1,7 +1,9 @@
-"""`model.json` as a class: the shape of a model. What it costs is in harness/model/costs.py. Without torch."""
+"""`model.json` as a class: the shape of a model, its tensors, parameters and FLOPs. Without torch."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -9,7 +11,6 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_val
 
 from harness.common.json_files import Count, RunFile, parse_config, read_json_object
 from harness.common.messages import quoted
-from harness.model.costs import count_active_parameters, count_parameters, training_flops_per_token
 
 HEAD_DIM_OF_DEPTH = 64
 DEPTH = "In place of n_layers, n_heads and emb_dim: so many layers, and as many heads of 64."
@@ -25,6 +26,9 @@ SIZES_OF_LEVERS = ("mlp_dim", "head_dim", "value_embeddings", "bigram_embedding"
 ROPE_BASE = 10_000.0  # Su et al., arXiv:2104.09864
 MLP_GROWTH = 4  # GPT-2's
 LARGEST_EXPERTS = 1024
+EMBEDDING, HEAD = "tok_emb.weight", "out_head.weight"
+
+Shapes = dict[str, tuple[int, ...]]  # of tensors, by name
 
 
 class DropRates(BaseModel):
@@ -256,20 +260,95 @@ class ModelConfig(RunFile):
         from_the_last = layer - (self.n_layers - tables)
         return layer if layer < tables else from_the_last if from_the_last >= 0 else None
 
+    def tensor_shapes(self) -> Shapes:
+        """Every tensor of the model by its public name, in the model's order."""
+        shapes = self._embedding_shapes()
+        for layer in range(self.n_layers):
+            shapes |= {f"trf_blocks.{layer}.{name}": shape for name, shape in self._block_shapes(layer).items()}
+        return {**shapes, **self._norm_shapes("final_norm"), HEAD: (self.vocab_size, self.emb_dim)}
+
+    def _embedding_shapes(self) -> Shapes:
+        shapes: Shapes = {EMBEDDING: (self.vocab_size, self.emb_dim)}
+        if self.position == "learned":
+            shapes["pos_emb.weight"] = (self.context_length, self.emb_dim)
+        if self.bigram_embedding is not None:
+            shapes["bigram_emb.weight"] = (self.bigram_embedding, self.emb_dim)
+        for table in range(self.value_embeddings or 0):
+            shapes[f"value_embs.{table}.weight"] = (self.vocab_size, self.kv_width)
+        return shapes
+
+    def _block_shapes(self, layer: int, experts: int | None = None) -> Shapes:
+        """A block's tensors, without the block's own prefix; with only so many of its `experts`, if that is given."""
+        rows = {"W_query": self.query_width, "W_key": self.kv_width, "W_value": self.kv_width}
+        block: Shapes = {"skip.scale": (2,)} if self.embedding_skip else {}
+        block |= self._norm_shapes("norm1")
+        block |= {f"att.{part}.weight": (count, self.emb_dim) for part, count in rows.items()}
+        block |= {f"att.{part}.bias": (count,) for part, count in rows.items() if self.qkv_bias}
+        block |= self._linear_shapes("att.out_proj", self.emb_dim, self.query_width)
+        if self.qk_norm and self.norm_gain:
+            block |= {f"att.{part}_norm.scale": (self.head_width,) for part in "qk"}
+        if self.value_embedding_of(layer) is not None:
+            block["att.value_mix.scale"] = (2,)
+        block |= self._norm_shapes("norm2")
+        layers = ["ff"]
+        if self.moe is not None:
+            block["ff.router.weight"] = (self.moe.num_experts, self.emb_dim)
+            layers = [f"ff.experts.{number}" for number in range(experts or self.moe.num_experts)]
+        for name in layers:
+            block |= self._linear_shapes(f"{name}.layers.0", self.mlp_width, self.emb_dim)
+            block |= self._linear_shapes(f"{name}.layers.2", self.emb_dim, self.mlp_width)
+            block |= self._linear_shapes(f"{name}.gate", self.mlp_width, self.emb_dim) if self.mlp == "swiglu" else {}
+        return block
+
+    def _norm_shapes(self, name: str) -> Shapes:
+        parts = ("scale", "shift") if self.norm == "layernorm" else ("scale",) if self.norm_gain else ()
+        return {f"{name}.{part}": (self.emb_dim,) for part in parts}
+
+    def _linear_shapes(self, name: str, out: int, into: int) -> Shapes:
+        return {f"{name}.weight": (out, into), **({f"{name}.bias": (out,)} if self.linear_bias else {})}
+
     @property
     def parameters(self) -> int:
         """Number of trainable parameters; a tied head counts once."""
-        return count_parameters(self)
+        return self._count_parameters(None)
 
     @property
     def active_parameters(self) -> int:
-        """Number of trainable parameters that a token goes through: all but the experts that its router leaves out."""
-        return count_active_parameters(self)
+        """Number of trainable parameters that a token goes through: all but the experts that its router leaves out.
+        Embeddings count whole."""
+        return self._count_parameters(self.moe.num_active_experts if self.moe else None)
+
+    def _count_parameters(self, experts: int | None) -> int:
+        """All parameters, with only so many of each block's `experts` if that is given."""
+        outside = [*self._embedding_shapes().values(), *self._norm_shapes("final_norm").values()]
+        if not self.tie_weights:
+            outside.append((self.vocab_size, self.emb_dim))
+        block = self._block_shapes(0, experts)
+        block.pop("att.value_mix.scale", None)  # the only tensor that some blocks have, and others not
+        mixes = sum(self.value_embedding_of(layer) is not None for layer in range(self.n_layers))
+        return _numbers(outside) + self.n_layers * _numbers(block.values()) + 2 * mixes
+
+    @property
+    def block_weights(self) -> int:
+        """Weights of a block's matrix products that a token goes through: of experts the active ones, and the
+        router."""
+        active = self.moe.num_active_experts if self.moe else None
+        return _numbers(shape for shape in self._block_shapes(0, active).values() if len(shape) == 2)
 
     @property
     def flops_per_token(self) -> int:
-        """Floating-point operations of the matrix products for one token of training, forward and backward."""
-        return training_flops_per_token(self)
+        """Floating-point operations of the matrix products for one token of training, forward and backward.
+
+        6 for each weight that multiplies (embeddings are look-ups, the head is not; of experts the active ones) and
+        12·L·Q·T for the attention scores and sums of queries Q wide, uncausal as is customary (PaLM, arXiv:2204.02311,
+        appendix B).
+        """
+        multiplying = self.n_layers * self.block_weights + self.vocab_size * self.emb_dim
+        return 6 * multiplying + 12 * self.n_layers * self.query_width * self.context_length
+
+
+def _numbers(shapes: Iterable[tuple[int, ...]]) -> int:
+    return sum(map(math.prod, shapes))
 
 
 def _check_heads(config: ModelConfig) -> None:

@@ -11,10 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from harness.model.embeddings import NO_TOKEN
-from harness.model.output_head import OutputHead
-
 FIRST_PLACES = 64
+NO_TOKEN = -1  # before a sequence's first
 
 
 class LanguageModel(Protocol):
@@ -22,10 +20,11 @@ class LanguageModel(Protocol):
     lengths: a compiled module would compile for each."""
 
     config: Any  # has vocab_size, context_length and n_layers
-    out_head: OutputHead
+    out_head: Any  # a linear layer with a softcap
 
-    def features(self, tokens_BxT: Tensor) -> Tensor: ...
-    def further_features(self, tokens_BxT: Tensor, lengths: list[int], cache: KeyValueCache) -> Tensor: ...
+    def features(
+        self, tokens_BxT: Tensor, lengths: list[int] | None = None, cache: KeyValueCache | None = None
+    ) -> Tensor: ...
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
     training: bool
@@ -80,8 +79,10 @@ class KeyValueCache:
         self.previous: Tensor  # the predecessor of each of the call's tokens (BxT)
         self._last_Bx1: Tensor | None = None  # each row's last token, NO_TOKEN for an empty one
 
-    def take(self, tokens_BxT: Tensor, lengths: list[int]) -> Tensor:
-        """Announce a call's tokens, of which row b has `lengths[b]`. Returns their positions (BxT)."""
+    def take(self, tokens_BxT: Tensor, lengths: list[int] | None) -> Tensor:
+        """Announce a call's tokens, of which row b has `lengths[b]` (None: all). Returns their positions (BxT)."""
+        if lengths is None:
+            lengths = [tokens_BxT.shape[1]] * len(tokens_BxT)
         before = self.lengths or [0] * len(lengths)
         device, width = tokens_BxT.device, tokens_BxT.shape[1]
         self.count = max(before) + width

@@ -1,5 +1,5 @@
-"""Choice of the kernels that compute a model: compiled ones where available, and for attention those that drop the
-share that drop_rate asks for."""
+"""Choice of the kernels that compute a model: compiled ones where available, and for attention those whose dropout rate
+is exact."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ from torch import nn
 
 from harness.common.errors import UserError
 
-# Before it, torch took cuDNN's attention also for a dropout that it rounds; since then torch itself does not.
-ROUNDED_DROPOUT_UNTIL = (2, 12)
-CUDNN_DROPOUT_STEPS = 16
-ROUNDING_ALLOWED = 1 / 256
-AttentionKernel = Literal["cudnn", "flash", "efficient", "math"]
+CUDNN_DROPOUT_STEPS = 16  # cuDNN's attention drops multiples of 1/16
 
 
 def choose_kernels(
@@ -31,7 +27,7 @@ def choose_kernels(
 ) -> None:
     """Have a model, which is on `device` already, computed as train.json's `compile` says. Raises UserError if it
     cannot be."""
-    attend_with_exact_dropout(drop_rate, device)
+    avoid_rounded_dropout(drop_rate, device)
     if should_compile(compiled, device):
         model.compile()  # in place: the module and its parameters keep their names
 
@@ -57,13 +53,14 @@ def not_compiled(setting: bool | Literal["auto"], device: torch.device) -> str |
 
 def is_compiled(model: nn.Module) -> bool:
     """True if calls of the model run compiled code, or will after the first."""
+    # Private: nn.Module.compile() has no public counterpart that tells, or undoes, what it did.
     return model._compiled_call_impl is not None
 
 
 def run_eagerly(model: nn.Module) -> None:
-    """Take back `choose_kernels`' compiling."""
-    model._compiled_call_impl = None
-    torch._dynamo.reset()
+    """Undo the compiling of `choose_kernels`."""
+    model._compiled_call_impl = None  # private: see is_compiled
+    torch.compiler.reset()
 
 
 def missing_tool(device: torch.device) -> str | None:
@@ -80,60 +77,33 @@ def missing_tool(device: torch.device) -> str | None:
     return None
 
 
-def dropped_share(kernel: AttentionKernel, drop_rate: float) -> float | None:
-    """The share of attention weights that a kernel really drops; None where it is not known.
-
-    - cudnn: a multiple of 1/16, rounded in a way that is not documented; torch leaves other rates to other kernels
-      since 2.12 (https://github.com/pytorch/pytorch/pull/174245).
-    - flash (FlashAttention 2): keeps a weight if a random byte is at most floor(255 * (1 - drop_rate)), so that the
-      share is a multiple of 1/256; what is kept is scaled by 1 / (1 - drop_rate) all the same (set_params_fprop in
-      flash_api.cpp, https://github.com/Dao-AILab/flash-attention).
-    - efficient (xFormers' memory-efficient attention) and math, the plain formulas: 32-bit random numbers.
-    """
-    if kernel == "cudnn":
-        return drop_rate if (drop_rate * CUDNN_DROPOUT_STEPS).is_integer() else None
-    if kernel == "flash":
-        return 1 - (math.floor(255 * (1 - drop_rate)) + 1) / 256
-    return drop_rate
-
-
-def drops_as_told(kernel: AttentionKernel, drop_rate: float) -> bool:
-    """True if a kernel drops `drop_rate` to within 1/256."""
-    share = dropped_share(kernel, drop_rate)
-    return share is not None and abs(share - drop_rate) <= ROUNDING_ALLOWED
-
-
-def attend_with_exact_dropout(drop_rate: float, device: torch.device) -> None:
-    """Keep attention from kernels that would drop another share than `drop_rate` by more than 1/256. Torch takes the
-    fastest of those that are left.
-
-    torch 2.11 prefers cuDNN's on Hopper and Blackwell without looking at the rate.
-    """
-    if device.type != "cuda":
-        return
+def avoid_rounded_dropout(drop_rate: float, device: torch.device) -> None:
+    """Keep attention from cuDNN's kernel where that would round `drop_rate` to sixteenths: before 2.12, torch prefers
+    it on Hopper and Blackwell without looking at the rate (https://github.com/pytorch/pytorch/pull/174245)."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if version < ROUNDED_DROPOUT_UNTIL and not drops_as_told("cudnn", drop_rate):
+    if device.type == "cuda" and version < (2, 12) and not (drop_rate * CUDNN_DROPOUT_STEPS).is_integer():
         torch.backends.cuda.enable_cudnn_sdp(False)
-    if not drops_as_told("flash", drop_rate):
-        torch.backends.cuda.enable_flash_sdp(False)
 
 
 def rounded_dropout(drop_rate: float, device: torch.device) -> str | None:
-    """A remark if attention in half precision drops a slightly different share than `drop_rate`."""
-    share = dropped_share("flash", drop_rate)
-    assert share is not None
+    """A remark if attention in half precision drops a slightly different share than `drop_rate`.
+
+    FlashAttention 2 keeps a weight if a random byte is at most floor(255 * (1 - drop_rate)), so that the share is a
+    multiple of 1/256 (set_params_fprop in flash_api.cpp, https://github.com/Dao-AILab/flash-attention).
+    """
+    share = 1 - (math.floor(255 * (1 - drop_rate)) + 1) / 256
     if device.type != "cuda" or math.isclose(share, drop_rate, abs_tol=1e-9):
         return None
     steps = min(max(1, round(drop_rate * CUDNN_DROPOUT_STEPS)), CUDNN_DROPOUT_STEPS - 1)
-    neighbour = steps / CUDNN_DROPOUT_STEPS
     return (
-        f"FlashAttention drops a share of {share:.4f} where drop_rate is {drop_rate:g}; drop_rate {neighbour:g} would "
-        "be exact, and leave torch the choice among faster kernels"
+        f"FlashAttention drops a share of {share:.4f} where drop_rate is {drop_rate:g}; drop_rate "
+        f"{steps / CUDNN_DROPOUT_STEPS:g} would be exact, and leave torch the choice among faster kernels"
     )
 
 
 def tune_by_coordinate_descent() -> None:
     """Have the compiler try more variants of each kernel: those it finds by changing one parameter at a time."""
+    # Private: the public options= of Module.compile() would not reach the loss's kernel, which is compiled apart.
     import torch._inductor.config
 
     torch._inductor.config.coordinate_descent_tuning = True

@@ -1,5 +1,5 @@
-"""The tensors of published checkpoints of this model family: their names, shapes and types, and the files
-that they come with. Without torch.
+"""The tensors of published checkpoints of this model family: their names and types, and the files that they come with.
+Without torch.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from safetensors import SafetensorError, safe_open
 
 from harness.common.errors import UserError
 from harness.common.messages import abbreviated
+from harness.model.config import EMBEDDING as EMBEDDING
+from harness.model.config import HEAD as HEAD
 from harness.model.config import ModelConfig
 
 # A model's folder, or a checkpoint's
 WEIGHTS, MODEL_JSON, META = "model.safetensors", "model.json", "meta.json"
 
-EMBEDDING, HEAD = "tok_emb.weight", "out_head.weight"
 # What wrappers put before every name when a wrapped model is saved in place of the model itself.
 WRAPPERS = ("module.", "_orig_mod.")
 LOADABLE = ("float64", "float32", "float16", "bfloat16")
@@ -40,60 +41,6 @@ class TensorKind(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: str
-
-
-def public_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a model, by its public name, in the model's order."""
-    width = config.emb_dim
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, width)}
-    if config.position == "learned":
-        shapes["pos_emb.weight"] = (config.context_length, width)
-    if config.bigram_embedding is not None:
-        shapes["bigram_emb.weight"] = (config.bigram_embedding, width)
-    for table in range(config.value_embeddings or 0):
-        shapes[f"value_embs.{table}.weight"] = (config.vocab_size, config.kv_width)
-    for layer in range(config.n_layers):
-        shapes |= {f"trf_blocks.{layer}.{name}": shape for name, shape in _block_shapes(config, layer).items()}
-    return {**shapes, **_norm_shapes("final_norm", config), HEAD: (config.vocab_size, width)}
-
-
-def _norm_shapes(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    parts = ("scale", "shift") if config.norm == "layernorm" else ("scale",) if config.norm_gain else ()
-    return {f"{name}.{part}": (config.emb_dim,) for part in parts}
-
-
-def _block_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    """A block's tensors, without the block's own prefix."""
-    width, queries, kv = config.emb_dim, config.query_width, config.kv_width
-    rows = {"W_query": queries, "W_key": kv, "W_value": kv}
-    block: dict[str, tuple[int, ...]] = {"skip.scale": (2,)} if config.embedding_skip else {}
-    block |= _norm_shapes("norm1", config)
-    block |= {f"att.{part}.weight": (count, width) for part, count in rows.items()}
-    block |= {f"att.{part}.bias": (count,) for part, count in rows.items() if config.qkv_bias}
-    block |= _linear_shapes("att.out_proj", (width, queries), config)
-    if config.qk_norm and config.norm_gain:
-        block |= {f"att.{part}_norm.scale": (config.head_width,) for part in "qk"}
-    if config.value_embedding_of(layer) is not None:
-        block["att.value_mix.scale"] = (2,)
-    block |= _norm_shapes("norm2", config)
-    if config.moe is None:
-        return block | _feed_forward_shapes("ff", config)
-    block["ff.router.weight"] = (config.moe.num_experts, width)
-    for expert in range(config.moe.num_experts):
-        block |= _feed_forward_shapes(f"ff.experts.{expert}", config)
-    return block
-
-
-def _feed_forward_shapes(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    width, hidden = config.emb_dim, config.mlp_width
-    shapes = _linear_shapes(f"{name}.layers.0", (hidden, width), config)
-    shapes |= _linear_shapes(f"{name}.layers.2", (width, hidden), config)
-    return shapes | (_linear_shapes(f"{name}.gate", (hidden, width), config) if config.mlp == "swiglu" else {})
-
-
-def _linear_shapes(name: str, shape: tuple[int, int], config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    bias: dict[str, tuple[int, ...]] = {f"{name}.bias": shape[:1]} if config.linear_bias else {}
-    return {f"{name}.weight": shape, **bias}
 
 
 def public_names(offered: Mapping[str, Offered], *, tied: bool) -> dict[str, Offered]:
@@ -144,7 +91,7 @@ def check_weights_file(path: Path, config: ModelConfig) -> None:
         raise UserError(f"{path}: no such file") from None
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: not a readable safetensors file: {error}") from None
-    check_tensors(public_names(kinds, tied=config.tie_weights), public_shapes(config), path)
+    check_tensors(public_names(kinds, tied=config.tie_weights), config.tensor_shapes(), path)
 
 
 def _kind(shape: list[int], dtype: str) -> TensorKind:

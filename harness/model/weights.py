@@ -12,11 +12,25 @@ from torch import Tensor
 
 from harness.common.errors import UserError
 from harness.common.files import umask
+from harness.common.memory import free_memory
+from harness.common.units import GIB
 from harness.model.config import ModelConfig
 from harness.model.tensor_names import EMBEDDING, HEAD, TensorKind, check_tensors, public_names
 
 PARTS = ("W_query", "W_key", "W_value")
 FUSED = ".att.qkv."
+WEIGHT_BYTES = 4  # fp32, made on the CPU first
+
+
+def check_memory(config: ModelConfig) -> None:
+    """Raises UserError if this machine cannot hold even the weights. To be called before the model is made: Linux
+    overcommits memory, and the OOM killer gives no message."""
+    needed = config.parameters * WEIGHT_BYTES
+    if torch.get_default_device().type == "cpu" and needed > free_memory():
+        raise UserError(
+            f"model.json: {config.parameters:,} parameters take {needed / GIB:,.2f} GiB of memory, and "
+            f"{free_memory() / GIB:,.2f} GiB are free; make the model smaller"
+        )
 
 
 def qkv_sizes(config: ModelConfig) -> tuple[int, int, int]:

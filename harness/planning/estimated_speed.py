@@ -16,8 +16,6 @@ from typing import Any
 
 from harness.data.loader import BatchLayout
 from harness.model.config import ModelConfig
-from harness.model.costs import block_weights
-from harness.model.tensor_names import public_shapes
 from harness.runs.optimizer_state import is_muons, newton_schulz_flops
 
 UNCERTAINTY = 0.2  # of an estimated speed, either way: a judgement, until more was measured
@@ -137,9 +135,9 @@ def _step(model: ModelConfig, device: GpuSpec, layout: BatchLayout, train: Mappi
     steps, tokens = layout.accumulation_steps, layout.accumulation_steps * layout.microbatch_tokens
     sharers = layout.world_size if train.get("shard_optimizer") else 1
     with_muon = train.get("optimizer") == "muon"
-    matrices = [each for name, each in public_shapes(model).items() if with_muon and is_muons(name, each)]
+    matrices = [each for name, each in model.tensor_shapes().items() if with_muon and is_muons(name, each)]
 
-    flops: float = 6 * (layers * block_weights(model) + width * model.vocab_size) * tokens
+    flops: float = 6 * (layers * model.block_weights + width * model.vocab_size) * tokens
     flops += sum(newton_schulz_flops(*each) for each in matrices) / sharers
     attention = 7 * layers * model.context_length * model.query_width * tokens
     moved: float = tokens * (width * (layers * LAYER_BYTES + OTHER_BYTES) + LOGIT_BYTES * model.vocab_size)
@@ -147,7 +145,7 @@ def _step(model: ModelConfig, device: GpuSpec, layout: BatchLayout, train: Mappi
     moved += (ADAMW_BYTES * parameters + (MUON_BYTES - ADAMW_BYTES) * sum(map(math.prod, matrices))) / sharers
     # Gradients of embeddings come last, all others travel while the backward pass goes on; then weights, if shared out.
     head = 0 if model.tie_weights else width * model.vocab_size
-    late = 2 * (layout.world_size - 1) / layout.world_size * (parameters - layers * block_weights(model) - head)
+    late = 2 * (layout.world_size - 1) / layout.world_size * (parameters - layers * model.block_weights - head)
     sent = 4 * (late + (parameters if sharers > 1 else 0))
 
     seconds = flops / (device.matrix_peak * device.matrix_share) + attention / device.attention

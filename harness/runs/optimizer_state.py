@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 
 from harness.model.config import ModelConfig
-from harness.model.tensor_names import public_shapes
 from harness.runs.train_config import TrainConfig
 
 # By optimizer: the tensors that it keeps of each of its parameters, of the parameter's own shape, in fp32.
@@ -41,5 +40,5 @@ def optimizer_state_bytes(config: TrainConfig, model: ModelConfig) -> int:
     """Bytes of the state of train.json's optimizer, over all ranks together."""
     muons = 0
     if config.optimizer == "muon":
-        muons = sum(math.prod(shape) for name, shape in public_shapes(model).items() if is_muons(name, shape))
+        muons = sum(math.prod(shape) for name, shape in model.tensor_shapes().items() if is_muons(name, shape))
     return moment_bytes("muon", muons) + moment_bytes("adamw", model.parameters - muons)

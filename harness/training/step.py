@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from harness.data.loader import Microbatch
 from harness.distributed.world import World
-from harness.model.experts import TrainingTerms
 from harness.model.precision import Precision
 from harness.runs.train_config import TrainConfig
 from harness.training.gradients import zero_gradients
@@ -40,8 +39,8 @@ class OptimizerStep:
         config: TrainConfig,
         before_exchange: Callable[[], None] = lambda: None,
     ) -> None:
-        """`model(inputs, targets)` returns the mean loss, or TrainingTerms, whose sum is minimised and the first of
-        which is reported; its parameters' device is where everything happens.
+        """`model(inputs, targets)` returns the terms whose sum is minimised; the first, the mean cross-entropy, is
+        reported. Its parameters' device is where everything happens.
 
         `before_exchange` is called where this rank has done its own work of a step and goes on with the others.
         """
@@ -80,12 +79,13 @@ class OptimizerStep:
             # Off before the forward: DDP decides there whether this backward exchanges gradients.
             with self._gradient_exchange(last=index == len(microbatches) - 1):
                 with self.precision.autocast():
-                    terms, tokens_LxE = _parts(self.model(inputs_BxT, targets_BxT))
+                    terms = self.model(inputs_BxT, targets_BxT)
                 if index == len(microbatches) - 1:
                     self.before_exchange()
                 self.scaler.scale(terms.sum() / len(microbatches)).backward()
             losses.append(terms.detach().flatten()[0].double())
-            expert_tokens += [] if tokens_LxE is None else [tokens_LxE]
+            load_LxE = getattr(self.bare_model, "expert_tokens", None)
+            expert_tokens += [] if load_LxE is None else [load_LxE]
         return torch.stack(losses), torch.stack(expert_tokens).sum(0) if expert_tokens else None
 
     def warm_up(self, microbatch: Microbatch) -> None:
@@ -102,7 +102,7 @@ class OptimizerStep:
         inputs_BxT, targets_BxT = microbatch.to(self.device)
         with self._gradient_exchange(last=False):
             with self.precision.autocast():
-                terms, _ = _parts(self.model(inputs_BxT, targets_BxT))
+                terms = self.model(inputs_BxT, targets_BxT)
             self.scaler.scale(terms.sum()).backward()
         self.model.zero_grad(set_to_none=True)  # as they were: DDP has not made them views of its buckets yet
 
@@ -117,11 +117,6 @@ class OptimizerStep:
         if last or not hasattr(self.model, "no_sync"):
             return nullcontext()
         return self.model.no_sync()  # type: ignore[operator]
-
-
-def _parts(output: Tensor | TrainingTerms) -> tuple[Tensor, Tensor | None]:
-    """Split a model's output in training into its terms and its experts' load."""
-    return output if isinstance(output, TrainingTerms) else (output, None)
 
 
 def build_step(

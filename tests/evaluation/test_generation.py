@@ -110,7 +110,7 @@ def test_a_cache_takes_several_tokens_at_a_time() -> None:
     tokens = random_tokens(model.config)
     cache = KeyValueCache(model.config.n_layers)
     with torch.no_grad():
-        parts = [model.further_features(part, [part.shape[1]] * 2, cache) for part in tokens.split((9, 1, 11, 3), 1)]
+        parts = [model.features(part, [part.shape[1]] * 2, cache) for part in tokens.split((9, 1, 11, 3), 1)]
         torch.testing.assert_close(torch.cat(parts, dim=1), model.features(tokens), rtol=1e-4, atol=1e-5)
 
 

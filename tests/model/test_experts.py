@@ -12,18 +12,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpt import GPTModel, ModelConfig
-from harness.model import experts as module
-from harness.model.experts import (
+import gpt
+from gpt import (
+    FeedForward,
+    GPTModel,
     MixtureOfExperts,
-    Routed,
-    TrainingTerms,
+    ModelConfig,
     balancing_loss,
     experts_one_by_one,
     grouped_experts,
 )
-from harness.model.feed_forward import FeedForward
-from harness.model.tensor_names import public_shapes
 from tests.model.test_model import random_model, random_tokens, shape
 from tests.support.compiled import trace
 
@@ -46,10 +44,12 @@ def some_input(dtype: torch.dtype = torch.float32, width: int = 48) -> Tensor:
     return torch.randn(2, 12, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
 
 
-def training(model: GPTModel, tokens: Tensor, targets: Tensor) -> TrainingTerms:
-    output = model(tokens, targets)
-    assert isinstance(output, TrainingTerms)
-    return output
+def training(model: GPTModel, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Both terms, and the tokens of each expert of each block."""
+    terms = model(tokens, targets)
+    assert terms.shape == (2,)
+    assert model.expert_tokens is not None
+    return terms, model.expert_tokens
 
 
 def by_token_and_expert(tensors: dict[str, Tensor], x: Tensor, mlp: str, active: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,13 +92,13 @@ def test_it_is_a_loop_over_tokens_and_experts_with_its_gradients(kind: dict[str,
     tensors = {name: each.detach().clone().requires_grad_() for name, each in ours.named_parameters()}
     x, weight = some_input(torch.float64), some_input(torch.float64).cos()
     own_x, their_x = x.clone().requires_grad_(), x.clone().requires_grad_()
-    output, routing = ours(own_x)
+    output, (balance, counts) = ours(own_x)
     expected, tokens, loss = by_token_and_expert(tensors, their_x, kind["mlp"], moe["num_active_experts"])
-    assert routing.tokens_E.tolist() == tokens.tolist()
-    assert routing.tokens_E.sum() == 24 * moe["num_active_experts"], "no token is left out"
+    assert counts.tolist() == tokens.tolist()
+    assert counts.sum() == 24 * moe["num_active_experts"], "no token is left out"
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(routing.loss, loss, rtol=1e-12, atol=0)
-    ((output * weight).sum() + routing.loss).backward()
+    torch.testing.assert_close(balance, loss, rtol=1e-12, atol=0)
+    ((output * weight).sum() + balance).backward()
     ((expected * weight).sum() + loss).backward()
     torch.testing.assert_close(own_x.grad, their_x.grad, rtol=1e-10, atol=1e-13)
     for name, parameter in ours.named_parameters():
@@ -123,10 +123,10 @@ def test_it_is_the_block_of_mixtral_and_its_loss() -> None:
             theirs.experts.gate_up_proj[number].copy_(gate_up)
             theirs.experts.down_proj[number].copy_(expert.layers[2].get_parameter("weight"))
     x = some_input()
-    output, routing = ours(x)
+    output, (balance, _) = ours(x)
     torch.testing.assert_close(output, theirs(x), rtol=1e-4, atol=1e-6)
     logits = F.linear(x, ours.router.weight).flatten(0, 1)
-    torch.testing.assert_close(routing.loss, mixtral.load_balancing_loss_func((logits,), 5, 2))
+    torch.testing.assert_close(balance, mixtral.load_balancing_loss_func((logits,), 5, 2))
 
 
 @pytest.mark.parametrize("moe", [MOE, {"num_experts": 4, "num_active_experts": 4}], ids=str)
@@ -136,7 +136,7 @@ def test_experts_that_are_alike_are_the_dense_layer(moe: dict[str, int]) -> None
     dense = ours.experts[0]
     for expert in ours.experts:
         expert.load_state_dict(dense.state_dict())
-    torch.testing.assert_close(ours(x).output_BxTxC, dense(x), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(ours(x)[0], dense(x), rtol=1e-12, atol=1e-14)
 
 
 def test_all_experts_with_a_router_that_does_not_know_are_their_mean() -> None:
@@ -144,7 +144,7 @@ def test_all_experts_with_a_router_that_does_not_know_are_their_mean() -> None:
     with torch.no_grad():
         ours.router.weight.zero_()
     mean = torch.stack([expert(x) for expert in ours.experts]).mean(0)
-    torch.testing.assert_close(ours(x).output_BxTxC, mean, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(ours(x)[0], mean, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -183,15 +183,14 @@ def test_without_gradients_an_expert_without_tokens_is_left_out() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_router_decides_in_fp32_whatever_the_precision(dtype: torch.dtype) -> None:
     ours, x = mixture(), some_input()
-    seen: list[torch.dtype] = []
-    plain = ours(x)
+    _, (loss, tokens) = ours(x)
     with torch.autocast("cpu", dtype):
-        weights, _, routing = ours._route(x.flatten(0, 1))
-        seen += [weights.dtype, routing.loss.dtype]
-        assert ours(x).routing.tokens_E.tolist() == plain.routing.tokens_E.tolist()
-        assert torch.equal(routing.loss, plain.routing.loss)
-        assert ours(x.to(dtype)).output_BxTxC.dtype == dtype
-    assert seen == [torch.float32] * 2
+        assert ours._route(x.flatten(0, 1))[0].dtype == torch.float32
+        _, (half_loss, half_tokens) = ours(x)
+        assert half_tokens.tolist() == tokens.tolist()
+        assert half_loss.dtype == torch.float32
+        assert torch.equal(half_loss, loss)
+        assert ours(x.to(dtype))[0].dtype == dtype
 
 
 # The loss that balances
@@ -218,15 +217,15 @@ def test_minimising_it_spreads_the_load() -> None:
     with torch.no_grad():
         ours.router.weight.mul_(0.1)
         ours.router.weight[:2] += 0.1
-    assert ours(x).routing.tokens_E.tolist() == [24, 24, 0, 0, 0]
+    assert ours(x)[1][1].tolist() == [24, 24, 0, 0, 0]
     optimizer = torch.optim.SGD(ours.router.parameters(), lr=0.02)
     for _ in range(50):
-        routing = ours(x).routing
+        _, (loss, tokens) = ours(x)
         optimizer.zero_grad()
-        routing.loss.backward()
+        loss.backward()
         optimizer.step()
-    assert routing.loss.item() == pytest.approx(2, abs=0.05)
-    assert routing.tokens_E.min() >= 5
+    assert loss.item() == pytest.approx(2, abs=0.05)
+    assert tokens.min() >= 5
 
 
 def test_training_minimises_both_and_measures_one() -> None:
@@ -235,15 +234,13 @@ def test_training_minimises_both_and_measures_one() -> None:
     tokens, targets = random_tokens(model.config), random_tokens(model.config, seed=4)
     losses: list[Tensor] = []
     for block in model.trf_blocks:
-        block.register_forward_hook(lambda _, __, out: losses.append(out.routing.loss))
+        block.register_forward_hook(lambda _, __, out: losses.append(out[1][0]))
     terms, load = training(model, tokens, targets)
     assert load.shape == (3, 5)
     assert load.sum(1).tolist() == [2 * tokens.numel()] * 3
     plain = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
     torch.testing.assert_close(terms, torch.stack((plain, 0.3 * torch.stack(losses[:3]).sum())))
-    measured = model.eval()(tokens, targets)
-    assert isinstance(measured, Tensor)
-    assert measured.item() == pytest.approx(plain.item(), rel=1e-6)
+    assert model.eval()(tokens, targets).item() == pytest.approx(plain.item(), rel=1e-6)
 
 
 def test_an_expert_without_tokens_has_gradients_of_zero() -> None:
@@ -307,7 +304,7 @@ def test_the_notebooks_first_model_has_as_many_parameters_as_its_author_counts()
 
 
 def test_tensors_have_the_notebooks_names() -> None:
-    names = public_shapes(shape(moe=MOE))
+    names = shape(moe=MOE).tensor_shapes()
     assert names["trf_blocks.0.ff.router.weight"] == (5, 48)
     assert names["trf_blocks.2.ff.experts.4.layers.0.weight"] == (192, 48)
     assert names["trf_blocks.2.ff.experts.4.layers.2.bias"] == (48,)
@@ -347,9 +344,9 @@ def test_compiled_it_is_one_graph_with_the_same_gradients(
     for seed in (3, 5):
         tokens, targets = random_tokens(model.config, seed=seed), random_tokens(model.config, seed=4)
         ours, theirs = (training(each, tokens, targets) for each in (model, plain))
-        assert ours.expert_tokens.tolist() == theirs.expert_tokens.tolist()
-        torch.testing.assert_close(ours.terms, theirs.terms)
-        for terms in (ours.terms, theirs.terms):
+        assert ours[1].tolist() == theirs[1].tolist()
+        torch.testing.assert_close(ours[0], theirs[0])
+        for terms in (ours[0], theirs[0]):
             terms.sum().backward()
         for one, other in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
@@ -362,14 +359,8 @@ def test_a_gpu_in_training_need_not_be_asked_for_sizes(monkeypatch: pytest.Monke
     model = random_model(shape(moe=MOE))
     tokens = random_tokens(model.config)
     expected = training(model, tokens, tokens)
-    monkeypatch.setattr(module, "_in_groups", lambda x: torch.is_grad_enabled())
-    monkeypatch.setattr(module, "experts_one_by_one", lambda *_: pytest.fail("asks for sizes"))
+    monkeypatch.setattr(gpt, "computes_in_groups", lambda _: torch.is_grad_enabled())
+    monkeypatch.setattr(gpt, "experts_one_by_one", lambda *_: pytest.fail("asks for sizes"))
     found = training(model, tokens, tokens)
-    torch.testing.assert_close(found.terms, expected.terms)
-    assert torch.equal(found.expert_tokens, expected.expert_tokens)
-
-
-def test_blocks_without_experts_give_tensors() -> None:
-    model = random_model(shape())
-    assert isinstance(model.trf_blocks[0](torch.zeros(1, 2, 48)), Tensor)
-    assert isinstance(random_model(shape(moe=MOE)).trf_blocks[0](torch.zeros(1, 2, 48)), Routed)
+    torch.testing.assert_close(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])

@@ -14,17 +14,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpt import GPTModel
+from gpt import GPTModel, RMSNorm, bigram_buckets, rotated, rotation, shifted
 from harness.data.loader import Microbatch
 from harness.evaluation.likelihood import Scorer
 from harness.evaluation.loss import window_losses
-from harness.model.embeddings import bigram_buckets, shifted
-from harness.model.experts import TrainingTerms
 from harness.model.inference import KeyValueCache
-from harness.model.norms import RMSNorm
 from harness.model.precision import Precision
-from harness.model.rotary import rotated, rotation
-from harness.model.tensor_names import public_shapes
 from tests.model.test_model import SOURCE, block_of, random_model, random_tokens, shape
 from tests.support.compiled import trace
 
@@ -76,8 +71,7 @@ each_lever = pytest.mark.parametrize("changes", CASES.values(), ids=CASES.keys()
 
 def loss_of(model: GPTModel, tokens: Tensor, targets: Tensor) -> Tensor:
     """Return the loss that is minimised in training, as a scalar."""
-    output = model(tokens, targets)
-    return (output.terms if isinstance(output, TrainingTerms) else output).sum()
+    return model(tokens, targets).sum()
 
 
 # Formulas
@@ -289,7 +283,7 @@ def test_counts_are_the_real_ones(changes: dict[str, Any]) -> None:
 def test_checkpoints_hold_the_public_tensors_and_bring_them_back(changes: dict[str, Any]) -> None:
     model = random_model(shape(**changes)).eval()
     tensors = model.to_checkpoint_names()
-    assert list(public_shapes(model.config).items()) == [(name, tuple(each.shape)) for name, each in tensors.items()]
+    assert list(model.config.tensor_shapes().items()) == [(name, tuple(each.shape)) for name, each in tensors.items()]
     other = GPTModel(model.config).eval()
     other.load_checkpoint_tensors(tensors, SOURCE)
     assert all(torch.equal(each, tensors[name]) for name, each in other.to_checkpoint_names().items())
@@ -316,7 +310,7 @@ def test_reading_on_from_a_cache_gives_the_same_logits(changes: dict[str, Any]) 
             given = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
             for at, (row, length) in enumerate(zip(rows, lengths, strict=True)):
                 given[at, :length] = tokens[row, done[at] : done[at] + length]
-            logits = model.out_head(model.further_features(given, lengths, cache))
+            logits = model.out_head(model.features(given, lengths, cache))
             for at, (row, length) in enumerate(zip(rows, lengths, strict=True)):
                 expected = whole[row, done[at] : done[at] + length]
                 torch.testing.assert_close(logits[at, :length], expected, rtol=1e-9, atol=1e-11)
@@ -402,7 +396,7 @@ def test_one_rate_everywhere_is_the_four_places_bit_for_bit() -> None:
 def test_keys_and_values_take_less_of_a_cache_with_fewer_heads() -> None:
     model, cache = random_model(shape(n_kv_heads=1)).eval(), KeyValueCache(3)
     with torch.no_grad():
-        model.further_features(random_tokens(model.config), [24, 24], cache)
+        model.features(random_tokens(model.config), [24, 24], cache)
     assert cache.layers[0].keys is not None
     assert cache.layers[0].keys.shape[1] == 1
 

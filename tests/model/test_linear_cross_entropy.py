@@ -17,15 +17,16 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from gpt import GPTModel
-from harness.model import logit_errors
+from harness.model import cross_entropy
 from harness.model.config import ModelConfig
 from harness.model.cross_entropy import (
     CHUNK_LOGITS,
     chunk_rows,
+    eager_kernel,
+    fused_kernel,
     linear_cross_entropy,
     token_cross_entropies,
 )
-from harness.model.logit_errors import eager_kernel, fused_kernel
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -332,7 +333,7 @@ def compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Programs are traced, but no machine code is made of them: quick."""
     torch._dynamo.reset()
     kernel = torch.compile(fused_kernel, dynamic=False, fullgraph=True, backend="aot_eager")
-    monkeypatch.setattr(logit_errors, "_compile", lambda: kernel)
+    monkeypatch.setattr(cross_entropy, "_compile", lambda: kernel)
     monkeypatch.setitem(CHUNK_LOGITS, "cpu", 128 * 1152)
     yield
     torch._dynamo.reset()
@@ -413,11 +414,11 @@ def test_autocast_is_seen_by_a_compiled_loss(compiled_kernels: None) -> None:
 MACHINE_CODE = """
 import torch
 import torch._inductor.config
-from harness.model import logit_errors
+from harness.model import cross_entropy
 logits, targets = torch.randn(130, 384, generator=torch.Generator().manual_seed(0)), torch.arange(130) % 257
 found = []
 with torch._inductor.config.patch({"cpp.vec_isa_ok": False, "compile_threads": 1}):
-    for kernel in (logit_errors.eager_kernel, logit_errors._compiled_kernel):
+    for kernel in (cross_entropy.eager_kernel, cross_entropy._compiled_kernel):
         errors, losses = logits.clone(), torch.empty(130)
         kernel(errors, targets, losses, 257, True, 0.0)
         found += [errors, losses]

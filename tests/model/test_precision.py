@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from gpt import CPU_BF16_CONTEXT, causal_attention
 from harness.model import precision as module
-from harness.model.attention import CPU_BF16_CONTEXT, causal_attention
 from harness.model.precision import Precision, has_fast_bf16
 from tests.support.isolation import ROOT
 

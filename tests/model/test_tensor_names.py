@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from gpt import GPTModel, ModelConfig
 from harness.common.errors import UserError
-from harness.model.tensor_names import check_weights_file, public_shapes
+from harness.model.tensor_names import check_weights_file
 from harness.model.weights import load_weights
 from tests.support.launch import MODEL
 
@@ -22,7 +22,7 @@ SHAPES: list[dict[str, Any]] = [{}, {"qkv_bias": False}, {"tie_weights": True}, 
 def test_names_and_shapes_are_a_models(shape: dict[str, Any]) -> None:
     config = ModelConfig(**MODEL | shape)
     saved = GPTModel(config).to_checkpoint_names()
-    assert list(public_shapes(config).items()) == [(name, tuple(tensor.shape)) for name, tensor in saved.items()]
+    assert list(config.tensor_shapes().items()) == [(name, tuple(tensor.shape)) for name, tensor in saved.items()]
 
 
 def told(path: Path, config: ModelConfig) -> tuple[str, str]:

@@ -17,7 +17,7 @@ VOCAB, WIDTH, ROWS = 50257, 50304, 2688
 # In a process of its own: other tests leave settings in the compiler.
 PROGRAM = f"""
 import json, torch
-from harness.model.logit_errors import fused_kernel
+from harness.model.cross_entropy import fused_kernel
 from tests.support.pretended_gpu import lower_to_triton
 
 def lowered(dtype, wants_errors, softcap):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gpt import GPTModel
-from harness.model import logit_errors
-from harness.model.logit_errors import fused_kernel
+from harness.model import cross_entropy
+from harness.model.cross_entropy import fused_kernel
 
 
 def trace(model: GPTModel, monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
@@ -18,7 +18,7 @@ def trace(model: GPTModel, monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.Gra
     they were traced: quick, since no machine code is made of them."""
     torch._dynamo.reset()
     kernel = torch.compile(fused_kernel, dynamic=False, fullgraph=True, backend="aot_eager")
-    monkeypatch.setattr(logit_errors, "_compile", lambda: kernel)
+    monkeypatch.setattr(cross_entropy, "_compile", lambda: kernel)
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Any:

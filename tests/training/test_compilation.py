@@ -121,9 +121,9 @@ def test_what_train_json_demands_is_refused_in_one_line(shop: Workshop) -> None:
 # included: that takes minutes (tests/model/test_linear_cross_entropy.py has that kernel's).
 COMPILED = """
 import torch
-from harness.model import kernels, logit_errors
-kernel = torch.compile(logit_errors.fused_kernel, dynamic=False, fullgraph=True, backend="eager")
-logit_errors._compile = lambda: kernel
+from harness.model import cross_entropy, kernels
+kernel = torch.compile(cross_entropy.fused_kernel, dynamic=False, fullgraph=True, backend="eager")
+cross_entropy._compile = lambda: kernel
 kernels.should_compile = lambda setting, device: True
 compile_module = torch.nn.Module.compile
 torch.nn.Module.compile = lambda self: compile_module(self, backend="eager")
