@@ -17,8 +17,7 @@ import click
 
 from harness.common.errors import RunError, RunStopped, UserError, one_line_errors
 from harness.common.options import Command, FiniteNumber
-from harness.evaluation.judge.client import NOTEBOOK_JUDGE
-from harness.evaluation.judge.prompt import JUDGE_PROMPT, JUDGE_PROMPT_HELP
+from harness.evaluation.judge.prompts import JUDGE_PROMPT, JUDGE_PROMPT_HELP, NOTEBOOK_JUDGE
 
 SECONDS = FiniteNumber(min=0, min_open=True, max=86_400)
 PRICE = FiniteNumber(min=0, max=1e9)
@@ -38,7 +37,16 @@ PRICE = FiniteNumber(min=0, max=1e9)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every score.")
 @click.option("--price-in", type=PRICE, help="Dollars for a million tokens of prompts.")
 @click.option("--price-out", type=PRICE, help="Dollars for a million tokens of answers.")
-def main(responses: tuple[Path, ...], **options: Any) -> None:
+def main(
+    responses: tuple[Path, ...],
+    model: str,
+    base_url: str | None,
+    cache: Path | None,
+    as_json: bool,
+    price_in: float | None,
+    price_out: float | None,
+    **options: Any,
+) -> None:
     """Compare the models whose answers are in RESPONSES (one file for each model).
 
     The judge sees the answers of all models to a question together, without their names and in shuffled order. The key
@@ -51,27 +59,22 @@ def main(responses: tuple[Path, ...], **options: Any) -> None:
     """
     with one_line_errors():
         from harness.evaluation.instruct.responses import read_comparable
-        from harness.evaluation.judge.client import Endpoint
-        from harness.evaluation.judge.judging import judge
-        from harness.evaluation.judge.keeping import keep_scores
-        from harness.evaluation.judge.report import JudgeReport, Prices
-        from harness.evaluation.judge.requests import JudgeSettings
+        from harness.evaluation.judge.report import JudgeReport, keep_scores
+        from harness.evaluation.judge.requests import JudgeSettings, judge
 
-        if (options["price_in"] is None) != (options["price_out"] is None):
+        if (price_in is None) != (price_out is None):
             raise UserError("--price-in and --price-out: give both, or none")
-        prices = None if options["price_in"] is None else Prices(options["price_in"], options["price_out"])
-        endpoint = Endpoint.choose(options["model"], options["base_url"], options["timeout"])
-        shared = {key: options[key] for key in ("repeats", "attempts", "parallel", "seed", "prompt")}
-        settings = JudgeSettings(endpoint, **shared)
+        prices = None if price_in is None or price_out is None else (price_in, price_out)
+        settings = JudgeSettings.choose(model, base_url, **options)
         models = read_comparable(responses)
-        cache = options["cache"] or min(path.absolute() for path in responses).parent / "judgements.jsonl"
+        cache = cache or min(path.absolute() for path in responses).parent / "judgements.jsonl"
         try:
             judgement = judge(models, settings, cache)
         except RunStopped:
             click.echo("stopped by SIGINT; the same command goes on from there", err=True)
             raise
         report = JudgeReport.of(judgement, settings, prices)
-        click.echo(json.dumps(report.as_json(), indent=1) if options["as_json"] else "\n".join(report.lines()))
+        click.echo(json.dumps(report.as_json(), indent=1) if as_json else "\n".join(report.lines()))
         keep_scores(responses, models, report)
         if (shortfall := report.shortfall()) is not None:
             raise RunError(shortfall)

@@ -13,8 +13,7 @@ from harness.common.libraries import configure_libraries
 from harness.common.messages import as_unicode, is_unicode
 from harness.common.options import MODEL, POSITIVE, RUNS_DIR, Command
 from harness.evaluation.instruct.instructions import BOOK_DATA
-from harness.evaluation.judge.client import NOTEBOOK_JUDGE
-from harness.evaluation.judge.prompt import JUDGE_PROMPT, JUDGE_PROMPT_HELP
+from harness.evaluation.judge.prompts import JUDGE_PROMPT, JUDGE_PROMPT_HELP, NOTEBOOK_JUDGE
 
 if TYPE_CHECKING:
     from gpt import GPTModel
@@ -85,15 +84,14 @@ def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
 
 def choose_judge(options: dict[str, Any]) -> Any:
     """The judge's settings. Raises UserError, before anything is trained, if it cannot be asked."""
-    from harness.evaluation.judge.client import Endpoint, JudgeClient
-    from harness.evaluation.judge.requests import JudgeSettings
+    from harness.evaluation.judge.requests import JudgeClient, JudgeSettings
 
-    endpoint = Endpoint.choose(options["judge_model"], options["base_url"])
+    settings = JudgeSettings.choose(options["judge_model"], options["base_url"], prompt=options["judge_prompt"])
     try:
-        JudgeClient(endpoint)
+        JudgeClient(settings)
     except UserError as error:
         raise UserError(f"{error}; or use --responses-only") from None
-    return JudgeSettings(endpoint, prompt=options["judge_prompt"])
+    return settings
 
 
 def check_places(path: Path, options: dict[str, Any]) -> None:
@@ -223,9 +221,8 @@ def save(model: GPTModel, source: Path, folder: Path, facts: dict[str, Any]) -> 
 
 def score(responses: Responses, settings: Any, path: Path) -> None:
     """Print what the judge thinks. Raises RunError if it did not score every answer."""
-    from harness.evaluation.judge.judging import judge
-    from harness.evaluation.judge.keeping import keep_scores
-    from harness.evaluation.judge.report import JudgeReport
+    from harness.evaluation.judge.report import JudgeReport, keep_scores
+    from harness.evaluation.judge.requests import judge
 
     again = f"judge_ift.py {path}" + ("" if settings.judges_together else f" --prompt {settings.prompt}")
     try:

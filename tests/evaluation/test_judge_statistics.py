@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
 import pytest
 import scipy
 
-from harness.evaluation.judge.statistics import compare, win_rate
+from harness.evaluation.judge.report import compare
 
 RANDOM = np.random.default_rng(7)
 
@@ -53,13 +52,14 @@ def test_intervals_are_those_of_scipy() -> None:
 
 
 def test_win_rate_counts_ties_as_half() -> None:
-    assert win_rate(np.array([3.0, 2.0, 1.0, 0.1 + 0.2]), np.array([2.0, 2.0, 2.0, 0.3])) == 0.5
-    first, second = RANDOM.integers(0, 5, size=(2, 300)).astype(float)
-    # Agresti's definition: the Mann-Whitney statistic counts the same over all pairs of samples.
-    over_all = np.mean([win_rate(np.array([one]), np.array([two])) for one, two in itertools.product(first, second)])
-    u = scipy.stats.mannwhitneyu(first, second).statistic
-    assert over_all == pytest.approx(u / len(first) / len(second))
-    assert win_rate(first, second) + win_rate(second, first) == pytest.approx(1)
+    """A win, a defeat, a tie, and a tie but for rounding."""
+    scores = np.array([[3.0, 2.0], [1.0, 2.0], [2.0, 2.0], [0.1 + 0.2, 0.3]])
+    comparison = compare(scores[:, None, :], seed=0)
+    assert comparison is not None
+    assert comparison.pairs[0].win_rate == 0.5
+    comparison = compare(scores[[0, 2], None, :], seed=0)
+    assert comparison is not None
+    assert comparison.pairs[0].win_rate == 0.75
 
 
 def test_the_same_seed_gives_the_same_interval() -> None:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import fcntl
 import os
-import stat
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.common.errors import RunError, UserError
 from harness.common.json_files import RecordedCount
-from harness.evaluation.judge.prompt import Score
+from harness.evaluation.judge.prompts import Score
 
 LINE_START = b'{"key":'  # of every line: a file with other lines is not a cache, and not written to
-CHUNK_BYTES = 2**22
 
 
 class Record(BaseModel):
@@ -41,17 +40,24 @@ class Record(BaseModel):
 
 
 class JudgeCache:
-    """An open cache file, which is this process's alone until it is closed. A context manager."""
+    """An open cache file, which is this process's alone until it is closed. A context manager.
+
+    The lock is on the file itself: filelock would leave a second file, and not see a judging by an earlier version.
+    """
 
     def __init__(self, path: Path) -> None:
         """Make or read the file. Raises UserError if another process has it, or if it is another kind of file, and
         RunError if it cannot be read or made."""
         self.path = path
-        self._lock = threading.Lock()
-        self._closed = False
+        self._thread_lock = threading.Lock()
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path}: not a file; give --cache another place")
         try:
-            self._descriptor = _open_alone(path)
-            content = _read_to_end(self._descriptor)
+            self._file = path.open("a+b", buffering=0)
+            if not _lock(self._file.fileno()):
+                self._file.close()
+                raise UserError(f"{path}: another judging uses it; wait for that one, or give --cache FILE")
+            content = path.read_bytes()
         except OSError as error:
             raise RunError(f"{path}: {error.strerror}; --cache FILE names another place") from None
         self.records = list(_parse(path, content))
@@ -61,64 +67,40 @@ class JudgeCache:
     def append(self, record: Record) -> None:
         """Write the record; it is on the disk when this returns. Raises RunError if the disk does not take it."""
         line = record.model_dump_json(exclude_none=True).encode() + b"\n"
-        with self._lock:
-            if self._closed:
+        with self._thread_lock:
+            if self._file.closed:  # by the end of a judging that no longer waits for this answer
                 return
+            left = line if self._on_fresh_line else b"\n" + line
             try:
-                _write(self._descriptor, line if self._on_fresh_line else b"\n" + line)
+                while left:
+                    left = left[self._file.write(left) :]
+                os.fsync(self._file.fileno())
             except OSError as error:
                 self._on_fresh_line = False
                 raise RunError(f"{self.path}: {error.strerror}; judging again goes on with what is there") from None
             self._on_fresh_line = True
             self.records.append(record)
 
-    def close(self) -> None:
-        """Let others have the file. One to which nothing was written is gone again."""
-        with self._lock:  # no line is cut off
-            if self._closed:
-                return
-            self._closed = True
-            if os.fstat(self._descriptor).st_size == 0:
-                self.path.unlink(missing_ok=True)
-            os.close(self._descriptor)
-
     def __enter__(self) -> JudgeCache:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        """Let others have the file. One to which nothing was written is gone again."""
+        with self._thread_lock:  # no line is cut off
+            if os.fstat(self._file.fileno()).st_size == 0:
+                self.path.unlink(missing_ok=True)
+            self._file.close()
 
 
-def _open_alone(path: Path) -> int:
-    """A descriptor with a lock that the system takes back when the process ends, however it does."""
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise UserError(f"{path}: not a file; give --cache another place")
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise UserError(f"{path}: another judging uses it; wait for that one, or give --cache FILE") from None
-        except OSError:  # a file system without locks
-            return descriptor
-        if os.fstat(descriptor).st_nlink:
-            return descriptor
-        os.close(descriptor)  # its last owner found it empty, and removed it while this process opened it
-
-
-def _read_to_end(descriptor: int) -> bytes:
-    chunks = []
-    while chunk := os.read(descriptor, CHUNK_BYTES):
-        chunks.append(chunk)
-    return b"".join(chunks)
-
-
-def _write(descriptor: int, line: bytes) -> None:
-    while line:
-        line = line[os.write(descriptor, line) :]
-    os.fsync(descriptor)
+def _lock(descriptor: int) -> bool:
+    """Lock a file until its descriptor is closed or the process ends. False if another process has or had it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return os.fstat(descriptor).st_nlink > 0  # 0: its last owner found it empty, and removed it in this moment
 
 
 def _parse(path: Path, content: bytes) -> Iterator[Record]:
@@ -126,7 +108,5 @@ def _parse(path: Path, content: bytes) -> Iterator[Record]:
     for number, line in enumerate(content.split(b"\n"), start=1):
         if line and not (line.startswith(LINE_START) or LINE_START.startswith(line)):
             raise UserError(f"{path}:{number}: not a judge's answer; give --cache another file")
-        try:
+        with suppress(ValidationError):  # cut off by a kill
             yield Record.model_validate_json(line)
-        except ValidationError:  # cut off by a kill
-            continue

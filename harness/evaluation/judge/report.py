@@ -1,47 +1,89 @@
-"""A judgement for people, at 80 columns, and the same as JSON."""
+"""The comparison of models by a judgement: for people, at 80 columns, as JSON, and as results in the models' runs."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from harness.common.errors import printable
 from harness.common.messages import abbreviated
-from harness.common.statistics import Estimate
-from harness.evaluation.judge.alone import WORDINGS
-from harness.evaluation.judge.judging import Judgement, Tokens
-from harness.evaluation.judge.requests import JudgeSettings
-from harness.evaluation.judge.statistics import Comparison, Pair, compare
+from harness.common.statistics import Estimate, estimate, question_means, resampled_means
+from harness.evaluation.instruct.responses import Responses
+from harness.evaluation.judge.requests import Judgement, JudgeSettings, Tokens
+from harness.runs.directory import RunDirectory
+from harness.runs.trained_model import ModelInRun, find_measured, warned_if_not_kept
+from harness.runs.results import InstructionResult, now, write_result
 
 COLUMNS = 80
 LABEL_INDENT = 32
 MOST_FOR_ALL_PAIRS = 8  # models; of more, only neighbours in the ranking are printed
+TIE = 1e-9  # means over repeats that differ by less differ by rounding
 
 
 @dataclass(frozen=True)
-class Prices:
-    """Dollars for a million tokens of the prompt and of the answer."""
+class Pair:
+    """Two models by index, on the same questions. `win_rate` is the share of questions, ties as half ones, on which
+    `first` has the higher score; `difference` is its score less that of `second`."""
 
-    prompt: float
-    completion: float
+    first: int
+    second: int
+    win_rate: float
+    difference: Estimate
 
-    def dollars(self, tokens: Tokens) -> float:
-        return (tokens.prompt * self.prompt + tokens.completion * self.completion) / 1e6
+
+@dataclass(frozen=True)
+class Comparison:
+    """`ranking` has the models' indices, best mean first; `pairs` have the better one first."""
+
+    questions: int
+    means: tuple[Estimate, ...]
+    ranking: tuple[int, ...]
+    pairs: tuple[Pair, ...]
+
+
+def compare(scores_QxRxM: np.ndarray, seed: int) -> Comparison | None:
+    """Scores of M models on Q questions in R repeats; NaN where there is none, then for all models.
+
+    A question's score is the mean of its repeats; questions without any are left out. None if none is left.
+    """
+    scores_QxM = question_means(scores_QxRxM)
+    if not len(scores_QxM):
+        return None
+    resampled_BxM = resampled_means(scores_QxM, seed)
+    values = scores_QxM.mean(axis=0)
+    ranking = sorted(range(len(values)), key=lambda model: -values[model])
+    pairs = []
+    for place, first in enumerate(ranking):
+        for second in ranking[place + 1 :]:
+            difference_Q = scores_QxM[:, first] - scores_QxM[:, second]
+            wins, ties = (difference_Q > TIE).mean(), (np.abs(difference_Q) <= TIE).mean()
+            difference = estimate(difference_Q.mean(), resampled_BxM[:, first] - resampled_BxM[:, second])
+            pairs.append(Pair(first, second, float(wins + ties / 2), difference))
+    means = tuple(estimate(value, resampled) for value, resampled in zip(values, resampled_BxM.T, strict=True))
+    return Comparison(len(scores_QxM), means, tuple(ranking), tuple(pairs))
 
 
 @dataclass(frozen=True)
 class JudgeReport:
-    """Report of a judgement. `comparison` is None if no question was answered."""
+    """Report of a judgement. `prices` are dollars for a million tokens of prompts and of answers."""
 
     judgement: Judgement
     settings: JudgeSettings
-    prices: Prices | None
-    comparison: Comparison | None
+    prices: tuple[float, float] | None
+    comparison: Comparison | None  # None if no question was answered
 
     @classmethod
-    def of(cls, judgement: Judgement, settings: JudgeSettings, prices: Prices | None = None) -> JudgeReport:
+    def of(
+        cls, judgement: Judgement, settings: JudgeSettings, prices: tuple[float, float] | None = None
+    ) -> JudgeReport:
         return cls(judgement, settings, prices, compare(judgement.scores, settings.seed))
 
     def lines(self) -> Iterator[str]:
@@ -54,31 +96,48 @@ class JudgeReport:
                 yield ""
                 yield from _pairs(self.comparison)
             yield ""
-            yield from self._scope()
-        for cost in self._costs():
-            yield from textwrap.wrap(cost, COLUMNS, subsequent_indent="  ")
+            if not self.settings.judges_together:
+                text = f"These means compare with the {self.settings.prompt}'s by the same judge, not with those of "
+                yield from textwrap.wrap(f"{text}models judged together.", COLUMNS)
+                yield ""
+        now, ever = self.judgement.spent_now, self.judgement.spent
+        costs = {"Tokens": now} if now == ever else {"Tokens in this run": now, "Tokens for all answers": ever}
+        for what, tokens in costs.items():
+            text = f"{what}: {tokens.prompt:,} of prompts, {tokens.completion:,} of answers"
+            text += "" if self.prices is None else f", ${self._dollars(tokens):,.4f}"
+            text += f" ({tokens.uncounted:,} of the answers came without a count)" if tokens.uncounted else ""
+            yield from textwrap.wrap(text, COLUMNS, subsequent_indent="  ")
 
     def as_json(self) -> dict[str, Any]:
         """The report as JSON, with the scores by model and question; null where the judge gave no valid answer."""
         judgement, labels = self.judgement, self.judgement.labels
-        scores = [
-            [[None if score != score else score for score in row] for row in rows] for rows in _by_model(judgement)
-        ]
-        tokens = {"this_run": self._tokens(judgement.spent_now), "all_answers": self._tokens(judgement.spent)}
+        scores = judgement.scores.astype(object)
+        scores[np.isnan(judgement.scores)] = None
+        spent = {"this_run": judgement.spent_now, "all_answers": judgement.spent}
         result: dict[str, Any] = {
-            "judge": {"model": self.settings.endpoint.model, "base_url": self.settings.endpoint.base_url},
+            "judge": {"model": self.settings.model, "base_url": self.settings.base_url},
             "prompt": self.settings.prompt,
             "questions": len(judgement.scores),
             "repeats": self.settings.repeats,
             "seed": self.settings.seed,
             "unanswered": [asdict(each) for each in judgement.unanswered],
-            "tokens": tokens,
-            "models": [{"model": label, "scores": rows} for label, rows in zip(labels, scores, strict=True)],
+            "tokens": {
+                key: asdict(tokens) | ({} if self.prices is None else {"dollars": self._dollars(tokens)})
+                for key, tokens in spent.items()
+            },
+            "models": [
+                {"model": label, "scores": scores_QxR.tolist()}
+                for label, scores_QxR in zip(labels, scores.transpose(2, 0, 1), strict=True)
+            ],
             "pairs": [],
         }
         if self.comparison is not None:
-            result["questions_compared"] = self.comparison.questions
-            result["pairs"] = [_pair_json(pair, labels, self.comparison.questions) for pair in self.comparison.pairs]
+            questions = self.comparison.questions
+            result["questions_compared"] = questions
+            result["pairs"] = [
+                asdict(pair) | {"first": labels[pair.first], "second": labels[pair.second], "questions": questions}
+                for pair in self.comparison.pairs
+            ]
             for model, mean in zip(result["models"], self.comparison.means, strict=True):
                 model["mean"] = asdict(mean)
         return result
@@ -92,28 +151,24 @@ class JudgeReport:
         asked = len(self.judgement.scores) * self.settings.repeats * prompts
         where = abbreviated([str(number) for number in dict.fromkeys(each.question for each in missing)])
         return (
-            f"{self.settings.endpoint.name}: no valid answer to {len(missing):,} of {asked:,} prompts, after "
+            f"{self.settings.name}: no valid answer to {len(missing):,} of {asked:,} prompts, after "
             f"{self.settings.attempts} attempts each (question {where}; the last one: {missing[-1].reason}); "
             "judging again asks for these alone"
         )
 
-    def _heading(self, comparison: Comparison) -> str:
-        repeats = self.settings.repeats
-        times = f", {repeats} times each" if repeats > 1 else ""
-        together = " all models in one prompt" if len(comparison.means) > 1 else " the model"
-        if not self.settings.judges_together:
-            together = f" each answer alone, by {WORDINGS[self.settings.prompt].owner}'s prompt"
-        asked = len(self.judgement.scores)
-        some = f" of {asked:,}" if comparison.questions < asked else ""
-        judge = f"{printable(self.settings.endpoint.model)} judged{together}"
-        return f"{judge}; {comparison.questions:,}{some} questions{times}. Scores from 0 to 100:"
+    def _dollars(self, tokens: Tokens) -> float:
+        assert self.prices is not None
+        return (tokens.prompt * self.prices[0] + tokens.completion * self.prices[1]) / 1e6
 
-    def _scope(self) -> Iterator[str]:
-        """Yield lines that say which other means these compare with."""
+    def _heading(self, comparison: Comparison) -> str:
+        repeats, asked = self.settings.repeats, len(self.judgement.scores)
+        together = "all models in one prompt" if len(comparison.means) > 1 else "the model"
         if not self.settings.judges_together:
-            owner = WORDINGS[self.settings.prompt].owner
-            text = f"These means compare with {owner}'s by the same judge, not with those of models judged together."
-            yield from [*textwrap.wrap(text, COLUMNS), ""]
+            together = f"each answer alone, by the {self.settings.prompt}'s prompt"
+        some = f" of {asked:,}" if comparison.questions < asked else ""
+        times = f", {repeats} times each" if repeats > 1 else ""
+        judge = f"{printable(self.settings.model)} judged {together}"
+        return f"{judge}; {comparison.questions:,}{some} questions{times}. Scores from 0 to 100:"
 
     def _means(self, comparison: Comparison) -> Iterator[str]:
         yield f"{'#':>4}  {'mean':>6}  {'95 % interval':<16}  model"
@@ -121,31 +176,9 @@ class JudgeReport:
             mean = comparison.means[model]
             label = printable(self.judgement.labels[model])
             first, *others = textwrap.wrap(label, COLUMNS - LABEL_INDENT, break_on_hyphens=False) or [""]
-            yield f"{place:>4}  {mean.value:>6.2f}  {_interval(mean, '{:.2f}'):<16}  {first}".rstrip()
+            interval = f"[{mean.low:.2f}, {mean.high:.2f}]"
+            yield f"{place:>4}  {mean.value:>6.2f}  {interval:<16}  {first}".rstrip()
             yield from (" " * LABEL_INDENT + other for other in others)
-
-    def _costs(self) -> Iterator[str]:
-        now, ever = self.judgement.spent_now, self.judgement.spent
-        yield self._cost("Tokens" if now == ever else "Tokens in this run", now)
-        if now != ever:
-            yield self._cost("Tokens for all answers", ever)
-
-    def _cost(self, what: str, tokens: Tokens) -> str:
-        text = f"{what}: {tokens.prompt:,} of prompts, {tokens.completion:,} of answers"
-        if self.prices is not None:
-            text += f", ${self.prices.dollars(tokens):,.4f}"
-        if tokens.uncounted:
-            text += f" ({tokens.uncounted:,} of the answers came without a count)"
-        return text
-
-    def _tokens(self, tokens: Tokens) -> dict[str, Any]:
-        price = {} if self.prices is None else {"dollars": self.prices.dollars(tokens)}
-        return asdict(tokens) | price
-
-
-def _by_model(judgement: Judgement) -> Any:
-    """MxQxR lists."""
-    return judgement.scores.transpose(2, 0, 1).tolist()
 
 
 def _pairs(comparison: Comparison) -> Iterator[str]:
@@ -156,22 +189,63 @@ def _pairs(comparison: Comparison) -> Iterator[str]:
         yield "Neighbours (--json has all pairs):"
     yield f"{'pair':>9}  {'wins':>7}  {'difference':>10}  95 % interval"
     for pair in pairs:
+        difference = pair.difference
         yield (
             f"{places[pair.first]:>4} :{places[pair.second]:>3}  {100 * pair.win_rate:>5.1f} %  "
-            f"{pair.difference.value:>+10.2f}  {_interval(pair.difference, '{:+.2f}')}"
+            f"{difference.value:>+10.2f}  [{difference.low:+.2f}, {difference.high:+.2f}]"
         )
     yield f"wins: of {comparison.questions:,} questions, where the first scores higher; a tie is half a win"
 
 
-def _interval(estimate: Estimate, form: str) -> str:
-    return f"[{form.format(estimate.low)}, {form.format(estimate.high)}]"
+def keep_scores(paths: Sequence[Path], models: Sequence[Responses], report: JudgeReport) -> None:
+    """Leave each model's scores in the run that its responses file lies in. `paths` are the files of `models`, in the
+    order of the judging.
+
+    A file in no run leaves nothing; one that does not tell which of the run's weights answered leaves a line on
+    standard error. What cannot be written is a warning.
+    """
+    for number, (path, responses) in enumerate(zip(paths, models, strict=True)):
+        run = RunDirectory(path.absolute().parent)
+        # Of this model alone: the others' missing answers leave it no question out.
+        own = compare(report.judgement.scores[:, :, [number]], report.settings.seed)
+        if own is None or not run.model_json.is_file():  # no valid answer, or no run
+            continue
+        reason = "it does not say which weights answered; test_ift.py --overwrite makes it anew"
+        with warned_if_not_kept():
+            if responses.weights is not None:
+                model = find_measured(run, responses.weights.checkpoint, responses.weights.sha256)
+                if model is not None:
+                    write_result(run, _result(report, model, models, number, own.means[0]))
+                    continue
+                reason = f"the weights that answered are no checkpoint of {run.path} any more"
+            print(f"{path}: its scores are not kept among the run's results: {reason}", file=sys.stderr, flush=True)
 
 
-def _pair_json(pair: Pair, labels: Sequence[str], questions: int) -> dict[str, Any]:
-    return {
-        "first": labels[pair.first],
-        "second": labels[pair.second],
-        "win_rate": pair.win_rate,
-        "difference": asdict(pair.difference),
-        "questions": questions,
-    }
+def _result(
+    report: JudgeReport, model: ModelInRun, models: Sequence[Responses], number: int, mean: Estimate
+) -> InstructionResult:
+    """The scores of the model with this number; `mean` is of its own answered questions."""
+    settings, own = report.settings, models[number]
+    assert own.weights is not None
+    together = models if settings.judges_together else [own]
+    # Equal for the same answers judged together, in whatever order they were given.
+    judging = hashlib.sha256(json.dumps(sorted(each.answers_sha256 for each in together)).encode()).hexdigest()
+    scores_by_question = [row[~np.isnan(row)] for row in report.judgement.scores[:, :, number]]
+    return InstructionResult(
+        weights=model.weights,
+        date=now(),
+        device=own.weights.device,
+        torch=own.weights.torch,
+        judge=settings.model,
+        base_url=settings.base_url,
+        prompt=settings.prompt,
+        questions_sha256=own.questions_sha256,
+        questions=len(own.responses),
+        repeats=settings.repeats,
+        judging=judging,
+        judged_with=[each.model for each in together],
+        mean=mean.value,
+        low=mean.low,
+        high=mean.high,
+        scores=[float(scores.mean()) if len(scores) else None for scores in scores_by_question],
+    )

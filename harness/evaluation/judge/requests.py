@@ -1,196 +1,378 @@
-"""Many questions to a judge at once, with patience for one that is busy, out of reach or confused."""
+"""Judging by a model behind an OpenAI-compatible endpoint: settings, requests in threads, and the scores that come of
+them. The openai package retries requests; no answer is paid for twice.
+"""
 
 from __future__ import annotations
 
-import random
+import hashlib
+import json
+import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
+import numpy as np
 from tqdm import tqdm
 
-from harness.common.errors import RunError, UserError
+from harness.common.errors import RunError, RunStopped, UserError, printable
+from harness.common.messages import is_unicode, quoted
+from harness.evaluation.instruct.responses import Responses
 from harness.evaluation.judge.cache import JudgeCache, Record
-from harness.evaluation.judge.client import Endpoint, JudgeClient, Reply, UnavailableError
-from harness.evaluation.judge.prompt import InvalidAnswerError, Place, Prompt
+from harness.evaluation.judge.prompts import (
+    NOTEBOOK_JUDGE,
+    TOGETHER,
+    InvalidAnswerError,
+    Prompt,
+    alone_prompt,
+    together_prompt,
+)
 
-TOGETHER = "together"
-FIRST_PAUSE_SECONDS = 1.0
-LONGEST_PAUSE_SECONDS = 60.0
-LONGEST_WAIT_SECONDS = 120.0  # for a judge that asks to be left alone; beyond it the user decides
+OPENAI_URL = "https://api.openai.com/v1"
+KEY_VARIABLE = "OPENAI_API_KEY"
+SHORTEST_SECRET = 8  # a local server's "none" is no secret, and part of other words
+# The judge does not take this question; another one it may.
+REFUSED_QUESTION_CODES = {"content_filter", "content_policy_violation", "context_length_exceeded", "invalid_prompt"}
+TEMPORARY_STATUSES = {408, 409, 425, 429}  # and 5xx: another judging can succeed
 IN_FLIGHT_SECONDS = 10.0  # for answers that are on their way, and perhaps paid for, when the judging fails
 HOPELESS_QUESTIONS = 8  # so many without any valid answer: this judge cannot do it, and each one costs
 
 
 @dataclass(frozen=True)
 class JudgeSettings:
-    """Settings of a judging. `attempts` is how often to ask again for a valid answer, and how often in a row the judge
-    may fail to answer at all; `seed` decides the order in which it sees the models. `prompt` is TOGETHER, or a key of
-    alone.WORDINGS."""
+    """Settings of a judging.
 
-    endpoint: Endpoint
+    `timeout` is in seconds, for a try of a request. `attempts` is how often to ask again for a valid answer, and how
+    often to try a request; `seed` decides the order in which the judge sees the models. `prompt` is TOGETHER, or a key
+    of prompts.ALONE.
+    """
+
+    model: str = NOTEBOOK_JUDGE
+    base_url: str = OPENAI_URL
+    timeout: float = 120.0
     repeats: int = 1
     attempts: int = 5
     parallel: int = 8
     seed: int = 0
     prompt: str = TOGETHER
 
+    @classmethod
+    def choose(cls, model: str, base_url: str | None, **others: Any) -> JudgeSettings:
+        """Settings with the endpoint at `base_url`; without it the one in OPENAI_BASE_URL, else OpenAI's. Raises
+        UserError if it is no address, or if `model` is no name."""
+        if not model or not is_unicode(model):
+            raise UserError(f"the judge: {quoted(model)} is not the name of a model")
+        url = base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL
+        fault = f"{quoted(url)} is not the address of a server"
+        with suppress(ValueError):
+            parts = urlsplit(url)
+            if parts.username or parts.password:
+                fault = f"no name or password belongs in it, the key is taken from {KEY_VARIABLE}"
+            elif parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0 and url.isprintable():
+                return cls(model, url.rstrip("/"), **others)
+        raise UserError(f"--base-url: {fault}; give one like {OPENAI_URL}")
+
     @property
     def judges_together(self) -> bool:
         return self.prompt == TOGETHER
 
+    @property
+    def name(self) -> str:
+        return f"the judge {self.model} at {self.base_url}"
+
 
 @dataclass(frozen=True)
-class Ask:
-    """A prompt, where it belongs, and a key that only the same judge, prompt and repeat have."""
+class Reply:
+    """The judge's reply, and its cost; tokens are None where the endpoint does not count them."""
 
-    place: Place
-    prompt: Prompt
-    key: str
-
-
-class _StoppedAskingError(Exception):
-    """Another thread has found out that there is no use in it."""
+    text: str
+    refusal: str | None
+    prompt_tokens: int | None
+    completion_tokens: int | None
 
 
-class JudgeRequests:
-    """Requests to a judge, under way in threads."""
+class UnavailableError(Exception):
+    """The judge does not answer, after all retries."""
 
-    def __init__(self, client: JudgeClient, settings: JudgeSettings, *, cache: JudgeCache, kept: int) -> None:
-        """`kept`: how many valid answers to these questions are in the cache already."""
-        self._client = client
-        self._settings = settings
-        self._cache = cache
-        self._known = len(cache.records)
-        self._kept_before = kept
-        self._stop = threading.Event()
-        self._failure: Exception | None = None  # why the others stop
-        self._jitter = random.SystemRandom()  # the global generator may be a training's
 
-    @property
-    def _replies(self) -> int:
-        """Number of the judge's answers so far, valid or not."""
-        return len(self._cache.records) - self._known
+class JudgeClient:
+    """Asks an endpoint, from any number of threads."""
 
-    @property
-    def _kept(self) -> int:
-        return self._kept_before + sum(record.scores is not None for record in self._cache.records[self._known :])
-
-    def run(self, asks: Sequence[Ask]) -> dict[str, str]:
-        """Ask all; valid answers are then in the cache. Returns why there is none to some, by key.
-
-        Raises UserError if the judge cannot be asked like this, RunError if it does not answer or cannot do it.
-        """
-        reasons: dict[str, str] = {}
-        pool = ThreadPoolExecutor(self._settings.parallel)
-        futures = {pool.submit(self._ask, ask): ask for ask in asks}
-        try:
-            with tqdm(total=len(asks), unit="answer", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
-                for future in as_completed(futures):
-                    reason = future.result()
-                    if reason is not None:
-                        reasons[futures[future].key] = reason
-                    self._check_hope(reasons)
-                    bar.update()
-        except Exception as error:
-            self._stop_asking(pool)
-            _wait_for(futures)
-            raise self._failure or error from None
-        finally:
-            self._stop_asking(pool)
-        return reasons
-
-    def _stop_asking(self, pool: ThreadPoolExecutor) -> None:
-        self._stop.set()
-        pool.shutdown(wait=False, cancel_futures=True)
-
-    def _check_hope(self, reasons: dict[str, str]) -> None:
-        if len(reasons) >= HOPELESS_QUESTIONS and not self._kept:
-            last = next(reversed(reasons.values()))
-            raise RunError(
-                f"{self._settings.endpoint.name}: no valid answer to any of the first {len(reasons)} questions (the "
-                f"last one: {last}); try another judge"
+    def __init__(self, settings: JudgeSettings) -> None:
+        """Raises UserError without a key in the environment, or without the openai package."""
+        self.settings = settings
+        self._key = os.environ.get(KEY_VARIABLE, "").strip()
+        if not self._key:
+            raise UserError(
+                f"{KEY_VARIABLE} is not in the environment: put the judge's key there (a local server that needs none "
+                "takes any value)"
             )
-
-    def _ask(self, ask: Ask) -> str | None:
+        if not (self._key.isascii() and self._key.isprintable()):
+            raise UserError(f"{KEY_VARIABLE}: holds characters that no key has")
         try:
-            return self._ask_until_valid(ask)
-        except (UserError, RunError) as error:
-            self._failure = error
-            self._stop.set()  # here, so that this thread does not begin another request before the first one hears
+            import openai
+        except ImportError:
+            command = Path(sys.argv[0]).name
+            raise UserError(f"the openai package is missing: uv run --extra judge {command} ...") from None
+        self._openai = openai
+        try:
+            self._client = openai.OpenAI(
+                api_key=self._key,
+                base_url=settings.base_url,
+                timeout=settings.timeout,
+                max_retries=settings.attempts - 1,
+            )
+        except Exception as error:  # what proxies and certificates can be guilty of has no common class
+            reason = f"{type(error).__name__}: {self.without_key(str(error))}"
+            remedy = "check the variables of proxies and certificates (ALL_PROXY, HTTPS_PROXY, SSL_CERT_FILE, ...)"
+            raise UserError(f"no connection can be set up ({reason}); {remedy}") from None
+
+    def without_key(self, text: str) -> str:
+        """A line that quotes what others wrote, fit to be shown and kept."""
+        hidden = text.replace(self._key, "***") if len(self._key) >= SHORTEST_SECRET else text
+        return printable(" ".join(hidden.split()))[:300]
+
+    def ask(self, prompt: str) -> Reply:
+        """Send a prompt, with retries until a reply begins.
+
+        Raises UnavailableError, InvalidAnswerError for a reply that is not one of a chat, breaks off or takes too long,
+        and UserError where no other prompt would fare better.
+        """
+        body: bytes | None = None
+        create = self._client.chat.completions.with_streaming_response.create
+        try:
+            with create(model=self.settings.model, messages=[{"role": "user", "content": prompt}]) as response:
+                # The client's timeout is for each read: a server that sends a blank now and then would hang it.
+                body, deadline = b"", time.monotonic() + self.settings.timeout
+                for chunk in response.iter_bytes():
+                    body += chunk
+                    if time.monotonic() > deadline:
+                        raise InvalidAnswerError(f"the reply took more than {self.settings.timeout:g} seconds")
+        except InvalidAnswerError:
+            raise
+        except self._openai.APIStatusError as error:
+            raise self._explained(error) from None
+        except self._openai.APITimeoutError:
+            raise UnavailableError(f"no answer within {self.settings.timeout:g} seconds") from None
+        except Exception as error:  # the client's, and below it the network's, which differ with its version
+            cause = error.__cause__ or error
+            reason = f"({type(cause).__name__}: {self.without_key(str(cause))}".rstrip(": ") + ")"
+            if body is not None:  # perhaps paid for
+                raise InvalidAnswerError(f"the reply broke off {reason}") from None
+            raise UnavailableError(f"the connection failed {reason}") from None
+        return self._parse(body)
+
+    def _parse(self, body: bytes) -> Reply:
+        try:
+            completion = json.loads(body)
+            message = completion["choices"][0]["message"]
+            text, refusal = (message.get(key) or "" for key in ("content", "refusal"))
+            if not isinstance(text + refusal, str):
+                raise TypeError
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            said = self.without_key(quoted(body[:200].decode(errors="replace")))
+            raise InvalidAnswerError(f"not the reply of a chat: {said}") from None
+        usage = completion.get("usage")
+        counts = [usage.get(key) if isinstance(usage, dict) else None for key in ("prompt_tokens", "completion_tokens")]
+        are_counts = all(type(count) is int and 0 <= count < 2**62 for count in counts)
+        return Reply(text, refusal, *(counts if are_counts else (None, None)))
+
+    def _explained(self, error: Any) -> Exception:
+        """The failure that an openai.APIStatusError means."""
+        status, name = error.status_code, self.settings.name
+        said = f"status {status}: {self.without_key(error.message)}"
+        if error.code in REFUSED_QUESTION_CODES:
+            return InvalidAnswerError(f"the question was refused ({said})")
+        if error.code == "insufficient_quota":
+            return UnavailableError(f"the account has no credit left ({said})")
+        if status in TEMPORARY_STATUSES or status >= 500:
+            wait = error.response.headers.get("retry-after")
+            return UnavailableError(said + (f"; Retry-After: {self.without_key(wait)}" if wait else ""))
+        if status in {401, 403}:
+            return UserError(f"{name}: does not accept the key in {KEY_VARIABLE} ({said}); check the key")
+        problem = "not found" if status == 404 else "does not take the request"
+        return UserError(f"{name}: {problem} ({said}); check the judge's name and --base-url")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Cost of answers in tokens, invalid ones too. `uncounted` of them came without a count."""
+
+    answers: int = 0
+    prompt: int = 0
+    completion: int = 0
+    uncounted: int = 0
+
+    @classmethod
+    def of(cls, records: Sequence[Record]) -> Tokens:
+        prompt = sum(record.prompt_tokens or 0 for record in records)
+        completion = sum(record.completion_tokens or 0 for record in records)
+        return cls(len(records), prompt, completion, sum(record.prompt_tokens is None for record in records))
+
+
+@dataclass(frozen=True)
+class Unanswered:
+    """A question and repeat, from 1, that has no valid answer, and what was wrong with the last one."""
+
+    question: int
+    repeat: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Scores from 0 to 100 of M models on Q questions in R repeats, QxRxM; NaN where the judge gave no valid answer."""
+
+    labels: tuple[str, ...]
+    scores: np.ndarray
+    unanswered: tuple[Unanswered, ...]
+    spent: Tokens  # for all answers to these questions, whenever they were given
+    spent_now: Tokens
+
+
+def judge(models: Sequence[Responses], settings: JudgeSettings, cache_path: Path) -> Judgement:
+    """Have what is not in the cache judged. The models have different labels and the same questions.
+
+    Raises UserError if the judge cannot be asked like this, RunError if it does not answer; what it has answered by
+    then is in the cache.
+    """
+    prompts = [(_cache_key(settings, prompt), prompt) for prompt in _prompts(models, settings)]
+    scores_QxRxM = np.full((len(models[0].responses), settings.repeats, len(models)), np.nan)
+    unanswered = []
+    with JudgeCache(cache_path) as cache:
+        known = len(cache.records)
+        answers = _answers(prompts, cache)
+        missing = {key: prompt for key, prompt in prompts if key not in answers}
+        # Without any, neither a key nor the openai package is needed.
+        reasons = ask_all(missing, JudgeClient(settings), cache, kept=len(answers)) if missing else {}
+        answers = _answers(prompts, cache)
+        for key, prompt in prompts:
+            if key in answers:
+                for model, score in prompt.by_model(answers[key]).items():
+                    scores_QxRxM[prompt.question, prompt.repeat, model] = score
+            else:
+                unanswered.append(Unanswered(prompt.question + 1, prompt.repeat + 1, reasons[key]))
+        keys = {key for key, _ in prompts}
+        spent = Tokens.of([record for record in cache.records if record.key in keys])
+        labels = tuple(model.model for model in models)
+        return Judgement(labels, scores_QxRxM, tuple(unanswered), spent, Tokens.of(cache.records[known:]))
+
+
+def _prompts(models: Sequence[Responses], settings: JudgeSettings) -> list[Prompt]:
+    """For each question and repeat a prompt about all models' answers, or one about each."""
+    prompts = []
+    for question in range(len(models[0].responses)):
+        answers = {model.model: model.responses[question] for model in models}
+        for repeat in range(settings.repeats):
+            if settings.judges_together:
+                prompts.append(together_prompt(answers, question=question, repeat=repeat, seed=settings.seed))
+                continue
+            for number, answer in enumerate(answers.values()):
+                prompts.append(alone_prompt(settings.prompt, answer, number, question=question, repeat=repeat))
+    return prompts
+
+
+def _cache_key(settings: JudgeSettings, prompt: Prompt) -> str:
+    """The key of an answer in the cache: a hash of all that the answer depends on."""
+    parts = [settings.model, settings.base_url, prompt.text, prompt.repeat]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _answers(prompts: Sequence[tuple[str, Prompt]], cache: JudgeCache) -> dict[str, dict[str, float]]:
+    """Scores by name of the valid answers to these prompts, by key."""
+    names = {key: set(prompt.names) for key, prompt in prompts}
+    return {
+        record.key: record.scores
+        for record in cache.records
+        if record.scores is not None and record.scores.keys() == names.get(record.key)
+    }
+
+
+def ask_all(prompts: Mapping[str, Prompt], client: JudgeClient, cache: JudgeCache, *, kept: int) -> dict[str, str]:
+    """Ask all prompts, by their cache keys; valid answers are then in the cache. `kept` others are there already.
+
+    Returns by key what was wrong with the last answer where none was valid. Raises UserError if the judge cannot be
+    asked like this, RunError if it does not answer or cannot do it, RunStopped after Ctrl-C.
+    """
+    settings, known, reasons = client.settings, len(cache.records), dict[str, str]()
+    stop = threading.Event()
+
+    def ask(key: str) -> str | None:
+        try:
+            return _ask_until_valid(key, prompts[key], client, cache, stop)
+        except BaseException:
+            stop.set()  # here, so that this thread does not begin another request before the first one hears
             raise
 
-    def _ask_until_valid(self, ask: Ask) -> str | None:
-        """None when a valid answer is in the cache, else what was wrong with the last one."""
-        reason = None
-        for _ in range(self._settings.attempts):
-            reply: Reply | None = None
-            scores = None
-            try:
-                reply = self._reach(ask.prompt.text)
-                scores = _scores(reply, ask.prompt)
-                reason = None
-            except InvalidAnswerError as error:
-                reason = self._client.without_key(str(error))
-            self._cache.append(_record(ask, reply, scores, reason))
-            if scores is not None:
-                break
-        return reason
-
-    def _reach(self, prompt: str) -> Reply:
-        """The judge's reply, after patience with one that is busy or out of reach."""
-        failures, replies = 0, self._replies
-        while True:
-            if self._stop.is_set():
-                raise _StoppedAskingError
-            try:
-                return self._client.ask(prompt)
-            except UnavailableError as error:
-                if error.busy and self._replies > replies:  # it is alive: its turns are only hard to get
-                    failures, replies = 0, self._replies
-                failures += 1
-                self._check_patience(error, failures)
-                self._stop.wait(max(self._pause_seconds(failures), error.wait_seconds or 0.0))
-
-    def _pause_seconds(self, failures: int) -> float:
-        """Seconds to wait: more after each failure, and different in each thread, lest all retry together."""
-        return min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** (failures - 1)) * self._jitter.uniform(0.5, 1.5)
-
-    def _check_patience(self, error: UnavailableError, failures: int) -> None:
-        name, wait_seconds = self._settings.endpoint.name, error.wait_seconds or 0.0
-        kept = "judging again asks again"
-        if self._kept:
-            answers = "answer is" if self._kept == 1 else "answers are"
-            kept = f"{self._kept:,} {answers} kept in {self._cache.path}, and judging again goes on from there"
-        if wait_seconds > LONGEST_WAIT_SECONDS:
-            raise RunError(f"{name}: asks to be left alone for {wait_seconds:,.0f} seconds ({error}); {kept}")
-        if failures >= self._settings.attempts:
-            times = f" ({failures} times in a row)" if failures > 1 else ""
-            raise RunError(f"{name}: does not answer: {error}{times}; {kept}")
+    pool = ThreadPoolExecutor(settings.parallel)
+    futures: dict[Future[str | None], str] = {pool.submit(ask, key): key for key in prompts}
+    pending = set(futures)
+    try:
+        with tqdm(total=len(prompts), unit="answer", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
+            while pending:
+                done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                reasons |= {futures[future]: reason for future in done if (reason := future.result()) is not None}
+                bar.update(len(done))
+                is_hopeless = not kept and not any(record.scores for record in cache.records[known:])
+                if is_hopeless and len(reasons) >= HOPELESS_QUESTIONS:
+                    raise RunError(
+                        f"{settings.name}: no valid answer to any of the first {len(reasons)} questions (the last one: "
+                        f"{[*reasons.values()][-1]}); try another judge"
+                    )
+    except KeyboardInterrupt:
+        raise RunStopped(signal.SIGINT) from None
+    except Exception as error:
+        stop.set()
+        pool.shutdown(wait=False, cancel_futures=True)
+        wait([future for future in pending if future.running()], timeout=IN_FLIGHT_SECONDS)
+        if not isinstance(error, UnavailableError):
+            raise
+        kept += sum(record.scores is not None for record in cache.records[known:])
+        answers = "answer is" if kept == 1 else "answers are"
+        resumes = f"{kept:,} {answers} kept in {cache.path}, and judging again goes on from there"
+        advice = resumes if kept else "judging again asks again"
+        raise RunError(f"{settings.name}: does not answer: {error}; {advice}") from None
+    finally:
+        stop.set()
+        pool.shutdown(wait=False, cancel_futures=True)
+    return reasons
 
 
-def _wait_for(futures: dict[Future[str | None], Ask]) -> None:
-    wait([future for future in futures if future.running()], timeout=IN_FLIGHT_SECONDS)
-
-
-def _scores(reply: Reply, prompt: Prompt) -> dict[str, float]:
-    if reply.refusal:
-        raise InvalidAnswerError(f"refused: {reply.refusal}")
-    return prompt.parse(reply.text)
-
-
-def _record(ask: Ask, reply: Reply | None, scores: dict[str, float] | None, reason: str | None) -> Record:
-    record = Record(
-        key=ask.key,
-        question=ask.place.question + 1,
-        repeat=ask.place.repeat + 1,
-        scores=scores,
-        prompt=ask.prompt.wording,
-        reason=reason,
-        time=time.time(),
-    )
-    counts = {"prompt_tokens": reply.prompt_tokens, "completion_tokens": reply.completion_tokens} if reply else {}
-    return record.model_copy(update=counts)
+def _ask_until_valid(
+    key: str, prompt: Prompt, client: JudgeClient, cache: JudgeCache, stop: threading.Event
+) -> str | None:
+    """Ask until a valid answer is in the cache. Returns what was wrong with the last one if none was valid."""
+    reason = None
+    for _ in range(client.settings.attempts):
+        if stop.is_set():  # the judging has failed: the result is of no use to anybody
+            return None
+        reply = scores = reason = None
+        try:
+            reply = client.ask(prompt.text)
+            if reply.refusal:
+                raise InvalidAnswerError(f"refused: {reply.refusal}")
+            scores = prompt.parse(reply.text)
+        except InvalidAnswerError as error:
+            reason = client.without_key(str(error))
+        record = Record(
+            key=key,
+            question=prompt.question + 1,
+            repeat=prompt.repeat + 1,
+            scores=scores,
+            prompt=prompt.wording,
+            reason=reason,
+            prompt_tokens=reply.prompt_tokens if reply else None,
+            completion_tokens=reply.completion_tokens if reply else None,
+            time=time.time(),
+        )
+        cache.append(record)
+        if scores is not None:
+            break
+    return reason
