@@ -4,11 +4,30 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
 from harness.common.errors import UserError, one_line_errors
+from harness.common.json_files import strict_json
+from harness.common.messages import quoted
 from harness.common.options import RUNS_DIR, Command
+
+
+def parse_settings(texts: tuple[str, ...]) -> dict[str, Any]:
+    """KEY=VALUE of the command line, several times: a value is JSON, or else a string. Raises UserError."""
+    settings: dict[str, Any] = {}
+    for text in texts:
+        key, sign, value = text.partition("=")
+        if not sign or not key:
+            raise UserError(f"--set {quoted(text)}: must be KEY=VALUE, such as learning_rate=0.001")
+        if key in settings:
+            raise UserError(f"--set {key}: given twice; keep one")
+        try:
+            settings[key] = strict_json(value)
+        except (ValueError, RecursionError):
+            settings[key] = value
+    return settings
 
 
 @click.command(cls=Command)
@@ -34,7 +53,6 @@ def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path, dataset
         from harness.common.files import check_name
         from harness.data.dataset import neighbour_remark
         from harness.sweeps.derived_runs import Base, derive_for_dataset, write_runs
-        from harness.sweeps.sweep import parse_settings
 
         folder = runs_dir / check_name(new, "run")
         changes = parse_settings(settings)

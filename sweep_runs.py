@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.common.errors import one_line_errors
+from harness.common.errors import UserError, one_line_errors
 from harness.common.options import POSITIVE, RUNS_DIR, Group
+
+if TYPE_CHECKING:
+    from harness.sweeps.run import SweepRunner
 
 SWEEP = click.argument("sweep", type=click.Path(path_type=Path), metavar="SWEEP.json")
 DATASETS_DIR = click.argument("datasets_dir", type=click.Path(path_type=Path))
@@ -24,27 +26,10 @@ PROCESSES = click.option(
 )
 MAX_DOLLARS = click.option("--max-dollars", type=POSITIVE, help="Stop before all runs together have cost more.")
 CLEAR_LINE = "\r\x1b[2K"
-WHERE_THEY_PRINT = "What they print goes to sweep.log in their folders."
-
-
-def print_schema(context: click.Context, _: click.Parameter, is_asked: bool) -> None:
-    """click's callback: print the JSON Schema, if it is asked for, and end."""
-    if is_asked:
-        from harness.sweeps.file import sweep_schema
-
-        click.echo(json.dumps(sweep_schema(), indent=2))
-        context.exit()
+TRAIN = Path(__file__).with_name("ddp_train.py")
 
 
 @click.group(cls=Group)
-@click.option(
-    "--schema",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=print_schema,
-    help="Print the JSON Schema of a SWEEP.json, for editors.",
-)
 def main() -> None:
     """Derive many runs from one, and train them.
 
@@ -65,11 +50,10 @@ def make(sweep: Path, runs_dir: Path) -> None:
     """
     with one_line_errors():
         from harness.sweeps.derived_runs import write_runs
-        from harness.sweeps.sweep import load_sweep
+        from harness.sweeps.file import load_sweep
 
         found = load_sweep(sweep, runs_dir)
         missing = found.missing()
-        found.check_startable(missing)
         write_runs(missing)
         there = len(found.runs) - len(missing)
         made = "1 run" if len(missing) == 1 else f"{len(missing):,} runs"
@@ -87,16 +71,14 @@ def make(sweep: Path, runs_dir: Path) -> None:
 @click.option("--assume-tps-with-validation", type=POSITIVE, help="Tokens per second, validation's time counted.")
 @click.option("--assume-device", help="As if the processes' devices were such GPUs, like H100: an estimated speed.")
 @RUNS_DIR
-def plan(sweep: Path, datasets_dir: Path, runs_dir: Path, groups: int, **given: Any) -> None:
+def plan(sweep: Path, datasets_dir: Path, runs_dir: Path, **machine: Any) -> None:
     """Print what is left of SWEEP.json's runs, and what it will take. Nothing is trained, nor need they be made."""
     with one_line_errors():
-        from harness.sweeps.plan import AssumedSpeed, MachineUse, Planner, describe_sweep_plan, plan_sweep
-        from harness.sweeps.sweep import load_sweep
+        from harness.sweeps.file import load_sweep
+        from harness.sweeps.plan import Planner, describe_sweep_plan, plan_sweep
 
-        found = load_sweep(sweep, runs_dir)
-        speed = AssumedSpeed(given["assume_tps"], given["assume_tps_with_validation"], given["assume_device"])
-        use = MachineUse.of(datasets_dir, groups, given["processes"])
-        click.echo(describe_sweep_plan(plan_sweep(found, Planner(use, speed.options(runs_dir))), runs_dir))
+        planner = Planner(datasets_dir, runs_dir, **machine)
+        click.echo(describe_sweep_plan(plan_sweep(load_sweep(sweep, runs_dir), planner), runs_dir))
 
 
 @main.command("run", short_help="Make its runs, and train what is not finished.")
@@ -106,7 +88,7 @@ def plan(sweep: Path, datasets_dir: Path, runs_dir: Path, groups: int, **given: 
 @PROCESSES
 @MAX_DOLLARS
 @RUNS_DIR
-def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | None, **given: Any) -> None:
+def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | None, **machine: Any) -> None:
     """Make the runs of SWEEP.json that are missing, and train what is not finished: one run after the other, or
     --groups at a time.
 
@@ -114,28 +96,30 @@ def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | N
     with checkpoints. What a run prints goes to sweep.log in its folder.
     """
     with one_line_errors():
-        from harness.common.exit import survive_closed_output
         from harness.common.lock import RunLock
         from harness.sweeps.derived_runs import write_runs
-        from harness.sweeps.plan import AssumedSpeed, MachineUse, Planner, plan_sweep
-        from harness.sweeps.run import SweepRunner, leave
-        from harness.sweeps.sweep import load_sweep, next_commands
+        from harness.sweeps.file import load_sweep
+        from harness.sweeps.plan import Planner, plan_sweep
+        from harness.sweeps.run import SweepRunner
 
         found = load_sweep(sweep, runs_dir)
         missing = found.missing()
-        found.check_startable(missing)
         RunLock.take(runs_dir / f".sweep-{found.name}.lock", f"used for the sweep {found.name}")
-        use = MachineUse.of(datasets_dir, given["groups"], given["processes"])
-        planner = Planner(use, AssumedSpeed().options(runs_dir))
-        runner = SweepRunner(found.runs, planner, Path(__file__).with_name("ddp_train.py"), max_dollars)
-        plan_sweep(found, planner).check_disk(runs_dir)
+        planner = Planner(datasets_dir, runs_dir, **machine)
+        runner = SweepRunner(found.runs, planner, TRAIN, max_dollars=max_dollars)
+        if shortage := plan_sweep(found, planner).disk_shortage(runs_dir):
+            raise UserError(f"{runs_dir}: {shortage}")
         write_runs(missing)
-        survive_closed_output(runner.hang_up)
         say(f"Sweep {found.name}: {len(runner.waiting):,} of {len(found.runs):,} runs are to be trained")
-        if runner.is_work_left():
-            say(WHERE_THEY_PRINT)
-        leave(runner.run(say, progress_line()), found.runs)
-        say(next_commands(found, datasets_dir))
+        train(runner)
+        runner.leave()
+        names = [run.name for run in found.runs]
+        pattern = f"{found.name}-*"
+        if {path.name for path in runs_dir.glob(pattern)} == {*names}:
+            names = [shlex.quote(pattern)]
+        place = "" if runs_dir == Path("runs") else f" --runs-dir {shlex.quote(str(runs_dir))}"
+        say(f"\nNext:\n  uv run test_loss.py {shlex.quote(str(datasets_dir))} {' '.join(names)}{place}")
+        say(f"  uv run compare_runs.py {' '.join(names)} --baseline {found.runs[0].name}{place}")
 
 
 @main.command("search", short_help="Choose and train runs, one after the other.")
@@ -147,7 +131,15 @@ def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | N
 @PROCESSES
 @MAX_DOLLARS
 @RUNS_DIR
-def search(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | None, **given: Any) -> None:
+def search(
+    sweep: Path,
+    datasets_dir: Path,
+    runs_dir: Path,
+    trials: int | None,
+    no_pruning: bool,
+    max_dollars: float | None,
+    **machine: Any,
+) -> None:
     """Make and train the trials of a SWEEP.json with "search": Optuna chooses each by what the earlier ones came to.
 
     \b
@@ -159,29 +151,29 @@ def search(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float |
     has ended it. Needs the extra `sweep`: uv run --extra sweep sweep_runs.py search ...
     """
     with one_line_errors():
-        from harness.common.exit import survive_closed_output
         from harness.common.lock import RunLock
-        from harness.sweeps.plan import AssumedSpeed, MachineUse, Planner
-        from harness.sweeps.run import leave
-        from harness.sweeps.search import SearchLimits, SearchRunner
-        from harness.sweeps.study import check_installed
-        from harness.sweeps.trials import describe_best, load_search
+        from harness.sweeps.plan import Planner
+        from harness.sweeps.search import SearchRunner, describe_best, load_search
 
-        found = load_search(sweep, runs_dir, given["trials"])
-        check_installed()
+        found = load_search(sweep, runs_dir, trials)
         RunLock.take(runs_dir / f".sweep-{found.name}.lock", f"used for the sweep {found.name}")
-        use = MachineUse.of(datasets_dir, given["groups"], given["processes"])
-        planner = Planner(use, AssumedSpeed().options(runs_dir))
-        limits = SearchLimits(max_dollars, prunes=not given["no_pruning"])
-        runner = SearchRunner(found, planner, Path(__file__).with_name("ddp_train.py"), limits)
-        survive_closed_output(runner.hang_up)
+        planner, pruning = Planner(datasets_dir, runs_dir, **machine), None if no_pruning else found.sweep.pruning
+        runner = SearchRunner(found, planner, TRAIN, max_dollars=max_dollars, pruning=pruning)
         say(f"Search {found.name}: {found.count:,} trials, {runner.describe_start()}")
-        if runner.is_work_left():
-            say(WHERE_THEY_PRINT)
-        ends = runner.run(say, progress_line())
-        for line in describe_best(found, runner.results()):
+        train(runner)
+        for line in describe_best(found, list(runner.results.values())):
             say(line)
-        leave(ends, runner.runs, runner.unmade)
+        runner.leave()
+
+
+def train(runner: SweepRunner) -> None:
+    """Run what is left; on a terminal, with a line that says how far the runs are."""
+    from harness.common.exit import survive_closed_output
+
+    survive_closed_output(runner.hang_up)
+    if runner.waiting or runner.unmade:
+        say("What they print goes to sweep.log in their folders.")
+    runner.run(say, show if sys.stdout.isatty() else None)
 
 
 def say(text: str) -> None:
@@ -189,11 +181,9 @@ def say(text: str) -> None:
     print(f"{CLEAR_LINE}{text}" if sys.stdout.isatty() else text, flush=True)
 
 
-def progress_line() -> Callable[[str], None] | None:
-    """Return a function that shows a line in place of the terminal's last; None where output is no terminal."""
-    if not sys.stdout.isatty():
-        return None
-    return lambda text: print(f"{CLEAR_LINE}{text[: get_terminal_size().columns - 1]}", end="", flush=True)
+def show(text: str) -> None:
+    """Show a line in place of the terminal's last."""
+    print(f"{CLEAR_LINE}{text[: get_terminal_size().columns - 1]}", end="", flush=True)
 
 
 @main.command("status", short_help="What is finished, going on, failed.")
@@ -202,16 +192,17 @@ def progress_line() -> Callable[[str], None] | None:
 def status(sweep: Path, runs_dir: Path) -> None:
     """Print how far each run of SWEEP.json is; of a search, the best first."""
     with one_line_errors():
-        from harness.sweeps.file import read_sweep
-        from harness.sweeps.standing import describe_standings, standing_of
-        from harness.sweeps.sweep import load_sweep
-        from harness.sweeps.trials import describe_search, load_search
+        from harness.sweeps.file import load_sweep, read_sweep
+        from harness.sweeps.search import describe_search, load_search
+        from harness.sweeps.status import count_states, status_lines, status_of
 
         if read_sweep(sweep).is_search:
             click.echo(describe_search(load_search(sweep, runs_dir)))
             return
         found = load_sweep(sweep, runs_dir)
-        click.echo(describe_standings(found.name, [standing_of(run) for run in found.runs], runs_dir))
+        statuses = [status_of(run) for run in found.runs]
+        click.echo(f"Sweep {found.name} in {runs_dir}: {count_states(statuses)}\n")
+        click.echo("\n".join(status_lines(statuses)))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from harness.data.loader import Microbatch
 from harness.distributed.world import World
 from harness.model.precision import Precision
 from harness.sweeps.derived_runs import DerivedRun
-from harness.sweeps.sweep import RUNS_DIR, load_sweep
+from harness.sweeps.file import load_sweep
 from harness.training.parallel import model_options, parallelise
 from harness.training.step import OptimizerStep, build_step
 
@@ -110,7 +110,7 @@ def line(row: dict[str, Any]) -> str:
 @click.argument("sweep", type=click.Path(path_type=Path))
 @click.option("--turns", default=40, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="The same as JSON.")
-@click.option("--runs-dir", type=click.Path(path_type=Path), default=RUNS_DIR, show_default=True)
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def main(sweep: Path, turns: int, as_json: bool, runs_dir: Path) -> None:
     """Print parameters, milliseconds, and the ratio to the sweep's first run with its quartiles."""
     with one_line_errors():  # which ends the process of a rank: nothing stands behind it

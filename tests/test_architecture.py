@@ -232,7 +232,7 @@ def test_the_ddp_wrap_is_in_one_place() -> None:
 
 
 def test_optuna_is_imported_in_one_place() -> None:
-    assert users_of("optuna") == {"harness.sweeps.study"}
+    assert users_of("optuna") == {"harness.sweeps.search"}
 
 
 def test_matplotlib_is_imported_in_charts_only() -> None:

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from harness.common.errors import RunError, UserError
 from harness.common.files import check_name, draft_folder, sync
 from harness.common.json_files import parse_config, read_json_object
-from harness.common.messages import nearest, quoted
+from harness.common.messages import abbreviated, nearest, quoted
 from harness.common.other_names import advice
 from harness.data.dataset import Dataset, check_dataset_name, is_present
 from harness.model.config import ModelConfig, load_model_config
@@ -32,8 +32,6 @@ MODEL_KEYS = (*ModelConfig.model_fields, *ModelConfig.other_keys)
 TRAIN_KEYS = tuple(TrainConfig.model_fields)
 DERIVED = "derived.json"
 SHOWN_DIFFERENCES = 6
-# What a run's folder has in it before its training has begun.
-BEFORE_TRAINING = {"model.json", "train.json", DERIVED, "sweep.log", "sweep-attempts.json", ".lock"}
 # A key that is set takes the place of the base's keys that say the same in another way.
 ALTERNATIVES = {
     "depth": ("n_layers", "n_heads", "emb_dim"),
@@ -130,34 +128,19 @@ class DerivedRun:
         folder = self.run.path
         if not os.path.lexists(folder):
             return False
-        files = (self.run.train_json, self.run.model_json)
-        missing = [path.name for path in files if not os.path.lexists(path)]
         other = None
+        files = (self.run.train_json, self.run.model_json)
         if not folder.is_dir():
             other = "is a file, not a run's folder" if folder.exists() else "is a link that leads nowhere"
-        elif missing:
+        elif missing := [path.name for path in files if not os.path.lexists(path)]:
             other = f"is a folder without {' and '.join(missing)}, and so no run"
+        else:
+            there = _settings(load_model_config(self.run.model_json), load_train_config(self.run.train_json))
+            if different := _differences(there, self.settings):
+                other = f"there is another run of this name ({different})"
         if other is not None:
             raise UserError(f'{folder}: {other}; move it away, or give the sweep another "name"')
-        there = _settings(load_model_config(self.run.model_json), load_train_config(self.run.train_json))
-        different = _differences(there, self.settings)
-        if different:
-            remedy = 'move it away, or give the sweep another "name"'
-            if self._is_own_and_unbegun():
-                remedy = "this sweep has made it, and nothing of it is trained: delete the folder, and make again"
-            raise UserError(f"{folder}: there is another run of this name ({different}); {remedy}")
         return True
-
-    def _is_own_and_unbegun(self) -> bool:
-        """True if the folder is of a sweep of this name and holds nothing that training writes."""
-        folder = self.run.path
-        if not {path.name for path in folder.iterdir()} <= BEFORE_TRAINING:
-            return False
-        try:
-            record = parse_config(Derivation, read_json_object(folder / DERIVED), folder / DERIVED)
-        except UserError:
-            return False
-        return record.sweep is not None and record.sweep == self.derivation.sweep
 
     def check_startable(self, train_tokens: int | None = None) -> None:
         """Raise UserError for what training would refuse whatever the number of processes, and whatever the data if
@@ -177,10 +160,8 @@ class DerivedRun:
 
 def _differences(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     """The differing settings in one line: the first SHOWN_DIFFERENCES, then how many more."""
-    found = [first_difference({key: there.get(key)}, {key: wanted[key]}) for key in wanted]
-    different = [each for each in found if each]
-    more = len(different) - SHOWN_DIFFERENCES
-    return ", ".join(different[:SHOWN_DIFFERENCES]) + (f", and {more:,} more" if more > 0 else "")
+    found = (first_difference({key: there.get(key)}, {key: wanted[key]}) for key in wanted)
+    return abbreviated([each for each in found if each], SHOWN_DIFFERENCES)
 
 
 def _settings(model: ModelConfig, train: TrainConfig) -> dict[str, Any]:

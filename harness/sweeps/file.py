@@ -9,18 +9,22 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag, model_validator
 
+from harness.common.errors import UserError
+from harness.common.files import check_name
 from harness.common.json_files import SCHEMA_KEY, parse_config, read_json_object
 from harness.common.messages import quoted
-from harness.sweeps.derived_runs import MODEL_KEYS, TRAIN_KEYS, check_key
-from harness.sweeps.space import NOT_SEARCHED, count_points, known_keys, parse_domain, parse_part
+from harness.sweeps.derived_runs import MODEL_KEYS, TRAIN_KEYS, Base, DerivedRun, check_key, derive
 
 LARGEST_POINTS = 1000  # beyond it a sweep is a typing error, or wants another program
-LONGEST_LABEL = 60  # characters of a run's name that say what differs
+LONGEST_NAME = LONGEST_LABEL = (
+    60  # characters of a sweep's name, and of the part of a run's name that says what differs
+)
 RUN_NAME_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 # What runs' names call the keys that are varied most; others are written out.
 SHORT = {
@@ -50,12 +54,14 @@ SHORT = {
 ENTRY_NAME = "name"  # of an entry of `together`: no setting, but what its runs are called
 Settings = dict[str, JsonValue]
 SEARCH_KEYS = {"search", "trials", "objective", "pruning", "sampler_seed"}
-NUMBER_SCHEMA = {"type": "number"}
-RANGE_SCHEMA = {
-    "type": "object",
-    "properties": {"min": NUMBER_SCHEMA, "max": NUMBER_SCHEMA, "log": {"type": "boolean"}, "step": NUMBER_SCHEMA},
-    "required": ["min", "max"],
-    "additionalProperties": False,
+OTHER_TEXT = "it says what the loss is measured on, so that trials would not compare"
+# Keys that cannot be searched for the lowest validation loss, and why.
+NOT_SEARCHED = {
+    "random_seed": "the lowest loss would be the luckiest seed's; vary it in a sweep",
+    "microbatch_size": f'{OTHER_TEXT}; search "global_batch_size"',
+    "minibatch_size": f'{OTHER_TEXT}; search "global_batch_size"',
+    **dict.fromkeys(("dataset", "vocab_size", "context_length", "validation_batches", "start_val_token"), OTHER_TEXT),
+    "validation_interval": 'it says when the loss is measured, not what it is; give one in "set"',
 }
 
 
@@ -65,8 +71,25 @@ class Pruning(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    after_trials: int = Field(default=5, ge=1, le=LARGEST_POINTS, description="Not before so many are finished.")
-    after_share: float = Field(default=0.3, ge=0, le=1, description="Not before this share of a trial's tokens.")
+    after_trials: int = Field(default=5, ge=1, le=LARGEST_POINTS)
+    after_share: float = Field(default=0.3, ge=0, le=1)  # of a trial's tokens
+
+
+class Range(BaseModel):
+    """Numbers from `min` to `max`, both included: equally likely before anything is known, or their logarithms."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    min: int | float
+    max: int | float
+    log: bool = False
+    step: Annotated[int | float | None, Field(gt=0)] = None  # None: 1 for whole numbers, any for others
+
+
+Domain = Annotated[  # told apart before they are checked, so that an error is about the one that was meant
+    Annotated[Range, Tag("dict")] | Annotated[list[JsonValue], Tag("list")],
+    Discriminator(lambda raw: "list" if isinstance(raw, list) else "dict"),
+]
 
 
 class Sweep(BaseModel):
@@ -75,22 +98,16 @@ class Sweep(BaseModel):
 
     model_config = ConfigDict(title="SWEEP.json", frozen=True, strict=True, extra="forbid")
 
-    base: str = Field(min_length=1, description="The run to derive from: a folder beside those that are made.")
-    name: str | None = Field(default=None, description="What the runs' names begin with; null: the file's name.")
-    set: Settings = Field(
-        default={}, description="Keys of model.json and train.json, alike in all runs but where an entry changes them."
-    )
-    vary: dict[str, list[JsonValue]] = Field(default={}, description="Values to combine with all the others.")
-    together: list[Settings] = Field(default=[], description="Keys that change together: each entry is one value.")
-    search: dict[str, Any] = Field(
-        default={}, description='Ranges ({"min": ..., "max": ..., "log": true}) or lists of values to choose from.'
-    )
-    trials: int | None = Field(default=None, ge=1, le=LARGEST_POINTS, description="How many runs a search makes.")
-    objective: Literal["final_validation_loss", "best_validation_loss"] = Field(
-        default="final_validation_loss", description="What a search minimizes."
-    )
-    pruning: Pruning = Field(default=Pruning(), description="When a search may end a trial early.")
-    sampler_seed: int = Field(default=0, ge=0, lt=2**63, description="Of the search's random choices.")
+    base: str = Field(min_length=1)  # the run to derive from
+    name: str | None = None  # the beginning of the runs' names; None: the file's name
+    set: Settings = {}  # alike in all runs, but where an entry of `together` changes them
+    vary: dict[str, list[JsonValue]] = {}
+    together: list[Settings] = []
+    search: dict[str, Domain] = {}
+    trials: int | None = Field(default=None, ge=1, le=LARGEST_POINTS)
+    objective: Literal["final_validation_loss", "best_validation_loss"] = "final_validation_loss"
+    pruning: Pruning = Pruning()
+    sampler_seed: int = Field(default=0, ge=0, lt=2**63)
 
     @model_validator(mode="before")
     @classmethod
@@ -105,58 +122,36 @@ class Sweep(BaseModel):
                 )
         return {key: value for key, value in raw.items() if key != SCHEMA_KEY}
 
-    @field_validator("pruning", mode="before")
-    @classmethod
-    def _pruning(cls, raw: Any) -> Any:
-        if not isinstance(raw, dict):
-            raise ValueError(f'key "pruning": must be an object, such as {{"after_trials": 5}}, not {quoted(raw)}')
-        try:
-            return parse_part(Pruning, raw)
-        except ValueError as error:
-            raise ValueError(f'in "pruning": {error}') from None
-
-    @field_validator("search", mode="after")
-    @classmethod
-    def _domains(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        try:
-            return {key: parse_domain(key, each) for key, each in raw.items()}
-        except ValueError as error:
-            raise ValueError(f'in "search": {error}') from None
-
     @model_validator(mode="after")
     def _possible(self) -> Sweep:
-        for place, key in self._all_keys():
-            try:
-                check_key(key)
-            except ValueError as error:
-                raise ValueError(f'in "{place}": {error}') from None
+        together = dict.fromkeys(key for entry in self.together for key in entry if key != ENTRY_NAME)
+        for place, keys in (("set", self.set), ("together", together), ("vary", self.vary), ("search", self.search)):
+            for key in keys:
+                try:
+                    check_key(key)
+                except ValueError as error:
+                    raise ValueError(f'in "{place}": {error}') from None
         if self.is_search:
             self._check_search()
             return self
-        self._check_values()
-        self._check_places()
+        if not self.vary and not self.together:
+            raise ValueError('keys "vary" and "together": give at least one of them; derive_run.py makes a single run')
+        for key, values in self.vary.items():
+            if not values:
+                raise ValueError(f'key "vary.{key}": has no values; give at least one, or remove the key')
+        # A key has one place; but what `set` gives to all runs, entries of `together` may change, if not all do.
+        in_all = [key for key in together if all(key in entry for entry in self.together)]
+        twice = [key for key in self.vary if key in together] + [
+            key for key in self.set if key in [*self.vary, *in_all]
+        ]
+        if twice:
+            raise ValueError(f'key "{twice[0]}": given in two of "set", "vary" and "together"; keep one')
         self._check_names()
         if self.count > LARGEST_POINTS:
             raise ValueError(
                 f'keys "vary" and "together": make {self.count:,} runs; a sweep can have {LARGEST_POINTS:,}'
             )
         return self
-
-    def _check_values(self) -> None:
-        if not self.vary and not self.together:
-            raise ValueError('keys "vary" and "together": give at least one of them; derive_run.py makes a single run')
-        for key, values in self.vary.items():
-            if not values:
-                raise ValueError(f'key "vary.{key}": has no values; give at least one, or remove the key')
-
-    def _check_places(self) -> None:
-        """A key has one place; but what `set` gives to all runs, entries of `together` may change, if not all do."""
-        varied = Counter(key for _, key in self._varied())
-        everywhere = [key for key in self.set if self.together and all(key in entry for entry in self.together)]
-        twice = [key for key, count in varied.items() if count > 1]
-        twice += [key for key in self.set if key in self.vary] + everywhere
-        if twice:
-            raise ValueError(f'key "{twice[0]}": given in two of "set", "vary" and "together"; keep one')
 
     def _check_names(self) -> None:
         names = [entry[ENTRY_NAME] for entry in self.together if ENTRY_NAME in entry]
@@ -184,24 +179,11 @@ class Sweep(BaseModel):
                 )
         if self.trials is None:
             raise ValueError('key "trials": missing; give the number of runs that the search makes')
-        twice = [key for key in self.search if key in self.set]
-        if twice:
-            raise ValueError(f'key "{twice[0]}": given in "set" and in "search"; keep one')
-        points = count_points(self.search)
-        if points is not None and points < self.trials:
-            raise ValueError(
-                f'key "trials": {self.trials:,}, but "search" has {points:,} points; "vary" makes them all'
-            )
-
-    def _all_keys(self) -> Iterator[tuple[str, str]]:
-        yield from (("set", key) for key in self.set)
-        yield from self._varied()
-
-    def _varied(self) -> Iterator[tuple[str, str]]:
-        """(place, key) of what may differ between the runs, each once, in the order of the file."""
-        together = (key for entry in self.together for key in entry if key != ENTRY_NAME)
-        yield from (("together", key) for key in dict.fromkeys(together))
-        yield from (("vary", key) for key in self.vary)
+        for key in self.search:
+            if key in NOT_SEARCHED:
+                raise ValueError(f'in "search": key "{key}": cannot be searched: {NOT_SEARCHED[key]}')
+            if key in self.set:
+                raise ValueError(f'key "{key}": given in "set" and in "search"; keep one')
 
     @property
     def count(self) -> int:
@@ -210,33 +192,17 @@ class Sweep(BaseModel):
 
     def points(self) -> Iterator[Settings]:
         """Settings in which each run differs from the base and from `set`, in the order of the file, the last key
-        fastest."""
-        yield from ({key: each[key] for key in each if key != ENTRY_NAME} for each in self._combinations())
-
-    def names(self) -> list[str]:
-        """Suffixes of the runs' names, one for each point: an entry's own name stands for all that the entry sets."""
-        points = []
-        for each in self._combinations():
-            own = {key: each[key] for key in (ENTRY_NAME, *self.vary) if key in each}
-            points.append(own if ENTRY_NAME in each else each)
-        return labels(points)
-
-    def _combinations(self) -> Iterator[Settings]:
+        fastest; and "name", where an entry of `together` has one."""
         for entry in self.together or [{}]:
             for values in itertools.product(*self.vary.values()):
                 yield {**entry, **dict(zip(self.vary, values, strict=True))}
 
-    def describe_equal(self, one: int, other: int) -> str:
-        """The two values, or entries, by which two of its points differ (given by their positions), if that makes no
-        difference to the runs; the first of them, should there be several."""
-        axes = [range(max(1, len(self.together))), *(range(len(values)) for values in self.vary.values())]
-        places = list(itertools.product(*axes))
-        (first, second), *others = zip(places[one], places[other], strict=True)
-        if first != second:
-            return f'key "together": entries {first + 1} and {second + 1}'
-        pairs = zip(self.vary.items(), others, strict=True)
-        key, values = next((key, [values[at] for at in pair]) for (key, values), pair in pairs if pair[0] != pair[1])
-        return f'key "vary.{key}": {quoted(values[0])} and {quoted(values[1])}'
+    def labels(self) -> list[str]:
+        """Suffixes of the runs' names, one for each point: an entry's own name stands for all that the entry sets."""
+        named = (ENTRY_NAME, *self.vary)
+        return labels(
+            [{key: each[key] for key in named if key in each} if ENTRY_NAME in each else each for each in self.points()]
+        )
 
 
 def labels(points: list[Settings]) -> list[str]:
@@ -266,27 +232,69 @@ def _hash(point: Settings) -> str:
     return hashlib.sha256(json.dumps(point, sort_keys=True).encode()).hexdigest()[:8]
 
 
+@dataclass(frozen=True)
+class SweepRuns:
+    """A sweep's file, and the runs that it describes, checked; none of them may be on the disk yet."""
+
+    path: Path
+    name: str
+    runs_dir: Path
+    runs: list[DerivedRun]
+
+    def missing(self) -> list[DerivedRun]:
+        """Runs that are not made yet. Raises UserError if a folder holds another run, or if training would refuse one
+        of these, so that nothing is made."""
+        found = [run for run in self.runs if not run.is_made()]
+        for run in found:
+            try:
+                run.check_startable()
+            except UserError as error:
+                raise UserError(f"{self.path}: makes {error}") from None
+        return found
+
+
 def read_sweep(path: Path) -> Sweep:
     """Read a SWEEP.json. Raises UserError naming the file, the key and the remedy."""
     return parse_config(Sweep, read_json_object(path), path)
 
 
-def sweep_schema() -> dict[str, Any]:
-    """The JSON Schema of a SWEEP.json for editors: it knows the keys of model.json and train.json."""
-    schema = Sweep.model_json_schema()
-    known = known_keys()
-    keys = {key: known[key] for key in known if key in MODEL_KEYS or key in TRAIN_KEYS}
-    lists = {key: {"type": "array", "items": of, "minItems": 1} for key, of in keys.items()}
-    settings = {"type": "object", "properties": keys, "additionalProperties": False}
-    properties = schema["properties"]
-    properties["set"] |= settings
-    properties["vary"] |= {"type": "object", "properties": lists, "additionalProperties": False}
-    named = {ENTRY_NAME: {"type": "string", "description": "What its runs are called, in place of all its keys."}}
-    properties["together"]["items"] = {**settings, "properties": named | keys}
-    searched = {key: {"anyOf": [RANGE_SCHEMA, {**of, "minItems": 2}]} for key, of in lists.items()}
-    searched = {key: searched[key] for key in searched if key not in NOT_SEARCHED}
-    properties["search"] |= {"type": "object", "properties": searched, "additionalProperties": False}
-    properties["pruning"] = {**Pruning.model_json_schema(), "description": properties["pruning"]["description"]}
-    schema.pop("$defs", None)
-    properties[SCHEMA_KEY] = {"type": "string", "description": "Where an editor finds this schema; without effect."}
-    return schema
+def load_sweep(path: Path, runs_dir: Path) -> SweepRuns:
+    """Read a SWEEP.json and derive its runs, each checked as a run is; nothing is written.
+
+    Raises UserError naming the file, the key and the remedy.
+    """
+    sweep = read_sweep(path)
+    if sweep.is_search:
+        raise UserError(
+            f'{path}: key "search": makes its runs one by one as it trains them: '
+            f"`sweep_runs.py search {path} DATASETS_DIR`"
+        )
+    name, base = name_and_base(sweep, path, runs_dir)
+    runs: dict[str, DerivedRun] = {}  # by their settings
+    for label, point in zip(sweep.labels(), sweep.points(), strict=True):
+        changes = {key: value for key, value in {**sweep.set, **point}.items() if key != ENTRY_NAME}
+        try:
+            run = derive(base, f"{name}-{label}", changes, name)
+        except UserError as error:
+            raise UserError(f"{path}: makes {error}") from None
+        twin = runs.setdefault(json.dumps(run.settings), run)
+        if twin is not run:
+            raise UserError(
+                f"{path}: makes {twin.name} and {run.name}, which would be the same run; remove one of their values"
+            )
+    return SweepRuns(path, name, runs_dir, list(runs.values()))
+
+
+def name_and_base(sweep: Sweep, path: Path, runs_dir: Path) -> tuple[str, Base]:
+    """The sweep's name and the run to derive from. Raises UserError."""
+    name = path.stem if sweep.name is None else sweep.name
+    try:
+        if len(name) > LONGEST_NAME:
+            raise UserError(f"longer than {LONGEST_NAME} characters")
+        check_name(name, "sweep")
+    except UserError as error:
+        raise UserError(f'{path}: key "name" (or else the file\'s): {error}') from None
+    try:
+        return name, Base.load(runs_dir, sweep.base)
+    except UserError as error:
+        raise UserError(f'{path}: key "base": {error}') from None

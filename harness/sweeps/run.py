@@ -1,104 +1,149 @@
 """Running a sweep: each run by the command that trains a single one, in a process of its own, until all are finished.
 
-What is done is read from the runs' folders each time, so that a sweep that was killed resumes from its runs.
+The command leaves a finished run alone and continues a stopped one, and what is done is read from the runs' folders: a
+sweep that was killed resumes from its runs.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from harness.common.errors import RunError, RunStopped, UserError
+from harness.common.exit import handle_stopping_signals, ignores_hangup
+from harness.common.libraries import usable_cores
 from harness.common.lock import is_held
 from harness.common.units import amount_text
 from harness.comparison.progress import describe_progress, read_progress
-from harness.comparison.records import RunRecord
 from harness.data.dataset import is_present
-from harness.sweeps.attempt import Attempt, DeviceGroup, device_groups
 from harness.sweeps.derived_runs import DerivedRun
-from harness.sweeps.plan import Planner, RunPlan
-from harness.sweeps.standing import count_states, standing_lines, standing_of
+from harness.sweeps.plan import Planner, RunPlan, visible_gpus
+from harness.sweeps.status import count_states, status_lines, status_of
 
 POLL_SECONDS = 0.2
 LOOK_SECONDS = 1.0  # between two looks at how far the runs are
 REPORT_SECONDS = 60.0  # between two lines that say so, where no line can be replaced by the next
-STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PR_SET_PDEATHSIG = 1  # prctl(2)
+C_LIBRARY = ctypes.CDLL(None)  # loaded now: little is allowed between a fork and what follows it
 
 Say = Callable[[str], None]
+Group = tuple[str, dict[str, str]]  # devices of one run at a time: their name, and variables that show them
+
+
+def device_groups(groups: int, processes: int) -> list[Group]:
+    """The machine's GPUs shared out, or else its cores; one group gets what a run alone would. Raises UserError for
+    more than there are GPUs."""
+    if groups == 1:
+        return [("", {})]
+    gpus, wanted = visible_gpus(), groups * processes
+    if gpus and wanted > len(gpus):
+        raise UserError(
+            f"--groups {groups} with {processes} processes each: needs {wanted} GPUs, and there are {len(gpus)}"
+        )
+    if not gpus:
+        threads = os.environ.get("OMP_NUM_THREADS", str(max(1, usable_cores() // wanted)))
+        return [(f"group {number}", {"OMP_NUM_THREADS": threads}) for number in range(1, groups + 1)]
+    shares = [",".join(gpus[start : start + processes]) for start in range(0, wanted, processes)]
+    return [(f"GPU {share}", {"CUDA_VISIBLE_DEVICES": share}) for share in shares]
+
+
+def training_command(script: Path, run: DerivedRun, planner: Planner) -> list[str]:
+    """The command that starts a run, continues it, or finds it finished."""
+    words = [str(script), run.name, str(planner.datasets_dir), "--runs-dir", str(run.run.path.parent)]
+    return [sys.executable, *words, "--processes", str(planner.processes)]
 
 
 @dataclass
-class Ends:
-    """Names of the runs that were not finished, by the way in which they ended."""
+class Attempt:
+    """A run under way. `tokens` is what it will have seen at its end, if that is known; `committed` is the dollars that
+    it will have cost then."""
 
-    finished: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    stopped: list[str] = field(default_factory=list)
-    pruned: list[str] = field(default_factory=list)
-    not_begun: list[str] = field(default_factory=list)
-    damaged: dict[str, str] = field(default_factory=dict)  # which file of a run cannot be read, and what to do
-    reason: str = ""  # why some were stopped or not begun
-    signal: int = 0
+    run: DerivedRun
+    group: Group
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]
+    tokens: int | None
+    committed: float
+    began: float = field(default_factory=time.monotonic)
+    is_stopped: bool = False
+
+    def stop(self, mark: str = "") -> None:
+        """Ask the process, once, to end with a checkpoint. The log has `mark` before: if this process is killed in
+        between, the run's status is known."""
+        if not self.is_stopped:
+            self.is_stopped = True
+            if mark:
+                self.log.write(mark.encode())
+                self.log.flush()
+            self.process.terminate()
+
+
+def _end_with_parent() -> None:
+    """Have the system end this process, in good order, when the one that started it is killed. Linux alone can; on
+    other systems the run continues, and a sweep that is started again waits for it."""
+    if sys.platform == "linux":
+        C_LIBRARY.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class SweepRunner:
-    """Runs what is not finished of some runs. `planner` says what is left of a run, `max_dollars` limits what all of
-    `runs` may cost together, with what they have cost before."""
+    """Trains the runs that are not finished; those with a file that cannot be read are left as they are.
 
-    def __init__(self, runs: Sequence[DerivedRun], planner: Planner, script: Path, max_dollars: float | None) -> None:
-        """Prepare the runs; those with a file that cannot be read are left out, and named at the end. Raises UserError
-        for a budget without a price, and for one where such a file hides what is spent."""
-        self.runs = list(runs)
+    `planner` says what is left of a run, `max_dollars` limits what all of `runs` may cost together, with what they have
+    cost before. `reason` says why runs are left, and `signal` is the one that has ended the sweep.
+    """
+
+    def __init__(
+        self, runs: Sequence[DerivedRun], planner: Planner, script: Path, *, max_dollars: float | None = None
+    ) -> None:
+        """Raise UserError for a budget without a price."""
         unpriced = [run.name for run in runs if run.train_config.price_per_hour is None]
         if max_dollars is not None and unpriced:
             raise UserError(
                 f'--max-dollars: train.json of {unpriced[0]} has no "price_per_hour", so that nothing would count; put '
                 'it into the sweep\'s "set", and make the sweep anew under another name'
             )
+        self.runs = list(runs)
         self.planner = planner
         self.script = script
         self.max_dollars = max_dollars
-        self.free = device_groups(planner.use)
-        self.ends = Ends()
-        self.waiting = [run for run in runs if self._is_waiting(run)]
+        self.free = device_groups(planner.groups, planner.processes)
+        statuses = [status_of(run) for run in runs]
+        self.waiting = [each.run for each in statuses if not each.is_done and each.state != "damaged"]
+        self.dollars = {each.run.name: each.dollars for each in statuses}
         self.attempts: list[Attempt] = []
-        self.dollars = {run.name: _dollars(run) for run in runs} if max_dollars is not None else {}
+        self.is_idle = True  # nothing has been started so far
+        self.reason = ""
+        self.signal = 0
         self._said_waiting: set[str] = set()
 
-    def _is_waiting(self, run: DerivedRun) -> bool:
-        standing = standing_of(run)
-        if standing.state == "damaged":
-            self.ends.damaged[run.name] = standing.said
-        return standing.state not in ("finished", "pruned", "damaged")
-
     @property
-    def spent(self) -> float:
-        """The runs' own dollars, each by the price of the whole machine, which the groups share."""
-        return sum(self.dollars.values()) / self.planner.use.groups
+    def unmade(self) -> int:
+        """Number of further runs that have not even been made."""
+        return 0
 
-    @property
-    def count(self) -> int:
-        """Number of all runs of the sweep."""
-        return len(self.runs)
-
-    def run(self, say: Say, show: Say | None = None) -> Ends:
+    def run(self, say: Say, show: Say | None = None) -> None:
         """Return when all are finished or have failed, or when a signal or the budget has ended it. `show` replaces
         what it showed before: how far the runs are. Without it, `say` says so now and then."""
-        self._listen()
+        handle_stopping_signals(self._note_signal)
         looked = said = time.monotonic()
-        while self.attempts or (self.is_work_left() and not self.ends.reason):
+        while self.attempts or ((self.waiting or self.unmade) and not self.reason):
             self._stop_if_due(say)
-            self.watch(say)
-            if not self.ends.reason:
+            if not self.reason:
                 self.start_what_can(say)
             time.sleep(POLL_SECONDS)
             now = time.monotonic()
             if self.attempts and now - looked >= LOOK_SECONDS:
+                self.watch(say)
                 looked, lines = now, [self._look_at(attempt) for attempt in self.attempts]
                 if show is not None:
                     show("; ".join(lines))
@@ -107,78 +152,59 @@ class SweepRunner:
                     for line in lines:
                         say(line)
             for attempt in [each for each in self.attempts if each.process.poll() is not None]:
-                self._end(attempt, say)
-        self.ends.not_begun = [run.name for run in self.waiting]
-        return self.ends
+                self.end(attempt, say)
 
-    def _listen(self) -> None:
-        for number in STOPPING_SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup's, say
-                signal.signal(number, self._note_signal)
-
-    def _note_signal(self, number: int, frame: FrameType | None) -> None:
-        self.ends.signal = self.ends.signal or number
+    def _note_signal(self, number: int, frame: FrameType | None = None) -> None:
+        self.signal = self.signal or number
 
     def hang_up(self) -> None:
         """Note SIGHUP, unless it is ignored, since the output has no reader any more."""
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-            self._note_signal(signal.SIGHUP, None)
+        if not ignores_hangup():
+            self._note_signal(signal.SIGHUP)
+
+    def watch(self, say: Say) -> None:
+        """Hook that is called now and then, with `attempts` under way."""
+
+    def _spent(self) -> float:
+        """Dollars so far: each run's own, by the price of the whole machine, which the groups share."""
+        return sum(self.dollars.values()) / self.planner.groups
 
     def _look_at(self, attempt: Attempt) -> str:
-        """Progress of a run under way; with a budget, update its cost in `dollars`."""
-        run, plan, progress = attempt.run, attempt.planned.plan, None
+        """Progress of a run under way; with a budget, update its cost."""
+        name, progress = attempt.run.name, None
         with suppress(UserError):
-            progress = read_progress(run.run.metrics)
-        wanted = plan.position.tokens_seen + plan.tokens() if plan.position else None
+            progress = read_progress(attempt.run.run.metrics)
         if self.max_dollars is not None:
-            self.dollars[run.name] = _dollars(run)
-        number = self.runs.index(run) + 1
-        return f"run {number:,} of {self.count:,}, {run.name}: {describe_progress(progress, wanted)}"
+            self.dollars[name] = status_of(attempt.run).dollars
+        place = f"run {self.runs.index(attempt.run) + 1:,} of {len(self.runs) + self.unmade:,}"
+        return f"{place}, {name}: {describe_progress(progress, attempt.tokens)}"
 
     def _stop_if_due(self, say: Say) -> None:
-        if self.ends.signal:
-            self.ends.reason = f"stopped by {signal.Signals(self.ends.signal).name}"
-        elif self.max_dollars is not None and self.spent >= self.max_dollars:
-            self.ends.reason = f"--max-dollars {amount_text(self.max_dollars)} are spent"
+        if self.signal:
+            self.reason = f"stopped by {signal.Signals(self.signal).name}"
+        elif self.max_dollars is not None and self._spent() >= self.max_dollars:
+            self.reason = f"--max-dollars {amount_text(self.max_dollars)} are spent"
         else:
             return
         going_on = [attempt for attempt in self.attempts if not attempt.is_stopped]
         if going_on:
-            names = ", ".join(attempt.run.name for attempt in going_on)
-            say(f"{self.ends.reason}: waiting for the checkpoints of {names}")
+            say(f"{self.reason}: waiting for the checkpoints of {', '.join(each.run.name for each in going_on)}")
         for attempt in going_on:
             attempt.stop()
 
-    def is_work_left(self) -> bool:
-        """True if a run waits to be started."""
-        return bool(self.waiting)
-
-    def watch(self, say: Say) -> None:
-        """Hook that is called often, with `attempts` under way."""
-
     def start_what_can(self, say: Say) -> None:
         """Start waiting runs on what is free."""
-        while self.free:
+        while self.free and not self.reason:
             run = next((run for run in self.waiting if self._can_start(run, say)), None)
             if run is None:
                 return
-            try:
+            planned = None
+            with suppress(UserError):  # the run itself fails by it, and says so
                 planned = self.planner.plan(run)
-            except UserError as error:
-                self.waiting.remove(run)
-                self._refuse(run, str(error), say)
-                continue
-            if not self._is_affordable(planned, say):
+            if self.max_dollars is not None and not self._can_pay(run, planned, say):
                 return
             self.waiting.remove(run)
-            self._start(planned, self.free.pop(0), say)
-
-    def _refuse(self, run: DerivedRun, reason: str, say: Say) -> None:
-        """Record a run that training would refuse as failed, in its log and in `ends`."""
-        with run.run.sweep_log.open("a", encoding="utf-8") as log:
-            log.write(f"error: {reason}\n# failed with exit status {UserError.exit_status}\n")
-        self.ends.failed.append(run.name)
-        say(f"{run.name}: failed: {reason}")
+            self._start(run, planned, say)
 
     def _can_start(self, run: DerivedRun, say: Say) -> bool:
         """False if another process trains the run, such as one that a killed sweep has left, or if another run is
@@ -188,88 +214,87 @@ class SweepRunner:
                 self._said_waiting.add(run.name)
                 say(f"{run.name}: is being trained by another process; waiting for it")
             return False
-        experiment = run.experiment(self.planner.use.datasets_dir)
+        experiment = run.experiment(self.planner.datasets_dir)
         fetched = {attempt.run.train_config.dataset for attempt in self.attempts}
         dataset = experiment.config.dataset
         return dataset not in fetched or is_present(experiment.datasets_dir, dataset, experiment.splits)
 
-    def _is_affordable(self, planned: RunPlan, say: Say) -> bool:
-        """True if the budget covers what is spent, what the runs under way will need, and this run."""
-        if self.max_dollars is None:
-            return True
-        under_way = sum(max(0.0, (each.planned.dollars or 0.0) - self._dollars_since(each)) for each in self.attempts)
-        spent = self.spent
-        total, name = spent + under_way + (planned.dollars or 0.0), planned.run.name
+    def _can_pay(self, run: DerivedRun, planned: RunPlan | None, say: Say) -> bool:
+        """True if the budget covers what is spent, what the runs under way will need, and this run; else it is the
+        reason to end."""
+        assert self.max_dollars is not None
+        wanted, spent = (planned.dollars if planned else None) or 0.0, self._spent()
+        to_come = sum(max(0.0, each.committed - self.dollars[each.run.name]) for each in self.attempts)
+        total = spent + to_come / self.planner.groups + wanted
         if total > self.max_dollars or spent >= self.max_dollars:
-            said = f", and with {name} they would be ${amount_text(total)}" if planned.dollars else ""
-            self.ends.reason = f"--max-dollars {amount_text(self.max_dollars)}: ${amount_text(spent)} are spent{said}"
+            said = f", and with {run.name} they would be ${amount_text(total)}" if wanted else ""
+            self.reason = f"--max-dollars {amount_text(self.max_dollars)}: ${amount_text(spent)} are spent{said}"
             return False
-        if planned.dollars is None:
-            say(f"{name}: what it costs is not known yet; it is stopped when the budget is spent")
+        if not wanted:
+            say(f"{run.name}: what it costs is not known yet; it is stopped when the budget is spent")
         return True
 
-    def _dollars_since(self, attempt: Attempt) -> float:
-        """The part of the machine's price that is an attempt's so far."""
-        return (self.dollars[attempt.run.name] - attempt.dollars_before) / self.planner.use.groups
+    def _start(self, run: DerivedRun, planned: RunPlan | None, say: Say) -> None:
+        """Start the run's process; what it prints is added to the run's log."""
+        name, variables = group = self.free.pop(0)
+        command = training_command(self.script, run, self.planner)
+        log = run.run.sweep_log.open("ab")
+        log.write(f"\n$ {' '.join(command)}  # {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime())}\n".encode())
+        log.flush()
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **variables},
+            start_new_session=True,  # a Ctrl-C is the sweep's, which passes it on in its own way
+            preexec_fn=_end_with_parent,
+        )
+        tokens, committed = None, self.dollars.get(run.name, 0.0)
+        if planned is not None and planned.plan.position is not None:
+            tokens = planned.plan.position.tokens_seen + planned.plan.tokens()
+            committed += (planned.dollars or 0.0) * self.planner.groups
+        self.attempts.append(Attempt(run, group, process, log, tokens, committed))
+        self.is_idle = False
+        expected = f", about {planned.seconds:,.0f} s" if planned and planned.seconds is not None else ""
+        say(f"{run.name}: started{f' on {name}' if name else ''}{expected}")
 
-    def _start(self, planned: RunPlan, group: DeviceGroup, say: Say) -> None:
-        run, before = planned.run, self.dollars.get(planned.run.name, 0.0)
-        attempt = Attempt.start(planned, group, self.script, self.planner.use, dollars_before=before)
-        self.attempts.append(attempt)
-        where = f" on {group.name}" if group.name else ""
-        expected = f", about {planned.seconds:,.0f} s" if planned.seconds is not None else ""
-        say(f"{run.name}: started{where}{expected}")
-
-    def _end(self, attempt: Attempt, say: Say) -> None:
+    def end(self, attempt: Attempt, say: Say) -> None:
+        """Note how a run's process has ended. The exit status of one that failed goes into its log."""
         self.attempts.remove(attempt)
         self.free.append(attempt.group)
-        self.planner.forget_speeds()
-        run, status = attempt.run, attempt.process.returncode
-        standing = standing_of(run)
-        is_finished = status == 0 and standing.state == "finished"  # perhaps before it could be stopped
-        is_failed = not is_finished and not attempt.is_stopped
-        attempt.close_log(failed_with=status if is_failed else None)
-        if self.max_dollars is not None:
-            self.dollars[run.name] = _dollars(run)
+        self.planner.speeds.clear()
+        name, code, status = attempt.run.name, attempt.process.returncode, status_of(attempt.run)
+        seconds = time.monotonic() - attempt.began
+        self.dollars[name] = status.dollars
+        is_finished = code == 0 and status.state == "finished"  # perhaps before it could be stopped
         if is_finished:
-            self.ends.finished.append(run.name)
-            say(f"{run.name}: finished, {standing.said}")
-        elif is_failed:
-            self.ends.failed.append(run.name)
-            say(f"{run.name}: failed with exit status {status} after {attempt.seconds:,.0f} s")
-        elif attempt.is_pruned:
-            self.ends.pruned.append(run.name)
-        else:
-            self.ends.stopped.append(run.name)
-            say(f"{run.name}: stopped after {attempt.seconds:,.0f} s; the same command continues it")
+            say(f"{name}: finished, {status.said}")
+        elif not attempt.is_stopped:
+            say(f"{name}: failed with exit status {code} after {seconds:,.0f} s")
+        elif status.state != "pruned":
+            say(f"{name}: stopped after {seconds:,.0f} s; the same command continues it")
+        with suppress(OSError), attempt.log:  # a full disk, say: no reason to end the other runs
+            if not is_finished and not attempt.is_stopped:
+                attempt.log.write(f"\n# failed with exit status {code}\n".encode())
 
-
-def _dollars(run: DerivedRun) -> float:
-    """Dollars that a run has cost so far; 0 where it is not made."""
-    return RunRecord.read(run.run).dollars.get("total", 0.0)
-
-
-def describe_ends(ends: Ends, runs: Sequence[DerivedRun], unmade: int = 0) -> str:
-    """Describe for a terminal how many of all runs are in which state, why, and what is left. `unmade`: number of
-    further runs that have not even been made."""
-    standings = [standing_of(run) for run in runs]
-    left = [each for each in standings if each.state not in ("finished", "pruned")]
-    said = count_states(standings, unmade)
-    if not left and not unmade and not ends.finished and not ends.pruned:
-        said = "Nothing to do: all runs are finished" + (" or pruned" if "pruned" in said else "")
-    return "\n".join([f"\n{said}{f' ({ends.reason})' if ends.reason else ''}", *standing_lines(left)])
-
-
-def leave(ends: Ends, runs: Sequence[DerivedRun], unmade: int = 0) -> None:
-    """Say how the runs ended, of which `unmade` have not even been made. Raises RunStopped if a signal ended them, and
-    RunError if some failed or are damaged, or if the budget was not enough."""
-    print(describe_ends(ends, runs, unmade), flush=True)
-    if ends.signal:
-        raise RunStopped(ends.signal)
-    left, count = len(ends.stopped) + len(ends.not_begun) + unmade, len(runs) + unmade
-    if ends.failed:
-        raise RunError(f"{len(ends.failed):,} of {count:,} runs failed; the same command tries them again")
-    if left:
-        raise RunError(f"{left:,} of {count:,} runs are left: {ends.reason}")
-    if ends.damaged:
-        raise RunError(f"{len(ends.damaged):,} of {count:,} runs are damaged and were left as they are")
+    def leave(self) -> None:
+        """Say for a terminal how many of all runs are in which state, why, and what is left. Raises RunStopped if a
+        signal has ended them, and RunError if some failed, are left or are damaged."""
+        statuses = [status_of(run) for run in self.runs]
+        unfinished = [each for each in statuses if not each.is_done]
+        said = count_states(statuses, self.unmade)
+        if self.is_idle and not unfinished and not self.unmade:
+            said = "Nothing to do: all runs are finished" + (" or pruned" if "pruned" in said else "")
+        reason = f" ({self.reason})" if self.reason else ""
+        print("\n".join([f"\n{said}{reason}", *status_lines(unfinished)]), flush=True)
+        if self.signal:
+            raise RunStopped(self.signal)
+        states, of = [each.state for each in unfinished], f"of {len(statuses) + self.unmade:,} runs"
+        left = len(states) - states.count("damaged") + self.unmade
+        if left and self.reason:
+            raise RunError(f"{left:,} {of} are left: {self.reason}")
+        if left:
+            raise RunError(f"{left:,} {of} failed; the same command tries them again")
+        if states:
+            raise RunError(f"{len(states):,} {of} are damaged and were left as they are")

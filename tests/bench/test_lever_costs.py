@@ -11,7 +11,7 @@ import torch
 
 from bench.lever_costs import Contestant, contestant
 from harness.distributed.world import World
-from harness.sweeps.sweep import load_sweep
+from harness.sweeps.file import load_sweep
 from tests.support.launch import Workshop
 
 

@@ -13,7 +13,7 @@ from harness.comparison.replicated_arms import named_arms
 from harness.comparison.workloads import Workload, read_workload
 from harness.runs.directory import RunDirectory
 from harness.sweeps.derived_runs import Base, derive, write_runs
-from harness.sweeps.standing import standing_of, summary_of
+from harness.sweeps.status import status_of
 from tests.support.launch import Workshop
 
 TELL = "from tests.support.faults import *\nbefore(STEP, tell(SIGTERM), rank=0, step=3)\n"
@@ -32,19 +32,17 @@ def test_how_far_a_run_is_by_what_its_budget_came_to(shop: Workshop) -> None:
     derived = derive(Base.load(shop.runs, "base"), "r", {"train_steps": 8})
     write_runs([derived])
     shop.train(ranks=1, prelude=TELL, expect=128 + 15)
-    standing = standing_of(derived)
+    standing = status_of(derived)
     assert standing.state == "stopped"
     assert ", 50 %, loss " in standing.said
     shop.add_run("never")
     said = shop.script("compare_runs.py", "r", "never", "--runs-dir", str(shop.runs)).stdout
     assert "stopped, 50 %" in said
     shop.train(ranks=1)
-    assert summary_of(derived) is not None
-    assert standing_of(derived).state == "finished"
+    assert status_of(derived).state == "finished"
     longer = derive(Base.load(shop.runs, "base"), "r", {"train_steps": 9})
-    assert summary_of(longer) is None
     longer.run.train_json.write_text(json.dumps(longer.train))
-    assert standing_of(longer).state == "stopped"
+    assert status_of(longer).state == "stopped"
     said = shop.script("compare_runs.py", "r", "--runs-dir", str(shop.runs), "--json").stdout
     assert json.loads(said)["runs"][0]["state"] == "stopped", "the same word"
 

@@ -15,7 +15,7 @@ from harness.data.loader import BatchLayout, BatchSchedule
 from harness.planning.rates import build_schedule
 from harness.runs.directory import RunDirectory
 from harness.runs.train_config import load_train_config
-from harness.sweeps.sweep import load_sweep
+from harness.sweeps.file import load_sweep
 from tests.support.isolation import ROOT, SHIPPED_RUNS
 
 QUICKSTARTS = ["quickstart", "quickstart-gpt2"]
@@ -152,4 +152,5 @@ def test_the_fast_runs_see_the_same_data_as_the_notebooks(name: str) -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "sweeps").glob("*.json")), ids=lambda path: path.name)
 def test_every_sweep_makes_runs_that_can_be_trained(path: Path) -> None:
     sweep = load_sweep(path, SHIPPED_RUNS)
-    sweep.check_startable(sweep.runs)
+    for run in sweep.runs:
+        run.check_startable()

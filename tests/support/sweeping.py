@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from harness.sweeps.derived_runs import DerivedRun
-from harness.sweeps.sweep import SweepRuns, load_sweep
+from harness.sweeps.file import SweepRuns, load_sweep
+from harness.sweeps.status import status_of
 from tests.support.isolation import ROOT
 from tests.support.launch import PATIENCE_SECONDS, Result, Workshop, finish
 
@@ -21,6 +22,11 @@ def load(shop: Workshop, **keys: Any) -> SweepRuns:
     path = shop.path / "s.json"
     path.write_text(json.dumps({"base": "base", **keys}))
     return load_sweep(path, shop.runs)
+
+
+def states(sweep: SweepRuns) -> dict[str, str]:
+    """The state of each run, by what its name ends with."""
+    return {run.name.removeprefix("s-"): status_of(run).state for run in sweep.runs}
 
 
 def start(shop: Workshop, name: str, *arguments: str) -> subprocess.Popen[str]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from collections import namedtuple
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +9,11 @@ import pytest
 
 from harness.common import gpu_names
 from harness.common.errors import UserError
-from harness.sweeps.attempt import device_groups
 from harness.sweeps.derived_runs import write_runs
-from harness.sweeps.plan import (
-    AssumedSpeed,
-    MachineUse,
-    Planner,
-    SweepPlan,
-    describe_sweep_plan,
-    plan_sweep,
-    visible_gpus,
-)
+from harness.sweeps.plan import Planner, SweepPlan, describe_sweep_plan, plan_sweep
+from harness.sweeps.run import device_groups
 from tests.support.launch import Workshop
-from tests.support.sweeping import add_summary, load, sweep_command
+from tests.support.sweeping import add_summary, load, states, sweep_command
 
 # 20 steps of 64 tokens (2 sequences x 2 accumulation steps x 16), and validations after steps 0, 5, 10, 15 and 19, of 3
 # microbatches of 32 tokens at a third of the work.
@@ -38,8 +27,8 @@ def shop(tmp_path: Path) -> Workshop:
     return made
 
 
-def plan(shop: Workshop, tps: float | None = None, groups: int = 1, **keys: Any) -> SweepPlan:
-    planner = Planner(MachineUse(shop.datasets, groups, 1), AssumedSpeed(tps).options(shop.runs))
+def plan(shop: Workshop, tps: float | None = None, groups: int = 1, processes: int = 1, **keys: Any) -> SweepPlan:
+    planner = Planner(shop.datasets, shop.runs, groups=groups, processes=processes, assume_tps=tps)
     return plan_sweep(load(shop, **keys), planner)
 
 
@@ -71,31 +60,29 @@ def test_what_is_finished_costs_nothing_and_gives_its_speed(shop: Workshop) -> N
     write_runs(sweep.runs)
     add_summary(sweep.runs[0])
     found = plan(shop, **keys)
-    assert (found.finished, [each.run.name for each in found.left]) == (1, ["s-seed2"])
+    assert (found.done, [each.run.name for each in found.left]) == ("1 finished", ["s-seed2"])
     assert found.left[0].seconds == pytest.approx((TRAINING + VALIDATION) / 96)
     said = describe_sweep_plan(found, shop.runs)
     assert "1 finished already" in said
     assert "96 tokens/s (measured over 30 steps" in " ".join(said.split())
 
 
-@pytest.mark.parametrize("changed", [{"min_train_tokens": 640}, {"model": {"emb_dim": 32}}])
-def test_the_summary_of_another_training_finishes_nothing(shop: Workshop, changed: dict[str, Any]) -> None:
-    keys: dict[str, Any] = {"vary": {"random_seed": [1]}}
-    (run,) = load(shop, **keys).runs
-    write_runs([run])
-    add_summary(run, **({"train": {**run.settings, **changed}} if "model" not in changed else changed))
-    assert plan(shop, **keys).finished == 0
-
-
-def test_the_summary_of_an_earlier_version_that_had_fewer_keys_finishes_a_run(shop: Workshop) -> None:
-    keys: dict[str, Any] = {"vary": {"random_seed": [1]}}
-    (run,) = load(shop, **keys).runs
-    write_runs([run])
+def test_only_the_summary_of_this_training_finishes_a_run(shop: Workshop) -> None:
+    """Also one of an earlier version, which had fewer keys."""
+    sweep = load(shop, vary={"random_seed": [1]})
+    (run,) = sweep.runs
+    write_runs(sweep.runs)
     model = run.model_config.model_dump(mode="json")
-    add_summary(run, model={key: model[key] for key in model if key not in ("logit_softcap", "linear_bias")})
-    assert plan(shop, **keys).finished == 1
-    add_summary(run, model={"emb_dim": "wide"})
-    assert plan(shop, **keys).finished == 0
+    earlier = {key: model[key] for key in model if key not in ("logit_softcap", "linear_bias")}
+    shorter = {**run.settings, "min_train_tokens": 640}
+    for changed, state in (
+        ({"model": earlier}, "finished"),
+        ({"train": shorter}, "stopped"),
+        ({"model": {"emb_dim": 32}}, "stopped"),
+        ({"model": {"emb_dim": "wide"}}, "stopped"),
+    ):
+        add_summary(run, **changed)
+        assert states(sweep) == {"seed1": state}
 
 
 def test_runs_whose_speed_is_not_known_are_named_and_not_counted(shop: Workshop) -> None:
@@ -132,19 +119,9 @@ def test_without_a_price_there_is_no_cost(shop: Workshop) -> None:
 
 
 def test_every_line_fits_a_terminal(shop: Workshop) -> None:
-    found = plan(shop, 0.001, vary={"random_seed": [1, 2], "learning_rate": [0.1, 0.2]}, name="a-rather-long-name-" * 3)
-    found = replace(found, use=MachineUse(shop.datasets, 1, 2))
+    keys: dict[str, Any] = {"vary": {"random_seed": [1, 2], "learning_rate": [0.1, 0.2]}}
+    found = plan(shop, 0.001, processes=2, name="a-rather-long-name-" * 3, **keys)
     assert max(map(len, describe_sweep_plan(found, Path("runs")).splitlines())) <= 80
-
-
-def test_a_disk_that_is_too_small_is_noticed_beforehand(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = plan(shop, vary={"random_seed": [1, 2]})
-    usage = namedtuple("usage", "free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(found.disk_bytes - 1))
-    with pytest.raises(UserError, match=r'the checkpoints of the sweep\'s 2 runs need .* "keep_checkpoints": 1'):
-        found.check_disk(shop.runs)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(found.disk_bytes))
-    found.check_disk(shop.runs)
 
 
 def test_a_plan_that_no_disk_can_hold_is_remarked_on(shop: Workshop) -> None:
@@ -166,8 +143,7 @@ def test_dollars_are_not_those_of_another_machine(shop: Workshop) -> None:
     shop.add_run("base", model={"emb_dim": 4096, "n_layers": 1}, price_per_hour=23.92)
     sweep = load(shop, vary={"random_seed": [1]})
     for device, said in (("H200", "cost: unknown price: train.json's $23.92/h is the price of 8x H100"), ("H100", "$")):
-        options = AssumedSpeed(device=device).options(shop.runs)
-        found = plan_sweep(sweep, Planner(MachineUse(shop.datasets, 1, 8), options))
+        found = plan_sweep(sweep, Planner(shop.datasets, shop.runs, processes=8, assume_device=device))
         assert said in " ".join(describe_sweep_plan(found, shop.runs).split())
 
 
@@ -205,26 +181,25 @@ def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def shown(use: MachineUse) -> list[str]:
-    return [group.environment["CUDA_VISIBLE_DEVICES"] for group in device_groups(use)]
-
-
 @pytest.mark.usefixtures("four_gpus")
-def test_gpus_are_shared_out_among_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shown(MachineUse.of(Path(), 2, None)) == ["0,1", "2,3"]
-    assert shown(MachineUse.of(Path(), 3, 1)) == ["0", "1", "2"]
-    assert MachineUse.of(Path(), 1, None).processes == 4
-    assert device_groups(MachineUse.of(Path(), 1, 2))[0].environment == {}
+def test_gpus_are_shared_out_among_the_groups(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    def shown(groups: int, processes: int | None = None) -> list[str]:
+        planner = Planner(shop.datasets, shop.runs, groups=groups, processes=processes)
+        shares = device_groups(groups, planner.processes)
+        return [variables.get("CUDA_VISIBLE_DEVICES", "all") for _, variables in shares]
+
+    assert shown(2) == ["0,1", "2,3"]
+    assert shown(3, 1) == ["0", "1", "2"]
+    assert Planner(shop.datasets, shop.runs).processes == 4
+    assert shown(1, 2) == ["all"]
     with pytest.raises(UserError, match="--groups 3 with 2 processes each: needs 6 GPUs, and there are 4"):
-        device_groups(MachineUse.of(Path(), 3, 2))
+        shown(3, 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-8f")
-    assert visible_gpus() == ["3", "GPU-8f"]
-    assert shown(MachineUse.of(Path(), 2, None)) == ["3", "GPU-8f"]
+    assert shown(2) == ["3", "GPU-8f"]
 
 
-def test_without_gpus_groups_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_gpus_groups_share_the_cores(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
-    use = MachineUse.of(Path(), 2, 2)
-    assert [group.environment for group in device_groups(use)] == [{"OMP_NUM_THREADS": "4"}] * 2
-    assert MachineUse.of(Path(), 4, None).processes == 1
+    assert [variables for _, variables in device_groups(2, 2)] == [{"OMP_NUM_THREADS": "4"}] * 2
+    assert Planner(shop.datasets, shop.runs, groups=4).processes == 1

@@ -18,19 +18,19 @@ from typing import Any
 
 import pytest
 
-from harness.common.errors import RunError, UserError
+from harness.common.errors import RunError, RunStopped, UserError
+from harness.common.exit import STOPPING_SIGNALS
 from harness.common.files import sha256
 from harness.common.json_files import read_json_object
 from harness.runs.metrics import MetricsFile, TrainEvent
-from harness.sweeps.attempt import training_command
 from harness.sweeps.derived_runs import write_runs
-from harness.sweeps.plan import AssumedSpeed, MachineUse, Planner
-from harness.sweeps.run import STOPPING_SIGNALS, Ends, SweepRunner, describe_ends, leave
-from harness.sweeps.standing import Standing, describe_standings, standing_of
-from harness.sweeps.sweep import SweepRuns
+from harness.sweeps.file import SweepRuns
+from harness.sweeps.plan import Planner
+from harness.sweeps.run import SweepRunner, training_command
+from harness.sweeps.status import status_lines, status_of
 from tests.support.isolation import ROOT
 from tests.support.launch import Process, Workshop, finish, metrics
-from tests.support.sweeping import add_summary, load, sweep_command, when
+from tests.support.sweeping import add_summary, load, states, sweep_command, when
 from tests.support.warm import FORK_PYTHONS
 
 PATIENCE_SECONDS = 100
@@ -90,73 +90,75 @@ def make(shop: Workshop, **keys: Any) -> SweepRuns:
     return sweep
 
 
-def run(shop: Workshop, sweep: SweepRuns, groups: int = 1, max_dollars: float | None = None) -> tuple[Ends, list[str]]:
-    """Run the sweep; return how the runs end, and the lines said meanwhile."""
-    planner = Planner(MachineUse(shop.datasets, groups, 1), AssumedSpeed().options(shop.runs))
+def runner_of(shop: Workshop, sweep: SweepRuns, groups: int = 1, max_dollars: float | None = None) -> SweepRunner:
+    planner = Planner(shop.datasets, shop.runs, groups=groups, processes=1)
+    return SweepRunner(sweep.runs, planner, shop.path / "in_place.py", max_dollars=max_dollars)
+
+
+def run(
+    shop: Workshop, sweep: SweepRuns, groups: int = 1, max_dollars: float | None = None
+) -> tuple[SweepRunner, list[str]]:
+    """Run the sweep; return its runner, and the lines said meanwhile."""
     said: list[str] = []
-    return SweepRunner(sweep.runs, planner, shop.path / "in_place.py", max_dollars).run(said.append), said
+    runner = runner_of(shop, sweep, groups, max_dollars)
+    runner.run(said.append)
+    return runner, said
+
+
+def end_of(runner: SweepRunner, capsys: pytest.CaptureFixture[str]) -> tuple[list[str], str]:
+    """The lines printed at the end, and the error."""
+    capsys.readouterr()
+    error = ""
+    try:
+        runner.leave()
+    except (RunError, RunStopped) as caught:
+        error = str(caught)
+    return capsys.readouterr().out.splitlines(), error
 
 
 def log_of(shop: Workshop, name: str) -> str:
     return (shop.runs / name / "sweep.log").read_text()
 
 
-def test_one_after_the_other_until_all_are_finished(shop: Workshop) -> None:
+def test_one_after_the_other_until_all_are_finished(shop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
     sweep = make(shop, vary={"random_seed": [1, 2]})
-    ends, said = run(shop, sweep)
-    assert ends == Ends(finished=["s-seed1", "s-seed2"])
+    runner, said = run(shop, sweep)
+    assert states(sweep) == {"seed1": "finished", "seed2": "finished"}
     assert [line.split(":")[0] for line in said] == ["s-seed1", "s-seed1", "s-seed2", "s-seed2"]
     assert "s-seed2: finished, validation loss 1.500" in said[3]
-    command = " ".join(training_command(shop.path / "in_place.py", sweep.runs[0], MachineUse(shop.datasets, 1, 1)))
-    assert log_of(shop, "s-seed1").splitlines()[1].startswith(f"$ {command}  # 20")
+    words = training_command(shop.path / "in_place.py", sweep.runs[0], runner.planner)
+    expected = ["s-seed1", str(shop.datasets), "--runs-dir", str(shop.runs), "--processes", "1"]
+    assert words == [sys.executable, str(shop.path / "in_place.py"), *expected]
+    assert log_of(shop, "s-seed1").splitlines()[1].startswith(f"$ {' '.join(words)}  # 20")
+    assert end_of(runner, capsys) == (["", "2 finished"], "")
     again, said = run(shop, sweep)
-    assert (again, said) == (Ends(), [])
-    assert "Nothing to do: all runs are finished" in describe_ends(again, sweep.runs)
+    assert said == []
+    assert end_of(again, capsys) == (["", "Nothing to do: all runs are finished"], "")
 
 
-def test_a_run_of_several_processes(shop: Workshop) -> None:
-    sweep = make(shop, vary={"random_seed": [1]})
-    words = training_command(Path("ddp_train.py"), sweep.runs[0], MachineUse(Path("data"), 1, 8))
-    run = ["ddp_train.py", "s-seed1", "data", "--runs-dir", str(shop.runs)]
-    assert words == [sys.executable, *run, "--processes", "8"]
-
-
-def test_a_failed_run_stops_no_other_and_is_tried_again(shop: Workshop) -> None:
+def test_a_failed_run_stops_no_other_and_is_tried_again(shop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
     sweep = make(shop, vary={"eps": [1.0, 4.0, 5.0]})
-    ends, _ = run(shop, sweep)
-    assert ends == Ends(finished=["s-eps4.0", "s-eps5.0"], failed=["s-eps1.0"])
-    said = describe_ends(ends, sweep.runs)
-    assert said.startswith("\n2 finished, 1 failed\n")
+    runner, _ = run(shop, sweep)
+    assert states(sweep) == {"eps1.0": "failed", "eps4.0": "finished", "eps5.0": "finished"}
     assert log_of(shop, "s-eps1.0").endswith("\n# failed with exit status 1\n")
-    assert said.splitlines()[-3:] == [
-        "    it is 1.0",
-        "    something went before",
-        "    error: the disk is full of \\x1b[31mred",
-    ]
-    standings = [standing_of(each) for each in sweep.runs]
-    assert [each.state for each in standings] == ["failed", "finished", "finished"]
-    assert "    error: the disk is full of \\x1b[31mred" in describe_standings("s", standings, shop.runs).splitlines()
+    lines, error = end_of(runner, capsys)
+    assert lines[1] == "2 finished, 1 failed"
+    tail = ["    it is 1.0", "    something went before", "    error: the disk is full of \\x1b[31mred"]
+    assert lines[-3:] == tail
+    assert error == "1 of 3 runs failed; the same command tries them again"
+    assert status_lines([status_of(each) for each in sweep.runs])[-5:-2] == tail
     (shop.path / "in_place.py").write_text(IN_PLACE_OF_TRAINING.replace("eps == 1", "False"))
-    assert run(shop, sweep)[0] == Ends(finished=["s-eps1.0"])
-    assert standing_of(sweep.runs[0]).state == "finished"
+    run(shop, sweep)
+    assert set(states(sweep).values()) == {"finished"}
     assert log_of(shop, "s-eps1.0").count("\n$ ") == 2
-
-
-def test_what_training_would_refuse_has_failed_without_a_start(shop: Workshop) -> None:
-    shop.add_dataset()
-    sweep = make(shop, vary={"min_train_tokens": [10**9, 1280]})
-    ends, said = run(shop, sweep)
-    assert ends == Ends(finished=["s-tokens1280"], failed=["s-tokens1000000000"])
-    assert "the train split of local/letters is too short" in said[0]
-    assert "too short" in describe_ends(ends, sweep.runs).splitlines()[-1]
 
 
 def test_groups_run_at_the_same_time(shop: Workshop) -> None:
     """Each of the two waits for the other; alone it would wait forever."""
     shop.add_dataset()
     sweep = make(shop, set={"eps": 3.0}, vary={"random_seed": [1, 2]})
-    ends, said = run(shop, sweep, groups=2)
-    assert sorted(ends.finished) == ["s-seed1", "s-seed2"]
+    _, said = run(shop, sweep, groups=2)
+    assert set(states(sweep).values()) == {"finished"}
     assert "started on group 1" in said[0]
     assert "started on group 2" in said[1]
 
@@ -175,11 +177,13 @@ def test_a_run_that_the_budget_does_not_hold_is_not_begun(shop: Workshop) -> Non
     """The plan is (1280 + 160) tokens at 96 a second: 15 s, and 150 dollars."""
     sweep = make(shop, vary={"random_seed": [1, 2, 3]})
     add_summary(sweep.runs[0], dollars={"total": 20.0})
-    ends, said = run(shop, sweep, max_dollars=169.0)
-    assert (ends.not_begun, said) == (["s-seed2", "s-seed3"], [])
-    assert ends.reason == "--max-dollars 169.00: $20.00 are spent, and with s-seed2 they would be $170.00"
-    ends, _ = run(shop, sweep, max_dollars=171.0)
-    assert (ends.finished, ends.not_begun) == (["s-seed2"], ["s-seed3"]), "what seed 2 has cost counts"
+    done = sweep_command(shop, "run", str(shop.datasets), "--max-dollars", "169")
+    reason = "--max-dollars 169.00: $20.00 are spent, and with s-seed2 they would be $170.00"
+    assert (done.status, done.stderr) == (1, f"error: 2 of 3 runs are left: {reason}\n")
+    assert done.stdout.splitlines()[0] == "Sweep s: 2 of 3 runs are to be trained"
+    runner, _ = run(shop, sweep, max_dollars=171.0)
+    assert runner.reason == "--max-dollars 171.00: $30.00 are spent, and with s-seed3 they would be $180.00"
+    assert states(sweep) == {"seed1": "finished", "seed2": "finished", "seed3": "never trained"}
     assert not (shop.runs / "s-seed3" / "sweep.log").exists()
 
 
@@ -188,33 +192,21 @@ def test_the_plans_of_runs_under_way_are_counted(shop: Workshop) -> None:
     shop.add_dataset()
     sweep = make(shop, set={"eps": 3.0}, vary={"random_seed": [1, 2, 3, 4]})
     add_summary(sweep.runs[0], dollars={"total": 0.0})
-    ends, _ = run(shop, sweep, groups=3, max_dollars=149.0)
-    assert (len(ends.finished), ends.not_begun) == (2, ["s-seed4"])
+    run(shop, sweep, groups=3, max_dollars=149.0)
+    assert states(sweep) == {**dict.fromkeys(("seed1", "seed2", "seed3"), "finished"), "seed4": "never trained"}
 
 
 def test_a_run_of_unknown_cost_is_stopped_when_the_budget_is_spent(
     shop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The budget counts by the run's own clock, as compare_runs.py does."""
+    """The budget counts by the run's own clock, as compare_runs.py does, and what was spent before."""
     monkeypatch.setattr("harness.sweeps.run.LOOK_SECONDS", 0.1)
     sweep = make(shop, set={"eps": 2.0}, vary={"random_seed": [1, 2]})
-    ends, said = run(shop, sweep, max_dollars=25.0)
-    assert (ends.stopped, ends.not_begun, ends.failed) == (["s-seed1"], ["s-seed2"], [])
-    assert ends.reason == "--max-dollars 25.00 are spent"
+    runner, said = run(shop, sweep, max_dollars=25.0)
+    assert runner.reason == "--max-dollars 25.00 are spent"
     assert said[0] == "s-seed1: what it costs is not known yet; it is stopped when the budget is spent"
-    assert standing_of(sweep.runs[0]).state == "stopped"
-    again, _ = run(shop, sweep, max_dollars=25.0)
-    assert again.not_begun == ["s-seed1", "s-seed2"], "what was spent before counts"
-
-
-def test_the_command_ends_with_what_is_left(shop: Workshop) -> None:
-    sweep = make(shop, vary={"random_seed": [1, 2]})
-    add_summary(sweep.runs[0], dollars={"total": 20.0})
-    done = sweep_command(shop, "run", str(shop.datasets), "--max-dollars", "169")
-    assert done.status == 1
-    reason = "--max-dollars 169.00: $20.00 are spent, and with s-seed2 they would be $170.00"
-    assert done.stderr == f"error: 1 of 2 runs are left: {reason}\n"
-    assert done.stdout.splitlines()[0] == "Sweep s: 1 of 2 runs are to be trained"
+    assert states(sweep) == {"seed1": "stopped", "seed2": "never trained"}
+    assert run(shop, sweep, max_dollars=25.0)[1] == [], "nothing is begun"
 
 
 def test_a_budget_without_a_price_is_refused(shop: Workshop) -> None:
@@ -227,28 +219,32 @@ def test_a_budget_without_a_price_is_refused(shop: Workshop) -> None:
 
 
 @pytest.mark.parametrize("number", STOPPING_SIGNALS)
-def test_a_signal_stops_the_runs_with_checkpoints(shop: Workshop, number: int) -> None:
+def test_a_signal_stops_the_runs_with_checkpoints(
+    shop: Workshop, number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     sweep = make(shop, set={"eps": 2.0}, vary={"random_seed": [1, 2]})
-    when((shop.runs / "s-seed1" / "began").exists, lambda: os.kill(os.getpid(), number))
-    ends, said = run(shop, sweep)
-    assert (ends.stopped, ends.not_begun, ends.signal) == (["s-seed1"], ["s-seed2"], number)
-    assert f"stopped by {signal.Signals(number).name}: waiting for the checkpoints of s-seed1" in said
-    assert standing_of(sweep.runs[0]).state == "stopped"
-    assert describe_ends(ends, sweep.runs).splitlines()[-1] == "s-seed2  never trained"
+    when((shop.runs / "s-seed1" / "metrics.jsonl").exists, lambda: os.kill(os.getpid(), number))
+    runner, said = run(shop, sweep)
+    name = signal.Signals(number).name
+    assert f"stopped by {name}: waiting for the checkpoints of s-seed1" in said
+    assert states(sweep) == {"seed1": "stopped", "seed2": "never trained"}
+    lines, _ = end_of(runner, capsys)
+    assert lines[1] == f"1 stopped, 1 never trained (stopped by {name})"
+    assert lines[-1] == "s-seed2  never trained"
+    with pytest.raises(RunStopped):
+        runner.leave()
 
 
-def test_totals_are_those_of_the_whole_sweep(shop: Workshop) -> None:
-    sweep = make(shop, vary={"eps": [4.0, 2.0, 5.0, 1.0]})
+def test_a_pruned_run_is_done(shop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = make(shop, vary={"eps": [4.0, 5.0]})
     add_summary(sweep.runs[0])
-    when((shop.runs / "s-eps2.0" / "metrics.jsonl").exists, lambda: os.kill(os.getpid(), signal.SIGINT))
-    stopped, _ = run(shop, sweep)
-    said = describe_ends(stopped, sweep.runs)
-    assert said.startswith("\n1 finished, 1 stopped, 2 never trained (stopped by SIGINT)\n")
-    (shop.path / "in_place.py").write_text(IN_PLACE_OF_TRAINING.replace("eps == 2", "False"))
-    assert describe_ends(run(shop, sweep)[0], sweep.runs).startswith("\n3 finished, 1 failed\n")
-    (shop.runs / "s-eps1.0" / "sweep.log").write_text("# pruned at global step 7\n")
-    assert describe_ends(Ends(), sweep.runs) == "\nNothing to do: all runs are finished or pruned"
-    assert describe_ends(Ends(reason="spent"), sweep.runs, 2) == "\n3 finished, 1 pruned, 2 not made (spent)"
+    (shop.runs / "s-eps5.0" / "sweep.log").write_text("# pruned at global step 7\n")
+    (shop.runs / "s-eps5.0" / "sweep-attempts.json").write_text('{"attempts": []}')  # of an earlier version
+    runner, said = run(shop, sweep)
+    assert said == []
+    assert end_of(runner, capsys) == (["", "Nothing to do: all runs are finished or pruned"], "")
+    planned = sweep_command(shop, "plan", str(shop.datasets)).stdout
+    assert planned.endswith("\n1 finished, 1 pruned already\n")
 
 
 def test_every_command_has_the_same_word_for_a_run(shop: Workshop) -> None:
@@ -287,7 +283,8 @@ def test_a_run_under_way_is_shown_with_the_time_left(shop: Workshop) -> None:
     event = TrainEvent(global_step=5, tokens_seen=344, seconds=1.0, loss=2.0, tokens_per_second=93.6)
     MetricsFile(made.run.metrics).append(event)
     lock = made.run.lock()
-    assert standing_of(made) == Standing(made, "going on", "global step 5, 26 %, loss 2.000, 10 s left")
+    status = status_of(made)
+    assert (status.state, status.said) == ("going on", "global step 5, 26 %, loss 2.000, 10 s left")
     os.close(lock.descriptor)
 
 
@@ -298,13 +295,11 @@ def test_a_sweep_shows_how_far_its_runs_are(shop: Workshop, monkeypatch: pytest.
     monkeypatch.setattr("harness.sweeps.run.REPORT_SECONDS", 0.1)
     shop.add_dataset()
     sweep = make(shop, set={"eps": 2.0}, vary={"random_seed": [1, 2]})
-    planner = Planner(MachineUse(shop.datasets, 1, 1), AssumedSpeed().options(shop.runs))
     said: list[str] = []
     shown: list[str] = []
     lines = shown if is_terminal else said
     when(lambda: any("loss 2.500" in line for line in lines), lambda: os.kill(os.getpid(), signal.SIGTERM))
-    runner = SweepRunner(sweep.runs, planner, shop.path / "in_place.py", None)
-    runner.run(said.append, shown.append if is_terminal else None)
+    runner_of(shop, sweep).run(said.append, shown.append if is_terminal else None)
     pattern = r"run 1 of 2, s-seed1: global step \d+, \d+ %, loss 2\.500, \d+ s left"
     assert any(re.fullmatch(pattern, line) for line in lines)
     assert bool(shown) is is_terminal
@@ -321,12 +316,12 @@ def test_a_run_that_another_process_trains_is_waited_for(shop: Workshop) -> None
     assert other.stdin is not None
     assert other.stdout is not None
     other.stdout.readline()
-    assert standing_of(sweep.runs[0]).state == "going on"
+    assert states(sweep) == {"seed1": "going on", "seed2": "never trained"}
     when((shop.runs / "s-seed2" / "summary.json").exists, other.stdin.close)
-    ends, said = run(shop, sweep)
+    _, said = run(shop, sweep)
     other.wait(PATIENCE_SECONDS)
     other.stdout.close()
-    assert ends == Ends(finished=["s-seed2", "s-seed1"])
+    assert states(sweep) == {"seed1": "finished", "seed2": "finished"}
     assert said[0] == "s-seed1: is being trained by another process; waiting for it"
 
 
@@ -354,16 +349,18 @@ def weights(shop: Workshop, name: str) -> str:
 
 def test_real_runs_from_the_file_to_the_losses(shop: Workshop) -> None:
     shop.add_dataset()
-    sweep = make(shop, together=[{"random_seed": 1}, {"initial_weights": "missing.safetensors"}])
+    entries = [{"random_seed": 1}, {"initial_weights": "missing.safetensors"}, {"min_train_tokens": 10**9}]
+    sweep = make(shop, together=entries)
     done = finish([begin(shop, "--groups", "2")], expect=1, timeout=PATIENCE_SECONDS)
-    assert done.error_lines == ["error: 1 of 2 runs failed; the same command tries them again"]
-    assert "1 finished, 1 failed" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("    error: ")
-    assert "missing.safetensors" in done.stdout.splitlines()[-1]
+    assert done.error_lines == ["error: 2 of 3 runs failed; the same command tries them again"]
+    assert "1 finished, 2 failed" in done.stdout
+    errors = [line for line in done.stdout.splitlines() if line.startswith("    error: ")]
+    assert "missing.safetensors" in errors[0]
+    assert "the train split of local/letters is too short" in errors[1]
     loss = read_json_object(shop.runs / "s-seed1" / "summary.json")["final_validation_loss"]
     status = sweep_command(shop, "status").stdout
     assert f" finished validation loss {loss:.3f}" in " ".join(status.split())
-    assert standing_of(sweep.runs[1]).state == "failed"
+    assert list(states(sweep).values()) == ["finished", "failed", "failed"]
 
 
 LONG = {"min_train_tokens": 64 * 150, "validation_interval": 50}
@@ -482,40 +479,29 @@ def test_one_damaged_run_hides_no_other(shop: Workshop) -> None:
     assert not (shop.runs / "s-seed7" / "sweep.log").exists(), "nothing is trained"
 
 
-def test_a_plan_whose_only_run_left_is_damaged_shows_the_finished_ones(shop: Workshop) -> None:
-    made = make(shop, vary={"random_seed": [1, 2]})
-    add_summary(made.runs[0])
-    (shop.runs / "s-seed2" / "train.json").write_text("{")
-    done = sweep_command(shop, "plan", str(shop.datasets))
-    assert done.status == 0
-    assert "1 finished already" in done.stdout
-    assert "Cannot be trained: " in done.stdout
-
-
-def test_a_summary_that_cannot_be_read_is_told_with_its_remedy(shop: Workshop) -> None:
-    made = make(shop, vary={"random_seed": [1, 2]})
-    run(shop, made)
-    (shop.runs / "s-seed2" / "summary.json").unlink()
+def test_a_summary_that_cannot_be_read_is_told_with_its_remedy(
+    shop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = make(shop, vary={"random_seed": [1, 2]})
     spoilt = shop.runs / "s-seed1" / "summary.json"
     spoilt.write_text("{")
-    standing = standing_of(made.runs[0])
-    assert standing.state == "damaged"
-    assert standing.said.startswith(f"{spoilt}:1: not valid JSON")
-    assert "move it away" in standing.said
-
-    (shop.runs / "s-seed1" / "began").unlink()
-    ends, _ = run(shop, made)
-    assert ends == Ends(finished=["s-seed2"], damaged={"s-seed1": standing.said})
+    status = status_of(sweep.runs[0])
+    assert status.state == "damaged"
+    assert status.said.startswith(f"{spoilt}:1: not valid JSON")
+    assert "move it away" in status.said
+    runner, _ = run(shop, sweep)
+    assert states(sweep) == {"seed1": "damaged", "seed2": "finished"}
     assert not (shop.runs / "s-seed1" / "began").exists(), "it is not trained anew"
     assert spoilt.read_text() == "{"
-    with pytest.raises(RunError, match="1 of 2 runs are damaged"):
-        leave(ends, made.runs)
-    assert describe_ends(ends, made.runs).startswith("\n1 finished, 1 damaged\ns-seed1  damaged\n")
-
+    lines, error = end_of(runner, capsys)
+    assert lines[1:3] == ["1 finished, 1 damaged", "s-seed1  damaged"]
+    assert error == "1 of 2 runs are damaged and were left as they are"
+    planned = sweep_command(shop, "plan", str(shop.datasets))
+    assert planned.status == 0, "what is finished is shown"
+    assert "Cannot be trained: " in planned.stdout
     spoilt.unlink()
-    ends, _ = run(shop, made)
-    assert not ends.damaged
-    assert standing_of(made.runs[0]).state == "finished"
+    run(shop, sweep)
+    assert states(sweep) == {"seed1": "finished", "seed2": "finished"}
 
 
 @pytest.mark.slow
@@ -527,7 +513,7 @@ def test_a_real_summary_that_is_moved_away_is_written_again(shop: Workshop) -> N
     before = read_json_object(place / "summary.json")
     weights_before = weights(shop, "s-seed1")
     (place / "summary.json").write_text("{")
-    assert standing_of(made.runs[0]).state == "damaged"
+    assert status_of(made.runs[0]).state == "damaged"
     refused = sweep_command(shop, "run", str(shop.datasets))
     assert refused.status == 2, "it is the only run"
     assert "move it away and train again: it is written anew" in refused.stderr

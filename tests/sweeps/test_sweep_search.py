@@ -8,8 +8,11 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -19,22 +22,28 @@ from typing import Any
 import pytest
 
 from harness.common.errors import UserError
+from harness.common.exit import STOPPING_SIGNALS
 from harness.common.json_files import read_json_object
 from harness.sweeps import run as sweep_run
-from harness.sweeps.file import Pruning
-from harness.sweeps.plan import AssumedSpeed, MachineUse, Planner
-from harness.sweeps.run import STOPPING_SIGNALS, Ends
-from harness.sweeps.space import Choices, Range
-from harness.sweeps.standing import standing_of
-from harness.sweeps.trials import Search, TrialResult, describe_best, describe_search, load_search
+from harness.sweeps.plan import Planner
+from harness.sweeps.search import (
+    LARGEST_FAILURES,
+    Result,
+    Sampler,
+    Search,
+    SearchRunner,
+    describe_best,
+    describe_search,
+    is_worse_than_median,
+    load_search,
+)
+from harness.sweeps.status import Status
+from tests.support.isolation import ROOT
 from tests.support.launch import Workshop, metrics
 from tests.support.sweeping import start, sweep_command, when
 
 optuna = pytest.importorskip("optuna", reason="the extra `sweep` is not installed")
 optuna.logging.set_verbosity(optuna.logging.WARNING)
-
-from harness.sweeps.search import LARGEST_FAILURES, SearchLimits, SearchRunner  # noqa: E402
-from harness.sweeps.study import Pruner, Sampler  # noqa: E402
 
 PATIENCE_SECONDS = 100
 RATES = {"min": 0.0001, "max": 1.0, "log": True}
@@ -84,6 +93,7 @@ def shop(tmp_path: Path) -> Workshop:
 def runners(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A runner listens to signals from then on. It looks often: these trials take no time."""
     monkeypatch.setattr(sweep_run, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(sweep_run, "LOOK_SECONDS", 0.01)
     before = {number: signal.getsignal(number) for number in STOPPING_SIGNALS}
     yield
     for number, handler in before.items():
@@ -98,34 +108,156 @@ def load(shop: Workshop, **keys: Any) -> Search:
 
 def run(
     shop: Workshop, search: Search, groups: int = 1, max_dollars: float | None = None, prunes: bool = False
-) -> tuple[Ends, list[str]]:
-    planner = Planner(MachineUse(shop.datasets, groups, 1), AssumedSpeed().options(shop.runs))
+) -> tuple[SearchRunner, list[str]]:
+    """Run the search; return its runner, and the lines said meanwhile."""
+    planner = Planner(shop.datasets, shop.runs, groups=groups, processes=1)
+    pruning = search.sweep.pruning if prunes else None
+    runner = SearchRunner(search, planner, shop.path / "in_place.py", max_dollars=max_dollars, pruning=pruning)
     said: list[str] = []
-    limits = SearchLimits(max_dollars, prunes)
-    return SearchRunner(search, planner, shop.path / "in_place.py", limits).run(said.append), said
+    runner.run(said.append)
+    return runner, said
 
 
-def results(search: Search) -> list[TrialResult]:
-    return [search.result_of(trial) for trial in search.trials()]
+def states(search: Search) -> list[str]:
+    return [result.status.state for result in search.results()]
 
 
 def points(search: Search) -> list[dict[str, Any]]:
-    return [trial.point for trial in search.trials()]
+    return [result.point for result in search.results()]
+
+
+def outcome(search: Search) -> list[tuple[str, float | None]]:
+    return [(result.run.name, result.loss) for result in search.results()]
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("search", "said"),
+    [
+        ({"learning_rat": RATES}, 'in "search": key "learning_rat": unknown; did you mean "learning_rate"?'),
+        ({"learning_rate": {"min": 0.1, "max": 0.01}}, 'key "learning_rate": "min" (0.1) must be below "max" (0.01)'),
+        (
+            {"learning_rate": {"min": 0, "max": 1, "log": True}},
+            "`low > 0` must hold for `log=True`",
+        ),
+        ({"learning_rate": {"min": 1e-3, "maxx": 1}}, 'key "search.learning_rate.maxx": unknown'),
+        ({"learning_rate": {"min": 1e-3}}, 'key "search.learning_rate.max": missing'),
+        ({"learning_rate": {"min": "a", "max": 1}}, 'key "search.learning_rate.min": input should be a valid'),
+        ({"learning_rate": {"min": True, "max": 2}}, 'key "search.learning_rate.min": input should be a valid'),
+        ({"learning_rate": {**RATES, "step": 0.1}}, 'give a list of values in place of "log" and "step"'),
+        ({"learning_rate": 0.1}, 'key "search.learning_rate": must be an object, { ... }, not 0.1'),
+        ({"learning_rate": []}, "give at least two values"),
+        ({"learning_rate": [0.1, 0.1, 0.2]}, "each once"),
+        ({"n_layers": {"min": 1, "max": 2.5}}, 'key "n_layers": "min", "max" and "step" must be whole numbers'),
+        ({"emb_dim": {"min": 16, "max": 60, "step": 16}}, '"step" (16) does not divide the range'),
+        ({"random_seed": [1, 2, 3]}, "cannot be searched: the lowest loss would be the luckiest seed's"),
+        ({"microbatch_size": [1, 2, 4]}, 'so that trials would not compare; search "global_batch_size"'),
+        ({}, 'key "search": name at least one key'),
+        ([1], 'key "search": input should be a valid dictionary, not [1]'),
+    ],
+)
+def test_bad_ranges_get_one_line(shop: Workshop, search: Any, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        Sampler(load(shop, search=search))
+    message = str(caught.value)
+    assert message.startswith(f"{shop.path / 's.json'}: ")
+    assert message.splitlines() == [message]
+    assert said in message
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"trials": 0}, 'key "trials": input should be greater than or equal to 1, not 0'),
+        ({"trials": 1001}, 'key "trials": input should be less than or equal to 1000'),
+        ({"trials": None}, 'key "trials": missing; give the number of runs'),
+        ({"trial": 3}, 'key "trial": unknown; did you mean "trials"?'),
+        ({"vary": {"learning_rate": [0.1]}}, 'keys "search" and "vary": leave one of them out'),
+        ({"together": [{"eps": 0.1}]}, 'keys "search" and "together": leave one of them out'),
+        ({"set": {"learning_rate": 0.1}}, 'key "learning_rate": given in "set" and in "search"; keep one'),
+        ({"objective": "train_loss"}, "key \"objective\": input should be 'final_validation_loss' or 'best_valid"),
+        ({"pruning": {"after_trial": 3}}, 'key "pruning.after_trial": unknown'),
+        ({"pruning": False}, 'key "pruning": must be an object'),
+        ({"set": {"validation_interval": None}}, 'key "validation_interval": the runs would have no validation loss'),
+        ({"search": {}, "trials": None}, 'key "search": name at least one key'),
+    ],
+)
+def test_bad_searches_get_one_line(shop: Workshop, keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
+        load(shop, **keys)
+
+
+def test_a_sweep_is_no_search_nor_the_reverse(shop: Workshop) -> None:
+    path = shop.path / "s.json"
+    path.write_text(json.dumps({"base": "base", "vary": {"eps": [0.1]}}))
+    with pytest.raises(UserError, match='key "search": missing; without it, `sweep_runs'):
+        load_search(path, shop.runs)
+    load(shop)
+    for verb, *more in (["make"], ["plan", str(shop.datasets)], ["run", str(shop.datasets)]):
+        done = sweep_command(shop, verb, *more)
+        said = f"makes its runs one by one as it trains them: `sweep_runs.py search {path} DATASETS_DIR`"
+        assert (done.status, done.stderr) == (2, f'error: {path}: key "search": {said}\n')
+
+
+def test_without_optuna_the_remedy_is_named(shop: Workshop) -> None:
+    """The status needs no Optuna."""
+    search = load(shop)
+    words = ["search", str(search.path), str(shop.datasets), "--runs-dir", str(shop.runs)]
+    program = (
+        "import runpy, sys\n"
+        "sys.modules['optuna'] = None\n"
+        f"sys.argv = ['sweep_runs.py', *{words!r}]\n"
+        f"runpy.run_path({str(ROOT / 'sweep_runs.py')!r}, run_name='__main__')\n"
+    )
+    status = program.replace("'search'", "'status'").replace(f"{str(shop.datasets)!r}, ", "")
+    done, said = (
+        subprocess.run([sys.executable, "-c", each], capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_SECONDS)
+        for each in (program, status)
+    )
+    assert done.returncode == 2
+    assert done.stderr == "error: the optuna package is missing: uv run --extra sweep sweep_runs.py search ...\n"
+    assert [folder.name for folder in shop.runs.iterdir() if folder.is_dir()] == ["base"]
+    assert said.stdout == f"Search s in {shop.runs}, 0 of 3 trials made: nothing is made yet\n"
 
 
 # What Optuna answers
 
 
-def made_results(search: Search, loss_of: Callable[[dict[str, Any]], float], count: int) -> list[TrialResult]:
+def made_results(search: Search, loss_of: Callable[[dict[str, Any]], float], count: int) -> list[Result]:
     """Trials as a search would choose them, with losses; nothing is on the disk."""
-    sampler = Sampler(search.sweep.search, search.sweep.sampler_seed)
-    found: list[TrialResult] = []
+    sampler = Sampler(search)
+    found: list[Result] = []
     for number in range(count):
-        trial = search.make_trial(number, sampler.suggest(found, number, 0))
-        loss = loss_of(trial.point)
-        state: Any = "finished" if math.isfinite(loss) else "diverged"
-        found.append(TrialResult(trial, state, {}, loss if math.isfinite(loss) else None))
+        point = sampler.suggest(found, number, 0)
+        loss: float | None = loss_of(point)
+        loss = loss if loss is not None and math.isfinite(loss) else None
+        found.append(
+            Result(number, point, Status(search.derive(number, point), "finished"), {}, loss, has_diverged=loss is None)
+        )
     return found
+
+
+@pytest.mark.parametrize(
+    ("domain", "resolution"),
+    [
+        (RATES, 0.001),
+        ({"min": 1000, "max": 1001}, 0.001),
+        ({"min": 0.1, "max": 0.2}, 0.0001),
+        ({"min": 3e-9, "max": 0.5, "log": True}, 0.001),
+        ({"min": 0.007, "max": 0.035, "step": 0.007}, 0.007),
+    ],
+)
+def test_values_are_short_numbers_in_the_range(shop: Workshop, domain: dict[str, float], resolution: float) -> None:
+    sampler = Sampler(load(shop, search={"weight_decay": domain}))
+    values: list[Any] = [sampler.suggest([], number, 0)["weight_decay"] for number in range(60)]
+    assert all(domain["min"] <= value <= domain["max"] for value in values)
+    assert all(len(repr(value)) <= 10 for value in values)
+    least = 5 if "step" in domain else 50
+    assert len(set(values)) >= least
+    if "step" in domain:
+        assert set(values) == {0.007, 0.014, 0.021, 0.028, 0.035}
 
 
 def test_points_are_those_of_one_study_that_goes_on(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +279,7 @@ def test_points_are_those_of_one_study_that_goes_on(shop: Workshop, monkeypatch:
     def loss_of(point: Mapping[str, Any]) -> float:
         return abs(point["n_layers"] - 6) + abs(point["emb_dim"] - 96) / 64 + (point["lr_schedule"] == "cosine")
 
-    ours = [each.trial.point for each in made_results(load(shop, search=space), loss_of, 25)]
+    ours = [each.point for each in made_results(load(shop, search=space), loss_of, 25)]
     monkeypatch.undo()
     assert len(set(seeds)) == 25
     study = optuna.create_study()
@@ -176,82 +308,77 @@ def test_where_runs_diverge_few_are_tried_again(shop: Workshop) -> None:
     """Optuna does not look at failed trials at all."""
     search = load(shop, trials=40)
     found = made_results(search, lambda point: math.nan if point["learning_rate"] > 0.01 else 1.0, 40)
-    diverged = [each.state == "diverged" for each in found]
+    diverged = [each.has_diverged for each in found]
     assert sum(diverged[:10]) >= 3, "half of the range"
     assert sum(diverged[-20:]) <= 5
 
 
-def result(search: Search, losses: dict[int, float], state: Any = "finished") -> TrialResult:
-    return TrialResult(search.make_trial(0, {"learning_rate": 0.1}), state, losses, min(losses.values()))
-
-
-def test_pruning_is_the_median_rule(shop: Workshop) -> None:
-    search, random_numbers = load(shop), random.Random(3)
-    pruner = Pruner(Pruning(after_trials=4, after_share=0.5))
-    verdicts = []
-    for _ in range(200):
-        others = [{100 * i: random_numbers.random() for i in range(1, 11)} for _ in range(random_numbers.randint(3, 7))]
-        losses = {100 * i: random_numbers.uniform(0.4, 1.4) for i in range(1, random_numbers.randint(2, 11))}
-        last = max(losses)
-        expected = (
-            len(others) >= 4
-            and last >= 500
-            and min(losses.values()) > statistics.median(other[last] for other in others)
-        )
-        assert pruner.gives_up(losses, [result(search, other) for other in others], 1000) == expected
-        verdicts.append(expected)
-    assert 5 < sum(verdicts) < 195
-
-
-def test_pruning_compares_after_as_many_tokens(shop: Workshop) -> None:
+def test_pruning_compares_after_as_many_tokens() -> None:
     """Others were validated at other places: their last before counts; one that was not yet does not count."""
-    search, pruner = load(shop), Pruner(Pruning(after_trials=2, after_share=0.0))
-    others = [result(search, {90: 2.0, 180: 1.0}), result(search, {70: 2.2, 140: 2.1}), result(search, {130: 0.1})]
-    assert pruner.gives_up({100: 2.2}, others, 200)
-    assert not pruner.gives_up({100: 2.05}, others, 200)
-    assert pruner.gives_up({100: math.nan}, others, 200)
+    others = [{90: 2.0, 180: 1.0}, {70: 2.2, 140: 2.1}, {130: 0.1}]
+    assert is_worse_than_median({100: 2.2}, others)
+    assert not is_worse_than_median({100: 2.05}, others)
+    assert is_worse_than_median({50: 2.4, 100: math.inf}, others)
+    assert not is_worse_than_median({50: 2.0, 100: math.inf}, others), "the lowest so far counts"
+    assert not is_worse_than_median({60: 9.0}, others), "no other was validated by then"
+
+
+def test_pruning_is_optunas_median_rule() -> None:
+    random_numbers, pruner, answers = random.Random(3), optuna.pruners.MedianPruner(1, 0), []
+    for _ in range(100):
+        others = [{100 * i: random_numbers.random() for i in range(1, 11)} for _ in range(random_numbers.randint(1, 7))]
+        losses = {100 * i: random_numbers.uniform(0.2, 1.2) for i in range(1, random_numbers.randint(2, 11))}
+        study = optuna.create_study()
+        for values in others:
+            study.add_trial(optuna.trial.create_trial(value=0.0, intermediate_values=values))
+        running = optuna.trial.create_trial(state=optuna.trial.TrialState.RUNNING, intermediate_values=losses)
+        study.add_trial(running)
+        answers.append(is_worse_than_median(losses, others))
+        assert pruner.prune(study, study.get_trials()[-1]) == answers[-1]
+    assert 5 < sum(answers) < 95
 
 
 def test_values_that_json_tells_apart(shop: Workshop) -> None:
-    sampler = Sampler({"a": Choices((1, 1.0, True, None, [0.9, 0.95]))}, 0)
-    found = {json.dumps(sampler.suggest([], number, 0)["a"]) for number in range(60)}
+    sampler = Sampler(load(shop, search={"weight_decay": [1, 1.0, True, None, [0.9, 0.95]]}))
+    found = {json.dumps(sampler.suggest([], number, 0)["weight_decay"]) for number in range(60)}
     assert found == {"1", "1.0", "true", "null", "[0.9, 0.95]"}
 
 
 def test_the_seed_is_the_files(shop: Workshop) -> None:
-    domains = {"a": Range(min=0.0, max=1.0)}
-    first, second = (Sampler(domains, seed).suggest([], 0, 0) for seed in (1, 2))
+    first, second, again = (Sampler(load(shop, sampler_seed=seed)).suggest([], 0, 0) for seed in (1, 2, 1))
     assert first != second
-    assert Sampler(domains, 1).suggest([], 0, 0) == first
+    assert first == again
 
 
 # From the file to the runs
 
 
 def test_trials_are_runs_that_say_what_was_chosen(shop: Workshop) -> None:
+    """A copy of one is no trial."""
     search = load(shop, trials=4, set={"weight_decay": 0.5})
-    ends, said = run(shop, search)
-    assert len(ends.finished) == 4
-    for number, trial in enumerate(search.trials()):
+    _, said = run(shop, search)
+    assert states(search) == ["finished"] * 4
+    for number, trial in enumerate(search.results()):
         rate = trial.point["learning_rate"]
         assert trial.run.name == f"s-{number:03d}-lr{rate}"
-        assert trial.run.train_config.learning_rate == rate
-        assert trial.run.train_config.weight_decay == 0.5
+        assert (trial.run.train_config.learning_rate, trial.run.train_config.weight_decay) == (rate, 0.5)
         derived = read_json_object(trial.run.run.path / "derived.json")
         assert derived["trial"] == {"number": number, "point": {"learning_rate": rate}}
         assert derived["differs"]["learning_rate"]["here"] == rate
-    assert [line.split(":")[0] for line in said] == [name for name in ends.finished for _ in "12"]
-    assert run(shop, search) == (Ends(), [])
+    assert [line.split(":")[0] for line in said] == [name for name, _ in outcome(search) for _ in "12"]
+    assert run(shop, search)[1] == []
+    trial.run.run.path.rename(shop.runs / "s-003-other")
+    assert len(search.results()) == 3
 
 
 def test_status_and_the_end_name_the_best_first(shop: Workshop) -> None:
     search = load(shop, trials=4)
     run(shop, search)
-    losses = sorted((each.loss or 0.0, each.trial.run.name) for each in results(search))
+    losses = sorted((loss or 0.0, name) for name, loss in outcome(search))
     status = sweep_command(shop, "status").stdout.splitlines()
     assert status[0] == f"Search s in {shop.runs}, 4 of 4 trials made: 4 finished"
     assert [line.split()[0] for line in status[2:]] == [name for _, name in losses]
-    best = describe_best(search, results(search))
+    best = describe_best(search, search.results())
     assert best[1] == f"Best of 4 finished trials: {losses[0][1]}"
     rate = losses[0][1].removeprefix("s-").split("lr")[1]
     assert best[2:4] == [f"    validation loss {losses[0][0]:.3f}", f"    learning_rate {rate}"]
@@ -260,118 +387,116 @@ def test_status_and_the_end_name_the_best_first(shop: Workshop) -> None:
 
 
 def test_each_point_is_tried_once(shop: Workshop) -> None:
-    """Optuna says a point again where there are few."""
-    search = load(shop, search={"learning_rate": [0.1, 0.01, 0.001], "lr_schedule": ["constant", "cosine"]}, trials=6)
-    ends, _ = run(shop, search)
-    assert len(ends.finished) == 6
-    assert len({json.dumps(point) for point in points(search)}) == 6
+    """Optuna says a point again where there are few; and where none is left, the search says so."""
+    search = load(shop, search={"learning_rate": [0.1, 0.01], "lr_schedule": ["constant", "cosine"]}, trials=5)
+    runner, _ = run(shop, search)
+    assert states(search) == ["finished"] * 4
+    assert len({json.dumps(point) for point in points(search)}) == 4
+    said = "no new point was found among 200 that were drawn: all that were drawn are trials already"
+    assert runner.reason == said
 
 
-def test_points_that_cannot_be_trained_are_left_out(shop: Workshop) -> None:
-    """16 dimensions are not a multiple of 3 heads."""
-    search = load(shop, search={"n_heads": {"min": 2, "max": 4}, "learning_rate": RATES}, trials=6)
-    ends, said = run(shop, search)
-    assert len(ends.finished) == 6
-    assert {point["n_heads"] for point in points(search)} == {2, 4}
-    assert sum("16 is not a multiple of n_heads (3)" in line for line in said) == 1
-
-
-def test_points_that_no_training_can_start_are_left_out(shop: Workshop) -> None:
-    """A warm-up that is longer than the 20 steps."""
-    space = {"warmup_steps": [2, 20, 21, 30], "lr_schedule": ["constant", "cosine"]}
-    search = load(shop, set={"learning_rate": 0.01}, search=space, trials=4)
-    ends, said = run(shop, search)
-    assert len(ends.finished) == 4
-    assert {point["warmup_steps"] for point in points(search)} == {2, 20}
-    assert sum("steps of warm-up are longer than the run" in line for line in said) == 1
+@pytest.mark.parametrize(
+    ("space", "key", "possible", "reason"),
+    [
+        (
+            {"n_heads": {"min": 2, "max": 4}, "learning_rate": RATES},
+            "n_heads",
+            {2, 4},
+            "16 is not a multiple of n_heads (3)",
+        ),
+        (
+            {"warmup_steps": [2, 30, 20, 21], "learning_rate": RATES},
+            "warmup_steps",
+            {2, 20},
+            "longer than",
+        ),
+        ({"eps": [0.1, "high"], "learning_rate": RATES}, "eps", {0.1}, 'input should be a valid number, not "high"'),
+    ],
+)
+def test_points_that_cannot_be_trained_are_left_out(
+    shop: Workshop, space: dict[str, Any], key: str, possible: set[Any], reason: str
+) -> None:
+    search = load(shop, search=space, trials=6)
+    _, said = run(shop, search)
+    assert states(search) == ["finished"] * 6
+    assert {point[key] for point in points(search)} <= possible
+    assert sum(reason in line for line in said) == 1
 
 
 def test_a_space_without_a_possible_point_is_told(shop: Workshop) -> None:
-    search = load(shop, search={"n_heads": [3, 5, 6], "learning_rate": RATES})
-    ends, _ = run(shop, search)
-    assert ends.reason.startswith("no new point was found among 200 that were drawn: ")
-    assert "16 is not a multiple of n_heads" in ends.reason
+    runner, _ = run(shop, load(shop, search={"n_heads": [3, 5, 6], "learning_rate": RATES}))
+    assert runner.reason.startswith("no new point was found among 200 that were drawn: ")
+    assert "16 is not a multiple of n_heads" in runner.reason
     assert [folder.name for folder in shop.runs.iterdir()] == ["base"]
 
 
 def test_failed_trials_stop_no_other(shop: Workshop) -> None:
     search = load(shop, search={"weight_decay": [1.0, 0.1, 0.2], "learning_rate": RATES}, trials=8)
-    ends, _ = run(shop, search)
-    failed = [each.trial.run.name for each in results(search) if each.trial.point["weight_decay"] == 1.0]
-    assert failed
-    assert ends.failed == failed
-    assert len(ends.finished) == 8 - len(failed)
-    assert standing_of(search.trials()[int(failed[0][2:5])].run).state == "failed"
+    run(shop, search)
+    expected = ["failed" if point["weight_decay"] == 1.0 else "finished" for point in points(search)]
+    assert states(search) == expected
+    assert {*expected} == {"failed", "finished"}
 
 
 def test_where_all_fail_the_search_ends(shop: Workshop) -> None:
     search = load(shop, set={"weight_decay": 1.0}, trials=20)
-    ends, _ = run(shop, search)
-    assert len(ends.failed) == LARGEST_FAILURES
-    assert ends.reason == "5 trials one after the other have failed"
-    assert len(search.trials()) == LARGEST_FAILURES
+    runner, _ = run(shop, search)
+    assert states(search) == ["failed"] * LARGEST_FAILURES
+    assert runner.reason == "5 trials one after the other have failed"
 
 
 def test_a_loss_that_is_not_finite_is_no_result(shop: Workshop) -> None:
     search = load(shop, search={"eps": [1.0, 0.1], "learning_rate": RATES}, trials=6)
-    ends, _ = run(shop, search)
-    assert len(ends.finished) == 6
-    states = {each.trial.point["eps"]: (each.state, each.loss is None) for each in results(search)}
-    assert states == {1.0: ("diverged", True), 0.1: ("finished", False)}
+    run(shop, search)
+    found = {each.point["eps"]: (each.has_diverged, each.loss is None) for each in search.results()}
+    assert found == {1.0: (True, True), 0.1: (False, False)}
+    best = describe_best(search, search.results())[1]
+    assert f"Best of {sum(point['eps'] == 0.1 for point in points(search))} finished" in best
     assert "diverged" not in describe_search(search)
-    assert (
-        f"Best of {sum(point['eps'] == 0.1 for point in points(search))} finished"
-        in describe_best(search, results(search))[1]
-    )
 
 
 # Pruning
 
 
-def held(shop: Workshop, trials: int, **keys: Any) -> Search:
+def held(shop: Workshop, trials: int) -> Search:
     """A search whose first three trials are finished; those to come are bad and do not end by themselves."""
-    run(shop, load(shop, pruning={"after_trials": 3, "after_share": 0.3}, trials=3))
+    pruning = {"after_trials": 3, "after_share": 0.3}
+    run(shop, load(shop, pruning=pruning, trials=3))
     (shop.path / "hold").write_text("bad")
-    return load(shop, pruning={"after_trials": 3, "after_share": 0.3} | keys, trials=trials)
+    return load(shop, pruning=pruning, trials=trials)
 
 
-def test_bad_trials_are_given_up_and_stay_so(shop: Workshop) -> None:
+def test_bad_trials_are_pruned_and_stay_so(shop: Workshop) -> None:
+    """The mark is in the log before the run is asked to end: without the mark the run would continue."""
     search = held(shop, 5)
-    ends, said = run(shop, search, prunes=True)
-    names = [trial.run.name for trial in search.trials()]
-    assert ends == Ends(pruned=names[3:])
-    assert f"{names[3]}: pruned at global step 9, validation loss 10.000" in said
-    for trial in search.trials()[3:]:
-        assert search.result_of(trial).state == "pruned"
-        log = (trial.run.run.path / "sweep.log").read_text()
-        assert log.splitlines()[-2:] == ["# pruned at global step 9", "stopped by SIGTERM"]
+    _, said = run(shop, search, prunes=True)
+    assert states(search) == ["finished"] * 3 + ["pruned"] * 2
+    pruned = search.results()[3].run
+    assert f"{pruned.name}: pruned at global step 9, validation loss 10.000" in said
+    log = (pruned.run.path / "sweep.log").read_text()
+    assert log.splitlines()[-2:] == ["# pruned at global step 9", "stopped by SIGTERM"]
     status = sweep_command(shop, "status").stdout
-    assert f"{names[3]} pruned at global step 9, validation loss 10.000" in " ".join(status.split())
+    assert f"{pruned.name} pruned at global step 9" in " ".join(status.split())
     assert "3 finished, 2 pruned" in status
-    assert run(shop, search, prunes=True) == (Ends(), [])
-    assert (search.trials()[3].run.run.path / "sweep.log").read_text().count("$ ") == 1
-
-
-def test_a_trial_that_was_given_up_when_the_search_was_killed_stays_so(shop: Workshop) -> None:
-    """The record is written before the run is asked to end."""
-    search = held(shop, 4)
-    run(shop, search, prunes=True)
     (shop.path / "hold").unlink()
-    given_up = search.trials()[3].run
-    assert run(shop, search, prunes=True) == (Ends(), [])
-    (given_up.run.path / "sweep.log").unlink()
-    (given_up.run.path / "metrics.jsonl").unlink()
-    assert run(shop, search)[0].finished == [given_up.name], "it is this record that keeps it"
+    assert run(shop, search, prunes=True)[1] == []
+    assert (pruned.run.path / "sweep.log").read_text().count("$ ") == 1
+    (pruned.run.path / "sweep.log").unlink()
+    (pruned.run.path / "metrics.jsonl").unlink()
+    run(shop, search)
+    assert states(search) == ["finished"] * 4 + ["pruned"]
 
 
 def test_without_pruning_every_trial_is_trained_to_its_end(shop: Workshop) -> None:
     search = held(shop, 4)
-    name = "s-003-"
-    when(lambda: any(search.runs_dir.glob(f"{name}*/metrics.jsonl")), lambda: os.kill(os.getpid(), signal.SIGTERM))
-    ends, _ = run(shop, search)
-    assert (len(ends.stopped), ends.pruned, ends.signal) == (1, [], signal.SIGTERM)
+    pattern = "s-003-*/metrics.jsonl"
+    when(partial(begun, shop, pattern), lambda: os.kill(os.getpid(), signal.SIGTERM))
+    runner, _ = run(shop, search)
+    assert (states(search)[3], runner.signal) == ("stopped", signal.SIGTERM)
     (shop.path / "hold").unlink()
-    assert run(shop, search)[0].finished == ends.stopped
+    run(shop, search)
+    assert states(search) == ["finished"] * 4
 
 
 # Stopped, grown, changed
@@ -386,14 +511,14 @@ def test_stopped_and_gone_on_with_it_makes_the_same_trials(shop: Workshop) -> No
         (shop.path / "hold").touch()
         pattern = f"s-{number:03d}-*/metrics.jsonl"
         when(partial(begun, shop, pattern), lambda: os.kill(os.getpid(), signal.SIGINT))
-        ends, _ = run(shop, load(shop, trials=14))
-        assert [name[:5] for name in ends.stopped] == [f"s-{number:03d}"]
+        run(shop, load(shop, trials=14))
+        assert states(search) == ["finished"] * number + ["stopped"]
         (shop.path / "hold").unlink()
     run(shop, search)
-    interrupted = [(each.trial.run.name, each.loss) for each in results(search)]
+    interrupted = outcome(search)
     start_anew(shop)
     run(shop, search)
-    assert [(each.trial.run.name, each.loss) for each in results(search)] == interrupted
+    assert outcome(search) == interrupted
     assert len(interrupted) == 14
 
 
@@ -411,8 +536,8 @@ def start_anew(shop: Workshop) -> None:
 
 def test_trials_at_the_same_time(shop: Workshop) -> None:
     search = load(shop, trials=6)
-    ends, said = run(shop, search, groups=3)
-    assert len(ends.finished) == 6
+    _, said = run(shop, search, groups=3)
+    assert states(search) == ["finished"] * 6
     assert len({json.dumps(point) for point in points(search)}) == 6
     assert [line.split(" on ")[1] for line in said if "started" in line][:3] == ["group 1", "group 2", "group 3"]
 
@@ -420,9 +545,8 @@ def test_trials_at_the_same_time(shop: Workshop) -> None:
 def test_trials_outside_a_changed_range_are_kept_but_not_learned_from(shop: Workshop) -> None:
     run(shop, load(shop, trials=3))
     narrow = load(shop, search={"learning_rate": {"min": 0.009, "max": 0.011}}, trials=5)
-    ends, _ = run(shop, narrow)
-    assert len(ends.finished) == 2
-    assert len(results(narrow)) == 5
+    run(shop, narrow)
+    assert states(narrow) == ["finished"] * 5
     assert all(0.009 <= point["learning_rate"] <= 0.011 for point in points(narrow)[3:])
 
 
@@ -430,38 +554,16 @@ def test_changed_settings_are_refused(shop: Workshop) -> None:
     run(shop, load(shop, trials=1))
     changed = load(shop, set={"weight_decay": 0.3})
     with pytest.raises(UserError, match=r"there is another run of this name \(weight_decay: 0\.1 -> 0\.3\)"):
-        changed.trials()
+        changed.results()
 
 
-def test_a_copy_of_a_trial_is_no_trial(shop: Workshop) -> None:
-    search = load(shop, trials=1)
-    run(shop, search)
-    (trial,) = search.trials()
-    trial.run.run.path.rename(shop.runs / "s-000-other")
-    assert search.trials() == []
-
-
-# Money
-
-
-def test_the_budget_counts_what_is_not_made_yet(shop: Workshop) -> None:
+def test_a_budget_counts_what_is_not_made_yet_and_needs_a_price(shop: Workshop) -> None:
     load(shop, trials=3)
     done = sweep_command(shop, "search", str(shop.datasets), "--max-dollars", "0.001")
     assert done.status == 1, done.stderr
-    assert "runs are left: --max-dollars 0.00" in done.stderr
-    assert " of 3 runs are left" in done.stderr
-
-
-def test_a_budget_without_a_price_is_refused(shop: Workshop) -> None:
+    assert " of 3 runs are left: --max-dollars 0.00" in done.stderr
     with pytest.raises(UserError, match=r'key "price_per_hour": --max-dollars needs it in "set"'):
         run(shop, load(shop, set={"price_per_hour": None}), max_dollars=5.0)
-
-
-def test_more_trials_than_points_are_refused(shop: Workshop) -> None:
-    load(shop, search={"learning_rate": [0.1, 0.2, 0.3]})
-    done = sweep_command(shop, "search", str(shop.datasets), "--trials", "4")
-    assert done.status == 2
-    assert 'key "search": has 3 points, fewer than 4 trials' in done.stderr
 
 
 # Real runs
@@ -487,8 +589,8 @@ def test_a_real_search_killed_in_the_middle_ends_as_if_nothing_had_happened(shop
     assert done.status == 0, done.stdout + done.stderr
     assert "Best of 2 finished trials: s-00" in done.stdout
     search = load(shop, **keys)
-    interrupted = [(each.trial.run.name, each.loss) for each in results(search)]
-    assert (search.trials()[1].run.run.path / "sweep.log").read_text().count("\n$ ") == 2
+    interrupted = outcome(search)
+    assert (search.results()[1].run.run.path / "sweep.log").read_text().count("\n$ ") == 2
     start_anew(shop)
     assert sweep_command(shop, "search", str(shop.datasets)).status == 0
-    assert [(each.trial.run.name, each.loss) for each in results(search)] == interrupted
+    assert outcome(search) == interrupted

@@ -19,8 +19,8 @@ from harness.common.statistics import Estimate, estimate, question_means, resamp
 from harness.evaluation.instruct.responses import Responses
 from harness.evaluation.judge.requests import Judgement, JudgeSettings, Tokens
 from harness.runs.directory import RunDirectory
-from harness.runs.trained_model import ModelInRun, find_measured, warned_if_not_kept
 from harness.runs.results import InstructionResult, now, write_result
+from harness.runs.trained_model import ModelInRun, find_measured, warned_if_not_kept
 
 COLUMNS = 80
 LABEL_INDENT = 32
