@@ -26,7 +26,6 @@ from harness.runs.schemas import schema_option
 
 if TYPE_CHECKING:
     from checkpointing import Checkpointer
-    from harness.data.dataset import Dataset
     from harness.data.loader import TokenLoader
     from harness.distributed.world import World
     from harness.planning.experiment import Experiment
@@ -179,7 +178,7 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
         if here.rank == 0:  # the next line takes seconds, in which torch is loaded and the ranks meet
             count = here.world_size
             print(f"{found.path.name}: starting {count} {'process' if count == 1 else 'processes'}", flush=True)
-        load("torch", keep_kernels=not options.find)
+        load("torch")
         if experiment.config.deterministic:
             from harness.model.determinism import compute_deterministically
 
@@ -187,7 +186,7 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
         if options.find:
             from harness.training.batch_size_finder import report_max_microbatch
 
-            report_max_microbatch(experiment, build_rehearsal, options.memory_limit_gib, write=options.write)
+            report_max_microbatch(experiment, options.memory_limit_gib, write=options.write)
             end_at_once()  # else nanobind has forty lines on what of Triton `load` has hidden from garbage collection
         else:
             train(experiment, checkpoint, options)
@@ -230,6 +229,7 @@ def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
     from harness.training.parallel import model_options, parallelise
     from harness.training.reporter import Reporter
     from harness.training.rng import seed_alike
+    from harness.training.shares import Shares
     from harness.training.step import build_step
 
     config, position = start.experiment.config, start.position
@@ -237,7 +237,8 @@ def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
     precision = Precision.for_training(start.step_config.precision, world.device)
     model = GPTModel(start.experiment.model, **model_options(start.experiment, precision))
     trained = parallelise(model.to(world.device), start.experiment, world)
-    step = build_step(model, trained, start.step_config, before_exchange=world.watchdog.beat, world=world)
+    shares = Shares.among(world)
+    step = build_step(model, trained, start.step_config, before_exchange=world.watchdog.beat, shares=shares)
     meter, reporter = LossMeter(world.device, model.config), Reporter(start, world)
     return Trainer(
         start,
@@ -252,13 +253,6 @@ def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
         reporter=reporter,
         checkpointer=Checkpointer(start, world, step, meter, reporter),
     )
-
-
-def build_rehearsal(experiment: Experiment, dataset: Dataset, folder: Path, world: World) -> Trainer:
-    """A Trainer of one process with microbatches of one, which writes into `folder`: for -f."""
-    from harness.training.startup import Start
-
-    return build_trainer(Start.rehearsal(experiment, dataset, folder, world.device), world, StopSignal())
 
 
 if __name__ == "__main__":

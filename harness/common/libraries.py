@@ -41,10 +41,8 @@ def compilers_per_rank() -> int:
     return max(1, min(MOST_COMPILERS, cores // int(ranks) if ranks.isdigit() and int(ranks) else cores))
 
 
-def load(*modules: str, keep_kernels: bool = True) -> None:
-    """Import large libraries by their names, those that are not there yet. Without `keep_kernels` oneDNN, which
-    computes bf16 on CPUs, keeps none from one call to the next: a search tries many shapes, and each would pay for all
-    before it.
+def load(*modules: str) -> None:
+    """Import large libraries by their names, those that are not there yet.
 
     Python looks for garbage several times while a million objects are made, of which these imports leave none: without
     that, torch takes a fifth less time. What was loaded is left out of later searches, too.
@@ -52,8 +50,6 @@ def load(*modules: str, keep_kernels: bool = True) -> None:
     missing = [name for name in modules if name not in sys.modules]
     if not missing:
         return
-    if not keep_kernels:
-        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "0")
     was_enabled = gc.isenabled()
     gc.disable()
     try:

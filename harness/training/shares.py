@@ -44,7 +44,7 @@ class Piece:
 @dataclass(frozen=True)
 class Shares:
     """This rank among those that share an optimizer's state. A world of one, and one that shares nothing, is one rank
-    that owns everything; `is_connected` is false where one process rehearses what a rank among others would keep."""
+    that owns everything; `is_connected` is false where one process tries what a rank among others would keep."""
 
     rank: int = 0
     size: int = 1
@@ -53,9 +53,7 @@ class Shares:
 
     @classmethod
     def among(cls, world: World) -> Shares:
-        """A share for each rank of the world, or of the one that it stands for."""
-        if world.stands_for is not None:
-            return cls(*world.stands_for)
+        """A share for each rank of the world."""
         return cls(world.rank, world.size, world.size > 1, world.control)
 
     def cut(self, sizes: Mapping[str, int]) -> list[Piece]:

@@ -227,12 +227,6 @@ def test_the_largest_microbatch_is_found(trained: tuple[Workshop, Path, Result])
     assert re.search(r"Max microbatch size was [1-9]", said)
 
 
-def test_the_tiny_twin_of_such_a_run_can_be_built(trained: tuple[Workshop, Path, Result]) -> None:
-    tiny = Experiment.load(RunDirectory(trained[1]), trained[0].datasets).tiny()
-    model = GPTModel(tiny.model)
-    assert model(torch.tensor([[1, 2]]), torch.tensor([[2, 3]])).terms.isfinite().all()
-
-
 def test_the_routers_loss_belongs_with_experts(tmp_path: Path) -> None:
     shop = Workshop(tmp_path)
     shop.add_dataset()
