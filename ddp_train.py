@@ -229,8 +229,8 @@ def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
     from harness.training.parallel import model_options, parallelise
     from harness.training.reporter import Reporter
     from harness.training.rng import seed_alike
-    from harness.training.shares import Shares
     from harness.training.step import build_step
+    from harness.training.zero1 import Shares
 
     config, position = start.experiment.config, start.position
     seed_alike(config.random_seed)  # every rank draws the same weights

@@ -35,8 +35,8 @@ from harness.model.precision import Precision
 from harness.sweeps.derived_runs import DerivedRun
 from harness.sweeps.sweep import RUNS_DIR, load_sweep
 from harness.training.parallel import model_options, parallelise
-from harness.training.shares import Shares
 from harness.training.step import OptimizerStep, build_step
+from harness.training.zero1 import Shares
 
 WARM_UP = 3
 SEED = "-seed1"  # ends the name of the run that stands for its arm

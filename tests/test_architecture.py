@@ -223,7 +223,7 @@ def test_no_command_imports_another(command: str) -> None:
 
 def test_collectives_are_called_by_world_and_the_optimizers_shares_only() -> None:
     ranks = {"harness.distributed.world", "harness.distributed.rendezvous"}
-    assert users_of("torch.distributed") == ranks | {"harness.training.shares"}
+    assert users_of("torch.distributed") == ranks | {"harness.training.zero1"}
 
 
 def test_the_ddp_wrap_is_in_one_place() -> None:

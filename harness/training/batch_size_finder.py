@@ -56,9 +56,9 @@ from harness.runs.throughput import KERNEL_KEYS
 from harness.training.compilation import explain_failed_compilation
 from harness.training.host_copies import HostCopies
 from harness.training.parallel import model_options, parallelise
-from harness.training.shares import Shares
 from harness.training.startup import choose_precision, fetch_dataset, remark_on_machine, say
 from harness.training.step import OptimizerStep, build_step
+from harness.training.zero1 import Shares
 
 # NCCL makes its buffers, of up to a GiB or more, when it is first used: so many bytes are exchanged before.
 EXCHANGE_BYTES = 2**26

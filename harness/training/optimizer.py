@@ -18,8 +18,7 @@ from harness.model.precision import Precision
 from harness.runs.train_config import TrainConfig
 from harness.training.adamw import AdamW
 from harness.training.muon import Muon
-from harness.training.named_state import NamedState, StateShapes
-from harness.training.shares import Shares
+from harness.training.zero1 import NamedState, Shares, StateShapes
 
 
 class Optimizer(Protocol):

@@ -16,7 +16,7 @@ from harness.model.precision import Precision
 from harness.runs.train_config import TrainConfig
 from harness.training.gradients import zero_gradients
 from harness.training.optimizer import Optimizer, build_optimizer
-from harness.training.shares import Shares
+from harness.training.zero1 import Shares
 
 
 @dataclass(frozen=True)

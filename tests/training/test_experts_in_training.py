@@ -22,7 +22,7 @@ from harness.runs.directory import RunDirectory
 from harness.runs.metrics import TrainEvent, read_metrics
 from harness.runs.train_config import TrainConfig
 from harness.training.loss_meter import LossMeter
-from harness.training.matrices import Matrix, matrices_of
+from harness.training.muon import Matrix, matrices_of
 from harness.training.step import StepResult
 from tests.hf.test_convert_hf import refused, write_checkpoint
 from tests.model.test_model import shape

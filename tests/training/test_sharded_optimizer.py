@@ -13,7 +13,7 @@ from gpt import GPTModel, ModelConfig
 from harness.distributed.world import World
 from harness.runs.train_config import TrainConfig
 from harness.training.optimizer import build_optimizer
-from harness.training.shares import GRAIN, Shares
+from harness.training.zero1 import GRAIN, Shares
 from tests.support.launch import Workshop, finish, free_port
 
 # No size divides by the number of ranks, and there are pieces on both sides of what travels alone.
