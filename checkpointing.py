@@ -54,7 +54,7 @@ class Checkpointer:
         self.reporter = reporter
         self.run = start.experiment.run
         self.config = start.experiment.config
-        self.writer = build_writer(in_background=self.config.async_checkpoint, is_rehearsal=start.is_rehearsal)
+        self.writer = build_writer(in_background=self.config.async_checkpoint)
         # On a CPU a save at once needs a copy too (weights that share memory cannot be written), but not between saves.
         is_kept = self.config.async_checkpoint or world.device.type == "cuda"
         self.copies = HostCopies(world.device, keep=is_kept)

@@ -25,7 +25,6 @@ from harness.runs.schemas import schema_option
 
 if TYPE_CHECKING:
     from checkpointing import Checkpointer
-    from harness.data.dataset import Dataset
     from harness.data.loader import TokenLoader
     from harness.distributed.world import World
     from harness.planning.experiment import Experiment
@@ -177,7 +176,7 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
         if here.rank == 0:  # the next line takes seconds, in which torch is loaded and the ranks meet
             count = here.world_size
             print(f"{found.path.name}: starting {count} {'process' if count == 1 else 'processes'}", flush=True)
-        load("torch", keep_kernels=not options.find)
+        load("torch")
         if experiment.config.deterministic:
             from harness.model.determinism import compute_deterministically
 
@@ -185,7 +184,7 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
         if options.find:
             from harness.training.batch_size_finder import report_max_microbatch
 
-            report_max_microbatch(experiment, build_rehearsal, options.memory_limit_gib, write=options.write)
+            report_max_microbatch(experiment, options.memory_limit_gib, write=options.write)
         else:
             train(experiment, checkpoint, options)
 
@@ -228,13 +227,15 @@ def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
     from harness.training.reporter import Reporter
     from harness.training.rng import seed_alike
     from harness.training.step import build_step
+    from harness.training.zero1 import Shares
 
     config, position = start.experiment.config, start.position
     seed_alike(config.random_seed)  # every rank draws the same weights
     precision = Precision.for_training(start.step_config.precision, world.device)
     model = GPTModel(start.experiment.model, **model_options(start.experiment, precision))
     trained = parallelise(model.to(world.device), start.experiment, world)
-    step = build_step(model, trained, start.step_config, before_exchange=world.watchdog.beat, world=world)
+    shares = Shares.among(world)
+    step = build_step(model, trained, start.step_config, before_exchange=world.watchdog.beat, shares=shares)
     meter, reporter = LossMeter(world.device, model.config), Reporter(start, world)
     return Trainer(
         start,
@@ -249,13 +250,6 @@ def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
         reporter=reporter,
         checkpointer=Checkpointer(start, world, step, meter, reporter),
     )
-
-
-def build_rehearsal(experiment: Experiment, dataset: Dataset, folder: Path, world: World) -> Trainer:
-    """A Trainer of one process with microbatches of one, which writes into `folder`: for -f."""
-    from harness.training.startup import Start
-
-    return build_trainer(Start.rehearsal(experiment, dataset, folder, world.device), world, StopSignal())
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ ROOMS = {
     "harness.scaling": ["harness.common", "harness.runs", "harness.planning", "harness.comparison"],
     "harness.training": [
         *("harness.common", "harness.distributed", "harness.data", "harness.model", "harness.runs"),
-        *("harness.planning", "harness.evaluation"),
+        *("harness.planning", "harness.evaluation", "gpt"),
     ],
     "compare_runs": ["harness.common", "harness.runs", "harness.planning", "harness.comparison"],
     "gpt": ["harness.common", "harness.model"],
@@ -221,7 +221,7 @@ def test_no_command_imports_another(command: str) -> None:
 
 def test_collectives_are_called_by_world_and_the_optimizers_shares_only() -> None:
     ranks = {"harness.distributed.world", "harness.distributed.rendezvous"}
-    assert users_of("torch.distributed") == ranks | {"harness.training.shares"}
+    assert users_of("torch.distributed") == ranks | {"harness.training.zero1"}
 
 
 def test_the_ddp_wrap_is_in_one_place() -> None:

@@ -90,7 +90,7 @@ class Workbench:
 
         experiment = Experiment.load(RunDirectory.find(self.runs, name), self.make_data())
         dataset = Dataset.open(self.datasets, DATASET)
-        start = Start(experiment, dataset, experiment.layout(1), Position(0, 2**40, 0, 0), Clock(), is_rehearsal=True)
+        start = Start(experiment, dataset, experiment.layout(1), Position(0, 2**40, 0, 0), Clock())
         return build_trainer(start, World(0, 0, 1, 1, device()), StopSignal())
 
     def milliseconds(self, work: Callable[[], object], repeat: int = 20, warm: int = 3) -> float:

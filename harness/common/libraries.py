@@ -38,14 +38,9 @@ def compilers_per_rank() -> int:
     return max(1, min(MOST_COMPILERS, cores // int(ranks) if ranks.isdigit() and int(ranks) else cores))
 
 
-def load(*modules: str, keep_kernels: bool = True) -> None:
+def load(*modules: str) -> None:
     """Import large libraries by their names, with garbage collection paused: torch's import makes a million objects,
-    none of them garbage, and so takes a sixth less processor time.
-
-    Without `keep_kernels` oneDNN, which computes bf16 on CPUs, caches no kernels: a search tries many shapes.
-    """
-    if not keep_kernels:
-        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "0")
+    none of them garbage, and so takes a sixth less processor time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

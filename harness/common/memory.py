@@ -10,20 +10,16 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from harness.common.errors import RunError, UserError
-from harness.common.freed_memory import give_back_at_once
+from harness.common.freed_memory import give_back_under_a_limit
 from harness.common.units import GIB
 
 # Kept free by a search, and below it threads and libraries cannot work. For what a long training on several ranks may
 # take beyond a probe: growing heaps, buffers of exchanges. (One process of four steps took within 2 MiB of its probe.)
 HEADROOM_BYTES = 2**26
 LARGEST_LIMIT = 2**62
-# With less than this, not even the steps of a search's own bookkeeping are sure to get their memory, nor do oneDNN's
-# kernels, which then end the process.
-LEAST_ROOM_BYTES = 2**26
 # Kept free on a GPU by a search: kernels that are loaded later, and blocks that do not fit into one another's gaps.
 CUDA_RESERVE_BYTES = 3 * 2**28
 # A process that has begun to use a GPU, and has connected to the others, holds about this much of it.
@@ -51,34 +47,38 @@ OUT_OF_MEMORY_NUMBER = re.compile(r"Cuda failure 2\b")  # cudaErrorMemoryAllocat
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """A limit that `limit_memory` has set."""
+    """A limit on one rank's memory, for a search."""
 
-    gib: float  # of the whole device; on the CPU, of this process's writable memory
-    usable_bytes: float  # of it, what PeakMeter may come to
+    gib: float  # of the whole device; on the CPU, of a process's writable memory
+    usable_bytes: float  # of it, what `peak_under_limit` may come to
     note: str  # on the difference, to be read after "limit 40.00 GiB, of which"
     asked_gib: float | None = None  # by the user; None: all there is
 
 
 def limit_memory(device: torch.device, limit_gib: float | None, local_size: int) -> MemoryLimit:
-    """Make allocations beyond a limit fail from now on; the limit.
+    """Set the limit on a GPU: allocations beyond it fail from now on. On a CPU return the one that `limit_cpu_memory`
+    sets in a process of its own.
 
     CUDA: the caching allocator's fraction of the device, which is what a device of `limit_gib` would have left beside
     what is taken now outside the allocator (CUDA itself, exchange buffers, other processes) and CUDA_RESERVE_BYTES.
-    CPU: RLIMIT_DATA, all of the process's writable memory, upon which torch's allocator raises an error that can be
-    caught, HEADROOM_BYTES before the limit. Without a `limit_gib`: the whole device, or on the CPU this process's share
-    of the memory that is free now.
+    CPU: all of a process's writable memory but HEADROOM_BYTES. Without a `limit_gib`: the whole device, or on the CPU
+    this process's share of the memory that is free now.
     """
     if device.type == "cuda":
         return _limit_cuda_memory(device, limit_gib)
-    settle_cpu_memory()
     used = _status_bytes("VmData")
     limit = limit_gib * GIB if limit_gib is not None else used + free_memory() / local_size
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = min(limit, LARGEST_LIMIT if hard == resource.RLIM_INFINITY else hard)
-    if limit > used + HEADROOM_BYTES:  # else the program itself would break; nothing will fit in any case
-        resource.setrlimit(resource.RLIMIT_DATA, (int(limit) - HEADROOM_BYTES, hard))
-    note = f"{HEADROOM_BYTES / GIB:.2f} GiB are left as a reserve"
-    return MemoryLimit(limit / GIB, limit - HEADROOM_BYTES, note, limit_gib)
+    note = f"{used / GIB:.2f} GiB are the program's own and {HEADROOM_BYTES / GIB:.2f} GiB left as a reserve"
+    return MemoryLimit(limit / GIB, max(0.0, limit - HEADROOM_BYTES), note, limit_gib)
+
+
+def limit_cpu_memory(limit: MemoryLimit) -> None:
+    """Make allocations of writable memory beyond the limit fail in this process from now on (RLIMIT_DATA)."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (int(limit.usable_bytes), hard))
+    give_back_under_a_limit()
 
 
 def _limit_cuda_memory(device: torch.device, limit_gib: float | None) -> MemoryLimit:
@@ -127,22 +127,6 @@ def taken_by_others(device: torch.device) -> str | None:
     )
 
 
-def program_gib(device: torch.device) -> float:
-    """GiB of a limit that models and batches cannot have: on the CPU all that the program has loaded, on CUDA what is
-    taken outside torch's allocator; and a reserve."""
-    if device.type == "cuda":
-        return (outside_allocator_bytes(device) + CUDA_RESERVE_BYTES) / GIB
-    return (_status_bytes("VmData") + HEADROOM_BYTES + LEAST_ROOM_BYTES) / GIB
-
-
-def settle_cpu_memory() -> None:
-    """Start the threads that the limit would keep from starting, and have freed blocks leave the process at once."""
-    give_back_at_once()
-    product = torch.randn(256, 256, requires_grad=True) @ torch.randn(256, 256)
-    product.sum().backward()
-    np.ones((256, 256)) @ np.ones((256, 256))  # OpenBLAS ends the process where it cannot have its buffers
-
-
 def free_memory() -> int:
     """Bytes this machine, or the container around us, can still give out."""
     try:
@@ -158,32 +142,19 @@ def free_memory() -> int:
     return available if maximum == "max" else min(available, int(maximum) - current)
 
 
-class PeakMeter:
-    """The most memory that a limit counts, attempt by attempt.
+def begin_peak(device: torch.device) -> None:
+    """Begin an attempt whose peak `peak_under_limit` will return."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
 
-    CUDA: the allocator's reserve. CPU: writable memory, of which the system keeps no peak; but of all memory (which
-    has the same constant rest) it keeps the highest ever, so that an attempt's peak is known when it sets a new one.
-    """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._highest_before = 0
-        self.begin()
-
-    def begin(self) -> None:
-        """An attempt begins."""
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-        else:
-            self._highest_before = _status_bytes("VmPeak")
-
-    def peak_bytes(self) -> int | None:
-        """The attempt's peak, or None if an earlier one hides it."""
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_reserved(self._device)
-        highest = _status_bytes("VmPeak")
-        constant = _status_bytes("VmSize") - _status_bytes("VmData")
-        return highest - constant if highest > self._highest_before else None
+def peak_under_limit(device: torch.device) -> int:
+    """Return the most bytes that a limit counted: on CUDA the allocator's reserve since `begin_peak`, on the CPU this
+    process's writable memory since it began, of which the system keeps no peak: of all memory, which has the same
+    constant rest, it does."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return _status_bytes("VmPeak") - (_status_bytes("VmSize") - _status_bytes("VmData"))
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -56,8 +56,6 @@ class World:
     device: torch.device
     watchdog: Watchdog = field(default_factory=NoWatchdog)
     control: Any = None
-    # Of a process that rehearses alone what it will do among others: its rank there, and how many they are.
-    stands_for: tuple[int, int] | None = None
 
     @classmethod
     def join(cls, is_stopping: Callable[[], bool] = lambda: False) -> World:

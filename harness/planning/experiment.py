@@ -5,7 +5,7 @@ training starts or goes on, and whether it may.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +148,6 @@ def _change(then: Any, now: Any) -> str:
 # That of Switch Transformers (Fedus et al., arXiv:2101.03961, section 2.2), whose tokens go through one expert: the
 # loss grows with their number.
 SWITCH_LOSS_SCALE = 0.01
-# Enough for every tokenizer in use, and nothing against what a search's limit is made of.
-TINY_VOCABULARY = 2**18
 
 
 @dataclass(frozen=True)
@@ -191,23 +189,6 @@ class Experiment:
             return 0.0
         own = self.config.moe_router_loss_scale
         return SWITCH_LOSS_SCALE / self.model.moe.num_active_experts if own is None else own
-
-    def tiny(self) -> Experiment:
-        """Return this experiment with a tiny, uncompiled model: it runs the same code in almost no time."""
-        shape = {
-            "vocab_size": min(self.model.vocab_size, TINY_VOCABULARY),
-            "context_length": 2,
-            "emb_dim": 2,
-            "n_heads": 1,
-            "n_kv_heads": None,
-            "head_dim": None,
-            "mlp_dim": None,
-            "n_layers": 1,
-            "value_embeddings": self.model.value_embeddings and 1,
-            "bigram_embedding": self.model.bigram_embedding and 2,
-        }
-        config = self.config.model_copy(update={"compile": False})
-        return replace(self, model=self.model.model_copy(update=shape), config=config)
 
     @property
     def splits(self) -> list[str]:

@@ -12,7 +12,7 @@ from harness.runs.train_config import TrainConfig
 # By optimizer: the tensors that it keeps of each of its parameters, of the parameter's own shape, in fp32.
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
 MOMENT_BYTES = 4
-NEWTON_SCHULZ_STEPS = 5  # Muon's: harness/training/newton_schulz.py
+NEWTON_SCHULZ_STEPS = 5  # Muon's: harness/training/muon.py
 # Numbers below which parts of parameters that ranks have updated travel together: each exchange takes some time,
 # however small it is.
 SMALL_PIECE = 2**18

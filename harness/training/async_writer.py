@@ -49,18 +49,5 @@ class AsyncWriter(SyncWriter):
         self.check()
 
 
-class KeepingWriter(SyncWriter):
-    """Does the work at once, and keeps what it wrote in memory, as a thread does while the next steps run."""
-
-    def __init__(self) -> None:
-        self.kept: list[Callable[[], None]] = []
-
-    def submit(self, work: Callable[[], None]) -> None:
-        self.kept.append(work)
-        work()
-
-
-def build_writer(*, in_background: bool, is_rehearsal: bool) -> SyncWriter:
-    if is_rehearsal:
-        return KeepingWriter() if in_background else SyncWriter()
+def build_writer(*, in_background: bool) -> SyncWriter:
     return AsyncWriter() if in_background else SyncWriter()

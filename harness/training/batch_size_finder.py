@@ -1,78 +1,95 @@
 """The largest microbatch that fits into a device's memory (ddp_train.py -f).
 
-`report_max_microbatch` is what the command does. `find_max_microbatch` searches (microbatch_probe.py): sizes grow
-until one does not fit, then the rest is bisected, with guesses from the memory that was measured so far.
-Each size is tried by a `MicrobatchProbe`: real steps of the run's model on its own data, under a limit, on all ranks at
-once, and the first time also all that training does between two steps (harness/training/rehearsal.py). A model that
-training compiles has a search of its own (harness/training/compiled_probe.py).
+Sizes grow until one does not fit, then the rest is bisected, with guesses by a line through the peaks so far. Each size
+is tried by real optimizer steps of the run's model on its own data, under a limit and on all ranks at once: on a GPU in
+this process, and on a CPU in a child, which a library may end in any way where it gets no memory.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import multiprocessing
+import os
 import re
 import tempfile
+import threading
+import time
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Literal
 
 import click
 import torch
 
+from gpt import GPTModel
 from harness.common.errors import RunError, UserError
 from harness.common.files import replace_text
 from harness.common.memory import (
     MemoryLimit,
+    begin_peak,
+    is_out_of_memory,
+    limit_cpu_memory,
     limit_memory,
-    program_gib,
+    peak_under_limit,
     release_memory,
-    settle_cpu_memory,
 )
+from harness.common.statistics import fit_line
 from harness.common.units import GIB
 from harness.data.dataset import Dataset, check_token_ids
+from harness.data.loader import Microbatch
 from harness.distributed.world import World
+from harness.evaluation.loss import microbatch_losses
+from harness.model.determinism import explain_nondeterminism
 from harness.model.kernels import should_compile
+from harness.model.precision import Precision
+from harness.model.weights import checkpoint_views, save_weights
 from harness.planning.experiment import Experiment
+from harness.runs.checkpoint_meta import read_meta
+from harness.runs.checkpoints import choose_start
 from harness.runs.results import MicrobatchSearch, TriedMicrobatch, now, write_result
 from harness.runs.throughput import KERNEL_KEYS
-from harness.training.microbatch_probe import (
-    PROBE_ACCUMULATION,
-    Found,
-    MicrobatchProbe,
-    SearchTooLong,
-    largest_that_fits,
-)
-from harness.training.rehearsal import Rehearsal, RehearsedTrainer
-from harness.training.startup import fetch_dataset, remark_on_machine, say
+from harness.training.compilation import explain_failed_compilation
+from harness.training.host_copies import HostCopies
+from harness.training.parallel import model_options, parallelise
+from harness.training.startup import choose_precision, fetch_dataset, remark_on_machine, say
+from harness.training.step import OptimizerStep, build_step
+from harness.training.zero1 import Shares
 
-# So much is exchanged before a GPU's memory is looked at: NCCL makes its buffers, of up to a GiB or more, when it is
-# first used.
+# NCCL makes its buffers, of up to a GiB or more, when it is first used: so many bytes are exchanged before.
 EXCHANGE_BYTES = 2**26
+# On a GPU memory has settled after three steps. On a CPU the second has all there is: the optimizer's state comes into
+# being in the first.
+STEPS = {"cuda": 3, "cpu": 2}
+SEARCH_SECONDS = 600.0  # on a CPU, where a size may take minutes, no size is tried after this
+GUESS_GROWTH = 4  # each guess after the second keeps this many times further from the known sizes
+# Compiling takes most of a size's time: fewer sizes, and up to a 64th of the answer is left to the reserve.
+COMPILED_GROWTH, COMPILED_FINENESS = 8, 64
 
-# Builds, for one process, what trains an experiment on a dataset and leaves its results in a folder.
-BuildTrainer = Callable[[Experiment, Dataset, Path, World], RehearsedTrainer]
 
-
-def report_max_microbatch(
-    experiment: Experiment, build_trainer: BuildTrainer, memory_limit_gib: float | None, *, write: bool
-) -> None:
+def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None, *, write: bool) -> None:
     """Find and print the largest microbatch that fits, under a limit if one is given; with `write`, put it into
     train.json. Collective.
 
     Raises RunError if not even one sequence fits, UserError for data that does not fit the run.
     """
-    world = World.join()
+    world, config = World.join(), experiment.config
     remark_on_machine(experiment, world)
-    dataset = fetch_dataset(world, experiment.datasets_dir, experiment.config.dataset, experiment.splits)
+    dataset = fetch_dataset(world, experiment.datasets_dir, config.dataset, experiment.splits)
     world.on_each_node(lambda: check_token_ids(dataset, "train", experiment.model.vocab_size))
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as first:
-        tiny = experiment.tiny()
-        load_libraries(tiny, world, dataset, Rehearsal(world, partial(build_trainer, tiny, dataset, Path(first))))
-        rehearsal = Rehearsal(world, partial(build_trainer, experiment, dataset, Path(folder)))
-        found = find_max_microbatch(experiment, world, dataset, rehearsal, memory_limit_gib)
+    ceiling = largest_with_data(experiment, world, dataset)
+    if world.device.type == "cuda":
+        world.exchange_once(EXCHANGE_BYTES)
+        release_memory(world.device)
+    search = MicrobatchSearcher(
+        experiment, world, dataset, limit_memory(world.device, memory_limit_gib, world.local_size)
+    )
+    found = search.find(ceiling)
+    if world.is_main:
+        search.report(found, is_all_data=found == ceiling)
     remark_on_validation(experiment, found, world, dataset)
     if write:
         written = world.on_rank0(lambda: write_microbatch_size(experiment, found, world.size))
@@ -80,90 +97,245 @@ def report_max_microbatch(
     world.leave()
 
 
-def find_max_microbatch(
-    experiment: Experiment,
-    world: World,
-    dataset: Dataset,
-    rehearsal: Rehearsal,
-    memory_limit_gib: float | None,
-) -> int:
-    """Find and print the largest microbatch that fits, with nothing but the train split as its ceiling.
+class SearchTooLong(Exception):  # noqa: N818 - not an error
+    """Ends a search that has taken SEARCH_SECONDS."""
 
-    Raises RunError if not even one sequence fits.
-    """
-    config = experiment.config
-    ceiling = largest_with_data(experiment, world, dataset)
-    if world.device.type == "cuda":
-        world.exchange_once(EXCHANGE_BYTES)
-        release_memory(world.device)
-    limit = limit_memory(world.device, memory_limit_gib, world.local_size)
-    refuse_small_limit(world, limit.gib)
-    probe, search = _choose_search(config.compile, world.device)
-    tried = build_probe(probe, experiment, world, dataset, rehearsal, limit_bytes=limit.usable_bytes)
-    found = search(tried, ceiling)
-    if not found.size:
-        raise world.collective_error(
-            f"not even a microbatch of 1 fits in {limit.gib:.2f} GiB; use a smaller model or context"
-        )
-    if world.is_main:
-        is_all_data = found.size == ceiling
-        print(f"Max microbatch size was {found.size}")
-        if found.remark:
-            print(found.remark)
-        if config.benchmark_tasks is not None:
+
+class MicrobatchSearcher:
+    """Tries microbatches on every rank at once, and remembers what fitted."""
+
+    def __init__(self, experiment: Experiment, world: World, dataset: Dataset, limit: MemoryLimit) -> None:
+        config = experiment.config
+        self.experiment, self.world, self.limit = experiment, world, limit
+        self.tokens = dataset.split("train")
+        self.compiles = should_compile(config.compile, world.device)
+        self.accumulation_steps = 2 if config.sequences is not None else config.gradient_accumulation_steps
+        self.peaks: list[tuple[float, float]] = []  # (sequences, bytes) of what fitted
+        self.smallest_failed: int | None = None
+        self.remark = ""
+        self._tried = 0
+        self._began = time.monotonic()
+        self._step: OptimizerStep | None = None
+
+    def find(self, ceiling: int) -> int:
+        """Return the largest microbatch that fits, at most `ceiling`. Collective.
+
+        Raises RunError if not even one sequence fits.
+        """
+        rough = {"growth": COMPILED_GROWTH, "fineness": COMPILED_FINENESS} if self.compiles else {}
+        try:
+            found = largest_that_fits(self.fits, ceiling, self.guess, **rough)
+        except SearchTooLong:
+            found = int(max(size for size, _ in self.peaks))
+            self.remark = f"More may fit; the search has ended after {SEARCH_SECONDS:,.0f} s"
+        if not found:
+            raise self.world.collective_error(
+                f"not even a microbatch of 1 fits in {self.limit.gib:.2f} GiB, of which {self.limit.note}; use a "
+                "smaller model or context, or raise --memory-limit-gib"
+            )
+        return found
+
+    def fits(self, microbatch_size: int) -> bool:
+        """Try a size. The same on every rank. Raises SearchTooLong instead of trying it too late."""
+        is_late = self.world.device.type == "cpu" and time.monotonic() - self._began > SEARCH_SECONDS
+        if not self.world.all_true(not (is_late and self.peaks)):
+            raise SearchTooLong
+        say(self.world, f"trying {microbatch_size} ...")
+        own = self._try_in_child(microbatch_size) if self.world.device.type == "cpu" else self._try(microbatch_size)
+        release_memory(self.world.device)  # here no traceback holds the tensors that did not fit
+        fits, self._tried = self.world.all_true(own is not None), self._tried + 1
+        if fits and own is not None:
+            self.peaks.append((microbatch_size, own))
+        else:
+            self.smallest_failed = min(self.smallest_failed or microbatch_size, microbatch_size)
+        say(self.world, f"microbatch {microbatch_size}: {'fits' if fits else 'out of memory'}")
+        return fits
+
+    def guess(self) -> int | None:
+        """Estimate the largest size that fits on every rank by a line through the peaks. Collective."""
+        line = fit_line(self.peaks)
+        own = (self.limit.usable_bytes - line[1]) / line[0] if line and line[0] > 0 else 0.0
+        return min(self.world.gather(int(own) if 0 < own < 2**31 else 0)) or None
+
+    def _try(self, microbatch_size: int) -> int | None:
+        """Peak of this rank's memory in bytes in training with this size; None if it does not fit."""
+        begin_peak(self.world.device)
+        try:
+            self._train(microbatch_size)
+        except (RuntimeError, MemoryError, OSError, ImportError, RunError) as error:
+            if is_out_of_memory(error):
+                if self._step is not None:
+                    self._step.forget_gradients()  # which the next size would have to fit beside
+                return None
+            if explained := explain_nondeterminism(error) or explain_failed_compilation(error):
+                raise UserError(explained) from None
+            raise
+        return peak_under_limit(self.world.device)
+
+    def _train(self, microbatch_size: int) -> None:
+        """Take real steps that change nothing, and do what takes memory between steps.
+
+        The steps run on the bare model, without collectives: an out-of-memory on one rank cannot leave the others
+        waiting in one. On several ranks gradients lie in the buckets of their exchange, which are there in every
+        forward pass; the bare model has gradients there from the second microbatch on, so that two are tried even where
+        training has one. DDP's second set of buckets, while it arranges them anew, is there without activations.
+        """
+        device = self.world.device
+        if self._step is None:
+            self._step = self._build_step()
+        elif self.compiles:
+            torch._dynamo.reset()  # a size has a program of its own, as in training
+        step, context = self._step, self.experiment.model.context_length
+        tokens = self.tokens.read(self.experiment.config.start_train_token, microbatch_size * context + 1)
+        microbatch = Microbatch(tokens, context)
+        meets_gradients = self.world.size > 1 or self.accumulation_steps > 1
+        kept = None
+        for number in range(STEPS[device.type]):
+            result = step.run([microbatch] * (2 if meets_gradients else 1), multiplier=0.0)
+            result.losses_A.tolist()  # waits for the device, where an error would come up
+            if number == 0:
+                # Compiled, it would be one more program; at each point it holds no more than training holds there.
+                if self.experiment.config.validates and not self.compiles:
+                    microbatch_losses(step.bare_model, [microbatch], step.precision)
+                if device.type == "cpu" and self.world.is_main:
+                    kept = self._save(step)
+        del kept  # a save in the background holds it during the steps that follow
+
+    def _save(self, step: OptimizerStep) -> object:
+        """Copy and write the tensors of a checkpoint; the copy, if training keeps it."""
+        keep = self.experiment.config.async_checkpoint
+        weights = checkpoint_views(step.bare_model.state_dict(), step.bare_model.config)
+        tree = {"weights": weights, "optimizer": step.optimizer.named_state(self.world)}
+        copies = HostCopies(self.world.device, keep=keep)
+        copied = copies.copy(tree)
+        with tempfile.TemporaryDirectory() as folder:
+            save_weights(copied["weights"], Path(folder) / "weights")
+            torch.save(copied["optimizer"], Path(folder) / "optimizer")
+        return (copies, copied) if keep else None
+
+    def _build_step(self) -> OptimizerStep:
+        experiment, world = self.experiment, self.world
+        latest = None
+        with suppress(UserError, RunError):  # training will report it
+            latest = choose_start(experiment.run.checkpoints, None)
+        name = choose_precision(experiment.config, world.device, read_meta(latest) if latest else None)
+        config = experiment.config.model_copy(update={"precision": name})
+        precision = Precision.for_training(name, world.device)
+        model = GPTModel(experiment.model, **model_options(experiment, precision)).to(world.device)
+        alone = World(0, world.local_rank, 1, 1, world.device)
+        shares = Shares(world.rank, world.size) if config.shard_optimizer else Shares()
+        return build_step(model, parallelise(model, experiment, alone), config, shares=shares)
+
+    def _try_in_child(self, microbatch_size: int) -> int | None:
+        """`_try` in a child process whose writable memory is limited."""
+        context = multiprocessing.get_context("fork")
+        receiver, sender = context.Pipe(duplex=False)
+        child = context.Process(target=self._answer, args=(microbatch_size, sender), daemon=True)
+        child.start()
+        sender.close()
+        try:
+            answer = receiver.recv()
+        except EOFError:  # ended by a library without memory, or by the system's out-of-memory killer
+            answer = None
+        finally:
+            child.kill()
+            child.join()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _answer(self, microbatch_size: int, sender: Connection) -> None:
+        """Send what `_try` returns, or raises; in the child."""
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+        silence = os.open(os.devnull, os.O_WRONLY)  # libraries complain in their own ways
+        for stream in (1, 2):
+            os.dup2(silence, stream)
+        limit_cpu_memory(self.limit)
+        try:
+            sender.send(self._try(microbatch_size))
+        except (UserError, RunError) as error:
+            sender.send(error)
+        except Exception:
+            sender.send(RuntimeError(traceback.format_exc()))
+
+    def report(self, found: int, *, is_all_data: bool) -> None:
+        """Print the answer and the memory behind it, and record the search in the run's folder. Rank 0 only."""
+        print(f"Max microbatch size was {found}")
+        if self.remark:
+            print(self.remark)
+        if self.experiment.config.benchmark_tasks is not None:
             print("Not counted: the memory of benchmarks while training")
-        print(f"Memory: {describe_memory(tried, limit, is_all_data=is_all_data)}")
-        print(f"Search: {tried.describe()}", flush=True)
-        keep_search(experiment, search_record(experiment, tried, found.size, limit, is_all_data=is_all_data))
-    return found.size
+        line = fit_line(self.peaks)
+        fit = (
+            f"{line[0] / GIB:.3f} GiB per sequence + {line[1] / GIB:.3f} GiB fixed" if line else "too few sizes to tell"
+        )
+        data = ", limited by the data" if is_all_data else ""
+        limit = f"limit {self.limit.gib:.2f} GiB, of which {self.limit.note}{data}"
+        print(f"Memory: {fit} (from {len(self.peaks)} peaks; {limit})")
+        print(f"Search: {self._tried} sizes, {time.monotonic() - self._began:,.0f} s", flush=True)
+        keep_search(self.experiment, self._record(found, is_all_data=is_all_data))
+
+    def _record(self, found: int, *, is_all_data: bool) -> MicrobatchSearch:
+        train = self.experiment.config.model_dump(mode="json")
+        return MicrobatchSearch(
+            date=now(),
+            device=self.world.device_name,
+            torch=str(torch.__version__),
+            world_size=self.world.size,
+            asked_gib=self.limit.asked_gib,
+            limit_gib=self.limit.gib,
+            usable_gib=self.limit.usable_bytes / GIB,
+            largest=found,
+            smallest_failed=self.smallest_failed,
+            is_all_data=is_all_data,
+            tried=[TriedMicrobatch(microbatch_size=int(size), gib=peak / GIB) for size, peak in self.peaks],
+            accumulation_steps=self.accumulation_steps,
+            compiled=self.compiles,
+            model=self.experiment.model.model_dump(mode="json"),
+            train={key: train[key] for key in KERNEL_KEYS},
+        )
 
 
-def build_probe(
-    kind: type[MicrobatchProbe],
-    experiment: Experiment,
-    world: World,
-    dataset: Dataset,
-    rehearsal: Rehearsal,
-    **more: Any,
-) -> MicrobatchProbe:
-    """A probe of the run's steps on its own data."""
-    config = experiment.config
-    return kind(
-        rehearsal.build_step,
-        world,
-        dataset.split("train"),
-        config.start_train_token,
-        experiment.model.context_length,
-        config.gradient_accumulation_steps if config.sequences is None else PROBE_ACCUMULATION,
-        validates=config.validates,
-        rehearse=rehearsal.rehearse,
-        **more,
-    )
+def _end_with(sentinel: int) -> None:
+    """End this process when the one whose sentinel it is has ended."""
+    wait([sentinel])
+    os._exit(1)
 
 
-def search_record(
-    experiment: Experiment, probe: MicrobatchProbe, largest: int, limit: MemoryLimit, *, is_all_data: bool
-) -> MicrobatchSearch:
-    """The record of a finished search for the run's folder."""
-    config, world = experiment.config, probe.world
-    train = config.model_dump(mode="json")
-    return MicrobatchSearch(
-        date=now(),
-        device=world.device_name,
-        torch=str(torch.__version__),
-        world_size=world.size,
-        asked_gib=limit.asked_gib,
-        limit_gib=limit.gib,
-        usable_gib=limit.usable_bytes / GIB,
-        largest=largest,
-        smallest_failed=probe.smallest_failed,
-        is_all_data=is_all_data,
-        tried=[TriedMicrobatch(microbatch_size=int(size), gib=peak / GIB) for size, peak in probe.peaks],
-        accumulation_steps=probe.accumulation_steps,
-        compiled=should_compile(config.compile, world.device),
-        model=experiment.model.model_dump(mode="json"),
-        train={key: train[key] for key in KERNEL_KEYS},
-    )
+def largest_that_fits(
+    fits: Callable[[int], bool],
+    ceiling: int,
+    guess: Callable[[], int | None] = lambda: None,
+    *,
+    growth: int = 2,
+    fineness: float = math.inf,
+) -> int:
+    """Return the largest n of 1 .. ceiling for which `fits(n)`, or 0: grow until one does not fit, then bisect.
+
+    `fits` must be true up to some n and false beyond; it is asked about each n at most once, and never about more than
+    `growth` times what fits. The answer may be too small by its `fineness`-th part.
+
+    `guess` may say, from what was measured so far, what the answer will be. The guess is tried, then its neighbour,
+    then what is 4, 16, ... away from the known sizes, up to the middle; a guess that is further off than that is not
+    believed. So a right guess ends the search, and wrong ones add at most two questions and half of bisecting's.
+    """
+    good, bad, guesses = 0, ceiling + 1, 0
+    while bad - good > max(1, good // fineness):
+        guessed, distance = guess(), max(GUESS_GROWTH ** max(0, guesses - 1), int(good / fineness))
+        attempt, beyond, largest_guess = (good + bad) // 2, bad, bad + distance
+        if bad > ceiling:
+            attempt = min(growth * good or 1, ceiling)
+            beyond, largest_guess = attempt + 1, attempt - 1
+        if guessed is not None and good - distance <= guessed <= largest_guess and beyond - good >= 2 * distance:
+            attempt = min(max(guessed, good + distance), beyond - distance)
+            guesses += 1
+        if fits(attempt):
+            good = attempt
+        else:
+            bad = attempt
+    return good
 
 
 def keep_search(experiment: Experiment, search: MicrobatchSearch) -> None:
@@ -172,33 +344,6 @@ def keep_search(experiment: Experiment, search: MicrobatchSearch) -> None:
         write_result(experiment.run, search)
     except RunError as error:
         click.echo(f"warning: {error}", err=True)
-
-
-def _choose_search(
-    compiled: bool | Literal["auto"], device: torch.device
-) -> tuple[type[MicrobatchProbe], Callable[[Any, int], Found]]:
-    """The probe and the search for how training will compute the model: compiled or not."""
-    if not should_compile(compiled, device):
-        return MicrobatchProbe, find_uncompiled
-    from harness.training.compiled_probe import CompiledProbe, find_compiled  # much of torch, in a search's memory
-
-    return CompiledProbe, find_compiled
-
-
-def find_uncompiled(probe: MicrobatchProbe, ceiling: int) -> Found:
-    """The largest microbatch that fits: each size is as cheap to try as any other. Collective."""
-    try:
-        return Found(largest_that_fits(probe.fits, ceiling, probe.guess))
-    except SearchTooLong as reason:
-        return Found(probe.largest, f"More may fit; the search has ended, since {reason}")
-
-
-def describe_memory(probe: MicrobatchProbe, limit: MemoryLimit, *, is_all_data: bool) -> str:
-    """Describe the memory of a sequence (GiB), and the peaks and the limit behind that number."""
-    line = probe.memory_line()
-    fit = f"{line[0] / GIB:.3f} GiB per sequence + {line[1] / GIB:.3f} GiB fixed" if line else "too few sizes to tell"
-    note = f"limit {limit.gib:.2f} GiB, of which {limit.note}{', limited by the data' if is_all_data else ''}"
-    return f"{fit} (from {len(probe.peaks)} peaks; {note})"
 
 
 def largest_with_data(experiment: Experiment, world: World, dataset: Dataset) -> int:
@@ -212,33 +357,6 @@ def largest_with_data(experiment: Experiment, world: World, dataset: Dataset) ->
             f"{config.start_train_token + per_sequence + 1:,} tokens, but there are {len(tokens):,}"
         )
     return ceiling
-
-
-def refuse_small_limit(world: World, limit_gib: float) -> None:
-    """Raises RunError, on every rank, if a rank's program leaves nothing of the limit. Collective."""
-    needed = math.ceil(max(world.gather(program_gib(world.device))) * 100) / 100
-    if not world.all_true(program_gib(world.device) < limit_gib):
-        raise world.collective_error(
-            f"the program alone takes {needed:.2f} GiB, and the limit is {limit_gib:.2f} GiB; raise --memory-limit-gib"
-        )
-
-
-def load_libraries(experiment: Experiment, world: World, dataset: Dataset, rehearsal: Rehearsal) -> None:
-    """Do with a tiny `experiment`, without a limit, all that a search does under one: libraries that are loaded,
-    threads that are started and buffers that are made only then can end the process, or wait forever, where they get no
-    memory.
-
-    Raises RunError if this process may not have that memory in any case. Nothing to do on a GPU.
-    """
-    if world.device.type == "cuda":
-        return
-    settle_cpu_memory()
-    last_token = experiment.model.vocab_size - 1
-    probe = build_probe(MicrobatchProbe, experiment, world, dataset, rehearsal, largest_token=last_token)
-    loaded = world.all_true(probe.fits_here(1))
-    release_memory(world.device)
-    if not loaded:
-        raise world.collective_error("the program alone takes more memory than this process may have (ulimit -d)")
 
 
 def remark_on_validation(experiment: Experiment, microbatch_size: int, world: World, dataset: Dataset) -> None:

@@ -51,7 +51,7 @@ class Evaluations:
         self.precision = step.precision
         self.stop = stop
         self.run_benchmarks: RunBenchmarks | None = None
-        if self.config.benchmark_tasks is not None and not start.is_rehearsal:
+        if self.config.benchmark_tasks is not None:
             self.run_benchmarks = RunBenchmarks.load(world, self.config, step, load_tokenizer(self.dataset.tokenizer))
 
     def validation_loss(self, step: int) -> float:

@@ -3,21 +3,98 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from harness.distributed.world import World
-from harness.runs.optimizer_state import MOMENTS, is_muons
+from harness.model.weights import split_fused
+from harness.runs.optimizer_state import MOMENTS, NEWTON_SCHULZ_STEPS, is_muons, newton_schulz_flops
 from harness.runs.train_config import MUON_FIRST_MOMENTUM, TrainConfig
-from harness.training.adamw import AdamW
+from harness.training.adamw import AdamW, trained_parameters
 from harness.training.gradients import clip_divisor, gradient_norm
-from harness.training.matrices import Matrix, batch_cost, batches_of, matrices_of
-from harness.training.named_state import NamedState, StateShapes, check_state
-from harness.training.newton_schulz import orthogonalise
-from harness.training.parameter_groups import trained_parameters
-from harness.training.shares import Shares
+from harness.training.zero1 import NamedState, Piece, Shares, StateShapes, check_state
+
+# Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (https://kellerjordan.github.io/posts/muon/),
+# and torch.optim.Muon: the quintic a·x + b·x³ + c·x⁵ whose slope at zero is largest among those that keep singular
+# values near 1. Five steps take all that are not tiny to between 0.7 and 1.2.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+EPSILON = 1e-7
+
+
+def orthogonalise(matrices_GxMxN: Tensor, dtype: torch.dtype) -> Tensor:
+    """Map each matrix U·S·Vᵀ of a batch to about U·Vᵀ, computed and returned in `dtype`. M is at most N: the products
+    are of the smaller side. A matrix of zeros stays so."""
+    a, b, c = COEFFICIENTS
+    x_GxMxN = matrices_GxMxN.to(dtype)
+    norms_Gx1x1 = torch.linalg.vector_norm(x_GxMxN, dim=(-2, -1), keepdim=True)
+    x_GxMxN = x_GxMxN / norms_Gx1x1.clamp(min=EPSILON)  # no singular value is above 1
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram_GxMxM = x_GxMxN @ x_GxMxN.mT
+        update_GxMxM = torch.baddbmm(gram_GxMxM, gram_GxMxM, gram_GxMxM, beta=b, alpha=c)
+        x_GxMxN = torch.baddbmm(x_GxMxN, update_GxMxM, x_GxMxN, beta=a)
+    return x_GxMxN
+
+
+# Small matrices of one block and shape are orthogonalised together, up to so many numbers: one at a time they would
+# hardly occupy a device. Which ones go together does not depend on the number of ranks, lest the last bit do.
+BATCH_NUMBERS = 2**20
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix that is orthogonalised: a parameter, or as many of its rows as are one tensor in checkpoints."""
+
+    name: str  # of the parameter
+    start: int  # its first number in the flattened parameter
+    rows: int
+    columns: int
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """The shape, the smaller side first."""
+        return min(self.rows, self.columns), max(self.rows, self.columns)
+
+    def wide(self, flat: Tensor) -> Tensor:
+        """Its numbers as a matrix that is at least as wide as high: a view."""
+        matrix = flat.view(self.rows, self.columns)
+        return matrix if self.rows <= self.columns else matrix.mT
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """The matrix in a tensor of the parameter's shape: a view, at least as wide as high."""
+        return self.wide(self.piece().of(parameter))
+
+    def piece(self, owner: int = 0) -> Piece:
+        return Piece(self.name, self.start, self.start + self.rows * self.columns, owner)
+
+
+def matrices_of(name: str, parameter: nn.Parameter, model: nn.Module) -> list[Matrix]:
+    """A parameter as the matrices that it is in checkpoints: query, key and value each by itself."""
+    found, start = [], 0
+    for part in split_fused(name, parameter.detach(), model.config).values():  # type: ignore[arg-type]
+        found.append(Matrix(name, start, *part.shape))
+        start += part.numel()
+    return found
+
+
+def batches_of(matrices: list[Matrix]) -> list[list[Matrix]]:
+    """Matrices that are orthogonalised together: of one block and shape, and together not too large."""
+    alike: dict[tuple[str, int, int], list[Matrix]] = {}
+    for matrix in matrices:
+        alike.setdefault((matrix.name.split(".")[1], *matrix.sides), []).append(matrix)
+    batches = []
+    for (_, low, high), found in alike.items():
+        count = max(1, BATCH_NUMBERS // (low * high))
+        batches += [found[at : at + count] for at in range(0, len(found), count)]
+    return batches
+
+
+def batch_cost(batch: list[Matrix]) -> float:
+    """Floating-point operations of orthogonalising it."""
+    return sum(newton_schulz_flops(*matrix.sides) for matrix in batch)
+
 
 T = TypeVar("T")
 
@@ -27,7 +104,7 @@ SCALES = {
     # Liu et al., "Muon is Scalable for LLM Training" (arXiv:2502.16982), section 2.2: the update's root mean square is
     # about that of AdamW's, whose rates and decay then fit.
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
-    # Keller Jordan's, see newton_schulz.py.
+    # Keller Jordan's, as COEFFICIENTS.
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
 }
 

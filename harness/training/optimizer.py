@@ -18,8 +18,7 @@ from harness.model.precision import Precision
 from harness.runs.train_config import TrainConfig
 from harness.training.adamw import AdamW
 from harness.training.muon import Muon
-from harness.training.named_state import NamedState, StateShapes
-from harness.training.shares import Shares
+from harness.training.zero1 import NamedState, Shares, StateShapes
 
 
 class Optimizer(Protocol):
@@ -66,14 +65,15 @@ class Optimizer(Protocol):
 
 
 def build_optimizer(
-    model: nn.Module, config: TrainConfig, precision: Precision | None = None, world: World | None = None
+    model: nn.Module, config: TrainConfig, precision: Precision | None = None, shares: Shares | None = None
 ) -> Optimizer:
     """The optimizer that train.json names, for the parameters of a model that is not wrapped. `precision` is the one
-    that the model is trained in (None: its weights'); `world` has the ranks that share the state out, if they do.
+    that the model is trained in (None: its weights'); `shares` are those of `shard_optimizer`.
 
     Raises UserError for what cannot be trained in this precision.
     """
-    shares = Shares.among(world) if config.shard_optimizer and world is not None else Shares()
+    if shares is None or not config.shard_optimizer:
+        shares = Shares()
     if config.optimizer == "adamw":
         return AdamW(model, config, shares)
     if precision is not None and precision.name == "fp16":

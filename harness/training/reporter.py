@@ -92,8 +92,7 @@ class Reporter:
         self.clock = start.clock
         self.metrics = MetricsFile(self.run.metrics)
         self.chart = ChartProcess(self.run)
-        visible = world.is_main and not start.is_rehearsal
-        self.console = Console(start.position.total_steps, start.position.first_step, visible=visible)
+        self.console = Console(start.position.total_steps, start.position.first_step, visible=world.is_main)
         self.throughput = throughput_on(start, world.device_name)
         self._seconds_at_start = dict(self.clock.seconds)
         self._tokens = start.batches.tokens_before(start.position.total_steps - start.position.first_step)
@@ -127,7 +126,7 @@ class Reporter:
             return
         self._append(ValidationEvent, state, loss=loss)
         self.console.say(f"global step {state.global_step}: validation loss {loss:.3f}")
-        self.draw_chart()
+        self.chart.draw()
 
     def benchmarks(self, scores: Sequence[Score], state: TrainState) -> None:
         """A line of metrics for each score."""
@@ -137,7 +136,7 @@ class Reporter:
             self._append(BenchmarkEvent, state, **asdict(score))
         said = ", ".join(f"{score.task} {score.metric} {score.value:.4g}" for score in scores)
         self.console.say(f"global step {state.global_step}: {said}")
-        self.draw_chart()
+        self.chart.draw()
 
     def sample(self, sample: Sample, state: TrainState) -> None:
         if not self.world.is_main:
@@ -153,7 +152,7 @@ class Reporter:
             return
         self._append(CheckpointEvent, state, is_best=state.is_best)
         if not self.start.experiment.config.validates:
-            self.draw_chart()
+            self.chart.draw()
 
     def stopped(self, signal_number: int, state: TrainState) -> None:
         """Say why the run ends here, and how to go on."""
@@ -171,7 +170,7 @@ class Reporter:
         """Write and print the summary, and return when the last chart is drawn. Collective."""
         self.console.close()
         if self.world.is_main:
-            self.draw_chart()
+            self.chart.draw()
         machine = measure_machine(self.world)
         if self.world.is_main:
             recorded = program_and_settings(self.start)
@@ -179,10 +178,6 @@ class Reporter:
             self.metrics.make_durable()
             write_summary(self.run, summarise(self.run.path.name, outcome, self.start.provenance))
             self.chart.finish(LAST_CHART_SECONDS)
-
-    def draw_chart(self) -> None:
-        if not self.start.is_rehearsal:
-            self.chart.draw()
 
     def _append(self, kind: type[Event], state: TrainState, **values: Any) -> None:
         place: dict[str, Any] = {"global_step": state.global_step, "tokens_seen": state.tokens_seen}
@@ -193,7 +188,7 @@ class Reporter:
         seconds = self.clock.now()
         here = sum(seconds[phase] - self._seconds_at_start[phase] for phase in seconds if phase != "setup")
         done = state.tokens_seen - self.start.position.tokens_seen
-        return here * (self._tokens - done) / max(done, 1)  # a rehearsal reports, and has done nothing
+        return here * (self._tokens - done) / done
 
 
 def measure_machine(world: World) -> Machine:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -32,8 +32,7 @@ from harness.planning.planned_speed import plan_speed
 from harness.planning.rates import UNSCALED, ScaledSettings
 from harness.runs import checkpoints
 from harness.runs.budget import Budget
-from harness.runs.checkpoint_meta import CheckpointMeta, Provenance, TrainState, read_meta, upgrade_notebook_meta
-from harness.runs.checkpoints import choose_start
+from harness.runs.checkpoint_meta import CheckpointMeta, Provenance, TrainState, upgrade_notebook_meta
 from harness.runs.directory import RunDirectory
 from harness.runs.throughput import Conditions, same_conditions, unknown_peak
 from harness.runs.train_config import TrainConfig
@@ -54,21 +53,8 @@ class Start:
     is_from_notebook: bool = False
     lock: RunLock | None = None
     precision: str | None = None  # what "auto" means for this run; None: what the device is best at
-    is_rehearsal: bool = False  # in a folder that goes away, and without a word
     budget: Budget | None = None  # what train.json's came to when the run began, if that is not in tokens
     scaled: ScaledSettings = UNSCALED  # what its scaling rules make of its settings
-
-    @classmethod
-    def rehearsal(cls, experiment: Experiment, dataset: Dataset, folder: Path, device: torch.device) -> Start:
-        """One sequence a step, and as many steps as any schedule needs, in the precision that the run goes on in."""
-        small = {"microbatch_size": 1, "gradient_accumulation_steps": 1, "global_batch_size": None, "batch_ramp": None}
-        alone = replace(experiment, run=RunDirectory(folder), config=experiment.config.model_copy(update=small))
-        position = Position(0, 2**40, experiment.config.start_train_token, 0)
-        precision = None
-        with suppress(UserError, RunError):  # training will say it
-            latest = choose_start(experiment.run.checkpoints, None)
-            precision = choose_precision(experiment.config, device, read_meta(latest) if latest else None)
-        return cls(alone, dataset, alone.layout(1), position, Clock(), precision=precision, is_rehearsal=True)
 
     @property
     def provenance(self) -> Provenance:

@@ -25,9 +25,8 @@ from harness.planning.estimated_speed import (
 from harness.runs.optimizer_state import NEWTON_SCHULZ_STEPS, is_muons, newton_schulz_flops
 from harness.runs.throughput import peak_flops
 from harness.runs.train_config import TrainConfig
-from harness.training import matrices
-from harness.training.muon import Muon
-from harness.training.newton_schulz import orthogonalise
+from harness.training import muon as muon_module
+from harness.training.muon import Muon, orthogonalise
 from tests.model.test_model import random_model, random_tokens, shape
 from tests.support.configs import SEED_TRAIN
 from tests.support.isolation import SHIPPED_RUNS
@@ -148,7 +147,7 @@ class Traffic(TorchDispatchMode):
 
 
 def test_muons_kernels_and_bytes_are_those_of_a_real_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrices, "BATCH_NUMBERS", 1)  # one by one, as matrices of GPT-2's size are
+    monkeypatch.setattr(muon_module, "BATCH_NUMBERS", 1)  # one by one, as matrices of GPT-2's size are
     model = random_model(shape(emb_dim=64))
     model(random_tokens(model.config), random_tokens(model.config, seed=4)).backward()
     muon = Muon(model, TrainConfig.model_validate({**SEED_TRAIN, **MUON}), torch.bfloat16)

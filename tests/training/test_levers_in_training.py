@@ -8,12 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from gpt import GPTModel
-from harness.planning.experiment import Experiment
 from tests.model.test_levers import ALL
-from tests.support.launch import DATASET, MODEL, Result, Workshop, finish, metrics
+from tests.support.launch import DATASET, Result, Workshop, finish, metrics
 from tests.support.same_end import assert_goes_on_to_the_same_end
 from tests.training.test_microbatch_search import cold_command
 
@@ -71,12 +68,3 @@ def test_the_largest_microbatch_is_found(trained: tuple[Workshop, Path, Result])
     result = finish([trained[0].spawn(command, {})], expect=0, timeout=240)
     assert re.search(r"Max microbatch size was [1-9]", result.stdout)
     assert "leaked" not in result.stderr, "nothing of Triton's at the end"
-
-
-def test_the_tiny_twin_of_such_a_run_can_be_built(trained: tuple[Workshop, Path, Result]) -> None:
-    from harness.runs.directory import RunDirectory
-
-    tiny = Experiment.load(RunDirectory(trained[1]), trained[0].datasets).tiny()
-    model = GPTModel(tiny.model)
-    assert model(torch.tensor([[1, 2]]), torch.tensor([[2, 3]])).isfinite()
-    assert MODEL["n_layers"] != tiny.model.n_layers

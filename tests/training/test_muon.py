@@ -16,9 +16,7 @@ from harness.common.errors import UserError
 from harness.model.precision import Precision
 from harness.runs.optimizer_state import optimizer_state_bytes
 from harness.runs.train_config import TrainConfig
-from harness.training.matrices import BATCH_NUMBERS, Matrix, batches_of
-from harness.training.muon import Muon
-from harness.training.newton_schulz import orthogonalise
+from harness.training.muon import BATCH_NUMBERS, Matrix, Muon, batches_of, orthogonalise
 from harness.training.optimizer import build_optimizer
 from harness.training.step import build_step
 from tests.training.test_optimizer import (

@@ -21,9 +21,9 @@ from harness.runs.optimizer_state import optimizer_state_bytes
 from harness.runs.train_config import TrainConfig
 from harness.training.adamw import AdamW
 from harness.training.gradients import clip_gradients
-from harness.training.named_state import NamedState, StateShapes, check_state
 from harness.training.optimizer import Optimizer, build_optimizer
 from harness.training.step import OptimizerStep, build_step
+from harness.training.zero1 import NamedState, StateShapes, check_state
 
 CPU = torch.device("cpu")
 ALONE = World(0, 0, 1, 1, CPU)

@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from harness.common.memory import MemoryLimit
 from harness.data.dataset import Dataset
+from harness.distributed.world import World
 from harness.model import precision
 from harness.planning.experiment import Experiment
 from harness.runs.checkpoint_meta import CheckpointMeta
 from harness.runs.directory import RunDirectory
 from harness.runs.train_config import TrainConfig
-from harness.training.startup import Start, choose_precision
+from harness.training.batch_size_finder import MicrobatchSearcher
+from harness.training.startup import choose_precision
 from tests.support.launch import DATASET, Workshop
 
 CPU = torch.device("cpu")
@@ -84,5 +87,7 @@ def test_a_search_is_done_in_what_the_run_began_in(tmp_path: Path) -> None:
     path.write_text(json.dumps(meta))
     experiment = Experiment.load(RunDirectory(run), shop.datasets)
     assert experiment.config.precision == "auto"
-    dataset = Dataset.open(shop.datasets, DATASET)
-    assert Start.rehearsal(experiment, dataset, tmp_path, CPU).precision == "fp32"
+    search = MicrobatchSearcher(
+        experiment, World(0, 0, 1, 1, CPU), Dataset.open(shop.datasets, DATASET), MemoryLimit(1.0, 2.0**30, "")
+    )
+    assert search._build_step().precision.name == "fp32"

@@ -13,7 +13,7 @@ from gpt import GPTModel, ModelConfig
 from harness.distributed.world import World
 from harness.runs.train_config import TrainConfig
 from harness.training.optimizer import build_optimizer
-from harness.training.shares import GRAIN, Shares
+from harness.training.zero1 import GRAIN, Shares
 from tests.support.launch import Workshop, finish, free_port
 
 # No size divides by the number of ranks, and there are pieces on both sides of what travels alone.
@@ -168,13 +168,12 @@ def test_works_that_cannot_be_cut_are_spread_by_what_they_cost() -> None:
 def test_a_process_that_rehearses_for_others_keeps_its_own_share_and_saves_the_whole(optimizer: str) -> None:
     """-f tries microbatches on each rank alone, with the memory that it will have among others."""
     config = TrainConfig(**SETTINGS | {"optimizer": optimizer, "shard_optimizer": True})
-    world = World(0, 0, 1, 1, torch.device("cpu"), stands_for=(0, 4))
     model = GPTModel(ModelConfig(**MODEL, qkv_bias=True))
-    built = build_optimizer(model, config, None, world)
+    built = build_optimizer(model, config, None, Shares(0, 4))
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     built.update(torch.amp.GradScaler("cpu", enabled=False), None)
-    state = built.named_state(world)
+    state = built.named_state(World(0, 0, 1, 1, torch.device("cpu")))
     shapes = {name: {key: value.shape for key, value in each.items()} for name, each in state.items()}
     assert shapes == built.state_shapes()
     moments = torch.cat([each.flatten() for one in state.values() for key, each in one.items() if key != "step"])

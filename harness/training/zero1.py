@@ -1,5 +1,5 @@
-"""The share of the parameters that each rank keeps and updates under `shard_optimizer` (ZeRO, stage 1: Rajbhandari et
-al., arXiv:1910.02054), and the exchange of these shares.
+"""The optimizer's state split over the ranks under `shard_optimizer` (ZeRO, stage 1: Rajbhandari et al.,
+arXiv:1910.02054), and the state by parameter name, which is what checkpoints hold however it is split.
 
 Parameters and gradients are whole on every rank. Of each parameter, pieces of its flattened numbers have an owner, the
 only rank that keeps their state. It updates them, and gives them to the others, in place.
@@ -19,7 +19,25 @@ from torch import Tensor, nn
 from harness.distributed.rendezvous import leaving_with_peers
 from harness.distributed.world import World
 from harness.runs.optimizer_state import SMALL_PIECE
-from harness.training.named_state import NamedState, StateShapes
+
+# By parameter name, then by the optimizer's own word for it ("exp_avg"): tensors, or their shapes.
+NamedState = dict[str, dict[str, Tensor]]
+StateShapes = dict[str, dict[str, torch.Size]]
+
+
+def check_state(saved: NamedState, shapes: StateShapes) -> None:
+    """Raises ValueError if a state is not one of just these parameters and shapes, in fp32: fused kernels would read
+    beyond it."""
+    if saved.keys() != shapes.keys():
+        raise ValueError("the parameters are others than the model's")
+    for name, wanted in shapes.items():
+        state = saved[name]
+        if state.keys() != wanted.keys():
+            raise ValueError(f"{name} has {sorted(state)}")
+        for key, shape in wanted.items():
+            if state[key].shape != shape or state[key].dtype != torch.float32:
+                raise ValueError(f"{key} of {name} is {state[key].dtype} {list(state[key].shape)}")
+
 
 # Numbers in a row that are never parted: kernels take so many at once or fewer, and what is left at a tensor's end by
 # other instructions, whose results may be others in the last bit.
@@ -44,7 +62,7 @@ class Piece:
 @dataclass(frozen=True)
 class Shares:
     """This rank among those that share an optimizer's state. A world of one, and one that shares nothing, is one rank
-    that owns everything; `is_connected` is false where one process rehearses what a rank among others would keep."""
+    that owns everything; `is_connected` is false where one process tries what a rank among others would keep."""
 
     rank: int = 0
     size: int = 1
@@ -53,9 +71,7 @@ class Shares:
 
     @classmethod
     def among(cls, world: World) -> Shares:
-        """A share for each rank of the world, or of the one that it stands for."""
-        if world.stands_for is not None:
-            return cls(*world.stands_for)
+        """A share for each rank of the world."""
         return cls(world.rank, world.size, world.size > 1, world.control)
 
     def cut(self, sizes: Mapping[str, int]) -> list[Piece]:
