@@ -75,9 +75,9 @@ BEFORE_TORCH = [
     "harness.model.tensor_names",
     "harness.data.fetch",
     "harness.comparison.records",
-    "harness.comparison.runs_table",
-    "harness.comparison.table_text",
-    "harness.comparison.table_fits",
+    "harness.comparison.table",
+    "harness.comparison.against_baseline",
+    "harness.comparison.charts",
     "harness.sweeps.run",
     "harness.sweeps.search",
 ]
@@ -236,7 +236,11 @@ def test_optuna_is_imported_in_one_place() -> None:
 def test_matplotlib_is_imported_in_charts_only() -> None:
     users = users_of("matplotlib")
     assert "harness.runs.chart" in users, "this test finds them"
-    wrong = {name for name in users - {"harness.runs.chart"} if not re.fullmatch(r"harness\.(comparison|scaling)\.\w*charts", name)}
+    wrong = {
+        name
+        for name in users - {"harness.runs.chart"}
+        if not re.fullmatch(r"harness\.(comparison|scaling)\.\w*charts", name)
+    }
     assert not wrong
 
 
