@@ -6,28 +6,21 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.common.errors import one_line_errors
+from harness.common.errors import UserError, one_line_errors
 from harness.common.options import Command
 
-if TYPE_CHECKING:
-    from harness.comparison.against_baseline import BaselineComparison
-    from harness.comparison.compare_options import ChosenRuns, CompareOptions
-    from harness.comparison.records import RunRecord
-    from harness.comparison.runs_table import RunsTable
-
 PATH = click.Path(path_type=Path)
+LARGEST_LOSS = 1000.0  # of a reference
 
 
 @click.command(cls=Command)
 @click.argument("runs", nargs=-1, metavar="[RUN]...")
 @click.option("--runs-dir", type=PATH, default=Path("runs"), show_default=True)
-@click.option("--baseline", metavar="RUN", help="Or its arm: is any other run better, and how sure is that?")
+@click.option("--baseline", metavar="RUN", help="Is any other arm better than the one of RUN, and how sure is that?")
 @click.option("--sort", metavar="KEY", help="A column, as --json names it, or name. Default: the best loss first.")
 @click.option("--machines", is_flag=True, help="What each RUN would take and cost on other machines.")
 @click.option("--prices", type=PATH, help="With --machines: your list of them, like harness/planning/machines.json.")
@@ -36,114 +29,121 @@ PATH = click.Path(path_type=Path)
 @click.option("--over", default="tokens", show_default=True, help="What the chart draws them over: steps, hours, ...")
 @click.option("--reference", multiple=True, metavar="LABEL=LOSS", help="A line across the chart and the page's.")
 @click.option("--json", "as_json", is_flag=True, help="Everything as JSON.")
-def main(runs: tuple[str, ...], **options: Any) -> None:
+def main(
+    runs: tuple[str, ...],
+    runs_dir: Path,
+    baseline: str | None,
+    sort: str | None,
+    machines: bool,
+    prices: Path | None,
+    html: Path | None,
+    chart: Path | None,
+    over: str,
+    reference: tuple[str, ...],
+    as_json: bool,
+) -> None:
     """Compare RUNs, names of folders in --runs-dir, patterns like 'lr-*', or paths; without one, all that were trained.
 
     A table with a row for each: what was asked of it as far as it differs, what came out, and what it cost. Unlike
     things never stand in one column.
     """
     with one_line_errors():
-        from harness.comparison.compare_options import CompareOptions
-        from harness.comparison.runs_table import RunsTable
+        from harness.common.messages import abbreviated
+        from harness.comparison.against_baseline import compare_with
+        from harness.comparison.charts import chart_note, charts_of, choose_axis, write_png
+        from harness.comparison.fits import fits
+        from harness.comparison.machines import machine_lines
+        from harness.comparison.records import find_runs, read_records
+        from harness.comparison.table import RunsTable, paragraph, table_json, table_lines
+        from harness.planning.machines import PRICES
+        from harness.runs.directory import RunDirectory
 
-        asked = CompareOptions(**options)
-        asked.check(runs)
-        chosen = asked.choose_runs(runs)
-        asked = chosen.asked
-        table = RunsTable.of(chosen.records).sorted(asked.sort)
-        comparison = _compare(table, chosen)
-        for line in _json_lines(table, comparison) if asked.as_json else _lines(table, comparison):
-            click.echo(line)
-        if asked.machines:
-            for line in _elsewhere(runs, asked):
-                click.echo(line)
-        for line in _left_out(chosen):
-            click.echo(line, err=asked.as_json)
-        if asked.html is not None:
-            _write_page(asked.html, table, comparison, asked)
-        if asked.chart is not None:
-            _draw_chart(asked.chart, [*table.records, *chosen.left_out], comparison, asked)
+        _check_options(runs, machines, prices, html, chart, reference, as_json)
+        axis, references = choose_axis(over), _read_references(reference)
+        if baseline is not None:
+            baseline = RunDirectory.find(runs_dir, baseline).path.name
+        records = read_records(runs_dir, (*runs, *filter(None, [baseline])) if runs else ())
+        # Shipped runs that nobody trained here would fill the table.
+        trained = [record for record in records if record.state.word != "never trained" or record.name == baseline]
+        left_out = [] if runs or not trained else [record for record in records if record not in trained]
+        table = RunsTable.of([record for record in records if record not in left_out]).sorted(sort)
+        everything = [*table.records, *left_out]
+        comparison = compare_with(baseline, everything) if baseline is not None else None
 
+        if as_json:
+            verdicts = comparison.as_json() if comparison else None
+            text = json.dumps(
+                table_json(table) | {"comparison": verdicts}, indent=2, ensure_ascii=False, allow_nan=False
+            )
+            click.echo(text)
+        else:
+            texts = [*fits(table), *(["", *comparison.lines()] if comparison else [])]
+            click.echo("\n".join([*table_lines(table), *(line for text in texts for line in paragraph(text) or [""])]))
+        for run in find_runs(runs_dir, runs) if machines else []:
+            click.echo("\n".join(["", *machine_lines(run, find_runs(runs_dir, ()), prices or PRICES)]))
+        if left_out:
+            names = abbreviated([record.name for record in left_out])
+            line = f"never trained, and not shown unless they are named: {names}"
+            click.echo("\n".join(paragraph(line)), err=as_json)
+        if html is not None:
+            from harness.comparison.page import write_page
 
-def _compare(table: RunsTable, chosen: ChosenRuns) -> BaselineComparison | None:
-    from harness.comparison.against_baseline import compare_with
-
-    baseline = chosen.asked.baseline_name()
-    return None if baseline is None else compare_with(baseline, [*table.records, *chosen.left_out])
-
-
-def _left_out(chosen: ChosenRuns) -> Iterator[str]:
-    from harness.common.messages import abbreviated
-    from harness.comparison.table_text import paragraph
-
-    if chosen.left_out:
-        names = abbreviated([record.name for record in chosen.left_out])
-        yield from paragraph(f"never trained, and not shown unless they are named: {names}")
-
-
-def _lines(table: RunsTable, comparison: BaselineComparison | None) -> Iterator[str]:
-    """The table, the curves that it holds, and the verdicts."""
-    from harness.comparison.table_fits import fit_lines
-    from harness.comparison.table_text import paragraph, table_lines
-
-    yield from table_lines(table)
-    yield from fit_lines(table)
-    if comparison is not None:
-        yield ""
-        for text in comparison.lines():
-            yield from paragraph(text)
-
-
-def _json_lines(table: RunsTable, comparison: BaselineComparison | None) -> Iterator[str]:
-    from harness.comparison.table_json import table_json
-
-    yield json.dumps(table_json(table, comparison), indent=2, ensure_ascii=False, allow_nan=False)
+            command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+            made = f"Made {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())} by: uv run {command}"
+            write_page(html, table, comparison, references, baseline, made)
+            click.echo(f"Wrote {html}", err=True)
+        if chart is not None:
+            [drawn] = charts_of(everything, [axis], baseline)
+            if not drawn.curves:
+                problems = abbreviated(drawn.problems, most=3, separator="; ")
+                raise UserError(f"--chart: nothing to draw: {problems}")
+            write_png(drawn, chart, references, chart_note(comparison, drawn))
+            for problem in drawn.problems:
+                click.echo("\n".join(paragraph(f"not drawn: {problem}")), err=True)
+            click.echo(f"Drew {chart}", err=True)
 
 
-def _elsewhere(runs: tuple[str, ...], asked: CompareOptions) -> Iterator[str]:
-    """The runs on other machines, by the speeds of all runs in the folder."""
-    from harness.comparison.machines_table import elsewhere
-    from harness.comparison.records import find_runs
-    from harness.planning.machines import PRICES
-
-    others = find_runs(asked.runs_dir, ())
-    for run in find_runs(asked.runs_dir, runs):
-        yield ""
-        yield from elsewhere(run, others, asked.prices or PRICES)
-
-
-def _write_page(path: Path, table: RunsTable, comparison: BaselineComparison | None, asked: CompareOptions) -> None:
-    from harness.comparison.comparison_report import report_of
-    from harness.comparison.html_report import write_report
-
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    made = f"Made {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())} by: uv run {command}"
-    write_report(path, report_of(table, comparison, asked.read_references(), asked.baseline_name(), made))
-    click.echo(f"Wrote {path}", err=True)
-
-
-def _draw_chart(
-    path: Path, records: Sequence[RunRecord], comparison: BaselineComparison | None, asked: CompareOptions
+def _check_options(
+    runs: tuple[str, ...],
+    machines: bool,
+    prices: Path | None,
+    html: Path | None,
+    chart: Path | None,
+    reference: tuple[str, ...],
+    as_json: bool,
 ) -> None:
-    """Raises UserError if nothing can be drawn."""
-    from harness.common.errors import UserError
-    from harness.common.messages import abbreviated
-    from harness.comparison.comparison_report import chart_note, comparable_curves
-    from harness.comparison.curves import choose_axis
-    from harness.comparison.table_text import paragraph
+    """Raise UserError for options that contradict each other, or lack the runs they need."""
+    from harness.common.files import check_writable
 
-    axis = choose_axis(asked.over)
-    comparable = comparable_curves(records, asked.baseline_name())
-    curves, problems = comparable.over(axis)
-    if not curves:
-        raise UserError(f"--chart: nothing to draw: {abbreviated(problems, most=3, separator='; ')}")
-    from harness.comparison.charts import draw_curves
+    if prices is not None and not machines:
+        raise UserError("--prices belongs with --machines")
+    if machines and as_json:
+        raise UserError("--machines and --json: give one of them")
+    if machines and not runs:
+        raise UserError("--machines: name the runs to project; the speeds of the others are used without that")
+    if reference and not (html or chart):
+        raise UserError("--reference belongs with --html or --chart")
+    if chart is not None and chart.suffix.lower() != ".png":
+        raise UserError(f"--chart {chart}: a PNG is drawn; give the file that ending")
+    for path in filter(None, [chart, html]):
+        check_writable(path.absolute().parent)
+        if path.is_dir():
+            raise UserError(f"{path}: is a folder; name a file")
 
-    draw_curves(curves, axis, path, asked.read_references(), chart_note(comparison, comparable.kind))
-    for problem in problems:
-        for line in paragraph(f"not drawn: {problem}"):
-            click.echo(line, err=True)
-    click.echo(f"Drew {path}", err=True)
+
+def _read_references(reference: tuple[str, ...]) -> dict[str, float]:
+    """Losses by their labels. Raises UserError for what is not LABEL=LOSS."""
+    found = {}
+    for text in reference:
+        label, _, number = text.rpartition("=")
+        try:
+            loss = float(number)
+        except ValueError:
+            loss = 0.0
+        if not label.strip() or not 0 < loss < LARGEST_LOSS:
+            raise UserError(f'--reference "{text}": must be LABEL=LOSS, such as "GPT-2 small=3.500"')
+        found[label.strip()] = loss
+    return found
 
 
 if __name__ == "__main__":

@@ -75,9 +75,9 @@ BEFORE_TORCH = [
     "harness.model.tensor_names",
     "harness.data.fetch",
     "harness.comparison.records",
-    "harness.comparison.runs_table",
-    "harness.comparison.table_text",
-    "harness.comparison.table_fits",
+    "harness.comparison.table",
+    "harness.comparison.against_baseline",
+    "harness.comparison.charts",
     "harness.sweeps.run",
     "harness.sweeps.search",
 ]

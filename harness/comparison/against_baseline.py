@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from typing import Any
 
 import numpy as np
 
 from harness.common.errors import UserError
 from harness.common.messages import abbreviated
-from harness.comparison.arms import Arm
-from harness.comparison.comparability import (
+from harness.comparison.arms import Arms, find_arms
+from harness.comparison.basis import (
     MEASURED_TOO,
-    Ground,
-    Group,
-    Measured,
-    Missing,
+    Basis,
+    Measurement,
+    Values,
     chosen_results,
     comparable_groups,
-    loss_ground,
+    loss_basis,
 )
-from harness.comparison.quantities import final_validation_losses
+from harness.comparison.columns import all_test_losses, final_validation_losses, test_losses
+from harness.comparison.inconclusive import Inconclusive
 from harness.comparison.records import RunRecord
-from harness.comparison.replicated_arms import NamedArms, has_unfinished_arm, named_arms
-from harness.comparison.result_quantities import all_test_losses, test_losses
-from harness.comparison.verdicts import Verdict, compare_arms, seeds_for_seen, seeds_sentence
+from harness.comparison.verdicts import Arm, Verdict, compare_arms, seeds_sentences
 from harness.runs.results import LossResult, read_window_losses
 
 
 @dataclass(frozen=True)
 class BaselineComparison:
-    """Verdicts against one baseline: `title` says what is compared, `notes` what was left out, `loss` which loss the
-    verdicts use. `verdicts` is empty if nothing compares."""
+    """Verdicts against one baseline: `title` says what is compared, `closing` how many seeds it takes, `notes` what was
+    left out, `loss` which loss the verdicts use. `verdicts` is empty if nothing compares."""
 
     title: str
     verdicts: list[Verdict] = field(default_factory=list)
@@ -45,104 +43,99 @@ class BaselineComparison:
         sentences = [verdict.sentence for verdict in self.verdicts]
         return [self.title, *sentences, *filter(None, [self.closing]), *self.notes]
 
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "title": self.title,
+            "verdicts": [
+                {
+                    "arm": verdict.arm,
+                    "baseline": verdict.baseline,
+                    "verdict": verdict.word,
+                    "sentence": verdict.sentence,
+                    "runs": list(verdict.runs),
+                    "difference": verdict.difference.value if verdict.difference else None,
+                    "interval": list(verdict.interval) if verdict.interval else None,
+                    "interval_level": verdict.level,
+                    "adjusted_p": verdict.adjusted_p,
+                }
+                for verdict in self.verdicts
+            ],
+            "seeds": self.closing,
+            "notes": self.notes,
+        }
+
 
 def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineComparison:
     """Compare all arms of the runs with that of the run `baseline`, which is one of them, by the test loss on the text
     that most of them were measured on, else by the last validation loss."""
-    arms = named_arms(records, baseline)
+    arms = find_arms(records, baseline)
     own = arms.arm_of(baseline)
     if own is None:
         state = next(record.state.word for record in records if record.name == baseline)
         verb = "was" if state == "never trained" else "is"
-        return _nothing(baseline, f"it {verb} {state}: only what has been trained here to its end is compared", arms)
-    if len(arms.runs) == 1 and has_unfinished_arm(records, baseline):
-        return _nothing(own, "no run of another arm has finished", arms)
-    names = [record.name for record in records]
-    for loss, measured in (("test loss", _test_losses(records)), ("validation loss", final_validation_losses(records))):
-        groups = [
-            group for group in comparable_groups(measured) if any(names[row] in arms.runs[own] for row in group.members)
-        ]
-        if groups and len(groups[0].members) > 1:
-            return _compare(own, arms, _Loss(loss, groups[0], records, measured))
-    return _nothing(baseline, "no other run has a test loss or validation loss on the same text", arms)
+        reason = f"it {verb} {state}: only what has been trained here to its end is compared"
+    elif len(arms.runs) == 1:
+        reason = "no other arm has finished"
+    else:
+        # A diverged run stays part of its arm, with NaN for a loss that is not finite.
+        of_tests = [all_test_losses(record) or test_losses(record) for record in records]
+        for loss, values in (("test loss", of_tests), ("validation loss", [*map(final_validation_losses, records)])):
+            for basis, members in comparable_groups(values):
+                if len(members) > 1 and any(records[row].name in arms.runs[own] for row in members):
+                    return _compare(own, arms, loss, basis, members, values, records)
+        reason = "no other run has a test loss or validation loss on the same text"
+    return BaselineComparison(f"Against {own or baseline}: inconclusive, because {reason}", notes=arms.notes)
 
 
-def _test_losses(records: Sequence[RunRecord]) -> list[Measured]:
-    """Test losses by run; a diverged run stays part of its arm, with NaN for a loss that is not finite."""
-    found = zip(records, test_losses(records), strict=True)
-    return [all_test_losses(record) or in_table for record, in_table in found]
+def _compare(
+    own: str,
+    arms: Arms,
+    loss: str,
+    basis: Basis,
+    members: dict[int, Measurement],
+    values: Sequence[Values],
+    records: Sequence[RunRecord],
+) -> BaselineComparison:
+    """Compare the arms by the losses of `members`, which are on the basis; `values` has the runs' losses on others."""
+    notes: list[str] = []
+    found = {records[row].name: (records[row], each) for row, each in members.items()}
+    built = {}
+    for name, runs in arms.runs.items():
+        those = [found[run] for run in runs if run in found]
+        for record, each in those:
+            if each.remark and MEASURED_TOO not in each.remark:
+                notes.append(f"{record.name}: {loss} {each.remark}")
+        losses = [each.value for _, each in those]
+        its_records = [record for record, _ in those]
+        windows = _windows(its_records, basis, notes) if np.isfinite(losses).all() else None
+        built[name] = Arm(name, losses, windows, [record.name for record in its_records])
+    baseline, others = built[own], [arm for name, arm in built.items() if name != own]
+    verdicts = compare_arms(baseline, others)
+    left_out: dict[str, list[str]] = {}
+    for row, (record, of_run) in enumerate(zip(records, values, strict=True)):
+        if row not in members and arms.arm_of(record.name):
+            if isinstance(of_run, Inconclusive):
+                reason = of_run.reason
+            else:
+                reason = f"measured on {' and '.join(each.basis.words_beside([basis]) for each in of_run)}"
+            left_out.setdefault(reason, []).append(record.name)
+    notes += [f"{abbreviated(names)}: not compared by {loss}: {reason}" for reason, names in left_out.items()]
+    title = f"Against {own} ({baseline.runs} {'run' if baseline.runs == 1 else 'runs'}), by {loss} on {basis.words}:"
+    return BaselineComparison(title, verdicts, seeds_sentences(verdicts, [*built.values()]), notes + arms.notes, loss)
 
 
-def _nothing(baseline: str, reason: str, arms: NamedArms) -> BaselineComparison:
-    return BaselineComparison(f"Against {baseline}: inconclusive, because {reason}", notes=arms.notes)
-
-
-@dataclass(frozen=True)
-class _Loss:
-    """The loss to compare: `group` has the losses by the position of their runs, `measured` those on other texts, too.
-    A loss that is not finite is NaN."""
-
-    name: str
-    group: Group
-    records: Sequence[RunRecord]
-    measured: Sequence[Measured]
-
-    def arm(self, name: str, runs: Sequence[str], notes: list[str]) -> Arm:
-        """Build the arm of these runs, with window losses if every run has them; append remarks to `notes`."""
-        found = {self.records[row].name: (row, each) for row, each in self.group.members.items()}
-        members = [found[run] for run in runs if run in found]
-        losses = [measurement.value for _, measurement in members]
-        notes += [
-            f"{self.records[row].name}: {self.name} {measurement.remark}"
-            for row, measurement in members
-            if measurement.remark and MEASURED_TOO not in measurement.remark
-        ]
-        its_records = [self.records[row] for row, _ in members]
-        windows = self._windows(its_records, notes) if np.isfinite(losses).all() else None
-        return Arm(name, losses, windows, [record.name for record in its_records])
-
-    def left_out(self, runs: Collection[str]) -> list[str]:
-        """Lines that name those of `runs` without this loss on this text, with the reason."""
-        names: dict[str, list[str]] = {}
-        for row, (record, measured) in enumerate(zip(self.records, self.measured, strict=True)):
-            if record.name in runs and row not in self.group.members:
-                names.setdefault(_elsewhere(measured, self.group.ground), []).append(record.name)
-        return [f"{abbreviated(each)}: not compared by {self.name}: {reason}" for reason, each in names.items()]
-
-    def _windows(self, records: Sequence[RunRecord], notes: list[str]) -> list[np.ndarray] | None:
+def _windows(records: Sequence[RunRecord], basis: Basis, notes: list[str]) -> list[np.ndarray] | None:
+    """The loss of each window of the text, [windows] for each run, of the checkpoint that the table shows; None where
+    they are not kept. A file that cannot be read is one of the `notes`."""
+    windows = []
+    for record in records:
+        chosen = chosen_results(record, record.results.of(LossResult), loss_basis)
+        result = next((result for result, its_basis, _ in chosen if its_basis == basis), None)
+        if result is None:
+            return None
         try:
-            windows = [window_losses(record, self.group.ground) for record in records]
+            windows.append(read_window_losses(record.directory, result))
         except UserError as error:
             notes.append(str(error))
             return None
-        there = [each for each in windows if each is not None]
-        return there if len(there) == len(windows) and there else None
-
-
-def _elsewhere(measured: Measured, ground: Ground) -> str:
-    if isinstance(measured, Missing):
-        return measured.reason
-    return f"measured on {' and '.join(each.ground.words_beside([ground]) for each in measured)}"
-
-
-def window_losses(record: RunRecord, ground: Ground) -> np.ndarray | None:
-    """The loss of each window of the text, [windows], of the checkpoint that the table shows; None if the ground is not
-    that of a test loss. Raises UserError if its file cannot be read."""
-    results = record.results.of(LossResult)
-    chosen = chosen_results(record, results, [loss_ground(result) for result in results])
-    result = next((result for result, its_ground, _ in chosen if its_ground == ground), None)
-    return None if result is None else read_window_losses(record.directory, result)
-
-
-def _compare(own: str, arms: NamedArms, loss: _Loss) -> BaselineComparison:
-    notes: list[str] = []
-    built = {name: loss.arm(name, runs, notes) for name, runs in arms.runs.items()}
-    others = [arm for name, arm in built.items() if name != own]
-    runs = built[own].runs
-    title = f"Against {own} ({runs} {'run' if runs == 1 else 'runs'}), by {loss.name} on {loss.group.ground.words}:"
-    if not others:
-        return _nothing(own, "there is no other arm", arms)
-    verdicts = compare_arms(built[own], others)
-    closing = [seeds_sentence([built[own], *others]), seeds_for_seen(verdicts, [built[own], *others])]
-    notes += [*loss.left_out({*chain(*arms.runs.values())}), *arms.notes]
-    return BaselineComparison(title, verdicts, " ".join(filter(None, closing)), notes, loss.name)
+    return windows or None

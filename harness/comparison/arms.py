@@ -1,126 +1,144 @@
-"""Two arms of an experiment side by side: the difference of their mean losses, and what both kinds of noise leave of
-it. An arm is a setting, tried with one run or with several that differ in `random_seed` alone."""
+"""Arms of an experiment: finished runs that are replicates of each other, alike in all that decides how training comes
+out but for `random_seed`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any
 
-import numpy as np
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
 
+from harness.common.messages import abbreviated
 from harness.comparison.inconclusive import Inconclusive
-from harness.comparison.noise import MeanEstimate, MeanVariance, difference_noise, variance_of_mean
-from harness.comparison.training_noise import Part, Spread, Uncertain, combine, own_part, pooled_spread, shared_part
+from harness.comparison.records import RunRecord
+from harness.model.config import ModelConfig
+from harness.runs.budget import as_tokens
+from harness.runs.train_config import TrainConfig
+
+SEED = "random_seed"
+SEED_ENDING = re.compile(r"[-_.]?(?:random[-_]?)?seed[-_=.]?\d+$")  # of names such as base-seed1
+# Keys of train.json that change neither the weights of any step nor which checkpoint is called best. Not here:
+# checkpoint_interval, since `best` is chosen among the checkpoints; and whatever changes rounding, as the microbatch.
+WITHOUT_EFFECT = {
+    "price_per_hour": "dollars only",
+    "report_interval": "how often losses are printed; they are summed up on the device either way",
+    "keep_checkpoints": "latest and best are always kept",
+    "async_checkpoint": "who writes a checkpoint; it holds the same",
+    "validation_ranks": "who validates; the losses are the same",
+    "weights_check_interval": "a comparison of ranks that changes nothing",
+    "max_skipped_steps": "when a failing run ends; one that ended well did not reach it",
+    "benchmark_interval": "measured without touching weights or random states",
+    "benchmark_tasks": "measured without touching weights or random states",
+    "benchmark_examples": "measured without touching weights or random states",
+    "sample_interval": "printed, with random states of its own",
+    "sample_prompt": "printed, with random states of its own",
+}
+# Where the same configuration gives other roundings, and other dropout on another number of ranks.
+SURROUNDINGS = {"torch": "torch", "device": "device", "world_size": "number of ranks"}
 
 
 @dataclass(frozen=True)
-class Arm:
-    """`losses` has one run each, in nats per token: for all arms of a comparison of the same text. `windows`, where
-    known for every run, has the losses of that text's windows, [windows] each, in the order of `losses`. `names` has
-    the runs' names, in the same order, where they are known."""
+class Arms:
+    """Names of runs by the name of their arm, with remarks on runs that are in none or not where one might think."""
 
-    name: str
-    losses: Sequence[float]
-    windows: Sequence[np.ndarray] | None = None
-    names: Sequence[str] = ()
+    runs: dict[str, tuple[str, ...]]
+    notes: list[str] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        if self.windows is not None and len(self.windows) != len(self.losses):
-            raise ValueError(f"{self.name}: {len(self.windows)} runs with windows, {len(self.losses)} with losses")
-
-    @property
-    def runs(self) -> int:
-        return len(self.losses)
-
-    @property
-    def is_finite(self) -> bool:
-        return bool(np.isfinite(self.losses).all())
-
-    @property
-    def not_finite(self) -> list[str]:
-        """The names of the runs whose losses are not finite."""
-        return [name for name, loss in zip(self.names, self.losses, strict=False) if not np.isfinite(loss)]
-
-    @property
-    def texts(self) -> set[int]:
-        """The numbers of windows that its runs were measured on."""
-        return {windows.size for windows in self.windows or []}
-
-    @cached_property
-    def mean_windows(self) -> np.ndarray:
-        """The mean over runs, [windows]."""
-        return np.mean([windows.astype(np.float64) for windows in self.windows or []], axis=0)
-
-    @cached_property
-    def variance_by_text(self) -> float | None:
-        """Variance, by the choice of text, of one run's loss against those of its replicates, nats²; None where it
-        cannot be estimated."""
-        if self.windows is None or self.runs < 2 or len(self.texts) > 1:
-            return None
-        estimates = [variance_of_mean(windows.astype(np.float64) - self.mean_windows) for windows in self.windows]
-        found = [each.variance for each in estimates if isinstance(each, MeanVariance)]
-        return sum(found) / (self.runs - 1) if len(found) == self.runs else None
+    def arm_of(self, run: str) -> str | None:
+        """The name of the arm that the run is in."""
+        return next((arm for arm, runs in self.runs.items() if run in runs), None)
 
 
-@dataclass(frozen=True)
-class Borrowed:
-    """Noise estimates pooled over the replicates of all arms, for an arm of one run."""
-
-    spread: Spread | None  # None: no arm has two runs
-    by_text: float  # the part of a run's variance that other text would change, nats²; 0 where it is not known
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Mean loss of an arm less that of the baseline, in nats: negative where the arm is better."""
-
-    value: float
-    training: Uncertain | None  # by the seeds alone; None: not known
-    evaluation: MeanEstimate | Inconclusive  # by the text alone: these very models on other text
-    both: Uncertain | None  # by both kinds, or by the seeds alone where there is no estimate of the other
-    is_borrowed: bool = False
-
-
-def borrowed_from(arms: Sequence[Arm]) -> Borrowed:
-    """The spread within the arms that have two runs or more; a run whose loss is not finite tells nothing of it."""
-    usable = [arm for arm in arms if arm.runs > 1 and arm.is_finite]
-    spread = pooled_spread([arm.losses for arm in usable])
-    known = [(variance, arm.runs - 1) for arm in usable if (variance := arm.variance_by_text) is not None]
-    by_text = sum(variance * df for variance, df in known) / sum(df for _, df in known) if known else 0.0
-    return Borrowed(spread, by_text)
-
-
-def difference_of(baseline: Arm, arm: Arm, borrowed: Borrowed) -> Difference:
-    """Estimate the difference of two arms that have at least one run each and finite losses."""
-    value = float(np.mean(arm.losses) - np.mean(baseline.losses))
-    evaluation = _evaluation_noise(baseline, arm)
-    parts, by_text, is_borrowed = _training_parts(baseline, arm, borrowed)
-    if not parts:
-        return Difference(value, None, evaluation, None)
-    training = combine(value, parts)
-    if isinstance(evaluation, MeanEstimate):
-        # The spread over seeds already has what this text does to one run and not to the next.
-        parts.append(Part(max(0.0, evaluation.noise.variance - by_text), evaluation.noise.df))
-    return Difference(value, training, evaluation, combine(value, parts), is_borrowed)
+def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms:
+    """Group the runs that have finished into arms, in their order. Of runs with equal seeds in an arm the first counts,
+    or the run `baseline`."""
+    unfinished: dict[str, list[str]] = {}
+    for record in records:
+        if record.summary is None:
+            unfinished.setdefault(record.state.word, []).append(record.name)
+    notes = [f"{word}, and so in no comparison: {abbreviated(names)}" for word, names in unfinished.items()]
+    finished = {record.name: record for record in records if record.summary is not None}
+    settings = {name: settings_of(record) for name, record in finished.items()}
+    groups: dict[str, list[str]] = {}
+    for name, of_run in settings.items():
+        if isinstance(of_run, Inconclusive):
+            notes.append(f"{name}: its replicates are unknown, because {of_run.reason}")
+        groups.setdefault(name if isinstance(of_run, Inconclusive) else "\n".join(of_run), []).append(name)
+    arms = []
+    for members in groups.values():
+        by_seed: dict[Any, str] = {}
+        for name in sorted(members, key=lambda name: name != baseline):
+            by_seed.setdefault(finished[name].train.get(SEED, TrainConfig.model_fields[SEED].default), name)
+        arms.append(tuple(name for name in members if name in by_seed.values()))
+        if repeated := [name for name in members if name not in by_seed.values()]:
+            notes.append(f"{abbreviated(repeated)}: same seed and settings as another run of the arm, counted once")
+    notes += _near_misses(settings, finished, [arm[0] for arm in arms])
+    return Arms(_named(arms, {record.name for record in records}, baseline), notes)
 
 
-def _training_parts(baseline: Arm, arm: Arm, borrowed: Borrowed) -> tuple[list[Part], float, bool]:
-    """The variance of the difference by seeds, how much of it is by the text too, and whether it is borrowed."""
-    both = (baseline, arm)
-    if all(each.runs > 1 for each in both):
-        by_text = sum((each.variance_by_text or 0.0) / each.runs for each in both)
-        return [own_part(each.losses) for each in both], by_text, False
-    if borrowed.spread is None:
-        return [], 0.0, False
-    by_text = borrowed.by_text * sum(1 / each.runs for each in both)
-    return [shared_part(borrowed.spread, *(each.runs for each in both))], by_text, True
+def _named(arms: Sequence[tuple[str, ...]], runs: set[str], baseline: str | None) -> dict[str, tuple[str, ...]]:
+    """The arms by their names: what its runs are called without their seed if nothing else is called so, else the name
+    of its first run, or of the baseline."""
+    stems = []
+    for arm in arms:
+        shared = {SEED_ENDING.sub("", name) for name in arm}
+        stems.append(next(iter(shared)) if len(arm) > 1 and len(shared) == 1 else "")
+    named = {}
+    for arm, stem in zip(arms, stems, strict=True):
+        is_free = stem and stem not in runs and stems.count(stem) == 1
+        named[stem if is_free else baseline if baseline in arm else arm[0]] = arm
+    return named
 
 
-def _evaluation_noise(baseline: Arm, arm: Arm) -> MeanEstimate | Inconclusive:
-    if baseline.windows is None or arm.windows is None:
-        return Inconclusive("the losses of the windows were not kept")
-    texts = sorted(baseline.texts | arm.texts)
-    if len(texts) > 1:
-        return Inconclusive(f"they were measured on texts of {' and '.join(f'{size:,}' for size in texts)} windows")
-    return difference_noise(arm.mean_windows, baseline.mean_windows)
+def settings_of(record: RunRecord) -> tuple[str, str] | Inconclusive:
+    """The settings that decide how a run came out, and its surroundings, as JSON: equal for replicates. Inconclusive
+    for a run that cannot have known replicates."""
+    dataset, model = record.dataset or None, record.model
+    known = {"dataset": dataset, **{key: getattr(record, key) for key in SURROUNDINGS}}
+    missing = [SURROUNDINGS.get(key, key) for key, value in known.items() if value is None]
+    if missing:
+        return Inconclusive(f"these were not recorded: {', '.join(missing)}")
+    train = _with_defaults(TrainConfig, as_tokens(record.train, record.summary.budget if record.summary else None))
+    if (weights := train["initial_weights"]) is not None:
+        rate, path = model.get("drop_rate"), PurePath(str(weights))
+        if not (any(rate.values()) if isinstance(rate, dict) else rate):
+            return Inconclusive("random_seed changes nothing in it: initial_weights are given, and drop_rate is 0")
+        if not path.is_absolute() and ".." not in path.parts:
+            return Inconclusive(f'the initial_weights "{weights}" are in its own folder, and another run\'s may differ')
+    sequences = train.pop("global_batch_size")
+    if sequences is not None:  # the other way of saying it
+        train["gradient_accumulation_steps"] = sequences // (train["microbatch_size"] * known["world_size"])
+    train["checkpoint_interval"] = train["checkpoint_interval"] or train["validation_interval"]
+    deciding = {key: value for key, value in train.items() if key not in {SEED, *WITHOUT_EFFECT}}
+    settings = [_with_defaults(ModelConfig, model), deciding, dataset]
+    return json.dumps(settings, sort_keys=True), json.dumps([known[key] for key in SURROUNDINGS])
+
+
+def _with_defaults(schema: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, with defaults for keys that an earlier version did not write; keys that this version has no more
+    change nothing where they were off."""
+    defaults = {key: each.default for key, each in schema.model_fields.items() if each.default is not PydanticUndefined}
+    known = {key: value for key, value in values.items() if key in schema.model_fields or value not in (None, False)}
+    return {**defaults, **known}
+
+
+def _near_misses(
+    settings: Mapping[str, tuple[str, str] | Inconclusive], records: Mapping[str, RunRecord], names: Sequence[str]
+) -> list[str]:
+    """A note for each set of runs, of the arms that begin with `names`, that differ in their surroundings only."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        of_run = settings[name]
+        if not isinstance(of_run, Inconclusive):
+            alike.setdefault(of_run[0], []).append(name)
+    notes = []
+    for runs in (runs for runs in alike.values() if len(runs) > 1):
+        values = {what: [getattr(records[name], key) for name in runs] for key, what in SURROUNDINGS.items()}
+        differing = [f"{what} ({', '.join(map(str, each))})" for what, each in values.items() if len({*each}) > 1]
+        notes.append(f"{', '.join(runs)} differ in {' and '.join(differing)}: not counted as replicates")
+    return notes

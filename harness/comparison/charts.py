@@ -1,124 +1,294 @@
-"""Charts over several runs: curves in, picture out."""
+"""Loss curves of several runs over a common axis, drawn by matplotlib; replicates are one curve with a band."""
 
 from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import matplotlib
-import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter
-
-from harness.common.errors import printable
+from harness.common.errors import UserError, printable
 from harness.common.files import atomic_file
-from harness.comparison.curves import Axis, Curve, cut_note, loss_title, marked_points, shown_range
+from harness.common.messages import abbreviated, nearest
+from harness.comparison.against_baseline import BaselineComparison
+from harness.comparison.arms import find_arms
+from harness.comparison.basis import Basis, training_basis, validation_basis
+from harness.comparison.records import RunRecord
+from harness.runs.metrics import Event, TrainEvent, ValidationEvent, read_metrics
+from harness.runs.throughput import cost
 
-matplotlib.use("Agg")  # machines without a display
-
+PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+LEAST_POINTS = 2
+# The losses of the first part of an axis are near ln(vocabulary), and would squeeze the rest into the lower edge.
+WARM_PART = 0.2
+HEADROOM = 0.06
+CUT_RATIO = 2.0  # times the losses after that part: if the whole curves take no more height, nothing is cut off
+LEAST_REACH = 0.1  # nats; a reference further off than the curves' range, or this, is only named
+MOST_MARKERS = 12  # along a curve
+LARGEST_LOSS = 1e6  # nats per token: beyond it a run has diverged
 # Three shades that differ in lightness, four ways to draw a line: twelve curves are told apart in greyscale, too.
 SHADES = ("#1b2a49", "#c8553d", "#5fa8a0")
 LINES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D")
 FAINT = "#555555"
-GAP = 0.032  # between the labels at the right edge, as a part of the height
-LABEL = 32  # characters that find room there
+LONGEST_LABEL = 40
+BasisOf = Callable[[RunRecord], Basis | None]
+KINDS: tuple[tuple[str, type[Event], BasisOf], ...] = (
+    ("validation", ValidationEvent, validation_basis),
+    ("training", TrainEvent, training_basis),
+)
 
 
-def draw_curves(
-    curves: Sequence[Curve], axis: Axis, picture: Path, references: Mapping[str, float], note: str = ""
-) -> None:
-    """Draw the curves, each named at its end, with a dotted line for each reference (label: loss); one that is far off
-    is only named, with an arrow. Replicates have a band from the lowest to the highest. `note` stands below. A picture
-    that is there is replaced in one rename."""
-    figure, axes = plt.subplots(figsize=(10, 6), dpi=150)
-    figure.subplots_adjust(left=0.08, right=0.72, top=0.95, bottom=0.12)
+@dataclass(frozen=True)
+class Axis:
+    """An x axis of a loss curve."""
+
+    name: str
+    label: str  # with its unit
+    is_counted: bool = True  # in numbers that may take a prefix such as M; hours and dollars may not
+
+    def number(self, value: float) -> str:
+        """A tick's label: 1.2M tokens, but 0.05 hours."""
+        if not self.is_counted:
+            text = f"{value:,.10f}".rstrip("0").rstrip(".")
+            return "0" if text == "-0" else text
+        size, prefix = next(((size, prefix) for size, prefix in PREFIXES if abs(value) >= size), (1.0, ""))
+        return f"{value / size:.4g}{prefix}"
+
+
+AXES = {
+    axis.name: axis
+    for axis in (
+        Axis("tokens", "tokens seen"),
+        Axis("steps", "global steps"),
+        Axis("hours", "hours", is_counted=False),
+        Axis("dollars", "US dollars", is_counted=False),
+        Axis("flops", "FLOPs of training"),
+    )
+}
+
+
+def choose_axis(name: str) -> Axis:
+    """Raise UserError for a name that is none of AXES."""
+    if name in AXES:
+        return AXES[name]
+    near = nearest(name, list(AXES))
+    raise UserError(
+        f'--over: no axis "{name}"; there is {", ".join(AXES)}' + (f"; did you mean {near}?" if near else "")
+    )
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Losses, in nats per token, along an axis; of several runs their mean and range."""
+
+    label: str
+    x: list[float]
+    y: list[float]
+    low: list[float] = field(default_factory=list)  # empty for a single run
+    high: list[float] = field(default_factory=list)
+    runs: int = 1
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves of one kind of loss, the lowest last loss first, with a line for each reason why a run is not drawn."""
+
+    axis: Axis
+    kind: str  # "validation" or "training"
+    curves: list[Curve]
+    problems: list[str]
+
+
+def charts_of(records: Sequence[RunRecord], axes: Sequence[Axis], baseline: str | None = None) -> list[Chart]:
+    """A chart over each axis, of the runs whose losses are of the text that most of them were measured on: validation
+    losses, or, where no run has enough of those, training losses. Arms are called as in the verdicts against the run
+    `baseline`."""
+    events = {record.name: _last_training(record) for record in records}
+
+    def has_curve(kind: tuple[str, type[Event], BasisOf]) -> bool:
+        _, of_kind, basis_of = kind
+        return any(basis_of(each) and len(_losses(events[each.name], of_kind)) >= LEAST_POINTS for each in records)
+
+    kind, of_kind, basis_of = next(filter(has_curve, KINDS), KINDS[0])
+    losses = {name: _losses(of_run, of_kind) for name, of_run in events.items()}
+    bases = {record.name: basis_of(record) for record in records}
+    known = [basis for basis in bases.values() if basis is not None]
+    if not known:
+        return [Chart(axis, kind, [], ["the text that losses were measured on is not recorded"]) for axis in axes]
+    main = max(known, key=known.count)
+    drawn: dict[str, RunRecord] = {}
+    reasons: dict[str, list[str]] = {}
+    for record in records:
+        is_off = kind == "validation" and record.train and record.train.get("validation_interval") is None
+        if bases[record.name] != main:
+            reason = f"not known to have losses on {main.words}"
+            if record.state.word == "never trained":
+                reason = "never trained"
+            elif is_off:
+                reason = "trained without validation, and validation losses are drawn"
+            reasons.setdefault(f"in no chart: {reason}", []).append(record.name)
+        elif (points := len(losses[record.name])) < LEAST_POINTS:
+            reason = f"nothing to draw: {points} {kind} loss{'' if points == 1 else 'es'} in metrics.jsonl, and a curve"
+            reasons.setdefault(f"{reason} takes {LEAST_POINTS}", []).append(record.name)
+        else:
+            drawn[record.name] = record
+    arms = find_arms(records, baseline)
+    groups = {**arms.runs, **{name: (name,) for name in drawn if not arms.arm_of(name)}}
+    return [_chart(axis, kind, groups, drawn, losses, reasons) for axis in axes]
+
+
+def _chart(
+    axis: Axis,
+    kind: str,
+    groups: Mapping[str, Sequence[str]],
+    drawn: Mapping[str, RunRecord],
+    losses: Mapping[str, Sequence[Event]],
+    reasons: Mapping[str, Sequence[str]],
+) -> Chart:
+    """The curves along one axis. The runs of a group took their points at the same steps: of these, in order, as many
+    count as each has."""
+    places, found = {}, {reason: [*names] for reason, names in reasons.items()}
+    for name, record in drawn.items():
+        try:
+            places[name] = [_place(event, axis, record) for event in losses[name]]
+        except UserError as error:
+            found.setdefault(str(error), []).append(name)
+    curves = []
+    for label, names in groups.items():
+        members = [name for name in names if name in places]
+        if members:
+            xs = list(zip(*(places[name] for name in members), strict=False))
+            ys = list(zip(*([float(event.loss) for event in losses[name]] for name in members), strict=False))  # type: ignore[attr-defined]
+            band = ([min(each) for each in ys], [max(each) for each in ys]) if len(members) > 1 else ([], [])
+            mean_x, mean_y = ([sum(each) / len(each) for each in points] for points in (xs, ys))
+            curves.append(Curve(label, mean_x, mean_y, *band, runs=len(members)))
+    problems = [f"{abbreviated(names)}: {reason}" for reason, names in found.items()]
+    return Chart(axis, kind, sorted(curves, key=lambda curve: curve.y[-1]), problems)
+
+
+def _place(event: Event, axis: Axis, record: RunRecord) -> float:
+    """The place of an event on an axis. Raises UserError if the price or the FLOPs per token are not known."""
+    price, seconds = record.train.get("price_per_hour"), event.seconds or 0.0
+    if axis.name == "steps":
+        return event.global_step
+    if axis.name == "tokens":
+        return event.tokens_seen
+    if axis.name == "hours":
+        return seconds / 3600
+    if axis.name == "dollars":
+        if not isinstance(price, int | float):
+            raise UserError('no "price_per_hour" in train.json, so that losses have no dollars')
+        return cost(seconds, price)
+    if record.shape is None:
+        raise UserError("FLOPs per token are not known")
+    return event.tokens_seen * record.shape.flops_per_token
+
+
+def _last_training(record: RunRecord) -> list[Event]:
+    """The events of a run behind the last one that begins again at an earlier step."""
+    path = record.directory.metrics
+    events = read_metrics(path) if path.is_file() else []
+    starts = [at for at in range(1, len(events)) if events[at].global_step < events[at - 1].global_step]
+    return list(events[starts[-1] if starts else 0 :])
+
+
+def _losses(events: Sequence[Event], kind: type[Event]) -> list[Event]:
+    """The events of a kind that have a loss that can be drawn."""
+    found = [event for event in events if isinstance(event, kind)]
+    return [event for event in found if (loss := getattr(event, "loss", None)) is not None and abs(loss) < LARGEST_LOSS]
+
+
+def chart_note(comparison: BaselineComparison | None, chart: Chart) -> str:
+    """A note that names the verdicts' loss, if it is not the one that is drawn; else ""."""
+    drawn = f"{chart.kind} loss"
+    if comparison is None or comparison.loss in ("", drawn):
+        return ""
+    return f"The verdicts are by {comparison.loss}; these curves are of the {drawn}."
+
+
+def write_png(chart: Chart, path: Path, references: Mapping[str, float], note: str = "") -> None:
+    """Draw a chart into a picture, which replaces one that is there in one rename."""
+    drawn = _draw(chart, references, note, "png")
+    with atomic_file(path.resolve()) as draft:
+        draft.write_bytes(drawn)
+
+
+def svg(chart: Chart, references: Mapping[str, float]) -> str:
+    """Draw a chart as an <svg> element whose text is text; matplotlib escapes it."""
+    text = _draw(chart, references, "", "svg").decode()
+    return text[text.index("<svg") :]
+
+
+def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str) -> bytes:
+    """Draw the curves with a dotted line for each reference (label: loss); one that is far off is only named, with an
+    arrow. Replicates have a band from the lowest to the highest. `note` stands below."""
+    import matplotlib  # here, since other commands than a drawing one need not wait for it
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import FuncFormatter
+
+    matplotlib.use("Agg")  # machines without a display
+    figure, axes = plt.subplots(figsize=(10, 6), dpi=150, layout="constrained")
     try:
-        _dress(axes, curves, axis, references)
-        for number, curve in enumerate(curves):
-            _draw(axes, curve, number)
-        _name(axes, curves, references)
-        figure.text(0.08, 0.015, note, fontsize=9, color=FAINT, parse_math=False)
+        low, high = shown_range(chart.curves, references)
+        axes.set_xlim(left=0, right=max(curve.x[-1] for curve in chart.curves))
+        axes.set_ylim(low, high)
+        for number, curve in enumerate(chart.curves):
+            colour, line, marker = SHADES[number % 3], LINES[number // 3 % 4], MARKERS[number // 3 % 4]
+            axes.plot(curve.x, curve.y, color=colour, linestyle=line, lw=1.5)
+            every = max(1, len(curve.x) // MOST_MARKERS)
+            for at in sorted({*range(0, len(curve.x), every), len(curve.x) - 1}):
+                if low <= curve.y[at] <= high:  # markers of their own, so that one on the frame's edge is whole
+                    point = (curve.x[at], curve.y[at])
+                    axes.plot(*point, color=colour, marker=marker, markersize=4, clip_on=False, zorder=3)
+            label = f"{_plain(curve.label)}: {curve.y[-1]:.3f}" + (f" ({curve.runs} runs)" if curve.runs > 1 else "")
+            axes.plot([], [], label=label, color=colour, linestyle=line, marker=marker, markersize=4, lw=1.5)
+            if curve.low:
+                axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.18, linewidth=0)
+        for name, loss in references.items():
+            arrow = "↓ " if loss < low else "↑ " if loss > high else ""
+            if not arrow:
+                axes.axhline(loss, color=FAINT, linewidth=1, linestyle=(0, (1, 2)))
+            axes.plot([], [], color=FAINT, linestyle=(0, (1, 2)), label=f"{arrow}{_plain(name)}: {loss:.3f}")
+        axes.set_xlabel(chart.axis.label)
+        axes.set_ylabel(f"{chart.kind} loss (nats per token)")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: chart.axis.number(value)))
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.25, linewidth=0.6)
+        highest = max(loss for curve in chart.curves for loss in curve.y)
+        cut = f"↑ cut off here: the first losses go up to {highest:.2f}" if highest > high else ""
+        axes.set_title(cut, loc="left", fontsize=9, color=FAINT)
+        legend = axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
+        for text in legend.get_texts():
+            text.set_parse_math(False)  # $ is no formula here
+        if note:
+            figure.supxlabel(note, x=0.02, ha="left", fontsize=9, color=FAINT, parse_math=False)
         drawn = io.BytesIO()
-        with warnings.catch_warnings():  # of letters that the font lacks: they are drawn as boxes
-            warnings.filterwarnings("ignore", "Glyph .* missing from font")
-            figure.savefig(drawn, format="png", metadata={"Software": None})
+        with warnings.catch_warnings(), plt.rc_context({"svg.fonttype": "none"}):
+            warnings.filterwarnings("ignore", "Glyph .* missing from font")  # drawn as boxes
+            empty = {"Software": None} if kind == "png" else dict.fromkeys(("Creator", "Date", "Format", "Type"))
+            figure.savefig(drawn, format=kind, metadata=empty)
     finally:
         plt.close(figure)
-    with atomic_file(picture.resolve()) as draft:
-        draft.write_bytes(drawn.getvalue())
+    return drawn.getvalue()
 
 
-def style(number: int) -> tuple[str, str, str]:
-    """Colour, line and marker of a curve by its number; they repeat after twelve."""
-    line = number // len(SHADES) % len(LINES)
-    return SHADES[number % len(SHADES)], LINES[line], MARKERS[line]
+def _plain(text: str) -> str:
+    """A label that a terminal and a legend take: matplotlib leaves out labels that begin with an underscore."""
+    plain = printable(text)
+    plain = plain if len(plain) <= LONGEST_LABEL else f"{plain[: LONGEST_LABEL - 1]}…"
+    return f" {plain}" if plain.startswith("_") else plain
 
 
-def _draw(axes: Axes, curve: Curve, number: int) -> None:
-    colour, line, marker = style(number)
-    axes.plot(curve.x, curve.y, color=colour, linestyle=line, lw=1.5)
-    # Markers of their own, so that one on the frame's edge is whole.
-    for x, loss in marked_points(curve, axes.get_ylim()):
-        axes.plot(x, loss, color=colour, marker=marker, markersize=4, clip_on=False, zorder=3)
-    if curve.low:
-        axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.18, linewidth=0)
-
-
-def _dress(axes: Axes, curves: Sequence[Curve], axis: Axis, references: Mapping[str, float]) -> None:
-    axes.set_xlabel(axis.label)
-    axes.set_ylabel(loss_title(curves))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: axis.number(value)))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", alpha=0.25, linewidth=0.6)
-    axes.set_xlim(left=0, right=max(curve.x[-1] for curve in curves))
-    axes.set_ylim(*shown_range(curves, references))
-    note = cut_note(curves, axes.get_ylim()[1])
-    axes.text(0.005, 1.012, note, transform=axes.transAxes, fontsize=9, color=FAINT, va="bottom")
-    for loss in references.values():
-        axes.axhline(loss, color=FAINT, linewidth=1, linestyle=(0, (1, 2)))
-
-
-def _name(axes: Axes, curves: Sequence[Curve], references: Mapping[str, float]) -> None:
-    """Write each label at the right edge, with a line from the end of its curve, as near as the others leave room; that
-    of a reference beyond the picture at its edge, with an arrow."""
-    bottom, top = axes.get_ylim()
-    right = axes.get_xlim()[1]
-    labels = [
-        (curve.y[-1], _label(curve), curve.x[-1] / right, *style(number)[:2]) for number, curve in enumerate(curves)
-    ]
-    for name, loss in references.items():
-        arrow = "↓ " if loss < bottom else "↑ " if loss > top else ""
-        labels.append((loss, f"{arrow}{printable(name)}: {loss:.3f}", 1.0, FAINT, ":"))
-    labels.sort()
-    heights = spread([min(1.0, max(0.0, (loss - bottom) / (top - bottom))) for loss, *_ in labels], GAP)
-    for height, (loss, text, end, colour, line) in zip(heights, labels, strict=True):
-        own = (loss - bottom) / (top - bottom)
-        place: dict[str, Any] = {"transform": axes.transAxes, "color": colour}
-        if 0 <= own <= 1:
-            if end < 1:  # the curve ends before the others
-                axes.plot([end, 1.0], [own, own], linestyle=(0, (1, 4)), linewidth=0.8, **place)
-            axes.plot([1.0, 1.02, 1.06], [own, height, height], linestyle=line, linewidth=1.2, clip_on=False, **place)
-        axes.text(1.07, height, text, fontsize=9, va="center", parse_math=False, **place)  # $ is no formula here
-
-
-def _label(curve: Curve) -> str:
-    name = printable(curve.label)
-    loss = f": {curve.y[-1]:.3f}" + (f" ({curve.runs} runs)" if curve.runs > 1 else "")
-    room = LABEL - len(loss)
-    return (name if len(name) <= room else f"{name[: room - 1]}…") + loss
-
-
-def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Places in ascending order, moved apart to at least `gap`, each as little as that takes: neighbours that would
-    overlap become a block around their middle."""
-    blocks: list[tuple[float, int]] = []  # middle, and how many
-    for place in places:
-        blocks.append((place, 1))
-        while len(blocks) > 1 and blocks[-1][0] - blocks[-2][0] < gap * (blocks[-1][1] + blocks[-2][1]) / 2:
-            (above, many), (below, some) = blocks.pop(), blocks.pop()
-            blocks.append(((above * many + below * some) / (many + some), many + some))
-    return [middle + gap * (at - (count - 1) / 2) for middle, count in blocks for at in range(count)]
+def shown_range(curves: Sequence[Curve], references: Mapping[str, float]) -> tuple[float, float]:
+    """The lowest and the highest loss to show: of the whole curves, or, where their first, steep part would take more
+    than half of the height, of the rest; and of the references that are near."""
+    settled = [y for curve in curves for x, y in zip(curve.x, curve.y, strict=True) if x >= WARM_PART * curve.x[-1]]
+    settled += [low for curve in curves for low in curve.low[-1:]]
+    whole = [*settled, *(y for curve in curves for y in curve.y)]
+    shown = whole if max(whole) - min(whole) <= CUT_RATIO * (max(settled) - min(settled)) else settled
+    reach = max(max(shown) - min(shown), LEAST_REACH)
+    shown = [*shown, *(loss for loss in references.values() if min(shown) - reach <= loss <= max(shown) + reach)]
+    room = HEADROOM * (max(shown) - min(shown)) or HEADROOM * max(shown)
+    return min(shown) - room, max(shown) + room

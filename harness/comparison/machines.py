@@ -1,223 +1,218 @@
-"""Projections of a run's time and cost onto other machines: their prices, and speeds that are measured, else reported,
-else estimated.
+"""The time and cost of a run on the machines of a price list: its tokens over a speed, times the price of an hour.
 
-One kind of speed for all machines of a projection: a speed that somebody reported of another program, beside one that
-this program measured, would compare programs and not machines. A machine that has no such speed gets one by scale: its
-estimated speed (harness/planning/estimated_speed.py), times the part of their estimates that the others reached.
+A speed is one that was measured on such a machine with the run's model and kernels, else one reported of the model
+there, else an estimate. Tokens and global batch are the run's own.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from harness.common.errors import UserError
+from harness.common.json_files import parse_config
+from harness.common.units import amount_text
 from harness.comparison.inconclusive import Inconclusive
-from harness.comparison.workloads import KnownSpeed, Workload
+from harness.comparison.table import aligned, cut_names, number_text, paragraph
 from harness.data.loader import BatchLayout
+from harness.model.config import ModelConfig, load_model_config
 from harness.planning.estimated_speed import UNCERTAINTY, estimated_speed, find_device, too_small, why_not
-from harness.planning.machines import Machine
-from harness.runs.throughput import same_kernels
+from harness.planning.machines import PRICES, Machine, read_machines
+from harness.runs.budget import batch_schedule, tokens_of_budget
+from harness.runs.directory import RunDirectory
+from harness.runs.reported import read_reported
+from harness.runs.summary import read_summary
+from harness.runs.throughput import cost, same_kernels
+from harness.runs.train_config import load_train_config
 
-NAMES = 3  # of runs, in a note
-Basis = Literal["measured", "reported", "scaled", "estimated"]
+BASES = ("measured", "reported", "estimated")
+LONGEST_NAME = 24
+HEADINGS = ("machine", "$/h", "tokens/s", "hours", "dollars", "basis")
 
 
 @dataclass(frozen=True)
-class Speed:
-    """Tokens per second of training alone on a machine, the range that it is within, and what it rests on."""
+class KnownSpeed:
+    """Tokens per second of training alone, at which a run was trained on a machine."""
 
-    value: float
-    low: float
-    high: float
-    basis: Basis
-    note: str = ""
+    run: str
+    basis: str  # "measured" by this program, or "reported" by somebody
+    device: str
+    layout: BatchLayout
+    model: ModelConfig
+    train: Mapping[str, Any]
+    tokens_per_second: float
 
 
 @dataclass(frozen=True)
 class Projection:
-    """Training time and cost of a run on a machine, in seconds and dollars of training alone."""
+    """The speed of a run's training on a machine, its basis, and how far the true one may be off, as a fraction."""
 
     machine: Machine
-    layout: BatchLayout
-    speed: Speed
     tokens: int
-    remark: str = ""
+    tokens_per_second: float
+    basis: str
+    uncertainty: float = 0.0
+    note: str = ""
 
-    def hours(self, tokens_per_second: float) -> float:
-        """Hours of training for all tokens at that speed."""
-        return self.tokens / tokens_per_second / 3600
+    @property
+    def hours(self) -> float:
+        return self.tokens / self.tokens_per_second / 3600
 
-    def dollars(self, tokens_per_second: float) -> float:
-        """Dollars for those hours."""
-        return self.hours(tokens_per_second) * self.machine.price_per_hour
+    @property
+    def dollars(self) -> float:
+        return cost(3600 * self.hours, self.machine.price_per_hour)
 
 
-@dataclass(frozen=True)
-class NoProjection:
-    """A machine without a projection, and why."""
+def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Path = PRICES) -> Iterator[str]:
+    """The table of one run in lines of 80 columns, by the speeds in its folder and in those of `others`; within a
+    basis the cheapest machine comes first.
 
-    machine: Machine
-    why: Inconclusive
+    Raises UserError for wrong files of the run or a wrong price list; unreadable files of others are passed over.
+    """
+    machines = read_machines(prices)
+    known = known_speeds(run)
+    for other in others:
+        if other.path.name != run.path.name:
+            with suppress(UserError):
+                known += known_speeds(other)
+    name = run.path.name
+    work = read_work(run)
+    if isinstance(work, Inconclusive):
+        yield from paragraph(f"{name} on other machines: {work}")
+        return
+    model, train, layout, tokens = work
+    sequences = layout.global_tokens // layout.context_length
+    yield from paragraph(
+        f"{name} on other machines: {tokens:,} tokens in global batches of {sequences:,} sequences. Training alone: "
+        "validation, checkpoints and set-up come on top, and whether a microbatch fits is for -f to find."
+    )
+    found = {each.machine: project(name, model, train, layout, tokens, each, known) for each in machines}
+    projections = [each for each in found.values() if isinstance(each, Projection)]
+    projections.sort(key=lambda each: (BASES.index(each.basis), each.dollars))
+    if projections:
+        yield ""
+        names = cut_names([each.machine.machine for each in projections], LONGEST_NAME)
+        rows = [(shown, *_row(each)) for shown, each in zip(names, projections, strict=True)]
+        yield from aligned(HEADINGS, rows, left=("machine", "basis"))
+        yield ""
+    reasons: dict[str, list[str]] = {}
+    for each in machines:
+        result = found[each.machine]
+        if isinstance(result, Inconclusive):
+            reasons.setdefault(str(result), []).append(each.machine)
+    for reason, names in reasons.items():
+        yield from paragraph(f"{', '.join(names)}: {reason}")
+    for projection in projections:
+        if projection.note:
+            yield from paragraph(f"{projection.machine.machine}: {projection.note}")
+    if len({each.basis for each in projections}) > 1:
+        yield from paragraph(
+            "Compare machines of one basis: a reported speed is another program's, an estimate nobody's."
+        )
+    for source in dict.fromkeys(f"{each.machine.date}: {each.machine.source}" for each in projections):
+        yield from paragraph(f"Prices of {source}; prices change: --prices FILE takes others.")
 
 
 def project(
-    work: Workload, machines: Sequence[Machine], known: Iterable[KnownSpeed]
-) -> list[Projection | NoProjection]:
-    """Project the time and cost of a run's tokens onto each machine, with the run's own global batch, the cheapest
-    first; by the `known` speeds of training its model, of this and of other runs."""
-    usable = speeds_for(work, known)
-    found = [_project_one(work, machine, usable) for machine in machines]
-    told = [each for each in found if isinstance(each, Projection)]
-    told.sort(key=lambda each: each.dollars(each.speed.value))
-    return [*told, *(each for each in found if isinstance(each, NoProjection))]
-
-
-def speeds_for(work: Workload, known: Iterable[KnownSpeed]) -> list[KnownSpeed]:
-    """Speeds of the run's model, all of one kind: those measured with its kernels; if there are none, reported ones."""
-    fitting = [each for each in known if each.model == work.model]
-    measured = [each for each in fitting if each.is_measured and same_kernels(each.train, work.train)]
-    return measured or [each for each in fitting if not each.is_measured]
-
-
-def _project_one(work: Workload, machine: Machine, known: list[KnownSpeed]) -> Projection | NoProjection:
-    layout = layout_on(work, machine, known)
-    if isinstance(layout, Inconclusive):
-        return NoProjection(machine, layout)
-    speed = speed_on(work, machine, layout, known)
-    if isinstance(speed, Inconclusive):
-        return NoProjection(machine, speed)
-    return Projection(machine, layout, speed, work.tokens, _memory_remark(work, machine, layout, known))
-
-
-def layout_on(work: Workload, machine: Machine, known: Sequence[KnownSpeed]) -> BatchLayout | Inconclusive:
-    """Lay out the same global batch on that many GPUs, in microbatches no larger than the run's own and, as far as
-    known, than what fits: by its searches with -f, or, on smaller GPUs than its own, by what others trained there."""
-    sequences = work.sequences
+    run: str,
+    model: ModelConfig,
+    train: Mapping[str, Any],
+    layout: BatchLayout,
+    tokens: int,
+    machine: Machine,
+    known: Sequence[KnownSpeed],
+) -> Projection | Inconclusive:
+    """Project a training of `tokens` tokens onto a machine; `known` are speeds of any models and machines."""
+    sequences = layout.global_tokens // layout.context_length
     each, rest = divmod(sequences, machine.gpus)
     if rest or not each:
         return Inconclusive(f"its global batch of {sequences:,} sequences cannot be divided by {machine.gpus} GPUs")
-    most = min(work.layout.microbatch_size, each)
-    if work.memory is not None:
-        per_sequence, fixed = work.memory
-        if per_sequence + fixed > machine.memory_gib:
-            return Inconclusive(f"not one sequence fits into {machine.memory_gib:g} GiB, by its searches with -f")
-        if per_sequence > 0:
-            most = min(most, math.floor((machine.memory_gib - fixed) / per_sequence * (1 + 1e-12)))
-    elif is_smaller(work, machine):
-        most = min(most, largest_trained(machine, known) or most)
-    size = next(n for n in range(most, 0, -1) if each % n == 0)
-    return BatchLayout(machine.gpus, each // size, size, work.layout.context_length)
+    here = [speed for speed in known if speed.model == model and _is_of(speed, machine)]
+    measured = [speed for speed in here if speed.basis == "measured" and same_kernels(speed.train, train)]
+    usable = measured or [speed for speed in here if speed.basis == "reported"]
+    if usable:
+        best = max(usable, key=lambda speed: (speed.run == run, speed.tokens_per_second))
+        note = "" if best.run == run else f"{best.basis} of {best.run}, microbatch {best.layout.microbatch_size}"
+        return Projection(machine, tokens, best.tokens_per_second, best.basis, note=note)
+    size = next(n for n in range(min(layout.microbatch_size, each), 0, -1) if each % n == 0)
+    return _estimate(
+        model, train, machine, BatchLayout(machine.gpus, each // size, size, layout.context_length), tokens
+    )
 
 
-def is_smaller(work: Workload, machine: Machine) -> bool:
-    """True if the machine's GPUs have less memory than the run may need with its own microbatch."""
-    return work.needed_gib is not None and machine.memory_gib < work.needed_gib
+def _estimate(
+    model: ModelConfig, train: Mapping[str, Any], machine: Machine, layout: BatchLayout, tokens: int
+) -> Projection | Inconclusive:
+    device = find_device(machine.device)
+    reason = f"nothing is known of {machine.device}"
+    if device is not None:
+        reason = why_not(train, machine.gpus, model) or too_small(model, device, layout, train) or ""
+    if device is None or reason:
+        return Inconclusive(f"no speed on such a machine is known, and none is estimated: {reason}")
+    return Projection(machine, tokens, estimated_speed(model, device, layout, train), "estimated", UNCERTAINTY)
 
 
-def largest_trained(machine: Machine, known: Sequence[KnownSpeed]) -> int | None:
-    """Sequences in the largest microbatch with which somebody trained on such a GPU."""
-    sizes = [each.layout.microbatch_size for each in known if is_same_device(each.device, machine.device)]
-    return max(sizes, default=None)
+def _is_of(speed: KnownSpeed, machine: Machine) -> bool:
+    device = find_device(machine.device)
+    same = speed.device == machine.device if device is None else find_device(speed.device) == device
+    return same and speed.layout.world_size == machine.gpus
 
 
-def _memory_remark(work: Workload, machine: Machine, layout: BatchLayout, known: Sequence[KnownSpeed]) -> str:
-    unknown = work.memory is None and is_smaller(work, machine) and largest_trained(machine, known) is None
-    if not unknown:
-        return ""
-    return f"whether a microbatch of {layout.microbatch_size} fits is not known: -f there tells"
+def _row(each: Projection) -> tuple[str, ...]:
+    """Cells behind the machine's name; of an estimate the ends of its range."""
+    factors = (1 / (1 + each.uncertainty), 1 / (1 - each.uncertainty)) if each.uncertainty else (1.0,)
+    speed = float(f"{each.tokens_per_second:.3g}") if each.uncertainty else each.tokens_per_second
+    return (
+        number_text(each.machine.price_per_hour, ",.2f"),
+        number_text(speed, ",.0f"),
+        *(" to ".join(amount_text(value * factor) for factor in factors) for value in (each.hours, each.dollars)),
+        each.basis,
+    )
 
 
-def speed_on(
-    work: Workload, machine: Machine, layout: BatchLayout, known: Sequence[KnownSpeed]
-) -> Speed | Inconclusive:
-    """Speed of the run on the machine: as known of such a machine, else by scale, else estimated."""
-    here = [each for each in known if is_same_device(each.device, machine.device)]
-    same = [each for each in here if each.layout.world_size == machine.gpus]
-    own = [each for each in same if each.run == work.run and each.layout == layout]
-    if own or same:
-        return _as_known(work, machine, layout, own or same)
-    paper = _paper(work, machine.device, layout)
-    if isinstance(paper, Inconclusive):
-        return paper
-    return _by_scale(work, here or known, paper) or _around(paper, "estimated")
+def read_work(run: RunDirectory) -> tuple[ModelConfig, Mapping[str, Any], BatchLayout, int] | Inconclusive:
+    """The model, train.json with its defaults, batch layout and tokens of a run, trained or not. Raises UserError for
+    files of the run that are wrong."""
+    config, model = load_train_config(run.train_json), load_model_config(run.model_json)
+    summary = read_summary(run.summary) if run.summary.exists() else None
+    reported = read_reported(run)
+    try:
+        layout = BatchLayout(1, config.accumulation_steps(1), config.microbatch_size, model.context_length)
+        if summary is not None and summary.microbatch_size and summary.accumulation_steps:
+            ranks, steps, size = summary.world_size, summary.accumulation_steps, summary.microbatch_size
+            layout = BatchLayout(ranks, steps, size, model.context_length)
+        elif reported is not None and reported.layout is not None:
+            there = reported.layout
+            if (there.microbatch_size, there.context_length) == (config.microbatch_size, model.context_length):
+                layout = there
+        tokens = tokens_of_budget(config, model, batch_schedule(config, layout))
+    except UserError as error:  # a batch of more tokens than there can be
+        return Inconclusive(f"its numbers are too large: {error}")
+    tokens = tokens or (summary.tokens_seen if summary else None)
+    if not tokens:
+        return Inconclusive(f"its {config.budget} is -1, all there is, and it has not trained yet")
+    return model, config.model_dump(mode="json"), layout, tokens
 
 
-def is_same_device(one: str, other: str) -> bool:
-    """True if two names mean the same GPU."""
-    found = find_device(one)
-    return one == other if found is None else found == find_device(other)
-
-
-def _as_known(work: Workload, machine: Machine, layout: BatchLayout, known: Sequence[KnownSpeed]) -> Speed:
-    """The speeds of such machines, each as it is, and, where the batch was another, what arithmetic makes of that."""
-    adapted = [each.tokens_per_second * _gain(work, machine.device, each.layout, layout) for each in known]
-    all_of_them = [*adapted, *(each.tokens_per_second for each in known)]
-    runs = {each.run for each in known}
-    note = "" if runs == {work.run} else f"of {_names(runs)}"
-    sizes = sorted({each.layout.microbatch_size for each in known if each.layout != layout})
-    if sizes:
-        note += f"{note and ', '}with microbatches of {', '.join(map(str, sizes))}, here {layout.microbatch_size}"
-    return Speed(statistics.median(adapted), min(all_of_them), max(all_of_them), _kind(known), note)
-
-
-def _gain(work: Workload, device: str, there: BatchLayout, here: BatchLayout) -> float:
-    """Speedup of layout `there` over `here` by arithmetic; 1 where that does not cover it. This holds also for models
-    too small for an estimated speed: where kernel launches dominate, a microbatch of any size takes as long."""
-    before, after = (_arithmetic(work, device, layout) for layout in (there, here))
-    return after / before if isinstance(before, float) and isinstance(after, float) else 1.0
-
-
-def _by_scale(work: Workload, known: Sequence[KnownSpeed], paper: float) -> Speed | None:
-    """The estimated speed, times the part of their estimates that others reached; None if none is known of both."""
-    shares = []
-    for each in known:
-        there = _paper(work, each.device, each.layout)
-        if isinstance(there, float):
-            shares.append((each.tokens_per_second / there, each.run))
-    if not shares:
-        return None
-    low, high = (bound(share for share, _ in shares) for bound in (min, max))
-    value = paper * statistics.median(share for share, _ in shares)
-    part = f"{low:.0%}" if len(shares) == 1 else f"{low:.0%} to {high:.0%}"
-    note = f"{part} of the estimated speed, as {_kind(known)} of {_names({run for _, run in shares})}"
-    if len(shares) == 1:
-        return replace(_around(value, "scaled"), note=note)
-    return Speed(value, paper * low, paper * high, "scaled", note)
-
-
-def _names(runs: set[str]) -> str:
-    """At most NAMES of the names, then the number of the others: a comparison may have a hundred runs."""
-    shown = sorted(runs)[:NAMES]
-    return ", ".join(shown) + (f" and {len(runs) - NAMES} more" if len(runs) > NAMES else "")
-
-
-def _kind(known: Sequence[KnownSpeed]) -> Basis:
-    return "measured" if known[0].is_measured else "reported"
-
-
-def _around(value: float, basis: Basis) -> Speed:
-    return Speed(value, value * (1 - UNCERTAINTY), value * (1 + UNCERTAINTY), basis)
-
-
-def _paper(work: Workload, name: str, layout: BatchLayout) -> float | Inconclusive:
-    """Tokens per second by arithmetic, where that is to be believed."""
-    device = find_device(name)
-    reason = None if device is None else too_small(work.model, device, layout, work.train)
-    speed = _arithmetic(work, name, layout)
-    if reason is not None and not isinstance(speed, Inconclusive):
-        return Inconclusive(f"no speed on such GPUs is known, and none is estimated: {reason}")
-    return speed
-
-
-def _arithmetic(work: Workload, name: str, layout: BatchLayout) -> float | Inconclusive:
-    """Tokens per second by arithmetic, launching the kernels counted."""
-    device = find_device(name)
-    if device is None:
-        return Inconclusive(f"no speed of {name} is known or estimated")
-    reason = why_not(work.train, layout.world_size, work.model)
-    if reason is not None:
-        return Inconclusive(f"no speed of {layout.world_size} x {name} is known, and none is estimated: {reason}")
-    return estimated_speed(work.model, device, layout, work.train)
+def known_speeds(run: RunDirectory) -> list[KnownSpeed]:
+    """The speeds in a run's folder: measured long enough to be believed, and reported. Raises UserError for files of
+    the run that are wrong."""
+    name, found = run.path.name, []
+    summary = read_summary(run.summary) if run.summary.exists() else None
+    speed = summary.tokens_per_second if summary else None
+    if summary and speed and summary.measured and summary.measured.is_believable and summary.model:
+        with suppress(UserError):  # a later version's model, with keys that this one does not know
+            model = parse_config(ModelConfig, summary.model, run.summary)
+            size, steps = summary.microbatch_size or 0, summary.accumulation_steps or 0
+            layout = BatchLayout(summary.world_size, steps, size, model.context_length)
+            if size and steps:
+                found.append(KnownSpeed(name, "measured", summary.device, layout, model, summary.train, speed))
+    reported = read_reported(run)
+    if reported is not None and reported.model is not None and reported.layout and reported.training_speed:
+        model = parse_config(ModelConfig, reported.model, run.reported)
+        speed = reported.training_speed
+        found.append(KnownSpeed(name, "reported", reported.device, reported.layout, model, reported.train, speed))
+    return found

@@ -31,15 +31,12 @@ def test_the_notebooks_five_machines_side_by_side() -> None:
     assert max(map(len, lines)) <= 80
     row = " ".join(line for line in lines if line.startswith("8xa100m40"))
     for figure in (
-        "104 r",
-        "3,260,268,544 r",
-        "3.720 r",
+        "3.26B r",
         "3.675 r",
         "3.674 r",
-        "17.09 r",
-        "234,480 r",
+        "262,840 r",
+        "3.862 r",
         "39.86 r",
-        "35.56 r",
     ):
         assert figure in row
     assert "Loss over the global batch: 0.0323 x² − 0.2957 x + 4.3687" in done.stdout
@@ -98,28 +95,16 @@ def test_both_commands_agree_on_what_is_the_same_text(
     assert ("one law cannot hold for both" in fitted.stderr) is not is_same
 
 
-@pytest.mark.parametrize("baseline", ["lr-0.001", "lr-0.001*", "lr-0.001-seed-[12]"])
-def test_a_baseline_may_be_named_as_its_arm_or_by_a_pattern(tmp_path: Path, baseline: str) -> None:
+def test_the_baselines_arm_is_the_one_that_has_the_run(tmp_path: Path) -> None:
     for rate, loss in ((0.001, 2.5), (0.002, 2.4)):
         for seed in (1, 2):
             settings = {"learning_rate": rate, "random_seed": seed}
             RunFolder(tmp_path, f"lr-{rate}-seed-{seed}", settings).finish().test_loss(loss + seed / 1000)
-    for runs in ((), ("lr-0.002*",)):
-        said = compare(tmp_path, *runs, "--baseline", baseline).stdout
-        assert "Against lr-0.001 (" in said
+    for baseline in ("lr-0.001-seed-2", f"{tmp_path}/lr-0.001-seed-1"):
+        said = compare(tmp_path, "--baseline", baseline).stdout
+        assert "Against lr-0.001 (2 runs)" in said
         assert "lr-0.002 is better than lr-0.001 by 0.10" in " ".join(said.split())
-    refused = compare(tmp_path, "--baseline", "lr-*", status=2).stderr
-    assert refused == "error: --baseline lr-*: runs of several arms: lr-0.001, lr-0.002; name one of them\n"
-    assert "no run in" in compare(tmp_path, "--baseline", "lr-9*", status=2).stderr
-
-
-def test_an_arm_that_is_called_after_the_run_asked_for_is_found_by_that_name(tmp_path: Path) -> None:
-    for name, seed in (("base", 1), ("wide", 2)):
-        RunFolder(tmp_path, name, {"random_seed": seed}).finish().test_loss(2.5 + seed / 1000)
-    RunFolder(tmp_path, "other", {"learning_rate": 0.1}).finish().test_loss(2.4)
-    for lead in ("base", "wide"):
-        assert f"Against {lead} and others (2 runs)" in compare(tmp_path, "--baseline", lead).stdout
-        assert f"Against {lead} and others (2 runs)" in compare(tmp_path, "--baseline", f"{lead} and others").stdout
+    assert "no such run" in compare(tmp_path, "--baseline", "lr-0.001", status=2).stderr
 
 
 def test_without_names_what_was_never_trained_is_a_line_and_no_row(tmp_path: Path) -> None:
@@ -134,10 +119,10 @@ def test_without_names_what_was_never_trained_is_a_line_and_no_row(tmp_path: Pat
     assert as_json.stderr == f"{line}\n"
     assert "shipped  never trained" in compare(tmp_path, "mine", "shipped").stdout
     against = compare(tmp_path, "--baseline", "mine").stdout
-    assert "inconclusive, because no run of another arm has finished" in against
+    assert "inconclusive, because no other arm has finished" in against
     (tmp_path / "mine" / "summary.json").unlink()
     (tmp_path / "mine" / "results").rename(tmp_path / "results")
-    assert "shipped" in compare(tmp_path).stdout.split("Sorted")[0], "none was trained"
+    assert "shipped" in compare(tmp_path).stdout.split("Settings")[0], "none was trained"
 
 
 def test_json_has_every_number_and_every_reason(runs: Path) -> None:
@@ -209,7 +194,7 @@ def test_numbers_and_kinds_that_cannot_be_meant(tmp_path: Path) -> None:
     for name in (*odd, "good"):
         lines = compare(tmp_path, name, "--machines").stdout.splitlines()
         assert max(map(len, lines)) <= 80
-        assert any(line.startswith(f"{name} elsewhere: ") for line in lines)
+        assert any(line.startswith(f"{name} on other machines: ") for line in lines)
 
 
 HOSTILE = "\x1b[2J\nH100\r\x07\u202e\u2028 of anybody's making, and a long one, too"
@@ -265,7 +250,7 @@ def test_no_text_of_a_file_moves_a_terminal(tmp_path: Path) -> None:
 
 def test_no_text_of_a_list_of_prices_moves_a_terminal(tmp_path: Path) -> None:
     hostile_runs(tmp_path)
-    prices = json.loads((ROOT / "harness" / "runs" / "machines.json").read_text())
+    prices = json.loads((ROOT / "harness" / "planning" / "machines.json").read_text())
     for number, each in enumerate(prices["machines"]):
         each |= {"machine": f"{HOSTILE}{number}", "source": HOSTILE}
         each["device"] = HOSTILE if number else each["device"]
@@ -314,7 +299,7 @@ def test_a_hundred_runs_take_less_than_two_seconds(tmp_path: Path) -> None:
 
 def test_a_run_elsewhere() -> None:
     lines = compare(SHIPPED_RUNS, "8xa100m40", "--machines").stdout.splitlines()
-    assert any(line.startswith("8xa100m40 elsewhere: 3,260,268,544 tokens") for line in lines)
+    assert any(line.startswith("8xa100m40 on other machines: 3,260,268,544 tokens") for line in lines)
     own = next(line for line in lines if line.startswith("8x A100 40 GiB"))
     assert own.split()[-3:] == ["3.45", "35.56", "reported"]
 
@@ -348,8 +333,8 @@ def test_what_is_not_drawn_is_said_once_in_lines_of_80_columns(tmp_path: Path) -
     lines = [line for line in done.stderr.splitlines() if "Drew" not in line]
     assert max(map(len, lines)) <= 80
     said = [text.strip() for text in " ".join(map(str.strip, lines)).split("not drawn: ")[1:]]
-    assert said[0] == "never, nor: in no chart: never trained"
-    assert said[1].startswith("young: ")
+    assert "never, nor: in no chart: never trained" in said
+    assert any(each.startswith("young: ") for each in said)
     assert len(said) == 2
 
 

@@ -9,10 +9,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from harness.comparison.against_baseline import compare_with
+from harness.comparison.arms import find_arms
 from harness.comparison.records import RunRecord
-from harness.comparison.replicated_arms import named_arms
-from harness.comparison.runs_table import RunsTable
-from harness.comparison.verdicts import Word
+from harness.comparison.table import RunsTable
 from harness.runs.results import LossResult, read_results, write_loss
 from tests.support.compared_runs import BEST, LATEST, RunFolder
 from tests.support.isolation import SHIPPED_RUNS
@@ -51,66 +50,45 @@ def replicates(tmp_path: Path, rate: float, *names: str) -> list[RunFolder]:
 
 
 @pytest.mark.parametrize(
-    ("runs", "name"),
-    [
-        (["lr-0.003-seed-1", "lr-0.003-seed-2"], "lr-0.003"),
-        (["lr-0.003-seed-10", "lr-0.003-seed-11"], "lr-0.003"),
-        (["base_random_seed_1", "base_random_seed_2"], "base"),
-        (["wide-1", "wide-2"], "wide"),
-        (["base", "base-again"], "base"),
-        (["one", "two"], "one and others"),
-        (["lr-0.003-seed-1"], "lr-0.003-seed-1"),
-        (["seed-1", "seed-2"], "seed-1 and others"),
-        (["alpha", "apple"], "alpha and others"),
-        (["lr-alpha", "lr-apple"], "lr"),
-        (["wide-10", "wide-11"], "wide"),
-    ],
-)
-def test_an_arms_name_is_what_its_runs_share(tmp_path: Path, runs: list[str], name: str) -> None:
-    assert [*named_arms(records(*replicates(tmp_path, 1, *runs))).runs] == [name]
-
-
-@pytest.mark.parametrize(
     ("first", "second", "baseline", "named"),
     [
-        (["one", "two"], ["x"], "two", {"two and others", "x"}),
-        (["base", "base-again"], ["x"], "base-again", {"base-again and others", "x"}),
-        (["base-1", "base-2"], ["base"], "base", {"base-1 and others", "base"}),
-        (["base-1", "base-2"], ["base"], "base-2", {"base-2 and others", "base"}),
-        (["a1", "a2"], ["a3", "a4"], "a1", {"a1 and others", "a3 and others"}),
-        (["a1", "a2"], ["a3", "a4"], "a4", {"a1 and others", "a4 and others"}),
-        (["one", "two"], ["one and others"], "x", {"one and others", "one and others (2)"}),
-        (["lr-1-seed-1", "lr-1-seed-2"], ["lr-1.5-seed-1", "lr-1.5-seed-2"], "lr-1-seed-2", {"lr-1", "lr-1.5"}),
+        (["lr-0.003-seed-10", "lr-0.003-seed-11"], ["lr-0.1-seed1"], None, {"lr-0.003", "lr-0.1-seed1"}),
+        (["base_random_seed_1", "base_random_seed_2"], ["x"], None, {"base", "x"}),
+        (["wide-1", "wide-2"], ["x"], None, {"wide-1", "x"}),
+        (["one", "two"], ["x"], "two", {"two", "x"}),
+        (["one", "two"], ["x"], "x", {"one", "x"}),
+        (["base-seed1", "base-seed2"], ["base"], "base-seed2", {"base-seed2", "base"}),
+        (["a-seed1", "a-seed2"], ["a-seed3", "a-seed4"], "a-seed4", {"a-seed1", "a-seed4"}),
+        (["seed1", "seed2"], ["x"], None, {"seed1", "x"}),
     ],
 )
-def test_every_arm_has_a_name_of_its_own_and_the_baselines_is_known_by_the_run_that_was_asked_for(
-    tmp_path: Path, first: list[str], second: list[str], baseline: str, named: set[str]
+def test_an_arm_is_called_as_its_runs_without_their_seeds_or_as_one_of_them(
+    tmp_path: Path, first: list[str], second: list[str], baseline: str | None, named: set[str]
 ) -> None:
     runs = [*replicates(tmp_path, 1, *first), *replicates(tmp_path, 2, *second)]
-    for order in (runs, runs[::-1]):
-        arms = named_arms(records(*order), baseline)
-        assert {*arms.runs} == named
-        assert sorted(map(sorted, arms.runs.values())) == sorted([sorted(first), sorted(second)])
+    arms = find_arms(records(*runs), baseline)
+    assert {*arms.runs} == named
+    assert sorted(map(sorted, arms.runs.values())) == sorted([sorted(first), sorted(second)])
 
 
 def test_an_arms_name_is_that_of_no_run_outside_it(tmp_path: Path) -> None:
     """One that has not finished is a curve of its own in the chart."""
-    runs = [*replicates(tmp_path, 1, "base-1", "base-2"), RunFolder(tmp_path, "base").train_to(0)]
-    assert [*named_arms(records(*runs)).runs] == ["base-1 and others"]
+    runs = [*replicates(tmp_path, 1, "base-seed1", "base-seed2"), RunFolder(tmp_path, "base").train_to(0)]
+    assert [*find_arms(records(*runs)).runs] == ["base-seed1"]
 
 
 def test_a_baseline_whose_seed_was_trained_before_stands_for_that_seed(tmp_path: Path) -> None:
     (again,) = replicates(tmp_path, 1, "again")
     runs = [*replicates(tmp_path, 1, "a-1", "a-2"), again, *replicates(tmp_path, 2, "b")]
-    arms = named_arms(records(*runs), "again")
-    assert arms.runs == {"again and others": ("a-2", "again"), "b": ("b",)}
-    assert arms.notes == ["a-1: seed of another run with the same settings, counted once"]
-    assert compare_with("again", records(*runs)).title.startswith("Against again and others (2 runs), by ")
+    arms = find_arms(records(*runs), "again")
+    assert arms.runs == {"again": ("a-2", "again"), "b": ("b",)}
+    assert arms.notes == ["a-1: same seed and settings as another run of the arm, counted once"]
+    assert compare_with("again", records(*runs)).title.startswith("Against again (2 runs), by ")
 
 
 def test_replicates_are_found_and_what_has_not_finished_is_left_out(tmp_path: Path) -> None:
     runs = [*arm(tmp_path, 0.001, (2.5, 2.6, 2.55)), *arm(tmp_path, 0.002, (2.4,))]
-    arms = named_arms(records(*runs, RunFolder(tmp_path, "x").train_to(0), RunFolder(tmp_path, "y")))
+    arms = find_arms(records(*runs, RunFolder(tmp_path, "x").train_to(0), RunFolder(tmp_path, "y")))
     assert arms.runs == {
         "lr-0.001": ("lr-0.001-seed-1", "lr-0.001-seed-2", "lr-0.001-seed-3"),
         "lr-0.002-seed-1": ("lr-0.002-seed-1",),
@@ -132,11 +110,11 @@ def test_a_clear_difference_and_one_within_the_noise(tmp_path: Path) -> None:
         "in fp32:"
     )
     better, unclear = found.verdicts
-    assert (better.arm, better.word, better.runs) == ("lr-0.002", Word.BETTER, (3, 3))
+    assert (better.arm, better.word, better.runs) == ("lr-0.002", "better", (3, 3))
     assert better.difference is not None
     assert better.difference.value == pytest.approx(-0.1007, abs=1e-4)
     assert "this text only" not in better.sentence, "the windows' losses were found"
-    assert (unclear.arm, unclear.word) == ("lr-0.004", Word.INCONCLUSIVE)
+    assert (unclear.arm, unclear.word) == ("lr-0.004", "inconclusive")
     assert "seeds of each arm" in found.closing
 
 
@@ -146,7 +124,7 @@ def test_validation_losses_serve_where_no_test_loss_was_measured(tmp_path: Path)
     found = compare_with("a", records(a, b))
     assert found.title.startswith("Against a (1 run), by validation loss on 20 x 16 tokens from 0 ")
     (verdict,) = found.verdicts
-    assert verdict.word == Word.INCONCLUSIVE
+    assert verdict.word == "inconclusive"
     assert "training noise is unknown" in verdict.sentence
 
 
@@ -185,7 +163,7 @@ def test_a_seed_that_diverged_is_no_reason_to_compare_the_others_alone(tmp_path:
     assert [verdict.runs for verdict in found.verdicts] == [(3, 2), (1, 2)]
     of_baseline = compare_with("lr-0.002-seed-1", records(*runs[:5])).verdicts
     assert [verdict.reason for verdict in of_baseline] == [lost]
-    assert compare_with("lr-0.1-seed-1", records(runs[0], runs[5])).verdicts[0].word is Word.INCONCLUSIVE
+    assert compare_with("lr-0.1-seed-1", records(runs[0], runs[5])).verdicts[0].word == "inconclusive"
 
 
 def test_a_seed_measured_elsewhere_or_not_at_all_is_named_below_the_verdict(tmp_path: Path) -> None:
@@ -244,7 +222,7 @@ def test_windows_that_are_not_those_of_the_loss_are_told(tmp_path: Path) -> None
         assert "its loss is 2.5, but the mean of its windows' losses (" in record.problems[0]
         assert not record.results.found, "it stands in no column"
     found = compare_with("lr-0.001-seed-1", read)
-    assert [verdict.word for verdict in found.verdicts] == [Word.INCONCLUSIVE]
+    assert [verdict.word for verdict in found.verdicts] == ["inconclusive"]
 
 
 def test_lost_window_losses_are_told(tmp_path: Path) -> None:
@@ -253,7 +231,7 @@ def test_lost_window_losses_are_told(tmp_path: Path) -> None:
         path.unlink()
     found = compare_with(a.path.name, records(a, b))
     assert any("cannot read the losses of the windows" in note for note in found.notes)
-    assert [verdict.word for verdict in found.verdicts] == [Word.INCONCLUSIVE]
+    assert [verdict.word for verdict in found.verdicts] == ["inconclusive"]
 
 
 def test_a_baseline_that_was_not_trained_to_its_end_compares_with_nothing(tmp_path: Path) -> None:
@@ -280,22 +258,18 @@ def test_a_baseline_with_nothing_to_compare(tmp_path: Path) -> None:
     assert found.verdicts == []
 
 
-def test_an_arm_that_exists_and_has_not_finished_is_not_said_to_be_missing(tmp_path: Path) -> None:
+def test_without_another_finished_arm_there_is_nothing_to_compare(tmp_path: Path) -> None:
     own = arm(tmp_path, 0.001, (2.5, 2.6))
-    assert compare_with(own[0].path.name, records(*own)).title.endswith("because there is no other arm")
-    third_seed = RunFolder(tmp_path, "third", {"learning_rate": 0.001, "random_seed": 3})
-    found = compare_with(own[0].path.name, records(*own, third_seed))
-    assert found.title.endswith("because there is no other arm"), "a seed of its own is no other arm"
     other = RunFolder(tmp_path, "other", {"learning_rate": 0.002}).train_to(0, 10)
-    for runs in (own, own[:1]):
-        found = compare_with(own[0].path.name, records(*runs, third_seed, other))
-        assert found.title.endswith(": inconclusive, because no run of another arm has finished")
-        assert "stopped, and so in no comparison: other" in found.notes
+    for runs in (own, [*own, other]):
+        found = compare_with(own[0].path.name, records(*runs))
+        assert found.title == "Against lr-0.001: inconclusive, because no other arm has finished"
+    assert found.notes == ["stopped, and so in no comparison: other"]
 
 
 def test_the_seeds_that_a_difference_like_the_one_seen_takes_are_in_the_closing(tmp_path: Path) -> None:
     own, other = arm(tmp_path, 0.001, (2.50, 2.52, 2.48)), arm(tmp_path, 0.002, (2.49, 2.51, 2.47))
     closing = compare_with(own[0].path.name, records(*own, *other)).closing
-    assert "to tell 0.01 nats apart in 80 % of cases takes " in closing
-    assert "Seeds of each arm to tell a difference as large as the one seen: " in closing
+    assert "to detect 0.01 nats in 80 % of cases takes " in closing
+    assert "Seeds of each arm to detect a difference as large as the one seen: " in closing
     assert " for lr-0.002 (0.010 nats; " in closing

@@ -1,4 +1,4 @@
-"""Only what was measured on the same ground stands in one column, and each run's number is its best checkpoint's."""
+"""Only what was measured on the same basis stands in one column, and each run's number is its best checkpoint's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from harness.comparison.records import RunRecord
-from harness.comparison.runs_table import Column, RunsTable
+from harness.comparison.table import Column, RunsTable
 from harness.runs.results import (
     BenchmarkResult,
     BenchmarkScore,
@@ -75,7 +75,7 @@ def test_two_groups_are_two_columns(tmp_path: Path) -> None:
     assert [cell.value for cell in first.cells] == [1.1, None, 2.3, 2.4]
     assert [cell.value for cell in second.cells] == [2.1, 2.2, None, None]
     assert (first.key, second.key) == ("test_loss", "test_loss:2")
-    assert first.cells[1].remark == "its test loss is in another column: measured on other ground"
+    assert first.cells[1].remark == "its test loss is in another column: measured on another basis"
 
 
 def test_bits_per_byte_remain_with_another_tokenizer(tmp_path: Path) -> None:

@@ -1,0 +1,71 @@
+"""Curves through the few points of a table of runs: loss over the global batch, and memory over the microbatch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from harness.comparison.arms import SEED, WITHOUT_EFFECT
+from harness.comparison.table import RunsTable
+from harness.runs.results import MicrobatchSearch
+from harness.runs.throughput import BATCH_KEYS
+
+LEAST_BATCHES = 3
+# What may differ between runs whose losses show the effect of the batch; the machine is what a batch is chosen for.
+LEFT_OPEN = {*BATCH_KEYS, *WITHOUT_EFFECT, SEED, "validation_interval", "validation_batches", "checkpoint_interval"}
+LEFT_OPEN |= {"bucket_mb", "machine", "torch"}
+
+
+def fits(table: RunsTable) -> Iterator[str]:
+    """The fits, a sentence each: of test or validation losses over three global batches or more, where nothing
+    else differs that losses depend on; and of reported and searched microbatches."""
+    columns = {column.key: column.cells for column in table.columns}
+    batches = columns.get("global_batch", ())
+    if "reported_global_batch" in columns:
+        pairs = zip(batches, columns["reported_global_batch"], strict=True)
+        batches = tuple(own if own.value is not None else theirs for own, theirs in pairs)
+    for losses in (columns.get(key, ()) for key in ("test_loss", "validation_loss")):
+        points = [
+            (batch.value, loss.value)
+            for batch, loss in zip(batches, losses, strict=False)
+            if None not in (batch.value, loss.value)
+        ]
+        if len({batch for batch, _ in points}) >= LEAST_BATCHES:
+            others = [each.key for each in table.columns if each.is_setting and each.key not in LEFT_OPEN]
+            reason = f"Loss over the global batch: inconclusive, because {others[0]} differs, too" if others else ""
+            yield reason or _batch_fit(points)
+            break
+    smallest: dict[float, float] = {}  # by memory: what fits on all such devices
+    for reported in (each.reported for each in table.records if each.reported is not None):
+        size, memory = reported.value("microbatch_size"), reported.memory_gib
+        if size is not None and memory is not None:
+            smallest[memory] = min(size, smallest.get(memory, math.inf))
+    yield from _memory_fit([(size, gib) for gib, size in smallest.items()])
+    for record in table.records:
+        for search in record.results.of(MicrobatchSearch):
+            tried = [(each.microbatch_size, each.gib) for each in search.tried]
+            yield from _memory_fit(tried, f"{record.name}, -f on {search.device}: ")
+
+
+def _batch_fit(points: Sequence[tuple[float, float]]) -> str:
+    """The least-squares parabola of losses over ln(sequences), and its lowest point."""
+    x, losses = np.log([batch for batch, _ in points]), np.array([loss for _, loss in points])
+    a, b, c = np.polyfit(x, losses, 2)
+    lowest, miss = -b / (2 * a), np.abs(np.polyval([a, b, c], x) - losses).max()
+    is_inside = a > 0 and x.min() <= lowest <= x.max()
+    where = f"lowest near {math.exp(lowest):.0f} sequences" if is_inside else "not lowest between these batches"
+    terms = " ".join(f"{'−' if each < 0 else '+'} {abs(each):.4f}{power}" for each, power in ((b, " x"), (c, "")))
+    within = f"{len(points)} points, each within {miss:.3f} of it"
+    return f"Loss over the global batch: {a:.4f} x² {terms}, x = ln(sequences); {where} ({within})"
+
+
+def _memory_fit(points: Sequence[tuple[float, float]], label: str = "") -> Iterator[str]:
+    """The least-squares line of GiB over the microbatch; nothing for fewer than two sizes."""
+    if len({size for size, _ in points}) < 2:
+        return
+    slope, fixed = np.polyfit([size for size, _ in points], [gib for _, gib in points], 1)
+    miss = max(abs(gib - slope * size - fixed) for size, gib in points)
+    line = f"{slope:.3f} GiB a sequence {'+' if fixed >= 0 else '-'} {abs(fixed):.2f} GiB"
+    yield f"{label}Memory over the microbatch: {line} ({len(points)} points, each within {miss:.2f} GiB of it)"

@@ -1,0 +1,462 @@
+"""The table of runs, a row for each: in columns only numbers that compare, as text of 80 columns and as JSON."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from harness.common.errors import UserError, printable
+from harness.common.messages import nearest
+from harness.common.units import amount_text
+from harness.comparison.basis import Basis, Group, Values, comparable_groups
+from harness.comparison.columns import COUNT, MONEY, NATS, SPENT, TRAINED, Quantity, quantities
+from harness.comparison.inconclusive import Inconclusive
+from harness.comparison.progress import percent_done
+from harness.comparison.records import RunRecord
+from harness.model.config import ModelConfig
+from harness.runs.budget import wanted_tokens
+
+LOSSES = ("test_loss", "validation_loss", "bits_per_byte", "train_loss")  # runs are sorted by the first, unless asked
+WIDTH = 80
+GAP = "  "
+LONGEST_NAME = 34  # of a run; a longer one is cut in its middle
+LONGEST_SETTING = 28
+LONGEST_WORD = 28  # of a heading
+MOST_COLUMNS = 10  # of the text
+HASH_CHARACTERS = 8
+LARGEST_SHOWN = 1e15
+PREFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+# The columns of the text in their order, with a short heading, and the keys in the order of their importance: what does
+# not fit in one block is in --json and --html only.
+HEADINGS = {
+    "state": "state",
+    "parameters": "params",
+    "tokens": "tokens",
+    "validation_loss": "val loss",
+    "test_loss": "test loss",
+    "bits_per_byte": "bits per byte",
+    "tokens_per_second": "tokens per second",
+    "hours": "hours",
+    "dollars": "cost $",
+}
+IMPORTANT = ("state", *LOSSES[:2], "dollars", "hours", "tokens_per_second", "tokens", "bits_per_byte", "parameters")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A value and its text; None and "" where there is none. `remark` is the reason, or what must be known of it."""
+
+    value: Any
+    text: str
+    remark: str = ""
+    is_reported: bool = False
+
+
+@dataclass(frozen=True)
+class Column:
+    """`about` is the basis of its numbers, if that matters; `lower_is_better` is None where neither is."""
+
+    key: str
+    title: str
+    unit: str
+    cells: tuple[Cell, ...]
+    about: str = ""
+    lower_is_better: bool | None = None
+    is_text: bool = False
+    is_setting: bool = False
+
+    @property
+    def quantity(self) -> str:
+        """Key without the marks of reported figures and of a further basis."""
+        return self.key.removeprefix("reported_").partition(":")[0]
+
+    @property
+    def is_alike(self) -> bool:
+        """True if a setting or fact, not a result, has the same value in all of two runs or more."""
+        first, *others = self.cells
+        is_fact = self.lower_is_better is None and first.value is not None
+        return bool(others) and is_fact and all(cell == first for cell in others)
+
+
+@dataclass(frozen=True)
+class RunsTable:
+    """Table of runs; `absent` names the quantities that no run has."""
+
+    records: tuple[RunRecord, ...]
+    columns: tuple[Column, ...]
+    absent: tuple[str, ...] = ()
+    sorted_by: str = ""  # a column's title, or nothing
+
+    @classmethod
+    def of(cls, records: Sequence[RunRecord]) -> RunsTable:
+        """Build the table with rows in the order of `records`."""
+        columns, absent = [*_state_column(records), *_setting_columns(records)], []
+        for quantity in quantities(records):
+            found = _quantity_columns(quantity, records)
+            columns += found
+            absent += [] if found else [quantity.title]
+        return cls(tuple(records), tuple(columns), tuple(absent))
+
+    def sorted(self, key: str | None) -> RunsTable:
+        """Sort by a column, the best or lowest first and empty cells last, or by "name"; None: by the first of LOSSES
+        that two runs have, and those that lack it by the next. Raises UserError naming the nearest for a key of no
+        column."""
+        order = list(range(len(self.records)))
+        if key == "name":
+            return self._reordered(sorted(order, key=lambda row: self.records[row].name), "name")
+        if key is not None:
+            column = self._column(key)
+            return self._reordered(_order(column, order), column.title)
+        losses = [column for name in LOSSES for column in self.columns if column.key == name]
+        losses.sort(key=lambda column: sum(cell.value is not None for cell in column.cells) < 2)
+        for column in reversed(losses):
+            order = _order(column, order)
+        return self._reordered(order, losses[0].title) if losses else self.sorted("name")
+
+    def _column(self, key: str) -> Column:
+        keys = [column.key for column in self.columns]
+        if key in keys:
+            return self.columns[keys.index(key)]
+        titled = next((column.key for column in self.columns if column.title == key), None)
+        near = titled or nearest(key, [*keys, "name"])
+        hint = f"did you mean {near}?" if near else f"there are: name, {', '.join(keys)}"
+        raise UserError(f"--sort {key}: no column of this table; {hint}")
+
+    def _reordered(self, order: Sequence[int], by: str) -> RunsTable:
+        columns = (replace(column, cells=tuple(column.cells[row] for row in order)) for column in self.columns)
+        return RunsTable(tuple(self.records[row] for row in order), tuple(columns), self.absent, by)
+
+
+def is_number(value: object) -> bool:
+    """True for numbers except True and False, which are numbers to Python."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def number_text(value: float, style: str) -> str:
+    """A number in a format, as money or as a count; a power of ten if it is too large to be meant."""
+    if abs(value) >= LARGEST_SHOWN:
+        return format(value, ".2e")
+    if style == MONEY:
+        return amount_text(value)
+    if style == COUNT:
+        size, prefix = next(((size, prefix) for size, prefix in PREFIXES if abs(value) >= size), (1.0, ""))
+        return f"{value / size:.4g}{prefix}"
+    return format(value, style)
+
+
+def _order(column: Column, rows: Sequence[int]) -> list[int]:
+    """The rows with the best or lowest value first; those without one last; equals as they were."""
+    values = {row: column.cells[row].value for row in rows}
+    there = [row for row in rows if values[row] is not None]
+    if all(is_number(values[row]) for row in there):
+        sign = -1 if column.lower_is_better is False else 1
+        there.sort(key=lambda row: sign * values[row])
+    else:
+        there.sort(key=lambda row: _as_text(values[row]))
+    return there + [row for row in rows if values[row] is None]
+
+
+# Columns
+
+
+def _state_column(records: Sequence[RunRecord]) -> list[Column]:
+    """Column of the runs' states; none if all have finished."""
+    if all(record.state.word == "finished" for record in records):
+        return []
+    cells = []
+    for record in records:
+        word, seen = record.state.word, record.tokens_seen
+        wanted = wanted_tokens(record.train, record.meta.budget if record.meta else None)
+        is_partial = word in ("going on", "stopped") and wanted and seen
+        text = f"{word}, {percent_done(seen or 0, wanted or 1)}" if is_partial else word
+        cells.append(Cell(word, text, record.state.detail))
+    return [Column("state", "state", "", tuple(cells), is_text=True)]
+
+
+def machine_of(record: RunRecord) -> str | None:
+    """The devices that the run was trained on, such as "2 x NVIDIA H100"."""
+    is_known = record.device is not None and record.world_size is not None
+    return f"{record.world_size} x {record.device}" if is_known else None
+
+
+def _setting_columns(records: Sequence[RunRecord]) -> list[Column]:
+    """Columns of the settings with more than one value: keys of model.json and train.json, then the data's content, the
+    machine and torch. A run that does not say a key, as one of an earlier version, does not make it differ."""
+    settings: list[dict[str, Any]] = []
+    for record in records:
+        splits = [split for split in record.dataset.values() if isinstance(split, Mapping)]
+        hashes = [str(split.get("sha256"))[:HASH_CHARACTERS] for split in splits]
+        reported = record.reported.machine if record.reported else None
+        facts = {
+            "dataset_content": " ".join(hashes) or None,
+            "machine": machine_of(record) or reported,
+            "torch": record.torch,
+        }
+        known = {**(ModelConfig.defaults() if record.model else {}), **record.model, **record.train}
+        settings.append(known | {key: value for key, value in facts.items() if value is not None})
+    columns = []
+    for key in dict.fromkeys(key for each in settings for key in each):
+        if len({_as_text(each[key]) for each in settings if key in each}) > 1:
+            cells = [_setting_cell(each, key, record) for each, record in zip(settings, records, strict=True)]
+            is_text = not all(cell.value is None or is_number(cell.value) for cell in cells)
+            columns.append(Column(key, key, "", tuple(cells), is_text=is_text, is_setting=True))
+    return columns
+
+
+def _setting_cell(settings: Mapping[str, Any], key: str, record: RunRecord) -> Cell:
+    if key not in settings:
+        return Cell(None, "", "not recorded")
+    text = _cut(printable(_as_text(settings[key])), LONGEST_SETTING)
+    return Cell(settings[key], text, is_reported=key == "machine" and machine_of(record) is None)
+
+
+def _as_text(value: object) -> str:
+    """A setting as JSON writes it, a text without its quotes."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _quantity_columns(quantity: Quantity, records: Sequence[RunRecord]) -> list[Column]:
+    """A column for each group of two or more runs that compare, or else for the first; and columns of what others have
+    reported, which never share one with a number that was measured here."""
+    values = [quantity.values(record) for record in records]
+    groups = comparable_groups(values)
+    shown = [group for number, group in enumerate(groups) if number == 0 or len(group[1]) > 1]
+    columns = []
+    for group in shown:
+        reasons = [_why_not_in(group, quantity, of_run, shown) for of_run in values]
+        columns.append(_column(quantity, group, reasons))
+    columns = _numbered(columns)
+    reasons = ["not reported"] * len(records)
+    if not columns:  # an own run says why it has no number
+        for row, (record, own) in enumerate(zip(records, values, strict=True)):
+            if record.reported is None and isinstance(own, Inconclusive):
+                reasons[row] = own.reason
+    reported = comparable_groups([quantity.reported(record) for record in records])
+    theirs = _numbered([_column(quantity, group, reasons, is_reported=True) for group in reported])
+    if columns:
+        theirs = [replace(each, key=f"reported_{each.key}", title=f"{each.title}, reported") for each in theirs]
+    return columns + theirs
+
+
+def _column(quantity: Quantity, group: Group, reasons: Sequence[str], *, is_reported: bool = False) -> Column:
+    basis, members = group
+    cells = []
+    for row, reason in enumerate(reasons):
+        found = members.get(row)
+        if found is None:
+            cells.append(Cell(None, "", reason))
+        else:
+            text = f"{number_text(found.value, quantity.style)} {found.error}".rstrip()
+            cells.append(Cell(found.value, text, found.remark, is_reported))
+    about = "" if is_reported else basis.words
+    return Column(quantity.key, quantity.title, quantity.unit, tuple(cells), about, quantity.lower_is_better)
+
+
+def _why_not_in(group: Group, quantity: Quantity, of_run: Values, shown: Sequence[Group]) -> str:
+    """The reason why a run has no number in a group's column."""
+    if isinstance(of_run, Inconclusive):
+        return of_run.reason
+    bases: list[Basis] = [basis for basis, _ in shown]
+    if any(measurement.basis in bases for measurement in of_run):
+        return f"its {quantity.title} is in another column: measured on another basis"
+    found = [f"{number_text(each.value, quantity.style)} on {each.basis.words_beside(bases)}" for each in of_run]
+    return f"its {quantity.title} does not compare: {'; '.join(found)}"
+
+
+def _numbered(columns: Sequence[Column]) -> list[Column]:
+    """Columns of one quantity with distinct keys and titles."""
+    if len(columns) < 2:
+        return list(columns)
+    return [
+        replace(column, key=f"{column.key}:{number}" if number > 1 else column.key, title=f"{column.title} ({number})")
+        for number, column in enumerate(columns, 1)
+    ]
+
+
+# Text
+
+
+def table_lines(table: RunsTable) -> Iterator[str]:
+    """The table in lines of 80 columns: one block of the most important columns, the settings that differ, what numbers
+    were measured on, and the reasons of empty cells."""
+    remarks: dict[str, int] = {}
+    names = cut_names([record.name for record in table.records])
+    shown = _fitting(table, names)
+    marked = [[_marked(cell, remarks) for cell in column.cells] for column in shown]
+    yield from aligned(
+        ["run", *map(_heading, shown)],
+        [(name, *cells) for name, *cells in zip(names, *marked, strict=True)],
+        left=["run", *(_heading(column) for column in shown if column.is_text)],
+    )
+    yield ""
+    settings = [column for column in table.columns if column.is_setting]
+    if settings:
+        yield "Settings that differ:"
+        for row, name in enumerate(names):
+            values = [f"{each.key} {_marked(each.cells[row], remarks)}" for each in settings]
+            yield from paragraph(f"  {name}: {', '.join(values)}", indent=4)
+    alike = [column for column in table.columns if column.is_alike]
+    yield from (line for text in below_lines(table, alike) for line in paragraph(text))
+    others = [column.title for column in table.columns if column not in (*shown, *settings, *alike)]
+    if others:
+        yield from paragraph(f"More columns in --json and --html: {', '.join(others)}.")
+    for column in shown:
+        if column.about:
+            yield from paragraph(f"{column.title}: on {column.about}")
+    for remark, number in remarks.items():
+        yield from paragraph(f"[{number}] {remark}", indent=4)
+    for problem in [each for record in table.records for each in record.problems if each not in record.state.detail]:
+        yield from paragraph(problem)
+
+
+def below_lines(table: RunsTable, alike: Sequence[Column]) -> Iterator[str]:
+    """Texts below the table: its sort key, columns that are alike in all runs, sources, and quantities no run has."""
+    if table.sorted_by and len(table.records) > 1:
+        yield f"Sorted by {table.sorted_by}."
+    if alike:
+        values = [f"{each.title} {each.cells[0].text} {each.unit}".strip() for each in alike]
+        yield f"The same for all runs: {', '.join(values)}."
+    if any(cell.is_reported for column in table.columns for cell in column.cells):
+        sources = {record.reported.source: None for record in table.records if record.reported}
+        yield f"r: reported, or worked out from it, not measured here: {'; '.join(sources)}"
+    if table.absent:
+        yield f"No run has: {', '.join(table.absent)}."
+
+
+def _fitting(table: RunsTable, names: Sequence[str]) -> list[Column]:
+    """The columns that fit beside the names, in the order of HEADINGS: what the table is sorted by, then the most
+    important ones, then further results."""
+    further = [each.key for each in (*TRAINED, *SPENT) if each.key not in HEADINGS]
+
+    def importance(column: Column) -> tuple[bool, int]:
+        rank = IMPORTANT.index(column.quantity) if column.quantity in IMPORTANT else len(IMPORTANT)
+        return column.title != table.sorted_by, rank
+
+    candidates = [
+        column
+        for column in table.columns
+        if not column.is_setting
+        and not column.is_alike
+        and (column.quantity not in further or column.title == table.sorted_by)
+    ]
+    room = WIDTH - max(map(len, [*names, "run"]))
+    chosen: list[Column] = []
+    for column in sorted(candidates, key=importance):
+        width = _width(column)
+        if len(chosen) + 1 < MOST_COLUMNS and len(GAP) + width <= room:
+            chosen.append(column)
+            room -= len(GAP) + width
+    order = [*HEADINGS]
+    return sorted(chosen, key=lambda each: order.index(each.quantity) if each.quantity in order else len(order))
+
+
+def _width(column: Column) -> int:
+    """Width of a column, with two digits for the number of a remark."""
+    texts = [f"{cell.text or '-'}{' r' * cell.is_reported}{' [12]' * bool(cell.remark)}" for cell in column.cells]
+    return max(map(len, [*(texts if column.is_text else _marks_apart(texts)), *_heading(column).split()]))
+
+
+def _heading(column: Column) -> str:
+    """A short title, with what distinguishes reported figures and a further basis."""
+    if column.quantity not in HEADINGS:
+        unit = "" if column.unit == NATS else column.unit
+        return " ".join(word[:LONGEST_WORD] for word in printable(f"{column.title} {unit}").split())
+    further = column.title[column.title.rindex("(") :] if column.title.endswith(")") else ""
+    reported = "reported" if column.key.startswith("reported_") else ""
+    return " ".join(filter(None, [HEADINGS[column.quantity], reported, further]))
+
+
+def _marked(cell: Cell, remarks: dict[str, int]) -> str:
+    """The cell's text, with marks: r for a reported figure, and the number of its remark."""
+    number = f" [{remarks.setdefault(cell.remark, len(remarks) + 1)}]" if cell.remark else ""
+    return f"{cell.text or '-'}{' r' if cell.is_reported else ''}{number}"
+
+
+def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> Iterator[str]:
+    """Lines of a table: headings broken into words over their column; text is aligned to the left for the columns whose
+    heading is in `left`, numbers to the right, by the ends of the numbers where marks follow these."""
+    columns: list[tuple[list[str], list[str], int]] = []  # lines of the heading, cells, width
+    for heading, cells in zip(headings, zip(*rows, strict=True), strict=True):
+        is_text = heading in left
+        texts = [*cells] if is_text else _marks_apart(cells)
+        width = max(map(len, [*texts, *heading.split()]))
+        lines = textwrap.wrap(heading, width)
+        numbers = width if is_text else width - max(len(_split_mark(cell)[1]) for cell in cells)
+        end = numbers if all(len(line) <= numbers for line in lines) else width
+        if is_text:
+            columns.append(([f"{line:<{width}}" for line in lines], [f"{text:<{width}}" for text in texts], width))
+        else:
+            lines = [f"{line:>{end}}".ljust(width) for line in lines]
+            columns.append((lines, [f"{text:>{width}}" for text in texts], width))
+    height = max(len(lines) for lines, *_ in columns)
+    header = zip(*([" " * width] * (height - len(lines)) + lines for lines, _, width in columns), strict=True)
+    for line in (*header, *zip(*(texts for _, texts, _ in columns), strict=True)):
+        yield GAP.join(line).rstrip()
+
+
+def _marks_apart(cells: Sequence[str]) -> list[str]:
+    """Cells of which the numbers end at one place, with their marks behind it."""
+    split = [_split_mark(cell) for cell in cells]
+    numbers, marks = (max(map(len, column)) for column in zip(*split, strict=True))
+    return [f"{number:>{numbers}}{mark:<{marks}}" for number, mark in split]
+
+
+def _split_mark(cell: str) -> tuple[str, str]:
+    """A cell's number, and its mark with the space before it."""
+    number, space, mark = cell.rpartition(" ") if cell.endswith((" r", "]")) else (cell, "", "")
+    return number, space + mark
+
+
+def paragraph(text: str, indent: int = 2) -> list[str]:
+    """Lines of 80 columns, safe for a terminal; those after the first are indented."""
+    following = " " * indent
+    return textwrap.wrap(printable(text), WIDTH, subsequent_indent=following, break_on_hyphens=False)
+
+
+def cut_names(names: Sequence[str], most: int = LONGEST_NAME) -> list[str]:
+    """Names cut in the middle where they are long; whole, if two of them would look the same then."""
+    whole = [printable(name) for name in names]
+    cut = [_cut(name, most) for name in whole]
+    return cut if len(set(cut)) == len(set(names)) else whole
+
+
+def _cut(text: str, most: int) -> str:
+    half = (most - 3) // 2
+    return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
+
+
+# JSON
+
+
+def table_json(table: RunsTable) -> dict[str, Any]:
+    """`columns` by their keys; `runs` in the table's order, each with `values` by the same keys: null where there is
+    none, with a `remark` that says why."""
+    return {
+        "columns": {
+            column.key: {
+                "title": column.title,
+                "unit": column.unit,
+                "measured_on": column.about,
+                "lower_is_better": column.lower_is_better,
+            }
+            for column in table.columns
+        },
+        "runs": [
+            {
+                "name": record.name,
+                "path": str(record.directory.path),
+                "state": record.state.word,
+                "detail": record.state.detail,
+                "problems": list(record.problems),
+                "values": {
+                    column.key: {"value": cell.value, "reported": cell.is_reported, "remark": cell.remark}
+                    for column in table.columns
+                    for cell in [column.cells[row]]
+                },
+            }
+            for row, record in enumerate(table.records)
+        ],
+    }

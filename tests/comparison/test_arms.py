@@ -1,0 +1,155 @@
+"""The runs that count as replicates, and what is said of those that do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.comparison.arms import SEED, SURROUNDINGS, WITHOUT_EFFECT, Arms, find_arms
+from harness.comparison.records import RunRecord, State
+from harness.model.config import ModelConfig
+from harness.runs.directory import RunDirectory
+from harness.runs.summary import RunSummary
+from harness.runs.train_config import TrainConfig
+
+MODEL = ModelConfig(
+    vocab_size=64, context_length=8, emb_dim=8, n_heads=2, n_layers=2, drop_rate=0.0, qkv_bias=False
+).model_dump(mode="json")
+TRAIN = TrainConfig(
+    dataset="builtin/python-stdlib",
+    microbatch_size=8,
+    min_train_tokens=1000,
+    start_train_token=0,
+    validation_interval=100,
+    validation_batches=40,
+    start_val_token=0,
+    validation_ranks="all",
+    learning_rate=0.0015,
+    lr_schedule="cosine",
+    warmup_steps=100,
+    clipping_max_norm=1.0,
+).model_dump(mode="json")
+DATASET = {"name": "builtin/python-stdlib", "train": {"tokens": 9, "sha256": "ab"}}
+RECORDED: dict[str, Any] = {"dataset": DATASET, "torch": "2.15.0", "device": "CPU", "world_size": 1}
+OTHER_VALUES: dict[str, Any] = {
+    "price_per_hour": 12.5,
+    "report_interval": 3,
+    "keep_checkpoints": 2,
+    "async_checkpoint": True,
+    "validation_ranks": "rank0",
+    "weights_check_interval": 7,
+    "max_skipped_steps": 3,
+    "benchmark_interval": 50,
+    "benchmark_tasks": ["piqa"],
+    "benchmark_examples": 10,
+    "sample_interval": 50,
+    "sample_prompt": "def ",
+}
+
+
+def arms_of(**runs: dict[str, Any]) -> Arms:
+    """The arms of finished runs, by what differs from TRAIN, or in "model", or in what the summary has recorded."""
+    records = []
+    for name, changes in runs.items():
+        recorded = RECORDED | {key: changes.pop(key) for key in [*changes] if key in RECORDED and key != "dataset"}
+        recorded |= {"dataset": changes.pop("content")} if "content" in changes else {}
+        model, left = {**MODEL, **changes.pop("model", {})}, changes.pop("left_out", ())
+        train = {key: value for key, value in {**TRAIN, **changes}.items() if key not in left}
+        state, directory = State("finished"), RunDirectory(Path("runs") / name)
+        records.append(RunRecord(name, directory, state, model, train, RunSummary.model_construct(**recorded)))
+    return find_arms(records)
+
+
+def groups_of(**runs: dict[str, Any]) -> list[tuple[str, ...]]:
+    return list(arms_of(**runs).runs.values())
+
+
+def test_runs_that_differ_in_their_seed_are_replicates() -> None:
+    arms = arms_of(a={SEED: 1}, x={"learning_rate": 0.003}, b={SEED: 2})
+    assert arms == Arms({"a": ("a", "b"), "x": ("x",)})
+
+
+def test_the_same_seed_again_counts_once() -> None:
+    arms = arms_of(a={SEED: 1}, b={SEED: 1}, c={SEED: 2})
+    assert arms == Arms({"a": ("a", "c")}, ["b: same seed and settings as another run of the arm, counted once"])
+
+
+def test_keys_of_earlier_versions_count_where_they_were_on() -> None:
+    off = {SEED: 1, "exact_dropout": False, "target_hours": None}
+    assert groups_of(off=off, now={SEED: 2}) == [("off", "now")]
+    assert groups_of(on={SEED: 3, "exact_dropout": True}, now={SEED: 2}) == [("on",), ("now",)]
+
+
+@pytest.mark.parametrize("key", WITHOUT_EFFECT)
+def test_keys_without_effect_on_the_outcome(key: str) -> None:
+    assert TRAIN[key] != OTHER_VALUES[key], "the value is another"
+    assert groups_of(a={}, b={SEED: 1, key: OTHER_VALUES[key]}) == [("a", "b")]
+
+
+@pytest.mark.parametrize("key", sorted(TrainConfig.model_fields.keys() - {*WITHOUT_EFFECT, SEED}))
+def test_any_other_key_makes_another_arm(key: str) -> None:
+    changed = {"betas": [0.1, 0.2], "initial_weights": "/a/file"}.get(key, 2 * (TRAIN[key] or 40))
+    assert len(groups_of(a={}, b={SEED: 1, key: changed})) == 2
+
+
+def test_no_key_without_effect_is_misspelt() -> None:
+    assert WITHOUT_EFFECT.keys() <= TrainConfig.model_fields.keys()
+
+
+def test_another_model_or_data_set_is_another_arm() -> None:
+    other = {**DATASET, "train": {"tokens": 9, "sha256": "cd"}}
+    assert len(groups_of(a={}, b={SEED: 1, "model": {"n_layers": 3}})) == 2
+    assert len(groups_of(a={}, b={SEED: 1, "content": other})) == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("torch", "2.14.0", "torch (2.15.0, 2.14.0)"),
+        ("device", "NVIDIA H100", "device (CPU, NVIDIA H100)"),
+        ("world_size", 2, "number of ranks (1, 2)"),
+    ],
+)
+def test_other_surroundings_are_another_arm_and_noted(key: str, value: Any, said: str) -> None:
+    assert key in SURROUNDINGS
+    arms = arms_of(a={}, b={SEED: 1, key: value}, c={SEED: 2})
+    assert arms == Arms({"a": ("a", "c"), "b": ("b",)}, [f"a, b differ in {said}: not counted as replicates"])
+
+
+DROPPING: dict[str, Any] = {"model": {"drop_rate": 0.1}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"torch": None, "content": None}, "these were not recorded: dataset, torch"),
+        ({"initial_weights": "/a/model.safetensors"}, "random_seed changes nothing in it: "),
+        (
+            {"initial_weights": "start.safetensors", **DROPPING},
+            'the initial_weights "start.safetensors" are in its own',
+        ),
+    ],
+)
+def test_runs_whose_replicates_are_unknown_stand_alone(changes: dict[str, Any], reason: str) -> None:
+    arms = arms_of(a={SEED: 1, **changes}, b={SEED: 2, **changes})
+    assert arms.runs == {"a": ("a",), "b": ("b",)}
+    assert arms.notes[0].startswith(f"a: its replicates are unknown, because {reason}")
+
+
+def test_a_seed_of_dropout_makes_replicates_of_given_weights() -> None:
+    given = {"initial_weights": "/a/model.safetensors", **DROPPING}
+    assert groups_of(a={SEED: 1, **given}, b={SEED: 2, **given}) == [("a", "b")]
+
+
+def test_two_ways_of_saying_the_same() -> None:
+    """Two spellings of a batch or of the checkpoints' interval are replicates; so are runs without newer keys."""
+    by_batch = {SEED: 1, "gradient_accumulation_steps": 1, "global_batch_size": 32}
+    assert groups_of(a={**by_batch}, b={SEED: 2, "gradient_accumulation_steps": 4}) == [("a", "b")]
+    assert len(groups_of(a={**by_batch}, b={SEED: 2, "gradient_accumulation_steps": 2})) == 2
+    assert groups_of(a={}, b={SEED: 1, "checkpoint_interval": 100}) == [("a", "b")]
+    fields = TrainConfig.model_fields
+    newer = [key for key, value in TRAIN.items() if not fields[key].is_required() and value == fields[key].default]
+    assert groups_of(a={"left_out": newer}, b={SEED: 1}) == [("a", "b")]
+    assert groups_of(a={"left_out": newer}, b={}) == [("a",)], "the default seed is the same seed"

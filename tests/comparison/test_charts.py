@@ -1,0 +1,189 @@
+"""Curves of runs over each axis, and the picture: only losses of one text, with a reason for each run left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.common.errors import UserError
+from harness.comparison.against_baseline import BaselineComparison, compare_with
+from harness.comparison.charts import AXES, Chart, Curve, chart_note, charts_of, choose_axis, shown_range, write_png
+from harness.comparison.records import RunRecord
+from harness.runs.metrics import MetricsFile, ValidationEvent
+from tests.support.compared_runs import DATASET, LATEST, RunFolder
+
+NO_VALIDATION = {"validation_interval": None, "validation_batches": None, "checkpoint_interval": 10}
+
+
+def chart_of(*runs: RunFolder, axis: str = "tokens", baseline: str | None = None) -> Chart:
+    (chart,) = charts_of([RunRecord.read(run.directory) for run in runs], [AXES[axis]], baseline)
+    return chart
+
+
+def trained(tmp_path: Path, name: str, seed: int = 1, rate: float = 0.001, **train: Any) -> RunFolder:
+    return RunFolder(tmp_path, name, {"random_seed": seed, "learning_rate": rate, **train}).finish().train_to(0, 10, 20)
+
+
+@pytest.mark.parametrize(
+    ("axis", "places"),
+    [
+        ("steps", [0, 10, 20]),
+        ("tokens", [128, 11 * 128, 21 * 128]),
+        ("hours", [0, 0.01, 0.02]),
+        ("dollars", [0, 0.36, 0.72]),
+    ],
+)
+def test_each_axis(tmp_path: Path, axis: str, places: list[float]) -> None:
+    (curve,) = chart_of(trained(tmp_path, "a"), axis=axis).curves
+    assert curve.x == pytest.approx(places)
+    assert curve.y == pytest.approx([4.1, 4.0, 3.9])
+
+
+def test_flops_are_those_of_the_tokens(tmp_path: Path) -> None:
+    run = trained(tmp_path, "a")
+    shape = RunRecord.read(run.directory).shape
+    assert shape is not None
+    (curve,) = chart_of(run, axis="flops").curves
+    assert curve.x[-1] == 21 * 128 * shape.flops_per_token
+
+
+def test_replicates_are_one_curve_with_a_band_and_the_lowest_comes_first(tmp_path: Path) -> None:
+    a, b, other = trained(tmp_path, "a-seed1"), trained(tmp_path, "a-seed2", 2), trained(tmp_path, "b", 1, 0.002)
+    last = ValidationEvent(global_step=30, tokens_seen=31 * 128, seconds=108.0, loss=3.0)
+    MetricsFile(other.directory.metrics).append(last)
+    b.directory.metrics.write_text(b.directory.metrics.read_text().replace('"loss": 4.1', '"loss": 4.3'))
+    first, second = chart_of(a, b, other).curves
+    assert (first.label, first.runs, first.low) == ("b", 1, [])
+    assert (second.label, second.runs) == ("a", 2)
+    assert second.y == pytest.approx([4.2, 4.0, 3.9])
+    assert (second.low[0], second.high[0]) == (4.1, 4.3)
+
+
+def test_the_baselines_curve_is_called_as_in_the_verdicts(tmp_path: Path) -> None:
+    runs = (trained(tmp_path, "one", 1), trained(tmp_path, "two", 2), trained(tmp_path, "b", 1, 0.002))
+    assert sorted((each.label, each.runs) for each in chart_of(*runs, baseline="two").curves) == [("b", 1), ("two", 2)]
+    unfinished = RunFolder(tmp_path, "base").add_checkpoint(LATEST, "latest").train_to(0, 10)
+    found = chart_of(trained(tmp_path, "base-seed1"), trained(tmp_path, "base-seed2", 2), unfinished)
+    assert sorted((each.label, each.runs) for each in found.curves) == [("base", 1), ("base-seed1", 2)]
+
+
+def test_what_is_not_drawn_is_said_with_its_reason(tmp_path: Path) -> None:
+    other = {**DATASET, "validation": {"tokens": 10_000, "sha256": "00" * 32}}
+    chart = chart_of(
+        trained(tmp_path, "a"),
+        RunFolder(tmp_path, "c").finish(dataset=other).train_to(0, 10),
+        RunFolder(tmp_path, "d"),
+        RunFolder(tmp_path, "e"),
+        RunFolder(tmp_path, "young").add_checkpoint(LATEST, "latest").train_to(0),
+        RunFolder(tmp_path, "without", NO_VALIDATION).finish(final_validation_loss=None).train_to(0, 10),
+    )
+    assert ([each.label for each in chart.curves], chart.kind) == (["a"], "validation")
+    assert chart.problems == [
+        "c: in no chart: not known to have losses on 20 x 16 tokens from 0 of the validation split of me/texts "
+        "(bbbbbbbb)",
+        "d, e: in no chart: never trained",
+        "young: nothing to draw: 1 validation loss in metrics.jsonl, and a curve takes 2",
+        "without: in no chart: trained without validation, and validation losses are drawn",
+    ]
+    free = trained(tmp_path, "free", 1, 0.002, price_per_hour=None)
+    chart = chart_of(trained(tmp_path, "paid"), free, axis="dollars")
+    assert [each.label for each in chart.curves] == ["paid"]
+    assert chart.problems == ['free: no "price_per_hour" in train.json, so that losses have no dollars']
+    unknown = chart_of(RunFolder(tmp_path, "f").train_to(0, 10))
+    assert (unknown.curves, unknown.problems) == ([], ["the text that losses were measured on is not recorded"])
+
+
+def test_training_losses_where_no_run_has_validated_twice(tmp_path: Path) -> None:
+    without = RunFolder(tmp_path, "a", NO_VALIDATION).finish(final_validation_loss=None).train_to(0, 10)
+    once = RunFolder(tmp_path, "b").finish().train_to(0, 10, 20)
+    lines = once.directory.metrics.read_text().splitlines(keepends=True)
+    once.directory.metrics.write_text("".join(line for line in lines[:-1] if '"validation"' not in line) + lines[-1])
+    for run, losses in ((without, [4.0, 3.9]), (once, [4.0, 3.9, 3.8])):
+        chart = chart_of(run)
+        assert (chart.kind, chart.problems) == ("training", [])
+        assert chart.curves[0].y == pytest.approx(losses)
+
+
+def test_losses_that_are_not_finite_and_lines_that_are_none_are_left_out(tmp_path: Path) -> None:
+    run = trained(tmp_path, "a")
+    lines = run.directory.metrics.read_bytes().splitlines(keepends=True)
+    for lost in (b'null, "x": 1', b'1e308, "x": 1', b'-1e308, "x": 1', b"\xff"):
+        changed = [line.replace(b": 3.99", b": " + lost) if b'"validation"' in line else line for line in lines]
+        assert changed != lines
+        run.directory.metrics.write_bytes(b"".join(changed))
+        assert chart_of(run, axis="steps").curves[0].x == [0, 20]
+
+
+def test_of_metrics_that_begin_again_the_last_training_counts(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, "a").finish().train_to(0, 10, 20).train_to(0, 5)
+    assert chart_of(run, axis="steps").curves[0].x == [0, 5]
+
+
+def test_an_axis_that_there_is_not() -> None:
+    assert choose_axis("tokens").label == "tokens seen"
+    with pytest.raises(UserError, match=r'no axis "token"; there is tokens, steps, .*; did you mean tokens\?'):
+        choose_axis("token")
+
+
+@pytest.mark.parametrize(
+    ("axis", "texts"),
+    [
+        ("hours", ["0", "0.01", "0.3", "1,250", "0.00002"]),
+        ("tokens", ["0", "0.01", "0.3", "1.25k", "2e-05"]),
+    ],
+)
+def test_hours_and_dollars_are_plain_numbers(axis: str, texts: list[str]) -> None:
+    assert [AXES[axis].number(value) for value in (0, 0.01, 0.1 + 0.2, 1250, 2e-5)] == texts
+
+
+@pytest.mark.parametrize(
+    ("losses", "references", "low", "high"),
+    [
+        ([11.0, 9.0, 4.0, 3.0], {"near": 2.0}, 1.9, 4.1),  # the steep beginning is cut off
+        ([4.9, 4.5, 4.0, 3.0], {}, 2.9, 5.0),  # one that leaves the rest half of the height is not
+        ([5.0, 4.9, 4.5, 4.0], {"far": 2.0, "farther": 9.0}, 3.94, 5.06),
+        ([5.0, 4.9, 4.5, 4.0], {"near": 3.2, "far": 2.0}, 3.1, 5.1),
+    ],
+)
+def test_the_range_that_is_shown(losses: list[float], references: dict[str, float], low: float, high: float) -> None:
+    assert shown_range([Curve("a", [0, 1, 50, 100], losses)], references) == pytest.approx((low, high), abs=0.03)
+
+
+def test_a_chart_says_which_losses_verdicts_are_by_where_it_shows_others(tmp_path: Path) -> None:
+    runs = [trained(tmp_path, "a"), trained(tmp_path, "b", 1, 0.002)]
+    comparison = compare_with("a", [RunRecord.read(run.directory) for run in runs])
+    chart = chart_of(*runs)
+    assert (
+        chart_note(comparison, chart) == chart_note(None, chart) == chart_note(BaselineComparison("none"), chart) == ""
+    )
+    training = Chart(chart.axis, "training", [], [])
+    assert chart_note(comparison, training) == (
+        "The verdicts are by validation loss; these curves are of the training loss."
+    )
+
+
+def test_the_picture_has_its_signs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signs for the cut top and a far reference, a note, whole markers, and labels that are no formulas."""
+    import matplotlib.pyplot as plt  # here, since every process that runs tests loads this file
+
+    figures: list[Any] = []
+    monkeypatch.setattr(plt, "close", figures.append)
+    curve = Curve("_a", [0, 0.02, 0.05], [11.0, 4.0, 3.0])
+    chart = Chart(AXES["hours"], "validation", [curve], [])
+    write_png(chart, tmp_path / "c.png", {"far": 1.0, r"A$\frac{$": 3.5}, "a note")
+    monkeypatch.undo()
+    [figure] = figures
+    axes = figure.axes[0]
+    assert axes.get_title(loc="left") == "↑ cut off here: the first losses go up to 11.00"
+    labels = [each.get_text().strip() for each in axes.get_legend().get_texts()]
+    assert labels == ["_a: 3.000", "↓ far: 1.000", r"A$\frac{$: 3.500"]
+    assert (axes.get_ylabel(), figure.get_supxlabel()) == ("validation loss (nats per token)", "a note")
+    assert [label.get_text() for label in axes.get_xticklabels()][:3] == ["0", "0.01", "0.02"]
+    markers = [line for line in axes.lines if not line.get_clip_on()]
+    places = [np.concatenate([line.get_xdata(), line.get_ydata()]).tolist() for line in markers]
+    assert places == [[0.02, 4.0], [0.05, 3.0]]
+    assert (tmp_path / "c.png").stat().st_size > 1000
+    plt.close(figure)

@@ -1,0 +1,97 @@
+"""The page of a comparison: escaped, self-contained, and in the order in which it is read."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from harness.comparison.against_baseline import BaselineComparison, compare_with
+from harness.comparison.page import render, write_page
+from harness.comparison.records import RunRecord
+from harness.comparison.table import RunsTable
+from tests.support.compared_runs import RunFolder
+
+REFERENCES = {"<b>&": 3.8}
+
+
+def records(tmp_path: Path) -> list[RunRecord]:
+    runs = []
+    for name, rate, loss in (("<a>", 0.001, 2.5), ("b", 0.002, 2.4)):
+        runs.append(RunFolder(tmp_path, name, {"learning_rate": rate}).finish().train_to(0, 10, 20).test_loss(loss))
+    return [RunRecord.read(run.directory) for run in (*runs, RunFolder(tmp_path, "third", {"learning_rate": 0.1}))]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    table = RunsTable.of(records(tmp_path_factory.mktemp("runs"))).sorted(None)
+    comparison = compare_with("<a>", table.records)
+    return render(table, comparison, REFERENCES, "<a>", "Made today by: compare_runs.py '<a>'")
+
+
+def test_names_and_labels_are_text(page: str) -> None:
+    assert "<a>" not in page
+    assert "<b>" not in page
+    assert page.count("&lt;a&gt;") >= 4
+
+
+def test_it_is_read_from_the_verdict_to_the_provenance(page: str) -> None:
+    parts = [
+        "<p>Against &lt;a&gt; (1 run), by test loss on",
+        '<p class="verdict">b against &lt;a&gt;: inconclusive',
+        '<p class="note">Training noise is unknown',
+        "<table>",
+        "<td>b</td>",
+        "<td>third</td>",
+        '<p class="note">Sorted by test loss.</p>',
+        "The same for all runs: ",
+        "third: in no chart: never trained",
+        "<h2>Validation loss</h2>",
+        "The verdicts are by test loss; these curves are of the validation loss.",
+        "<svg",
+        "<summary>over hours</summary>",
+        "machine: 2 x NVIDIA H100",
+        "Made today by: compare_runs.py &#39;&lt;a&gt;&#39;",
+    ]
+    places = [page.index(part) for part in parts]
+    assert places == sorted(places)
+
+
+def test_the_table_begins_with_the_losses_and_what_differs(page: str) -> None:
+    headings = re.findall('<th scope="col"[^>]*>(.*?)</th>', page)
+    losses = [at for at, heading in enumerate(headings) if "loss" in heading and "best" not in heading]
+    assert headings[:2] == ["run", "test loss, nats/token"], "what it is sorted by"
+    assert losses == [1, 2, 4], "validation loss, bits per byte, train loss"
+    assert headings[5:7] == ["state", "learning_rate"]
+    assert not any("parameters" in heading for heading in headings), "alike in all runs"
+    assert '<td class="number">2.400</td>' in page
+    assert '<td title="not measured by test_loss.py">-</td>' in page or '<td title="never trained">-</td>' in page
+
+
+def test_it_needs_no_network_and_its_drawings_are_whole(page: str) -> None:
+    assert not re.search(r"<script|<link|(?:src|href)=\"(?!#)|url\((?!#)|@import", page.replace("xlink:href", "href"))
+    drawings = re.findall("<svg.*?</svg>", page, re.DOTALL)
+    assert len(drawings) == 5, "one for each axis"
+    for drawing in drawings:
+        texts = [each.text for each in ET.fromstring(drawing).iter("{http://www.w3.org/2000/svg}text")]
+        assert {"<b>&: 3.800", "<a>: 3.900", "validation loss (nats per token)"} <= {*texts}
+
+
+def test_a_single_run_without_curves_has_all_its_columns(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, "a").finish()
+    page = render(RunsTable.of([RunRecord.read(run.directory)]), BaselineComparison("no verdict, and why"), {})
+    assert re.findall("<h2>(.*?)</h2>", page) == ["Which was better", "Runs", "Remarks", "Where this comes from"]
+    assert '<p class="verdict">no verdict, and why</p>' in page
+    assert ">parameters</th>" in page
+    assert "The same for all" not in page
+
+
+def test_it_is_written_whole(tmp_path: Path) -> None:
+    table = RunsTable.of(records(tmp_path / "runs"))
+    path = tmp_path / "report.html"
+    path.write_text("before")
+    write_page(path, table, None, {})
+    assert path.read_text().endswith("</html>\n")
+    assert {each.name for each in tmp_path.iterdir()} == {"report.html", "runs"}
