@@ -12,18 +12,17 @@ from harness.comparison.records import RunRecord
 from harness.comparison.runs_table import RunsTable
 from harness.comparison.table_text import paragraph
 from harness.runs.results import MicrobatchSearch
-from harness.runs.throughput import BATCH_KEYS
+from harness.runs.train_config import Affects, keys_affecting
 
 LOSSES = ("test_loss", "validation_loss")  # the first that enough runs have
 PARABOLA_POINTS = 3
 # What may differ between runs whose losses show what the batch does: where and how often they are looked at, what they
 # cost, and the seed. The machine may, too: it is what a batch is chosen for.
 LEFT_OPEN = {
-    *BATCH_KEYS,
-    *("validation_interval", "validation_batches", "validation_ranks", "checkpoint_interval", "keep_checkpoints"),
-    *("async_checkpoint", "weights_check_interval", "report_interval", "price_per_hour", "random_seed"),
-    *("benchmark_interval", "benchmark_tasks", "benchmark_examples", "sample_interval", "sample_prompt"),
-    *("max_skipped_steps", "bucket_mb", "machine", "torch"),
+    *keys_affecting(Affects.BATCH),
+    *keys_affecting(Affects.NOTHING),
+    *("validation_interval", "validation_batches", "checkpoint_interval"),
+    *("random_seed", "bucket_mb", "machine", "torch"),
 }
 
 Points = Sequence[tuple[float, float]]
