@@ -18,26 +18,11 @@ from harness.comparison.inconclusive import Inconclusive
 from harness.comparison.records import RunRecord
 from harness.model.config import ModelConfig
 from harness.runs.budget import as_tokens
-from harness.runs.train_config import TrainConfig
+from harness.runs.train_config import Affects, TrainConfig, keys_affecting
 
 SEED = "random_seed"
-SEED_ENDING = re.compile(r"[-_.]?(?:random[-_]?)?seed[-_=.]?\d+$")  # of names such as base-seed1
-# Keys of train.json that change neither the weights of any step nor which checkpoint is called best. Not here:
-# checkpoint_interval, since `best` is chosen among the checkpoints; and whatever changes rounding, as the microbatch.
-WITHOUT_EFFECT = {
-    "price_per_hour": "dollars only",
-    "report_interval": "how often losses are printed; they are summed up on the device either way",
-    "keep_checkpoints": "latest and best are always kept",
-    "async_checkpoint": "who writes a checkpoint; it holds the same",
-    "validation_ranks": "who validates; the losses are the same",
-    "weights_check_interval": "a comparison of ranks that changes nothing",
-    "max_skipped_steps": "when a failing run ends; one that ended well did not reach it",
-    "benchmark_interval": "measured without touching weights or random states",
-    "benchmark_tasks": "measured without touching weights or random states",
-    "benchmark_examples": "measured without touching weights or random states",
-    "sample_interval": "printed, with random states of its own",
-    "sample_prompt": "printed, with random states of its own",
-}
+SEED_ENDING = re.compile(r"[-_.]?(?:random[-_]?)?seed[-_=.]?\d+$")
+WITHOUT_EFFECT = keys_affecting(Affects.NOTHING)
 # Where the same configuration gives other roundings, and other dropout on another number of ranks.
 SURROUNDINGS = {"torch": "torch", "device": "device", "world_size": "number of ranks"}
 

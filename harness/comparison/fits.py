@@ -10,11 +10,18 @@ import numpy as np
 from harness.comparison.arms import SEED, WITHOUT_EFFECT
 from harness.comparison.table import RunsTable
 from harness.runs.results import MicrobatchSearch
-from harness.runs.throughput import BATCH_KEYS
+from harness.runs.train_config import Affects, keys_affecting
 
 LEAST_BATCHES = 3
 # What may differ between runs whose losses show the effect of the batch; the machine is what a batch is chosen for.
-LEFT_OPEN = {*BATCH_KEYS, *WITHOUT_EFFECT, SEED, "validation_interval", "validation_batches", "checkpoint_interval"}
+LEFT_OPEN = {
+    *keys_affecting(Affects.BATCH),
+    *WITHOUT_EFFECT,
+    SEED,
+    "validation_interval",
+    "validation_batches",
+    "checkpoint_interval",
+}
 LEFT_OPEN |= {"bucket_mb", "machine", "torch"}
 
 

@@ -17,80 +17,11 @@ from harness.planning.rates import build_schedule
 from harness.runs.train_config import TrainConfig, load_train_config
 from tests.support.configs import SEED_MODEL, SEED_TRAIN, WriteModel, WriteTrain, changed, refusal
 
-# The keys that may be left out, and what each is then.
-DEFAULTS: dict[str, Any] = {
-    "initial_weights": None,
-    "random_seed": 42,
-    "gradient_accumulation_steps": 1,
-    "learning_rate": 0.0004,
-    "weight_decay": 0.1,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "decay_all_parameters": True,
-    "lr_schedule": "constant",
-    "min_lr_ratio": 0.1,
-    "clipping_max_norm": None,
-    "optimizer": "adamw",
-    "shard_optimizer": False,
-    "precision": "auto",
-    "compile": "auto",
-    "deterministic": False,
-    "bucket_mb": None,
-    "activation_checkpointing": False,
-    "residual_precision": "fp32",
-    "coordinate_descent_tuning": False,
-    "checkpoint_interval": None,
-    "keep_checkpoints": None,
-    "async_checkpoint": False,
-    "weights_check_interval": None,
-    "validation_ranks": "rank0",
-    "report_interval": 10,
-    "max_skipped_steps": 10,
-    "price_per_hour": None,
-    "benchmark_interval": None,
-    "benchmark_tasks": None,
-    "benchmark_examples": 200,
-    "sample_interval": None,
-    "sample_prompt": None,
-    "global_batch_size": None,
-    "warmup_steps": None,
-    "warmup_period_percent": None,
-    "decay_period_percent": None,
-    "embedding_learning_rate": None,
-    "head_learning_rate": None,
-    "vector_learning_rate": None,
-    "muon_learning_rate": None,
-    "train_steps": None,
-    "tokens_per_parameter": None,
-    "target_flops": None,
-    "batch_ramp": None,
-    "scale_with_batch": None,
-    "scale_with_depth": None,
-    "muon_update_scale": "match_rms_adamw",
-    "muon_weight_decay": None,
-    "muon_momentum": 0.95,
-    "muon_momentum_warmup_steps": None,
-    "moe_router_loss_scale": None,
-}
-MODEL_DEFAULTS = {
-    "tie_weights": False,
-    "position": "learned",
-    "norm": "layernorm",
-    "mlp": "gelu",
-    "qk_norm": False,
-    "n_kv_heads": None,
-    "rope_base": None,
-    "norm_gain": None,
-    "linear_bias": True,
-    "head_dim": None,
-    "mlp_dim": None,
-    "logit_softcap": None,
-    "initialisation": "gpt2",
-    "value_embeddings": None,
-    "embedding_skip": False,
-    "bigram_embedding": None,
-    "moe": None,
-}
+
+def defaults(kind: type[BaseModel]) -> dict[str, Any]:
+    """The keys that may be left out. docs/configuration.md has them, too, and a test holds both equal."""
+    return {name: field.default for name, field in kind.model_fields.items() if not field.is_required()}
+
 
 # Accepted
 
@@ -100,9 +31,9 @@ def test_the_seeds_keys_are_enough(train: WriteTrain, model: WriteModel) -> None
     assert {key: getattr(model(), key) for key in SEED_MODEL} == SEED_MODEL
 
 
-def test_defaults_are_the_tables(train: WriteTrain, model: WriteModel) -> None:
-    assert train().model_dump() == {**SEED_TRAIN, **DEFAULTS}
-    assert model().model_dump() == {**SEED_MODEL, **MODEL_DEFAULTS}
+def test_what_is_left_out_has_its_default(train: WriteTrain, model: WriteModel) -> None:
+    assert train().model_dump() == {**defaults(TrainConfig), **SEED_TRAIN}
+    assert model().model_dump() == {**defaults(ModelConfig), **SEED_MODEL}
 
 
 @pytest.mark.parametrize(
@@ -110,55 +41,28 @@ def test_defaults_are_the_tables(train: WriteTrain, model: WriteModel) -> None:
     [
         {"random_seed": 0},
         {"random_seed": 2**63 - 1},
-        {"gradient_accumulation_steps": 4},
         {"global_batch_size": 104},
-        {"learning_rate": 0.01},
-        {"weight_decay": 0.0},
         {"betas": [0.9, 0.95]},
-        {"eps": 1e-5},
-        {"decay_all_parameters": False},
         {"lr_schedule": "constant", "warmup_steps": 10},
         {"lr_schedule": "cosine", "warmup_period_percent": 5.5, "min_lr_ratio": 0.0},
         {"lr_schedule": "wsd", "decay_period_percent": 20.0, "warmup_steps": 0},
         {"lr_schedule": "wsd", "decay_period_percent": 50, "warmup_period_percent": 50},
-        {"clipping_max_norm": 1.0},
-        {"clipping_max_norm": None},
-        {"optimizer": "adamw"},
-        {"shard_optimizer": False},
-        {"shard_optimizer": True},
         {"embedding_learning_rate": 0.1, "head_learning_rate": 0.2, "vector_learning_rate": 0.3},
-        {"optimizer": "muon"},
         {"optimizer": "muon", "precision": "fp32", "muon_learning_rate": 0.02, "muon_update_scale": "original"},
         {"optimizer": "muon", "precision": "bf16", "muon_weight_decay": 0, "muon_momentum": 0},
         {"optimizer": "muon", "muon_momentum": 0.85, "muon_momentum_warmup_steps": 300},
-        {"precision": "auto"},
-        {"precision": "bf16"},
-        {"precision": "fp16"},
-        {"precision": "fp32"},
         {"compile": True},
-        {"compile": False},
-        {"compile": "auto"},
-        {"activation_checkpointing": True},
-        {"deterministic": True},
-        {"bucket_mb": 100},
-        {"checkpoint_interval": 100},
-        {"keep_checkpoints": 3},
-        {"validation_ranks": "all"},
         {"report_interval": 1},
-        {"max_skipped_steps": 1},
-        {"price_per_hour": 10.32},
         {"price_per_hour": 0.0},
         {"sample_interval": 100, "sample_prompt": "Every effort\nmoves you ✓"},
-        {"sample_interval": 100, "sample_prompt": "x"},
         {"min_train_tokens": -1},
-        {"min_train_tokens": 1},
         {"min_train_tokens": ..., "train_steps": 100},
         {"min_train_tokens": ..., "tokens_per_parameter": 20},
         {"min_train_tokens": ..., "target_flops": 1e18},
         {"lr_schedule": "linear", "min_lr_ratio": 0.1},
     ],
 )
-def test_every_key_of_the_table_is_accepted(train: WriteTrain, changes: dict[str, Any]) -> None:
+def test_accepted_values_of_train_json(train: WriteTrain, changes: dict[str, Any]) -> None:
     config = train(**changes)
     for key, value in changes.items():
         assert getattr(config, key) == (tuple(value) if key == "betas" else None if value is ... else value)
@@ -167,37 +71,23 @@ def test_every_key_of_the_table_is_accepted(train: WriteTrain, changes: dict[str
 @pytest.mark.parametrize(
     "changes",
     [
-        {"tie_weights": True},
-        {"qkv_bias": True},
-        {"position": "learned"},
-        {"norm": "layernorm"},
-        {"mlp": "gelu"},
-        {"qk_norm": False},
         {"n_kv_heads": 12},
-        {"n_kv_heads": None},
-        {"drop_rate": 0.0},
-        {"position": "rope"},
         {"position": "rope", "rope_base": 500_000.0},
-        {"norm": "rmsnorm"},
         {"norm": "rmsnorm", "norm_gain": False},
-        {"qk_norm": True},
         {"qk_norm": True, "norm_gain": False},
         {"mlp": "relu2"},
         {"mlp": "swiglu"},
         {"mlp_dim": 1},
         {"n_kv_heads": 4},
         {"head_dim": 100},
-        {"linear_bias": False},
         {"logit_softcap": 15.0},
         {"initialisation": "zero_residual"},
-        {"value_embeddings": 1},
         {"value_embeddings": 6},
         {"value_embeddings": 12},
-        {"embedding_skip": True},
         {"bigram_embedding": 2},
     ],
 )
-def test_every_key_of_model_json_is_accepted(model: WriteModel, changes: dict[str, Any]) -> None:
+def test_accepted_values_of_model_json(model: WriteModel, changes: dict[str, Any]) -> None:
     config = model(**changes)
     assert {key: getattr(config, key) for key in changes} == changes
 
@@ -219,16 +109,9 @@ def test_drop_rate_zero_may_be_written_without_a_point(model: WriteModel) -> Non
 def test_depth_form(tmp_path: Path) -> None:
     path = tmp_path / "model.json"
     path.write_text('{"depth": 4, "vocab_size": 500, "context_length": 128}')
-    assert load_model_config(path).model_dump() == {
-        "vocab_size": 500,
-        "context_length": 128,
-        "emb_dim": 256,
-        "n_heads": 4,
-        "n_layers": 4,
-        "drop_rate": 0.0,
-        "qkv_bias": False,
-        **MODEL_DEFAULTS,
-    }
+    sizes = {"vocab_size": 500, "context_length": 128, "emb_dim": 256, "n_heads": 4, "n_layers": 4}
+    without = {"drop_rate": 0.0, "qkv_bias": False}
+    assert load_model_config(path).model_dump() == {**sizes, **without, **defaults(ModelConfig)}
 
 
 def test_depth_form_takes_the_other_keys(tmp_path: Path) -> None:
@@ -349,66 +232,46 @@ def test_every_fault_is_told_at_once(train: WriteTrain) -> None:
 
 # Refused: types and values
 
-INTEGERS = [
-    "microbatch_size",
-    "min_train_tokens",
-    "start_train_token",
-    "validation_interval",
-    "validation_batches",
-    "start_val_token",
-    "random_seed",
-    "gradient_accumulation_steps",
-    "global_batch_size",
-    "warmup_steps",
-    "checkpoint_interval",
-    "keep_checkpoints",
-    "bucket_mb",
-    "report_interval",
-    "max_skipped_steps",
-    "sample_interval",
-    "train_steps",
+# By JSON Schema's name of a type, values that are of none of the kind's.
+WRONG: dict[str, list[Any]] = {
+    "integer": [True, "1", 1.5, 1.0, [1], {"a": 1}],
+    "number": [True, "0.1", [0.1], {}],
+    "boolean": [1, 0, "true", "yes", None],
+    "choice": ["other", "", 1, None, ["fp32"]],
+}
+
+
+def kind_of(schema: dict[str, Any]) -> str:
+    """The type of a key, by its schema; "choice" for one of some words."""
+    branches = [each for each in schema.get("anyOf", [schema]) if each.get("type") != "null"]
+    if any("enum" in each or "const" in each for each in branches):
+        return "choice"
+    return str(branches[0].get("type", ""))
+
+
+KEYS_AND_KINDS = [
+    (key, kind)
+    for key, schema in TrainConfig.model_json_schema()["properties"].items()
+    if (kind := kind_of(schema)) in WRONG
 ]
-FLOATS = [
-    "learning_rate",
-    "weight_decay",
-    "eps",
-    "warmup_period_percent",
-    "min_lr_ratio",
-    "decay_period_percent",
-    "clipping_max_norm",
-    "muon_learning_rate",
-    "price_per_hour",
-    "tokens_per_parameter",
-    "target_flops",
-]
-FLAGS = ["decay_all_parameters", "shard_optimizer", "activation_checkpointing", "compile", "deterministic"]
-CHOICES = ["lr_schedule", "optimizer", "precision", "validation_ranks", "compile"]
 
 
-@pytest.mark.parametrize("value", [True, "1", 1.5, 1.0, [1], {"a": 1}])
-@pytest.mark.parametrize("key", INTEGERS)
-def test_not_an_integer(train: WriteTrain, key: str, value: Any) -> None:
-    message = refusal(train, **{key: value})
-    assert f'key "{key}": ' in message
-    assert json.dumps(value) in message, "the message shows what was written"
+def test_the_kinds_of_keys_are_seen() -> None:
+    kinds = dict(KEYS_AND_KINDS)
+    seen = [
+        kinds[key] for key in ("microbatch_size", "bucket_mb", "learning_rate", "clipping_max_norm", "deterministic")
+    ]
+    assert seen == ["integer", "integer", "number", "number", "boolean"]
+    assert kinds["precision"] == kinds["compile"] == "choice"
 
 
-@pytest.mark.parametrize("value", [True, "0.1", [0.1], {}])
-@pytest.mark.parametrize("key", FLOATS)
-def test_not_a_number(train: WriteTrain, key: str, value: Any) -> None:
-    assert f'key "{key}": ' in refusal(train, **{key: value})
-
-
-@pytest.mark.parametrize("value", [1, 0, "true", "yes", None])
-@pytest.mark.parametrize("key", FLAGS)
-def test_not_true_or_false(train: WriteTrain, key: str, value: Any) -> None:
-    assert f'key "{key}": ' in refusal(train, **{key: value})
-
-
-@pytest.mark.parametrize("value", ["other", "", 1, None, ["fp32"]])
-@pytest.mark.parametrize("key", CHOICES)
-def test_not_a_choice(train: WriteTrain, key: str, value: Any) -> None:
-    assert f'key "{key}": ' in refusal(train, **{key: value})
+@pytest.mark.parametrize(("key", "kind"), KEYS_AND_KINDS)
+def test_a_value_of_another_type_is_refused_and_shown(train: WriteTrain, key: str, kind: str) -> None:
+    for value in WRONG[kind]:
+        if not (key == "compile" and isinstance(value, bool)):
+            message = refusal(train, **{key: value})
+            assert f'key "{key}": ' in message
+            assert json.dumps(value) in message, "the message shows what was written"
 
 
 @pytest.mark.parametrize("value", [1, None, True, ["a/b"]])
@@ -463,6 +326,8 @@ def test_impossible_betas(train: WriteTrain, betas: Any) -> None:
         ("train_steps", 0),
         ("tokens_per_parameter", 0),
         ("target_flops", -1),
+        ("decay_period_percent", 0),
+        ("decay_period_percent", 101),
     ],
 )
 def test_impossible_values(train: WriteTrain, key: str, value: float) -> None:
@@ -473,11 +338,6 @@ def test_rates_that_others_use(train: WriteTrain) -> None:
     config = train(optimizer="muon", learning_rate=0.22, embedding_learning_rate=1.2, muon_learning_rate=0.24)
     assert (config.learning_rate, config.muon_learning_rate) == (0.22, 0.24)
     assert 'key "muon_learning_rate": ' in refusal(train, optimizer="muon", muon_learning_rate=20)
-
-
-@pytest.mark.parametrize("percent", [0, -1, 101])
-def test_impossible_decay(train: WriteTrain, percent: int) -> None:
-    assert 'key "decay_period_percent": ' in refusal(train, lr_schedule="wsd", decay_period_percent=percent)
 
 
 @pytest.mark.parametrize(
@@ -500,11 +360,6 @@ def test_impossible_drop_rate(model: WriteModel, value: Any) -> None:
     assert 'key "drop_rate": ' in refusal(model, drop_rate=value)
 
 
-@pytest.mark.parametrize("key", ["qkv_bias", "tie_weights", "qk_norm"])
-def test_model_flags_are_true_or_false(model: WriteModel, key: str) -> None:
-    assert f'key "{key}": ' in refusal(model, **{key: 1})
-
-
 # Refused: combinations
 
 
@@ -516,8 +371,6 @@ def test_model_flags_are_true_or_false(model: WriteModel, key: str) -> None:
             ["gradient_accumulation_steps", "global_batch_size"],
         ),
         ({"warmup_steps": 1, "warmup_period_percent": 1}, ["warmup_steps", "warmup_period_percent"]),
-        ({"lr_schedule": "wsd"}, ["decay_period_percent", "lr_schedule"]),
-        ({"decay_period_percent": 10}, ["decay_period_percent", "lr_schedule"]),
         ({"lr_schedule": "cosine", "decay_period_percent": 10}, ["decay_period_percent", "lr_schedule"]),
         (
             {"lr_schedule": "wsd", "decay_period_percent": 60, "warmup_period_percent": 41},
@@ -548,13 +401,6 @@ def test_impossible_combinations(train: WriteTrain, changes: dict[str, Any], key
     message = refusal(train, **changes)
     assert '"' + keys[0] + '"' in message
     assert all(key in message for key in keys)
-
-
-def test_emb_dim_must_divide_among_the_heads(model: WriteModel) -> None:
-    message = refusal(model, emb_dim=770)
-    assert 'key "emb_dim": 770' in message
-    assert "768" in message
-    assert "780" in message
 
 
 @pytest.mark.parametrize("key", ["n_layers", "n_heads", "emb_dim"])
@@ -592,7 +438,11 @@ def test_muons_keys_belong_with_muon(train: WriteTrain, key: str, value: Any) ->
 
 def test_all_defaults_spelled_out_are_no_keys_of_another_optimizer(train: WriteTrain) -> None:
     """A configuration as a summary or a checkpoint has it can be used as train.json."""
-    spelled = {key: value for key, value in DEFAULTS.items() if key != "gradient_accumulation_steps"}
+    spelled = {
+        key: value
+        for key, value in defaults(TrainConfig).items()
+        if key not in {*SEED_TRAIN, "gradient_accumulation_steps"}
+    }
     assert train(**spelled | {"betas": [0.9, 0.999]}) == train()
 
 
@@ -604,23 +454,19 @@ def test_all_defaults_spelled_out_are_no_keys_of_another_optimizer(train: WriteT
     [
         ({"emb_dim": 770}, "emb_dim", "the nearest: 768 and 780"),
         ({"n_kv_heads": 5}, "n_kv_heads", "use one of 1, 2, 3, 4, 6, 12"),
-        ({"n_kv_heads": 24}, "n_kv_heads", "use one of 1, 2, 3, 4, 6, 12"),
         ({"position": "rope", "head_dim": 63}, "position", "make head_dim even"),
         ({"position": "rope", "emb_dim": 780}, "position", "make head_dim even"),
         ({"rope_base": 10_000.0}, "rope_base", 'belongs with "position": "rope"; remove it'),
         ({"position": "rope", "rope_base": 1.0}, "rope_base", "greater than 1"),
         ({"norm_gain": False}, "norm_gain", 'belongs with "norm": "rmsnorm"'),
         ({"logit_softcap": 0}, "logit_softcap", "greater than 0; null for none"),
-        ({"logit_softcap": -1.5}, "logit_softcap", "greater than 0; null for none"),
         ({"logit_softcap": 1e308}, "logit_softcap", "less than or equal to 10000; null for none"),
         ({"logit_softcap": 1e-300}, "logit_softcap", "from 0.01 to 10,000; null for none"),
         ({"mlp_dim": 10**12}, "mlp_dim", "there can be 10,000,000,000,000"),
-        ({"head_dim": 10**12}, "head_dim", "there can be 10,000,000,000,000"),
         ({"bigram_embedding": 10**12}, "bigram_embedding", "there can be 10,000,000,000,000"),
         ({"linear_bias": False, "qkv_bias": True}, "linear_bias", "let qkv_bias be false"),
         ({"mlp_dim": 0}, "mlp_dim", "greater than or equal to 1"),
         ({"head_dim": 0}, "head_dim", "greater than or equal to 1"),
-        ({"bigram_embedding": 0}, "bigram_embedding", "greater than or equal to 2; null for none"),
         ({"bigram_embedding": 1}, "bigram_embedding", "greater than or equal to 2; null for none"),
         ({"value_embeddings": 0}, "value_embeddings", "greater than or equal to 1; null for none"),
         ({"value_embeddings": True}, "value_embeddings", "valid integer"),
@@ -763,12 +609,8 @@ def test_linear_ends_at_zero_unless_told_where(train: WriteTrain) -> None:
 # Upstream spellings
 
 
-def test_use_amp(train: WriteTrain) -> None:
-    assert train(use_amp=True).precision == "fp16"
-    assert train(use_amp=False).precision == "fp32"
-
-
-def test_minibatch_size(train: WriteTrain) -> None:
+def test_keys_of_the_notebook_are_translated(train: WriteTrain) -> None:
+    assert (train(use_amp=True).precision, train(use_amp=False).precision) == ("fp16", "fp32")
     assert train(microbatch_size=..., minibatch_size=6).microbatch_size == 6
 
 
@@ -779,16 +621,9 @@ def test_schedule_learning_rate(train: WriteTrain) -> None:
     assert (config.warmup_period_percent, config.warmup_steps) == (None, None)
     schedule = build_schedule(config, 30_614)
     assert (schedule.warmup_steps, schedule.multiplier(0)) == (0, 1.0)
-
-
-def test_schedule_learning_rate_with_a_warmup_of_its_own(train: WriteTrain) -> None:
     config = train(schedule_learning_rate=True, warmup_period_percent=2.5)
     assert (config.lr_schedule, config.warmup_period_percent) == ("cosine", 2.5)
-    config = train(schedule_learning_rate=True, warmup_steps=7)
-    assert (config.warmup_steps, config.warmup_period_percent) == (7, None)
-
-
-def test_schedule_learning_rate_off(train: WriteTrain) -> None:
+    assert train(schedule_learning_rate=True, warmup_steps=7).warmup_steps == 7
     config = train(schedule_learning_rate=False, warmup_period_percent=5)
     assert (config.lr_schedule, config.warmup_period_percent) == ("constant", None)
 
@@ -863,17 +698,12 @@ def test_a_global_batch_that_does_not_divide(train: WriteTrain, global_batch_siz
 # JSON Schema for editors
 
 
-@pytest.mark.parametrize(
-    ("kind", "required", "defaults"), [(TrainConfig, SEED_TRAIN, DEFAULTS), (ModelConfig, SEED_MODEL, MODEL_DEFAULTS)]
-)
-def test_json_schema_describes_every_key(
-    kind: type[BaseModel], required: dict[str, Any], defaults: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("kind", [TrainConfig, ModelConfig])
+def test_json_schema_describes_every_key(kind: type[BaseModel]) -> None:
     schema = json.loads(json.dumps(kind.model_json_schema(), allow_nan=False))
-    assert set(schema["properties"]) == {*required, *defaults}
-    assert set(schema["required"]) <= set(required)
+    assert set(schema["properties"]) == {*kind.model_fields}
     assert schema["additionalProperties"] is False
     for key, entry in schema["properties"].items():
         assert len(entry.get("description", "")) > 5, key
-    for key, default in json.loads(json.dumps(defaults)).items():
+    for key, default in json.loads(json.dumps(defaults(kind))).items():
         assert schema["properties"][key]["default"] == default, key
