@@ -20,7 +20,6 @@ import sys
 import sysconfig
 import tempfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
@@ -81,28 +80,6 @@ print(tokens / (time.perf_counter() - began))
 """
 
 
-@dataclass
-class Contestant:
-    """A way to do it: its command, and what each round measured."""
-
-    name: str
-    seconds: list[float] = field(default_factory=list)
-    peaks: list[float] = field(default_factory=list)
-
-    def run(self, command: list[str], tokens_file: Path) -> int:
-        """Run it once; the number of tokens it wrote."""
-        began = time.perf_counter()
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        peak = watch_memory(process)
-        self.seconds.append(time.perf_counter() - began)
-        self.peaks.append(peak)
-        if process.returncode:
-            raise SystemExit(f"{self.name} failed")
-        with tokens_file.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        return header["tokens"]["shape"][0]
-
-
 def watch_memory(process: subprocess.Popen[bytes]) -> float:
     """The largest sum of resident memory of a process and its children, in MiB, shared pages counted once for each."""
     peak = 0.0
@@ -146,43 +123,51 @@ def write_text(folder: Path, mebibytes: int) -> None:
 @click.option("--rounds", type=int, default=3, show_default=True)
 def main(text_dir: Path | None, mebibytes: int, rounds: int) -> None:
     """Print tokens/s, ratios and peak memory."""
-    with tempfile.TemporaryDirectory() as name:
-        work = Path(name)
+    names = ["ours", "notebook", *(["datasets.map"] if importlib.util.find_spec("datasets") else [])]
+    measured: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    bare = []
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
         text = text_dir or work / "text"
         if text_dir is None:
             text.mkdir()
             write_text(text, mebibytes)
-        names = ["ours", "notebook", *(["datasets.map"] if importlib.util.find_spec("datasets") else [])]
-        contestants = [Contestant(each) for each in names]
-        bare = []
         for _ in range(rounds):
-            for contestant in contestants:
-                tokens = contestant.run(*command_of(contestant.name, text, work))
+            for name in names:
+                seconds, peak, tokens = run(name, text, work)
+                measured[name].append((seconds, peak))
             output = subprocess.run([sys.executable, "-c", BARE, str(text), "8"], check=True, capture_output=True)
             bare.append(float(output.stdout))
-        report(contestants, bare, tokens)
-
-
-def command_of(name: str, text: Path, work: Path) -> tuple[list[str], Path]:
-    """The command line to run, and the path of the tokens that it writes."""
-    subprocess.run(["rm", "-rf", str(work / "out"), str(work / "tokens"), str(work / "tokens.cache")], check=True)
-    if name == "ours":
-        arguments = [str(text), str(work / "out"), "--validation-fraction", "0"]
-        return [sys.executable, str(ROOT / "prepare_datasets.py"), *arguments], work / "out" / "train.safetensors"
-    code = {"notebook": NOTEBOOK, "datasets.map": DATASETS_MAP}[name]
-    return [sys.executable, "-c", code, str(text), str(work / "tokens")], work / "tokens"
-
-
-def report(contestants: list[Contestant], bare: list[float], tokens: int) -> None:
     cores = len(os.sched_getaffinity(0))
-    ours = statistics.median(contestants[0].seconds)
-    print(f"{tokens:,} tokens, {cores} cores, medians of {len(bare)} rounds\n")
+    print(f"{tokens:,} tokens, {cores} cores, medians of {rounds} rounds\n")
     print(f"{'':14} {'tokens/s':>12} {'their time / ours':>18} {'peak MiB':>9}")
-    for each in contestants:
-        seconds, peak = statistics.median(each.seconds), statistics.median(each.peaks)
-        print(f"{each.name:14} {tokens / seconds:>12,.0f} {seconds / ours:>18.2f} {peak:>9,.0f}")
+    medians = {name: [statistics.median(each) for each in zip(*rows, strict=True)] for name, rows in measured.items()}
+    ours = medians["ours"][0]
+    for name, (seconds, peak) in medians.items():
+        print(f"{name:14} {tokens / seconds:>12,.0f} {seconds / ours:>18.2f} {peak:>9,.0f}")
     limit = statistics.median(bare) * cores
     print(f"{'bare limit':14} {limit:>12,.0f}   ours reaches {tokens / ours / limit:.0%} of it")
+
+
+def run(name: str, text: Path, work: Path) -> tuple[float, float, int]:
+    """Tokenise the text once in an empty place: seconds, peak memory in MiB, and the number of tokens written."""
+    for left in ("out", "tokens", "tokens.cache"):
+        subprocess.run(["rm", "-rf", str(work / left)], check=True)
+    target = work / "tokens"
+    if name == "ours":
+        target = work / "out" / "train.safetensors"
+        command = [str(ROOT / "prepare_datasets.py"), str(text), str(work / "out"), "--validation-fraction", "0"]
+    else:
+        command = ["-c", {"notebook": NOTEBOOK, "datasets.map": DATASETS_MAP}[name], str(text), str(target)]
+    began = time.perf_counter()
+    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL)
+    peak = watch_memory(process)
+    seconds = time.perf_counter() - began
+    if process.returncode:
+        raise SystemExit(f"{name} failed")
+    with target.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return seconds, peak, header["tokens"]["shape"][0]
 
 
 if __name__ == "__main__":

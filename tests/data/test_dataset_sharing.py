@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from harness.common.errors import RunError
+from harness.data.dataset import Dataset
+from harness.data.report import verify
 from tests.support.fake_hub import FakeFile, FakeHub
 from tests.support.isolation import ROOT, on_path
 from tests.support.launch import Workshop
@@ -178,10 +182,16 @@ def test_a_refused_upload_keeps_the_dataset_and_says_how_to_go_on(preparer: Prep
 # Looking ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def folder(preparer: Preparer) -> Path:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    preparer = Preparer(tmp_path_factory.mktemp("made"))
     write_json_lines(preparer.path / "a.jsonl", DOCUMENTS)
     return preparer.prepare("a.jsonl", "mine", *IN_ORDER)
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "mine"))
 
 
 def test_the_card_says_what_is_in_it(preparer: Preparer, folder: Path) -> None:
@@ -195,19 +205,18 @@ def test_the_card_says_what_is_in_it(preparer: Preparer, folder: Path) -> None:
     assert f"the longest with {lengths.max():,} tokens" in shown
 
 
-def change_meta(folder: Path, **values: object) -> None:
-    meta = json.loads((folder / "meta.json").read_text())
-    (folder / "meta.json").write_text(json.dumps({**meta, **values}))
+def change_byte(path: Path, at: int, value: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at] = value
+    path.write_bytes(raw)
 
 
 def test_what_is_wrong_is_all_named(preparer: Preparer, folder: Path) -> None:
     preparer.run("--verify", folder)
-    raw = bytearray((folder / "validation.safetensors").read_bytes())
-    raw[-4] ^= 1
-    (folder / "validation.safetensors").write_bytes(raw)
+    change_byte(folder / "validation.safetensors", -4, 1)
     meta = json.loads((folder / "meta.json").read_text())
-    meta["splits"]["train"]["documents"] += 1
-    change_meta(folder, splits={**meta["splits"], "test": {"tokens": 5}}, token_dtype="uint32")
+    meta["splits"] |= {"test": {"tokens": 5}, "train": meta["splits"]["train"] | {"documents": 298}}
+    (folder / "meta.json").write_text(json.dumps(meta | {"token_dtype": "uint32"}))
     line = preparer.run("--verify", folder, status=1)
     assert "validation.safetensors: its SHA-256 is not the one in meta.json" in line
     assert "train.safetensors: 297 documents, but meta.json says 298" in line
@@ -221,27 +230,22 @@ def test_what_is_wrong_is_all_named(preparer: Preparer, folder: Path) -> None:
         ({"vocab_size": 99}, "vocab_size is 99, but the tokenizer has 300"),
         ({"eot_token": 17}, "eot_token is 17, but the tokenizer has 0"),
         ({"tokenizer_sha256": "0"}, "tokenizer.json: its SHA-256 is not the one in meta.json"),
+        ({"splits": {"train": {}}}, "validation.safetensors: is not in meta.json"),
     ],
 )
-def test_a_tokenizer_that_meta_does_not_mean(preparer: Preparer, folder: Path, changes: dict, message: str) -> None:
-    change_meta(folder, **changes)
-    assert message in preparer.run("--verify", folder, status=1)
-
-
-def test_a_folder_that_says_little(preparer: Preparer, folder: Path) -> None:
+def test_a_meta_json_that_does_not_fit(folder: Path, changes: dict, message: str) -> None:
     meta = json.loads((folder / "meta.json").read_text())
-    change_meta(folder, splits={})
-    assert "but meta.json has no counts of them" in preparer.run("--verify", folder)
-    del meta["splits"]["validation"]
-    change_meta(folder, splits=meta["splits"])
-    assert "validation.safetensors: is not in meta.json" in preparer.run("--verify", folder, status=1)
+    (folder / "meta.json").write_text(json.dumps(meta | changes))
+    with pytest.raises(RunError, match=message):
+        verify(Dataset.at(folder))
+    (folder / "meta.json").write_text(json.dumps(meta | {"splits": {}}))
+    assert all("but meta.json has no counts of them" in line for line in verify(Dataset.at(folder)))
 
 
-def test_a_token_beyond_the_vocabulary(preparer: Preparer, folder: Path) -> None:
-    raw = bytearray((folder / "train.safetensors").read_bytes())
-    raw[-4:-2] = (65_000).to_bytes(2, "little")
-    (folder / "train.safetensors").write_bytes(raw)
-    assert "token id 65000 is beyond the tokenizer's 300" in preparer.run("--verify", folder, status=1)
+def test_a_token_beyond_the_vocabulary(folder: Path) -> None:
+    change_byte(folder / "train.safetensors", -3, 255)
+    with pytest.raises(RunError, match=r"token id 65\d\d\d is beyond the tokenizer's 300"):
+        verify(Dataset.at(folder))
 
 
 # Training --------------------------------------------------------------------------------------------------------

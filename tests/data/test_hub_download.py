@@ -312,32 +312,39 @@ def test_a_mistyped_dataset_leaves_nothing(hub: FakeHub, tmp_path: Path) -> None
         assert [str(path.relative_to(datasets)) for path in sorted(datasets.rglob("*"))] == kept
 
 
-@pytest.mark.parametrize("token", [None, TOKEN], ids=["without token", "with token"])
-def test_gated_dataset(downloader: Downloader, dataset: FakeDataset, token: str | None) -> None:
-    dataset.gated = True
-    if token:
-        downloader.environment["HF_TOKEN"] = token
-    line = downloader.fail()
-    assert f"gated on the Hugging Face Hub (status {403 if token else 401})" in line
-    assert "set HF_TOKEN" in line
-    assert TOKEN not in line
+NOWHERE = {"HF_ENDPOINT": "http://127.0.0.1:9"}
+HUB = "the Hugging Face Hub"
 
 
 @pytest.mark.parametrize(
-    ("status", "named", "message"),
+    ("changes", "environment", "messages"),
     [
-        (401, True, "not found on the Hugging Face Hub, or private (status 401)"),
-        (401, False, "access refused by the Hugging Face Hub (status 401)"),
-        (403, True, "gated on the Hugging Face Hub (status 403)"),
-        (403, False, "access refused by the Hugging Face Hub (status 403)"),
-        (429, False, "the Hugging Face Hub answered with status 429"),
-        (500, False, "the Hugging Face Hub answered with status 500"),
+        ({"status": 401}, {}, [f"not found on {HUB}, or private (status 401)"]),
+        ({"status": 401, "named_errors": False}, {}, [f"access refused by {HUB} (status 401)"]),
+        ({"status": 403}, {}, [f"gated on {HUB} (status 403)"]),
+        ({"status": 403, "named_errors": False}, {}, [f"access refused by {HUB} (status 403)"]),
+        ({"status": 429, "named_errors": False}, {}, [f"{HUB} answered with status 429"]),
+        ({"status": 500, "named_errors": False}, {}, [f"{HUB} answered with status 500", "again resumes"]),
+        ({"gated": True}, {}, [f"gated on {HUB} (status 401)", "set HF_TOKEN"]),
+        ({"gated": True}, {"HF_TOKEN": TOKEN}, [f"gated on {HUB} (status 403)", "set HF_TOKEN"]),
+        ({}, NOWHERE, [f"the connection to {HUB} failed (ConnectError: ", "check the network and HF_ENDPOINT"]),
+        ({}, {"HF_HUB_OFFLINE": "1"}, ["HF_HUB_OFFLINE is set", "put the dataset's files into"]),
+        ({}, {"HF_TOKEN": f"{TOKEN}\vtail"}, ["Illegal header value", "***"]),  # which no header can hold
     ],
 )
-def test_hub_that_refuses(downloader: Downloader, dataset: FakeDataset, status: int, named: bool, message: str) -> None:
-    dataset.status, dataset.named_errors = status, named
-    assert message in downloader.fail()
-    assert len(downloader.hub.seen("GET", "/api/datasets/")) == (2 if status == 500 else 1)
+def test_hub_that_refuses(
+    downloader: Downloader, dataset: FakeDataset, changes: dict, environment: dict, messages: list[str]
+) -> None:
+    for name, value in changes.items():
+        setattr(dataset, name, value)
+    downloader.environment |= environment
+    line = downloader.fail()
+    assert all(message in line for message in messages), line
+    assert TOKEN not in line
+    if "status" in changes:
+        assert len(downloader.hub.seen("GET", "/api/datasets/")) == (2 if changes["status"] == 500 else 1)
+    if "HF_HUB_OFFLINE" in environment:
+        assert not downloader.hub.requests
 
 
 def test_file_that_the_hub_cannot_give(downloader: Downloader, dataset: FakeDataset) -> None:
@@ -345,29 +352,6 @@ def test_file_that_the_hub_cannot_give(downloader: Downloader, dataset: FakeData
     line = downloader.fail()
     assert "the Hugging Face Hub answered with status 500" in line
     assert "running the same command again resumes" in line
-
-
-def test_nothing_listening(downloader: Downloader) -> None:
-    downloader.environment["HF_ENDPOINT"] = "http://127.0.0.1:9"
-    line = downloader.fail()
-    assert "the connection to the Hugging Face Hub failed (ConnectError: " in line
-    assert "check the network and HF_ENDPOINT" in line
-
-
-def test_offline_mode(downloader: Downloader, dataset: FakeDataset) -> None:
-    downloader.environment["HF_HUB_OFFLINE"] = "1"
-    line = downloader.fail()
-    assert "HF_HUB_OFFLINE is set" in line
-    assert str(downloader.folder) in line
-    assert not downloader.hub.requests
-
-
-def test_token_that_no_header_can_hold_is_not_repeated(downloader: Downloader, dataset: FakeDataset) -> None:
-    downloader.environment["HF_TOKEN"] = f"{TOKEN}\vtail"
-    line = downloader.fail()
-    assert "Illegal header value" in line
-    assert "***" in line
-    assert TOKEN not in line
 
 
 # Disk ----------------------------------------------------------------------------------------------------------------

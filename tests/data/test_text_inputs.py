@@ -85,7 +85,7 @@ def test_the_documents_come_out_as_they_went_in(tmp_path: Path, name: str) -> No
 
 
 def test_a_folder_of_all_kinds(preparer: Preparer) -> None:
-    """In the order of their names, at any depth; what is not read is named."""
+    """Files come in the order of their names, from any depth; those that are not read are named."""
     folder = preparer.path / "texts"
     (folder / "more").mkdir(parents=True)
     for number, text in enumerate(DOCUMENTS[:10]):
@@ -112,7 +112,7 @@ def test_a_separator_cuts_text_files_into_documents(preparer: Preparer) -> None:
 
 
 def test_a_glob_takes_any_file_as_text(preparer: Preparer) -> None:
-    """One that the shell expands is as good."""
+    """The files that the shell expands it to are as good."""
     source = preparer.path / "src"
     source.mkdir()
     for number, text in enumerate(DOCUMENTS):

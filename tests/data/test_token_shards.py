@@ -125,7 +125,7 @@ def test_llm_cs_wide_shards(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_whose_end_of_text_has_llama_3s_name(preparer: Preparer, tokenizer: Path) -> None:
-    """And shards of both widths, one after the other."""
+    """The shards are of both widths, one after the other."""
     renamed = preparer.path / "tokenizer.json"
     renamed.write_text(tokenizer.read_text().replace("<|endoftext|>", "<|end_of_text|>"))
     write_shard(preparer.path / "x_train_000000.bin", [0, 299, 5], magic=20240801, version=7)

@@ -11,6 +11,7 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from harness.common.errors import UserError
@@ -67,29 +68,19 @@ def read_documents() -> dict[str, str]:
     library = Path(sysconfig.get_path("stdlib"))
     path_of_text: dict[str, str] = {}
     for path in sorted(library.rglob("*.py"), key=lambda path: path.relative_to(library).as_posix()):
-        text = _read_source(path) if _belongs(path.relative_to(library)) else None
-        if text:
-            path_of_text.setdefault(text, path.relative_to(library).as_posix())
+        relative = path.relative_to(library)
+        # Python's own list of its modules leaves out what distributions and builds put into the folder.
+        is_module = relative.parts[0].removesuffix(".py") in sys.stdlib_module_names
+        if is_module and not SKIPPED_FOLDERS.intersection(relative.parts[:-1]):
+            with suppress(OSError, UnicodeDecodeError):  # some cannot be read as UTF-8
+                path_of_text.setdefault(path.read_bytes().decode("utf-8"), relative.as_posix())
+    path_of_text.pop("", None)
     if not path_of_text:
         raise UserError(
             f"{library}: this Python keeps no readable source files of its standard library; "
             "use one that does (uv python install), or another dataset"
         )
     return {path: text for text, path in path_of_text.items()}
-
-
-def _belongs(relative: Path) -> bool:
-    """Python's own list of its modules leaves out what distributions and builds put into the folder."""
-    top = relative.parts[0].removesuffix(".py")
-    return top in sys.stdlib_module_names and not SKIPPED_FOLDERS.intersection(relative.parts[:-1])
-
-
-def _read_source(path: Path) -> str | None:
-    """The text byte for byte (no newline translation), or None if it cannot be read as UTF-8."""
-    try:
-        return path.read_bytes().decode("utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None
 
 
 def split_documents(documents: dict[str, str]) -> dict[str, list[str]]:

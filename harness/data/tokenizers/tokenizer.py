@@ -39,7 +39,10 @@ class Tokenizer:
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
         """`encode` as (tokens,) uint32. Threads can do it at the same time: most of it runs without Python's lock."""
-        _check_unicode(text)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"text is not valid Unicode: character {error.start} is half of a surrogate pair") from None
         return self._encode(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -64,13 +67,6 @@ class Tokenizer:
         lengths = np.array([len(text) for text in self._token_bytes], dtype=np.int64)
         lengths[list(self._special_tokens)] = 0
         return lengths
-
-
-def _check_unicode(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"text is not valid Unicode: character {error.start} is half of a surrogate pair") from None
 
 
 def _not_negative(token: int) -> int:
