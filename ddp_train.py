@@ -224,6 +224,7 @@ def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
     from gpt import GPTModel
     from harness.data.loader import TokenLoader
     from harness.model.precision import Precision
+    from harness.model.weights import check_memory
     from harness.planning.schedule import build_schedule
     from harness.training.evaluations import Evaluations
     from harness.training.loss_meter import LossMeter
@@ -235,6 +236,7 @@ def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
     config, position = start.experiment.config, start.position
     seed_alike(config.random_seed)  # every rank draws the same weights
     precision = Precision.for_training(start.step_config.precision, world.device)
+    check_memory(start.experiment.model)
     model = GPTModel(start.experiment.model, **model_options(start.experiment, precision))
     trained = parallelise(model.to(world.device), start.experiment, world)
     step = build_step(model, trained, start.step_config, before_exchange=world.watchdog.beat, world=world)
