@@ -220,6 +220,7 @@ def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
     from gpt import GPTModel
     from harness.data.loader import TokenLoader
     from harness.model.precision import Precision
+    from harness.model.weights import check_memory
     from harness.planning.rates import Rates
     from harness.training.evaluations import Evaluations
     from harness.training.loss_meter import LossMeter
@@ -232,6 +233,7 @@ def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
     config, position = start.experiment.config, start.position
     seed_alike(config.random_seed)  # every rank draws the same weights
     precision = Precision.for_training(start.step_config.precision, world.device)
+    check_memory(start.experiment.model)
     model = GPTModel(start.experiment.model, **model_options(start.experiment, precision))
     trained = parallelise(model.to(world.device), start.experiment, world)
     shares = Shares.among(world)
