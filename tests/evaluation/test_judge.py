@@ -585,7 +585,7 @@ def test_wrong_commands_end_with_one_line_and_leave_nothing(bench: Bench) -> Non
     before = sorted([*bench.folder.iterdir(), *map(Path, bench.write())])
     for arguments, key, message in [
         ([], None, "error: OPENAI_API_KEY is not in the environment"),
-        ([str(other)], KEY, f"error: {bench.folder}/small.json and {other}: not the same questions: 5 and 4 of them"),
+        ([str(other)], KEY, f"error: {bench.folder}/small.json and {other}: not the same questions: number 5 differs"),
         ([str(bench.folder / "none.json")], KEY, f"error: {bench.folder}/none.json: no such file"),
         (["--price-in", "1"], KEY, "error: --price-in and --price-out: give both, or none"),
     ]:

@@ -5,7 +5,6 @@ Shapes: B entries, T tokens of the longest.
 
 from __future__ import annotations
 
-import copy
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -162,7 +161,7 @@ def fine_tune(
         raise RunError("the model's loss on instructions is not finite: its weights are broken")
     say(f"before: validation loss {result.validation_losses[0]:.3f}")
     scaler = precision.scaler()
-    kept = copy.deepcopy(model.state_dict())
+    kept = _copy(model)
     for epoch in range(1, settings.max_epochs + 1):
         model.train()
         losses = []
@@ -181,11 +180,17 @@ def fine_tune(
         say(f"epoch {epoch}: training loss {result.train_losses[-1]:.3f}, validation loss {after:.3f}")
         if not after <= before:
             result.rose = True
-            model.load_state_dict(kept)
+            with torch.no_grad():
+                for parameter, saved in zip(model.parameters(), kept, strict=True):
+                    parameter.copy_(saved)
             break
-        result.kept_epoch, kept = epoch, copy.deepcopy(model.state_dict())
+        result.kept_epoch, kept = epoch, _copy(model)
     model.eval()
     return result
+
+
+def _copy(model: LanguageModel) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def batch_loss(model: LanguageModel, batch: Batch) -> Tensor:

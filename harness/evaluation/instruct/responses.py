@@ -7,12 +7,13 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from harness.common.errors import UserError, printable
+from harness.common.errors import UserError
 from harness.common.files import replace_text
 from harness.common.json_files import RecordedCount, parse_config, read_json
 from harness.common.messages import as_unicode, is_unicode, quoted
@@ -196,10 +197,13 @@ def read_comparable(paths: Sequence[Path]) -> list[Responses]:
         raise UserError(f"{again[0]}: given twice; give each model's responses once")
     models = [read_responses(path) for path in paths]
     for path, model in zip(paths[1:], models[1:], strict=True):
-        if model.questions_sha256 != models[0].questions_sha256:
+        pairs = zip_longest(
+            [each.question for each in models[0].responses], [each.question for each in model.responses]
+        )
+        if different := [number for number, (one, other) in enumerate(pairs, start=1) if one != other]:
             raise UserError(
-                f"{paths[0]} and {path}: not the same questions: {_first_difference(models[0], model)}; compare "
-                "models on one data set"
+                f"{paths[0]} and {path}: not the same questions: number {different[0]:,} differs; compare models on "
+                "one data set"
             )
     names = Counter(model.model for model in models)
     told_apart = [
@@ -211,18 +215,3 @@ def read_comparable(paths: Sequence[Path]) -> list[Responses]:
         if names[model.model] > 1:
             raise UserError(f'{path}: key "model": another file\'s model is called {model.model}, too; rename one')
     return told_apart
-
-
-def _first_difference(one: Responses, other: Responses) -> str:
-    pairs = enumerate(zip(one.responses, other.responses, strict=False), start=1)
-    for number, (first, second) in pairs:
-        for key in ("instruction", "input", "output"):
-            here, there = getattr(first, key), getattr(second, key)
-            if here != there:
-                return f"number {number} differs in its {key}, {_excerpt(here)} and {_excerpt(there)}"
-    sizes = len(one.responses), len(other.responses)
-    return f"{sizes[0]:,} and {sizes[1]:,} of them, number {min(sizes) + 1} is in one file alone"
-
-
-def _excerpt(text: str, most: int = 40) -> str:
-    return f'"{printable(text[:most])}{"..." if len(text) > most else ""}"'
