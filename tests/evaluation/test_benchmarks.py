@@ -24,7 +24,7 @@ from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
 from harness.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
 from harness.evaluation.benchmarks import run as benchmarks
-from harness.evaluation.likelihood import Scorer, one_by_one, windows
+from harness.evaluation.likelihood import Scorer, windows
 from harness.hf.export import export_model
 from harness.model.precision import Precision
 from harness.runs.named_models import TrainedModel
@@ -214,17 +214,6 @@ def test_windows_predict_every_token_once_and_fit() -> None:
                     assert len(targets) <= len(inputs) <= length
                     assert inputs[-1] + 1 == targets[-1], "the last place predicts the last target"
                     assert inputs[0] == 0 or len(inputs) == length, "as much context as fits"
-
-
-def test_batches_and_their_sharing_change_no_bit(subject: Subject, tmp_path: Path) -> None:
-    loaded = benchmarks.load([str(write_task(tmp_path, "choice"))])
-
-    def backwards(work: Any, batches: Any) -> list[Any]:
-        return [work(batch) for batch in reversed(batches)][::-1]
-
-    scorers = [Scorer(subject.model, FP32, subject.tokenizer.vocab_size, 5, each) for each in (one_by_one, backwards)]
-    one, other = (benchmarks.run(loaded, scorer, subject.tokenizer)["results"] for scorer in scorers)
-    assert one == other
 
 
 def test_padding_of_the_vocabulary_is_never_chosen(subject: Subject) -> None:
