@@ -164,7 +164,7 @@ def gather_facts(
     """The run that made the model, if it is known, and what its card is made of. The test loss is measured on what
     lies in `datasets_dir`, if that is given."""
     from harness.common.device import only_device
-    from harness.evaluation.held_out import measure_test_loss
+    from harness.evaluation.loss import measure_test_loss
     from harness.hf.model_card import ModelFacts
     from harness.model.export_formats import choose_format
     from harness.runs.summary import read_summary

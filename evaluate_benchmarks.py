@@ -6,17 +6,14 @@ uv run --extra benchmarks evaluate_benchmarks.py RUN --tasks hellaswag,arc_easy,
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from harness.common.errors import UserError, one_line_errors
+from harness.common.files import sha256
 from harness.common.libraries import configure_libraries
 from harness.common.options import MODEL, RUNS_DIR, Command
-
-if TYPE_CHECKING:
-    from harness.runs.results import BenchmarkResult
-    from harness.runs.trained_model import ModelInRun, TrainedModel
 
 
 def print_names(context: click.Context, _: click.Parameter, pattern: str | None) -> None:
@@ -25,10 +22,10 @@ def print_names(context: click.Context, _: click.Parameter, pattern: str | None)
         return
     configure_libraries()
     with one_line_errors():
-        from harness.evaluation.benchmarks.tasks import check_installed, known_names
+        from harness.evaluation.benchmarks.run import check_installed, known_names
 
         check_installed()
-        for name in known_names([pattern]):
+        for name in known_names(pattern):
             click.echo(name)
     context.exit()
 
@@ -50,7 +47,16 @@ def print_names(context: click.Context, _: click.Parameter, pattern: str | None)
     help="Print the names that match, such as 'arc*'.",
 )
 @RUNS_DIR
-def main(model: tuple[str, ...], tasks: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
+def main(
+    model: tuple[str, ...],
+    tasks: tuple[str, ...],
+    limit: int | None,
+    num_fewshot: int | None,
+    batch_size: int,
+    precision: str,
+    output: Path | None,
+    runs_dir: Path,
+) -> None:
     """Print how well a model does in benchmarks: the best of RUN, its CHECKPOINT (a folder's name, `latest` or `best`),
     or WEIGHTS, of the shape in MODEL_JSON.
 
@@ -65,57 +71,48 @@ def main(model: tuple[str, ...], tasks: tuple[str, ...], runs_dir: Path, **optio
             raise UserError("--tasks: give at least one name; --list '*' shows all")
         from harness.runs.trained_model import find_model
 
-        evaluate(find_model(model, runs_dir), specs, options)
+        named = find_model(model, runs_dir)
+        from gpt import load_model
+        from harness.common.device import device_name, only_device
+        from harness.evaluation.benchmarks import run as benchmarks
+        from harness.evaluation.likelihood import Scorer
+        from harness.model.precision import Precision
+        from harness.runs.trained_model import check_tokenizer_fits, tokenizer_of
+
+        benchmarks.check_installed()
+        if output:
+            benchmarks.check_output(output)
+        device = only_device()
+        loaded, tokenizer = load_model(named.config, named.weights, device), tokenizer_of(named.weights)
+        check_tokenizer_fits(tokenizer, named.config.vocab_size, named.weights)
+        chosen = Precision.resolve(precision, device)
+        scorer = Scorer(loaded, chosen, tokenizer.vocab_size, batch_size)
+        asked = benchmarks.load(specs, num_fewshot)
+        with benchmarks.explained_failures(batch_size):
+            results = benchmarks.run(asked, scorer, tokenizer, limit=limit)
+        for line in benchmarks.table(results, asked.asked):
+            click.echo(line)
+        settings = {"tasks": specs, "limit": limit, "num_fewshot": num_fewshot, "precision": chosen.name}
+        keep_result(named.weights, results, settings, device_name(device))
+        if output:
+            config = loaded.config.model_dump(mode="json")
+            provenance = {"weights": str(named.weights), "sha256": sha256(named.weights), "config": config}
+            about = {"model": provenance, "settings": {**settings, "batch_size": batch_size}}
+            benchmarks.write_results(output, results, about)
 
 
-def evaluate(named: TrainedModel, specs: list[str], options: dict[str, Any]) -> None:
-    """Load the model and the tasks, run them, print the table, and write the file that was asked for."""
-    from gpt import load_model
-    from harness.common.device import device_name, only_device
-    from harness.common.files import sha256
-    from harness.evaluation.benchmarks.report import check_output, table, write_results
-    from harness.evaluation.benchmarks.run import explained_failures, load, run
-    from harness.evaluation.benchmarks.tasks import check_installed
-    from harness.evaluation.likelihood import Scorer
-    from harness.model.precision import Precision
-    from harness.runs.results import write_result
-    from harness.runs.trained_model import check_tokenizer_fits, model_in_run, tokenizer_of, warned_if_not_kept
-
-    check_installed()
-    if options["output"]:
-        check_output(options["output"])
-    device = only_device()
-    weights = named.weights
-    model, tokenizer = load_model(named.config, weights, device), tokenizer_of(weights)
-    check_tokenizer_fits(tokenizer, model.config.vocab_size, weights)
-    precision = Precision.resolve(options["precision"], device)
-    scorer = Scorer(model, precision, tokenizer.vocab_size, options["batch_size"])
-    benchmarks = load(specs, options["num_fewshot"])
-    with explained_failures(options["batch_size"]):
-        results = run(benchmarks, scorer, tokenizer, limit=options["limit"])
-    for line in table(results, benchmarks):
-        click.echo(line)
-    settings = {"tasks": specs, **{key: options[key] for key in ("limit", "num_fewshot")}, "precision": precision.name}
-    with warned_if_not_kept():
-        if measured := model_in_run(weights):
-            write_result(measured.run, result_of(results, measured, settings, device_name(device)))
-    if options["output"]:
-        config = model.config.model_dump(mode="json")
-        provenance = {"weights": str(weights), "sha256": sha256(weights), "config": config}
-        about = {"model": provenance, "settings": {**settings, "batch_size": options["batch_size"]}}
-        write_results(options["output"], results, about)
-
-
-def result_of(results: dict[str, Any], measured: ModelInRun, settings: dict[str, Any], device: str) -> BenchmarkResult:
-    """Return the result to keep in the run: the metrics of all tasks and groups."""
+def keep_result(weights: Path, results: dict[str, Any], settings: dict[str, Any], device: str) -> None:
+    """Leave the metrics of all tasks and groups in the run whose checkpoint the weights are, if they are one's."""
     from importlib.metadata import version
 
     import torch
 
     from harness.common.json_files import finite
     from harness.evaluation.benchmarks.run import scores
-    from harness.runs.results import BenchmarkResult, BenchmarkScore, now
+    from harness.runs.results import BenchmarkResult, BenchmarkScore, now, write_result
+    from harness.runs.trained_model import model_in_run, warned_if_not_kept
 
+    higher = results.get("higher_is_better", {})
     kept = [
         BenchmarkScore(
             task=score.task,
@@ -123,20 +120,23 @@ def result_of(results: dict[str, Any], measured: ModelInRun, settings: dict[str,
             value=finite(score.value),
             stderr=finite(score.stderr),
             examples=score.examples,
-            higher_is_better=results.get("higher_is_better", {}).get(name, {}).get(score.metric.partition(",")[0]),
+            higher_is_better=higher.get(name, {}).get(score.metric.partition(",")[0]),
         )
         for name in results["results"]
         for score in scores(results, name)
     ]
-    return BenchmarkResult(
-        weights=measured.weights,
-        date=now(),
-        device=device,
-        torch=torch.__version__,
-        lm_eval=version("lm-eval"),
-        scores=kept,
-        **settings,
-    )
+    with warned_if_not_kept():
+        if measured := model_in_run(weights):
+            result = BenchmarkResult(
+                weights=measured.weights,
+                date=now(),
+                device=device,
+                torch=torch.__version__,
+                lm_eval=version("lm-eval"),
+                scores=kept,
+                **settings,
+            )
+            write_result(measured.run, result)
 
 
 if __name__ == "__main__":

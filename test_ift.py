@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from harness.common.errors import RunError, RunStopped, UserError, one_line_errors
-from harness.common.files import check_writable
+from harness.common.files import check_writable, sha256
 from harness.common.libraries import configure_libraries
 from harness.common.messages import as_unicode, is_unicode
 from harness.common.options import MODEL, POSITIVE, RUNS_DIR, Command
-from harness.evaluation.instruct.instructions import BOOK_DATA
+from harness.evaluation.instruct.responses import BOOK_DATA
 from harness.evaluation.judge.prompts import JUDGE_PROMPT, JUDGE_PROMPT_HELP, NOTEBOOK_JUDGE
 
 if TYPE_CHECKING:
     from gpt import GPTModel
     from harness.data.tokenizers.tokenizer import Tokenizer
     from harness.evaluation.instruct.finetune import FineTuneSettings, FineTuning
-    from harness.evaluation.instruct.instructions import InstructionSplits
-    from harness.evaluation.instruct.responses import Responses
+    from harness.evaluation.instruct.responses import InstructionSplits, Responses
+    from harness.evaluation.judge.requests import JudgeSettings
     from harness.runs.trained_model import TrainedModel
 
 RESPONSES = "ift-responses.json"
@@ -60,29 +61,57 @@ def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
         path = options["responses"] or named.folder / RESPONSES
         judge = None if options["responses_only"] else choose_judge(options)
         check_places(path, options)
+        import torch
+
+        from gpt import load_model
+        from harness.common.device import device_name, only_device
         from harness.common.download import local_copy
-        from harness.evaluation.instruct.instructions import InstructionSplits
-        from harness.evaluation.instruct.responses import write_responses
+        from harness.evaluation.instruct.finetune import FineTuneSettings, answer, usual_learning_rate
+        from harness.evaluation.instruct.responses import (
+            AnsweringModel,
+            InstructionData,
+            InstructionSplits,
+            Responses,
+            write_responses,
+        )
+        from harness.runs.trained_model import check_tokenizer_fits, model_in_run, tokenizer_of
 
         data = local_copy(options["data"], InstructionSplits.load)
-        splits = InstructionSplits.load(data)
-        weights = facts_of_weights(named.weights)
-        tuned, tokenizer = open_model(named)
-        settings = fine_tune_settings(options, named.config.emb_dim)
+        splits, device = InstructionSplits.load(data), only_device()
+        weights = None
+        if measured := model_in_run(named.weights):
+            weights = AnsweringModel(
+                checkpoint=measured.weights.checkpoint,
+                sha256=measured.weights.sha256,
+                device=device_name(device),
+                torch=torch.__version__,
+            )
+        tuned, tokenizer = load_model(named.config, named.weights, device), tokenizer_of(named.weights)
+        check_tokenizer_fits(tokenizer, named.config.vocab_size, named.weights)
+        settings = FineTuneSettings(
+            learning_rate=options["learning_rate"] or usual_learning_rate(named.config.emb_dim),
+            max_epochs=options["max_epochs"],
+            seed=options["seed"],
+            answers_only=options["answers_only"],
+        )
         tuning = fine_tune(tuned, tokenizer, splits, settings)
-        name = options["name"] or name_of(named)
-        made = facts_of_tuning(tuning, settings, options["max_new_tokens"])
-        facts = {"data": facts_of_data(data, splits), "fine_tuning": made}
+        name, longest = options["name"] or name_of(named), options["max_new_tokens"]
+        about_data = InstructionData(
+            file=as_unicode(data.name), sha256=sha256(data), entries=splits.entries, test_entries=len(splits.test)
+        )
+        course = {**asdict(settings), "max_new_tokens": longest, **tuning.as_json()}
         if options["save"]:
+            facts = {"data": about_data.model_dump(), "fine_tuning": course}
             save(tuned, named.weights, options["save"], {"fine_tuned_from": name, **facts})
-        responses = answer_test(tuned, tokenizer, splits, name=name, facts={"weights": weights, **facts})
+        answers = answer(tuned, tokenizer, splits.test, longest)
+        responses = Responses(model=name, weights=weights, data=about_data, fine_tuning=course, responses=answers)
         write_responses(path, responses)
         click.echo(f"{path}: {len(responses.responses):,} answers")
         if judge is not None:
             score(responses, judge, path)
 
 
-def choose_judge(options: dict[str, Any]) -> Any:
+def choose_judge(options: dict[str, Any]) -> JudgeSettings:
     """The judge's settings. Raises UserError, before anything is trained, if it cannot be asked."""
     from harness.evaluation.judge.requests import JudgeClient, JudgeSettings
 
@@ -109,54 +138,17 @@ def check_places(path: Path, options: dict[str, Any]) -> None:
         raise UserError(f"--name {options['name']!r}: not a name")
 
 
-def open_model(named: TrainedModel) -> tuple[GPTModel, Tokenizer]:
-    """The model and its tokenizer. Raises UserError if the files do not belong together."""
-    from gpt import load_model
-    from harness.common.device import only_device
-    from harness.runs.trained_model import check_tokenizer_fits, tokenizer_of
-
-    model, tokenizer = load_model(named.config, named.weights, only_device()), tokenizer_of(named.weights)
-    check_tokenizer_fits(tokenizer, named.config.vocab_size, named.weights)
-    return model, tokenizer
-
-
 def name_of(named: TrainedModel) -> str:
     """`run/checkpoint`, as far as the places of the files tell."""
     run, checkpoint = named.folder.absolute(), named.weights.absolute().parent
     return as_unicode(run.name if checkpoint == run else f"{run.name}/{checkpoint.resolve().name}")
 
 
-def facts_of_weights(model_safetensors: Path) -> dict[str, str] | None:
-    """Facts for a responses file on the checkpoint to fine-tune; None for weights that lie in no run."""
-    import torch
-
-    from harness.common.device import device_name, only_device
-    from harness.runs.trained_model import model_in_run
-
-    if (found := model_in_run(model_safetensors)) is None:
-        return None
-    weights, device = found.weights, device_name(only_device())
-    return {"checkpoint": weights.checkpoint, "sha256": weights.sha256, "device": device, "torch": torch.__version__}
-
-
-def fine_tune_settings(options: dict[str, Any], emb_dim: int) -> FineTuneSettings:
-    """Settings that the options ask for, for a model of width `emb_dim`."""
-    from harness.evaluation.instruct.finetune import FineTuneSettings, usual_learning_rate
-
-    return FineTuneSettings(
-        learning_rate=options["learning_rate"] or usual_learning_rate(emb_dim),
-        max_epochs=options["max_epochs"],
-        seed=options["seed"],
-        answers_only=options["answers_only"],
-    )
-
-
 def fine_tune(
     model: GPTModel, tokenizer: Tokenizer, splits: InstructionSplits, settings: FineTuneSettings
 ) -> FineTuning:
     """Train on the instructions, saying how it goes."""
-    from harness.evaluation.instruct.batches import encode
-    from harness.evaluation.instruct.finetune import fine_tune
+    from harness.evaluation.instruct.finetune import encode, fine_tune
 
     context_length = model.config.context_length
     parts = [[encode(entry, tokenizer, context_length) for entry in part] for part in (splits.train, splits.validation)]
@@ -170,46 +162,6 @@ def fine_tune(
     return tuning
 
 
-def facts_of_data(data: Path, splits: InstructionSplits) -> dict[str, Any]:
-    """Facts for a responses file on the instructions."""
-    from harness.common.files import sha256
-
-    return {
-        "file": as_unicode(data.name),
-        "sha256": sha256(data),
-        "entries": splits.entries,
-        "test_entries": len(splits.test),
-    }
-
-
-def facts_of_tuning(tuning: FineTuning, settings: FineTuneSettings, max_new_tokens: int) -> dict[str, Any]:
-    """Facts for a responses file on the fine-tuning."""
-    from harness.common.json_files import finite
-
-    return {
-        "learning_rate": settings.learning_rate,
-        "max_epochs": settings.max_epochs,
-        "max_new_tokens": max_new_tokens,
-        "seed": settings.seed,
-        "answers_only": settings.answers_only,
-        "validation_losses": [finite(loss) for loss in tuning.validation_losses],
-        "train_losses": [finite(loss) for loss in tuning.train_losses],
-        "kept_epoch": tuning.kept_epoch,
-        "rose": tuning.rose,
-    }
-
-
-def answer_test(
-    model: GPTModel, tokenizer: Tokenizer, splits: InstructionSplits, *, name: str, facts: dict[str, Any]
-) -> Responses:
-    """The model's answers to the test part."""
-    from harness.evaluation.instruct.answers import answer
-    from harness.evaluation.instruct.responses import Responses
-
-    answers = answer(model, tokenizer, splits.test, facts["fine_tuning"]["max_new_tokens"])
-    return Responses.model_validate({"model": name, **facts, "responses": [each.model_dump() for each in answers]})
-
-
 def save(model: GPTModel, source: Path, folder: Path, facts: dict[str, Any]) -> None:
     """Keep the fine-tuned model, with its tokenizer and how it was made."""
     from harness.runs.trained_model import tokenizer_file_of, write_model
@@ -219,7 +171,7 @@ def save(model: GPTModel, source: Path, folder: Path, facts: dict[str, Any]) -> 
     click.echo(f"{folder}: the fine-tuned model")
 
 
-def score(responses: Responses, settings: Any, path: Path) -> None:
+def score(responses: Responses, settings: JudgeSettings, path: Path) -> None:
     """Print what the judge thinks. Raises RunError if it did not score every answer."""
     from harness.evaluation.judge.report import JudgeReport, keep_scores
     from harness.evaluation.judge.requests import judge

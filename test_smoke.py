@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -24,7 +23,17 @@ DEFAULT_PROMPT = "Every effort moves you"
 @click.option("--top-k", type=click.IntRange(min=1), default=25, show_default=True, help="Of the k likeliest tokens.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=42, show_default=True, help="Same seed, same text.")
 @RUNS_DIR
-def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
+def main(
+    model: tuple[str, ...],
+    prompt: str | None,
+    prompts: Path | None,
+    num_tokens: int,
+    samples: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+    runs_dir: Path,
+) -> None:
     """Continue prompts with a trained model: the best of RUN, its CHECKPOINT (a folder's name, `latest` or `best`), or
     the weights in the file WEIGHTS, of the shape in MODEL_JSON.
 
@@ -38,16 +47,13 @@ def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
         named = find_model(model, runs_dir)
         from gpt import load_model
         from harness.common.device import only_device
-        from harness.evaluation.generation import Sampling
-        from harness.evaluation.samples import Continuations, print_samples, prompts_of
+        from harness.evaluation.generation import Sampling, print_samples, prompts_of
         from harness.runs.trained_model import tokenizer_of
 
-        prompts = prompts_of(options["prompts"], options["prompt"], DEFAULT_PROMPT)
+        texts = prompts_of(prompts, prompt, DEFAULT_PROMPT)
         loaded = load_model(named.config, named.weights, only_device())
-        sampling = Sampling(options["temperature"], options["top_k"], options["seed"])
-        tokenizer = tokenizer_of(named.weights)
-        wanted = Continuations(options["samples"], options["num_tokens"])
-        print_samples(loaded, tokenizer, prompts, sampling, wanted)
+        sampling = Sampling(temperature, top_k, seed)
+        print_samples(loaded, tokenizer_of(named.weights), texts, sampling, samples=samples, count=num_tokens)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,21 @@
-"""Sampling from a model: rows of tokens that grow by one token at a time, each token computed once."""
+"""Sampling from a model: rows of tokens that grow by one token at a time, each token computed once; and test_smoke.py's
+prompts and prints of them.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
+from pathlib import Path
 
+import click
 import torch
 from torch import Tensor
 
 from harness.common.errors import RunError, UserError
+from harness.common.messages import is_unicode, quoted
 from harness.data.tokenizers.tokenizer import Tokenizer
 from harness.model.inference import KeyValueCache, LanguageModel, evaluating
 
@@ -46,8 +52,17 @@ def encode_prompt(model: LanguageModel, tokenizer: Tokenizer, prompt: str) -> li
 def continue_text(model: LanguageModel, tokenizer: Tokenizer, prompt: str, count: int, sampling: Sampling) -> str:
     """The prompt and up to `count` tokens more: end-of-text ends it. Raises UserError as `encode_prompt` does."""
     tokens = encode_prompt(model, tokenizer, prompt)
-    [more] = continue_batch(model, [tokens], sampling, is_done=until(count, tokenizer), vocab_size=tokenizer.vocab_size)
-    return tokenizer.decode(tokens + without_end(more, tokenizer))
+    [more] = continue_prompts(model, tokenizer, [tokens], count, sampling)
+    return tokenizer.decode(tokens + more)
+
+
+def continue_prompts(
+    model: LanguageModel, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling
+) -> list[list[int]]:
+    """Up to `count` new tokens of every prompt, those before an end-of-text. Rows draw as in `continue_batch`."""
+    is_done = until(count, tokenizer)
+    added = continue_batch(model, prompts, sampling, is_done=is_done, vocab_size=tokenizer.vocab_size)
+    return [without_end(tokens, tokenizer) for tokens in added]
 
 
 def until(count: int, tokenizer: Tokenizer) -> Callable[[Sequence[int]], bool]:
@@ -178,9 +193,58 @@ def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
     return int(ids[torch.multinomial(chances, 1, generator=generator)])
 
 
-def up_to_the_end(tokens: Iterator[int], count: int, tokenizer: Tokenizer) -> Iterator[int]:
-    """Up to `count` of the tokens: those before end-of-text."""
-    for token in islice(tokens, count):
-        if token == tokenizer.eot_token:
-            return
-        yield token
+def prompts_of(file: Path | None, prompt: str | None, default: str) -> list[str]:
+    """The prompts that the options --prompts and --prompt ask for. Raises UserError for both, or naming the file and
+    its line."""
+    if file is None:
+        return [default if prompt is None else prompt]
+    if prompt is not None:
+        raise UserError("--prompt and --prompts: give one of them")
+    try:
+        lines = file.read_text(encoding="utf-8-sig").split("\n")  # other separators are part of a prompt
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}") from None
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        value = line.removesuffix("\r")
+        if file.suffix == ".jsonl":
+            wanted = 'each line is a text in quotes: "like this"'
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError):
+                raise UserError(f"{file}: line {number}: not JSON; {wanted}") from None
+            if not isinstance(value, str) or not value or not is_unicode(value):
+                raise UserError(f"{file}: line {number}: {quoted(value)} is not a prompt; {wanted}")
+        prompts.append(value)
+    if not prompts:
+        raise UserError(f"{file}: no prompts; each line is one")
+    return prompts
+
+
+def print_samples(
+    model: LanguageModel, tokenizer: Tokenizer, prompts: list[str], sampling: Sampling, *, samples: int, count: int
+) -> None:
+    """Print each prompt with `samples` continuations of up to `count` tokens; a single one as its tokens come.
+
+    Raises UserError, before anything is printed, if a prompt cannot be one of this model's.
+    """
+    encoded = [encode_prompt(model, tokenizer, prompt) for prompt in prompts]
+    for number, (prompt, tokens) in enumerate(zip(prompts, encoded, strict=True), start=1):
+        which = f"prompt {number} of {len(prompts)}" if len(prompts) > 1 else ""
+        if samples > 1:
+            added = continue_prompts(model, tokenizer, [tokens] * samples, count, sampling)
+            for sample, more in enumerate(added, start=1):
+                click.echo(f"--- {which}{', ' if which else ''}sample {sample} of {samples} ---")
+                click.echo(tokenizer.decode(tokens + more))
+            continue
+        if which:
+            click.echo(f"--- {which} ---")
+        click.echo(prompt, nl=False)
+        drawn = islice(sample_tokens(model, tokens, sampling, tokenizer.vocab_size), count)
+        for piece in tokenizer.decode_stream(takewhile(lambda token: token != tokenizer.eot_token, drawn)):
+            click.echo(piece, nl=False)
+        click.echo()

@@ -1,20 +1,45 @@
-"""Loss of a model on text: its mean over microbatches, which training's validation asks for, and over each sequence of
-them, which shows differences between finished models; held_out.py chooses the text.
+"""Loss of a model on text: of microbatches, for training's validation, and of each sequence of a held-out text, for
+test_loss.py and a model's card, with the table of several models and the result that stays in the run.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from tqdm import tqdm
 
-from harness.data.loader import Microbatch
+from harness.common.device import device_name
+from harness.common.errors import UserError, printable
+from harness.common.files import sha256
+from harness.common.json_files import finite
+from harness.data.dataset import Dataset, check_token_ids
+from harness.data.fetch import ensure_dataset
+from harness.data.loader import BatchLayout, Microbatch, TokenLoader
+from harness.data.tokenizers.load import load_tokenizer
+from harness.data.tokenizers.tiktoken_files import load_encoding_offline
+from harness.model.config import ModelConfig
 from harness.model.cross_entropy import token_cross_entropies
 from harness.model.inference import LanguageModel, evaluating
 from harness.model.precision import Precision
+from harness.runs.results import LossResult, Text, now, write_loss
+from harness.runs.trained_model import TrainedModel, dataset_of, model_in_run, warned_if_not_kept
+
+# The lab notebook's test slice: FineWeb's validation split beyond what any of its runs validated on.
+NOTEBOOK_DATASET = "gpjt/fineweb-gpt2-tokens"
+NOTEBOOK_START_TOKEN = 50_000_000
+NOTEBOOK_BATCHES = 3200
+COLUMNS, NAME_WIDTH = 80, 32
+BY_MEAN = "by the whole split's mean, since the tokenizer's vocabulary is not on this machine"
 
 
 def microbatch_losses(model: nn.Module, microbatches: Iterable[Microbatch], precision: Precision) -> list[float]:
@@ -48,3 +73,213 @@ def mean(losses: Sequence[float]) -> float:
 def bits_per_byte(loss: float, bytes_per_token: float) -> float:
     """Cross-entropy in nats per token as bits per byte of text: comparable between tokenizers."""
     return loss / math.log(2) / bytes_per_token
+
+
+@dataclass(frozen=True)
+class TestLoss:
+    """Result of a measurement, and the text that it was on."""
+
+    __test__ = False  # not a test for pytest
+
+    text: Text
+    place: str  # the same in words
+    precision: str
+    device: str
+    window_losses: np.ndarray = field(compare=False)  # fp32 of shape [windows]
+    loss: float  # nats per token: the mean of those
+    bits_per_byte: float | None
+    is_exact: bool  # bits per byte: by the bytes of the very tokens predicted, not by the whole split's mean
+
+    def keep(self, weights: Path) -> None:
+        """Leave it in the run whose checkpoint the measured weights, in this file, are; if they are of none, nowhere.
+
+        If it cannot be written, that is a warning: it has been told already.
+        """
+        with warned_if_not_kept():
+            if (model := model_in_run(weights)) is not None:
+                result = LossResult(
+                    weights=model.weights,
+                    date=now(),
+                    device=self.device,
+                    torch=torch.__version__,
+                    text=self.text,
+                    precision=self.precision,
+                    loss=finite(self.loss),
+                    bits_per_byte=finite(self.bits_per_byte),
+                    bits_are_exact=self.is_exact,
+                )
+                write_loss(model.run, result, self.window_losses)
+
+
+@dataclass(frozen=True)
+class HeldOutText:
+    """The text that a finished model is tested on: the loader's first `batches` microbatches of a dataset's split."""
+
+    dataset: Dataset
+    split: str
+    loader: TokenLoader
+    batches: int
+
+    @classmethod
+    def choose(
+        cls,
+        config: ModelConfig,
+        weights: Path,
+        datasets_dir: Path,
+        *,
+        dataset: str | None = None,
+        split: str | None = None,
+        start_token: int | None = None,
+        batches: int | None = None,
+        batch_size: int = 6,
+    ) -> HeldOutText:
+        """The text for a model of this shape whose weights are in this file.
+
+        By default that is the dataset that it was trained on, fetched if need be, and all of its test or validation
+        split, or the notebook's slice of a validation split that reaches so far; from a start token of its own there
+        are as many batches, or fewer. Raises UserError if there is no such dataset or slice, or if the model cannot
+        read its tokens.
+        """
+        name = dataset or dataset_of(weights) or NOTEBOOK_DATASET
+        ensure_dataset(datasets_dir, name, [split] if split else [])
+        opened = Dataset.open(datasets_dir, name)
+        split = split or ("test" if opened.has_split("test") else "validation")
+        tokens = opened.split(split)
+        check_token_ids(opened, split, config.vocab_size)
+        is_from_notebook = split == "validation" and len(tokens) > NOTEBOOK_START_TOKEN
+        start = (NOTEBOOK_START_TOKEN if is_from_notebook else 0) if start_token is None else start_token
+        layout = BatchLayout(1, 1, batch_size, config.context_length)
+        there = (len(tokens) - start - 1) // layout.microbatch_tokens
+        if batches is None:
+            batches = min(there, NOTEBOOK_BATCHES) if is_from_notebook else there
+        if not 0 < batches <= there:
+            least = max(batches, 1)
+            wanted = start + least * layout.microbatch_tokens + 1
+            raise UserError(
+                f"{tokens.path}: too short: wanted {wanted:,} tokens ({_number_of_batches(least)} of "
+                f"{batch_size} sequences of {config.context_length:,} tokens from {start:,}), but there are "
+                f"{len(tokens):,}; see --start-token, --batches, --batch-size"
+            )
+        return cls(opened, split, TokenLoader(tokens, start, layout), batches)
+
+    def measure(self, model: LanguageModel, precision_name: str) -> TestLoss:
+        """The model's loss, with a progress bar on a terminal. Raises UserError for a precision that its device does
+        not compute."""
+        device = next(model.parameters()).device
+        precision = Precision.resolve(precision_name, device)
+        # tqdm by itself shows nothing on a terminal that does not tell its size.
+        columns, lines = shutil.get_terminal_size()
+        indexes = tqdm(range(self.batches), unit="batch", ncols=columns, nrows=lines, disable=not sys.stderr.isatty())
+        losses = window_losses(model, map(self.loader.microbatch, indexes), precision)
+        loss = mean(losses.tolist())
+        exact = self._bytes_per_token()
+        bytes_per_token = exact or self.dataset.bytes_per_token(self.split)
+        tokenizer, loader = self.dataset.tokenizer, self.loader
+        text = Text(
+            dataset=self.dataset.name,
+            sha256=loader.tokens.fingerprint(),
+            tokenizer=sha256(tokenizer) if isinstance(tokenizer, Path) else tokenizer,
+            split=self.split,
+            start_token=loader.start_token,
+            windows=self.batches * loader.layout.microbatch_size,
+            context_length=loader.layout.context_length,
+        )
+        bits = bits_per_byte(loss, bytes_per_token) if bytes_per_token else None
+        return TestLoss(text, str(self), precision.name, device_name(device), losses, loss, bits, exact is not None)
+
+    def _bytes_per_token(self) -> float | None:
+        """Mean UTF-8 bytes of text that a predicted token stands for, counted with the dataset's tokenizer.
+
+        None if there is none for these tokens on this machine (GPT-2's vocabulary is not downloaded for it), or no
+        text.
+        """
+        name = self.dataset.tokenizer
+        tokenizer = load_tokenizer(name) if isinstance(name, Path) else load_encoding_offline("gpt2")
+        if tokenizer is None:
+            return None
+        lengths, total = tokenizer.token_byte_lengths(), 0
+        for index in range(self.batches):
+            targets = self.loader.microbatch(index).tokens[1:]
+            if int(targets.max()) >= len(lengths):  # some other tokenizer's, which meta.json does not name
+                return None
+            total += int(lengths[targets].sum())
+        return total / (self.batches * self.loader.layout.microbatch_tokens) or None
+
+    def __str__(self) -> str:
+        """The dataset, split, and the tokens of it that the model predicts from."""
+        layout, start = self.loader.layout, self.loader.start_token
+        end = start + self.batches * layout.microbatch_tokens
+        size = f"{_number_of_batches(self.batches)} of {layout.microbatch_size} x {layout.context_length:,}"
+        tokens = f"tokens {start:,} to {end:,} of {len(self.loader.tokens):,}"
+        return f"{self.dataset.name}, {self.split} split, {tokens} ({size})"
+
+
+def _number_of_batches(count: int) -> str:
+    return f"{count:,} batch{'es' if count > 1 else ''}"
+
+
+def measure_test_loss(model: LanguageModel, weights: Path, datasets_dir: Path) -> TestLoss:
+    """The mean loss of `model`, whose weights are from the file `weights`, on the text that `HeldOutText.choose` takes
+    by default."""
+    return HeldOutText.choose(model.config, weights, datasets_dir).measure(model, "auto")
+
+
+def loss_lines(measured: Sequence[tuple[TrainedModel, TestLoss]]) -> Iterator[str]:
+    """Lines of 80 columns: one model's loss, or for each text a table by loss, lowest first, and the text below it."""
+    if len(measured) == 1:
+        yield from _lines_of_one(measured[0][1])
+        return
+    groups: dict[object, list[tuple[TrainedModel, TestLoss]]] = {}
+    for model, test in measured:
+        groups.setdefault((test.text.content, test.precision), []).append((model, test))
+    for number, group in enumerate(groups.values()):
+        if number:
+            yield ""
+        yield from _table(group)
+    if len(groups) > 1:
+        yield ""
+        if len({(test.text.sha256, test.text.tokenizer) for _, test in measured}) == 1:
+            reason = "they are of other parts of the text, read in other lengths, or in another precision."
+        else:
+            reason = (
+                "between tables the text differs, or how it was made into tokens. Of one text in two tokenizations "
+                "the bits per byte compare. --dataset measures all models on one data set."
+            )
+        yield from textwrap.wrap(f"Losses compare within a table: {reason}", COLUMNS)
+
+
+def _lines_of_one(test: TestLoss) -> Iterator[str]:
+    lines = [f"Loss on the {test.text.split} split: {test.loss:.3f}"]
+    if test.bits_per_byte is not None:
+        about = "" if test.is_exact else f" (approximate: {BY_MEAN})"
+        lines.append(f"Bits per byte: {test.bits_per_byte:.3f}{about}")
+    for line in [*lines, f"Measured on {test.place}"]:
+        yield from textwrap.wrap(line, COLUMNS, subsequent_indent="  ")
+
+
+def _table(group: Sequence[tuple[TrainedModel, TestLoss]]) -> Iterator[str]:
+    layout = f"{{:<{NAME_WIDTH}}} {{:>7}} {{:>10}} {{:>13}} {{:>14}}"
+    yield layout.format("model", "loss", "bits/byte", "global batch", "parameters")
+    for model, test in sorted(group, key=lambda each: (math.isnan(each[1].loss), each[1].loss)):
+        label, bits, batch = printable(model.label), test.bits_per_byte, _global_batch(model)
+        if len(label) > NAME_WIDTH:  # above its numbers, in one piece where that is possible
+            yield from textwrap.wrap(label, COLUMNS, break_on_hyphens=False)
+        yield layout.format(
+            label if len(label) <= NAME_WIDTH else "",
+            f"{test.loss:.3f}",
+            "-" if bits is None else f"{'' if test.is_exact else '~'}{bits:.3f}",
+            "-" if batch is None else f"{batch:,}",
+            f"{model.config.parameters:,}",
+        )
+    test = group[0][1]
+    notes = [f"Measured on {test.place}, in {test.precision}"]
+    if any(test.bits_per_byte is not None and not test.is_exact for _, test in group):
+        notes.append(f"~ {BY_MEAN}")
+    for note in notes:
+        yield from textwrap.wrap(note, COLUMNS, subsequent_indent="  ")
+
+
+def _global_batch(model: TrainedModel) -> int | None:
+    """Sequences per optimizer step of the training that ended with these weights, if their meta.json has it."""
+    parts: list[Any] = [model.meta.get(key) for key in ("world_size", "microbatch_size", "accumulation_steps")]
+    return math.prod(parts) if all(type(part) is int and part > 0 for part in parts) else None

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from harness.evaluation.held_out import TestLoss
-from harness.evaluation.instruct.instructions import Instruction
+from harness.evaluation.instruct.responses import Instruction
+from harness.evaluation.loss import TestLoss
 from harness.runs.summary import RunSummary
 
 CHART = "training-run-chart.png"

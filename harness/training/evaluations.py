@@ -17,8 +17,7 @@ from harness.data.tokenizers.tokenizer import Tokenizer
 from harness.distributed.signals import Interrupted, SharedWork, StopSignal
 from harness.distributed.watchdog import Place
 from harness.distributed.world import World
-from harness.evaluation.benchmarks.run import Score, load, run, scores
-from harness.evaluation.benchmarks.tasks import REASON_CHARACTERS, Benchmarks, prepare
+from harness.evaluation.benchmarks.run import REASON_CHARACTERS, Benchmarks, Score, load, prepare, run, scores
 from harness.evaluation.generation import Sampling, continue_text
 from harness.evaluation.likelihood import Scorer
 from harness.evaluation.loss import mean, microbatch_losses

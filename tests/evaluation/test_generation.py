@@ -15,11 +15,18 @@ from gpt import GPTModel
 from harness.common.errors import UserError
 from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
-from harness.evaluation.generation import GREEDY, GrowingRows, Sampling, choose, continue_batch, sample_tokens
-from harness.evaluation.samples import prompts_of
+from harness.evaluation.generation import (
+    GREEDY,
+    GrowingRows,
+    Sampling,
+    choose,
+    continue_batch,
+    prompts_of,
+    sample_tokens,
+)
 from harness.model.inference import KeyValueCache
 from tests.model.test_model import random_model, random_tokens, shape
-from tests.support.launch import ROOT, Workshop
+from tests.support.launch import Workshop
 
 
 def logits_without_cache(model: GPTModel, row: Sequence[int]) -> Tensor:
@@ -202,6 +209,9 @@ def test_files_of_prompts_that_are_none(tmp_path: Path, name: str, content: str 
 
 
 def test_a_line_ends_at_a_newline_alone(tmp_path: Path) -> None:
+    assert prompts_of(None, None, "x") == ["x"]
+    with pytest.raises(UserError, match="give one of them"):
+        prompts_of(tmp_path, "text", "x")
     text = "\ufeffone\u2028still one\r\ntwo\x0cstill two\n"
     (tmp_path / "p.txt").write_bytes(text.encode())
     assert prompts_of(tmp_path / "p.txt", None, "x") == ["one\u2028still one", "two\x0cstill two"]
@@ -218,24 +228,11 @@ def test_broken_weights_are_one_line(model_files: tuple[Path, Path], tmp_path: P
     for name in ("tokenizer.json", "meta.json"):
         (tmp_path / name).write_bytes((model_files[0].parent / name).read_bytes())
     save_file(tensors, tmp_path / "model.safetensors")
-    arguments = [
-        str(model_files[0]),
-        str(tmp_path / "model.safetensors"),
-        "--prompt",
-        "the",
-        "--temperature",
-        temperature,
-    ]
-    result = Workshop(tmp_path).command("test_smoke.py", *arguments)
+    arguments = [str(model_files[0]), str(tmp_path / "model.safetensors"), "--prompt", "the"]
+    result = Workshop(tmp_path).command("test_smoke.py", *arguments, "--temperature", temperature)
     assert result.status == 1
     assert result.error_lines == [result.stderr.splitlines()[-1]]
     assert "its weights are broken" in result.stderr
-
-
-def test_prompt_and_prompts_exclude_each_other() -> None:
-    with pytest.raises(UserError, match="give one of them"):
-        prompts_of(ROOT / "README.md", "text", "x")
-    assert prompts_of(None, None, "x") == ["x"]
 
 
 def test_a_stream_of_tokens_never_splits_a_character(model_files: tuple[Path, Path]) -> None:

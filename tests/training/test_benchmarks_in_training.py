@@ -285,11 +285,11 @@ def test_a_rank_that_fails_or_stops_ends_it_for_all() -> None:
 def test_a_failure_outside_the_batches_reaches_ranks_inside_them(shop: Workshop) -> None:
     """lm-eval's own part fails on one rank alone, while the others evaluate."""
     from harness.data.tokenizers.tokenizer import Tokenizer
-    from harness.evaluation.benchmarks.tasks import Benchmarks
+    from harness.evaluation.benchmarks.run import Benchmarks
     from harness.training.evaluations import RunBenchmarks
 
-    class Broken(Benchmarks):
-        def to_load(self) -> dict[str, Any]:
+    class Broken:
+        def set_fewshot_seed(self, seed: int) -> None:
             raise OSError("no space")
 
     tokenizer: Tokenizer = load_tokenizer(shop.datasets / "local" / "text" / "tokenizer.json")
@@ -297,7 +297,7 @@ def test_a_failure_outside_the_batches_reaches_ranks_inside_them(shop: Workshop)
 
     def work(sharing: SharedBatches) -> Any:
         if sharing.shared.world.rank == 1:
-            return RunBenchmarks(Broken({}, {}, []), scorer, tokenizer, 3).scores(sharing.shared)
+            return RunBenchmarks(Benchmarks({"x": Broken()}, {}, []), scorer, tokenizer, 3).scores(sharing.shared)
         return sharing(lambda batch: batch, range(4))
 
     found = on_ranks(2, work)

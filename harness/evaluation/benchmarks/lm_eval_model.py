@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -13,7 +12,7 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from harness.common.errors import UserError
 from harness.common.messages import abbreviated
 from harness.data.tokenizers.tokenizer import Tokenizer
-from harness.evaluation.generation import GREEDY, Sampling, continue_batch, until, without_end
+from harness.evaluation.generation import Sampling, continue_batch, until, without_end
 from harness.evaluation.likelihood import Scorer
 
 SAMPLING_SEED = 1234  # lm-eval's own for torch
@@ -57,32 +56,42 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Raises UserError for a way of sampling that there is not."""
-        jobs = [self._generation(request) for request in requests]
+        jobs = [self._job(request) for request in requests]
         # Alike settings side by side, and the longest prompts first.
-        order = sorted(range(len(jobs)), key=lambda at: (repr(jobs[at].settings), -len(jobs[at].prompt), at))
+        order = sorted(range(len(jobs)), key=lambda at: (repr(jobs[at][1]), -len(jobs[at][0]), at))
         batches: list[list[int]] = []
         for at in order:
             fits = batches and len(batches[-1]) < self.scorer.batch_size
-            if not fits or jobs[batches[-1][0]].settings != jobs[at].settings:
+            if not fits or jobs[batches[-1][0]][1] != jobs[at][1]:
                 batches.append([])
             batches[-1].append(at)
 
         def work(batch: list[int]) -> list[str]:
             # Row i of a batch draws with seed + i: so each request of the list has a seed of its own.
             seed = SAMPLING_SEED + order.index(batch[0])
-            return self._continue([jobs[at].prompt for at in batch], jobs[batch[0]].settings, seed)
+            return self._continue([jobs[at][0] for at in batch], jobs[batch[0]][1], seed)
 
         found: dict[int, str] = {}
         for batch, texts in zip(batches, self.scorer.each_batch(work, batches), strict=True):
             found |= zip(batch, texts, strict=True)
         return [found[at] for at in range(len(jobs))]
 
-    def _generation(self, request: Instance) -> Generation:
-        prompt, settings = request.args
-        wanted = Settings.of(settings, f'task "{request.task_name}"')
+    def _job(self, request: Instance) -> tuple[list[int], Settings]:
+        """The prompt, cut from the left to leave room for what is to come, and how to go on from it."""
+        prompt, kwargs = request.args
+        known = dict(normalize_gen_kwargs(kwargs))
+        temperature = float(known["temperature"]) if known.get("do_sample") else 0.0
+        strange = sorted(key for key in known.keys() - KNOWN_SETTINGS if temperature)
+        if strange:
+            task = f'task "{request.task_name}": generation_kwargs'
+            raise UserError(f"{task}: cannot sample with {abbreviated(strange)}; use another task")
+        stops = known.get("until") or []
+        stops = [stops] if isinstance(stops, str) else stops
+        top_k = int(known["top_k"]) if temperature and known.get("top_k") else None
+        settings = Settings(int(known["max_gen_toks"]), tuple(filter(None, stops)), temperature, top_k)
         limit: int = self.scorer.model.config.context_length
-        room = limit - wanted.most if wanted.most < limit else max(1, limit // 2)
-        return Generation((self.text.encode(prompt) or [self.eot_token_id])[-room:], wanted)
+        room = limit - settings.most if settings.most < limit else max(1, limit // 2)
+        return (self.text.encode(prompt) or [self.eot_token_id])[-room:], settings
 
     def _continue(self, prompts: Sequence[list[int]], settings: Settings, seed: int) -> list[str]:
         """The texts that follow the prompts, up to the first stop string, end-of-text or the largest length."""
@@ -95,48 +104,18 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             tail = self.text.decode(tokens[-reach:]) if settings.stops else ""
             return is_over(tokens) or any(stop in tail for stop in settings.stops)
 
-        scorer, sampling = self.scorer, settings.sampling(seed)
-        with scorer.precision.autocast():
-            added = continue_batch(
-                scorer.model,
-                prompts,
-                sampling,
-                is_done=is_done,
-                vocab_size=min(scorer.vocab_size, self.text.vocab_size),
-            )
+        sampling = Sampling(settings.temperature, settings.top_k, seed)
+        vocab_size = min(self.scorer.vocab_size, self.text.vocab_size)
+        with self.scorer.precision.autocast():
+            added = continue_batch(self.scorer.model, prompts, sampling, is_done=is_done, vocab_size=vocab_size)
         texts = [self.text.decode(without_end(tokens, self.text)) for tokens in added]
         return [postprocess_generated_text(text, list(settings.stops), None) for text in texts]
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """A task's generation_kwargs."""
 
     most: int  # new tokens
     stops: tuple[str, ...]
     temperature: float  # 0: the likeliest token
     top_k: int | None
-
-    @classmethod
-    def of(cls, settings: dict[str, Any], whose: str) -> Settings:
-        """Raises UserError for a setting that would change what is drawn, and is none of this program's."""
-        known = dict(normalize_gen_kwargs(settings))
-        temperature = float(known["temperature"]) if known.get("do_sample") else 0.0
-        strange = sorted(key for key in known.keys() - KNOWN_SETTINGS if temperature)
-        if strange:
-            raise UserError(f"{whose}: generation_kwargs: cannot sample with {abbreviated(strange)}; use another task")
-        stops = known.get("until") or []
-        stops = [stops] if isinstance(stops, str) else stops
-        top_k = int(known["top_k"]) if temperature and known.get("top_k") else None
-        return cls(int(known["max_gen_toks"]), tuple(filter(None, stops)), temperature, top_k)
-
-    def sampling(self, seed: int) -> Sampling:
-        return Sampling(self.temperature, self.top_k, seed) if self.temperature else GREEDY
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A prompt, cut from the left to leave room for what is to come, and how to go on from it."""
-
-    prompt: list[int]
-    settings: Settings

@@ -1,30 +1,55 @@
-"""Running benchmarks on a model: the tasks' requests through lm-eval, and what comes of them.
+"""Benchmarks by lm-eval: its tasks by name or file, a model's scores in them, and the file with all of its output.
 
 lm_eval is an extra, and takes seconds to import: only functions do.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import logging
+import math
+import os
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from harness.common.errors import RunError, UserError
+from harness.common.files import replace_text
 from harness.common.memory import is_out_of_memory
+from harness.common.messages import nearest
 from harness.data.tokenizers.tokenizer import Tokenizer
-from harness.evaluation.benchmarks.tasks import REASON_CHARACTERS, Benchmarks, load_benchmarks
 from harness.evaluation.likelihood import Scorer
 
+TASK_FILE_SUFFIXES = {".yaml", ".yml"}
+REASON_CHARACTERS = 160
+# What the libraries' errors are called where data is not to be had; some are each library's own class.
+OFFLINE_ERRORS = {"OfflineModeIsEnabled", "ConnectionError", "LocalEntryNotFoundError"}
+NETWORK_ERRORS = OFFLINE_ERRORS | {
+    *("ConnectError", "ConnectTimeout", "ReadTimeout", "SSLError", "TimeoutError", "HfHubHTTPError"),
+    *("DatasetNotFoundError", "GatedRepoError", "RepositoryNotFoundError"),
+}
 # lm-eval's own, so that its numbers are ours: Python's, NumPy's and torch's generators, and the choice of examples.
 PYTHON_SEED, OTHER_SEED = 0, 1234
 # Standard errors without a formula come from so many resamples: known to 1 / sqrt(2 x 1000), 2 percent.
 BOOTSTRAP_ITERATIONS = 1000
+KEPT = ("results", "groups", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples")
+
+
+@dataclass(frozen=True)
+class Benchmarks:
+    """The benchmarks asked for, ready to be run: lm-eval's Task and Group objects by their names."""
+
+    tasks: dict[str, Any]
+    groups: dict[str, Any]
+    asked: list[str]  # names of tasks and groups at the top, in the order asked for
 
 
 @dataclass(frozen=True)
@@ -38,24 +63,146 @@ class Score:
     examples: int
 
 
-def load(specs: Sequence[str], num_fewshot: int | None = None) -> Benchmarks:
-    """`load_benchmarks`, with `num_fewshot` solved examples before each question instead of the tasks' own number.
+def check_installed() -> None:
+    """Raises UserError if the extra with lm-eval is not installed."""
+    missing = [name for name in ("lm_eval", "datasets") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"benchmarks need {' and '.join(missing)}, which an extra brings: put it behind uv run, "
+            "as in uv run --extra benchmarks evaluate_benchmarks.py ..."
+        )
 
-    As lm-eval has it, a task that insists on none keeps none. Raises UserError as `load_benchmarks` does.
+
+def prepare(specs: Sequence[str]) -> None:
+    """Do what takes seconds before the first task is loaded, and needs no data: ranks can do it at the same time.
+
+    Raises UserError for names that are not known.
     """
+    check_installed()
+    for spec in specs:
+        _names_of(spec)
+    import lm_eval.evaluator  # noqa: F401
+
+
+def load(specs: Sequence[str], num_fewshot: int | None = None) -> Benchmarks:
+    """Load tasks by names, wildcards or paths of task files, with the data they need.
+
+    Before each question come `num_fewshot` solved examples instead of the tasks' own number; as lm-eval has it, a task
+    that insists on none keeps none. A task file's `!function` is the user's own code beside it, and runs. Raises
+    UserError, on one line, for a name that is not known, for a task that would run other people's code, and for data
+    that cannot be had.
+    """
+    check_installed()
+    found = Benchmarks({}, {}, [])
     with seeded_apart():
-        benchmarks = load_benchmarks(specs)
-    for task in benchmarks.tasks.values():
+        for name in [name for spec in specs for name in _names_of(spec)]:
+            loaded = _load(name)
+            for key, task in loaded["tasks"].items():
+                other = found.tasks.setdefault(key, task)
+                if other is not task and other.dump_config().get("metadata") != task.dump_config().get("metadata"):
+                    raise UserError(f'two different tasks are called "{key}"; give one of them another name')
+            found.groups.update(loaded["groups"])
+            inner = {child for children in loaded["group_map"].values() for child in children}
+            roots = [*loaded["groups"]] or [*loaded["tasks"]]
+            found.asked.extend(root for root in roots if root not in inner and root not in found.asked)
+    for task in found.tasks.values():
         own = task.get_config("num_fewshot")
-        if num_fewshot is not None and own != 0:
-            task.set_config(key="num_fewshot", value=num_fewshot)
-        elif own is None:
-            task.set_config(key="num_fewshot", value=0)
-    return benchmarks
+        if own is None or (num_fewshot is not None and own != 0):
+            task.set_config(key="num_fewshot", value=num_fewshot or 0)
+    return found
+
+
+def known_names(pattern: str) -> list[str]:
+    """The names of lm-eval's tasks, groups and tags that match a pattern (`arc*`). Raises UserError if none does."""
+    manager = _manager(with_index=True)
+    if found := manager.match_tasks([pattern]):
+        return list(found)
+    near = nearest(pattern, manager.all_tasks)
+    hint = f"did you mean {near}?" if near else "evaluate_benchmarks.py --list '*' shows all."
+    raise UserError(f'"{pattern}": no task, group or tag of lm-eval has this name; {hint} (A task file ends in .yaml.)')
+
+
+def _names_of(spec: str) -> list[str]:
+    """The names that a word on the command line stands for; a wildcard stands for several tasks."""
+    if Path(spec).suffix in TASK_FILE_SUFFIXES:
+        if not Path(spec).is_file():
+            raise UserError(f"{spec}: no such task file")
+        return [spec]
+    names = known_names(spec)
+    # A group or tag that a wildcard matches has its tasks in the list already.
+    return names if names == [spec] else [name for name in names if name in _manager(with_index=True).all_subtasks]
+
+
+@cache
+def _manager(*, with_index: bool) -> Any:
+    """lm-eval's TaskManager. Its index of all tasks is made from thousands of files in some seconds."""
+    # Read when the library is imported: it would download metrics, which are programs, and run them.
+    os.environ.setdefault("HF_EVALUATE_OFFLINE", "1")
+    quieten()
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_defaults=with_index)
+
+
+def quieten() -> None:
+    """Keep what is of no use to a user here from the terminal: the libraries' logs, and bars for data of some
+    kilobytes."""
+    # Imported first: they set their own levels then.
+    import datasets
+    import huggingface_hub.utils.logging
+
+    logging.getLogger("lm_eval").setLevel(logging.CRITICAL)
+    datasets.logging.set_verbosity_error()
+    huggingface_hub.utils.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+
+
+def _load(name: str) -> Any:
+    """lm-eval's {"tasks": …, "groups": …, "group_map": …} for a name of its index, or the file of one task."""
+    is_file = Path(name).suffix in TASK_FILE_SUFFIXES  # which needs none of the others
+    try:
+        loaded = _manager(with_index=not is_file).load([name])
+    except Exception as error:  # of lm_eval, datasets, huggingface_hub, jinja2, yaml, and the task's own functions
+        raise UserError(f'task "{name}": {_diagnosis(error)}') from None
+    for key, task in loaded["tasks"].items():
+        if getattr(task, "UNSAFE_CODE", False):  # lm-eval refuses these, too, but only when they are run
+            raise UserError(
+                f'task "{key}": runs programs that a model wrote, which this command does not; leave it out'
+            )
+        if getattr(task, "MULTIMODAL", False):
+            raise UserError(f'task "{key}": asks about pictures or sound; these models read text')
+    return loaded
+
+
+def _diagnosis(error: Exception) -> str:
+    """Explain an error of the libraries to the user."""
+    import huggingface_hub.constants as hub
+
+    names, cause = set(), error
+    while cause is not None:
+        names.add(type(cause).__name__)
+        cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]
+    reason = " ".join(str(error).split())[:REASON_CHARACTERS]
+    if "scripts are no longer supported" in reason or "trust_remote_code" in reason:
+        return f"its data comes with a program to run, which this program does not do ({reason}); leave it out"
+    if isinstance(error, ImportError):
+        return f"needs a package that is not installed: {reason}; uv run --with PACKAGE ... adds it"
+    if error.args == (None,) or "module script" in reason:  # for a metric that neither lm-eval nor evaluate has
+        return "has a metric that is not lm-eval's own: the Hub's are programs, which this command does not run"
+    if isinstance(error, TypeError):  # lm-eval's for the file of a group
+        reason += "; if this is the file of a group, give the files of its tasks instead"
+    if hub.HF_HUB_OFFLINE and (names & OFFLINE_ERRORS or "offline" in reason.lower()):
+        return "its data is not on this machine, and HF_HUB_OFFLINE is set; unset it to download the data once"
+    if names & NETWORK_ERRORS:
+        return (
+            f"its data is not on this machine and cannot be had from the Hugging Face Hub ({reason}); check the "
+            "network, HF_ENDPOINT and HF_TOKEN, or copy HF_HOME from a machine that has it"
+        )
+    return f"cannot be loaded: {type(error).__name__}: {reason}"
 
 
 def run(benchmarks: Benchmarks, scorer: Scorer, tokenizer: Tokenizer, *, limit: int | None = None) -> dict[str, Any]:
-    """lm-eval's table of results for the first `limit` documents of each task (None: for all).
+    """lm-eval's results for the first `limit` documents of each task (None: for all).
 
     The process's random states are afterwards what they were. Raises UserError if a task needs what this program does
     not do.
@@ -69,42 +216,12 @@ def run(benchmarks: Benchmarks, scorer: Scorer, tokenizer: Tokenizer, *, limit: 
     with quiet_lm_eval(), seeded_apart():
         results: dict[str, Any] = evaluate(
             lm=ModelUnderTest(scorer, tokenizer),
-            task_dict=benchmarks.to_load(),
+            task_dict={"tasks": benchmarks.tasks, "groups": benchmarks.groups},
             limit=limit,
             bootstrap_iters=BOOTSTRAP_ITERATIONS,
             log_samples=False,
         )
     return results
-
-
-@contextmanager
-def explained_failures(batch_size: int) -> Iterator[None]:
-    """Turn whatever tasks and lm-eval raise while they run into one line: a RunError."""
-    try:
-        yield
-    except (UserError, RunError):
-        raise
-    except Exception as error:  # a task's functions can raise anything, and lm-eval asserts
-        if is_out_of_memory(error):
-            raise RunError(f"out of memory with {batch_size} texts per batch; lower --batch-size") from None
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise RunError(f"lm-eval could not go on: {reason[:REASON_CHARACTERS]}") from None
-
-
-def scores(results: dict[str, Any], name: str) -> list[Score]:
-    """The metrics of a task or group, in lm-eval's order; none for a group that only holds tasks together."""
-    row = results["results"].get(name, {})
-    examples = row.get("sample_len") or sum(row.get("sample_count", {}).values())
-    found = []
-    for key, value in row.items():
-        metric, comma, kind = key.partition(",")
-        if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float, np.number)):
-            continue
-        stderr = row.get(f"{metric}_stderr,{kind}")
-        known = float(stderr) if isinstance(stderr, (int, float, np.number)) else None
-        count = row["sample_count"].get(key, examples) if "sample_count" in row else examples
-        found.append(Score(name, metric if kind == "none" else key, float(value), known, int(count)))
-    return found
 
 
 @contextmanager
@@ -124,7 +241,11 @@ def seeded_apart() -> Iterator[None]:
 
 @contextmanager
 def quiet_lm_eval() -> Iterator[None]:
-    """Inside, lm-eval draws no bars of its own, and resamples in this process without announcing it."""
+    """Inside, lm-eval draws no bars, and resamples in this process without announcing it.
+
+    `evaluate` has no option for either: every rank of a run would print its bars, and its pool for the bootstrap forks
+    this process, which holds the model, the device and threads.
+    """
     import lm_eval.api.metrics as metrics
     import lm_eval.api.task as task
 
@@ -137,10 +258,100 @@ def quiet_lm_eval() -> Iterator[None]:
 
 
 def _bootstrap_stderr(statistic: Any, values: Sequence[Any], iters: int) -> float:
-    """lm-eval's function of this name, with the same draws, in one process: its pool would copy this one, which holds
-    the model and threads."""
-    import lm_eval.api.metrics as metrics
+    """lm-eval's function of this name, with the same draws for up to 1,000 resamples."""
+    draw = random.Random(0)
+    return float(np.std([statistic(draw.choices(values, k=len(values))) for _ in range(iters)], ddof=1))
 
-    resample = metrics._bootstrap_internal(statistic, min(1000, iters))
-    drawn = [each for seed in range(iters // min(1000, iters)) for each in resample((seed, values))]
-    return float(metrics.sample_stddev(drawn))
+
+@contextmanager
+def explained_failures(batch_size: int) -> Iterator[None]:
+    """Turn whatever tasks and lm-eval raise while they run into one line: a RunError."""
+    try:
+        yield
+    except (UserError, RunError):
+        raise
+    except Exception as error:  # a task's functions can raise anything, and lm-eval asserts
+        if is_out_of_memory(error):
+            raise RunError(f"out of memory with {batch_size} texts per batch; lower --batch-size") from None
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise RunError(f"lm-eval could not go on: {reason[:REASON_CHARACTERS]}") from None
+
+
+def scores(results: dict[str, Any], name: str) -> list[Score]:
+    """The metrics of a task or group, in lm-eval's order; none for a group that only holds tasks together."""
+    row = results["results"].get(name, {})
+    counts = row.get("sample_count", {})
+    examples = row.get("sample_len") or sum(counts.values())
+    found = []
+    for key, value in row.items():
+        metric, comma, kind = key.partition(",")
+        if comma and not metric.endswith("_stderr") and isinstance(value, (int, float, np.number)):
+            stderr = row.get(f"{metric}_stderr,{kind}")
+            known = float(stderr) if isinstance(stderr, (int, float, np.number)) else None
+            named = metric if kind == "none" else key
+            found.append(Score(name, named, float(value), known, int(counts.get(key, examples))))
+    return found
+
+
+def table(results: dict[str, Any], names: Sequence[str], depth: int = 0) -> Iterator[str]:
+    """The lines of a table of 80 columns: task, metric, value and standard error, number of examples; a group's tasks
+    indented.
+
+    Not lm_eval.utils.make_table: with the installed pytablewriter (0.38) it has no headings and fewer digits.
+    """
+    layout = "{:<32} {:<18} {:>19} {:>8}"
+    if depth == 0:
+        yield layout.format("task", "metric", "value ± error", "examples")
+    for name in names:
+        shown = _cut("  " * depth + name, 32)
+        rows = scores(results, name)
+        if not rows:
+            yield shown
+        for score in rows:
+            known = score.stderr is not None and math.isfinite(score.stderr)
+            value = _eight_characters(score.value) + (f" ± {_eight_characters(score.stderr or 0)}" if known else "")
+            yield layout.format(shown, _cut(score.metric, 18), value, f"{score.examples:,}")
+            shown = ""
+        yield from table(results, results.get("group_subtasks", {}).get(name, []), depth + 1)
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def _eight_characters(value: float) -> str:
+    """A number in at most so many."""
+    return f"{value:.4f}" if abs(value) < 10 else f"{value:.5g}" if abs(value) < 1e5 else f"{value:.3g}"
+
+
+def check_output(path: Path) -> None:
+    """Raise UserError, before hours of work, if no file can be written there."""
+    if path.is_dir():
+        raise UserError(f"{path}: is a folder; --output is a file")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"{path.parent}: no such folder; --output is a file in one that there is")
+
+
+def write_results(path: Path, results: dict[str, Any], about: dict[str, Any]) -> None:
+    """Write `about` (the model and the settings) and lm-eval's results as one JSON object. Raises RunError."""
+    from importlib.metadata import version
+
+    whole = {"lm_eval": version("lm-eval"), **about, **{key: results[key] for key in KEPT if key in results}}
+    text = json.dumps(_as_json(whole), indent=2, ensure_ascii=False, allow_nan=False)
+    try:
+        replace_text(path, text + "\n")
+    except OSError as error:
+        raise RunError(f"{path}: cannot write the results: {error.strerror}") from None
+
+
+def _as_json(value: Any) -> Any:
+    """The value in JSON's types: NumPy's numbers as Python's, not finite ones as null, anything else as text."""
+    if isinstance(value, dict):
+        return {str(key): _as_json(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [_as_json(each) for each in value]
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

@@ -1,21 +1,94 @@
-"""Instruction fine-tuning until the validation loss first rises; what is kept is the model from before that."""
+"""Instruction fine-tuning until the validation loss first rises, by the model from before that, and its answers.
+
+Shapes: B entries, T tokens of the longest.
+"""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from harness.common.errors import RunError, UserError
-from harness.evaluation.instruct.batches import IGNORED, Batch, Example, batches
+from harness.common.json_files import finite
+from harness.data.tokenizers.tokenizer import Tokenizer
+from harness.evaluation.generation import GREEDY, continue_prompts
+from harness.evaluation.instruct.responses import Instruction, Response
 from harness.model.cross_entropy import linear_cross_entropy
 from harness.model.inference import LanguageModel, evaluating
 from harness.model.precision import Precision
+
+IGNORED = -100  # a target that counts for nothing: what torch's cross-entropy has for it
+BATCH_SIZE, WEIGHT_DECAY = 8, 0.1  # the book's
+ANSWERS_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class Example:
+    """An entry's tokens with the end-of-text after its answer, cut so that their targets fit the context."""
+
+    tokens: list[int]
+    answer_start: int  # of the first token of the answer; beyond the end, where the cut left nothing of it
+
+    @property
+    def has_answer(self) -> bool:
+        return self.answer_start < len(self.tokens)
+
+
+def encode(entry: Instruction, tokenizer: Tokenizer, context_length: int) -> Example:
+    """Prompt and answer are encoded apart, as they are when the model is asked: the answer begins at a token's border.
+
+    `context_length` inputs have as many targets, so that one token more fits.
+    """
+    prompt = tokenizer.encode(entry.prompt)
+    tokens = [*prompt, *tokenizer.encode(entry.output), tokenizer.eot_token]
+    return Example(tokens[: context_length + 1], len(prompt))
+
+
+class Batch(NamedTuple):
+    """Inputs and targets (BxT); targets that are padding, or not to be learnt, are IGNORED."""
+
+    inputs: Tensor
+    targets: Tensor
+
+
+def collate(examples: Sequence[Example], padding: int, *, answers_only: bool) -> Batch:
+    """Rows padded on the right to the longest, the padding ignored; so are prompts, with `answers_only`.
+
+    The end-of-text after an answer is learnt, though it may be the token that pads. A row without anything to learn
+    would stay ignored altogether: `loss` of a batch is a mean over tokens, not over rows.
+    """
+    width = max(len(example.tokens) for example in examples) - 1
+    inputs, targets = [], []
+    for example in examples:
+        row = example.tokens
+        room = width - (len(row) - 1)
+        learnt = list(row[1:])
+        if answers_only:
+            hidden = min(example.answer_start - 1, len(learnt))  # the last token of the prompt predicts the answer
+            learnt[:hidden] = [IGNORED] * hidden
+        inputs.append([*row[:-1], *[padding] * room])
+        targets.append([*learnt, *[IGNORED] * room])
+    return Batch(torch.tensor(inputs).view(-1, width), torch.tensor(targets).view(-1, width))
+
+
+def batches(
+    examples: Sequence[Example], size: int, padding: int, *, answers_only: bool, generator: torch.Generator | None
+) -> Iterator[Batch]:
+    """All examples in batches of up to `size`, shuffled if there is a generator. Batches in which nothing is to be
+    learnt are left out: their mean loss would be 0 / 0."""
+    count = len(examples)
+    order = range(count) if generator is None else torch.randperm(count, generator=generator).tolist()
+    for start in range(0, count, size):
+        batch = collate([examples[index] for index in order[start : start + size]], padding, answers_only=answers_only)
+        if (batch.targets != IGNORED).any():
+            yield batch
 
 
 def usual_learning_rate(emb_dim: int) -> float:
@@ -26,11 +99,9 @@ def usual_learning_rate(emb_dim: int) -> float:
 
 @dataclass(frozen=True)
 class FineTuneSettings:
-    """`answers_only`: only the answers' tokens are learnt. Batch size and weight decay are the book's."""
+    """`answers_only`: only the answers' tokens are learnt."""
 
     learning_rate: float
-    batch_size: int = 8
-    weight_decay: float = 0.1
     max_epochs: int = 100
     seed: int = 123
     answers_only: bool = False
@@ -51,6 +122,15 @@ class FineTuning:
         if not self.rose:
             return f"--max-epochs {self.kept_epoch} reached"
         return "the validation loss rose" if math.isfinite(self.validation_losses[-1]) else "the loss is not a number"
+
+    def as_json(self) -> dict[str, Any]:
+        """The course for a file; null for a loss that is not finite."""
+        return {
+            "validation_losses": [finite(loss) for loss in self.validation_losses],
+            "train_losses": [finite(loss) for loss in self.train_losses],
+            "kept_epoch": self.kept_epoch,
+            "rose": self.rose,
+        }
 
 
 def fine_tune(
@@ -73,11 +153,9 @@ def fine_tune(
     precision = Precision.resolve("auto", device)
     torch.manual_seed(settings.seed)  # dropout
     shuffler = torch.Generator().manual_seed(settings.seed)
-    optimizer = torch.optim.AdamW(
-        list(model.parameters()), lr=settings.learning_rate, weight_decay=settings.weight_decay
-    )
-    common = {"answers_only": settings.answers_only}
-    held_out = list(batches(validation, settings.batch_size, padding, generator=None, **common))
+    optimizer = torch.optim.AdamW(list(model.parameters()), lr=settings.learning_rate, weight_decay=WEIGHT_DECAY)
+    only = settings.answers_only
+    held_out = list(batches(validation, BATCH_SIZE, padding, answers_only=only, generator=None))
     result = FineTuning([mean_loss(model, held_out, precision)])
     if not math.isfinite(result.validation_losses[0]):
         raise RunError("the model's loss on instructions is not finite: its weights are broken")
@@ -85,24 +163,42 @@ def fine_tune(
     scaler = precision.scaler()
     kept = _copy(model)
     for epoch in range(1, settings.max_epochs + 1):
-        shuffled = list(batches(train, settings.batch_size, padding, generator=shuffler, **common))
-        result.train_losses.append(_train_epoch(model, shuffled, (optimizer, scaler), precision))
+        model.train()
+        losses = []
+        shuffled = list(batches(train, BATCH_SIZE, padding, answers_only=only, generator=shuffler))
+        for batch in tqdm(shuffled, unit="batch", leave=False, disable=not sys.stderr.isatty()):
+            with precision.autocast():
+                loss = batch_loss(model, batch)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.detach())
+        result.train_losses.append(float(torch.stack(losses).double().mean()))
         result.validation_losses.append(mean_loss(model, held_out, precision))
         before, after = result.validation_losses[-2:]
         say(f"epoch {epoch}: training loss {result.train_losses[-1]:.3f}, validation loss {after:.3f}")
         if not after <= before:
             result.rose = True
-            _restore(model, kept)
+            with torch.no_grad():
+                for parameter, saved in zip(model.parameters(), kept, strict=True):
+                    parameter.copy_(saved)
             break
         result.kept_epoch, kept = epoch, _copy(model)
     model.eval()
     return result
 
 
+def _copy(model: LanguageModel) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
 def batch_loss(model: LanguageModel, batch: Batch) -> Tensor:
     """Mean cross-entropy over the batch's learnt tokens, of which there are some."""
-    inputs_BxT, learnt_BxT, targets_N = batch.learnt(next(model.parameters()).device)
-    features_NxC, head = model.features(inputs_BxT)[learnt_BxT], model.out_head
+    device = next(model.parameters()).device
+    learnt_BxT = batch.targets != IGNORED
+    features_NxC = model.features(batch.inputs.to(device))[learnt_BxT.to(device)]
+    targets_N, head = batch.targets[learnt_BxT].to(device), model.out_head
     return linear_cross_entropy(features_NxC, head.weight, targets_N, softcap=head.softcap)
 
 
@@ -117,32 +213,22 @@ def mean_loss(model: LanguageModel, held_out: Iterable[Batch], precision: Precis
     return total / count
 
 
-def _train_epoch(
-    model: LanguageModel,
-    shuffled: Sequence[Batch],
-    tools: tuple[torch.optim.Optimizer, torch.amp.GradScaler],
-    precision: Precision,
-) -> float:
-    """One pass; the mean of the batches' losses."""
-    optimizer, scaler = tools
-    model.train()
-    losses = []
-    for batch in tqdm(shuffled, unit="batch", leave=False, disable=not sys.stderr.isatty()):
-        with precision.autocast():
-            loss = batch_loss(model, batch)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.detach())
-    return float(torch.stack(losses).double().mean())
+def answer(model: LanguageModel, tokenizer: Tokenizer, entries: Sequence[Instruction], longest: int) -> list[Response]:
+    """The likeliest answer to each entry, in their order, of at most `longest` tokens: the same every time.
 
-
-def _copy(model: LanguageModel) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-@torch.no_grad()
-def _restore(model: LanguageModel, weights: list[Tensor]) -> None:
-    for parameter, saved in zip(model.parameters(), weights, strict=True):
-        parameter.copy_(saved)
+    Of a prompt beyond the context length the model sees the end.
+    """
+    prompts = [tokenizer.encode(entry.prompt) for entry in entries]
+    by_length = sorted(range(len(entries)), key=lambda index: len(prompts[index]))  # little padding in a batch
+    texts = [""] * len(entries)
+    with tqdm(total=len(entries), unit="answer", leave=False, disable=not sys.stderr.isatty()) as bar:
+        for start in range(0, len(entries), ANSWERS_AT_ONCE):
+            rows = by_length[start : start + ANSWERS_AT_ONCE]
+            added = continue_prompts(model, tokenizer, [prompts[index] for index in rows], longest, GREEDY)
+            for index, tokens in zip(rows, added, strict=True):
+                texts[index] = tokenizer.decode(tokens).strip()
+            bar.update(len(rows))
+    return [
+        Response(instruction=entry.instruction, input=entry.input, output=entry.output, response=text)
+        for entry, text in zip(entries, texts, strict=True)
+    ]

@@ -1,4 +1,4 @@
-"""Answers of fine-tuned models to the questions of an instruction data set: a file for each model."""
+"""Instruction data, in Alpaca's form, and the answers of fine-tuned models to its questions: a file for each model."""
 
 from __future__ import annotations
 
@@ -6,15 +6,93 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from harness.common.errors import UserError, printable
+from harness.common.errors import UserError
 from harness.common.files import replace_text
 from harness.common.json_files import RecordedCount, parse_config, read_json
-from harness.common.messages import as_unicode
+from harness.common.messages import as_unicode, is_unicode, quoted
+
+# The data of the book that this lineage of models follows: Raschka, Build a Large Language Model (From Scratch), ch. 7.
+BOOK_DATA = (
+    "https://raw.githubusercontent.com/rasbt/LLMs-from-scratch/main/ch07/01_main-chapter-code/instruction-data.json"
+)
+FIELDS = ("instruction", "input", "output")
+# The book's split, in the file's order: training, then test, and the rest for validation.
+TRAIN_PART, TEST_PART = 0.85, 0.1
+FEWEST_ENTRIES = 20  # below it, a part would be empty
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One entry; `input` is "" where the instruction needs none."""
+
+    instruction: str
+    input: str
+    output: str
+
+    @property
+    def prompt(self) -> str:
+        """Everything before the answer, as Taori et al. 2023 (Stanford Alpaca) word it."""
+        request = (
+            "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+            f"\n\n### Instruction:\n{self.instruction}"
+        )
+        given = f"\n\n### Input:\n{self.input}" if self.input else ""
+        return f"{request}{given}\n\n### Response:\n"
+
+
+@dataclass(frozen=True)
+class InstructionSplits:
+    """The three parts of an instruction file."""
+
+    train: list[Instruction]
+    validation: list[Instruction]
+    test: list[Instruction]
+
+    @classmethod
+    def load(cls, path: Path) -> InstructionSplits:
+        """Raises UserError naming the file and the number of the entry (from 1) that is not one."""
+        entries = load_instructions(path)
+        if len(entries) < FEWEST_ENTRIES:
+            raise UserError(f"{path}: {len(entries)} entries; to train, validate and test takes {FEWEST_ENTRIES}")
+        train, test = int(len(entries) * TRAIN_PART), int(len(entries) * TEST_PART)
+        return cls(entries[:train], entries[train + test :], entries[train : train + test])
+
+    @property
+    def entries(self) -> int:
+        return sum(map(len, (self.train, self.validation, self.test)))
+
+
+def load_instructions(path: Path) -> list[Instruction]:
+    """All entries of a file: a JSON list of objects with instruction, input and output.
+
+    Raises UserError naming the file and the number of the entry (from 1) that is not one.
+    """
+    values = read_json(path)
+    if not isinstance(values, list):
+        raise UserError(f"{path}: must be a JSON list of objects with {', '.join(FIELDS)}")
+    return [_entry(value, f"{path}: entry {number}") for number, value in enumerate(values, start=1)]
+
+
+def _entry(value: Any, place: str) -> Instruction:
+    if not isinstance(value, dict):
+        raise UserError(f"{place}: {quoted(value)} is not an object with {', '.join(FIELDS)}")
+    for field in FIELDS:
+        if field not in value:
+            hint = ' ("" where there is none)' if field == "input" else ""
+            raise UserError(f"{place}: key {json.dumps(field)}: missing{hint}")
+        if not isinstance(value[field], str) or not is_unicode(value[field]):
+            raise UserError(f"{place}: key {json.dumps(field)}: {quoted(value[field])} is not text")
+    if not value["instruction"].strip():
+        raise UserError(f'{place}: key "instruction": empty')
+    return Instruction(*(value[field] for field in FIELDS))
+
 
 NOTEBOOK_SUFFIX = "-ift-test-results"
 REQUIRED = ("model", "responses")
@@ -119,10 +197,13 @@ def read_comparable(paths: Sequence[Path]) -> list[Responses]:
         raise UserError(f"{again[0]}: given twice; give each model's responses once")
     models = [read_responses(path) for path in paths]
     for path, model in zip(paths[1:], models[1:], strict=True):
-        if model.questions_sha256 != models[0].questions_sha256:
+        pairs = zip_longest(
+            [each.question for each in models[0].responses], [each.question for each in model.responses]
+        )
+        if different := [number for number, (one, other) in enumerate(pairs, start=1) if one != other]:
             raise UserError(
-                f"{paths[0]} and {path}: not the same questions: {_first_difference(models[0], model)}; compare "
-                "models on one data set"
+                f"{paths[0]} and {path}: not the same questions: number {different[0]:,} differs; compare models on "
+                "one data set"
             )
     names = Counter(model.model for model in models)
     told_apart = [
@@ -134,18 +215,3 @@ def read_comparable(paths: Sequence[Path]) -> list[Responses]:
         if names[model.model] > 1:
             raise UserError(f'{path}: key "model": another file\'s model is called {model.model}, too; rename one')
     return told_apart
-
-
-def _first_difference(one: Responses, other: Responses) -> str:
-    pairs = enumerate(zip(one.responses, other.responses, strict=False), start=1)
-    for number, (first, second) in pairs:
-        for key in ("instruction", "input", "output"):
-            here, there = getattr(first, key), getattr(second, key)
-            if here != there:
-                return f"number {number} differs in its {key}, {_excerpt(here)} and {_excerpt(there)}"
-    sizes = len(one.responses), len(other.responses)
-    return f"{sizes[0]:,} and {sizes[1]:,} of them, number {min(sizes) + 1} is in one file alone"
-
-
-def _excerpt(text: str, most: int = 40) -> str:
-    return f'"{printable(text[:most])}{"..." if len(text) > most else ""}"'

@@ -40,7 +40,6 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 SHORTEST_SECRET = 8  # a local server's "none" is no secret, and part of other words
 # The judge does not take this question; another one it may.
 REFUSED_QUESTION_CODES = {"content_filter", "content_policy_violation", "context_length_exceeded", "invalid_prompt"}
-TEMPORARY_STATUSES = {408, 409, 425, 429}  # and 5xx: another judging can succeed
 IN_FLIGHT_SECONDS = 10.0  # for answers that are on their way, and perhaps paid for, when the judging fails
 HOPELESS_QUESTIONS = 8  # so many without any valid answer: this judge cannot do it, and each one costs
 
@@ -192,7 +191,7 @@ class JudgeClient:
             return InvalidAnswerError(f"the question was refused ({said})")
         if error.code == "insufficient_quota":
             return UnavailableError(f"the account has no credit left ({said})")
-        if status in TEMPORARY_STATUSES or status >= 500:
+        if status in {408, 409, 429} or status >= 500:  # after the retries
             wait = error.response.headers.get("retry-after")
             return UnavailableError(said + (f"; Retry-After: {self.without_key(wait)}" if wait else ""))
         if status in {401, 403}:
