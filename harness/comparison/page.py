@@ -77,7 +77,7 @@ def render(
 
 
 def _rank(column: Column, table: RunsTable) -> tuple[int, int]:
-    """What the table is sorted by and the losses first, so that they are seen without scrolling, then what differs."""
+    """Sort key of a column: the one that the table is sorted by, the losses, what differs, then the rest."""
     if column.title == table.sorted_by:
         return 0, -1
     if column.quantity in LOSSES:
