@@ -1,12 +1,12 @@
-"""Measure training on one GPU, in three calls of less than ten minutes each, and say what the numbers mean.
+"""Measure training on one GPU, in three calls of less than ten minutes each.
 
     uv run bench/on_gpu.py first        # what the card can do; attention; the loss; the whole step
     uv run bench/on_gpu.py variants     # what each setting is worth, in whole steps
     uv run bench/on_gpu.py commands     # -f, stop and continue, saving, repeating: the command itself
 
 Each stage is a process with a time limit of its own; one that fails does not end the call, and one for which no time is
-left is said. All of it goes into one file (--out): rows of numbers, and after each call conclusions from all rows there
-are. `uv run bench/on_gpu.py step --microbatch 13` runs one stage alone; --tiny rehearses on any machine, in no time.
+left is said. All rows go into one JSON file (--out) and, after each call, into tables in a Markdown file beside it.
+`uv run bench/on_gpu.py step --microbatch 13` runs one stage alone; --tiny rehearses on any machine, in no time.
 
 On a machine that has torch (2.11 or later, Python 3.11 or later), but neither uv nor the internet nor pydantic, take
 the missing wheels along:
@@ -34,7 +34,6 @@ import click
 # `python bench/...` puts bench/ on the path, not the repository root.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.gpu.conclusions import conclusions
 from bench.gpu.results import Results
 
 LEAST_SECONDS = 15.0  # no stage is begun with less
@@ -101,7 +100,7 @@ def measure(bench: Any, stage: str, options: dict[str, Any]) -> None:
 
 
 def run_call(name: str, results: Results, passed_on: list[str], seconds: float) -> None:
-    """All stages of a call, each in a process of its own, as long as there is time; then the conclusions."""
+    """Run all stages of a call, each in a process of its own, as long as there is time; then write the tables."""
     deadline = time.monotonic() + seconds
     for stage, limit in CALLS[name]:
         left = deadline - time.monotonic()
@@ -122,9 +121,7 @@ def run_call(name: str, results: Results, passed_on: list[str], seconds: float) 
         if status:
             results.add("failed", what=stage, status=status)
         print(f"    ({stage}: {time.monotonic() - began:.0f} s)", flush=True)
-    lines = conclusions(results.rows())
-    results.conclude(lines)
-    print("\n".join(["", *lines]), flush=True)
+    print(f"\n{results.write_tables()}", flush=True)
 
 
 @click.command(help=__doc__.replace("\n\n    ", "\n\n\b\n    ") if __doc__ else None)

@@ -1,1 +1,1 @@
-"""The stages of bench/on_gpu.py, each a process of its own, and what their numbers mean."""
+"""The stages of bench/on_gpu.py, each a process of its own."""

@@ -1,4 +1,4 @@
-"""The one file of results: rows that stages add, and conclusions that are drawn from all of them."""
+"""The one file of results: rows that stages add, and the same as tables in Markdown beside it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Row = dict[str, Any]
 
 
 class Results:
-    """A JSON file with `rows` and `conclusions`; whole at any time. One process at a time writes to it."""
+    """A JSON file with `rows`; whole at any time. One process at a time writes to it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -27,13 +27,22 @@ class Results:
         content["rows"].append(row)
         self._write(content)
 
-    def conclude(self, lines: list[str]) -> None:
-        """Put the conclusions in the place of earlier ones."""
-        self._write(self._read() | {"conclusions": lines})
+    def write_tables(self) -> Path:
+        """Write all rows into a Markdown file beside the JSON file: a table for each stage."""
+        lines = ["# Measured by bench/on_gpu.py"]
+        rows = self.rows()
+        for stage in dict.fromkeys(row["stage"] for row in rows):
+            own = [row for row in rows if row["stage"] == stage]
+            keys = [key for key in dict.fromkeys(key for row in own for key in row) if key != "stage"]
+            lines += ["", f"## {stage}", "", f"| {' | '.join(keys)} |", f"|{'---|' * len(keys)}"]
+            lines += [f"| {' | '.join(_cell(row.get(key)) for key in keys)} |" for row in own]
+        path = self.path.with_suffix(".md")
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return path
 
     def _read(self) -> dict[str, Any]:
         if not self.path.exists():
-            return {"rows": [], "conclusions": []}
+            return {"rows": []}
         content: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
         return content
 
@@ -42,6 +51,13 @@ class Results:
         draft = self.path.with_suffix(".draft")
         draft.write_text(json.dumps(content, indent=1), encoding="utf-8")
         os.replace(draft, self.path)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_cell(each)}" for key, each in value.items())
+    text = f"{value:,}" if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value or "")
+    return " ".join(text.replace("|", "\\|").split())
 
 
 def _rounded(value: Any) -> Any:

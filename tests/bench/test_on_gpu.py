@@ -1,4 +1,4 @@
-"""bench/on_gpu.py without a GPU: its calls can be read, stages run at tiny shapes, conclusions follow from rows."""
+"""bench/on_gpu.py without a GPU: its calls can be read, stages run at tiny shapes, tables show all rows."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from bench.gpu import commands, kernels, steps
-from bench.gpu.conclusions import conclusions
 from bench.gpu.results import Results, Row
 from bench.gpu.workbench import MissingKeyError, Workbench
 from bench.on_gpu import CALLS, main, measure
@@ -55,13 +53,9 @@ def test_every_stage_of_a_call_can_be_read(call: str) -> None:
 
 def test_results_are_kept_and_whole(bench: Workbench) -> None:
     bench.results.add("a", number=1 / 3)
-    bench.results.conclude(["so"])
     bench.results.add("b", rows=[1, 2])
     content = json.loads(bench.results.path.read_text())
-    assert content == {
-        "rows": [{"stage": "a", "number": 0.33333}, {"stage": "b", "rows": [1, 2]}],
-        "conclusions": ["so"],
-    }
+    assert content == {"rows": [{"stage": "a", "number": 0.33333}, {"stage": "b", "rows": [1, 2]}]}
     assert [path.name for path in bench.results.path.parent.iterdir()] == ["results.json"]
 
 
@@ -106,73 +100,15 @@ def test_the_gathered_loss_is_the_loss() -> None:
         torch.testing.assert_close(ours, theirs, rtol=0.02, atol=2e-4)
 
 
-def step_row(tokens_per_s: float, **values: Any) -> Row:
-    row = {"stage": "step", "microbatch": 64, "drop_rate": 0.1, "settings": "", "tokens_per_s": tokens_per_s}
-    return row | {"mfu": 0.38, "allocated_gib": 25.0} | values
-
-
-MEASURED: list[Row] = [
-    {"stage": "machine", "device": "NVIDIA H200"},
-    step_row(440_000),
-    step_row(430_000, microbatch=32, allocated_gib=14.0),
-    step_row(520_000, drop_rate=0.0, allocated_gib=23.0),
-    step_row(441_000, settings="coordinate_descent_tuning=True"),
-    step_row(330_000, settings="activation_checkpointing=True", allocated_gib=10.0),
-    {"stage": "syncs", "found": None, "where": None},
-    {"stage": "attention", "backend": "default", "drop_rate": 0.1, "dropped": 0.125, "ms": 1.0},
-    {"stage": "attention", "backend": "cudnn", "drop_rate": 0.1, "dropped": 0.125, "ms": 1.0},
-    {"stage": "attention", "backend": "flash", "drop_rate": 0.1, "dropped": 0.1016, "ms": 2.0},
-    {"stage": "attention", "backend": "efficient", "drop_rate": 0.1, "dropped": 0.1001, "ms": 3.0},
-    {"stage": "attention", "backend": "cudnn", "drop_rate": 0.0, "refused": "no"},
-    {"stage": "loss", "kind": "ours", "rows": 65536, "chunk": 2671, "compiled": True, "ms": 30.0},
-    {"stage": "search", "status": 0, "seconds": 100.0, "said": [], "recompile_limit_hit": False},
-    {"stage": "trained", "what": "answer", "size": 370, "status": 0},
-    {"stage": "trained", "what": "a tenth more", "size": 415, "status": 1},
-    {"stage": "stop and continue", "deterministic": True, "stopped": True, "same_bits": True},
-    {"stage": "repeat", "deterministic": False, "same_bits": False, "tokens_per_s": [420_000, 425_000]},
-    {"stage": "repeat", "deterministic": True, "same_bits": True, "tokens_per_s": [None, 408_000]},
-    {"stage": "saving", "in_background": False, "status": 0, "seconds": {"training": 20.0, "checkpointing": 5.0}},
-    {"stage": "saving", "in_background": True, "status": 0, "seconds": {"training": 21.0, "checkpointing": 0.5}},
-    {"stage": "failed", "what": "groups", "status": 1},
-]
-
-
-def test_conclusions() -> None:
-    said = "\n".join(conclusions(MEASURED))
-    assert "440,000 tokens/s, MFU 38.0%; goal 400,000: met" in said
-    assert "goal 450,000: MISSED by 2.2%" in said
-    assert "520,000 tokens/s, MFU 38.0%; goal 500,000: met" in said
-    assert "0.344 GiB a sequence + 3.00 GiB fixed; goal 0.4: met" in said
-    assert "454,413 tokens/s on H200; measured / paper: 0.97" in said
-    assert "waits for the device in a step: none" in said
-    assert "attention, dropout 0.1: flash 2.00 ms, efficient 3.00 ms; cudnn drops 0.1250" in said
-    assert "attention, dropout 0.0: no kernel" in said
-    assert "head and loss, 65,536 rows: ours (chunk 2,671, compiled) 30.00 ms" in said
-    assert "coordinate_descent_tuning=True: +0.2% tokens/s, +0.0 GiB: no difference" in said
-    assert "activation_checkpointing=True: -25.0% tokens/s, -15.0 GiB: costs speed" in said
-    assert "dropout 0.0: +18.2% tokens/s, -2.0 GiB: worth having" in said
-    assert "-f: true: answer (370): trains; a tenth more (415): is refused; 100 s" in said
-    assert "stop and continue, two ranks, deterministic: the weights are the same" in said
-    assert "the same run twice, usual: other bits" in said
-    assert '"deterministic": true costs 4.0% of the speed' in said
-    assert "5.0 s of pauses in front, 0.5 s in the background" in said
-    assert "the background is worth having" in said
-    assert "NOT MEASURED: groups: 1" in said
-
-
-def test_conclusions_of_what_went_wrong() -> None:
-    """An answer of -f that does not train, or that was too small, is not true; nor is one that took too long fast."""
-    wrong = [row for row in MEASURED if row["stage"] not in ("trained", "search")]
-    wrong += [{"stage": "search", "status": 0, "seconds": 200.0, "said": [], "recompile_limit_hit": True}]
-    wrong += [{"stage": "trained", "what": "answer", "size": 370, "status": 1}]
-    said = "\n".join(conclusions(wrong))
-    assert "-f: NOT SHOWN TO BE TRUE: answer (370): is refused; 200 s, TOO LONG; RECOMPILED TOO OFTEN" in said
-
-
-def test_conclusions_of_nothing() -> None:
-    said = conclusions([])
-    assert len(said) >= 6
-    assert all("not measured" in line or "nothing to compare" in line for line in said)
+def test_the_tables_have_all_rows(bench: Workbench) -> None:
+    bench.results.add("step", microbatch=64, tokens_per_s=440123.4)
+    bench.results.add("kernels", ms_per_step={"products": 1.5, "other": 0.5})
+    bench.results.add("step", microbatch=32, settings="a|b\nc", mfu=None)
+    assert bench.results.write_tables().read_text().splitlines()[2:] == [
+        *("## step", "", "| microbatch | tokens_per_s | settings | mfu |", "|---|---|---|---|"),
+        *("| 64 | 440,120.0 |  |  |", "| 32 |  | a\\|b c |  |", ""),
+        *("## kernels", "", "| ms_per_step |", "|---|", "| products 1.5, other 0.5 |"),
+    ]
 
 
 @pytest.mark.parametrize("stage", [stage for stage, _ in CALLS["variants"]])
@@ -215,5 +151,5 @@ def test_a_rehearsal(tmp_path: Path) -> None:
     assert all(row["same_bits"] for row in rows if row["stage"] in ("stop and continue", "repeat"))
     assert all(row["status"] == 0 and row["seconds"] for row in rows if row["stage"] == "saving")
     assert all(row["stopped"] for row in rows if row["stage"] == "stop and continue")
-    assert content["conclusions"]
+    assert "## step" in out.with_suffix(".md").read_text()
     assert commands.weights_hash(Workbench(tmp_path / "work", Results(out), True), "whole")
