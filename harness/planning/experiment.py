@@ -47,32 +47,30 @@ class Position:
         return self.first_step >= self.total_steps
 
 
-@dataclass(frozen=True)
-class Done:
-    """The steps and tokens of a run that are done."""
-
-    steps: int = 0
-    tokens: int = 0
-
-
 def find_position(
-    config: TrainConfig, layout: BatchLayout, split_tokens: int, *, done: Done = Done(), wanted: int | None = None
+    config: TrainConfig,
+    layout: BatchLayout,
+    split_tokens: int,
+    *,
+    done_steps: int = 0,
+    done_tokens: int = 0,
+    wanted: int | None = None,
 ) -> Position:
-    """The position after what is done, for the batch of today; `wanted`: tokens of the whole run, if train.json's
-    budget is not `min_train_tokens`.
+    """The position after the steps and tokens that are done, for the batch of today; `wanted`: tokens of the whole
+    run, if train.json's budget is not `min_train_tokens`.
 
     It continues at the token it stopped at, so that a change of world size, microbatch or accumulation neither repeats
     nor skips one. Raises UserError if the split is too short.
     """
-    start, batches = config.start_train_token + done.tokens, batch_schedule(config, layout, done.tokens)
+    start, batches = config.start_train_token + done_tokens, batch_schedule(config, layout, done_tokens)
     available = split_tokens - start
     wanted = config.min_train_tokens if wanted is None else wanted
     assert wanted is not None, "a budget that is not in tokens was made tokens of before"
     if wanted == -1:
-        exhausted = done.tokens > 0 and available - 1 < batches.tokens_before(1)
+        exhausted = done_tokens > 0 and available - 1 < batches.tokens_before(1)
     else:
-        exhausted = done.tokens >= wanted
-        wanted = max(1, wanted - done.tokens)
+        exhausted = done_tokens >= wanted
+        wanted = max(1, wanted - done_tokens)
     try:
         steps = 0 if exhausted else batches.num_steps(wanted, available)
     except UserError as error:
@@ -80,7 +78,7 @@ def find_position(
             f'the train split of {config.dataset} is too short: from token {start:,} (train.json: "start_train_token") '
             f"{error}; lower {config.budget} or the batch"
         ) from None
-    return Position(done.steps, done.steps + steps, start, done.tokens)
+    return Position(done_steps, done_steps + steps, start, done_tokens)
 
 
 def check_continuable(meta: CheckpointMeta, path: Path, now: Provenance) -> None:
@@ -238,10 +236,10 @@ class Experiment:
 
         Raises UserError if the split is too short, or the warm-up longer than the run.
         """
-        done = Done(meta.global_step + 1, meta.tokens_seen) if meta else Done()
+        done = {"done_steps": meta.global_step + 1, "done_tokens": meta.tokens_seen} if meta else {}
         budget = budget or self.budget(layout, meta)
         wanted = None if budget is None else budget.tokens
-        position = find_position(self.config, layout, split_tokens, done=done, wanted=wanted)
+        position = find_position(self.config, layout, split_tokens, **done, wanted=wanted)
         build_schedule(self.config, position.total_steps)
         return position
 
