@@ -26,8 +26,8 @@ READERS = {"transformers": "transformers", "notebook": "the lab notebook's scrip
 
 @click.group(cls=Group)
 def main() -> None:
-    """Exchange models with everyone's tools, as transformers' native classes without code of ours, and with the lab
-    notebook's."""
+    """Exchange models with everyone's tools, as transformers' native classes where one computes them, and with the
+    lab notebook's."""
 
 
 @main.command("export", short_help="A checkpoint for transformers, or the notebook.")
@@ -41,7 +41,8 @@ def export(checkpoint: str, out: Path, model_json: str | None, dtype: str, forma
     """Write the best model of RUN, its CHECKPOINT (a folder's name, `latest` or `best`), or that of any folder with
     model.safetensors, to the new folder OUT.
 
-    transformers.AutoModelForCausalLM and AutoTokenizer load OUT, and so does whatever builds on them. With --format
+    transformers.AutoModelForCausalLM and AutoTokenizer load OUT, and so does whatever builds on them. A model that no
+    class of transformers computes comes with code of its own, which trust_remote_code=True lets them run. With --format
     notebook it holds a model.json and a model.safetensors that the scripts of the lab notebook load, whose
     load_state_dict insists on the attention masks and on an output head of its own.
     """
@@ -55,7 +56,10 @@ def export(checkpoint: str, out: Path, model_json: str | None, dtype: str, forma
         else:
             notes = []
             export_model(model, files, out, dtype)
-        click.echo(f"{out}: {model.config.parameters:,} parameters, {dtype}, for {READERS[format_]}")
+        reader = READERS[format_]
+        if format_ == "transformers" and (out / "gpt.py").exists():
+            reader += ", with code of its own (trust_remote_code=True)"
+        click.echo(f"{out}: {model.config.parameters:,} parameters, {dtype}, for {reader}")
         for note in notes:
             click.echo(note, err=True)
 
@@ -166,10 +170,9 @@ def gather_facts(
     from harness.common.device import only_device
     from harness.evaluation.loss import measure_test_loss
     from harness.hf.model_card import ModelFacts
-    from harness.model.export_formats import choose_format
+    from harness.hf.own_format import MODEL_TYPE
+    from harness.model.export_formats import native_class
     from harness.runs.summary import read_summary
-
-    model_type = choose_format(model.config, files.config_source)  # refused before the test loss is measured
 
     run, test = files.run, None
     if datasets_dir:
@@ -177,7 +180,8 @@ def gather_facts(
         test.keep(files.weights)
     summary = read_summary(run.summary) if run and run.summary.is_file() else None
     has_chart = run is not None and run.chart.is_file()
-    facts = ModelFacts(name, model.config, model_type, files.meta, summary, test, license_, has_chart)
+    kind = native_class(model.config) or MODEL_TYPE
+    facts = ModelFacts(name, model.config, kind, files.meta, summary, test, license_, has_chart)
     return run, facts
 
 

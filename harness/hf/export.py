@@ -1,8 +1,8 @@
-"""A model of ours as a folder that other programs load without code of ours.
+"""A model as a folder that other programs load.
 
-For transformers: the weights under the names of GPT-2, Llama or Qwen 3, what that class needs to know, and the
-tokenizer as a tokenizer.json, into which an encoding of tiktoken has to be translated. For the lab notebook: its own
-two files.
+For transformers: the weights under the names of GPT-2, Llama or Qwen 3, or with the code that computes them where none
+of these classes does, the configuration, and the tokenizer as a tokenizer.json, into which an encoding of tiktoken has
+to be translated. For the lab notebook: its own two files.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import json
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 
+from gpt import GPTModel
 from harness.common.errors import UserError
 from harness.common.files import replace_text
 from harness.data.tokenizers.bpe import character_of_byte
 from harness.data.tokenizers.load import ROUND_TRIP_PROBE, load_tokenizer
 from harness.data.tokenizers.tiktoken_files import SUFFIX, read_encoding
 from harness.data.tokenizers.tokenizer import END_OF_TEXT
-from harness.hf import gpt2_format, llama_format, notebook_format
-from harness.model.export_formats import choose_format
+from harness.hf import gpt2_format, llama_format, notebook_format, own_format
+from harness.model.export_formats import check_for_notebook, native_class
 from harness.model.tensor_names import WEIGHTS
 from harness.model.weights import save_weights
 from harness.runs.trained_model import TrainedModel, check_tokenizer_fits, new_folder, tokenizer_file_of, write_model
@@ -33,37 +33,42 @@ SPLITTING_PROBE = f"It's 12345 o'clock, DON'T  worry\n\n\t{ROUND_TRIP_PROBE}".re
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def export_model(model: Any, files: TrainedModel, folder: Path, dtype: str) -> None:
-    """Write `model` (a gpt.GPTModel with the weights of `files`) and its tokenizer to a new folder.
+def export_model(model: GPTModel, files: TrainedModel, folder: Path, dtype: str) -> None:
+    """Write `model`, with the weights of `files`, and its tokenizer to a new folder: as a native class of transformers
+    where one computes it, and else with the code that does.
 
-    Raises UserError for a model that no native class computes, or a folder that is there already, RunError if it
-    cannot be written; nothing is then left of it.
+    Raises UserError for a folder that is there already, RunError if it cannot be written; nothing is then left of it.
     """
-    name = choose_format(model.config, files.config_source)
-    native: ModuleType = gpt2_format if name == "gpt2" else llama_format
+    shape, native = model.config, native_class(model.config)
     tokenizer = tokenizer_file_of(files.weights)
     loaded = load_tokenizer(tokenizer)
     check_tokenizer_fits(loaded, model.config.vocab_size, files.weights)
     with new_folder(folder) as draft:
-        tensors = native.to_tensors(model.to_checkpoint_names(), model.config)
+        if native is None:
+            tensors, to_config = own_format.to_tensors(model.state_dict(), shape), own_format.to_config
+            own_format.write_code(draft)
+        elif native == "gpt2":
+            tensors, to_config = gpt2_format.to_tensors(model.to_checkpoint_names(), shape), gpt2_format.to_config
+        else:
+            tensors, to_config = llama_format.to_tensors(model.to_checkpoint_names(), shape), llama_format.to_config
         converted = {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}
         save_weights(converted, draft / WEIGHTS)
-        config = native.to_config(model.config, loaded.eot_token, str(DTYPES[dtype]).removeprefix("torch."))
+        config = to_config(shape, loaded.eot_token, str(DTYPES[dtype]).removeprefix("torch."))
         replace_text(draft / "config.json", json.dumps(config, indent=2) + "\n")
         ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), loaded.eot_token)
         replace_text(draft / "generation_config.json", json.dumps(ends, indent=2) + "\n")
         export_tokenizer(tokenizer, draft, model.config.context_length)
 
 
-def export_for_notebook(model: Any, files: TrainedModel, folder: Path, dtype: str) -> list[str]:
-    """Write `model` (a gpt.GPTModel with the weights of `files`) to a new folder as files that the lab notebook's own
+def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtype: str) -> list[str]:
+    """Write `model`, with the weights of `files`, to a new folder as files that the lab notebook's own
     scripts load: model.json, model.safetensors, and for readers of ours the tokenizer and a meta.json that names it.
     Returns what the user has to know besides.
 
     Raises UserError for a model that the notebook's does not compute, or a folder that is there already, RunError if it
     cannot be written; nothing is then left of it.
     """
-    choose_format(model.config, files.config_source, for_notebook=True)
+    check_for_notebook(model.config, files.config_source)
     tokenizer, notes = tokenizer_file_of(files.weights), []
     if model.config.tie_weights:
         notes.append("the tied head is written out as a tensor of its own, and model.json no longer calls it tied")

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpt import EPSILON, INIT_STD
 from harness.common.errors import UserError
 from harness.common.messages import abbreviated, quoted
+from harness.model.config import ModelConfig
 from harness.model.tensor_names import EMBEDDING, HEAD
 from harness.model.weights import PARTS
 
 PREFIX = "transformer."
 PEER_HEAD = "lm_head.weight"
-NORM_EPSILON = 1e-5
 OUTER = {
     "tok_emb.weight": "wte.weight",
     "pos_emb.weight": "wpe.weight",
@@ -37,7 +38,7 @@ ACTIVATIONS = {"gelu": "gelu_new", "relu2": "relu2"}
 # What a config.json may change about GPT-2 that ours does not have, with the values that ours computes.
 FIXED: dict[str, tuple[Any, ...]] = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-    "layer_norm_epsilon": (NORM_EPSILON,),
+    "layer_norm_epsilon": (EPSILON,),
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "reorder_and_upcast_attn": (False,),  # another order of the same sums, in training only
@@ -45,8 +46,8 @@ FIXED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def to_config(shape: Any, eot_token: int, dtype: str) -> dict[str, Any]:
-    """config.json for a model of this shape (gpt.ModelConfig)."""
+def to_config(shape: ModelConfig, eot_token: int, dtype: str) -> dict[str, Any]:
+    """config.json for a model of this shape."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -57,11 +58,11 @@ def to_config(shape: Any, eot_token: int, dtype: str) -> dict[str, Any]:
         "n_head": shape.n_heads,
         "n_inner": None if shape.mlp_width == 4 * shape.emb_dim else shape.mlp_width,
         "activation_function": ACTIVATIONS[shape.mlp],
-        "layer_norm_epsilon": NORM_EPSILON,
+        "layer_norm_epsilon": EPSILON,
         "resid_pdrop": shape.drop_rates.attention_output,  # and the feed-forward layer's, there
         "embd_pdrop": shape.drop_rates.embedding,
         "attn_pdrop": shape.drop_rates.attention_weights,
-        "initializer_range": 0.02,
+        "initializer_range": INIT_STD,
         "scale_attn_weights": True,
         "use_cache": True,
         "tie_word_embeddings": shape.tie_weights,
@@ -71,7 +72,7 @@ def to_config(shape: Any, eot_token: int, dtype: str) -> dict[str, Any]:
     }
 
 
-def to_tensors(ours: dict[str, Tensor], shape: Any) -> dict[str, Tensor]:
+def to_tensors(ours: dict[str, Tensor], shape: ModelConfig) -> dict[str, Tensor]:
     """Our public tensors under GPT-2's names. Biases that ours lacks are zero; a tied head is left out."""
     theirs = {PREFIX + name: ours[own] for own, name in OUTER.items()}
     if not shape.tie_weights:

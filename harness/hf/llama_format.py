@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt import EPSILON
+from gpt import EPSILON, INIT_STD
 from harness.hf.gpt2_format import bias
+from harness.model.config import ModelConfig
 from harness.model.tensor_names import EMBEDDING, HEAD
 
 PEER_HEAD = "lm_head.weight"
@@ -29,8 +30,8 @@ NORMS = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
 HEAD_NORMS = {"att.q_norm": "self_attn.q_norm", "att.k_norm": "self_attn.k_norm"}
 
 
-def to_config(shape: Any, eot_token: int, dtype: str) -> dict[str, Any]:
-    """config.json for a model of this shape (gpt.ModelConfig). `attention_bias` is of all four projections; biases
+def to_config(shape: ModelConfig, eot_token: int, dtype: str) -> dict[str, Any]:
+    """config.json for a model of this shape. `attention_bias` is of all four projections; biases
     that ours lacks are then zero."""
     config = {
         "architectures": ["Qwen3ForCausalLM" if shape.qk_norm else "LlamaForCausalLM"],
@@ -49,7 +50,7 @@ def to_config(shape: Any, eot_token: int, dtype: str) -> dict[str, Any]:
         "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_base},
         "attention_bias": shape.linear_bias,
         "attention_dropout": shape.drop_rates.attention_weights,
-        "initializer_range": 0.02,
+        "initializer_range": INIT_STD,
         "use_cache": True,
         "tie_word_embeddings": shape.tie_weights,
         "bos_token_id": eot_token,
@@ -59,7 +60,7 @@ def to_config(shape: Any, eot_token: int, dtype: str) -> dict[str, Any]:
     return config | ({"use_sliding_window": False} if shape.qk_norm else {"mlp_bias": shape.linear_bias})
 
 
-def to_tensors(ours: dict[str, Tensor], shape: Any) -> dict[str, Tensor]:
+def to_tensors(ours: dict[str, Tensor], shape: ModelConfig) -> dict[str, Tensor]:
     """Our public tensors under these classes' names. Gains that ours lacks are ones, biases zero; a tied head is left
     out."""
     ones = torch.ones(shape.emb_dim)

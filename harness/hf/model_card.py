@@ -13,6 +13,8 @@ from typing import Any
 
 from harness.evaluation.instruct.responses import Instruction
 from harness.evaluation.loss import TestLoss
+from harness.hf.own_format import MODEL_TYPE
+from harness.model.config import ModelConfig
 from harness.runs.summary import RunSummary
 
 CHART = "training-run-chart.png"
@@ -24,8 +26,8 @@ class ModelFacts:
     """All that is known; a notebook's checkpoint or an imported model has little of it."""
 
     name: str  # owner/name
-    config: Any  # gpt.ModelConfig
-    model_type: str  # of the class of transformers that it is exported to
+    config: ModelConfig
+    model_type: str  # of transformers' class, native or our own, that it is exported to
     meta: dict[str, Any]  # of the checkpoint
     summary: RunSummary | None = None
     test: TestLoss | None = None
@@ -95,7 +97,8 @@ def _use(facts: ModelFacts) -> Iterator[str]:
     yield "from transformers import AutoModelForCausalLM, AutoTokenizer"
     yield ""
     yield f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(facts.name)})"
-    yield f"model = AutoModelForCausalLM.from_pretrained({json.dumps(facts.name)})"
+    trust = ", trust_remote_code=True" if facts.model_type == MODEL_TYPE else ""
+    yield f"model = AutoModelForCausalLM.from_pretrained({json.dumps(facts.name)}{trust})"
     yield 'inputs = tokenizer("Every effort moves you", return_tensors="pt")'
     yield "output = model.generate(**inputs, max_new_tokens=40, do_sample=True, top_k=25)"
     yield "print(tokenizer.decode(output[0]))"

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from harness.common.errors import UserError
 from harness.common.messages import quoted
+from harness.model.config import ModelConfig
 from harness.model.tensor_names import EMBEDDING, HEAD
 
 MODEL_TYPE = "gpjtgpt2"
@@ -70,8 +71,8 @@ def from_tensors(theirs: dict[str, Tensor], shape: dict[str, Any]) -> dict[str, 
     return ours
 
 
-def to_model_json(shape: Any) -> dict[str, Any]:
-    """The notebook's model.json for a model of this shape (gpt.ModelConfig).
+def to_model_json(shape: ModelConfig) -> dict[str, Any]:
+    """The notebook's model.json for a model of this shape.
 
     It never says "tie_weights": the program's `load_state_dict` wants a tied head in the file, its `load_model` (of
     safetensors, in later versions) refuses a tied model's file with both. As an untied model the two matrices load
@@ -81,7 +82,7 @@ def to_model_json(shape: Any) -> dict[str, Any]:
     return {key: getattr(shape, key) for key in KEYS} | experts
 
 
-def to_tensors(ours: dict[str, Tensor], shape: Any) -> dict[str, Tensor]:
+def to_tensors(ours: dict[str, Tensor], shape: ModelConfig) -> dict[str, Tensor]:
     """Public tensors with the buffers that `load_state_dict` insists on: in each block the causal mask, (T, T), with
     ones above the diagonal, as the book's MultiHeadAttention registers it."""
     mask = torch.triu(torch.ones(shape.context_length, shape.context_length), diagonal=1)

@@ -55,30 +55,29 @@ def _missing(shape: ModelConfig, name: str) -> list[str]:
     return missing
 
 
-def describe_formats(shape: ModelConfig) -> str:
-    """The formats that a model of this shape can be exported to, or what the nearest one needs."""
+def native_class(shape: ModelConfig) -> str | None:
+    """The `model_type` of transformers' class that computes the same; None if there is none."""
     missing = missing_for_export(shape)
-    nearest = next(iter(missing))
-    return ", ".join(name for name in missing if not missing[name]) or (
-        f"to no format; the nearest, {nearest}, needs {', '.join(missing[nearest])}"
-    )
+    return next((name for name in missing if name != NOTEBOOK and not missing[name]), None)
 
 
-def choose_format(shape: ModelConfig, source: Path, *, for_notebook: bool = False) -> str:
-    """The format that a model of this shape is written in. Raises UserError, naming the file `source` that has the
-    shape and what every format needs, if there is none."""
+def describe_formats(shape: ModelConfig) -> str:
+    """The formats that a model of this shape is exported to, and what its model.json lacks for a native class."""
     missing = missing_for_export(shape)
     possible = [name for name in missing if not missing[name]]
-    for name in possible:
-        if (name == NOTEBOOK) == for_notebook:
-            return name
-    asked, other = ("notebook", "transformers") if for_notebook else ("transformers", "notebook")
-    needed = {name: keys for name, keys in missing.items() if keys}
-    by_all = [key for key in next(iter(needed.values())) if all(key in keys for keys in needed.values())]
-    besides = {name: ", ".join(key for key in keys if key not in by_all) for name, keys in needed.items()}
-    each = "; ".join(f"{name}: {keys or 'nothing else'}" for name, keys in besides.items())
-    every = f"{', '.join(by_all)} and, " if by_all else ""
-    raise UserError(
-        f"{source}: --format {asked} cannot write this model{f', --format {other} can' if possible else ''}; to train "
-        f"one that can be exported, let model.json have {every}for the nearest format first: {each}"
-    )
+    if native_class(shape) is None:
+        nearest = next(name for name in missing if name != NOTEBOOK)
+        lacks = ", ".join(missing[nearest])
+        possible.append(f"transformers with trust_remote_code; the nearest native class, {nearest}, needs {lacks}")
+    return ", ".join(possible)
+
+
+def check_for_notebook(shape: ModelConfig, source: Path) -> None:
+    """Raises UserError, naming the file `source` that has the shape and the keys that are in the way, if upstream's
+    program does not compute such a model."""
+    missing = missing_for_export(shape)[NOTEBOOK]
+    if missing:
+        raise UserError(
+            f"{source}: --format notebook cannot write this model, --format transformers can; to train one for the "
+            f"notebook, let model.json have {', '.join(missing)}"
+        )

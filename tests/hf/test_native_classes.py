@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +18,32 @@ from huggingface_hub.errors import StrictDataclassClassValidationError
 from gpt import GPTModel
 from harness.common.errors import UserError
 from harness.data.tokenizers.load import load_tokenizer
+from harness.evaluation.generation import GREEDY, sample_tokens
 from harness.hf import gpt2_format, llama_format
-from harness.model.export_formats import choose_format, missing_for_export
+from harness.model.export_formats import check_for_notebook, missing_for_export, native_class
 from tests.hf.test_convert_hf import convert, refused, write_checkpoint
+from tests.model.test_levers import ALL
 from tests.model.test_model import random_model, random_tokens, shape
 from tests.support.launch import Workshop
 
 LLAMA: dict[str, Any] = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu"}
 SOURCE = Path("r/model.json")
 QWEN: dict[str, Any] = {**LLAMA, "qk_norm": True, "linear_bias": False}
+QUICKSTART: dict[str, Any] = {
+    "position": "rope",
+    "qk_norm": True,
+    "mlp": "relu2",
+    "linear_bias": False,
+    "initialisation": "zero_residual",
+    "value_embeddings": 1,
+    "embedding_skip": True,
+    "bigram_embedding": 50,
+}
 
 
 def peer_of(model: GPTModel) -> Any:
     """The native class with the weights of `model`."""
-    name = choose_format(model.config, SOURCE)
+    name = native_class(model.config)
     native: Any = gpt2_format if name == "gpt2" else llama_format
     settings = native.to_config(model.config, 0, "float32")
     kind = settings.pop("model_type")
@@ -139,32 +155,35 @@ def test_transformers_samples_what_test_smoke_prints(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_no_native_class_computes_is_refused_by_the_keys_name(changes: dict[str, Any], key: str) -> None:
-    with pytest.raises(UserError, match=f'^r/model.json: --format transformers cannot write .*"{key}": '):
-        choose_format(shape(**changes), SOURCE)
+def test_what_no_native_class_computes_is_told_by_the_keys_name(changes: dict[str, Any], key: str) -> None:
+    assert native_class(shape(**changes)) is None
+    lacking = missing_for_export(shape(**changes))
+    assert all(lacking[name] for name in ("gpt2", "llama", "qwen3"))
+    assert any(each.startswith(f'"{key}": ') for needed in lacking.values() for each in needed)
 
 
 def test_all_that_is_in_the_way_is_told_at_once(tmp_path: Path) -> None:
-    """Every format is named, the nearest first; by the export of a model like the quickstart's, and by its plan."""
+    """By the notebook's export of a model like the quickstart's; by its plan for the nearest native class."""
     levers: dict[str, Any] = {"position": "rope", "norm": "rmsnorm", "qk_norm": True, "mlp": "relu2"}
     config = shape(vocab_size=300, **levers, value_embeddings=1, linear_bias=False)
     write_checkpoint(tmp_path / "c", config)
     needed = (
-        'let model.json have "value_embeddings": null and, for the nearest format first: qwen3: "mlp": "swiglu"; '
-        'llama: "mlp": "swiglu", "qk_norm": false; gpt2: "position": "learned", "norm": "layernorm", "qk_norm": false; '
-        'notebook: "position": "learned", "norm": "layernorm", "qk_norm": false, "mlp": "gelu", "linear_bias": true\n'
+        "--format notebook cannot write this model, --format transformers can; to train one for the notebook, let "
+        'model.json have "position": "learned", "norm": "layernorm", "qk_norm": false, "value_embeddings": null, '
+        '"mlp": "gelu", "linear_bias": true\n'
     )
-    for asked in ("transformers", "notebook"):
-        refused(tmp_path, "export", str(tmp_path / "c"), "out", "--format", asked, says=needed)
+    refused(tmp_path, "export", str(tmp_path / "c"), "out", "--format", "notebook", says=needed)
     shop = Workshop(tmp_path)
     shop.add_dataset()
+    by_code = "transformers with trust_remote_code; the nearest native class, "
+    moe = {"num_experts": 2, "num_active_experts": 2}
     for name, model, says in (
-        ("r", config.model_dump(mode="json"), 'to no format; the nearest, qwen3, needs "mlp": "swiglu",'),
+        ("r", config.model_dump(mode="json"), f'{by_code}qwen3, needs "mlp": "swiglu", "value_embeddings": null'),
         ("plain", {}, "gpt2, notebook"),
-        ("experts", {"moe": {"num_experts": 2, "num_active_experts": 2}}, "notebook"),
+        ("experts", {"moe": moe}, f'notebook, {by_code}gpt2, needs "moe": null'),
     ):
         shop.add_run(name, model=model)
-        assert f"\nexport           {says}" in shop.attempt("--plan", run=name).stdout
+        assert f" export {says}" in " ".join(shop.attempt("--plan", run=name).stdout.split())
 
 
 def test_widths_that_heads_do_not_divide() -> None:
@@ -186,6 +205,75 @@ def test_widths_that_heads_do_not_divide() -> None:
 )
 def test_what_the_notebook_has_not_is_refused_though_gpt2_has_it(changes: dict[str, Any]) -> None:
     config = shape(**changes)
-    assert choose_format(config, SOURCE) == "gpt2"
-    with pytest.raises(UserError, match=f'--format transformers can; .*first: notebook: "{next(iter(changes))}": '):
-        choose_format(config, SOURCE, for_notebook=True)
+    assert native_class(config) == "gpt2"
+    with pytest.raises(UserError, match=f'^r/model.json: .*--format transformers can; .*"{next(iter(changes))}": '):
+        check_for_notebook(config, SOURCE)
+
+
+# Without a native class: with the code of gpt.py
+
+
+OWN: dict[str, dict[str, Any]] = {
+    "all": ALL,
+    "experts": {"moe": {"num_experts": 4, "num_active_experts": 2}, "mlp": "swiglu", "tie_weights": True},
+    "the quickstart's": {**QUICKSTART, "drop_rate": {"embedding": 0.1}},
+}
+# Somebody else's machine: this project is not in the path.
+PROGRAM = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model, report = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True, output_loading_info=True)
+assert not any(report.values()), report
+assert "harness" not in sys.modules and "gpt" not in sys.modules
+tokens = torch.load(sys.argv[2])
+out = {"logits": model.eval()(tokens).logits, "loss": model(tokens, labels=tokens).loss}
+def generated(tokens, **options):
+    return model.generate(tokens, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0, **options)
+out["generated"] = generated(tokens[:, :9])
+out["without cache"] = generated(tokens[:, :9], use_cache=False)
+left = torch.cat((torch.zeros(1, 4, dtype=torch.int64), tokens[1:, 4:9]), 1)
+mask = torch.ones(2, 9, dtype=torch.int64)
+mask[1, :4] = 0
+out["padded"] = generated(torch.cat((tokens[:1, :9], left)), attention_mask=mask)
+out["beams"] = generated(tokens[:1, :9], num_beams=3)
+out["beams without cache"] = generated(tokens[:1, :9], num_beams=3, use_cache=False)
+found = {name: each.detach() for name, each in out.items()}
+found["tokenizer"] = AutoTokenizer.from_pretrained(sys.argv[1]).encode("def f(x)")
+torch.save(found, sys.argv[3])
+"""
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_any_model_goes_out_with_its_code(tmp_path: Path, name: str) -> None:
+    """Logits, loss and generation with and without a cache, padded or not, are ours."""
+    config = shape(vocab_size=300, **OWN[name])
+    model, out = write_checkpoint(tmp_path / "c", config), tmp_path / "out"
+    said = convert(tmp_path, "export", str(tmp_path / "c"), str(out)).stdout
+    assert "with code of its own (trust_remote_code=True)" in said
+    assert not [
+        file.name for file in out.glob("*.py") if re.search(r"^\s*(from|import) +harness", file.read_text(), re.M)
+    ]
+    tokens = random_tokens(config)
+    torch.save(tokens, tmp_path / "tokens.pt")
+    files = [str(out), str(tmp_path / "tokens.pt"), str(tmp_path / "found.pt")]
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *files], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = torch.load(tmp_path / "found.pt")
+    assert load_tokenizer(tmp_path / "c" / "tokenizer.json").encode("def f(x)") == found["tokenizer"]
+    with torch.no_grad():
+        logits = model(tokens)
+    torch.testing.assert_close(found["logits"], logits, rtol=1e-4, atol=1e-5)
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    torch.testing.assert_close(found["loss"], loss, rtol=1e-4, atol=1e-5)
+    assert torch.equal(found["without cache"], found["generated"])
+    assert torch.equal(found["beams without cache"], found["beams"])
+
+    def continued(prompt: list[int]) -> list[int]:
+        tokens = sample_tokens(model, prompt, GREEDY)
+        return [*prompt, *(next(tokens) for _ in range(8))]
+
+    assert found["generated"].tolist() == [continued(row[:9]) for row in tokens.tolist()]
+    assert found["padded"][1, 4:].tolist() == continued(tokens[1, 4:9].tolist())

@@ -24,7 +24,7 @@ from harness.runs.train_config import TrainConfig
 from harness.training.loss_meter import LossMeter
 from harness.training.muon import Matrix, matrices_of
 from harness.training.step import StepResult
-from tests.hf.test_convert_hf import refused, write_checkpoint
+from tests.hf.test_convert_hf import convert, write_checkpoint
 from tests.model.test_model import shape
 from tests.support.configs import SEED_TRAIN
 from tests.support.launch import DATASET, Result, Workshop, finish, free_port, metrics
@@ -192,7 +192,7 @@ def test_its_test_loss_is_measured(trained: tuple[Workshop, Path, Result]) -> No
     assert 2 < float(loss[0]) < 4.2
 
 
-def test_it_is_sampled_and_tuned_but_transformers_has_no_such_class(tmp_path: Path) -> None:
+def test_it_is_sampled_tuned_and_exported_with_its_code(tmp_path: Path) -> None:
     config = shape(vocab_size=300, context_length=256, moe=MOE)
     write_checkpoint(tmp_path / "c", config)
     (tmp_path / "model.json").write_text(config.model_dump_json())
@@ -204,7 +204,8 @@ def test_it_is_sampled_and_tuned_but_transformers_has_no_such_class(tmp_path: Pa
     (tmp_path / "data.json").write_text(json.dumps(examples))
     tuned = shop.script("test_ift.py", *files, "--data", str(tmp_path / "data.json"), "--responses-only")
     assert "epoch 1: training loss" in tuned.stdout + tuned.stderr
-    refused(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "out"), says='"moe": null')
+    said = convert(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "out")).stdout
+    assert "with code of its own" in said
 
 
 def test_the_plan_counts_all_and_active_parameters(trained: tuple[Workshop, Path, Result]) -> None:

@@ -1,0 +1,93 @@
+"""A model of gpt.py as a class of transformers. This file is copied into exported folders that no native class of
+transformers can compute; there `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` runs it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from gpt import GPTModel
+from harness.model.inference import KeyValueCache
+
+
+class DdpPretrainConfig(PretrainedConfig):
+    """`shape` has the keys of model.json, and the widths that follow from them."""
+
+    model_type = "ddp_pretrain"
+
+    def __init__(self, shape: dict[str, Any] | None = None, **others: Any) -> None:
+        self.shape = shape or {}
+        super().__init__(**others)
+
+
+class Shape(SimpleNamespace):
+    """The configuration as gpt.py reads it."""
+
+    def __init__(self, shape: dict[str, Any]) -> None:
+        moe = shape["moe"] and SimpleNamespace(**shape["moe"])
+        super().__init__(**shape | {"moe": moe, "drop_rates": SimpleNamespace(**shape["drop_rates"])})
+
+    def value_embedding_of(self, layer: int) -> int | None:
+        return self.value_embedding_of_layers[layer]
+
+
+class DdpPretrainForCausalLM(PreTrainedModel, GenerationMixin):
+    """The model, with the interface of transformers for evaluation and generation."""
+
+    config_class = DdpPretrainConfig
+
+    def __init__(self, config: DdpPretrainConfig) -> None:
+        super().__init__(config)
+        if config.tie_word_embeddings:
+            self._tied_weights_keys = {"model.out_head.weight": "model.tok_emb.weight"}
+        self.model = GPTModel(Shape(config.shape))  # type: ignore[arg-type]
+        self.post_init()
+
+    def get_input_embeddings(self) -> Any:
+        return self.model.tok_emb
+
+    def get_output_embeddings(self) -> Any:
+        return self.model.out_head
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        """The cache is gpt.py's own: private, but `generate` has no public way to leave it to the model."""
+        return False
+
+    def _reorder_cache(self, past_key_values: KeyValueCache, beam_idx: Tensor) -> KeyValueCache:
+        past_key_values.keep(beam_idx.tolist())
+        return past_key_values
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: KeyValueCache | None = None,
+        use_cache: bool | None = None,
+        labels: Tensor | None = None,
+        logits_to_keep: int = 0,
+        **_: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits (B, T, V). The mask may hide tokens at either end of a row; with a cache it covers that, too."""
+        if use_cache and past_key_values is None:
+            past_key_values = KeyValueCache(len(self.model.trf_blocks))
+        places_BxT = lengths = None
+        if attention_mask is not None and not attention_mask[:, -input_ids.shape[1] :].all():
+            visible_BxT = attention_mask[:, -input_ids.shape[1] :].bool()
+            order_BxT = visible_BxT.int().argsort(dim=1, descending=True, stable=True)  # padding after the tokens
+            input_ids, places_BxT = input_ids.gather(1, order_BxT), order_BxT.argsort(dim=1)
+            lengths = visible_BxT.sum(1).tolist()
+        features_BxTxC = self.model.features(input_ids, lengths, past_key_values)
+        if places_BxT is not None:
+            features_BxTxC = features_BxTxC.take_along_dim(places_BxT.unsqueeze(-1), dim=1)
+        logits = self.model.out_head(features_BxTxC[:, -logits_to_keep:])
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        cache: Any = past_key_values
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
