@@ -30,12 +30,11 @@ from harness.runs.checkpoints import Checkpoint
 from harness.runs.directory import RunDirectory
 from harness.runs.metrics import MetricsFile
 from harness.runs.notebook_optimizer import optimizer_by_name
-from harness.training.async_writer import build_writer
 from harness.training.compilation import settle_compilation
-from harness.training.host_copies import HostCopies
 from harness.training.loss_meter import LossMeter
 from harness.training.reporter import Reporter, program_and_settings, restore_summary
 from harness.training.rng import random_state, seed_for_rank, set_random_state
+from harness.training.saving import HostCopies, build_writer
 from harness.training.startup import Start, say
 from harness.training.step import OptimizerStep
 
