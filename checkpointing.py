@@ -6,7 +6,6 @@ not yet reported, and in meta.json where training was. harness/runs/checkpoints.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,21 +22,18 @@ from harness.data.loader import Microbatch, TokenLoader
 from harness.distributed.replicas import describe_divergence, weight_checksums
 from harness.distributed.watchdog import Place
 from harness.distributed.world import World
-from harness.model.precision import Precision
 from harness.model.weights import checkpoint_views, load_weights
-from harness.planning.experiment import changed_settings
 from harness.runs import checkpoints
 from harness.runs.checkpoint_meta import CheckpointMeta, TrainState
 from harness.runs.checkpoints import Checkpoint
 from harness.runs.directory import RunDirectory
 from harness.runs.metrics import MetricsFile
 from harness.runs.upstream import optimizer_by_name
-from harness.training.async_writer import build_writer
 from harness.training.compilation import settle_compilation
-from harness.training.host_copies import HostCopies
 from harness.training.loss_meter import LossMeter
 from harness.training.reporter import Reporter, program_and_settings, restore_summary
 from harness.training.rng import random_state, seed_for_rank, set_random_state
+from harness.training.saving import HostCopies, build_writer
 from harness.training.startup import Start, say
 from harness.training.step import OptimizerStep
 
@@ -81,7 +77,7 @@ class Checkpointer:
         self.model.load_checkpoint_tensors(saved.weights, self.start.checkpoint)
         warm_up()
         self._load_states(saved, self.start.checkpoint)
-        self._say_continuing(saved, self.start.checkpoint)
+        self.reporter.continuing(self.start.checkpoint, saved, self.step.precision)
         self.world.on_rank0(partial(rewind, self.run, self.start.checkpoint, saved.meta))
 
     def _warm_up(self, microbatch: Microbatch) -> None:
@@ -99,11 +95,7 @@ class Checkpointer:
         aside = self.world.on_rank0(self.run.set_results_aside)
         if aside:
             say(self.world, f"Earlier results are now in {aside}")
-        size = f"{self.start.provenance.parameters:,} parameters, {self.world.size} x {self.world.device.type}"
-        say(self.world, f"{self.run.path.name}: {size}, {self.step.precision.name}, {self._steps_left()}")
-        self._say_where()
-        if initial is not None:
-            say(self.world, f"  starting from {initial}")
+        self.reporter.beginning(self.step.precision)
 
     def _read(self, path: Path) -> Checkpoint:
         return Checkpoint(**self.world.broadcast(lambda: vars(checkpoints.load_checkpoint(path))))
@@ -122,34 +114,6 @@ class Checkpointer:
                 restore_ranks(saved.train_state, self.meter, self.world, seed=seed, step=first_step)
         except UserError as error:
             raise UserError(f"{path}/{error}; use another checkpoint by its name, or --restart") from None
-
-    def _say_continuing(self, saved: Checkpoint, path: Path) -> None:
-        say(self.world, f"{self.run.path.name}: continuing from {path.name}, {self._steps_left()} to go")
-        self._say_where()
-        if self.start.is_from_notebook:
-            taken = "weights and optimizer" if saved.optimizer else "weights"
-            tokens = self.start.position.tokens_seen
-            say(self.world, f"  not written by this program: its {taken} are taken, and {tokens:,} tokens are")
-            say(self.world, "  counted as seen: its global steps, with this run's batch")
-        then, now = saved.meta.precision, self.step.precision.name
-        if then not in (None, now):
-            say(self.world, f"  precision: {then} -> {now}")
-        if now != (best := Precision.for_training(self.config.precision, self.world.device).name):
-            say(self.world, f'  in {now}, as it was begun; "precision": "{best}" would be faster here')
-        for change in changed_settings(saved.meta, self.start.provenance):
-            say(self.world, f"  train.json has changed since: {change}")
-
-    def _steps_left(self) -> str:
-        steps = self.start.position.total_steps - self.start.position.first_step
-        sizes = [f"{stage.layout.global_tokens:,}" for stage in self.start.batches.stages]
-        return f"{steps:,} global steps of {' to '.join(dict.fromkeys([sizes[0], sizes[-1]]))} tokens"
-
-    def _say_where(self) -> None:
-        """On several machines: which one has the results, and what continuing will need."""
-        if not self.world.is_one_machine:
-            place = f"{socket.gethostname()}:{self.run.path.resolve()}"
-            say(self.world, f"  results and checkpoints are written by rank 0 alone, to {place}; to continue later,")
-            say(self.world, "  start rank 0 where that folder is")
 
     # Saving --------------------------------------------------------------------------------------------------------
 

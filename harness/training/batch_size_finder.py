@@ -53,8 +53,8 @@ from harness.runs.checkpoints import choose_start
 from harness.runs.results import MicrobatchSearch, TriedMicrobatch, now, write_result
 from harness.runs.throughput import KERNEL_KEYS
 from harness.training.compilation import explain_failed_compilation
-from harness.training.host_copies import HostCopies
 from harness.training.parallel import model_options, parallelise
+from harness.training.saving import HostCopies
 from harness.training.startup import choose_precision, fetch_dataset, remark_on_machine, say
 from harness.training.step import OptimizerStep, build_step
 from harness.training.zero1 import Shares

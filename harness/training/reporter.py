@@ -5,9 +5,11 @@ Every rank calls the same methods; rank 0 alone does anything.
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -19,7 +21,10 @@ from harness.common.program import program_commit, program_versions
 from harness.common.units import GIB
 from harness.distributed.world import World
 from harness.evaluation.benchmarks.run import Score
+from harness.model.precision import Precision
+from harness.planning.experiment import changed_settings
 from harness.runs.checkpoint_meta import Provenance, TrainState, as_recorded
+from harness.runs.checkpoints import Checkpoint
 from harness.runs.metrics import (
     PHASES,
     BenchmarkEvent,
@@ -35,7 +40,7 @@ from harness.runs.throughput import Throughput, peak_flops
 from harness.training.chart_process import ChartProcess
 from harness.training.evaluations import Sample
 from harness.training.loss_meter import TrainMetrics, metric_values
-from harness.training.startup import Start
+from harness.training.startup import Start, say
 
 # For a chart that is still being drawn when training ends, or is stopped: torchrun kills 30 seconds after a signal.
 LAST_CHART_SECONDS = 60.0
@@ -97,6 +102,44 @@ class Reporter:
         self._seconds_at_start = dict(self.clock.seconds)
         self._tokens = start.batches.tokens_before(start.position.total_steps - start.position.first_step)
         self._last_report = (start.position.tokens_seen, self.clock.seconds["training"])
+
+    def beginning(self, precision: Precision) -> None:
+        """Say what begins here, and from which weights."""
+        size = f"{self.start.provenance.parameters:,} parameters, {self.world.size} x {self.world.device.type}"
+        say(self.world, f"{self.run.path.name}: {size}, {precision.name}, {self._steps_left()}")
+        self._say_where()
+        if (initial := self.start.experiment.config.initial_weights) is not None:
+            say(self.world, f"  starting from {initial}")
+
+    def continuing(self, path: Path, saved: Checkpoint, precision: Precision) -> None:
+        """Say where the run resumes, and what is not as it was when `path` was saved."""
+        say(self.world, f"{self.run.path.name}: continuing from {path.name}, {self._steps_left()} to go")
+        self._say_where()
+        if self.start.is_from_notebook:
+            taken = "weights and optimizer" if saved.optimizer else "weights"
+            tokens = self.start.position.tokens_seen
+            say(self.world, f"  not written by this program: its {taken} are taken, and {tokens:,} tokens are")
+            say(self.world, "  counted as seen: its global steps, with this run's batch")
+        then, now = saved.meta.precision, precision.name
+        if then not in (None, now):
+            say(self.world, f"  precision: {then} -> {now}")
+        wanted = self.start.experiment.config.precision
+        if now != (best := Precision.for_training(wanted, self.world.device).name):
+            say(self.world, f'  in {now}, as it was begun; "precision": "{best}" would be faster here')
+        for change in changed_settings(saved.meta, self.start.provenance):
+            say(self.world, f"  train.json has changed since: {change}")
+
+    def _steps_left(self) -> str:
+        steps = self.start.position.total_steps - self.start.position.first_step
+        sizes = [f"{stage.layout.global_tokens:,}" for stage in self.start.batches.stages]
+        return f"{steps:,} global steps of {' to '.join(dict.fromkeys([sizes[0], sizes[-1]]))} tokens"
+
+    def _say_where(self) -> None:
+        """On several machines: which one has the results, and what continuing will need."""
+        if not self.world.is_one_machine:
+            place = f"{socket.gethostname()}:{self.run.path.resolve()}"
+            say(self.world, f"  results and checkpoints are written by rank 0 alone, to {place}; to continue later,")
+            say(self.world, "  start rank 0 where that folder is")
 
     def training(self, metrics: TrainMetrics, state: TrainState, learning_rate: float) -> None:
         """A line of metrics, and the newest numbers for whoever watches."""

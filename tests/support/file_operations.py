@@ -25,7 +25,7 @@ AUDITED = {"os.mkdir", "os.rename", "os.symlink", "os.link", "os.remove", "os.rm
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 CALLS = {  # what a number counts operations of, by a short name
     "save": "checkpointing:Checkpointer._save",
-    "background save": "harness.training.async_writer:AsyncWriter._run",
+    "background save": "harness.training.saving:AsyncWriter._run",
     "metrics": "harness.runs.metrics:MetricsFile.append",
     "end": "harness.training.reporter:Reporter.summary",
     "going back": "harness.runs.checkpoints:rewind_to",

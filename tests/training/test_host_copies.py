@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.training.host_copies import HostCopies
+from harness.training.saving import HostCopies
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -55,6 +55,7 @@ from harness.distributed.world import World
 from harness.model.precision import Precision
 from harness.runs.train_config import TrainConfig
 from harness.training.optimizer import build_optimizer
+from harness.training.zero1 import Shares
 
 config, model_config, out, earlier = (json.loads(argument) for argument in sys.argv[1:])
 world = World.join()
@@ -75,7 +76,7 @@ def train(sharded):
     precision = Precision.for_training(settings.precision, world.device)
     torch.manual_seed(0)
     model = GPTModel(ModelConfig(**model_config))
-    optimizer, scaler = build_optimizer(model, settings, precision, world), precision.scaler()
+    optimizer, scaler = build_optimizer(model, settings, precision, Shares.among(world)), precision.scaler()
     if saved is not None:
         model.load_state_dict(saved["weights"])
         optimizer.load_named_state(saved["state"])
