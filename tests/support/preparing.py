@@ -22,22 +22,9 @@ SMALL = ["--train-tokenizer", "300"]  # a vocabulary that needs no network
 IN_ORDER = ["--split-order", "given"]  # train, and the last documents for validation
 
 WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
-    "while",
-    "42",
-    "naïve",
-    "日本",
-    "engineers",
+    *("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "42", "naïve", "日本", "engineers"),
+    *("don't\tcount\r\n", "", "snow", "🐍", "flakes"),
 ]
-WORDS += ["don't\tcount\r\n", "", "snow", "🐍", "flakes"]
 
 
 @dataclass
