@@ -284,6 +284,8 @@ def test_a_rank_that_fails_or_stops_ends_it_for_all() -> None:
 
 def test_a_failure_outside_the_batches_reaches_ranks_inside_them(shop: Workshop) -> None:
     """lm-eval's own part fails on one rank alone, while the others evaluate."""
+    import lm_eval.evaluator  # noqa: F401 - here, since ranks wait for one another for a limited time
+
     from harness.data.tokenizers.tokenizer import Tokenizer
     from harness.evaluation.benchmarks.run import Benchmarks
     from harness.training.evaluations import RunBenchmarks
