@@ -105,6 +105,14 @@ def stopped_shop(tmp_path_factory: pytest.TempPathFactory, exhaustive: bool) -> 
 
 
 @pytest.fixture(scope="session")
+def finished_shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    """A run that has trained to its end; train.json asks for more, so that there is something to continue."""
+    from tests.support.hostile import finished_run  # which brings hypothesis
+
+    return finished_run(tmp_path_factory.mktemp("finished"))
+
+
+@pytest.fixture(scope="session")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     """The quickstart run of README's first command, trained for twenty of its steps on the dataset it made."""
     return _begun_run("quickstart", tmp_path_factory)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.support.hostile import Bench, finished_run, tree
+from tests.support.hostile import Bench, tree
 from tests.support.launch import DATASET, Result, Workshop
 
 
@@ -25,16 +25,10 @@ def shop(tmp_path: Path) -> Workshop:
     return made
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    """A run that has trained to its end; train.json asks for more, so that there is something to continue."""
-    return finished_run(tmp_path_factory.mktemp("finished"))
-
-
 @pytest.fixture
-def trained(finished: Workshop, tmp_path: Path) -> Workshop:
+def trained(finished_shop: Workshop, tmp_path: Path) -> Workshop:
     """A copy of it, to harm."""
-    made = Bench.copy_of(finished, tmp_path / "copy").shop
+    made = Bench.copy_of(finished_shop, tmp_path / "copy").shop
     edit(made, min_train_tokens=768)
     return made
 

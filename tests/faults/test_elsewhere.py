@@ -22,18 +22,13 @@ import torch
 import harness.data.preparation.builtin
 from tests.data.test_fetching import NAME, corpus
 from tests.support.fake_hub import FakeHub
-from tests.support.hostile import IMPATIENT, Bench, finished_run, is_one_line, same_as, tree, vouch_for
+from tests.support.hostile import IMPATIENT, Bench, is_one_line, same_as, tree, vouch_for
 from tests.support.launch import Workshop, finish, metrics
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    return finished_run(tmp_path_factory.mktemp("finished"))
-
-
 @pytest.fixture
-def bench(finished: Workshop, tmp_path: Path) -> Bench:
-    return Bench.copy_of(finished, tmp_path / "copy")
+def bench(finished_shop: Workshop, tmp_path: Path) -> Bench:
+    return Bench.copy_of(finished_shop, tmp_path / "copy")
 
 
 @pytest.fixture

@@ -36,7 +36,6 @@ from tests.support.hostile import (
     VALUES,
     Bench,
     explore,
-    finished_run,
     is_one_line,
     line_of,
     mutations,
@@ -110,15 +109,9 @@ def shop(tmp_path: Path) -> Workshop:
     return made
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    """A run that has trained to its end and has checkpoints; train.json now asks for more of it."""
-    return finished_run(tmp_path_factory.mktemp("finished"))
-
-
 @pytest.fixture
-def bench(finished: Workshop, tmp_path: Path) -> Bench:
-    return Bench.copy_of(finished, tmp_path / "copy")
+def bench(finished_shop: Workshop, tmp_path: Path) -> Bench:
+    return Bench.copy_of(finished_shop, tmp_path / "copy")
 
 
 # train.json and model.json

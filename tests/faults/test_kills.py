@@ -45,6 +45,9 @@ class Call:
 
 
 FIRST, ONLY_LATEST, LATEST_AND_BEST, LAST = (Call("save", number) for number in (0, 1, 2, 3))
+# Before rank 0 writes the state of an optimizer that is divided among ranks, it is gathered.
+SHARDED: dict[str, Any] = {"optimizer": "muon", "muon_momentum_warmup_steps": 5, "shard_optimizer": True}
+SHARDED_SAVE = Call("save", 2, SHARDED)
 PRUNING = Call("save", 2, {"keep_checkpoints": 1})
 BACKGROUND = Call("background save", 2, {"keep_checkpoints": 1, "async_checkpoint": True})
 END = Call("end")
@@ -52,13 +55,21 @@ END = Call("end")
 
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory, exhaustive: bool) -> Workshop:
-    """A dataset, and a run that nothing happens to."""
     set_pace(exhaustive)
     shop = Workshop(tmp_path_factory.mktemp("kills"))
     shop.add_dataset()
-    shop.add_run("straight", **SETTINGS)
-    shop.train("straight", prelude=file_operations.WITHOUT_CHARTS)
     return shop
+
+
+def straight(shop: Workshop, call: Call) -> Path:
+    """The run that nothing happens to, with the call's optimizer."""
+    settings = SHARDED if call.settings == SHARDED else {}
+    name = f"straight-{settings.get('optimizer', 'adamw')}"
+    run = shop.runs / name
+    if not run.exists():
+        shop.add_run(name, **SETTINGS | settings)
+        shop.train(name, prelude=file_operations.WITHOUT_CHARTS)
+    return run
 
 
 def operations_of(shop: Workshop, call: Call) -> list[str]:
@@ -66,7 +77,7 @@ def operations_of(shop: Workshop, call: Call) -> list[str]:
     path, name = shop.path / call.run_name("operations"), call.run_name("dry")
     run = shop.add_run(name, **SETTINGS | call.settings)
     shop.train(name, prelude=file_operations.prelude(call.name, call.number, "log", path))
-    assert_same_end(shop.runs / "straight", run)
+    assert_same_end(straight(shop, call), run)
     return path.read_text().splitlines()
 
 
@@ -80,7 +91,7 @@ def kill_at(shop: Workshop, call: Call, operation: int) -> None:
     wait_for(processes[1], VANISH_SECONDS)
     assert_named_are_whole(run)
     train(shop, name)
-    assert_same_end(shop.runs / "straight", run)
+    assert_same_end(straight(shop, call), run)
     assert (run / "summary.json").exists()
     assert not list((run / "checkpoints").glob(".*")), "what the killed process left is gone"
 
@@ -202,13 +213,14 @@ class Lives:
         return victim, processes
 
 
-def kill_again_and_again(shop: Workshop, settings: dict[str, Any], kills: int) -> None:
+def kill_again_and_again(shop: Workshop, name: str, settings: dict[str, Any], kills: int) -> None:
     """Kill a rank of one run so many times, and compare its end with that of a run never killed."""
     settings = settings | {"min_train_tokens": 128 * STEPS_A_LIFE * kills}
-    shop.add_dataset("local/long", tokens=128 * (STEPS_A_LIFE + 1) * kills)
-    runs = [shop.add_run(name, dataset="local/long", **settings) for name in ("unharmed", "harmed")]
-    shop.train("unharmed", prelude=file_operations.WITHOUT_CHARTS)
-    lives, vanishing = Lives(shop, "harmed"), []
+    dataset, unharmed, harmed = f"local/{name}", f"unharmed-{name}", f"harmed-{name}"
+    shop.add_dataset(dataset, tokens=128 * (STEPS_A_LIFE + 1) * kills)
+    runs = [shop.add_run(each, dataset=dataset, **settings) for each in (unharmed, harmed)]
+    shop.train(unharmed, prelude=file_operations.WITHOUT_CHARTS)
+    lives, vanishing = Lives(shop, harmed), []
     with ThreadPoolExecutor() as pool:
         for awaited in itertools.islice(itertools.cycle(PHASES), kills):
             victim, processes = lives.live(awaited)
@@ -218,7 +230,7 @@ def kill_again_and_again(shop: Workshop, settings: dict[str, Any], kills: int) -
             assert_named_are_whole(runs[1])
         for future in vanishing:
             future.result()
-    shop.train("harmed", prelude=file_operations.WITHOUT_CHARTS)
+    shop.train(harmed, prelude=file_operations.WITHOUT_CHARTS)
     assert_same_end(*runs)
 
 
@@ -226,5 +238,22 @@ def kill_again_and_again(shop: Workshop, settings: dict[str, Any], kills: int) -
 @pytest.mark.fault("killed again and again", "50 times, any rank at any instant: continued to the same end")
 @pytest.mark.timeout(900)
 def test_killed_at_random_instants(shop: Workshop, exhaustive: bool) -> None:
-    kills = 50 if exhaustive else 4
-    kill_again_and_again(shop, LONG, kills)
+    kill_again_and_again(shop, "long", LONG, 50 if exhaustive else 4)
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "killed in a save of sharded state", "at every file operation: all checkpoints are whole; continued to the same end"
+)
+@pytest.mark.timeout(900)
+def test_killed_at_each_operation_of_a_save_of_sharded_state(shop: Workshop, exhaustive: bool) -> None:
+    kill_everywhere(shop, [SHARDED_SAVE], 1 if exhaustive else 2 * EACH_OF)
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "killed again and again with sharded state", "20 times, any rank at any instant: continued to the same end"
+)
+@pytest.mark.timeout(900)
+def test_killed_at_random_instants_with_sharded_state(shop: Workshop, exhaustive: bool) -> None:
+    kill_again_and_again(shop, "sharded", LONG | SHARDED, 20 if exhaustive else 5)

@@ -209,6 +209,7 @@ def test_torchrun_told_in_a_download(tmp_path: Path, exhaustive: bool) -> None:
             os.kill(process.pid, told)
             result = finish([process], expect=128 + told if by_processes else 1, timeout=60)
             slowest = max(slowest, time.monotonic() - began)
+            assert len(result.error_lines) == 1, (told, by_processes, result)
             (line,) = result.error_lines
             assert line.startswith(f'stopped: dataset "{NAME}"')
             assert "again" in line
