@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +85,7 @@ def import_(source: str, run: str, runs_dir: Path) -> None:
         is_folder = Path(source).is_dir()
         where = Path(source) if is_folder else fetch_named(source)
         # A card made from it may be read by everyone: they need not know this machine's folders.
-        said = import_model(where, None if is_folder else source, folder, partial(check_shape, where))
+        said = import_model(where, None if is_folder else source, folder)
         click.echo(f"{folder}: model.json and model.safetensors; {said}")
 
 
@@ -130,6 +129,11 @@ def open_model(checkpoint: str, model_json: str | None, runs_dir: Path) -> tuple
     """The model, on the CPU, in evaluation mode."""
     from harness.runs.trained_model import find_model
 
+    if "/" in checkpoint and not Path(checkpoint.partition(":")[0]).exists():
+        raise UserError(
+            f"{checkpoint}: no such file or folder; give a run's name, RUN:CHECKPOINT, the folder of a run or of a "
+            "checkpoint, or any folder with model.safetensors"
+        )
     files = find_model([*([model_json] if model_json else []), checkpoint], runs_dir)
     import torch
 
@@ -151,15 +155,6 @@ def fetch_named(source: str) -> Path:
         return fetch_model(source)
     except UserError as error:
         raise UserError(f"{source}: no such folder here; as the name of a model: {error}") from None
-
-
-def check_shape(source: Path, shape: dict[str, Any], tensors: dict[str, Any]) -> None:
-    """Raises UserError unless the tensors, from the folder `source`, are those of a model of this shape."""
-    from gpt import GPTModel, ModelConfig
-    from harness.common.json_files import parse_config
-
-    model = GPTModel(parse_config(ModelConfig, shape, source / "config.json"))
-    model.load_checkpoint_tensors(tensors, source)
 
 
 def gather_facts(

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from gpt import GPTModel, ModelConfig
 from harness.common.errors import UserError
 from harness.common.files import replace_text
-from harness.common.json_files import read_json_object
+from harness.common.json_files import parse_config, read_json_object
 from harness.data.tokenizers.load import load_tokenizer
 from harness.hf import gpt2_format, notebook_format
 from harness.model.tensor_names import MODEL_JSON, WEIGHTS
-from harness.model.weights import load_weights
+from harness.model.weights import from_checkpoint_names, load_weights
 from harness.runs.trained_model import fill, new_folder, write_meta
 
 CONFIG, INDEX, TOKENIZER = "config.json", "model.safetensors.index.json", "tokenizer.json"
@@ -24,19 +25,18 @@ WANTED = [CONFIG, WEIGHTS, INDEX, "model-*.safetensors", TOKENIZER, "vocab.json"
 OTHER_WEIGHTS = {".bin", ".ckpt", ".h5", ".msgpack", ".pt", ".pth"}
 
 
-Check = Callable[[dict[str, Any], dict[str, Tensor]], None]
-
-
-def import_model(source: Path, name: str | None, run: Path, check: Check) -> str:
+def import_model(source: Path, name: str | None, run: Path) -> str:
     """Write model.json, model.safetensors and what belongs to them to the new run directory `run`.
 
     `source` is a folder with a GPT-2 in transformers' format, or with one of the notebook author's published models;
-    `name` is what it is called on the Hub, if it is from there;
-    `check(shape, tensors)` raises UserError unless they make a model of ours. Returns a line about the tokenizer.
+    `name` is what it is called on the Hub, if it is from there. Returns a line about the tokenizer.
     Raises UserError for anything else in the folder, RunError if the run cannot be written; nothing is then left of it.
     """
     shape, tensors = _read_model(source)
-    check(shape, tensors)
+    config = parse_config(ModelConfig, shape, source / CONFIG)
+    with torch.device("meta"):  # for the names and shapes of its tensors
+        state = GPTModel(config).state_dict()
+    from_checkpoint_names(tensors, state, config, source)
     _check_tokenizer(source)
     with new_folder(run) as draft:
         fill(draft, shape, tensors)

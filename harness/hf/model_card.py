@@ -1,7 +1,4 @@
-"""Model card for the Hub, from the files of the run that made the model.
-
-Format of the front matter: https://huggingface.co/docs/hub/model-cards
-"""
+"""Model card for the Hub, from the files of the run that made the model."""
 
 from __future__ import annotations
 
@@ -10,6 +7,8 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from huggingface_hub import EvalResult, ModelCardData
 
 from harness.evaluation.instruct.responses import Instruction
 from harness.evaluation.loss import TestLoss
@@ -54,24 +53,32 @@ class ModelFacts:
 
 def model_card(facts: ModelFacts) -> str:
     """The repository's README.md."""
-    return "\n".join([*_front_matter(facts), *_summary(facts), *_use(facts), *_results(facts), *_training(facts), ""])
+    front = ["---", _front_matter(facts).to_yaml(), "---", ""]
+    return "\n".join([*front, *_summary(facts), *_use(facts), *_results(facts), *_training(facts), ""])
 
 
-def _front_matter(facts: ModelFacts) -> Iterator[str]:
-    yield from ("---", "library_name: transformers", "pipeline_tag: text-generation")
-    if facts.license:
-        yield f"license: {json.dumps(facts.license)}"
-    if facts.dataset and not facts.dataset.startswith("builtin/"):
-        yield from ("datasets:", f"- {json.dumps(facts.dataset)}")
-    yield from ("tags:", f"- {facts.model_type}", "- ddp-pretrain")
+def _front_matter(facts: ModelFacts) -> ModelCardData:
+    results = None
     if facts.test:
-        result = {
-            "task": {"type": "text-generation"},
-            "dataset": {"name": f"{facts.test.text.dataset}, {facts.test.text.split}", "type": facts.test.text.dataset},
-            "metrics": [{"name": "loss (nats per token)", "type": "loss", "value": round(facts.test.loss, 4)}],
-        }
-        yield from ("model-index:", f"- name: {json.dumps(facts.name)}", f"  results: {json.dumps([result])}")
-    yield from ("---", "")
+        text = facts.test.text
+        result = EvalResult(
+            task_type="text-generation",
+            dataset_type=text.dataset,
+            dataset_name=f"{text.dataset}, {text.split}",
+            metric_type="loss",
+            metric_name="loss (nats per token)",
+            metric_value=round(facts.test.loss, 4),
+        )
+        results = [result]
+    return ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        license=facts.license,
+        datasets=[facts.dataset] if facts.dataset and not facts.dataset.startswith("builtin/") else None,
+        tags=[facts.model_type, "ddp-pretrain"],
+        model_name=facts.name if results else None,
+        eval_results=results,
+    )
 
 
 def _summary(facts: ModelFacts) -> Iterator[str]:

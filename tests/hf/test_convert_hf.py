@@ -155,7 +155,7 @@ def test_what_cannot_be_exported_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("x")
     refused(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "full"), says="exists")
-    refused(tmp_path, "export", str(tmp_path / "no"), "out", says="no path to a run")
+    refused(tmp_path, "export", str(tmp_path / "no"), "out", says="no such file or folder; give a run's name")
     refused(tmp_path, "export", str(tmp_path / "full"), "out", says="no model.safetensors")
     (tmp_path / "other.json").write_text(shape(vocab_size=300, emb_dim=96).model_dump_json())
     refused(
