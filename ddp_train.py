@@ -228,7 +228,7 @@ def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
     from harness.training.reporter import Reporter
     from harness.training.rng import seed_alike
     from harness.training.step import build_step
-    from harness.training.zero1 import Shares
+    from harness.training.zero1 import StatePartition
 
     config, position = start.experiment.config, start.position
     seed_alike(config.random_seed)  # every rank draws the same weights
@@ -236,8 +236,8 @@ def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
     check_memory(start.experiment.model)
     model = GPTModel(start.experiment.model, **model_options(start.experiment, precision))
     trained = parallelise(model.to(world.device), start.experiment, world)
-    shares = Shares.among(world)
-    step = build_step(model, trained, start.step_config, before_exchange=world.watchdog.beat, shares=shares)
+    partition = StatePartition.for_world(world)
+    step = build_step(model, trained, start.step_config, before_exchange=world.watchdog.beat, partition=partition)
     meter, reporter = LossMeter(world.device, model.config), Reporter(start, world)
     return Trainer(
         start,

@@ -36,7 +36,7 @@ from harness.sweeps.derived_runs import DerivedRun
 from harness.sweeps.file import load_sweep
 from harness.training.parallel import model_options, parallelise
 from harness.training.step import OptimizerStep, build_step
-from harness.training.zero1 import Shares
+from harness.training.zero1 import StatePartition
 
 WARM_UP = 3
 SEED = "-seed1"  # ends the name of the run that stands for its arm
@@ -72,7 +72,7 @@ def contestant(run: DerivedRun, world: World) -> Contestant:
     torch.manual_seed(config.random_seed)
     experiment, precision = run.experiment(Path()), Precision.for_training(config.precision, world.device)
     model = GPTModel(shape, **model_options(experiment, precision)).to(world.device)
-    step = build_step(model, parallelise(model, experiment, world), config, shares=Shares.among(world))
+    step = build_step(model, parallelise(model, experiment, world), config, partition=StatePartition.for_world(world))
     batch = config.microbatch_size, shape.context_length
     clock = time.process_time if world.size == 1 else time.perf_counter
     parameters = sum(each.numel() for each in model.parameters())

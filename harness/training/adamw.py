@@ -13,7 +13,7 @@ from harness.model.tensor_names import HEAD
 from harness.runs.optimizer_state import MOMENTS
 from harness.runs.train_config import TrainConfig
 from harness.training.gradients import clip_divisor, clip_gradients, gradient_norm
-from harness.training.zero1 import NamedState, Piece, Shares, StateShapes, check_state
+from harness.training.zero1 import NamedState, Shard, StatePartition, StateShapes, check_state
 
 
 @dataclass(frozen=True)
@@ -53,24 +53,24 @@ def _own_rate(name: str, parameter: nn.Parameter, config: TrainConfig, *, is_emb
 class AdamW:
     """AdamW (Loshchilov & Hutter, arXiv:1711.05101) in torch's fused kernel, which can skip a step on the device.
 
-    Weight decay is on every parameter, or with `decay_all_parameters: false` on matrices only. Of `shares`, this rank
-    keeps the moments of its own: slices of the flattened parameters, as many numbers on each rank.
+    Weight decay is on every parameter, or with `decay_all_parameters: false` on matrices only. This rank keeps the
+    moments of its shards in `partition`: slices of the flattened parameters, as many numbers on each rank.
     """
 
     def __init__(
         self,
         model: nn.Module,
         config: TrainConfig,
-        shares: Shares | None = None,
+        partition: StatePartition | None = None,
         parameters: dict[str, nn.Parameter] | None = None,
     ) -> None:
         """Optimise all parameters that are trained, or those given."""
         groups = adamw_groups(model, config, trained_parameters(model) if parameters is None else parameters)
-        self._shares = shares or Shares()
+        self._partition = partition or StatePartition()
         self._peak = self._rate = config.learning_rate
         self.parameters = {name: parameter for group in groups for name, parameter in group.parameters.items()}
-        self.pieces = self._shares.cut({name: parameter.numel() for name, parameter in self.parameters.items()})
-        self._own = {piece: self._tensor(piece) for piece in self.pieces if piece.owner == self._shares.rank}
+        self.shards = self._partition.cut({name: parameter.numel() for name, parameter in self.parameters.items()})
+        self._own = {shard: self._tensor(shard) for shard in self.shards if shard.owner == self._partition.rank}
         self._has_state = False
         settings: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps}
         self._adamw = torch.optim.AdamW([self._torch_group(group) for group in groups], **settings, fused=True)
@@ -79,13 +79,13 @@ class AdamW:
         # Of whole gradients, which all ranks have alike: what GradScaler decides by.
         self._scaled = torch.optim.SGD(list(self.parameters.values())) if self.parameters else None
 
-    def _tensor(self, piece: Piece) -> Tensor:
+    def _tensor(self, shard: Shard) -> Tensor:
         """The tensor that torch's optimizer updates: a parameter itself, or a view of a part of it."""
-        parameter = self.parameters[piece.name]
-        return parameter if self._shares.size == 1 else piece.of(parameter)
+        parameter = self.parameters[shard.name]
+        return parameter if self._partition.size == 1 else shard.of(parameter)
 
     def _torch_group(self, group: Group) -> dict[str, Any]:
-        own = [tensor for piece, tensor in self._own.items() if piece.name in group.parameters]
+        own = [tensor for shard, tensor in self._own.items() if shard.name in group.parameters]
         return {"params": own, "lr": group.learning_rate, "weight_decay": group.weight_decay}
 
     @property
@@ -113,17 +113,17 @@ class AdamW:
         else:
             norm, skipped = gradient_norm(self.parameters.values())
             self.step(skipped, clip_divisor(norm, max_norm))
-        self._shares.exchange(self.pieces, self.parameters)
+        self._partition.exchange(self.shards, self.parameters)
         scaler.update()
         return norm.float(), skipped
 
     def step(self, skipped: Tensor, divisor: Tensor | None) -> None:
         """Divide the gradients and update this rank's own, or neither, by the fused kernels' own ways to do so, which
         GradScaler uses too: see torch.amp.GradScaler.step."""
-        if self._shares.size > 1:
-            for piece, tensor in self._own.items():
-                gradient = self.parameters[piece.name].grad
-                tensor.grad = None if gradient is None else piece.of(gradient)
+        if self._partition.size > 1:
+            for shard, tensor in self._own.items():
+                gradient = self.parameters[shard.name].grad
+                tensor.grad = None if gradient is None else shard.of(gradient)
         if divisor is not None:
             self._adamw.grad_scale = divisor  # type: ignore[attr-defined]
         self._adamw.found_inf = skipped  # type: ignore[attr-defined]
@@ -132,7 +132,7 @@ class AdamW:
         del self._adamw.found_inf  # type: ignore[attr-defined]
         if divisor is not None:
             del self._adamw.grad_scale  # type: ignore[attr-defined]
-        if self._shares.size > 1:  # nobody holds gradients that the step forgets
+        if self._partition.size > 1:  # nobody holds gradients that the step forgets
             for tensor in self._own.values():
                 tensor.grad = None
 
@@ -144,32 +144,32 @@ class AdamW:
 
     def named_state(self, world: World) -> NamedState:
         state = self._adamw.state
-        if self._shares.size > 1:
-            own = {piece: state[tensor] for piece, tensor in self._own.items()}
-            return self._shares.gather(self.pieces, own, self.state_shapes()) if self._has_state else {}
+        if self._partition.size > 1:
+            own = {shard: state[tensor] for shard, tensor in self._own.items()}
+            return self._partition.gather(self.shards, own, self.state_shapes()) if self._has_state else {}
         if not world.is_main:  # every rank has all of it
             return {}
         return {
-            piece.name: {key: value.detach() for key, value in state[tensor].items()}
-            for piece, tensor in self._own.items()
+            shard.name: {key: value.detach() for key, value in state[tensor].items()}
+            for shard, tensor in self._own.items()
             if tensor in state
         }
 
     def load_named_state(self, saved: NamedState) -> None:
         check_state(saved, self.state_shapes())
         index = {tensor: index for index, tensor in enumerate(self._tensors())}
-        state = {index[tensor]: self._own_state(piece, saved[piece.name]) for piece, tensor in self._own.items()}
+        state = {index[tensor]: self._own_state(shard, saved[shard.name]) for shard, tensor in self._own.items()}
         groups = self._adamw.state_dict()["param_groups"]
         self._adamw.load_state_dict({"state": state, "param_groups": groups})
         self._has_state = True
 
-    def _own_state(self, piece: Piece, saved: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _own_state(self, shard: Shard, saved: dict[str, Tensor]) -> dict[str, Tensor]:
         # By the very strings that torch uses: pickle tells a string from its equal, and so do the file's bytes.
         whole = {key: saved[key] for key in ("step", *MOMENTS["adamw"])}
-        if self._shares.size == 1:
+        if self._partition.size == 1:
             return whole
         # Copies: views would keep all of it.
-        return {key: (piece.of(value) if value.dim() else value).clone() for key, value in whole.items()}
+        return {key: (shard.of(value) if value.dim() else value).clone() for key, value in whole.items()}
 
     def _tensors(self) -> list[Tensor]:
         """All tensors in torch's order: group by group."""

@@ -57,7 +57,7 @@ from harness.training.parallel import model_options, parallelise
 from harness.training.saving import HostCopies
 from harness.training.startup import choose_precision, fetch_dataset, remark_on_machine, say
 from harness.training.step import OptimizerStep, build_step
-from harness.training.zero1 import Shares
+from harness.training.zero1 import StatePartition
 
 # NCCL makes its buffers, of up to a GiB or more, when it is first used: so many bytes are exchanged before.
 EXCHANGE_BYTES = 2**26
@@ -223,8 +223,8 @@ class MicrobatchSearcher:
         precision = Precision.for_training(name, world.device)
         model = GPTModel(experiment.model, **model_options(experiment, precision)).to(world.device)
         alone = World(0, world.local_rank, 1, 1, world.device)
-        shares = Shares(world.rank, world.size) if config.shard_optimizer else Shares()
-        return build_step(model, parallelise(model, experiment, alone), config, shares=shares)
+        partition = StatePartition(world.rank, world.size) if config.shard_optimizer else StatePartition()
+        return build_step(model, parallelise(model, experiment, alone), config, partition=partition)
 
     def _try_in_child(self, microbatch_size: int) -> int | None:
         """`_try` in a child process whose writable memory is limited."""

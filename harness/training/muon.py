@@ -15,7 +15,7 @@ from harness.runs.optimizer_state import MOMENTS, NEWTON_SCHULZ_STEPS, is_muons,
 from harness.runs.train_config import MUON_FIRST_MOMENTUM, TrainConfig
 from harness.training.adamw import AdamW, trained_parameters
 from harness.training.gradients import clip_divisor, gradient_norm
-from harness.training.zero1 import NamedState, Piece, Shares, StateShapes, check_state
+from harness.training.zero1 import NamedState, Shard, StatePartition, StateShapes, check_state
 
 # Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (https://kellerjordan.github.io/posts/muon/),
 # and torch.optim.Muon: the quintic a·x + b·x³ + c·x⁵ whose slope at zero is largest among those that keep singular
@@ -64,10 +64,10 @@ class Matrix:
 
     def of(self, parameter: Tensor) -> Tensor:
         """The matrix in a tensor of the parameter's shape: a view, at least as wide as high."""
-        return self.wide(self.piece().of(parameter))
+        return self.wide(self.shard().of(parameter))
 
-    def piece(self, owner: int = 0) -> Piece:
-        return Piece(self.name, self.start, self.start + self.rows * self.columns, owner)
+    def shard(self, owner: int = 0) -> Shard:
+        return Shard(self.name, self.start, self.start + self.rows * self.columns, owner)
 
 
 def matrices_of(name: str, parameter: nn.Parameter, model: nn.Module) -> list[Matrix]:
@@ -113,24 +113,28 @@ class Muon:
     """Momentum whose Nesterov form is orthogonalised (Jordan et al. 2024), with decoupled weight decay. Formulas, names
     and order of operations are those of torch.optim.Muon, which keeps its momentum as an average, not a sum.
 
-    Of `shares`, this rank orthogonalises whole batches of matrices and keeps their momentum.
+    In `partition`, this rank orthogonalises whole batches of matrices and keeps their momentum.
     """
 
     def __init__(
-        self, model: nn.Module, config: TrainConfig, dtype: torch.dtype | None = None, shares: Shares | None = None
+        self,
+        model: nn.Module,
+        config: TrainConfig,
+        dtype: torch.dtype | None = None,
+        partition: StatePartition | None = None,
     ) -> None:
         """`dtype` is what matrices are orthogonalised in; None for the parameters'."""
-        self._shares, self._dtype, self._config = shares or Shares(), dtype, config
+        self._partition, self._dtype, self._config = partition or StatePartition(), dtype, config
         self._parameters = trained_parameters(model)
         self._muons = {name: each for name, each in self._parameters.items() if is_muons(name, each.shape)}
         others = {name: each for name, each in self._parameters.items() if name not in self._muons}
-        self._adamw = AdamW(model, config, self._shares, others)
+        self._adamw = AdamW(model, config, self._partition, others)
         matrices = [each for name, parameter in self._muons.items() for each in matrices_of(name, parameter, model)]
         batches = batches_of(matrices)
-        owners = self._shares.owners([batch_cost(batch) for batch in batches])
+        owners = self._partition.owners([batch_cost(batch) for batch in batches])
         shared = list(zip(batches, owners, strict=True))
-        self._pieces = [each.piece(owner) for batch, owner in shared for each in batch]
-        self._batches = [batch for batch, owner in shared if owner == self._shares.rank]
+        self._shards = [each.shard(owner) for batch, owner in shared for each in batch]
+        self._batches = [batch for batch, owner in shared if owner == self._partition.rank]
         self._momenta: dict[Matrix, Tensor] = {}  # flat, of this rank's matrices
         self._whole: dict[str, Tensor] = {}  # where nothing is shared out: what those are views of
         self._steps: Tensor | None = None  # that were not skipped, fp32, on the device; None before the first
@@ -150,7 +154,7 @@ class Muon:
         divisor = clip_divisor(norm, max_norm)
         self._adamw.step(skipped, divisor)
         self._step_matrices(skipped, divisor)
-        self._shares.exchange([*self._adamw.pieces, *self._pieces], self._parameters)
+        self._partition.exchange([*self._adamw.shards, *self._shards], self._parameters)
         return norm.float(), skipped
 
     @torch.no_grad()
@@ -178,7 +182,7 @@ class Muon:
             gradient = self._muons[each.name].grad
             if gradient is None:  # the loss does not depend on it
                 return
-            flat = each.piece().of(gradient)
+            flat = each.shard().of(gradient)
             flat = torch.where(kept.bool(), flat if divisor is None else flat / divisor, 0)  # infinity · 0 is no number
             average = self._momenta[each].lerp_(flat, (1 - momentum) * kept)
             numbers.append(each.wide(flat.lerp_(average, momentum)))
@@ -203,13 +207,13 @@ class Muon:
 
     def _make_state(self) -> None:
         """Momentum of zero, of each parameter or, where it is shared out, of each own matrix."""
-        if self._shares.size == 1:
+        if self._partition.size == 1:
             self._whole = {name: torch.zeros_like(parameter.detach()) for name, parameter in self._muons.items()}
         for matrix in [each for batch in self._batches for each in batch]:
-            piece, parameter = matrix.piece(), self._muons[matrix.name].detach()
+            shard, parameter = matrix.shard(), self._muons[matrix.name].detach()
             own = self._whole.get(matrix.name)
-            count = piece.stop - piece.start
-            self._momenta[matrix] = parameter.new_zeros(count) if own is None else piece.of(own)
+            count = shard.stop - shard.start
+            self._momenta[matrix] = parameter.new_zeros(count) if own is None else shard.of(own)
         self._steps = torch.zeros((), device=next(iter(self._parameters.values())).device)
 
     def state_shapes(self) -> StateShapes:
@@ -220,13 +224,13 @@ class Muon:
         others = self._adamw.named_state(world)
         if self._steps is None:
             return {}
-        if self._shares.size > 1:
+        if self._partition.size > 1:
             own = {
-                each.piece(self._shares.rank): {"step": self._steps, BUFFER: momentum}
+                each.shard(self._partition.rank): {"step": self._steps, BUFFER: momentum}
                 for each, momentum in self._momenta.items()
             }
             shapes = {name: shape for name, shape in self.state_shapes().items() if name in self._muons}
-            return self._in_order(others | self._shares.gather(self._pieces, own, shapes))
+            return self._in_order(others | self._partition.gather(self._shards, own, shapes))
         if not world.is_main:  # every rank has all of it
             return {}
         return self._in_order(others | {name: {"step": self._steps, BUFFER: own} for name, own in self._whole.items()})
@@ -241,5 +245,5 @@ class Muon:
         self._make_state()
         assert self._steps is not None
         for matrix, momentum in self._momenta.items():
-            momentum.copy_(matrix.piece().of(saved[matrix.name][BUFFER]))
+            momentum.copy_(matrix.shard().of(saved[matrix.name][BUFFER]))
         self._steps.copy_(saved[next(iter(self._muons))]["step"])

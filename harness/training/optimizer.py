@@ -18,7 +18,7 @@ from harness.model.precision import Precision
 from harness.runs.train_config import TrainConfig
 from harness.training.adamw import AdamW
 from harness.training.muon import Muon
-from harness.training.zero1 import NamedState, Shares, StateShapes
+from harness.training.zero1 import NamedState, StatePartition, StateShapes
 
 
 class Optimizer(Protocol):
@@ -65,20 +65,20 @@ class Optimizer(Protocol):
 
 
 def build_optimizer(
-    model: nn.Module, config: TrainConfig, precision: Precision | None = None, shares: Shares | None = None
+    model: nn.Module, config: TrainConfig, precision: Precision | None = None, partition: StatePartition | None = None
 ) -> Optimizer:
     """The optimizer that train.json names, for the parameters of a model that is not wrapped. `precision` is the one
-    that the model is trained in (None: its weights'); `shares` are those of `shard_optimizer`.
+    that the model is trained in (None: its weights'); `partition` is that of `shard_optimizer`.
 
     Raises UserError for what cannot be trained in this precision.
     """
-    if shares is None or not config.shard_optimizer:
-        shares = Shares()
+    if partition is None or not config.shard_optimizer:
+        partition = StatePartition()
     if config.optimizer == "adamw":
-        return AdamW(model, config, shares)
+        return AdamW(model, config, partition)
     if precision is not None and precision.name == "fp16":
         raise UserError(
             'train.json: key "optimizer": "muon" does not run in fp16, which "precision": '
             f'"{config.precision}" is on this device; use "fp32", or "optimizer": "adamw"'
         )
-    return Muon(model, config, precision.update_dtype() if precision is not None else None, shares)
+    return Muon(model, config, precision.update_dtype() if precision is not None else None, partition)

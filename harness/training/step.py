@@ -15,7 +15,7 @@ from harness.model.precision import Precision
 from harness.runs.train_config import TrainConfig
 from harness.training.gradients import zero_gradients
 from harness.training.optimizer import Optimizer, build_optimizer
-from harness.training.zero1 import Shares
+from harness.training.zero1 import StatePartition
 
 
 @dataclass(frozen=True)
@@ -124,13 +124,13 @@ def build_step(
     trained: nn.Module,
     config: TrainConfig,
     before_exchange: Callable[[], None] = lambda: None,
-    shares: Shares | None = None,
+    partition: StatePartition | None = None,
 ) -> OptimizerStep:
     """The step that train.json describes for `model`; `trained` is the model as it is trained, wrapped or the same.
-    `shares` are those of the optimizer's state, if train.json has it sharded. Raises UserError for what this device
+    `partition` is that of the optimizer's state, if train.json has it sharded. Raises UserError for what this device
     cannot do."""
     device = next(model.parameters()).device
     precision = Precision.for_training(config.precision, device)
     precision.allow_tf32()
-    optimizer = build_optimizer(model, config, precision, shares)
+    optimizer = build_optimizer(model, config, precision, partition)
     return OptimizerStep(trained, optimizer, precision, config, before_exchange)

@@ -1,7 +1,7 @@
 """The optimizer's state split over the ranks under `shard_optimizer` (ZeRO, stage 1: Rajbhandari et al.,
 arXiv:1910.02054), and the state by parameter name, which is what checkpoints hold however it is split.
 
-Parameters and gradients are whole on every rank. Of each parameter, pieces of its flattened numbers have an owner, the
+Parameters and gradients are whole on every rank. Of each parameter, shards of its flattened numbers have an owner, the
 only rank that keeps their state. It updates them, and gives them to the others, in place.
 """
 
@@ -46,8 +46,8 @@ MESSAGE = 2**26  # numbers of state in one message
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Numbers `start` to `stop` of a flattened parameter, and the rank whose they are."""
+class Shard:
+    """Numbers `start` to `stop` of a flattened parameter, and the rank that owns them."""
 
     name: str
     start: int
@@ -55,12 +55,12 @@ class Piece:
     owner: int = 0
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The piece of a tensor of the parameter's shape: a view, flat."""
+        """The shard of a tensor of the parameter's shape: a view, flat."""
         return tensor.detach().view(-1)[self.start : self.stop]
 
 
 @dataclass(frozen=True)
-class Shares:
+class StatePartition:
     """This rank among those that share an optimizer's state. A world of one, and one that shares nothing, is one rank
     that owns everything; `is_connected` is false where one process tries what a rank among others would keep."""
 
@@ -70,23 +70,23 @@ class Shares:
     control: Any = None  # the group on the CPU
 
     @classmethod
-    def among(cls, world: World) -> Shares:
-        """A share for each rank of the world."""
+    def for_world(cls, world: World) -> StatePartition:
+        """The partition over all ranks of the world."""
         return cls(world.rank, world.size, world.size > 1, world.control)
 
-    def cut(self, sizes: Mapping[str, int]) -> list[Piece]:
+    def cut(self, sizes: Mapping[str, int]) -> list[Shard]:
         """Parameters of such sizes cut so that each rank owns the same number of numbers, to within GRAIN."""
-        total, before, pieces = sum(sizes.values()), 0, []
+        total, before, shards = sum(sizes.values()), 0, []
         for name, size in sizes.items():
             bounds = [total * rank // self.size - before for rank in range(self.size + 1)]
             cuts = [min(max(-(-bound // GRAIN) * GRAIN, 0), size) for bound in bounds]
-            pieces += [Piece(name, cuts[rank], cuts[rank + 1], rank) for rank in range(self.size)]
+            shards += [Shard(name, cuts[rank], cuts[rank + 1], rank) for rank in range(self.size)]
             before += size
-        return [piece for piece in pieces if piece.stop > piece.start]
+        return [shard for shard in shards if shard.stop > shard.start]
 
     def owners(self, costs: Sequence[float]) -> list[int]:
-        """An owner for each of several works that cannot be cut: the dearest first, each to the rank that has least to
-        do yet (Graham 1969)."""
+        """An owner for each of several works that cannot be cut: the most expensive first, each to the least loaded
+        rank (Graham 1969)."""
         loads, owners = [0.0] * self.size, [0] * len(costs)
         for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
             owners[index] = loads.index(min(loads))
@@ -94,13 +94,13 @@ class Shares:
         return owners
 
     @torch.no_grad()
-    def exchange(self, pieces: Iterable[Piece], parameters: Mapping[str, nn.Parameter]) -> None:
-        """Give every rank the owners' numbers of all pieces. Collective; the device may still be at it afterwards."""
+    def exchange(self, shards: Iterable[Shard], parameters: Mapping[str, nn.Parameter]) -> None:
+        """Give every rank the owners' numbers of all shards. Collective; the device may still be at it afterwards."""
         if self.size == 1:
             return
         views: list[list[Tensor]] = [[] for _ in range(self.size)]
-        for piece in pieces:
-            views[piece.owner].append(piece.of(parameters[piece.name]))
+        for shard in shards:
+            views[shard.owner].append(shard.of(parameters[shard.name]))
         small = [[view for view in each if view.numel() < SMALL_PIECE] for each in views]
         packed = [torch.cat(each) if each else None for each in small]
         large = [(owner, view) for owner, each in enumerate(views) for view in each if view.numel() >= SMALL_PIECE]
@@ -116,22 +116,22 @@ class Shares:
                 torch._foreach_copy_(each, list(pack.split([view.numel() for view in each])))
 
     def gather(
-        self, pieces: Sequence[Piece], own: Mapping[Piece, Mapping[str, Tensor]], shapes: StateShapes
+        self, shards: Sequence[Shard], own: Mapping[Shard, Mapping[str, Tensor]], shapes: StateShapes
     ) -> NamedState:
-        """The whole state on rank 0, on the CPU, from every rank's `own` of its pieces; nothing on the others.
-        Collective. All of it is of fp32; what has no dimensions comes with each piece."""
-        pieces = sorted(pieces, key=lambda piece: piece.owner)  # stable: each owner's in order
+        """The whole state on rank 0, on the CPU, from every rank's `own` of its shards; nothing on the others.
+        Collective. All of it is of fp32; what has no dimensions comes with each shard."""
+        shards = sorted(shards, key=lambda shard: shard.owner)  # stable: each owner's in order
         whole: NamedState = {}
-        for owner, theirs in groupby(pieces, key=lambda piece: piece.owner):
-            places = [(piece, key, bool(shape)) for piece in theirs for key, shape in shapes[piece.name].items()]
-            count = sum(piece.stop - piece.start if has_shape else 1 for piece, _, has_shape in places)
-            numbers = self._send_to_rank0(owner, [own[piece][key] for piece, key, _ in places if piece in own], count)
-            for piece, key, has_shape in places if numbers is not None else ():
+        for owner, theirs in groupby(shards, key=lambda shard: shard.owner):
+            places = [(shard, key, bool(shape)) for shard in theirs for key, shape in shapes[shard.name].items()]
+            count = sum(shard.stop - shard.start if has_shape else 1 for shard, _, has_shape in places)
+            numbers = self._send_to_rank0(owner, [own[shard][key] for shard, key, _ in places if shard in own], count)
+            for shard, key, has_shape in places if numbers is not None else ():
                 assert numbers is not None
-                state = whole.setdefault(piece.name, {})
+                state = whole.setdefault(shard.name, {})
                 if key not in state:
-                    state[key] = torch.empty(shapes[piece.name][key])
-                target = state[key].view(-1)[piece.start : piece.stop] if has_shape else state[key].view(-1)
+                    state[key] = torch.empty(shapes[shard.name][key])
+                target = state[key].view(-1)[shard.start : shard.stop] if has_shape else state[key].view(-1)
                 target.copy_(numbers[: target.numel()])
                 numbers = numbers[target.numel() :]
         return {name: whole[name] for name in shapes if name in whole}

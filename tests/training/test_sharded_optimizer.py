@@ -13,10 +13,10 @@ from gpt import GPTModel, ModelConfig
 from harness.distributed.world import World
 from harness.runs.train_config import TrainConfig
 from harness.training.optimizer import build_optimizer
-from harness.training.zero1 import GRAIN, Shares
+from harness.training.zero1 import GRAIN, StatePartition
 from tests.support.launch import Workshop, finish, free_port
 
-# No size divides by the number of ranks, and there are pieces on both sides of what travels alone.
+# No size divides by the number of ranks, and there are shards on both sides of what travels alone.
 MODEL: dict[str, Any] = {
     "vocab_size": 4999,
     "context_length": 9,
@@ -55,7 +55,7 @@ from harness.distributed.world import World
 from harness.model.precision import Precision
 from harness.runs.train_config import TrainConfig
 from harness.training.optimizer import build_optimizer
-from harness.training.zero1 import Shares
+from harness.training.zero1 import StatePartition
 
 config, model_config, out, earlier = (json.loads(argument) for argument in sys.argv[1:])
 world = World.join()
@@ -76,7 +76,7 @@ def train(sharded):
     precision = Precision.for_training(settings.precision, world.device)
     torch.manual_seed(0)
     model = GPTModel(ModelConfig(**model_config))
-    optimizer, scaler = build_optimizer(model, settings, precision, Shares.among(world)), precision.scaler()
+    optimizer, scaler = build_optimizer(model, settings, precision, StatePartition.for_world(world)), precision.scaler()
     if saved is not None:
         model.load_state_dict(saved["weights"])
         optimizer.load_named_state(saved["state"])
@@ -149,18 +149,18 @@ def test_no_bit_differs_and_a_state_goes_on_in_a_world_of_another_size(
 def test_slices_are_equal_cover_everything_and_keep_vectors_whole() -> None:
     sizes = {"a": 1000, "b": 7, "c": 64, "d": 12345, "e": 1}
     for ranks in (1, 2, 3, 4, 8, 100):
-        pieces = Shares(0, ranks).cut(sizes)
+        shards = StatePartition(0, ranks).cut(sizes)
         for name, size in sizes.items():
-            own = [piece for piece in pieces if piece.name == name]
-            assert [own[0].start, *(piece.stop for piece in own)] == [*(piece.start for piece in own), size]
-            assert all(piece.start % GRAIN == 0 for piece in own)
-        owned = [sum(piece.stop - piece.start for piece in pieces if piece.owner == rank) for rank in range(ranks)]
+            own = [shard for shard in shards if shard.name == name]
+            assert [own[0].start, *(shard.stop for shard in own)] == [*(shard.start for shard in own), size]
+            assert all(shard.start % GRAIN == 0 for shard in own)
+        owned = [sum(shard.stop - shard.start for shard in shards if shard.owner == rank) for rank in range(ranks)]
         assert max(owned) <= sum(sizes.values()) / ranks + len(sizes) * GRAIN
 
 
 def test_works_that_cannot_be_cut_are_spread_by_what_they_cost() -> None:
     costs = [1.0, 8.0, 4.0, 4.0, 1.0, 1.0, 1.0, 4.0]
-    owners = Shares(0, 3).owners(costs)
+    owners = StatePartition(0, 3).owners(costs)
     loads = [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(3)]
     assert max(loads) == sum(costs) / 3
 
@@ -170,7 +170,7 @@ def test_a_process_that_rehearses_for_others_keeps_its_own_share_and_saves_the_w
     """-f tries microbatches on each rank alone, with the memory that it will have among others."""
     config = TrainConfig(**SETTINGS | {"optimizer": optimizer, "shard_optimizer": True})
     model = GPTModel(ModelConfig(**MODEL, qkv_bias=True))
-    built = build_optimizer(model, config, None, Shares(0, 4))
+    built = build_optimizer(model, config, None, StatePartition(0, 4))
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     built.update(torch.amp.GradScaler("cpu", enabled=False), None)
