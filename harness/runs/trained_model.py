@@ -149,7 +149,11 @@ def _model_of(run: RunDirectory, checkpoint: str | None) -> TrainedModel:
         return TrainedModel.read(find_checkpoint(run.checkpoints, checkpoint), label=f"{name}:{checkpoint}")
     for link in (BEST, LATEST):
         if (run.checkpoints / link).is_dir():
-            return TrainedModel.read(run.checkpoints / link, label=name)
+            model = TrainedModel.read(run.checkpoints / link, label=name)
+            if link == BEST and model.meta.get("global_step") == 0:
+                later = f"; {name}:{LATEST} is the last one"
+                print(f"warning: {name}: its best checkpoint is that of step 0{later}", file=sys.stderr, flush=True)
+            return model
     if (run.path / WEIGHTS).is_file() and not run.train_json.exists():  # there it may be what a run starts from
         return TrainedModel.read(run.path, label=name)
     raise UserError(f"{run.checkpoints}: no best or latest checkpoint; train the run, or name another: RUN:CHECKPOINT")

@@ -74,6 +74,17 @@ def test_batches_that_are_asked_for_must_be_there(shop: Workshop) -> None:
     assert "wanted 577 tokens (6 batches of" in measure(shop, "--batches", "6").stderr
 
 
+def test_a_best_checkpoint_of_step_0_is_named_in_a_warning(shop: Workshop) -> None:
+    """The rate grows from a twentieth of it, and with it the loss."""
+    shop.add_run("worse", learning_rate=1.0, warmup_steps=20)
+    shop.train("worse", ranks=1)
+    result = shop.command("test_loss.py", str(shop.datasets), "worse", "--runs-dir", str(shop.runs))
+    assert result.status == 0
+    assert result.stderr.startswith("warning: worse: its best checkpoint is that of step 0")
+    last = shop.command("test_loss.py", str(shop.datasets), "worse:latest", "--runs-dir", str(shop.runs))
+    assert (last.status, last.stderr) == (0, "")
+
+
 def test_a_bar_on_a_terminal(shop: Workshop) -> None:
     prelude = (
         "import os, pty, threading\n"
