@@ -129,7 +129,8 @@ def open_model(checkpoint: str, model_json: str | None, runs_dir: Path) -> tuple
     """The model, on the CPU, in evaluation mode."""
     from harness.runs.trained_model import find_model
 
-    if "/" in checkpoint and not Path(checkpoint.partition(":")[0]).exists():
+    place = checkpoint.partition(":")[0]
+    if "/" in place and not Path(place).exists():
         raise UserError(
             f"{checkpoint}: no such file or folder; give a run's name, RUN:CHECKPOINT, the folder of a run or of a "
             "checkpoint, or any folder with model.safetensors"

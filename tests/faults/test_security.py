@@ -23,7 +23,7 @@ from tests.commands.test_bad_input import refused
 from tests.support.fake_hub import FakeHub
 from tests.support.file_operations import WITHOUT_CHARTS
 from tests.support.hostile import tree
-from tests.support.launch import ROOT, Result, Workshop, finish
+from tests.support.launch import PATIENCE_SECONDS, ROOT, Result, Workshop, finish
 
 SECRETS = {"HF_TOKEN": "hf_sentinelToken0123456789", "OPENAI_API_KEY": "sk-sentinelKey9876543210"}
 
@@ -195,7 +195,7 @@ def test_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:
         run = shop.add_run(name, min_train_tokens=390_000, validation_interval=10**6, report_interval=1)
         process = start(name)
         try:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + PATIENCE_SECONDS
             while not (run / "metrics.jsonl").exists():
                 assert time.monotonic() < deadline
                 assert process.poll() is None, finish([process], expect=None, timeout=10)
