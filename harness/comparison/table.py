@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +25,7 @@ LOSSES = ("test_loss", "validation_loss", "bits_per_byte", "train_loss")  # runs
 WIDTH = 80
 GAP = "  "
 LONGEST_NAME = 34  # of a run; a longer one is cut in its middle
+FEW_SETTINGS = 4  # so many that differ are named for each run
 LONGEST_SETTING = 28
 LONGEST_WORD = 28  # of a heading
 MOST_COLUMNS = 10  # of the text
@@ -294,10 +297,7 @@ def table_lines(table: RunsTable) -> Iterator[str]:
     yield ""
     settings = [column for column in table.columns if column.is_setting]
     if settings:
-        yield "Settings that differ:"
-        for row, name in enumerate(names):
-            values = [f"{each.key} {_marked(each.cells[row], remarks)}" for each in settings]
-            yield from paragraph(f"  {name}: {', '.join(values)}", indent=4)
+        yield from _setting_lines(names, settings, remarks)
     alike = [column for column in table.columns if column.is_alike]
     yield from (line for text in below_lines(table, alike) for line in paragraph(text))
     others = [column.title for column in table.columns if column not in (*shown, *settings, *alike)]
@@ -310,6 +310,21 @@ def table_lines(table: RunsTable) -> Iterator[str]:
         yield from paragraph(f"[{number}] {remark}", indent=4)
     for problem in [each for record in table.records for each in record.problems if each not in record.state.detail]:
         yield from paragraph(problem)
+
+
+def _setting_lines(names: Sequence[str], settings: Sequence[Column], remarks: dict[str, int]) -> Iterator[str]:
+    """The settings that differ, of each run. Where they are many, the values of most runs come first, and of each run
+    those that are others."""
+    texts = [[f"{each.key} {_marked(cell, remarks)}" for cell in each.cells] for each in settings]
+    usual: list[str] = []
+    yield "Settings that differ:"
+    if len(settings) > FEW_SETTINGS:
+        usual = [Counter(text).most_common(1)[0][0] for text in texts]
+        given = [text for text in usual if not re.search(r" (null|- \[\d+\])$", text)]
+        yield from paragraph(f"  most runs: {', '.join(given)}", indent=4)
+    for row, name in enumerate(names):
+        own = [text[row] for text in texts if text[row] not in usual]
+        yield from paragraph(f"  {name}: {', '.join(own) or 'as most'}", indent=4)
 
 
 def below_lines(table: RunsTable, alike: Sequence[Column]) -> Iterator[str]:

@@ -53,6 +53,20 @@ def test_settings_that_differ_and_no_others(tmp_path: Path) -> None:
     assert [cell.value for cell in column(table, "global_batch").cells] == [8, 8, 16]
 
 
+def test_of_many_settings_those_of_most_runs_are_named_once(tmp_path: Path) -> None:
+    a, b = RunFolder(tmp_path, "a").finish(), RunFolder(tmp_path, "b", {"learning_rate": 0.003}).finish()
+    c = RunFolder(tmp_path, "c", {"betas": [0.9, 0.95], "clipping_max_norm": 1.0}, n_layers=3).finish(world_size=4)
+    lines = list(table_lines(table_of(a, b, c)))
+    assert lines[lines.index("Settings that differ:") + 1 :][:6] == [
+        "  most runs: n_layers 2, learning_rate 0.0004, betas [0.9, 0.999], machine 2 x",
+        "    NVIDIA H100",
+        "  a: as most",
+        "  b: learning_rate 0.003",
+        "  c: n_layers 3, betas [0.9, 0.95], clipping_max_norm 1.0, machine 4 x NVIDIA",
+        "    H100",
+    ]
+
+
 def test_active_parameters_where_a_model_has_experts(tmp_path: Path) -> None:
     """Two of four experts of the same width as the dense layer, and a router of 4 x 32, in two blocks."""
     dense = RunFolder(tmp_path, "dense").finish()
