@@ -133,7 +133,7 @@ def users_of(*modules: str) -> set[str]:
 
 @cache
 def attributes_of(source: str) -> set[str]:
-    """Whatever a source writes with dots."""
+    """The dotted names that a source uses."""
     return {ast.unparse(node) for node in ast.walk(tree_of(source)) if isinstance(node, ast.Attribute)}
 
 

@@ -43,7 +43,7 @@ class StopSignal:
         on_launcher_death(self.hang_up)
 
     def hang_up(self) -> None:
-        """Whoever could stop this process, or read what it says, is gone."""
+        """Stop as for SIGHUP: nobody is left who could stop this process or read its output."""
         if is_launcher_gone() or not ignores_hangup():
             self.signal = signal.SIGHUP
 

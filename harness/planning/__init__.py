@@ -1,1 +1,1 @@
-"""What a run will do and cost before it starts: experiment, schedule, rates, speed, plan."""
+"""The plan of a run before it starts, and its cost: experiment, rates, throughput, machines."""

@@ -53,7 +53,7 @@ def start(pair: Pair, exhaustive: bool) -> Start:
 
 @pytest.fixture(autouse=True)
 def clean(pair: Pair) -> Iterator[None]:
-    """Whatever a test does to the hosts, the next one finds them connected and idle."""
+    """Leave the hosts connected and idle for the next test."""
     yield
     pair.mend()
     for host in pair.hosts:

@@ -1,4 +1,4 @@
-"""What comes from somebody else, and what must stay here"""
+"""Files and answers of others, and data that must stay here"""
 
 from __future__ import annotations
 

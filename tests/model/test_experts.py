@@ -131,7 +131,7 @@ def test_it_is_the_block_of_mixtral_and_its_loss() -> None:
 
 @pytest.mark.parametrize("moe", [MOE, {"num_experts": 4, "num_active_experts": 4}], ids=str)
 def test_experts_that_are_alike_are_the_dense_layer(moe: dict[str, int]) -> None:
-    """Whatever the router says: weights add up to 1."""
+    """The router does not matter: weights add up to 1."""
     ours, x = mixture(moe=moe).double(), some_input(torch.float64)
     dense = ours.experts[0]
     for expert in ours.experts:

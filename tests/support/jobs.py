@@ -81,7 +81,7 @@ def said(processes: Sequence[Process]) -> list[tuple[str, str]]:
 
 
 def assert_named_are_whole(run: Path) -> None:
-    """Whatever has a checkpoint's name, or `latest` or `best`."""
+    """Verify all checkpoints with a name, `latest` and `best`."""
     folder = run / "checkpoints"
     links = [folder / name for name in ("latest", "best") if (folder / name).is_symlink()]
     for path in [*links, *(path for _, path in checkpoints.list_checkpoints(folder))]:
