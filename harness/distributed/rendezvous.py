@@ -70,9 +70,7 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> Process
     timeout = timedelta(seconds=timeout_seconds + BACKSTOP_SECONDS)
     # The store is in torchrun's process, which may be killed meanwhile.
     with leaving_with_peers(), _long_wait_told(here):
-        store = (
-            _own_store(timeout) if STORE_DESCRIPTOR in os.environ else next(rendezvous("env://", timeout=timeout))[0]
-        )
+        store = _own_store(timeout) if STORE_DESCRIPTOR in os.environ else _store_of_environment(timeout)
         restart_id = agree_on_restart_id(store, here.rank, here.world_size, timeout.total_seconds())
     with explained_addresses():
         dist.init_process_group(
@@ -86,6 +84,18 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> Process
     with explained_addresses():
         control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
     return ProcessGroups(control, PrefixStore(restart_id, _own_connection()))
+
+
+def _store_of_environment(timeout: timedelta) -> Any:
+    """The store at MASTER_ADDR and MASTER_PORT, which rank 0 may have to open. Raises RunError if the port is taken."""
+    try:
+        return next(rendezvous("env://", timeout=timeout))[0]
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise RunError(
+            f"MASTER_PORT {os.environ['MASTER_PORT']}: taken by another process; give another port"
+        ) from None
 
 
 def agree_on_restart_id(store: Any, rank: int, size: int, timeout_seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -204,10 +205,19 @@ def finish(processes: Sequence[Process], *, expect: int | None, timeout: float) 
     return result
 
 
+def _own_ports() -> list[int]:
+    """The ports of this worker of pytest's, below those that the system hands out, in a random order."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
+    first = 15_000 + 2_000 * worker
+    return random.SystemRandom().sample(range(first, first + 2_000), 2_000)
+
+
+PORTS = itertools.cycle(_own_ports())
+
+
 def free_port() -> int:
-    """Return a free port below those that the system hands out: else one of another job's sockets could get it before
-    this job's first process does."""
-    for port in random.SystemRandom().sample(range(15_000, 32_000), 100):
+    """Return a free port that no other job of these tests is about to take."""
+    for port in itertools.islice(PORTS, 100):
         with suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
             return port
