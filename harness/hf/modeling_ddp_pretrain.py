@@ -60,6 +60,7 @@ class DdpPretrainForCausalLM(PreTrainedModel, GenerationMixin):
         return False
 
     def _reorder_cache(self, past_key_values: KeyValueCache, beam_idx: Tensor) -> KeyValueCache:
+        """Keep the rows of the surviving beams; `generate` finds it by this name for caches of a model's own."""
         past_key_values.keep(beam_idx.tolist())
         return past_key_values
 

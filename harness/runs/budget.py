@@ -18,7 +18,6 @@ from harness.data.loader import BatchLayout, BatchSchedule
 from harness.model.config import ModelConfig
 from harness.runs.train_config import TrainConfig
 
-SECONDS_PER_HOUR = 3600
 COUNTABLE = 2**62  # tokens of a run are below it
 
 
