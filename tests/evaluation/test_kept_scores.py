@@ -13,6 +13,7 @@ from harness.evaluation.instruct.responses import AnsweringModel, Response, Resp
 from harness.runs.directory import RunDirectory
 from harness.runs.results import InstructionResult, read_results
 from tests.support.fake_judge import FakeJudge, score, text
+from tests.support.in_process import call
 from tests.support.launch import Result, Workshop
 
 CHECKPOINT = "20260101Z000000-iteration-9"
@@ -43,7 +44,7 @@ class Bench:
 
     def __init__(self, folder: Path, judge: FakeJudge) -> None:
         self.judge = judge
-        self.shop = Workshop(folder, {"OPENAI_API_KEY": "sk-loopback", "NO_PROXY": "127.0.0.1"})
+        self.shop = Workshop(folder)
         self.files = {name: self.add_run(name, known) for name, known in (("small", 3), ("large", 7))}
 
     def add_run(self, name: str, known: int) -> Path:
@@ -61,8 +62,9 @@ class Bench:
 
     def run(self, *names: str, options: tuple[str, ...] = ()) -> Result:
         paths = [str(self.files[name]) for name in names]
-        judged = ["--model", "referee", "--base-url", self.judge.url, "--attempts", "1", "--parallel", "1", *options]
-        return self.shop.command("judge_ift.py", *paths, "--cache", str(self.shop.path / "cache.jsonl"), *judged)
+        judged = f"--model referee --base-url {self.judge.url} --attempts 1 --parallel 1 --cache cache.jsonl".split()
+        environment = {"OPENAI_API_KEY": "sk-loopback", "NO_PROXY": "127.0.0.1"}
+        return call("judge_ift", *paths, *judged, *options, folder=self.shop.path, environment=environment)
 
     def kept(self, name: str) -> list[InstructionResult]:
         results = read_results(RunDirectory(self.shop.runs / name))
