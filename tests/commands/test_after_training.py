@@ -45,7 +45,7 @@ class Journey:
         texts = [Instruction(**entry).prompt + entry["output"] for entry in ENTRIES]
         train_bpe(iter(texts), VOCAB_SIZE, folder / "tokenizer.json")
         tokenizer = load_tokenizer(folder / "tokenizer.json")
-        tokens = [token for text in texts for token in [*tokenizer.encode(text), tokenizer.eot_token]]
+        tokens = 4 * [token for text in texts for token in [*tokenizer.encode(text), tokenizer.eot_token]]
         for split in ("train", "validation", "test"):
             save_file({"tokens": np.array(tokens, np.uint16)}, folder / f"{split}.safetensors")
         (folder / "meta.json").write_text(json.dumps({"description": "text", "tokenizer": "tokenizer.json"}))
@@ -118,10 +118,7 @@ def test_published_and_downloaded_again(journey: Journey) -> None:
         card = hub.models["me/r"].files["README.md"].content.decode()
     measured = journey.do("test_loss", journey.shop.datasets, journey.best).stdout
     assert f"| test | {measured.split()[5]} |" in card
-    back, sent = (
-        load_file(journey.shop.runs / "back" / "model.safetensors"),
-        load_file(journey.best / "model.safetensors"),
-    )
+    back, sent = (load_file(folder / "model.safetensors") for folder in (journey.shop.runs / "back", journey.best))
     assert back.keys() == sent.keys()
     assert all(torch.equal(tensor, sent[name]) for name, tensor in back.items())
     assert journey.sample(journey.shop.runs / "back") == journey.sample(journey.best)

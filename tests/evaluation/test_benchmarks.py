@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,7 +32,7 @@ from harness.runs.results import BenchmarkResult, read_results
 from harness.runs.trained_model import TrainedModel
 from tests.support.benchmark_files import KINDS, sentence, write_task
 from tests.support.in_process import call
-from tests.support.launch import ROOT, Result
+from tests.support.launch import Result, Workshop, finish
 
 CONTEXT = 32
 VOCAB_SIZE = 300
@@ -337,8 +336,8 @@ def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--tasks", "x", "--output", "."], "is a folder"),
-        (["--tasks", "x", "--output", "gone/out.json"], "no such folder"),
+        (["--tasks", "x", "--output", "."], "is a directory"),
+        (["--tasks", "x", "--output", "gone/out.json"], "no file can be written"),
         (["--tasks", ","], "at least one name"),
         (["--tasks", "x.yaml"], "no such task file"),
         (["--tasks", "x", "--limit", "0"], "--limit"),
@@ -416,23 +415,18 @@ def test_names_that_are_none() -> None:
     assert "lambada_openai" in benchmarks.known_names("lambada*")
 
 
-def test_without_the_extra_the_remedy_is_named(tmp_path: Path) -> None:
-    program = (
-        "import importlib.util, runpy, sys\n"
-        "find = importlib.util.find_spec\n"
-        "importlib.util.find_spec = lambda name, *rest: None if name == 'lm_eval' else find(name, *rest)\n"
-        f"sys.argv = ['evaluate_benchmarks.py', '--list', '*']\n"
-        f"runpy.run_path({str(ROOT / 'evaluate_benchmarks.py')!r}, run_name='__main__')\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert done.returncode == 2
+def test_without_the_extra_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else find(name))
+    done = call("evaluate_benchmarks", "--list", "*", folder=tmp_path)
+    assert done.status == 2
     assert done.stderr.splitlines() == [done.stderr.strip()]
     assert "uv run --extra benchmarks" in done.stderr
 
 
-def test_the_libraries_keep_their_retries_to_themselves() -> None:
+def test_the_libraries_keep_their_retries_to_themselves(tmp_path: Path) -> None:
     """A process of its own is needed: libraries set their levels when they are imported first."""
-    program = (
+    (tmp_path / "script.py").write_text(
         "import logging\n"
         "from harness.evaluation.benchmarks.run import quieten\n"
         "quieten()\n"
@@ -440,5 +434,5 @@ def test_the_libraries_keep_their_retries_to_themselves() -> None:
         "for name in ('huggingface_hub.utils._http', 'datasets.load', 'lm_eval.tasks'):\n"
         "    print(logging.getLogger(name).isEnabledFor(logging.WARNING))\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = finish([Workshop(tmp_path).fork([str(tmp_path / "script.py")], {})], expect=0, timeout=120)
     assert done.stdout.split() == ["False"] * 3, done.stderr

@@ -7,8 +7,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,118 +15,16 @@ import numpy as np
 import pytest
 
 from harness.common.errors import RunError, UserError
-from harness.evaluation.instruct.responses import Response, Responses, write_responses
+from harness.evaluation.instruct.responses import Responses, write_responses
 from harness.evaluation.judge.cache import JudgeCache, Record
 from harness.evaluation.judge.report import JudgeReport
-from harness.evaluation.judge.requests import HOPELESS_QUESTIONS, Judgement, JudgeSettings, Tokens, judge
-from tests.support.fake_judge import FakeJudge, Fault, rewritten, score, status, text
+from harness.evaluation.judge.requests import HOPELESS_QUESTIONS, Judgement, JudgeSettings, Tokens
+from tests.support.fake_judge import Fault, rewritten, status, text
 from tests.support.in_process import call
-from tests.support.launch import ROOT, Process, Result, Workshop, finish
+from tests.support.judging import KEY, LABELS, QUESTIONS, Bench, make_models, one_line, true_scores, wait_until
+from tests.support.launch import ROOT, Process, Workshop, finish
 
 GUIDE = (ROOT / "docs" / "after-training.md").read_text()
-KEY = "sk-averysecretkeyindeed"
-LABELS = ("small", "medium", "large")
-QUESTIONS = 5
-
-
-def make_models(questions: int = QUESTIONS, labels: tuple[str, ...] = LABELS) -> list[Responses]:
-    """Each knows other words of the references."""
-    random = np.random.default_rng(0)
-    models: list[list[Response]] = [[] for _ in labels]
-    for question in range(questions):
-        words = [f"word{number}" for number in range(10)]
-        for number, responses in enumerate(models):
-            known = " ".join(word for word in words if random.random() < (number + 1) / (len(labels) + 1))
-            responses.append(
-                Response(instruction=f"Question {question}", input="", output=" ".join(words), response=known)
-            )
-    return [Responses(model=label, responses=responses) for label, responses in zip(labels, models, strict=True)]
-
-
-def true_scores(models: list[Responses]) -> np.ndarray:
-    """QxM, by the words of each model's own answers."""
-    return np.array([[score(each.response, each.output) for each in model.responses] for model in models]).T
-
-
-@dataclass
-class Bench:
-    """A judge, a folder with responses files, and ways to have them judged."""
-
-    judge: FakeJudge
-    folder: Path
-    models: list[Responses] = field(default_factory=make_models)
-
-    @property
-    def cache(self) -> Path:
-        return self.folder / "judgements.jsonl"
-
-    @property
-    def settings(self) -> JudgeSettings:
-        return JudgeSettings("referee", self.judge.url, 5.0, attempts=3)
-
-    def run(self, **changes: Any) -> Judgement:
-        return judge(self.models, replace(self.settings, **changes), self.cache)
-
-    def assert_true(self, judgement: Judgement) -> None:
-        """Every model has the scores of its own answers, in every repeat."""
-        assert not judgement.unanswered
-        for repeat in range(judgement.scores.shape[1]):
-            assert (judgement.scores[:, repeat] == true_scores(self.models)).all()
-
-    def lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.cache.read_text().splitlines()]
-
-    def invalid(self) -> list[str]:
-        """Reasons of the invalid answers in the cache."""
-        return [line["reason"] for line in self.lines() if "scores" not in line]
-
-    def kept(self) -> int:
-        """Whole lines in the cache, also while others are written."""
-        return self.cache.read_bytes().count(b"\n") if self.cache.exists() else 0
-
-    def write(self) -> list[str]:
-        paths = []
-        for model in self.models:
-            paths.append(str(self.folder / f"{model.model}.json"))
-            write_responses(Path(paths[-1]), model)
-        return paths
-
-    def arguments(self, *options: str) -> list[str]:
-        return [*self.write(), "--model", "referee", "--base-url", self.judge.url, *options]
-
-    def command(self, *options: str, expect: int = 0, **environment: str) -> Result:
-        """Run judge_ift.py on all models."""
-        done = call("judge_ift", *self.arguments(*options), folder=self.folder, environment=environment)
-        assert done.status == expect, done
-        assert KEY not in done.stdout + done.stderr
-        return done
-
-    def fork(self, *options: str, prelude: str = "") -> Process:
-        """The same in a process of its own."""
-        environment = {"NO_PROXY": "127.0.0.1", "OPENAI_API_KEY": KEY}
-        command = [str(ROOT / "judge_ift.py"), *self.arguments(*options)]
-        return Workshop(self.folder).fork(command, environment, prelude)
-
-
-def one_line(stderr: str) -> str:
-    (line,) = stderr.splitlines()
-    return line
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
-
-
-@pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.02)
-    with FakeJudge() as fake:
-        yield Bench(fake, tmp_path)
 
 
 # Whole ---------------------------------------------------------------------------------------------------------------
@@ -185,6 +82,9 @@ def test_a_question_that_is_there_twice_is_asked_once(bench: Bench) -> None:
     ]
     bench.assert_true(bench.run())
     assert len(bench.judge.requests) == 2
+    bench.models = [model.model_copy(update={"responses": bench.models[0].responses}) for model in bench.models]
+    bench.assert_true(bench.run(prompt="book"))
+    assert len(bench.judge.requests) == 3, "equal answers alone"
 
 
 def test_each_answer_alone_is_kept_apart_from_those_together(bench: Bench) -> None:
@@ -196,7 +96,7 @@ def test_each_answer_alone_is_kept_apart_from_those_together(bench: Bench) -> No
         assert alone.spent.answers == len(LABELS) * QUESTIONS * 2
         assert len(bench.judge.requests) == QUESTIONS + number * alone.spent.answers
         assert bench.run(prompt=prompt, repeats=2).spent_now.answers == 0
-        printed = " ".join("\n".join(JudgeReport.of(alone, replace(bench.settings, prompt=prompt)).lines()).split())
+        printed = " ".join("\n".join(JudgeReport(alone, replace(bench.settings, prompt=prompt)).lines()).split())
         assert f"referee judged each answer alone, by the {prompt}'s prompt; 5 questions." in printed
         assert "not with those of models judged together" in printed
     assert bench.run().spent == together.spent
@@ -209,18 +109,12 @@ def test_a_model_without_a_valid_answer_alone_leaves_the_question_out(bench: Ben
     missing = np.isnan(judgement.scores[:, 0])
     assert missing.sum() == 1, "one of fifteen"
     assert (judgement.scores[:, 0][~missing] == true_scores(bench.models)[~missing]).all()
-    report = JudgeReport.of(judgement, replace(bench.settings, prompt="notebook"))
+    report = JudgeReport(judgement, replace(bench.settings, prompt="notebook"))
     assert report.comparison is not None
     assert report.comparison.questions == QUESTIONS - 1, "for every model, so that differences stay paired"
     shortfall = str(report.shortfall())
     assert "no valid answer to 1 of 15 prompts, after 3 attempts each (question 1; " in shortfall
     assert '"about 80" is not an integer from 0 to 100' in shortfall
-
-
-def test_equal_answers_judged_alone_are_paid_for_once(bench: Bench) -> None:
-    bench.models = [model.model_copy(update={"responses": bench.models[0].responses}) for model in bench.models]
-    bench.assert_true(bench.run(prompt="book"))
-    assert len(bench.judge.requests) == QUESTIONS
 
 
 # Faults --------------------------------------------------------------------------------------------------------------
@@ -253,9 +147,9 @@ def test_an_invalid_answer_is_asked_for_again_and_its_cost_is_counted(bench: Ben
 
 
 def test_a_reply_that_never_ends_is_given_up(bench: Bench) -> None:
-    bench.judge.faults = [Fault(delay_seconds=0.05, trickle=True)] * 2
+    bench.judge.faults = [Fault(delay_seconds=0.05, trickle=True)]
     bench.assert_true(bench.run(timeout=1.0, parallel=1))
-    assert bench.invalid() == ["the reply took more than 1 seconds"] * 2
+    assert bench.invalid() == ["the reply took more than 1 seconds"]
 
 
 def test_a_judge_that_fails_for_a_while(bench: Bench) -> None:
@@ -278,14 +172,6 @@ def test_retry_after_is_waited_for(bench: Bench) -> None:
     assert second.at >= first.at + 0.7
 
 
-def test_a_long_retry_after_is_left_to_the_user(bench: Bench) -> None:
-    bench.judge.always = {None: status(429, retry_after="86400")}
-    with pytest.raises(RunError, match=r"status 429.*; Retry-After: 86400; judging again asks again"):
-        bench.run(parallel=1)
-    assert len(bench.judge.requests) == 1
-    assert not bench.cache.exists()
-
-
 def test_answers_without_a_count_are_said_to_be(bench: Bench) -> None:
     bench.judge.faults = [Fault(has_usage=False)]
     judgement = bench.run()
@@ -294,7 +180,7 @@ def test_answers_without_a_count_are_said_to_be(bench: Bench) -> None:
     counted = [line["prompt_tokens"] for line in bench.lines() if "prompt_tokens" in line]
     assert len(counted) == QUESTIONS - 1
     assert judgement.spent.prompt == sum(counted)
-    lines = "\n".join(JudgeReport.of(judgement, bench.settings).lines())
+    lines = "\n".join(JudgeReport(judgement, bench.settings).lines())
     assert "(1 of the answers came without a count)" in " ".join(lines.split())
 
 
@@ -302,22 +188,30 @@ def test_answers_without_a_count_are_said_to_be(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "problem"),
+    ("fault", "error", "words", "requests"),
     [
-        (status(500), "status 500"),
-        (Fault(hang_up=True), "the connection failed"),
-        (Fault(delay_seconds=60), "no answer within 0.3 seconds"),
-        (status(429, code="insufficient_quota"), "no credit left"),
+        (status(500), RunError, "status 500", 3),
+        (Fault(hang_up=True), RunError, "the connection failed", 3),
+        (Fault(delay_seconds=60), RunError, "no answer within 0.3 seconds", 3),
+        (status(429, code="insufficient_quota"), RunError, "no credit left", 3),
+        (status(429, retry_after="86400"), RunError, "; Retry-After: 86400; judging again", 1),
+        (status(401, message=f"wrong key: {KEY}"), UserError, "status 401", 1),
+        (status(403), UserError, "check the key", 1),
+        (status(404, code="model_not_found"), UserError, "check the judge's name and --base-url", 1),
+        (status(400), UserError, "does not take the request", 1),
     ],
-    ids=["500", "hung up", "silent", "no credit"],
 )
-def test_a_judge_that_never_answers(bench: Bench, fault: Fault, problem: str) -> None:
+def test_a_judge_that_never_answers_or_refuses(
+    bench: Bench, fault: Fault, error: type[Exception], words: str, requests: int
+) -> None:
+    """What another try may mend is tried three times; a long wait and the rest is said at once."""
     bench.judge.always = {None: fault}
-    with pytest.raises(RunError) as caught:
+    with pytest.raises(error) as caught:
         bench.run(parallel=1, timeout=0.3)
-    assert problem in str(caught.value)
-    assert str(caught.value).endswith("; judging again asks again")
-    assert len(bench.judge.requests) == 3
+    assert words in str(caught.value)
+    assert KEY not in str(caught.value)
+    assert str(caught.value).endswith("; judging again asks again") == (error is RunError)
+    assert len(bench.judge.requests) == requests
     assert list(bench.folder.iterdir()) == []
 
 
@@ -331,25 +225,6 @@ def test_a_judge_that_goes_away_leaves_what_it_answered(bench: Bench) -> None:
     assert len(bench.judge.paid) == len(set(bench.judge.paid)) == QUESTIONS
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        (status(401, message=f"wrong key: {KEY}"), "status 401"),
-        (status(403), "check the key"),
-        (status(404, code="model_not_found"), "check the judge's name and --base-url"),
-        (status(400), "does not take the request"),
-    ],
-)
-def test_what_does_not_pass_is_said_at_once(bench: Bench, fault: Fault, message: str) -> None:
-    bench.judge.always = {None: fault}
-    with pytest.raises(UserError) as caught:
-        bench.run(parallel=1)
-    assert message in str(caught.value)
-    assert KEY not in str(caught.value)
-    assert len(bench.judge.requests) == 1
-    assert not bench.cache.exists()
-
-
 def test_questions_without_a_valid_answer_are_left_out_and_asked_again_next_time(bench: Bench) -> None:
     """A reply that is none, a question that is too long for the judge, and one that it may not answer."""
     codes = ("context_length_exceeded", "invalid_prompt")
@@ -358,7 +233,7 @@ def test_questions_without_a_valid_answer_are_left_out_and_asked_again_next_time
     judgement = bench.run()
     assert [(each.question, each.repeat) for each in judgement.unanswered] == [(3, 1), (4, 1), (5, 1)]
     assert np.isnan(judgement.scores[2:]).all()
-    report = JudgeReport.of(judgement, bench.settings)
+    report = JudgeReport(judgement, bench.settings)
     assert report.comparison is not None
     answered = true_scores(bench.models)[:2]
     assert [mean.value for mean in report.comparison.means] == pytest.approx(answered.mean(axis=0))
@@ -520,10 +395,17 @@ def test_command_prints_a_table_and_the_same_as_json(bench: Bench) -> None:
     assert [p["win_rate"] for p in result["pairs"] if (p["first"], p["second"]) == ("large", "small")] == [wins]
 
 
+def fork(bench: Bench, *options: str, prelude: str = "") -> Process:
+    """judge_ift.py on all models, in a process of its own."""
+    environment = {"NO_PROXY": "127.0.0.1", "OPENAI_API_KEY": KEY}
+    judged = [*bench.write(), "--model", "referee", "--base-url", bench.judge.url, *options]
+    return Workshop(bench.folder).fork([str(ROOT / "judge_ift.py"), *judged], environment, prelude)
+
+
 def test_killed_judging_goes_on_and_pays_for_nothing_twice(bench: Bench) -> None:
     bench.models = make_models(12)
     bench.judge.honest_requests = 5
-    process = bench.fork("--parallel", "3")
+    process = fork(bench, "--parallel", "3")
     wait_until(lambda: bench.kept() == 5)
     wait_until(lambda: len(bench.judge.requests) == 8)
     process.kill()
@@ -538,7 +420,7 @@ def test_killed_judging_goes_on_and_pays_for_nothing_twice(bench: Bench) -> None
 def test_ctrl_c_leaves_at_once_and_keeps_what_was_answered(bench: Bench) -> None:
     bench.models = make_models(12)
     bench.judge.honest_requests = 5
-    process = bench.fork("--parallel", "3")
+    process = fork(bench, "--parallel", "3")
     wait_until(lambda: bench.kept() == 5)
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
@@ -554,7 +436,7 @@ def test_a_disk_that_fills_up_loses_no_answer_that_was_kept(bench: Bench) -> Non
     # A file of bytecode would be cut short, too, for every later process.
     prelude = "import resource, sys\nsys.dont_write_bytecode = True\n"
     prelude += "resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))\n"
-    stderr = finish([bench.fork(prelude=prelude)], expect=1, timeout=60).stderr
+    stderr = finish([fork(bench, prelude=prelude)], expect=1, timeout=60).stderr
     assert one_line(stderr).startswith(f"error: {bench.cache}: File too large; ")
     assert bench.cache.stat().st_size == 1024
     *lines, cut = bench.cache.read_text().split("\n")
@@ -597,7 +479,7 @@ def test_a_proxy_that_cannot_be_used_is_one_line(bench: Bench, variable: str, va
 def test_the_guides_example_needs_no_account(bench: Bench) -> None:
     """The server as it is started by hand, the files that it writes, and the command that it prints."""
     write_responses(bench.folder / "ift-responses.json", bench.models[0])
-    (shown,) = re.findall(r"`uv run (tests/support/fake_judge\.py [^`]*)`", GUIDE)
+    (shown,) = re.findall(r"`uv run (tests/support/fake_judge\.py\s[^`]*)`", GUIDE)
     script, *options = shown.replace("runs/quickstart/ift-responses.json", "ift-responses.json").split()
     assert "--model word-counter --base-url http://127.0.0.1:8000/v1" in " ".join(GUIDE.split())
     shop = Workshop(bench.folder)
@@ -631,7 +513,7 @@ def test_tables_fit_a_terminal(count: int) -> None:
     spent = Tokens(2000, 10**9, 10**7, 3)
     judgement = Judgement(labels, scores, (), spent, Tokens())
     settings = JudgeSettings("a-judge-with-a-long-name-20260101", "http://judge.example/v1", repeats=2)
-    report = JudgeReport.of(judgement, settings, (1.25, 10))
+    report = JudgeReport(judgement, settings, (1.25, 10))
     lines = list(report.lines())
     assert all(len(line) <= 80 and line.isprintable() for line in lines)
     joined = "".join("".join(lines).split())
