@@ -365,7 +365,7 @@ def test_what_stands_in_a_results_place(shop: Workshop, tmp_path: Path) -> None:
 
 
 def test_results_go_aside_with_their_weights(shop: Workshop) -> None:
-    """Those of later checkpoints, when training goes back; all, when it starts again."""
+    """Results of later checkpoints go when training goes back, and all when it starts again."""
     run = shop.runs / "r"
     earlier, last = checkpoint_of_step(run, 10), (run / "checkpoints" / "latest").resolve().name
     for checkpoint in (earlier, last):

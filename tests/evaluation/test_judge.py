@@ -19,7 +19,7 @@ from harness.evaluation.instruct.responses import Responses, write_responses
 from harness.evaluation.judge.cache import JudgeCache, Record
 from harness.evaluation.judge.report import JudgeReport
 from harness.evaluation.judge.requests import HOPELESS_QUESTIONS, Judgement, JudgeSettings, Tokens
-from tests.support.fake_judge import Fault, rewritten, status, text
+from tests.support.fake_judge import Fault, status, text
 from tests.support.in_process import call
 from tests.support.judging import KEY, LABELS, QUESTIONS, Bench, make_models, one_line, true_scores, wait_until
 from tests.support.launch import ROOT, Process, Workshop, finish
@@ -125,8 +125,8 @@ NO_CHAT += [
 ]
 INVALID = [
     (text("The best one is A."), "not JSON"),
-    (rewritten(lambda scores: json.dumps(scores | {"D": 50})), 'scores for "D"'),
-    (rewritten(lambda scores: json.dumps({"A": scores["A"], "B": scores["B"]})), "no score for C"),
+    (Fault(write=lambda scores: json.dumps(scores | {"D": 50})), 'scores for "D"'),
+    (Fault(write=lambda scores: json.dumps({"A": scores["A"], "B": scores["B"]})), "no score for C"),
     (text(f"your key is {KEY}"), "your key is ***"),
     (Fault(refusal="I would rather not"), "refused: I would rather not"),
     *((Fault(body=body), "not the reply of a chat") for body in NO_CHAT),
@@ -204,7 +204,7 @@ def test_answers_without_a_count_are_said_to_be(bench: Bench) -> None:
 def test_a_judge_that_never_answers_or_refuses(
     bench: Bench, fault: Fault, error: type[Exception], words: str, requests: int
 ) -> None:
-    """What another try may mend is tried three times; a long wait and the rest is said at once."""
+    """Failures that may pass are tried three times; a long wait, and any other failure, is said at once."""
     bench.judge.always = {None: fault}
     with pytest.raises(error) as caught:
         bench.run(parallel=1, timeout=0.3)

@@ -22,7 +22,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 Scores = dict[str, float]
@@ -71,10 +70,6 @@ def text(content: str) -> Fault:
     return Fault(write=lambda scores: content)
 
 
-def rewritten(write: Callable[[Scores], str]) -> Fault:
-    return Fault(write=write)
-
-
 def status(number: int, *, code: str | None = None, message: str = "no", retry_after: str | None = None) -> Fault:
     error = {"error": {"message": message, "type": "error", "code": code}}
     headers = {} if retry_after is None else {"Retry-After": retry_after}
@@ -114,7 +109,7 @@ class FakeJudge:
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.released.set()
         self._server.shutdown()
         self._server.server_close()
