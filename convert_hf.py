@@ -164,7 +164,7 @@ def gather_facts(
     """The run that made the model, if it is known, and what its card is made of. The test loss is measured on what
     lies in `datasets_dir`, if that is given."""
     from harness.common.device import only_device
-    from harness.evaluation.loss import measure_test_loss
+    from harness.evaluation.loss import HeldOutText
     from harness.hf.model_card import ModelFacts
     from harness.hf.own_format import MODEL_TYPE
     from harness.model.export_formats import native_class
@@ -172,7 +172,8 @@ def gather_facts(
 
     run, test = files.run, None
     if datasets_dir:
-        test = measure_test_loss(model.to(only_device()), files.weights, datasets_dir)
+        text = HeldOutText.choose(model.config, files.weights, datasets_dir)
+        test = text.measure(model.to(only_device()), "auto")
         test.keep(files.weights)
     summary = read_summary(run.summary) if run and run.summary.is_file() else None
     has_chart = run is not None and run.chart.is_file()

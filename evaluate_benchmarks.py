@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from harness.common.errors import UserError, one_line_errors
-from harness.common.files import sha256
+from harness.common.files import check_writable, sha256
 from harness.common.libraries import configure_libraries
 from harness.common.options import MODEL, RUNS_DIR, Command
 
@@ -37,7 +37,9 @@ def print_names(context: click.Context, _: click.Parameter, pattern: str | None)
 @click.option("--num-fewshot", type=click.IntRange(min=0), help="Solved examples shown.  [default: each task's]")
 @click.option("--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="Texts per batch.")
 @click.option("--precision", type=click.Choice(["auto", "bf16", "fp16", "fp32"]), default="auto", show_default=True)
-@click.option("--output", type=click.Path(path_type=Path), help="Write everything to this JSON file, too.")
+@click.option(
+    "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write everything to this JSON file, too."
+)
 @click.option(
     "--list",
     metavar="GLOB",
@@ -81,7 +83,7 @@ def main(
 
         benchmarks.check_installed()
         if output:
-            benchmarks.check_output(output)
+            check_writable(output.absolute().parent)
         device = only_device()
         loaded, tokenizer = load_model(named.config, named.weights, device), tokenizer_of(named.weights)
         check_tokenizer_fits(tokenizer, named.config.vocab_size, named.weights)
@@ -103,6 +105,7 @@ def main(
 
 def keep_result(weights: Path, results: dict[str, Any], settings: dict[str, Any], device: str) -> None:
     """Leave the metrics of all tasks and groups in the run whose checkpoint the weights are, if they are one's."""
+    from dataclasses import asdict
     from importlib.metadata import version
 
     import torch
@@ -115,11 +118,7 @@ def keep_result(weights: Path, results: dict[str, Any], settings: dict[str, Any]
     higher = results.get("higher_is_better", {})
     kept = [
         BenchmarkScore(
-            task=score.task,
-            metric=score.metric,
-            value=finite(score.value),
-            stderr=finite(score.stderr),
-            examples=score.examples,
+            **{**asdict(score), "value": finite(score.value), "stderr": finite(score.stderr)},
             higher_is_better=higher.get(name, {}).get(score.metric.partition(",")[0]),
         )
         for name in results["results"]
@@ -127,16 +126,9 @@ def keep_result(weights: Path, results: dict[str, Any], settings: dict[str, Any]
     ]
     with warned_if_not_kept():
         if measured := model_in_run(weights):
-            result = BenchmarkResult(
-                weights=measured.weights,
-                date=now(),
-                device=device,
-                torch=torch.__version__,
-                lm_eval=version("lm-eval"),
-                scores=kept,
-                **settings,
-            )
-            write_result(measured.run, result)
+            program = {"date": now(), "device": device, "torch": torch.__version__, "lm_eval": version("lm-eval")}
+            facts = settings | program
+            write_result(measured.run, BenchmarkResult(weights=measured.weights, scores=kept, **facts))
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def main(
         except RunStopped:
             click.echo("stopped by SIGINT; the same command goes on from there", err=True)
             raise
-        report = JudgeReport.of(judgement, settings, prices)
+        report = JudgeReport(judgement, settings, prices)
         click.echo(json.dumps(report.as_json(), indent=1) if as_json else "\n".join(report.lines()))
         keep_scores(responses, models, report)
         if (shortfall := report.shortfall()) is not None:

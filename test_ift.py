@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from harness.evaluation.instruct.finetune import FineTuneSettings, FineTuning
     from harness.evaluation.instruct.responses import InstructionSplits, Responses
     from harness.evaluation.judge.requests import JudgeSettings
-    from harness.runs.trained_model import TrainedModel
 
 RESPONSES = "ift-responses.json"
 
@@ -74,7 +73,13 @@ def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
             Responses,
             write_responses,
         )
-        from harness.runs.trained_model import check_tokenizer_fits, model_in_run, tokenizer_of
+        from harness.runs.trained_model import (
+            check_tokenizer_fits,
+            model_in_run,
+            tokenizer_file_of,
+            tokenizer_of,
+            write_model,
+        )
 
         data = local_copy(options["data"], InstructionSplits.load)
         splits, device = InstructionSplits.load(data), only_device()
@@ -95,14 +100,19 @@ def main(model: tuple[str, ...], runs_dir: Path, **options: Any) -> None:
             answers_only=options["answers_only"],
         )
         tuning = fine_tune(tuned, tokenizer, splits, settings)
-        name, longest = options["name"] or name_of(named), options["max_new_tokens"]
+        # `run/checkpoint`, as far as the places of the files tell.
+        run, checkpoint = named.folder.absolute(), named.weights.absolute().parent
+        own_name = run.name if checkpoint == run else f"{run.name}/{checkpoint.resolve().name}"
+        name, longest = options["name"] or as_unicode(own_name), options["max_new_tokens"]
         about_data = InstructionData(
             file=as_unicode(data.name), sha256=sha256(data), entries=splits.entries, test_entries=len(splits.test)
         )
         course = {**asdict(settings), "max_new_tokens": longest, **tuning.as_json()}
         if options["save"]:
-            facts = {"data": about_data.model_dump(), "fine_tuning": course}
-            save(tuned, named.weights, options["save"], {"fine_tuned_from": name, **facts})
+            facts = {"fine_tuned_from": name, "data": about_data.model_dump(), "fine_tuning": course}
+            shape, kept_tokenizer = tuned.config.model_dump(mode="json"), tokenizer_file_of(named.weights)
+            write_model(options["save"], shape, tuned.to_checkpoint_names(), tokenizer=kept_tokenizer, facts=facts)
+            click.echo(f"{options['save']}: the fine-tuned model")
         answers = answer(tuned, tokenizer, splits.test, longest)
         responses = Responses(model=name, weights=weights, data=about_data, fine_tuning=course, responses=answers)
         write_responses(path, responses)
@@ -127,8 +137,6 @@ def check_places(path: Path, options: dict[str, Any]) -> None:
     """Raises UserError, before anything is downloaded or trained, if the results would take the place of others."""
     if path.is_dir() or (path.exists() and not options["overwrite"]):
         raise UserError(f"{path}: exists; --overwrite replaces it, --responses FILE writes to another place")
-    if not path.parent.is_dir():
-        raise UserError(f"{path}: no such folder as {path.parent}")
     check_writable(path.parent)
     if options["save"] and (options["save"].exists() or options["save"].absolute() == path.absolute()):
         raise UserError(f"{options['save']}: exists, or is where the answers go; give --save another place")
@@ -136,12 +144,6 @@ def check_places(path: Path, options: dict[str, Any]) -> None:
         check_writable(next(folder for folder in options["save"].absolute().parents if folder.exists()))
     if options["name"] is not None and not (options["name"].strip() and is_unicode(options["name"])):
         raise UserError(f"--name {options['name']!r}: not a name")
-
-
-def name_of(named: TrainedModel) -> str:
-    """`run/checkpoint`, as far as the places of the files tell."""
-    run, checkpoint = named.folder.absolute(), named.weights.absolute().parent
-    return as_unicode(run.name if checkpoint == run else f"{run.name}/{checkpoint.resolve().name}")
 
 
 def fine_tune(
@@ -162,15 +164,6 @@ def fine_tune(
     return tuning
 
 
-def save(model: GPTModel, source: Path, folder: Path, facts: dict[str, Any]) -> None:
-    """Keep the fine-tuned model, with its tokenizer and how it was made."""
-    from harness.runs.trained_model import tokenizer_file_of, write_model
-
-    shape, tokenizer = model.config.model_dump(mode="json"), tokenizer_file_of(source)
-    write_model(folder, shape, model.to_checkpoint_names(), tokenizer=tokenizer, facts=facts)
-    click.echo(f"{folder}: the fine-tuned model")
-
-
 def score(responses: Responses, settings: JudgeSettings, path: Path) -> None:
     """Print what the judge thinks. Raises RunError if it did not score every answer."""
     from harness.evaluation.judge.report import JudgeReport, keep_scores
@@ -178,7 +171,7 @@ def score(responses: Responses, settings: JudgeSettings, path: Path) -> None:
 
     again = f"judge_ift.py {path}" + ("" if settings.judges_together else f" --prompt {settings.prompt}")
     try:
-        report = JudgeReport.of(judge([responses], settings, path.parent / "judgements.jsonl"), settings)
+        report = JudgeReport(judge([responses], settings, path.parent / "judgements.jsonl"), settings)
         click.echo("\n".join(report.lines()))
         keep_scores([path], [responses], report)
         if (shortfall := report.shortfall()) is not None:

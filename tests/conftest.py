@@ -118,12 +118,6 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return _begun_run("quickstart", tmp_path_factory)
 
 
-@pytest.fixture(scope="session")
-def quickstart_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    """The quickstart run with GPT-2's model, which other programs can read, trained likewise."""
-    return _begun_run("quickstart-gpt2", tmp_path_factory)
-
-
 def _begun_run(name: str, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     shop = Workshop(tmp_path_factory.mktemp(name))
     train = json.loads((isolation.SHIPPED_RUNS / name / "train.json").read_text())

@@ -14,11 +14,13 @@ import click
 import torch
 from torch import Tensor
 
+from gpt import GPTModel
 from harness.common.errors import RunError, UserError
 from harness.common.messages import is_unicode, quoted
 from harness.data.tokenizers.tokenizer import Tokenizer
-from harness.model.inference import KeyValueCache, LanguageModel, evaluating
+from harness.model.inference import KeyValueCache, evaluating
 
+CHARACTER_BYTES = 4  # the longest in UTF-8
 COLDEST = 1e-4  # below it the division would overflow, and the likeliest token is all there is
 
 
@@ -35,10 +37,10 @@ class Sampling:
 GREEDY = Sampling(temperature=0.0)
 
 
-def encode_prompt(model: LanguageModel, tokenizer: Tokenizer, prompt: str) -> list[int]:
+def encode_prompt(model: GPTModel, tokenizer: Tokenizer, prompt: str) -> list[int]:
     """Raises UserError if the prompt is empty or the tokenizer another model's."""
     tokens = tokenizer.encode(prompt)
-    vocab_size: int = model.config.vocab_size
+    vocab_size = model.config.vocab_size
     if not tokens:
         raise UserError("the prompt is empty; give at least one character")
     if max(tokens) >= vocab_size:
@@ -49,7 +51,7 @@ def encode_prompt(model: LanguageModel, tokenizer: Tokenizer, prompt: str) -> li
     return tokens
 
 
-def continue_text(model: LanguageModel, tokenizer: Tokenizer, prompt: str, count: int, sampling: Sampling) -> str:
+def continue_text(model: GPTModel, tokenizer: Tokenizer, prompt: str, count: int, sampling: Sampling) -> str:
     """The prompt and up to `count` tokens more: end-of-text ends it. Raises UserError as `encode_prompt` does."""
     tokens = encode_prompt(model, tokenizer, prompt)
     [more] = continue_prompts(model, tokenizer, [tokens], count, sampling)
@@ -57,26 +59,29 @@ def continue_text(model: LanguageModel, tokenizer: Tokenizer, prompt: str, count
 
 
 def continue_prompts(
-    model: LanguageModel, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling
+    model: GPTModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    sampling: Sampling,
+    stops: Sequence[str] = (),
 ) -> list[list[int]]:
-    """Up to `count` new tokens of every prompt, those before an end-of-text. Rows draw as in `continue_batch`."""
-    is_done = until(count, tokenizer)
+    """Up to `count` new tokens of every prompt, those before an end-of-text. A row also ends with the token that
+    completes one of `stops`. Rows draw as in `continue_batch`."""
+    # A stop string of n bytes lies in the last n tokens when the token that completes it has come, perhaps behind a
+    # character of which only the end is among them.
+    reach = max((len(stop.encode()) for stop in stops), default=0) + CHARACTER_BYTES
+
+    def is_done(tokens: Sequence[int]) -> bool:
+        tail = tokenizer.decode(tokens[-reach:]) if stops else ""
+        return len(tokens) >= count or tokens[-1] == tokenizer.eot_token or any(stop in tail for stop in stops)
+
     added = continue_batch(model, prompts, sampling, is_done=is_done, vocab_size=tokenizer.vocab_size)
-    return [without_end(tokens, tokenizer) for tokens in added]
-
-
-def until(count: int, tokenizer: Tokenizer) -> Callable[[Sequence[int]], bool]:
-    """Done after `count` tokens, or at end-of-text."""
-    return lambda tokens: len(tokens) >= count or tokens[-1] == tokenizer.eot_token
-
-
-def without_end(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
-    """The tokens before an end-of-text that ends them."""
-    return tokens[:-1] if tokens and tokens[-1] == tokenizer.eot_token else tokens
+    return [tokens[:-1] if tokens[-1] == tokenizer.eot_token else tokens for tokens in added]
 
 
 def continue_batch(
-    model: LanguageModel,
+    model: GPTModel,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     *,
@@ -106,7 +111,7 @@ def continue_batch(
 
 
 def sample_tokens(
-    model: LanguageModel, prompt: Sequence[int], sampling: Sampling, vocab_size: int | None = None
+    model: GPTModel, prompt: Sequence[int], sampling: Sampling, vocab_size: int | None = None
 ) -> Iterator[int]:
     """Yield tokens that continue `prompt`, without end: the tokens of `continue_batch`'s first row, one by one.
 
@@ -124,42 +129,31 @@ def sample_tokens(
 class GrowingRows:
     """Rows of tokens, and what the model expects after each of them.
 
-    While a row fits the context, a step computes its new token alone. After that the model sees the row's last
-    `context_length` tokens, at other positions in every step, so that each costs a whole pass.
+    While all rows fit the context, a step computes their new tokens alone. After that the model sees each row's last
+    `context_length` tokens, at other positions in every step, so that each step costs a whole pass.
     """
 
-    def __init__(self, model: LanguageModel, prompts: Sequence[Sequence[int]]) -> None:
+    def __init__(self, model: GPTModel, prompts: Sequence[Sequence[int]]) -> None:
         self.model = model
-        self.limit: int = model.config.context_length
         self.rows = [list(prompt) for prompt in prompts]
-        self.cache = KeyValueCache(model.config.n_layers)
-        self._cached = list(range(len(self.rows)))  # whose row is whose in the cache
-        self._seen = [0] * len(self.rows)  # tokens of each row that the cache has
+        self.cache: KeyValueCache | None = KeyValueCache(model.config.n_layers)
 
     def next_logits(self) -> Tensor:
         """(rows, vocabulary), on the model's device."""
-        self._keep_cached([row for row in self._cached if len(self.rows[row]) <= self.limit])
-        outgrown = [row for row in range(len(self.rows)) if row not in self._cached]
-        with evaluating(self.model):
-            parts = []
-            if self._cached:
-                fresh = [self.rows[row][self._seen[row] :] for row in self._cached]
-                parts.append(self._last(fresh, self.cache))
-                for row in self._cached:
-                    self._seen[row] = len(self.rows[row])
-            if outgrown:
-                parts.append(self._last([self.rows[row][-self.limit :] for row in outgrown], None))
-            features_RxC = torch.cat(parts)
-            place = {row: index for index, row in enumerate(self._cached + outgrown)}
-            return self.model.out_head(features_RxC[[place[row] for row in range(len(self.rows))]])
-
-    def _last(self, windows: list[list[int]], cache: KeyValueCache | None) -> Tensor:
-        """(windows, C): the features of each window's last token."""
+        limit = self.model.config.context_length
+        if max(map(len, self.rows)) > limit:
+            self.cache = None
+        if self.cache is None:
+            windows = [row[-limit:] for row in self.rows]
+        else:
+            seen = self.cache.lengths or [0] * len(self.rows)
+            windows = [row[start:] for row, start in zip(self.rows, seen, strict=True)]
         lengths = [len(window) for window in windows]
         tokens_BxT = torch.tensor([[*window, *[0] * (max(lengths) - len(window))] for window in windows])
-        tokens_BxT = tokens_BxT.to(next(self.model.parameters()).device)
-        features_BxTxC = self.model.features(tokens_BxT, lengths, cache)
-        return features_BxTxC[range(len(lengths)), [length - 1 for length in lengths]]
+        with evaluating(self.model):
+            tokens_BxT = tokens_BxT.to(next(self.model.parameters()).device)
+            features_BxTxC = self.model.features(tokens_BxT, lengths, self.cache)
+            return self.model.out_head(features_BxTxC[range(len(lengths)), [length - 1 for length in lengths]])
 
     def append(self, tokens: Sequence[int]) -> None:
         """Let each row grow by one token."""
@@ -168,15 +162,9 @@ class GrowingRows:
 
     def keep(self, indexes: list[int]) -> None:
         """Go on with these rows alone."""
-        self._keep_cached([row for row in self._cached if row in indexes])
-        self._cached = [indexes.index(row) for row in self._cached]
         self.rows = [self.rows[index] for index in indexes]
-        self._seen = [self._seen[index] for index in indexes]
-
-    def _keep_cached(self, rows: list[int]) -> None:
-        if rows and len(rows) < len(self._cached):
-            self.cache.keep([self._cached.index(row) for row in rows])
-        self._cached = rows
+        if self.cache is not None and indexes:
+            self.cache.keep(indexes)
 
 
 def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
@@ -226,7 +214,7 @@ def prompts_of(file: Path | None, prompt: str | None, default: str) -> list[str]
 
 
 def print_samples(
-    model: LanguageModel, tokenizer: Tokenizer, prompts: list[str], sampling: Sampling, *, samples: int, count: int
+    model: GPTModel, tokenizer: Tokenizer, prompts: list[str], sampling: Sampling, *, samples: int, count: int
 ) -> None:
     """Print each prompt with `samples` continuations of up to `count` tokens; a single one as its tokens come.
 

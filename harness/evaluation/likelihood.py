@@ -9,16 +9,19 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from harness.model.inference import LanguageModel, evaluating
+from gpt import GPTModel
+from harness.model.inference import evaluating
 from harness.model.precision import Precision
 
 Tokens = tuple[int, ...]
+# Calls a function with each batch, here or shared out among processes; the results are in the batches' order.
+EachBatch = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
 
 LOGITS_AT_ONCE = 2**26  # 256 MiB of fp32: a batch of long texts would need gigabytes
 
@@ -35,12 +38,6 @@ class Window(NamedTuple):
 
     inputs: Tokens
     targets: Tokens
-
-
-class EachBatch(Protocol):
-    """Calls `work` with each of the batches, here or shared out; the results are in the batches' order."""
-
-    def __call__(self, work: Callable[[Any], Any], batches: Sequence[Any], /) -> list[Any]: ...
 
 
 def windows(context: Sequence[int], continuation: Sequence[int], context_length: int) -> Iterator[Window]:
@@ -65,7 +62,7 @@ class Scorer:
     """Log-likelihoods by one model. Ids from `vocab_size` on, the tokenizer's, belong to a padded head: they count as
     possible, but never as the likeliest."""
 
-    model: LanguageModel
+    model: GPTModel
     precision: Precision
     vocab_size: int
     batch_size: int
@@ -90,21 +87,30 @@ class Scorer:
         questions = [[Window(each, targets) for targets in wanted[each]] for each in inputs]
         batches = [questions[at : at + self.batch_size] for at in range(0, len(questions), self.batch_size)]
         found: dict[Window, Likelihood] = {}
-        for batch, answers in zip(batches, self.each_batch(self._score_batch, batches), strict=True):
-            found |= zip((window for row in batch for window in row), answers, strict=True)
-        return [_joined([found[window] for window in each]) for each in own]
+        for batch, scored in zip(batches, self.each_batch(self._score_batch, batches), strict=True):
+            found |= zip((window for row in batch for window in row), scored, strict=True)
+        answers = [[found[window] for window in each] for each in own]
+        return [
+            Likelihood(math.fsum(part.total for part in each), all(part.is_greedy for part in each)) for each in answers
+        ]
 
     def _score_batch(self, batch: list[list[Window]]) -> list[Likelihood]:
         """The likelihoods of the windows; those of a row have the same inputs."""
         device = next(self.model.parameters()).device
         lengths = [len(row[0].inputs) for row in batch]
-        tokens_BxT = torch.tensor(
-            [[*row[0].inputs, *[0] * (max(lengths) - length)] for row, length in zip(batch, lengths, strict=True)]
-        ).to(device)
-        rows, columns, targets = _places(batch)
+        padded = [[*row[0].inputs, *[0] * (max(lengths) - len(row[0].inputs))] for row in batch]
+        # Row, column and next token of every place that is asked about, in the windows' order.
+        places = [
+            (number, len(window.inputs) - len(window.targets) + offset, target)
+            for number, row in enumerate(batch)
+            for window in row
+            for offset, target in enumerate(window.targets)
+        ]
+        rows, columns, targets = zip(*places, strict=True)
+        targets_N = torch.tensor(targets, device=device)
         with evaluating(self.model), self.precision.autocast():
-            features_NxC = self.model.features(tokens_BxT)[rows, columns]
-            values_N, greedy_N = self._log_probabilities(features_NxC, torch.tensor(targets, device=device))
+            features_BxTxC = self.model.features(torch.tensor(padded, device=device))
+            values_N, greedy_N = self._log_probabilities(features_BxTxC[list(rows), list(columns)], targets_N)
         sizes = [len(window.targets) for row in batch for window in row]
         parts = zip(values_N.split(sizes), greedy_N.split(sizes), strict=True)
         return [Likelihood(float(values.sum()), bool(greedy.all())) for values, greedy in parts]
@@ -112,28 +118,9 @@ class Scorer:
     def _log_probabilities(self, features_NxC: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
         """Each target's log-probability, fp64, and whether it is the likeliest; on the CPU."""
         values, greedy = [], []
-        for some_NxC, wanted in self._in_parts(features_NxC, targets_N):
+        size = max(1, LOGITS_AT_ONCE // self.model.config.vocab_size)
+        for some_NxC, wanted in zip(features_NxC.split(size), targets_N.split(size), strict=True):
             logits_NxV = torch.log_softmax(self.model.out_head(some_NxC).float(), dim=-1)
             values.append(logits_NxV.gather(1, wanted[:, None])[:, 0])
             greedy.append(logits_NxV[:, : self.vocab_size].argmax(dim=-1) == wanted)
         return torch.cat(values).double().cpu(), torch.cat(greedy).cpu()
-
-    def _in_parts(self, features_NxC: Tensor, targets_N: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        size = max(1, LOGITS_AT_ONCE // self.model.config.vocab_size)
-        return zip(features_NxC.split(size), targets_N.split(size), strict=True)
-
-
-def _places(batch: list[list[Window]]) -> tuple[list[int], list[int], list[int]]:
-    """Row, column and next token of every place that is asked about, in the windows' order."""
-    places = [
-        (number, len(window.inputs) - len(window.targets) + offset, target)
-        for number, row in enumerate(batch)
-        for window in row
-        for offset, target in enumerate(window.targets)
-    ]
-    rows, columns, targets = zip(*places, strict=True)
-    return list(rows), list(columns), list(targets)
-
-
-def _joined(parts: list[Likelihood]) -> Likelihood:
-    return Likelihood(math.fsum(part.total for part in parts), all(part.is_greedy for part in parts))

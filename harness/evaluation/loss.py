@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from gpt import GPTModel
 from harness.common.device import device_name
 from harness.common.errors import UserError, printable
 from harness.common.files import sha256
@@ -29,7 +30,7 @@ from harness.data.tokenizers.load import load_tokenizer
 from harness.data.tokenizers.tiktoken_files import load_encoding_offline
 from harness.model.config import ModelConfig
 from harness.model.cross_entropy import token_cross_entropies
-from harness.model.inference import LanguageModel, evaluating
+from harness.model.inference import evaluating
 from harness.model.precision import Precision
 from harness.runs.results import LossResult, Text, now, write_loss
 from harness.runs.trained_model import TrainedModel, dataset_of, model_in_run, warned_if_not_kept
@@ -50,7 +51,7 @@ def microbatch_losses(model: nn.Module, microbatches: Iterable[Microbatch], prec
     return torch.stack(losses).tolist() if losses else []
 
 
-def window_losses(model: LanguageModel, microbatches: Iterable[Microbatch], precision: Precision) -> np.ndarray:
+def window_losses(model: GPTModel, microbatches: Iterable[Microbatch], precision: Precision) -> np.ndarray:
     """The mean loss of each sequence, in order: fp32 of shape [sequences], nats per token. Otherwise as
     `microbatch_losses`, whose numbers are the means of these."""
     device, losses = next(model.parameters()).device, []
@@ -61,7 +62,7 @@ def window_losses(model: LanguageModel, microbatches: Iterable[Microbatch], prec
             head, targets_N = model.out_head, targets_BxT.flatten()
             losses_N = token_cross_entropies(features_NxC, head.weight, targets_N, softcap=head.softcap)
             losses.append(losses_N.view_as(targets_BxT).double().mean(dim=1))
-    whole: np.ndarray = torch.cat(losses).float().cpu().numpy() if losses else np.empty(0, np.float32)
+    whole: np.ndarray = torch.cat(losses).float().cpu().numpy()
     return whole
 
 
@@ -162,7 +163,7 @@ class HeldOutText:
             )
         return cls(opened, split, TokenLoader(tokens, start, layout), batches)
 
-    def measure(self, model: LanguageModel, precision_name: str) -> TestLoss:
+    def measure(self, model: GPTModel, precision_name: str) -> TestLoss:
         """The model's loss, with a progress bar on a terminal. Raises UserError for a precision that its device does
         not compute."""
         device = next(model.parameters()).device
@@ -174,18 +175,21 @@ class HeldOutText:
         loss = mean(losses.tolist())
         exact = self._bytes_per_token()
         bytes_per_token = exact or self.dataset.bytes_per_token(self.split)
-        tokenizer, loader = self.dataset.tokenizer, self.loader
+        tokenizer, tokens, layout = self.dataset.tokenizer, self.loader.tokens, self.loader.layout
+        start, end = self.loader.start_token, self.loader.start_token + self.batches * layout.microbatch_tokens
+        size = f"{_number_of_batches(self.batches)} of {layout.microbatch_size} x {layout.context_length:,}"
+        place = f"{self.dataset.name}, {self.split} split, tokens {start:,} to {end:,} of {len(tokens):,} ({size})"
         text = Text(
             dataset=self.dataset.name,
-            sha256=loader.tokens.fingerprint(),
+            sha256=tokens.fingerprint(),
             tokenizer=sha256(tokenizer) if isinstance(tokenizer, Path) else tokenizer,
             split=self.split,
-            start_token=loader.start_token,
-            windows=self.batches * loader.layout.microbatch_size,
-            context_length=loader.layout.context_length,
+            start_token=start,
+            windows=self.batches * layout.microbatch_size,
+            context_length=layout.context_length,
         )
         bits = bits_per_byte(loss, bytes_per_token) if bytes_per_token else None
-        return TestLoss(text, str(self), precision.name, device_name(device), losses, loss, bits, exact is not None)
+        return TestLoss(text, place, precision.name, device_name(device), losses, loss, bits, exact is not None)
 
     def _bytes_per_token(self) -> float | None:
         """Mean UTF-8 bytes of text that a predicted token stands for, counted with the dataset's tokenizer.
@@ -205,29 +209,21 @@ class HeldOutText:
             total += int(lengths[targets].sum())
         return total / (self.batches * self.loader.layout.microbatch_tokens) or None
 
-    def __str__(self) -> str:
-        """The dataset, split, and the tokens of it that the model predicts from."""
-        layout, start = self.loader.layout, self.loader.start_token
-        end = start + self.batches * layout.microbatch_tokens
-        size = f"{_number_of_batches(self.batches)} of {layout.microbatch_size} x {layout.context_length:,}"
-        tokens = f"tokens {start:,} to {end:,} of {len(self.loader.tokens):,}"
-        return f"{self.dataset.name}, {self.split} split, {tokens} ({size})"
-
 
 def _number_of_batches(count: int) -> str:
     return f"{count:,} batch{'es' if count > 1 else ''}"
 
 
-def measure_test_loss(model: LanguageModel, weights: Path, datasets_dir: Path) -> TestLoss:
-    """The mean loss of `model`, whose weights are from the file `weights`, on the text that `HeldOutText.choose` takes
-    by default."""
-    return HeldOutText.choose(model.config, weights, datasets_dir).measure(model, "auto")
-
-
 def loss_lines(measured: Sequence[tuple[TrainedModel, TestLoss]]) -> Iterator[str]:
     """Lines of 80 columns: one model's loss, or for each text a table by loss, lowest first, and the text below it."""
     if len(measured) == 1:
-        yield from _lines_of_one(measured[0][1])
+        test = measured[0][1]
+        lines = [f"Loss on the {test.text.split} split: {test.loss:.3f}"]
+        if test.bits_per_byte is not None:
+            about = "" if test.is_exact else f" (approximate: {BY_MEAN})"
+            lines.append(f"Bits per byte: {test.bits_per_byte:.3f}{about}")
+        for line in [*lines, f"Measured on {test.place}"]:
+            yield from textwrap.wrap(line, COLUMNS, subsequent_indent="  ")
         return
     groups: dict[object, list[tuple[TrainedModel, TestLoss]]] = {}
     for model, test in measured:
@@ -248,20 +244,14 @@ def loss_lines(measured: Sequence[tuple[TrainedModel, TestLoss]]) -> Iterator[st
         yield from textwrap.wrap(f"Losses compare within a table: {reason}", COLUMNS)
 
 
-def _lines_of_one(test: TestLoss) -> Iterator[str]:
-    lines = [f"Loss on the {test.text.split} split: {test.loss:.3f}"]
-    if test.bits_per_byte is not None:
-        about = "" if test.is_exact else f" (approximate: {BY_MEAN})"
-        lines.append(f"Bits per byte: {test.bits_per_byte:.3f}{about}")
-    for line in [*lines, f"Measured on {test.place}"]:
-        yield from textwrap.wrap(line, COLUMNS, subsequent_indent="  ")
-
-
 def _table(group: Sequence[tuple[TrainedModel, TestLoss]]) -> Iterator[str]:
     layout = f"{{:<{NAME_WIDTH}}} {{:>7}} {{:>10}} {{:>13}} {{:>14}}"
     yield layout.format("model", "loss", "bits/byte", "global batch", "parameters")
     for model, test in sorted(group, key=lambda each: (math.isnan(each[1].loss), each[1].loss)):
-        label, bits, batch = printable(model.label), test.bits_per_byte, _global_batch(model)
+        label, bits = printable(model.label), test.bits_per_byte
+        # Sequences per optimizer step of the training that ended with these weights, if their meta.json has it.
+        parts: list[Any] = [model.meta.get(key) for key in ("world_size", "microbatch_size", "accumulation_steps")]
+        batch = math.prod(parts) if all(type(part) is int and part > 0 for part in parts) else None
         if len(label) > NAME_WIDTH:  # above its numbers, in one piece where that is possible
             yield from textwrap.wrap(label, COLUMNS, break_on_hyphens=False)
         yield layout.format(
@@ -277,9 +267,3 @@ def _table(group: Sequence[tuple[TrainedModel, TestLoss]]) -> Iterator[str]:
         notes.append(f"~ {BY_MEAN}")
     for note in notes:
         yield from textwrap.wrap(note, COLUMNS, subsequent_indent="  ")
-
-
-def _global_batch(model: TrainedModel) -> int | None:
-    """Sequences per optimizer step of the training that ended with these weights, if their meta.json has it."""
-    parts: list[Any] = [model.meta.get(key) for key in ("world_size", "microbatch_size", "accumulation_steps")]
-    return math.prod(parts) if all(type(part) is int and part > 0 for part in parts) else None

@@ -1,12 +1,9 @@
-"""The interface of finished models for generation and evaluation: the protocol that every language model here follows,
-and the cache of attention's keys and values by which it continues a sequence.
-"""
+"""Evaluation of a model: its mode, and the cache of attention's keys and values by which it continues a sequence."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,26 +12,8 @@ FIRST_PLACES = 64
 NO_TOKEN = -1  # before a sequence's first
 
 
-class LanguageModel(Protocol):
-    """A model of token sequences. Its methods are called rather than the module itself where sequences have many
-    lengths: a compiled module would compile for each."""
-
-    config: Any  # has vocab_size, context_length and n_layers
-    out_head: Any  # a linear layer with a softcap
-
-    def features(
-        self, tokens_BxT: Tensor, lengths: list[int] | None = None, cache: KeyValueCache | None = None
-    ) -> Tensor: ...
-    def parameters(self) -> Iterator[nn.Parameter]: ...
-
-    training: bool
-
-    def train(self, mode: bool = True) -> Any: ...
-    def eval(self) -> Any: ...
-
-
 @contextmanager
-def evaluating(model: LanguageModel | nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Without dropout and gradients; the model's mode is put back afterwards."""
     was_training = model.training
     model.eval()

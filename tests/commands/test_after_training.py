@@ -1,5 +1,5 @@
 """The whole way of a checkpoint after its training, by the real commands: fine-tuned and judged, exported and sampled,
-scored by lm-eval both ways, published, and downloaded again. In this order: each test goes on from the one before."""
+published, and downloaded again. In this order: each test goes on from the one before."""
 
 from __future__ import annotations
 
@@ -9,21 +9,25 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
-from harness.evaluation.instruct.responses import read_responses
-from tests.support.benchmark_files import write_task
+from harness.data.tokenizers.bpe import train_bpe
+from harness.data.tokenizers.load import load_tokenizer
+from harness.evaluation.instruct.responses import Instruction, read_responses
 from tests.support.fake_hub import FakeHub
 from tests.support.fake_judge import FakeJudge, score
+from tests.support.in_process import call
 from tests.support.launch import Result, Workshop
 
 pytestmark = pytest.mark.slow
 
-
-PROMPT = "Below is an instruction"
+VOCAB_SIZE = 400
+SAMPLING = ["--prompt", "Below is an instruction", "--num-tokens", "30", "--temperature", "0"]
 ENTRIES = [
     {"instruction": f"Return {number} as text.", "input": "" if number % 3 else "x", "output": f'return "{number}"'}
     for number in range(40)
@@ -31,48 +35,52 @@ ENTRIES = [
 
 
 class Journey:
-    """A checkpoint, and the places that it comes through."""
+    """A trained run, and the places that its checkpoint comes through."""
 
-    def __init__(self, shop: Workshop, path: Path) -> None:
-        self.shop, self.path = shop, path
-        self.run = shop.runs / "quickstart-gpt2"
+    def __init__(self, path: Path) -> None:
+        self.shop = Workshop(path)
         self.tuned, self.exported = path / "tuned", path / "exported"
+        folder = self.shop.datasets / "me" / "text"
+        folder.mkdir(parents=True)
+        texts = [Instruction(**entry).prompt + entry["output"] for entry in ENTRIES]
+        train_bpe(iter(texts), VOCAB_SIZE, folder / "tokenizer.json")
+        tokenizer = load_tokenizer(folder / "tokenizer.json")
+        tokens = 4 * [token for text in texts for token in [*tokenizer.encode(text), tokenizer.eot_token]]
+        for split in ("train", "validation", "test"):
+            save_file({"tokens": np.array(tokens, np.uint16)}, folder / f"{split}.safetensors")
+        (folder / "meta.json").write_text(json.dumps({"description": "text", "tokenizer": "tokenizer.json"}))
+        model = {"vocab_size": VOCAB_SIZE, "context_length": 128, "emb_dim": 32}
+        self.run = self.shop.add_run("r", model=model, dataset="me/text", min_train_tokens=4096, learning_rate=1e-3)
+        self.shop.train("r", ranks=1)
+        self.best = self.run / "checkpoints" / "best"
 
-    def do(self, script: str, *arguments: str, **environment: str) -> Result:
-        result = self.shop.command(script, *arguments, environment=environment)
+    def do(self, script: str, *arguments: object, **environment: str) -> Result:
+        result = call(script, *arguments, folder=self.shop.path, environment=environment)
         assert result.status == 0, result.stderr
         return result
 
-    def files(self, folder: Path) -> list[str]:
-        return [str(folder / "model.json"), str(folder / "model.safetensors")]
-
-    def sample(self, folder: Path) -> str:
-        options = ["--prompt", PROMPT, "--num-tokens", "30", "--temperature", "0"]
-        return self.do("test_smoke.py", *self.files(folder), *options).stdout
+    def sample(self, *model: object) -> str:
+        return self.do("test_smoke", *model, *SAMPLING).stdout
 
 
 @pytest.fixture(scope="module")
-def journey(quickstart_gpt2: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Journey:
-    return Journey(quickstart_gpt2, tmp_path_factory.mktemp("journey"))
+def journey(tmp_path_factory: pytest.TempPathFactory) -> Journey:
+    return Journey(tmp_path_factory.mktemp("journey"))
 
 
 def test_fine_tuned_and_judged(journey: Journey) -> None:
-    data = journey.path / "instructions.json"
-    data.write_text(json.dumps(ENTRIES))
-    checkpoint = [str(journey.run / "model.json"), str(journey.run / "checkpoints" / "best" / "model.safetensors")]
-    responses = journey.path / "responses.json"
-    options = ["--data", str(data), "--max-epochs", "3", "--max-new-tokens", "25", "--responses", str(responses)]
+    (journey.shop.path / "instructions.json").write_text(json.dumps(ENTRIES))
+    options = "r --data instructions.json --max-epochs 3 --max-new-tokens 25 --responses responses.json --save tuned"
     with FakeJudge() as judge:
-        judged = ["--base-url", judge.url, "--save", str(journey.tuned)]
         key = {"OPENAI_API_KEY": "sk-loopback", "NO_PROXY": "127.0.0.1"}
-        printed = journey.do("test_ift.py", *checkpoint, *options, *judged, **key).stdout
+        printed = journey.do("test_ift", *options.split(), "--base-url", judge.url, **key).stdout
         assert len(judge.paid) == 4
         # Judged again by the other command: kept answers cost nothing.
-        again = journey.do("judge_ift.py", str(responses), "--base-url", judge.url, **key).stdout
+        again = journey.do("judge_ift", "responses.json", "--base-url", judge.url, **key).stdout
         assert len(judge.paid) == 4
     losses = [float(loss) for loss in re.findall(r"validation loss (\S+)", printed)]
     assert losses[-1] < losses[0], "it has learnt something"
-    answers = read_responses(responses).responses
+    answers = read_responses(journey.shop.path / "responses.json").responses
     assert [answer.instruction for answer in answers] == [entry["instruction"] for entry in ENTRIES[34:38]]
     mean = fmean(score(answer.response, answer.output) for answer in answers)
     assert f"{mean:.2f}" in printed
@@ -80,77 +88,37 @@ def test_fine_tuned_and_judged(journey: Journey) -> None:
 
 
 def test_a_card_of_the_fine_tuned_model_says_so(journey: Journey) -> None:
-    card = journey.do("convert_hf.py", "publish", str(journey.tuned), "me/tuned", "--card").stdout
+    card = journey.do("convert_hf", "publish", journey.tuned, "me/tuned", "--card").stdout
     assert "fine-tuned on the instructions of `instructions.json`" in card
-    assert "from `quickstart-gpt2/" in card
+    assert "from `r/" in card
     assert "    ### Response:" in card
     assert "has not been taught" not in card
 
 
 def test_exported_and_sampled_by_transformers(journey: Journey) -> None:
-    journey.do("convert_hf.py", "export", str(journey.tuned), str(journey.exported))
+    journey.do("convert_hf", "export", journey.tuned, journey.exported)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(journey.exported)
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(journey.exported)
-    inputs = tokenizer(PROMPT, return_tensors="pt")
+    inputs = tokenizer(SAMPLING[1], return_tensors="pt")
     output = model.generate(**inputs, max_new_tokens=30, do_sample=False)
     assert journey.sample(journey.tuned) == tokenizer.decode(output[0], skip_special_tokens=True) + "\n"
 
 
-def test_scored_alike_by_lm_eval_both_ways(journey: Journey, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-    import lm_eval
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(journey.path / "cache"))
-    tasks = [str(write_task(journey.path, kind, count=12)) for kind in ("choice", "last_word")]
-    output = journey.path / "scores.json"
-    arguments = [*journey.files(journey.tuned), "--tasks", ",".join(tasks), "--output", str(output)]
-    cache = {"HF_DATASETS_CACHE": str(journey.path / "cache"), "HF_DATASETS_OFFLINE": "1"}
-    printed = journey.do("evaluate_benchmarks.py", *arguments, **cache).stdout
-    ours = json.loads(output.read_text())["results"]
-    options: dict[str, Any] = {"device": "cpu", "batch_size": 4, "dtype": "float32"}
-    peer = HFLM(pretrained=str(journey.exported), **options)
-    manager = TaskManager(include_defaults=False)
-    theirs = lm_eval.simple_evaluate(model=peer, tasks=list(tasks), task_manager=manager, bootstrap_iters=0)["results"]
-    assert ours.keys() == theirs.keys()
-    for task, row in theirs.items():
-        metrics = {key: value for key, value in row.items() if "," in key and "stderr" not in key}
-        assert len(metrics) == 2
-        for key, value in metrics.items():
-            if "perplexity" in key:
-                assert ours[task][key] == pytest.approx(value, rel=1e-5)
-            else:
-                assert ours[task][key] == value
-                assert f"{value:.4f}" in printed
-
-
 def test_published_and_downloaded_again(journey: Journey) -> None:
+    """In processes of their own: huggingface_hub reads the Hub's address when it is imported."""
     with FakeHub() as hub:
-        home = hub.environment(journey.path / "home") | {"HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "0"}
-        best = journey.run / "checkpoints" / "best"
-        options = ["--datasets-dir", str(journey.shop.datasets)]
-        journey.do("convert_hf.py", "publish", str(best), "me/quickstart", *options, **home)
-        assert hub.models["me/quickstart"].private
-        card = hub.models["me/quickstart"].files["README.md"].content.decode()
-        measured = journey.do(
-            "test_loss.py", str(journey.shop.datasets), str(journey.run / "model.json"), str(best / "model.safetensors")
-        ).stdout
-        assert f"| test | {measured.split()[5]} |" in card
-        into = ["me/quickstart", "back", "--runs-dir", str(journey.path / "runs")]
-        journey.do("convert_hf.py", "import", *into, **home)
-    back, sent = load_file(journey.path / "runs" / "back" / "model.safetensors"), load_file(best / "model.safetensors")
+        home = hub.environment(journey.shop.path / "home") | {"HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "0"}
+        for arguments in (
+            ["publish", str(journey.best), "me/r", "--datasets-dir", str(journey.shop.datasets)],
+            ["import", "me/r", "back", "--runs-dir", str(journey.shop.runs)],
+        ):
+            done = journey.shop.command("convert_hf.py", *arguments, environment=home)
+            assert done.status == 0, done.stderr
+        assert hub.models["me/r"].private
+        card = hub.models["me/r"].files["README.md"].content.decode()
+    measured = journey.do("test_loss", journey.shop.datasets, journey.best).stdout
+    assert f"| test | {measured.split()[5]} |" in card
+    back, sent = (load_file(folder / "model.safetensors") for folder in (journey.shop.runs / "back", journey.best))
     assert back.keys() == sent.keys()
     assert all(torch.equal(tensor, sent[name]) for name, tensor in back.items())
-    original = journey.do(
-        "test_smoke.py",
-        str(journey.run / "model.json"),
-        str(best / "model.safetensors"),
-        "--prompt",
-        PROMPT,
-        "--num-tokens",
-        "30",
-        "--temperature",
-        "0",
-    ).stdout
-    assert journey.sample(journey.path / "runs" / "back") == original
+    assert journey.sample(journey.shop.runs / "back") == journey.sample(journey.best)

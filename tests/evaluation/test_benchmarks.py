@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
-import subprocess
-import sys
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,9 +27,12 @@ from harness.evaluation.benchmarks import run as benchmarks
 from harness.evaluation.likelihood import Scorer, windows
 from harness.hf.export import export_model
 from harness.model.precision import Precision
+from harness.runs.directory import RunDirectory
+from harness.runs.results import BenchmarkResult, read_results
 from harness.runs.trained_model import TrainedModel
 from tests.support.benchmark_files import KINDS, sentence, write_task
-from tests.support.launch import ROOT, Workshop
+from tests.support.in_process import call
+from tests.support.launch import Result, Workshop, finish
 
 CONTEXT = 32
 VOCAB_SIZE = 300
@@ -203,17 +206,17 @@ def test_a_continuation_longer_than_the_context_counts_each_token_once(subject: 
     assert answers == [(0.0, True)]
 
 
-def test_windows_predict_every_token_once_and_fit() -> None:
-    for length in (1, 2, 3, 7):
-        for before in range(1, 10):
-            for count in range(10):
-                tokens = list(range(before + count))
-                found = list(windows(tokens[:before], tokens[before:], length))
-                assert [target for _, targets in found for target in targets] == tokens[before:]
-                for inputs, targets in found:
-                    assert len(targets) <= len(inputs) <= length
-                    assert inputs[-1] + 1 == targets[-1], "the last place predicts the last target"
-                    assert inputs[0] == 0 or len(inputs) == length, "as much context as fits"
+@pytest.mark.parametrize("length", [1, 2, 3, 7])
+@pytest.mark.parametrize("before", range(1, 10))
+def test_windows_predict_every_token_once_and_fit(length: int, before: int) -> None:
+    for count in range(10):
+        tokens = list(range(before + count))
+        found = list(windows(tokens[:before], tokens[before:], length))
+        assert [target for _, targets in found for target in targets] == tokens[before:]
+        for inputs, targets in found:
+            assert len(targets) <= len(inputs) <= length
+            assert inputs[-1] + 1 == targets[-1], "the last place predicts the last target"
+            assert inputs[0] == 0 or len(inputs) == length, "as much context as fits"
 
 
 def test_padding_of_the_vocabulary_is_never_chosen(subject: Subject) -> None:
@@ -269,25 +272,44 @@ def test_nothing_of_the_process_changes(subject: Subject, tmp_path: Path) -> Non
 # The command
 
 
+def evaluate(subject: Subject, folder: Path, *options: object) -> Result:
+    return call("evaluate_benchmarks", *subject.arguments, *options, folder=folder)
+
+
 def test_the_command_prints_a_table_and_writes_a_file(subject: Subject, tmp_path: Path) -> None:
-    shop = Workshop(tmp_path, {"HF_HOME": str(tmp_path / "hf")})
     tasks = [str(write_task(tmp_path, "choice", name="one")), str(write_task(tmp_path, "last_word", name="two"))]
-    output = tmp_path / "out.json"
-    options = ["--tasks", tasks[0], "--tasks", f"{tasks[1]},", "--limit", "6", "--output", str(output)]
-    done = shop.script("evaluate_benchmarks.py", *subject.arguments, *options)
+    options = ["--tasks", tasks[0], "--tasks", f"{tasks[1]},", "--limit", "6", "--output", "out.json"]
+    done = evaluate(subject, tmp_path, *options)
     lines = done.stdout.splitlines()
     assert [line.split("  ")[0] for line in lines] == ["task", "one", "", "two", ""]
     assert [line[33:].split()[0] for line in lines] == ["metric", "acc", "acc_norm", "perplexity", "acc"]
     assert [line.split()[-1] for line in lines] == ["examples", *["6"] * 4]
     assert all(len(line) <= 80 for line in lines)
-    assert done.stderr == ""
-    written: dict[str, Any] = json.loads(output.read_text())
+    assert (done.status, done.stderr) == (0, "")
+    written: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())
     assert written["results"]["one"]["acc,none"] == pytest.approx(float(lines[1][33:].split()[1]), abs=1e-4)
     assert written["n-samples"]["two"] == {"original": 24, "effective": 6}
     assert written["model"]["config"]["context_length"] == CONTEXT
-    assert written["model"]["sha256"] == sha256(Path(subject.arguments[1]))
+    assert written["model"]["sha256"] == sha256(subject.folder / "model.safetensors")
     assert written["settings"]["limit"] == 6
     assert written["configs"]["one"]["output_type"] == "multiple_choice"
+
+
+def test_scores_of_a_checkpoint_stay_in_its_run(subject: Subject, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "r"
+    checkpoint = shutil.copytree(subject.folder, run / "checkpoints" / "20260101Z000000-iteration-9")
+    (run / "checkpoints" / "best").symlink_to(checkpoint.name)
+    (checkpoint / "model.json").rename(run / "model.json")
+    task = str(write_task(tmp_path, "choice", name="one"))
+    done = call("evaluate_benchmarks", "r", "--tasks", task, "--limit", 6, folder=tmp_path)
+    assert (done.status, done.stderr) == (0, "")
+    [result] = read_results(RunDirectory(run)).of(BenchmarkResult)
+    assert (result.tasks, result.limit, result.num_fewshot, result.precision) == ([task], 6, None, "fp32")
+    assert result.weights.sha256 == sha256(checkpoint / "model.safetensors")
+    kept = [(score.task, score.metric, score.examples, score.higher_is_better) for score in result.scores]
+    assert kept == [("one", "acc", 6, True), ("one", "acc_norm", 6, True)]
+    printed = [float(line[33:].split()[1]) for line in done.stdout.splitlines()[1:]]
+    assert [score.value for score in result.scores] == pytest.approx(printed, abs=1e-4)
 
 
 def test_what_fails_inside_is_one_line(subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,29 +336,25 @@ def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--tasks", "x", "--output", "."], "is a folder"),
-        (["--tasks", "x", "--output", "gone/out.json"], "no such folder"),
+        (["--tasks", "x", "--output", "."], "is a directory"),
+        (["--tasks", "x", "--output", "gone/out.json"], "no file can be written"),
         (["--tasks", ","], "at least one name"),
         (["--tasks", "x.yaml"], "no such task file"),
         (["--tasks", "x", "--limit", "0"], "--limit"),
     ],
 )
 def test_what_is_typed_wrong_is_one_line(subject: Subject, tmp_path: Path, options: list[str], words: str) -> None:
-    done = Workshop(tmp_path).command("evaluate_benchmarks.py", *subject.arguments, *options)
-    assert done.status == 2
+    done = evaluate(subject, tmp_path, *options)
+    assert (done.status, done.stdout) == (2, "")
     assert words in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
 
 
 def test_the_tokenizer_of_another_model_is_refused(subject: Subject, tmp_path: Path) -> None:
-    (tmp_path / "model.json").write_text(subject.model.config.model_copy(update={"vocab_size": 256}).model_dump_json())
-    small = GPTModel(ModelConfig.model_validate_json((tmp_path / "model.json").read_text()))
-    for name in ("meta.json", "tokenizer.json"):
-        (tmp_path / name).write_text((subject.folder / name).read_text())
-    save_file(small.to_checkpoint_names(), tmp_path / "model.safetensors")
-    model = [str(tmp_path / "model.json"), str(tmp_path / "model.safetensors")]
-    done = Workshop(tmp_path).command("evaluate_benchmarks.py", *model, "--tasks", "x")
+    small = GPTModel(subject.model.config.model_copy(update={"vocab_size": 256}))
+    folder = shutil.copytree(subject.folder, tmp_path / "small", ignore=shutil.ignore_patterns("exported"))
+    (folder / "model.json").write_text(small.config.model_dump_json())
+    save_file(small.to_checkpoint_names(), folder / "model.safetensors")
+    done = evaluate(Subject(folder, small, subject.tokenizer), tmp_path, "--tasks", "x")
     assert done.status == 2
     assert "its tokenizer has 300 tokens, the model 256" in done.stderr
 
@@ -397,23 +415,18 @@ def test_names_that_are_none() -> None:
     assert "lambada_openai" in benchmarks.known_names("lambada*")
 
 
-def test_without_the_extra_the_remedy_is_named(tmp_path: Path) -> None:
-    program = (
-        "import importlib.util, runpy, sys\n"
-        "find = importlib.util.find_spec\n"
-        "importlib.util.find_spec = lambda name, *rest: None if name == 'lm_eval' else find(name, *rest)\n"
-        f"sys.argv = ['evaluate_benchmarks.py', '--list', '*']\n"
-        f"runpy.run_path({str(ROOT / 'evaluate_benchmarks.py')!r}, run_name='__main__')\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert done.returncode == 2
+def test_without_the_extra_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else find(name))
+    done = call("evaluate_benchmarks", "--list", "*", folder=tmp_path)
+    assert done.status == 2
     assert done.stderr.splitlines() == [done.stderr.strip()]
     assert "uv run --extra benchmarks" in done.stderr
 
 
-def test_the_libraries_keep_their_retries_to_themselves() -> None:
+def test_the_libraries_keep_their_retries_to_themselves(tmp_path: Path) -> None:
     """A process of its own is needed: libraries set their levels when they are imported first."""
-    program = (
+    (tmp_path / "script.py").write_text(
         "import logging\n"
         "from harness.evaluation.benchmarks.run import quieten\n"
         "quieten()\n"
@@ -421,5 +434,5 @@ def test_the_libraries_keep_their_retries_to_themselves() -> None:
         "for name in ('huggingface_hub.utils._http', 'datasets.load', 'lm_eval.tasks'):\n"
         "    print(logging.getLogger(name).isEnabledFor(logging.WARNING))\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = finish([Workshop(tmp_path).fork([str(tmp_path / "script.py")], {})], expect=0, timeout=120)
     assert done.stdout.split() == ["False"] * 3, done.stderr

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+import shutil
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gpt import GPTModel
+from gpt import GPTModel, load_model, load_model_config
 from harness.common.errors import UserError
 from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
@@ -24,9 +28,8 @@ from harness.evaluation.generation import (
     prompts_of,
     sample_tokens,
 )
-from harness.model.inference import KeyValueCache
 from tests.model.test_model import random_model, random_tokens, shape
-from tests.support.launch import Workshop
+from tests.support.in_process import call
 
 
 def logits_without_cache(model: GPTModel, row: Sequence[int]) -> Tensor:
@@ -43,22 +46,10 @@ def sample_without_cache(model: GPTModel, prompt: Sequence[int], sampling: Sampl
     return row[len(prompt) :]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("qkv_bias", [False, True])
-def test_the_cache_changes_no_logits_even_beyond_the_context(tied: bool, qkv_bias: bool) -> None:
-    model = random_model(shape(tie_weights=tied, qkv_bias=qkv_bias)).eval()
-    text = random_tokens(model.config, 3).flatten().tolist()  # three contexts long
-    rows = GrowingRows(model, [text[:5]])
-    for length in range(5, len(text)):
-        torch.testing.assert_close(
-            rows.next_logits()[0], logits_without_cache(model, text[:length]), rtol=1e-4, atol=1e-5
-        )
-        rows.append([text[length]])
-
-
-def test_rows_of_unequal_lengths_are_what_each_is_alone() -> None:
+@pytest.mark.parametrize(("tied", "qkv_bias"), [(False, True), (True, False)])
+def test_rows_of_unequal_lengths_are_what_each_is_alone(tied: bool, qkv_bias: bool) -> None:
     """Short, as long as the context, and beyond it; rows leave at different times."""
-    model = random_model(shape()).eval()
+    model = random_model(shape(tie_weights=tied, qkv_bias=qkv_bias)).eval()
     text = random_tokens(model.config, 2).flatten().tolist()
     prompts = [text[:length] for length in (1, 7, 24, 30, 20)]
     rows, kept = GrowingRows(model, prompts), list(range(5))
@@ -112,23 +103,12 @@ def test_sampling_leaves_the_model_and_the_random_state_as_they_were() -> None:
     assert new == [sample_without_cache(model.eval(), [1, 2], GREEDY, 5)], "no dropout"
 
 
-def test_a_cache_takes_several_tokens_at_a_time() -> None:
-    model = random_model(shape()).eval()
-    tokens = random_tokens(model.config)
-    cache = KeyValueCache(model.config.n_layers)
-    with torch.no_grad():
-        parts = [model.features(part, [part.shape[1]] * 2, cache) for part in tokens.split((9, 1, 11, 3), 1)]
-        torch.testing.assert_close(torch.cat(parts, dim=1), model.features(tokens), rtol=1e-4, atol=1e-5)
-
-
 # The command --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def model_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """model.json and model.safetensors of a model that says just "dog", with its own tokenizer beside them."""
-    from safetensors.torch import save_file
-
     folder = tmp_path_factory.mktemp("model")
     train_bpe(iter(["the quick brown fox jumps over the lazy dog é " * 20]), 280, folder / "tokenizer.json")
     config = shape(vocab_size=280)
@@ -139,12 +119,12 @@ def model_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def smoke(model_files: tuple[Path, Path], *options: str) -> str:
-    return Workshop(model_files[0].parent).script("test_smoke.py", *map(str, model_files), *options).stdout
+    result = call("test_smoke", *model_files, *options, folder=model_files[0].parent)
+    assert (result.status, result.stderr) == (0, "")
+    return result.stdout
 
 
 def test_what_is_streamed_is_what_whole_passes_sample(model_files: tuple[Path, Path]) -> None:
-    from gpt import load_model, load_model_config
-
     model = load_model(load_model_config(model_files[0]), model_files[1], torch.device("cpu"))
     tokenizer = load_tokenizer(model_files[1].parent / "tokenizer.json")
     prompt = tokenizer.encode("the lazy")
@@ -168,71 +148,66 @@ def test_prompts_from_a_file_and_several_samples(model_files: tuple[Path, Path],
     assert both.startswith(f"--- prompt 1 of 2 ---\n{alone}--- prompt 2 of 2 ---\nlines")
 
 
+def changed(model_files: tuple[Path, Path], folder: Path, **values: float) -> tuple[Path, Path]:
+    """A copy of the model with these tensors (`__` for a dot) filled with a value; its head prefers end-of-text."""
+    shutil.copytree(model_files[0].parent, folder)
+    tensors = load_file(model_files[1])
+    for name, value in values.items():
+        tensors[name.replace("__", ".")].fill_(value)
+    tensors["out_head.weight"][0] = 1.0  # end-of-text is token 0
+    save_file(tensors, folder / "model.safetensors")
+    return folder / "model.json", folder / "model.safetensors"
+
+
 def test_end_of_text_ends_a_sample(model_files: tuple[Path, Path], tmp_path: Path) -> None:
     """A model whose head prefers end-of-text after anything says nothing."""
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(model_files[1])
-    tensors["final_norm.scale"].zero_()
-    tensors["final_norm.shift"].fill_(1.0)
-    tensors["out_head.weight"].zero_()
-    tensors["out_head.weight"][0] = 1.0  # end-of-text is token 0
-    for name in ("model.json", "tokenizer.json", "meta.json"):
-        (tmp_path / name).write_bytes((model_files[0].parent / name).read_bytes())
-    save_file(tensors, tmp_path / "model.safetensors")
-    files = (tmp_path / "model.json", tmp_path / "model.safetensors")
+    silent: dict[str, float] = {"final_norm__scale": 0, "final_norm__shift": 1, "out_head__weight": 0}
+    files = changed(model_files, tmp_path / "silent", **silent)
     assert smoke(files, "--prompt", "the fox", "--temperature", "0") == "the fox\n"
     both = smoke(files, "--prompt", "the fox", "--temperature", "0", "--samples", "2")
     assert both == "--- sample 1 of 2 ---\nthe fox\n--- sample 2 of 2 ---\nthe fox\n"
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "fault"),
-    [
-        ("a.jsonl", '"one"\n{"no": 1}\n', "line 2"),
-        ("a.jsonl", '"one"\n"two\n', "line 2: not JSON"),
-        ("a.jsonl", '""\n', "line 1"),
-        ("a.jsonl", '"\\ud800"\n', "line 1"),
-        ("a.txt", "\n \n", "no prompts"),
-        ("a.txt", b"\xff\n", "not UTF-8"),
-        ("a.txt", None, "No such file"),
-    ],
-)
-def test_files_of_prompts_that_are_none(tmp_path: Path, name: str, content: str | bytes | None, fault: str) -> None:
-    path = tmp_path / name
-    if content is not None:
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(UserError) as caught:
-        prompts_of(path, None, "x")
-    assert str(caught.value).startswith(str(path))
-    assert fault in str(caught.value)
-
-
-def test_a_line_ends_at_a_newline_alone(tmp_path: Path) -> None:
-    assert prompts_of(None, None, "x") == ["x"]
-    with pytest.raises(UserError, match="give one of them"):
-        prompts_of(tmp_path, "text", "x")
-    text = "\ufeffone\u2028still one\r\ntwo\x0cstill two\n"
-    (tmp_path / "p.txt").write_bytes(text.encode())
-    assert prompts_of(tmp_path / "p.txt", None, "x") == ["one\u2028still one", "two\x0cstill two"]
-    (tmp_path / "p.jsonl").write_bytes('\ufeff"a\u2028b"\r\n'.encode())
-    assert prompts_of(tmp_path / "p.jsonl", None, "x") == ["a\u2028b"]
-
-
 @pytest.mark.parametrize("temperature", ["0", "1"])
 def test_broken_weights_are_one_line(model_files: tuple[Path, Path], tmp_path: Path, temperature: str) -> None:
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(model_files[1])
-    tensors["final_norm.scale"].fill_(float("nan"))
-    for name in ("tokenizer.json", "meta.json"):
-        (tmp_path / name).write_bytes((model_files[0].parent / name).read_bytes())
-    save_file(tensors, tmp_path / "model.safetensors")
-    arguments = [str(model_files[0]), str(tmp_path / "model.safetensors"), "--prompt", "the"]
-    result = Workshop(tmp_path).command("test_smoke.py", *arguments, "--temperature", temperature)
+    files = changed(model_files, tmp_path / "broken", final_norm__scale=math.nan)
+    result = call("test_smoke", *files, "--prompt", "the", "--temperature", temperature, folder=tmp_path)
     assert result.status == 1
     assert result.error_lines == [result.stderr.splitlines()[-1]]
     assert "its weights are broken" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fault"),
+    [
+        ("a.jsonl", b'"one"\n{"no": 1}\n', "line 2"),
+        ("a.jsonl", b'"one"\n"two\n', "line 2: not JSON"),
+        ("a.jsonl", b'""\n', "line 1"),
+        ("a.jsonl", b'"\\ud800"\n', "line 1"),
+        ("a.txt", b"\n \n", "no prompts"),
+        ("a.txt", b"\xff\n", "not UTF-8"),
+        ("none.txt", b"", "No such file"),
+    ],
+)
+def test_files_of_prompts_that_are_none(tmp_path: Path, name: str, content: bytes, fault: str) -> None:
+    path = tmp_path / name
+    (tmp_path / name.replace("none", "other")).write_bytes(content)
+    with pytest.raises(UserError, match=f"^{re.escape(str(path))}.*{fault}"):
+        prompts_of(path, None, "x")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "prompts"),
+    [
+        ("p.txt", "\ufeffone\u2028still one\r\ntwo\x0cstill two\n", ["one\u2028still one", "two\x0cstill two"]),
+        ("p.jsonl", '\ufeff"a\u2028b"\r\n', ["a\u2028b"]),
+    ],
+)
+def test_a_line_ends_at_a_newline_alone(tmp_path: Path, name: str, text: str, prompts: list[str]) -> None:
+    (tmp_path / name).write_bytes(text.encode())
+    assert prompts_of(tmp_path / name, None, "x") == prompts
+    with pytest.raises(UserError, match="give one of them"):
+        prompts_of(tmp_path / name, "text", "x")
 
 
 def test_a_stream_of_tokens_never_splits_a_character(model_files: tuple[Path, Path]) -> None:

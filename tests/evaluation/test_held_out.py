@@ -1,182 +1,411 @@
-"""test_loss.py: what it measures on, that it says so, and bits per byte against a count by hand."""
+"""test_loss.py: the loss against plain torch, bits per byte against a count by hand, tables, and what stays in the
+run."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import random
 import re
+import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_tensors
 
-from gpt import GPTModel, ModelConfig
+from gpt import GPTModel, ModelConfig, load_model
+from harness.common.device import device_name
+from harness.common.errors import RunError
+from harness.common.files import move, sha256
+from harness.data.dataset import TokenFile
+from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
-from tests.support.launch import MODEL, ROOT, Result, Workshop, finish
-from tests.support.preparing import Preparer, write_json_lines
+from harness.evaluation.loss import HeldOutText
+from harness.model.config import load_model_config
+from harness.runs import directory
+from harness.runs.directory import RunDirectory
+from harness.runs.results import LossResult, MeasuredWeights, read_results, read_window_losses
+from tests.support.in_process import call
+from tests.support.launch import DATASET, Result, Workshop
 
-WORDS = ["a", "horse", "antidisestablishmentarianism", "日本", "if x:", "é", "\n\n", "0123456789"]
-
-
-@pytest.fixture
-def shop(tmp_path: Path) -> Workshop:
-    """A run with weights as they are made; no vocabulary is on the machine, and none can be downloaded."""
-    made = Workshop(tmp_path, {"TIKTOKEN_CACHE_DIR": str(tmp_path / "none"), "HTTPS_PROXY": "http://127.0.0.1:9"})
-    made.add_dataset()
-    add_weights(made.add_run())
-    return made
+CPU = torch.device("cpu")
+WINDOW = 16  # MODEL's context length
 
 
-def add_weights(run: Path) -> GPTModel:
-    torch.manual_seed(5)
-    model = GPTModel(ModelConfig(**json.loads((run / "model.json").read_text())))
-    save_tensors(dict(model.to_checkpoint_names()), run / "model.safetensors")
-    return model.eval()
+def files_of(run: Path, checkpoint: str = "best") -> list[str]:
+    return [str(run / "model.json"), str(run / "checkpoints" / checkpoint / "model.safetensors")]
 
 
-def measure(shop: Workshop, *options: str, dataset: str = "local/letters") -> Result:
-    files = [str(shop.runs / "r" / name) for name in ("model.json", "model.safetensors")]
-    return shop.command("test_loss.py", str(shop.datasets), *files, "--dataset", dataset, *options)
+def measure(shop: Workshop, *arguments: object) -> Result:
+    options = [shop.datasets, *arguments, "--runs-dir", shop.runs]
+    result = call("test_loss", *options, folder=shop.path, environment=shop.environment)
+    assert all(len(line) <= 80 for line in result.stdout.splitlines())
+    return result
 
 
-@pytest.mark.parametrize(("start", "batches"), [(0, 5), (1, 5), (300, 2), (403, 1)])
-def test_a_short_split_from_any_token(shop: Workshop, start: int, batches: int) -> None:
-    """All whole batches there are from there on, each 6 x 16 tokens, and the loss is theirs."""
-    result = measure(shop, "--split", "validation", "--start-token", str(start))
-    assert (result.status, result.stderr) == (0, "")
-    end, plural = start + batches * 96, "es" if batches > 1 else ""
-    place = f"local/letters, validation split, tokens {start} to {end} of 500 ({batches} batch{plural} of 6 x 16)"
-    tokens = load_file(shop.datasets / "local" / "letters" / "validation.safetensors")["tokens"][start : end + 1]
-    inputs, targets = (torch.from_numpy(part.astype(np.int64)) for part in (tokens[:-1], tokens[1:]))
-    model = add_weights(shop.runs / "r")
+def losses_in(run: Path) -> list[LossResult]:
+    results = read_results(RunDirectory(run))
+    assert results.problems == []
+    return results.of(LossResult)
+
+
+def checkpoint_of_step(run: Path, step: int) -> str:
+    [path] = (run / "checkpoints").glob(f"*-iteration-{step}")
+    return path.name
+
+
+def unwrapped(result: Result) -> str:
+    return " ".join(result.stdout.split())
+
+
+# One model -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("split", "start", "batches"), [("test", 0, 5), ("test", 7, 5), ("validation", 300, 2), ("validation", 403, 1)]
+)
+def test_the_loss_is_that_of_each_sequence_by_itself(shop: Workshop, split: str, start: int, batches: int) -> None:
+    """All whole batches there are from a token on, each 6 x 16 tokens; expected by torch's own cross-entropy."""
+    run = shop.runs / "r"
+    model = load_model(load_model_config(run / "model.json"), Path(files_of(run)[1]), CPU)
+    tokens = load_file(shop.datasets / DATASET / f"{split}.safetensors")["tokens"].astype(np.int64)
+    end = start + batches * 6 * WINDOW
+    inputs, targets = (
+        torch.from_numpy(part).view(-1, WINDOW) for part in (tokens[start:end], tokens[start + 1 : end + 1])
+    )
     with torch.no_grad():
-        expected = torch.nn.functional.cross_entropy(model(inputs.view(-1, 16)).flatten(0, 1), targets)
-    loss, *measured_on = result.stdout.splitlines()
-    assert loss == f"Loss on the validation split: {expected:.3f}"
-    assert " ".join(map(str.strip, measured_on)) == f"Measured on {place}"
-    assert all(len(line) <= 80 for line in measured_on)
+        losses = F.cross_entropy(model(inputs).transpose(1, 2), targets, reduction="none").mean(dim=1)
+    done = measure(shop, *files_of(run), "--split", split, "--start-token", start)
+    assert (done.status, done.stderr) == (0, "")
+    place = (
+        f"{DATASET}, {split} split, tokens {start} to {end} of 500 ({batches} batch{'es' * (batches > 1)} of 6 x 16)"
+    )
+    assert unwrapped(done) == f"Loss on the {split} split: {losses.mean():.3f} Measured on {place}"
+    [result] = losses_in(run)
+    windows = read_window_losses(RunDirectory(run), result)
+    np.testing.assert_allclose(windows, losses, rtol=1e-5)
+    assert result.loss == pytest.approx(float(windows.astype(np.float64).mean()), rel=1e-12)
 
 
-def test_too_short_for_a_batch(shop: Workshop) -> None:
-    result = measure(shop, "--split", "validation", "--start-token", "404")
-    assert (result.status, result.stdout) == (2, "")
-    assert "wanted 501 tokens (1 batch of 6 sequences of 16 tokens from 404), but there are 500" in result.stderr
-    smaller = measure(shop, "--split", "validation", "--start-token", "404", "--batch-size", "1")
-    assert "tokens 404 to 484 of 500 (5 batches of 1 x 16)" in " ".join(smaller.stdout.split())
-
-
-def test_batches_that_are_asked_for_must_be_there(shop: Workshop) -> None:
-    assert "(2 batches of 6 x 16)" in " ".join(measure(shop, "--batches", "2").stdout.split())
-    assert "wanted 577 tokens (6 batches of" in measure(shop, "--batches", "6").stderr
+def test_a_bar_on_a_terminal(trained: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The terminal does not tell its size: tqdm by itself would show nothing there."""
+    run = trained.runs / "r"
+    model = load_model(load_model_config(run / "model.json"), Path(files_of(run)[1]), CPU)
+    master, slave = os.openpty()
+    shown = b""
+    with os.fdopen(slave, "w") as terminal, os.fdopen(master, "rb", buffering=0) as screen:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        HeldOutText.choose(model.config, Path(files_of(run)[1]), trained.datasets).measure(model, "fp32")
+        monkeypatch.undo()
+        terminal.flush()
+        while b"5/5 [" not in shown:
+            shown += screen.read(4096)
+    assert b"0/5 [" in shown
 
 
 def test_a_best_checkpoint_of_step_0_is_named_in_a_warning(shop: Workshop) -> None:
-    """The rate grows from a twentieth of it, and with it the loss."""
-    shop.add_run("worse", learning_rate=1.0, warmup_steps=20)
-    shop.train("worse", ranks=1)
-    result = shop.command("test_loss.py", str(shop.datasets), "worse", "--runs-dir", str(shop.runs))
+    best = shop.runs / "r" / "checkpoints" / "best"
+    best.unlink()
+    best.symlink_to(checkpoint_of_step(shop.runs / "r", 0))
+    result = measure(shop, "r")
     assert result.status == 0
-    assert result.stderr.startswith("warning: worse: its best checkpoint is that of step 0")
-    last = shop.command("test_loss.py", str(shop.datasets), "worse:latest", "--runs-dir", str(shop.runs))
-    assert (last.status, last.stderr) == (0, "")
+    assert result.stderr.startswith("warning: r: its best checkpoint is that of step 0")
+    assert measure(shop, "r:latest").stderr == ""
 
 
-def test_a_bar_on_a_terminal(shop: Workshop) -> None:
-    prelude = (
-        "import os, pty, threading\n"
-        "file = os.dup(2)\n"
-        "master, slave = pty.openpty()\n"
-        "os.dup2(slave, 2)\n"
-        "copy = lambda: [os.write(file, os.read(master, 4096)) for _ in range(10**6)]\n"
-        "threading.Thread(target=copy, daemon=True).start()\n"
-    )
-    command = [str(ROOT / "test_loss.py"), str(shop.datasets)]
-    command += [str(shop.runs / "r" / name) for name in ("model.json", "model.safetensors")]
-    result = finish([shop.fork([*command, "--dataset", "local/letters"], {}, prelude)], expect=0, timeout=60)
-    assert "0/5 [" in result.stderr
-    assert "5/5 [" in result.stderr
+# Bits per byte -------------------------------------------------------------------------------------------------------
 
 
-def printed_bits(result: Result) -> tuple[float, float]:
-    """Loss and bits per byte."""
-    found = re.match(r"Loss on the \w+ split: (\S+)\nBits per byte: (\S+)", result.stdout)
-    assert found, result
-    return float(found[1]), float(found[2])
-
-
-def bits_by_hand(loss: float, text: bytes, tokens: int) -> float:
-    return loss * tokens / (len(text) * math.log(2))
-
-
-def uneven_documents() -> list[str]:
-    """Beginning with long words and ending with short ones, so that slices differ from the whole."""
-    random = np.random.default_rng(0)
-    chosen = [random.choice(WORDS[2:4] if part < 20 else WORDS[:2], 40) for part in range(60)]
-    return [" ".join(words.tolist()) for words in chosen]
-
-
-def test_bits_per_byte_of_a_slice_by_a_trained_tokenizer(shop: Workshop, tmp_path: Path) -> None:
-    write_json_lines(tmp_path / "a.jsonl", uneven_documents())
-    folder = Preparer(tmp_path).prepare("a.jsonl", "mine", "--validation-fraction", "0.9", "--train-tokenizer", "280")
-    shop.add_run(model={"vocab_size": 280})
-    add_weights(shop.runs / "r")
-    meta = json.loads((folder / "meta.json").read_text())
-    tokens = load_file(folder / "validation.safetensors")["tokens"]
-    known = load_tokenizer(folder / meta["tokenizer"])
-    whole = meta["splits"]["validation"]["bytes"] / meta["splits"]["validation"]["tokens"]
-    for start in (0, len(tokens) - 200):
-        result = measure(shop, "--start-token", str(start), "--batches", "2", dataset="me/mine")
-        loss, bits = printed_bits(result)
-        targets = [token for token in tokens[start + 1 : start + 193].tolist() if token != known.eot_token]
-        text = b"".join(known._token_bytes[token] for token in targets)
-        assert bits == pytest.approx(bits_by_hand(loss, text, 192), rel=1e-3)
-        assert abs(192 / len(text) * whole - 1) > 0.02, "the whole split's mean would be another number"
-        assert "approximate" not in result.stdout
-
-
-def gpt2_dataset(shop: Workshop, tokens: list[int], text_bytes: int) -> None:
-    folder = shop.datasets / "local" / "gpt2"
-    folder.mkdir(parents=True)
+def add_text(shop: Workshop, name: str, tokenizer: str, tokens: list[int], text_bytes: int, vocab_size: int) -> None:
+    """A dataset of these tokens, and a fresh model for its vocabulary in the run `fresh`."""
+    folder = shop.datasets / "me" / name
+    folder.mkdir(parents=True, exist_ok=True)
     for split in ("train", "validation"):
         save_file({"tokens": np.array(tokens, np.uint16)}, folder / f"{split}.safetensors")
     counts = {"validation": {"tokens": len(tokens), "bytes": text_bytes}}
-    (folder / "meta.json").write_text(json.dumps({"tokenizer": "gpt2", "splits": counts}))
-    shop.add_run(model={"vocab_size": 50257})
-    add_weights(shop.runs / "r")
+    (folder / "meta.json").write_text(json.dumps({"tokenizer": tokenizer, "splits": counts}))
+    run = shop.add_run("fresh", model={"vocab_size": vocab_size})
+    torch.manual_seed(5)
+    model = GPTModel(ModelConfig(**json.loads((run / "model.json").read_text())))
+    save_tensors(dict(model.to_checkpoint_names()), run / "model.safetensors")
 
 
-def test_without_the_vocabulary_the_mean_is_called_approximate(shop: Workshop) -> None:
-    gpt2_dataset(shop, list(range(1000)), 4_500)
-    result = measure(shop, dataset="local/gpt2")
-    loss, bits = printed_bits(result)
+def measured_bits(shop: Workshop, name: str, *options: object) -> tuple[float, float, str]:
+    """Loss, bits per byte, and whatever is said of them."""
+    folder = shop.runs / "fresh"
+    done = measure(shop, folder / "model.json", folder / "model.safetensors", "--dataset", f"me/{name}", *options)
+    found = re.match(r"Loss on the \w+ split: (\S+) Bits per byte: (\S+) (.*)", unwrapped(done))
+    assert found, done
+    return float(found[1]), float(found[2]), found[3]
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        "trained",
+        pytest.param("gpt2", marks=pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="no vocabulary")),
+    ],
+)
+def test_bits_per_byte_of_a_slice_count_its_own_bytes(shop: Workshop, known: str) -> None:
+    """The text begins with long words and ends with short ones, so that slices differ from the whole. Ends of documents
+    stand for no text."""
+    draw = random.Random(0)
+    words = [["antidisestablishmentarianism", "日本"], ["a", "horse"]]
+    texts = [" ".join(draw.choices(words[part >= 20], k=40)) for part in range(60)]
+    folder = shop.datasets / "me" / known
+    folder.mkdir(parents=True)
+    if known == "trained":
+        train_bpe(iter(texts), 280, folder / "tokenizer.json")
+        tokenizer = load_tokenizer(folder / "tokenizer.json")
+    else:
+        shop.environment["TIKTOKEN_CACHE_DIR"] = os.environ["TIKTOKEN_CACHE_DIR"]
+        tokenizer = load_tokenizer("gpt2")
+    tokens = [token for text in texts for token in [*tokenizer.encode(text), tokenizer.eot_token]]
+    size = sum(len(text.encode()) for text in texts)
+    name = "tokenizer.json" if known == "trained" else known
+    add_text(shop, known, name, tokens, size, tokenizer.vocab_size)
+    for start in (0, len(tokens) - 200):
+        loss, bits, said = measured_bits(shop, known, "--start-token", start, "--batches", 2)
+        targets = [token for token in tokens[start + 1 : start + 193] if token != tokenizer.eot_token]
+        own = len(tokenizer.decode(targets).encode(errors="replace"))
+        assert bits == pytest.approx(loss * 192 / own / math.log(2), rel=0.02)
+        assert abs(192 / own * size / len(tokens) - 1) > 0.1, "the whole split's mean would be another number"
+        assert said.startswith("Measured on")
+
+
+def test_without_the_vocabulary_the_mean_is_called_approximate(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})
+    shop.environment |= {"TIKTOKEN_CACHE_DIR": str(shop.path / "none"), "HTTPS_PROXY": "http://127.0.0.1:9"}
+    add_text(shop, "text", "gpt2", list(range(1000)), 4_500, 50257)
+    loss, bits, said = measured_bits(shop, "text")
     assert bits == pytest.approx(loss / math.log(2) / 4.5, abs=0.001)
-    assert re.search(r"^Bits per byte: \S+ \(approximate: by the whole split's mean", result.stdout, re.MULTILINE)
-    assert all(len(line) <= 80 for line in result.stdout.splitlines())
+    assert said.startswith("(approximate: by the whole split's mean")
     assert not (shop.path / "none").exists(), "nothing was downloaded for it"
 
 
-@pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="needs GPT-2's vocabulary")
-def test_bits_per_byte_of_a_slice_by_gpt2(shop: Workshop) -> None:
-    """Against tiktoken's own decoding, document ends included: they stand for no text."""
-    import tiktoken
+# Several models ------------------------------------------------------------------------------------------------------
 
-    encoding = tiktoken.get_encoding("gpt2")
-    tokens: list[int] = []
-    for text in uneven_documents():
-        tokens += [*encoding.encode_ordinary(text), encoding.eot_token]
-    gpt2_dataset(shop, tokens, sum(map(len, map(str.encode, uneven_documents()))))
-    shop.environment["TIKTOKEN_CACHE_DIR"] = os.environ["TIKTOKEN_CACHE_DIR"]
-    found = []
-    for start in (0, len(tokens) - 200):
-        result = measure(shop, "--start-token", str(start), "--batches", "2", dataset="local/gpt2")
-        loss, bits = printed_bits(result)
-        targets = [token for token in tokens[start + 1 : start + 193] if token != encoding.eot_token]
-        assert bits == pytest.approx(bits_by_hand(loss, encoding.decode_bytes(targets), 192), rel=1e-3)
-        assert "approximate" not in result.stdout
-        found.append(bits)
-    assert abs(found[0] / found[1] - 1) > 0.05
-    assert MODEL["context_length"] == 16
+
+def labels(result: Result) -> list[str]:
+    """The first words of the rows of the first table."""
+    return [line.split()[0] for line in result.stdout.split("Measured on")[0].splitlines()[1:]]
+
+
+def test_several_models_are_a_table_by_loss(shop: Workshop) -> None:
+    run = shop.runs / "r"
+    first = f"r:{checkpoint_of_step(run, 0)}"
+    done = measure(shop, *files_of(run, checkpoint_of_step(run, 10)), first, "--run", "r")
+    assert (done.status, done.stderr) == (0, "")
+    assert not done.stdout.endswith("\n\n"), "no empty line below a table with nothing behind it"
+    table, _, place = done.stdout.partition("Measured on ")
+    head, *rows = table.splitlines()
+    assert head.split() == ["model", "loss", "bits/byte", "global", "batch", "parameters"]
+    best = (run / "checkpoints" / "best").resolve().name
+    kept = sorted((each.loss or 0.0, each.weights.checkpoint) for each in losses_in(run))
+    parameters = f"{load_model_config(run / 'model.json').parameters:,}"
+    assert [row.split() for row in rows] == [
+        ["r" if name == best else f"r:{name}", f"{loss:.3f}", "-", "4", parameters] for loss, name in kept
+    ]
+    assert len(kept) == 3
+    assert labels(done)[-1] == first, "nothing is learnt at step 0"
+    assert place.split() == f"{DATASET}, test split, tokens 0 to 480 of 500 (5 batches of 6 x 16), in fp32".split()
+
+
+def test_the_same_weights_are_measured_once(shop: Workshop) -> None:
+    run = shop.runs / "r"
+    alone = measure(shop, "--run", "r")
+    assert measure(shop, "--run", "r", "--run", "r").stdout == alone.stdout, "named the same: one model, no table"
+    assert labels(measure(shop, "--run", "r", "--run", "r", "--run", "r:best", *files_of(run))) == ["r:best", "r"]
+    assert len(losses_in(run)) == 1
+
+
+def test_models_of_many_names(shop: Workshop, tmp_path: Path) -> None:
+    """A pattern names all such runs, a long name stands above its numbers, and equal names give way to paths."""
+    long = "lr-of-a-run-with-a-name-of-its-own"
+    for name in ("lr-1", long, "other"):
+        shutil.copytree(shop.runs / "r", shop.runs / name, symlinks=True)
+    lines = measure(shop, "--run", "lr-*", "--batches", 1).stdout.splitlines()
+    assert sorted(line.split()[0] for line in lines[1:4] if line[0] == "l") == ["lr-1", long]
+    assert len(lines[lines.index(long) + 1].split()) == 4
+    assert sorted(labels(measure(shop, "--run", "lr-1*:best", "--run", "lr-1"))) == ["lr-1", "lr-1:best"]
+    done = measure(shop, "--run", "rl-*")
+    assert (done.status, done.stdout) == (2, "")
+    assert done.stderr.strip().endswith(f"no run in {shop.runs} has such a name")
+    elsewhere = shutil.copytree(shop.runs, tmp_path / "others", symlinks=True)
+    said = "".join(measure(shop, *files_of(shop.runs / "r"), *files_of(elsewhere / "r")).stdout.split())
+    assert all(files_of(runs / "r")[1] in said for runs in (shop.runs, elsewhere))
+
+
+def test_models_that_read_other_text_get_tables_of_their_own(shop: Workshop) -> None:
+    shop.add_dataset("local/other", seed=5)
+    other = shutil.copytree(shop.runs / "r", shop.runs / "other", symlinks=True)
+    for meta in (other / "checkpoints").glob("*/meta.json"):
+        meta.write_text(json.dumps(json.loads(meta.read_text()) | {"dataset": {"name": "local/other"}, "sha256": {}}))
+    done = measure(shop, "r", "other")
+    assert done.stdout.count("Measured on") == 2
+    assert done.stdout.count("\n\nmodel ") == 1
+    assert "\n\nLosses compare within a table" in done.stdout
+    together = measure(shop, "r", "other", "--dataset", DATASET)
+    assert together.stdout.count("Measured on") == 1
+    assert "within a table" not in together.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["r", "gone"], "no such run"),
+        (["r", "r:gone"], "no such checkpoint"),
+        (["r", "empty"], "no best or latest checkpoint"),
+        (["--run", "r", "runs/r/model.json"], "a model is two files"),
+        (["r", "runs/r/model.json", "gone.safetensors"], "gone.safetensors: no such file"),
+        (["r", "runs/r/model.json", "other.safetensors"], "not this model"),
+        ([], "no model"),
+        (
+            ["r", "--start-token", "404"],
+            "wanted 501 tokens (1 batch of 6 sequences of 16 tokens from 404), but there are 500",
+        ),
+        (["r", "--batches", "6"], "wanted 577 tokens (6 batches of"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_the_first(shop: Workshop, arguments: list[str], words: str) -> None:
+    shop.add_run("empty")
+    save_file({"tok_emb.weight": np.zeros((64, 16), np.float32)}, shop.path / "other.safetensors")
+    done = measure(shop, *arguments)
+    assert (done.status, done.stdout) == (2, "")
+    [line] = done.stderr.splitlines()
+    assert words in line
+    assert not (shop.runs / "r" / "results").exists()
+
+
+# Results in the run --------------------------------------------------------------------------------------------------
+
+
+def test_the_result_says_what_was_measured(shop: Workshop) -> None:
+    run = shop.runs / "r"
+    assert "tokens 404 to 484 of 500 (5 batches of 1 x 16)" in unwrapped(
+        measure(shop, *files_of(run), "--start-token", 404, "--batch-size", 1)
+    )
+    [result] = losses_in(run)
+    meta = json.loads((run / "checkpoints" / "best" / "meta.json").read_text())
+    assert result.weights == MeasuredWeights(
+        checkpoint=(run / "checkpoints" / "best").resolve().name,
+        sha256=sha256(Path(files_of(run)[1])),
+        global_step=meta["global_step"],
+        tokens_seen=meta["tokens_seen"],
+        is_best=True,
+        is_latest=os.path.realpath(run / "checkpoints" / "best") == os.path.realpath(run / "checkpoints" / "latest"),
+    )
+    text = result.text
+    fingerprint = TokenFile(shop.datasets / DATASET / "test.safetensors").fingerprint()
+    assert (text.dataset, text.split, text.tokenizer, text.sha256) == (DATASET, "test", "gpt2", fingerprint)
+    assert (text.start_token, text.windows, text.context_length) == (404, 5, WINDOW)
+    assert (result.device, result.precision, result.torch) == (device_name(CPU), "fp32", torch.__version__)
+
+
+def test_the_same_again_replaces_it_and_another_batch_size_is_the_same(shop: Workshop) -> None:
+    for options in (["--batches", 4], ["--batches", 4], ["--batches", 8, "--batch-size", 3]):
+        assert measure(shop, "r", *options).status == 0
+    assert len(losses_in(shop.runs / "r")) == 1
+    measure(shop, "r", "--batches", 4, "--split", "validation")
+    assert len(losses_in(shop.runs / "r")) == 2
+
+
+def test_every_way_to_the_weights_leads_to_the_same_file(shop: Workshop, tmp_path: Path) -> None:
+    """Through best and the folder's own name, a link to the run, a link to a checkpoint, and a checkpoints folder on
+    another disk."""
+    run = shop.runs / "r"
+    own = (run / "checkpoints" / "best").resolve().name
+    (tmp_path / "mine").symlink_to(run)
+    (tmp_path / "favourite").symlink_to(run / "checkpoints" / "best")
+    (run / "checkpoints").rename(tmp_path / "larger-disk")
+    (run / "checkpoints").symlink_to(tmp_path / "larger-disk")
+    for weights in (files_of(run), files_of(run, own), files_of(tmp_path / "mine")):
+        assert measure(shop, *weights, "--batches", 1).stderr == ""
+    (run / "checkpoints").unlink()
+    (tmp_path / "larger-disk").rename(run / "checkpoints")
+    measure(shop, files_of(run)[0], tmp_path / "favourite" / "model.safetensors", "--batches", 1)
+    assert len(list((run / "results").iterdir())) == 2
+    assert losses_in(run)[0].weights.checkpoint == own
+
+
+def test_weights_elsewhere_leave_nothing(shop: Workshop, tmp_path: Path) -> None:
+    run = shop.runs / "r"
+    copy = shutil.copytree(run / "checkpoints" / "best", tmp_path / "copy")
+    aside = shutil.copytree(run / "checkpoints", run / "aside" / "old" / "checkpoints", symlinks=True)
+    for weights in (copy, aside / "best"):
+        assert measure(shop, files_of(run)[0], weights / "model.safetensors", "--batches", 1).status == 0
+    assert not list(tmp_path.rglob("results"))
+
+
+def test_what_stands_in_a_results_place(shop: Workshop, tmp_path: Path) -> None:
+    """A link is replaced and not followed; a folder that cannot be written is a warning."""
+    run = shop.runs / "r"
+    measure(shop, "r", "--batches", 1)
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    for path in list((run / "results").iterdir()):
+        path.unlink()
+        path.symlink_to(outside)
+    assert measure(shop, "r", "--batches", 1).stderr == ""
+    assert outside.read_text() == "mine"
+    assert len(losses_in(run)) == 1
+    shutil.rmtree(run / "results")
+    (run / "results").write_text("in the way")
+    done = measure(shop, "r", "--batches", 1)
+    assert done.status == 0
+    assert done.stdout.startswith("Loss on the test split: ")
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"warning: not kept among the run's results: {run / 'results'}/test-loss-")
+
+
+def test_results_go_aside_with_their_weights(shop: Workshop) -> None:
+    """Results of later checkpoints go when training goes back, and all when it starts again."""
+    run = shop.runs / "r"
+    earlier, last = checkpoint_of_step(run, 10), (run / "checkpoints" / "latest").resolve().name
+    for checkpoint in (earlier, last):
+        measure(shop, *files_of(run, checkpoint), "--batches", 1)
+    shop.train("r", earlier, ranks=1)
+    assert [each.weights.checkpoint for each in losses_in(run)] == [earlier]
+    [first] = (run / "aside").iterdir()
+    assert len(list((first / "results").iterdir())) == 2
+    assert (first / "checkpoints" / last).is_dir()
+    before = {path.name: path.read_bytes() for path in (run / "results").iterdir()}
+    shop.train("r", "--restart", ranks=1)
+    [aside] = [path for path in (run / "aside").iterdir() if path != first]
+    assert {path.name: path.read_bytes() for path in (aside / "results").iterdir()} == before
+    assert not (run / "results").exists()
+
+
+def test_moving_aside_that_ends_early_leaves_no_results_without_their_weights(
+    shop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before each thing that is moved; the next attempt moves the rest."""
+    measure(shop, "r", "--batches", 1)
+    things = {path.name for path in (shop.runs / "r").iterdir()} - {"model.json", "train.json", ".lock", "checkpoints"}
+    checkpoints = {path.name for path in (shop.runs / "r" / "checkpoints").iterdir()}
+    assert {"results", "metrics.jsonl", "summary.json"} <= things
+    for number in range(len(things) + len(checkpoints)):
+        run = RunDirectory(Path(shutil.copytree(shop.runs / "r", tmp_path / str(number), symlinks=True)))
+        left = number
+
+        def move_some(path: Path, target: Path) -> None:
+            nonlocal left
+            if not left:
+                raise RunError("the process ends here")
+            left -= 1
+            move(path, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(directory, "move", move_some)
+            with pytest.raises(RunError, match="ends here"):
+                run.set_results_aside()
+        if run.results.exists():
+            assert {path.name for path in run.checkpoints.iterdir()} == checkpoints
+        assert run.set_results_aside() is not None
+        assert run.set_results_aside() is None, "nothing is left"

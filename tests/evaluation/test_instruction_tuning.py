@@ -9,7 +9,6 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from safetensors.torch import load_file
 
 from gpt import GPTModel, load_model, load_model_config
 from harness.common.device import device_name
-from harness.common.download import local_copy
 from harness.common.errors import RunError, UserError
 from harness.common.files import sha256
 from harness.data.tokenizers.bpe import train_bpe
@@ -51,6 +49,7 @@ from harness.runs.directory import RunDirectory
 from harness.runs.results import InstructionResult, read_results
 from tests.model.test_model import random_model, shape
 from tests.support.fake_judge import FakeJudge
+from tests.support.in_process import call
 from tests.support.launch import ROOT, Result, Workshop, finish
 
 CPU = torch.device("cpu")
@@ -156,21 +155,25 @@ def test_padding_is_ignored_but_for_the_end_of_text(tokenizer: Tokenizer) -> Non
         assert learnt == [*tokenizer.encode(entry.output), tokenizer.eot_token]
 
 
-def test_a_batchs_loss_is_that_of_its_rows_without_padding(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("answers_only", [False, True])
+def test_a_batchs_loss_is_that_of_its_rows_without_padding(tokenizer: Tokenizer, answers_only: bool) -> None:
+    """However they are batched; rows in which nothing is to be learnt count for nothing, and never for a NaN."""
     model = random_model(shape(vocab_size=330, context_length=64)).eval()
     entries = [Instruction(f"Say {word}.", "", f"{word} " * number) for number, word in enumerate(WORDS, start=1)]
     examples = [encode(entry, tokenizer, 64) for entry in entries]
-    for answers_only in (False, True):
-        rows = []
-        for example in examples:
-            tokens = torch.tensor([example.tokens])
-            with torch.no_grad():
-                losses = F.cross_entropy(model(tokens[:, :-1])[0], tokens[0, 1:], reduction="none")
-            rows.append(losses[example.answer_start - 1 :] if answers_only else losses)
-        expected = torch.cat(rows).mean().item()
-        for size in (1, 3, 8):
-            held_out = batches(examples, size, tokenizer.eot_token, answers_only=answers_only, generator=None)
-            assert mean_loss(model, list(held_out), FP32) == pytest.approx(expected, rel=1e-5)
+    losses = []
+    for example in examples:
+        tokens = torch.tensor([example.tokens])
+        with torch.no_grad():
+            row = F.cross_entropy(model(tokens[:, :-1])[0], tokens[0, 1:], reduction="none")
+        losses.append(row[example.answer_start - 1 :] if answers_only else row)
+    if answers_only:
+        cut = encode(Instruction("red " * 200, "", "blue"), tokenizer, 64)
+        examples = [cut, *examples[:3], cut, *examples[3:], cut, cut, cut]
+        assert not list(batches([cut, cut], 8, 0, answers_only=True, generator=None))
+    for size in (1, 3, 8):
+        held_out = batches(examples, size, tokenizer.eot_token, answers_only=answers_only, generator=None)
+        assert mean_loss(model, list(held_out), FP32) == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
 
 
 def test_long_entries_are_cut_at_the_context(tokenizer: Tokenizer) -> None:
@@ -183,20 +186,6 @@ def test_long_entries_are_cut_at_the_context(tokenizer: Tokenizer) -> None:
     long_question = encode(Instruction("red " * 200, "", "blue"), tokenizer, 64)
     assert not long_question.has_answer
     assert len(long_question.tokens) == 65
-
-
-def test_rows_with_nothing_to_learn_count_for_nothing(tokenizer: Tokenizer) -> None:
-    """Never a NaN: not in a batch with others, and not in one of their own."""
-    model = random_model(shape(vocab_size=330, context_length=64)).eval()
-    good = encode(Instruction("Say red.", "", "red"), tokenizer, 64)
-    masked = encode(Instruction("red " * 200, "", "blue"), tokenizer, 64)
-    alone = list(batches([good], 8, 0, answers_only=True, generator=None))
-    mixed = list(batches([masked, good, masked], 3, 0, answers_only=True, generator=None))
-    assert mean_loss(model, mixed, FP32) == pytest.approx(mean_loss(model, alone, FP32), rel=1e-5)
-    assert not list(batches([masked, masked], 8, 0, answers_only=True, generator=None))
-    apart = list(batches([masked, masked, good], 2, 0, answers_only=True, generator=None))
-    assert len(apart) == 1
-    assert mean_loss(model, apart, FP32) == pytest.approx(mean_loss(model, alone, FP32), rel=1e-5)
 
 
 def test_every_entry_is_trained_on_once_an_epoch_in_a_seeds_order() -> None:
@@ -282,11 +271,13 @@ def test_answers_are_the_same_one_by_one_and_in_batches(tokenizer: Tokenizer) ->
 
 # The command ------------------------------------------------------------------------------------------------------
 
+JUDGED = {"OPENAI_API_KEY": "sk-loopback", "NO_PROXY": "127.0.0.1"}
 
-@pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory, data: Path, tokenizer: Tokenizer) -> Workshop:
+
+@pytest.fixture
+def shop(tmp_path: Path, data: Path, tokenizer: Tokenizer) -> Workshop:
     """A run's folder with a checkpoint of a fresh model."""
-    shop = Workshop(tmp_path_factory.mktemp("ift"))
+    shop = Workshop(tmp_path)
     folder = shop.runs / "r" / "checkpoints" / "20260101Z000000-iteration-9"
     folder.mkdir(parents=True)
     model = tiny()
@@ -295,20 +286,22 @@ def shop(tmp_path_factory: pytest.TempPathFactory, data: Path, tokenizer: Tokeni
     (folder / "tokenizer.json").write_bytes((data.parent / "tokenizer.json").read_bytes())
     (folder / "meta.json").write_text(json.dumps({"tokenizer": "tokenizer.json"}))
     (shop.runs / "r" / "checkpoints" / "best").symlink_to(folder.name)
+    (tmp_path / "data.json").write_bytes(data.read_bytes())
     return shop
 
 
-def ift(shop: Workshop, *options: str, environment: dict[str, str] | None = None) -> Result:
-    return shop.command("test_ift.py", "r", "--runs-dir", str(shop.runs), *options, environment=environment)
+def ift(shop: Workshop, options: str, model: str = "r", **environment: str) -> Result:
+    """Run test_ift.py in the workshop's folder, with few words in an answer."""
+    arguments = f"{model} --max-new-tokens 5 {options}".split()
+    return call("test_ift", *arguments, folder=shop.path, environment={"OPENAI_API_KEY": "", **environment})
 
 
-def test_from_a_checkpoint_to_responses(shop: Workshop, data: Path, tmp_path: Path) -> None:
-    options = ["--data", str(data), "--learning-rate", "0.01", "--max-new-tokens", "20", "--responses-only"]
-    result = ift(shop, *options, "--save", str(tmp_path / "tuned"))
+def test_from_a_checkpoint_to_responses(shop: Workshop, data: Path) -> None:
+    options = "--data data.json --learning-rate 0.01 --max-new-tokens 20 --responses-only"
+    result = ift(shop, f"{options} --save tuned")
     assert result.status == 0, result.stderr
     assert "stopped: the validation loss rose; kept: epoch " in result.stdout
-    path = shop.runs / "r" / "ift-responses.json"
-    responses = read_responses(path)
+    responses = read_responses(shop.runs / "r" / "ift-responses.json")
     splits = InstructionSplits.load(data)
     asked = [Instruction(each.instruction, each.input, each.output) for each in responses.responses]
     assert asked == splits.test
@@ -323,107 +316,85 @@ def test_from_a_checkpoint_to_responses(shop: Workshop, data: Path, tmp_path: Pa
     assert responses.data is not None
     assert (responses.data.entries, responses.data.test_entries) == (40, 4)
     # The saved model is the one that answered.
-    tuned = load_model(
-        load_model_config(tmp_path / "tuned" / "model.json"), tmp_path / "tuned" / "model.safetensors", CPU
-    )
-    own = load_tokenizer(tmp_path / "tuned" / "tokenizer.json")
-    assert answer(tuned, own, splits.test, 20) == responses.responses
+    saved = shop.path / "tuned"
+    tuned = load_model(load_model_config(saved / "model.json"), saved / "model.safetensors", CPU)
+    assert answer(tuned, load_tokenizer(saved / "tokenizer.json"), splits.test, 20) == responses.responses
     # A second time: refused before anything is trained; elsewhere: the same answers.
-    assert "--overwrite" in ift(shop, *options).error_lines[0]
-    assert ift(shop, *options, "--responses", str(tmp_path / "again.json")).status == 0
-    assert read_responses(tmp_path / "again.json").responses == responses.responses
-    path.unlink()
+    assert "--overwrite" in ift(shop, options).error_lines[0]
+    assert ift(shop, f"{options} --responses again.json").status == 0
+    assert read_responses(shop.path / "again.json").responses == responses.responses
 
 
-def test_scores_stay_in_the_run_whose_folder_has_the_answers(shop: Workshop, data: Path, tmp_path: Path) -> None:
-    run = shop.runs / "r"
-    options = ["--data", str(data), "--max-epochs", "1", "--max-new-tokens", "3"]
+def test_scores_stay_in_the_run_whose_folder_has_the_answers(shop: Workshop) -> None:
     with FakeJudge() as judge:
-        for place in ([], ["--responses", str(tmp_path / "elsewhere.json")]):
-            key = {"OPENAI_API_KEY": "sk-loopback", "NO_PROXY": "127.0.0.1"}
-            done = ift(shop, *options, *place, "--base-url", judge.url, environment=key)
+        for place in ("", "--responses elsewhere.json"):
+            done = ift(shop, f"--data data.json --max-epochs 1 --base-url {judge.url} {place}", **JUDGED)
             assert (done.status, done.stderr) == (0, "")
-    [kept] = read_results(RunDirectory(run)).of(InstructionResult)
+    [kept] = read_results(RunDirectory(shop.runs / "r")).of(InstructionResult)
     assert kept.weights.checkpoint == "20260101Z000000-iteration-9"
     assert (kept.weights.is_best, kept.weights.is_latest) == (True, False)
     assert (kept.questions, len(kept.scores)) == (4, 4)
     assert f"{kept.mean:.2f}" in done.stdout
-    (run / "ift-responses.json").unlink()
 
 
-def test_a_model_that_learns_nothing_is_told_so(shop: Workshop, data: Path, tmp_path: Path) -> None:
-    options = ["--data", str(data), "--max-new-tokens", "3", "--responses-only", "--learning-rate", "1e12"]
-    result = ift(shop, *options, "--responses", str(tmp_path / "r.json"), "--save", str(tmp_path / "tuned"))
+def test_a_model_that_learns_nothing_is_told_so(shop: Workshop) -> None:
+    result = ift(shop, "--data data.json --responses-only --learning-rate 1e12 --responses r.json --save tuned")
     assert result.status == 0, result.stderr
     assert "stopped: the loss is not a number; kept: epoch 0" in result.stdout
     assert "try a lower --learning-rate" in result.stderr
-    assert read_responses(tmp_path / "r.json").fine_tuning["validation_losses"][-1] is None
+    assert read_responses(shop.path / "r.json").fine_tuning["validation_losses"][-1] is None
     start = load_file(shop.runs / "r" / "checkpoints" / "best" / "model.safetensors")
-    kept = load_file(tmp_path / "tuned" / "model.safetensors")
+    kept = load_file(shop.path / "tuned" / "model.safetensors")
     assert all(torch.equal(tensor, start[name]) for name, tensor in kept.items())
 
 
-def test_ctrl_c_while_it_is_judged_keeps_the_answers(shop: Workshop, data: Path, tmp_path: Path) -> None:
-    run, path = shop.runs / "r", tmp_path / "r.json"
-    files = [str(run / "model.json"), str(run / "checkpoints" / "best" / "model.safetensors")]
-    options = ["--data", str(data), "--max-epochs", "1", "--max-new-tokens", "3", "--responses", str(path)]
+def test_ctrl_c_while_it_is_judged_keeps_the_answers(shop: Workshop) -> None:
     with FakeJudge(honest_requests=1) as judge:
-        judged = ["--base-url", judge.url, "--judge-prompt", "book"]
-        command = [str(ROOT / "test_ift.py"), *files, *options, *judged]
-        process = shop.fork(command, {"OPENAI_API_KEY": "sk-loopback", "NO_PROXY": "127.0.0.1"})
+        options = f"--data data.json --max-epochs 1 --max-new-tokens 3 --responses r.json --base-url {judge.url}"
+        process = shop.fork([str(ROOT / "test_ift.py"), *f"r {options} --judge-prompt book".split()], JUDGED)
         deadline = time.monotonic() + 60
         while len(judge.requests) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         result = finish([process], expect=130, timeout=60)
-    again = f"judge_ift.py {path} --prompt book"
+    again = "judge_ift.py r.json --prompt book"
     assert result.error_lines == [f"stopped by SIGINT; the answers are kept: {again} goes on from there"]
     assert "Respond with the integer number only." in judge.requests[0].prompt
-    assert len(read_responses(path).responses) == 4
+    assert len(read_responses(shop.path / "r.json").responses) == 4
 
 
-def test_bad_input_is_one_line_before_anything_is_trained(shop: Workshop, data: Path, tmp_path: Path) -> None:
-    bad = tmp_path / "bad.json"
-    bad.write_text(json.dumps([*ENTRIES, {"instruction": "x", "input": ""}]))
-    weights = tmp_path / "other.safetensors"
-    save_weights(tiny(emb_dim=64).to_checkpoint_names(), weights)
-    no_key = {"OPENAI_API_KEY": ""}
-    for result, words in (
-        (ift(shop, "--data", str(bad), "--responses-only"), ["bad.json: entry 41", '"output"']),
-        (ift(shop, "--data", str(tmp_path / "none.json"), "--responses-only"), ["none.json: no such file"]),
-        (ift(shop, "--data", str(data), environment=no_key), ["OPENAI_API_KEY", "--responses-only"]),
-        (ift(shop, "--data", str(data), "--responses", str(tmp_path), "--responses-only"), ["exists"]),
-        (ift(shop, "--data", str(data), "--responses", "no/such/x.json", "--responses-only"), ["no such folder"]),
-        (ift(shop, "--data", str(data), "--save", str(tmp_path), "--responses-only"), ["--save"]),
-        (
-            ift(shop, "--data", str(data), "--save", f"{bad}/x", "--responses-only"),
-            ["bad.json: no file can be written"],
-        ),
-        (ift(shop, "--data", str(data), "--responses", "/proc/o.json", "--responses-only"), ["/proc: no file"]),
-        (ift(shop, "--data", str(data), "--responses", "both", "--save", "both", "--responses-only"), ["--save"]),
-        (ift(shop, "--data", str(data), "--name", "\udcff", "--responses-only"), ["--name"]),
-        (ift(shop, "--data", "http://127.0.0.1:1/x.json", "--responses-only"), ["127.0.0.1:1", "--data"]),
-    ):
-        assert result.status == 2, result.stderr
-        [line] = result.stderr.splitlines()
-        assert all(word in line for word in words), line
-        assert "epoch" not in result.stdout
-    other = shop.command(
-        "test_ift.py", str(shop.runs / "r" / "model.json"), str(weights), "--data", str(data), "--responses-only"
-    )
-    assert "not this model" in other.error_lines[0]
-    empty = str(tmp_path)
-    for files, line in (
-        (["none.json", str(weights)], "error: none.json: no such file"),
-        ([str(shop.runs / "r" / "model.json"), empty], f"error: {empty}: no model.safetensors in this folder"),
-    ):
-        missing = shop.command("test_ift.py", *files, "--data", "http://127.0.0.1:1/x.json", "--responses-only")
-        assert missing.stderr == f"{line}\n", "before anything is downloaded"
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        ("r", "--data bad.json --responses-only", ["bad.json: entry 41", '"output"']),
+        ("r", "--data none.json --responses-only", ["none.json: no such file"]),
+        ("r", "--data data.json", ["OPENAI_API_KEY", "--responses-only"]),
+        ("r", "--data data.json --responses . --responses-only", ["exists"]),
+        ("r", "--data data.json --responses no/such/x.json --responses-only", ["no/such: no file can be written"]),
+        ("r", "--data data.json --save . --responses-only", ["--save"]),
+        ("r", "--data data.json --save bad.json/x --responses-only", ["bad.json: no file can be written"]),
+        ("r", "--data data.json --responses /proc/o.json --responses-only", ["/proc: no file"]),
+        ("r", "--data data.json --responses both --save both --responses-only", ["--save"]),
+        ("r", "--data data.json --name \udcff --responses-only", ["--name"]),
+        ("r", "--data http://127.0.0.1:1/x.json --responses-only", ["127.0.0.1:1", "--data"]),
+        ("runs/r/model.json other.safetensors", "--data data.json --responses-only", ["not this model"]),
+        # Before anything is downloaded:
+        ("none.json other.safetensors", "--data http://127.0.0.1:1/x.json", ["none.json: no such file"]),
+        ("runs/r/model.json empty", "--data http://127.0.0.1:1/x.json", ["empty: no model.safetensors in this folder"]),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_is_trained(
+    shop: Workshop, model: str, options: str, words: list[str]
+) -> None:
+    (shop.path / "bad.json").write_text(json.dumps([*ENTRIES, {"instruction": "x", "input": ""}]))
+    save_weights(tiny(emb_dim=64).to_checkpoint_names(), shop.path / "other.safetensors")
+    (shop.path / "empty").mkdir()
+    result = ift(shop, options, model)
+    assert (result.status, result.stdout) == (2, "")
+    [line] = result.stderr.splitlines()
+    assert all(word in line for word in words), line
     assert not (shop.runs / "r" / "ift-responses.json").exists()
-
-
-# Downloading ------------------------------------------------------------------------------------------------------
 
 
 class _Web(http.server.BaseHTTPRequestHandler):
@@ -443,33 +414,20 @@ class _Web(http.server.BaseHTTPRequestHandler):
         """Tests look at `asked`."""
 
 
-@pytest.fixture
-def web() -> Iterator[tuple[str, list[str]]]:
+def test_instructions_are_downloaded_once_and_whole_into_the_users_cache(shop: Workshop) -> None:
     _Web.asked = []
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Web) as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}", _Web.asked
+        address, cache = f"http://127.0.0.1:{server.server_port}", {"XDG_CACHE_HOME": str(shop.path / "cache")}
+        for target in ("one.json", "two.json"):
+            options = f"--data {address}/good.json --max-epochs 1 --responses-only --responses {target}"
+            result = ift(shop, options, **cache)
+            assert result.status == 0, result.stderr
+            assert "stopped: --max-epochs 1 reached; kept: epoch 1" in result.stdout
+        assert _Web.asked == ["/good.json"]
+        for name in ("short.json", "missing", "login.json"):
+            refused = ift(shop, f"--data {address}/{name} --responses-only", **cache)
+            assert refused.error_lines[0].startswith(f"error: {address}/{name}:")
         server.shutdown()
-
-
-def test_a_file_is_downloaded_once_and_whole(web: tuple[str, list[str]], tmp_path: Path) -> None:
-    address, asked = web
-    path = local_copy(f"{address}/good.json", load_instructions, tmp_path)
-    assert len(load_instructions(path)) == len(ENTRIES)
-    assert local_copy(f"{address}/good.json", load_instructions, tmp_path) == path
-    assert asked == ["/good.json"]
-    for name in ("short.json", "missing", "login.json"):
-        with pytest.raises(UserError, match=f"{address}/{name}:"):
-            local_copy(f"{address}/{name}", load_instructions, tmp_path)
-    assert list(tmp_path.iterdir()) == [path], "nothing half-written"
-
-
-def test_the_command_downloads_into_the_users_cache(web: tuple[str, list[str]], shop: Workshop, tmp_path: Path) -> None:
-    address, asked = web
-    for number in range(2):
-        options = ["--data", f"{address}/good.json", "--max-epochs", "1", "--max-new-tokens", "3", "--responses-only"]
-        target = tmp_path / f"{number}.json"
-        result = ift(shop, *options, "--responses", str(target), environment={"XDG_CACHE_HOME": str(tmp_path / "c")})
-        assert result.status == 0, result.stderr
-        assert "stopped: --max-epochs 1 reached; kept: epoch 1" in result.stdout
-    assert asked == ["/good.json"]
+    [kept] = [path for path in (shop.path / "cache").rglob("*") if path.is_file()]
+    assert len(load_instructions(kept)) == len(ENTRIES), "nothing half-written"

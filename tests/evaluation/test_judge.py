@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,127 +15,16 @@ import numpy as np
 import pytest
 
 from harness.common.errors import RunError, UserError
-from harness.evaluation.instruct.responses import Response, Responses, write_responses
+from harness.evaluation.instruct.responses import Responses, write_responses
 from harness.evaluation.judge.cache import JudgeCache, Record
 from harness.evaluation.judge.report import JudgeReport
-from harness.evaluation.judge.requests import HOPELESS_QUESTIONS, Judgement, JudgeSettings, Tokens, judge
-from tests.support.fake_judge import FakeJudge, Fault, rewritten, score, status, text
+from harness.evaluation.judge.requests import HOPELESS_QUESTIONS, Judgement, JudgeSettings, Tokens
+from tests.support.fake_judge import Fault, status, text
+from tests.support.in_process import call
+from tests.support.judging import KEY, LABELS, QUESTIONS, Bench, make_models, one_line, true_scores, wait_until
+from tests.support.launch import ROOT, Process, Workshop, finish
 
-ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "docs" / "after-training.md").read_text()
-KEY = "sk-averysecretkeyindeed"
-LABELS = ("small", "medium", "large")
-QUESTIONS = 5
-
-
-def make_models(questions: int = QUESTIONS, labels: tuple[str, ...] = LABELS) -> list[Responses]:
-    """Each knows other words of the references."""
-    random = np.random.default_rng(0)
-    models: list[list[Response]] = [[] for _ in labels]
-    for question in range(questions):
-        words = [f"word{number}" for number in range(10)]
-        for number, responses in enumerate(models):
-            known = " ".join(word for word in words if random.random() < (number + 1) / (len(labels) + 1))
-            responses.append(
-                Response(instruction=f"Question {question}", input="", output=" ".join(words), response=known)
-            )
-    return [Responses(model=label, responses=responses) for label, responses in zip(labels, models, strict=True)]
-
-
-def true_scores(models: list[Responses]) -> np.ndarray:
-    """QxM, by the words of each model's own answers."""
-    return np.array([[score(each.response, each.output) for each in model.responses] for model in models]).T
-
-
-@dataclass
-class Bench:
-    """A judge, a folder with responses files, and ways to have them judged."""
-
-    judge: FakeJudge
-    folder: Path
-    models: list[Responses] = field(default_factory=make_models)
-
-    @property
-    def cache(self) -> Path:
-        return self.folder / "judgements.jsonl"
-
-    @property
-    def settings(self) -> JudgeSettings:
-        return JudgeSettings("referee", self.judge.url, 5.0, attempts=3)
-
-    def run(self, **changes: Any) -> Judgement:
-        return judge(self.models, replace(self.settings, **changes), self.cache)
-
-    def assert_true(self, judgement: Judgement) -> None:
-        """Every model has the scores of its own answers, in every repeat."""
-        assert not judgement.unanswered
-        for repeat in range(judgement.scores.shape[1]):
-            assert (judgement.scores[:, repeat] == true_scores(self.models)).all()
-
-    def lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.cache.read_text().splitlines()]
-
-    def invalid(self) -> list[str]:
-        """Reasons of the invalid answers in the cache."""
-        return [line["reason"] for line in self.lines() if "scores" not in line]
-
-    def kept(self) -> int:
-        """Whole lines in the cache, also while others are written."""
-        return self.cache.read_bytes().count(b"\n") if self.cache.exists() else 0
-
-    def write(self) -> list[str]:
-        paths = []
-        for model in self.models:
-            paths.append(str(self.folder / f"{model.model}.json"))
-            write_responses(Path(paths[-1]), model)
-        return paths
-
-    def start(self, *arguments: str, key: str | None = KEY, limit: str = "unlimited") -> subprocess.Popen[str]:
-        """judge_ift.py on all models, allowed to write files of `limit` KiB."""
-        script = f"ulimit -f {limit}; exec {sys.executable} {ROOT / 'judge_ift.py'} " + '"$@"'
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("OPENAI_")}
-        environment |= {"NO_PROXY": "127.0.0.1"} | ({} if key is None else {"OPENAI_API_KEY": key})
-        if limit != "unlimited":  # Python would cut its bytecode short without a word, for every later process
-            environment["PYTHONDONTWRITEBYTECODE"] = "1"
-        command = [*self.write(), "--model", "referee", "--base-url", self.judge.url, *arguments]
-        return start(["bash", "-c", script, "bash", *command], self.folder, environment)
-
-    def command(self, *arguments: str, expect: int = 0, **options: Any) -> tuple[str, str]:
-        return finish(self.start(*arguments, **options), expect)
-
-
-def start(command: list[str], folder: Path, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=folder, env=environment, **pipes)
-
-
-def finish(process: subprocess.Popen[str], expect: int) -> tuple[str, str]:
-    stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode == expect, f"{process.returncode}\n{stdout}\n{stderr}"
-    assert "Traceback" not in stderr
-    assert KEY not in stdout + stderr
-    return stdout, stderr
-
-
-def one_line(stderr: str) -> str:
-    (line,) = stderr.splitlines()
-    return line
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
-
-
-@pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.02)
-    with FakeJudge() as fake:
-        yield Bench(fake, tmp_path)
 
 
 # Whole ---------------------------------------------------------------------------------------------------------------
@@ -196,6 +82,9 @@ def test_a_question_that_is_there_twice_is_asked_once(bench: Bench) -> None:
     ]
     bench.assert_true(bench.run())
     assert len(bench.judge.requests) == 2
+    bench.models = [model.model_copy(update={"responses": bench.models[0].responses}) for model in bench.models]
+    bench.assert_true(bench.run(prompt="book"))
+    assert len(bench.judge.requests) == 3, "equal answers alone"
 
 
 def test_each_answer_alone_is_kept_apart_from_those_together(bench: Bench) -> None:
@@ -207,16 +96,11 @@ def test_each_answer_alone_is_kept_apart_from_those_together(bench: Bench) -> No
         assert alone.spent.answers == len(LABELS) * QUESTIONS * 2
         assert len(bench.judge.requests) == QUESTIONS + number * alone.spent.answers
         assert bench.run(prompt=prompt, repeats=2).spent_now.answers == 0
+        printed = " ".join("\n".join(JudgeReport(alone, replace(bench.settings, prompt=prompt)).lines()).split())
+        assert f"referee judged each answer alone, by the {prompt}'s prompt; 5 questions." in printed
+        assert "not with those of models judged together" in printed
     assert bench.run().spent == together.spent
     assert [line.get("prompt") for line in bench.lines()] == [None] * 5 + ["book"] * 30 + ["notebook"] * 30
-
-
-def test_a_report_of_answers_judged_alone_says_so(bench: Bench) -> None:
-    report = JudgeReport.of(bench.run(prompt="book"), replace(bench.settings, prompt="book"))
-    printed = " ".join("\n".join(report.lines()).split())
-    assert "referee judged each answer alone, by the book's prompt; 5 questions." in printed
-    assert "not with those of models judged together" in printed
-    assert report.as_json()["prompt"] == "book"
 
 
 def test_a_model_without_a_valid_answer_alone_leaves_the_question_out(bench: Bench) -> None:
@@ -225,7 +109,7 @@ def test_a_model_without_a_valid_answer_alone_leaves_the_question_out(bench: Ben
     missing = np.isnan(judgement.scores[:, 0])
     assert missing.sum() == 1, "one of fifteen"
     assert (judgement.scores[:, 0][~missing] == true_scores(bench.models)[~missing]).all()
-    report = JudgeReport.of(judgement, replace(bench.settings, prompt="notebook"))
+    report = JudgeReport(judgement, replace(bench.settings, prompt="notebook"))
     assert report.comparison is not None
     assert report.comparison.questions == QUESTIONS - 1, "for every model, so that differences stay paired"
     shortfall = str(report.shortfall())
@@ -233,54 +117,39 @@ def test_a_model_without_a_valid_answer_alone_leaves_the_question_out(bench: Ben
     assert '"about 80" is not an integer from 0 to 100' in shortfall
 
 
-def test_equal_answers_judged_alone_are_paid_for_once(bench: Bench) -> None:
-    bench.models = [model.model_copy(update={"responses": bench.models[0].responses}) for model in bench.models]
-    bench.assert_true(bench.run(prompt="book"))
-    assert len(bench.judge.requests) == QUESTIONS
-
-
 # Faults --------------------------------------------------------------------------------------------------------------
 
-EXTRA = rewritten(lambda scores: json.dumps(scores | {"D": 50}))
-MISSING = rewritten(lambda scores: json.dumps({"A": scores["A"], "B": scores["B"]}))
+NO_CHAT = [b"<html>Welcome!</html>", b"", b"\xff\xfe", b"1", b'{"error": {"code": 502}}']
+NO_CHAT += [
+    b'{"choices": ' + each + b"}" for each in (b"[]", b"[{}]", b'[{"message": []}]', b'[{"message": {"content": 1}}]')
+]
+INVALID = [
+    (text("The best one is A."), "not JSON"),
+    (Fault(write=lambda scores: json.dumps(scores | {"D": 50})), 'scores for "D"'),
+    (Fault(write=lambda scores: json.dumps({"A": scores["A"], "B": scores["B"]})), "no score for C"),
+    (text(f"your key is {KEY}"), "your key is ***"),
+    (Fault(refusal="I would rather not"), "refused: I would rather not"),
+    *((Fault(body=body), "not the reply of a chat") for body in NO_CHAT),
+]
 
 
-@pytest.mark.parametrize(
-    ("fault", "reason"),
-    [
-        (text("The best one is A."), "not JSON"),
-        (EXTRA, 'scores for "D"'),
-        (MISSING, "no score for C"),
-        (text(f"your key is {KEY}"), "your key is ***"),
-        (Fault(refusal="I would rather not"), "refused: I would rather not"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "reason"), INVALID)
 def test_an_invalid_answer_is_asked_for_again_and_its_cost_is_counted(bench: Bench, fault: Fault, reason: str) -> None:
     bench.judge.faults = [fault]
-    judgement = bench.run()
+    judgement = bench.run(parallel=1)
     bench.assert_true(judgement)
-    assert len(bench.judge.requests) == QUESTIONS + 1
+    assert len(bench.judge.requests) == judgement.spent.answers == QUESTIONS + 1
     assert reason in bench.invalid()[0]
-    assert judgement.spent.answers == QUESTIONS + 1
-    assert judgement.spent.prompt == sum(request.prompt_tokens for request in bench.judge.requests)
-    assert judgement.spent.completion == sum(request.completion_tokens for request in bench.judge.requests)
+    counted = bench.judge.requests[fault.body is not None :]  # the reply of no chat has no count
+    assert judgement.spent.prompt == sum(request.prompt_tokens for request in counted)
+    assert judgement.spent.completion == sum(request.completion_tokens for request in counted)
     assert KEY not in bench.cache.read_text()
 
 
-def test_what_is_no_reply_of_a_chat_is_asked_for_again(bench: Bench) -> None:
-    choices = [b"[]", b"[{}]", b'[{"message": []}]', b'[{"message": {"content": 1}}]']
-    bodies = [b"<html>Welcome!</html>", b"", b"\xff\xfe", b"1", b'{"error": {"code": 502}}']
-    bodies += [b'{"choices": ' + each + b"}" for each in choices]
-    bench.judge.faults = [Fault(body=body) for body in bodies]
-    bench.assert_true(bench.run(parallel=1, attempts=len(bodies) + 1))
-    assert len(bench.invalid()) == len(bodies)
-    assert all("not the reply of a chat" in reason for reason in bench.invalid())
-
-
 def test_a_reply_that_never_ends_is_given_up(bench: Bench) -> None:
-    bench.judge.faults = [Fault(delay_seconds=0.05, trickle=True)] * 2
+    bench.judge.faults = [Fault(delay_seconds=0.05, trickle=True)]
     bench.assert_true(bench.run(timeout=1.0, parallel=1))
-    assert bench.invalid() == ["the reply took more than 1 seconds"] * 2
+    assert bench.invalid() == ["the reply took more than 1 seconds"]
 
 
 def test_a_judge_that_fails_for_a_while(bench: Bench) -> None:
@@ -303,14 +172,6 @@ def test_retry_after_is_waited_for(bench: Bench) -> None:
     assert second.at >= first.at + 0.7
 
 
-def test_a_long_retry_after_is_left_to_the_user(bench: Bench) -> None:
-    bench.judge.always = {None: status(429, retry_after="86400")}
-    with pytest.raises(RunError, match=r"status 429.*; Retry-After: 86400; judging again asks again"):
-        bench.run(parallel=1)
-    assert len(bench.judge.requests) == 1
-    assert not bench.cache.exists()
-
-
 def test_answers_without_a_count_are_said_to_be(bench: Bench) -> None:
     bench.judge.faults = [Fault(has_usage=False)]
     judgement = bench.run()
@@ -319,7 +180,7 @@ def test_answers_without_a_count_are_said_to_be(bench: Bench) -> None:
     counted = [line["prompt_tokens"] for line in bench.lines() if "prompt_tokens" in line]
     assert len(counted) == QUESTIONS - 1
     assert judgement.spent.prompt == sum(counted)
-    lines = "\n".join(JudgeReport.of(judgement, bench.settings).lines())
+    lines = "\n".join(JudgeReport(judgement, bench.settings).lines())
     assert "(1 of the answers came without a count)" in " ".join(lines.split())
 
 
@@ -327,22 +188,30 @@ def test_answers_without_a_count_are_said_to_be(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "problem"),
+    ("fault", "error", "words", "requests"),
     [
-        (status(500), "status 500"),
-        (Fault(hang_up=True), "the connection failed"),
-        (Fault(delay_seconds=60), "no answer within 0.3 seconds"),
-        (status(429, code="insufficient_quota"), "no credit left"),
+        (status(500), RunError, "status 500", 3),
+        (Fault(hang_up=True), RunError, "the connection failed", 3),
+        (Fault(delay_seconds=60), RunError, "no answer within 0.3 seconds", 3),
+        (status(429, code="insufficient_quota"), RunError, "no credit left", 3),
+        (status(429, retry_after="86400"), RunError, "; Retry-After: 86400; judging again", 1),
+        (status(401, message=f"wrong key: {KEY}"), UserError, "status 401", 1),
+        (status(403), UserError, "check the key", 1),
+        (status(404, code="model_not_found"), UserError, "check the judge's name and --base-url", 1),
+        (status(400), UserError, "does not take the request", 1),
     ],
-    ids=["500", "hung up", "silent", "no credit"],
 )
-def test_a_judge_that_never_answers(bench: Bench, fault: Fault, problem: str) -> None:
+def test_a_judge_that_never_answers_or_refuses(
+    bench: Bench, fault: Fault, error: type[Exception], words: str, requests: int
+) -> None:
+    """Failures that may pass are tried three times; a long wait, and any other failure, is said at once."""
     bench.judge.always = {None: fault}
-    with pytest.raises(RunError) as caught:
+    with pytest.raises(error) as caught:
         bench.run(parallel=1, timeout=0.3)
-    assert problem in str(caught.value)
-    assert str(caught.value).endswith("; judging again asks again")
-    assert len(bench.judge.requests) == 3
+    assert words in str(caught.value)
+    assert KEY not in str(caught.value)
+    assert str(caught.value).endswith("; judging again asks again") == (error is RunError)
+    assert len(bench.judge.requests) == requests
     assert list(bench.folder.iterdir()) == []
 
 
@@ -356,47 +225,25 @@ def test_a_judge_that_goes_away_leaves_what_it_answered(bench: Bench) -> None:
     assert len(bench.judge.paid) == len(set(bench.judge.paid)) == QUESTIONS
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        (status(401, message=f"wrong key: {KEY}"), "status 401"),
-        (status(403), "check the key"),
-        (status(404, code="model_not_found"), "check the judge's name and --base-url"),
-        (status(400), "does not take the request"),
-    ],
-)
-def test_what_does_not_pass_is_said_at_once(bench: Bench, fault: Fault, message: str) -> None:
-    bench.judge.always = {None: fault}
-    with pytest.raises(UserError) as caught:
-        bench.run(parallel=1)
-    assert message in str(caught.value)
-    assert KEY not in str(caught.value)
-    assert len(bench.judge.requests) == 1
-    assert not bench.cache.exists()
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [text("no"), status(400, code="context_length_exceeded"), status(400, code="invalid_prompt")],
-    ids=["text", "too long", "flagged"],
-)
-def test_a_question_without_a_valid_answer_is_left_out_and_asked_again_next_time(bench: Bench, fault: Fault) -> None:
-    bench.judge.always = {"Question 2": fault}
+def test_questions_without_a_valid_answer_are_left_out_and_asked_again_next_time(bench: Bench) -> None:
+    """A reply that is none, a question that is too long for the judge, and one that it may not answer."""
+    codes = ("context_length_exceeded", "invalid_prompt")
+    faults = [text("no"), *(status(400, code=code) for code in codes)]
+    bench.judge.always = {f"Question {number}": fault for number, fault in enumerate(faults, start=2)}
     judgement = bench.run()
-    (unanswered,) = judgement.unanswered
-    assert (unanswered.question, unanswered.repeat) == (3, 1)
-    assert np.isnan(judgement.scores[2]).all()
-    report = JudgeReport.of(judgement, bench.settings)
+    assert [(each.question, each.repeat) for each in judgement.unanswered] == [(3, 1), (4, 1), (5, 1)]
+    assert np.isnan(judgement.scores[2:]).all()
+    report = JudgeReport(judgement, bench.settings)
     assert report.comparison is not None
-    others = np.delete(true_scores(bench.models), 2, axis=0)
-    assert [mean.value for mean in report.comparison.means] == pytest.approx(others.mean(axis=0))
-    assert "no valid answer to 1 of 5 prompts, after 3 attempts each (question 3; " in str(report.shortfall())
+    answered = true_scores(bench.models)[:2]
+    assert [mean.value for mean in report.comparison.means] == pytest.approx(answered.mean(axis=0))
+    assert "no valid answer to 3 of 5 prompts, after 3 attempts each (question 3, 4, 5; " in str(report.shortfall())
 
     asked = len(bench.judge.requests)
-    assert asked == QUESTIONS - 1 + 3
+    assert asked == 2 + 3 * 3
     bench.judge.always = {}
     bench.assert_true(bench.run())
-    assert len(bench.judge.requests) == asked + 1
+    assert len(bench.judge.requests) == asked + 3
 
 
 def test_a_judge_that_cannot_do_it_is_not_paid_to_the_end(bench: Bench) -> None:
@@ -427,20 +274,31 @@ def test_without_a_key(bench: Bench, monkeypatch: pytest.MonkeyPatch, key: str |
 
 
 def test_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The option, the environment's or OpenAI's; refused is what is no address, or no name."""
+    """The option, the environment's or OpenAI's."""
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
     assert JudgeSettings.choose("m", None).base_url == "https://api.openai.com/v1"
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
     assert JudgeSettings.choose("m", None).base_url == "http://127.0.0.1:8000/v1"
     assert JudgeSettings.choose("m", "http://127.0.0.1:9000/v1/").base_url == "http://127.0.0.1:9000/v1"
-    addresses = ["judge", "ftp://judge/v1", "http://", "http://judge:99999", "http://[", "https://me:password@judge/v1"]
-    for url in addresses:
-        with pytest.raises(UserError, match=r"^--base-url: ") as caught:
-            JudgeSettings.choose("m", url)
-        assert "password@" not in str(caught.value)
-    for model in ("", "gpt-\udcff"):
-        with pytest.raises(UserError, match=r"the judge: .* is not the name"):
-            JudgeSettings.choose(model, None)
+
+
+@pytest.mark.parametrize(
+    ("model", "url", "words"),
+    [
+        *(
+            ("m", url, "--base-url: ")
+            for url in ("judge", "ftp://judge/v1", "http://", "http://judge:99999", "http://[")
+        ),
+        ("m", "https://me:password@judge/v1", "--base-url: no name or password belongs in it"),
+        ("", None, "the judge: "),
+        ("gpt-\udcff", None, "the judge: "),
+    ],
+)
+def test_endpoints_and_names_that_are_none(model: str, url: str | None, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        JudgeSettings.choose(model, url)
+    assert str(caught.value).startswith(words)
+    assert "password@" not in str(caught.value)
 
 
 # Cache ---------------------------------------------------------------------------------------------------------------
@@ -506,8 +364,9 @@ def test_scores_of_other_names_in_the_cache_are_no_answer(bench: Bench) -> None:
 
 
 def test_command_prints_a_table_and_the_same_as_json(bench: Bench) -> None:
-    stdout, stderr = bench.command("--repeats", "2", "--price-in", "2", "--price-out", "10")
-    assert stderr == ""  # no bar, where nobody watches
+    done = bench.command("--repeats", "2", "--price-in", "2", "--price-out", "10")
+    stdout = done.stdout
+    assert done.stderr == ""  # no bar, where nobody watches
     assert all(len(line) <= 80 for line in stdout.splitlines())
     means = true_scores(bench.models).mean(axis=0)
     table = [line.split() for line in stdout.splitlines()]
@@ -524,8 +383,7 @@ def test_command_prints_a_table_and_the_same_as_json(bench: Bench) -> None:
     )
 
     bench.judge.always = {None: status(401)}  # the second time nothing is asked, so that no key is needed either
-    stdout, _ = bench.command("--repeats", "2", "--json", key=None)
-    result = json.loads(stdout)
+    result = json.loads(bench.command("--repeats", "2", "--json", OPENAI_API_KEY="").stdout)
     assert [model["model"] for model in result["models"]] == list(LABELS)
     assert [model["mean"]["value"] for model in result["models"]] == pytest.approx(means)
     scores = np.array([model["scores"] for model in result["models"]])
@@ -537,14 +395,21 @@ def test_command_prints_a_table_and_the_same_as_json(bench: Bench) -> None:
     assert [p["win_rate"] for p in result["pairs"] if (p["first"], p["second"]) == ("large", "small")] == [wins]
 
 
+def fork(bench: Bench, *options: str, prelude: str = "") -> Process:
+    """judge_ift.py on all models, in a process of its own."""
+    environment = {"NO_PROXY": "127.0.0.1", "OPENAI_API_KEY": KEY}
+    judged = [*bench.write(), "--model", "referee", "--base-url", bench.judge.url, *options]
+    return Workshop(bench.folder).fork([str(ROOT / "judge_ift.py"), *judged], environment, prelude)
+
+
 def test_killed_judging_goes_on_and_pays_for_nothing_twice(bench: Bench) -> None:
     bench.models = make_models(12)
     bench.judge.honest_requests = 5
-    process = bench.start("--parallel", "3")
+    process = fork(bench, "--parallel", "3")
     wait_until(lambda: bench.kept() == 5)
     wait_until(lambda: len(bench.judge.requests) == 8)
     process.kill()
-    finish(process, -signal.SIGKILL)
+    finish([process], expect=-signal.SIGKILL, timeout=60)
     bench.judge.released.set()
 
     bench.judge.honest_requests = None
@@ -555,11 +420,11 @@ def test_killed_judging_goes_on_and_pays_for_nothing_twice(bench: Bench) -> None
 def test_ctrl_c_leaves_at_once_and_keeps_what_was_answered(bench: Bench) -> None:
     bench.models = make_models(12)
     bench.judge.honest_requests = 5
-    process = bench.start("--parallel", "3")
+    process = fork(bench, "--parallel", "3")
     wait_until(lambda: bench.kept() == 5)
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
-    _, stderr = finish(process, 128 + signal.SIGINT)
+    stderr = finish([process], expect=128 + signal.SIGINT, timeout=60).stderr
     assert time.monotonic() - began < 5
     assert one_line(stderr) == "stopped by SIGINT; the same command goes on from there"
     assert len(bench.lines()) == 5
@@ -568,7 +433,10 @@ def test_ctrl_c_leaves_at_once_and_keeps_what_was_answered(bench: Bench) -> None
 @pytest.mark.slow
 def test_a_disk_that_fills_up_loses_no_answer_that_was_kept(bench: Bench) -> None:
     bench.models = make_models(12)
-    _, stderr = bench.command(limit="1", expect=1)
+    # A file of bytecode would be cut short, too, for every later process.
+    prelude = "import resource, sys\nsys.dont_write_bytecode = True\n"
+    prelude += "resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))\n"
+    stderr = finish([fork(bench, prelude=prelude)], expect=1, timeout=60).stderr
     assert one_line(stderr).startswith(f"error: {bench.cache}: File too large; ")
     assert bench.cache.stat().st_size == 1024
     *lines, cut = bench.cache.read_text().split("\n")
@@ -579,57 +447,64 @@ def test_a_disk_that_fills_up_loses_no_answer_that_was_kept(bench: Bench) -> Non
     assert len(bench.judge.paid) == before + 12 - whole
 
 
-def test_wrong_commands_end_with_one_line_and_leave_nothing(bench: Bench) -> None:
-    other = bench.folder / "other.json"
-    write_responses(other, Responses(model="other", responses=make_models(QUESTIONS - 1)[0].responses))
+@pytest.mark.parametrize(
+    ("options", "key", "words"),
+    [
+        ([], "", "OPENAI_API_KEY is not in the environment"),
+        (["other.json"], KEY, "/small.json and other.json: not the same questions: number 5 differs"),
+        (["none.json"], KEY, "none.json: no such file"),
+        (["--price-in", "1"], KEY, "--price-in and --price-out: give both, or none"),
+    ],
+)
+def test_wrong_commands_end_with_one_line_and_leave_nothing(
+    bench: Bench, options: list[str], key: str, words: str
+) -> None:
+    write_responses(bench.folder / "other.json", Responses(model="other", responses=make_models(4)[0].responses))
     before = sorted([*bench.folder.iterdir(), *map(Path, bench.write())])
-    for arguments, key, message in [
-        ([], None, "error: OPENAI_API_KEY is not in the environment"),
-        ([str(other)], KEY, f"error: {bench.folder}/small.json and {other}: not the same questions: number 5 differs"),
-        ([str(bench.folder / "none.json")], KEY, f"error: {bench.folder}/none.json: no such file"),
-        (["--price-in", "1"], KEY, "error: --price-in and --price-out: give both, or none"),
-    ]:
-        _, stderr = bench.command(*arguments, key=key, expect=2)
-        assert one_line(stderr).startswith(message)
+    line = one_line(bench.command(*options, expect=2, OPENAI_API_KEY=key).stderr)
+    assert line.startswith("error: ")
+    assert words in line
     assert sorted(bench.folder.iterdir()) == before
+    assert not bench.judge.requests
+
+
+@pytest.mark.parametrize(("variable", "value"), [("ALL_PROXY", "gopher://127.0.0.1:1"), ("SSL_CERT_FILE", "/nowhere")])
+def test_a_proxy_that_cannot_be_used_is_one_line(bench: Bench, variable: str, value: str) -> None:
+    line = one_line(bench.command(expect=2, **{variable: value}).stderr)
+    assert "no connection can be set up" in line
+    assert variable in line
     assert not bench.judge.requests
 
 
 def test_the_guides_example_needs_no_account(bench: Bench) -> None:
     """The server as it is started by hand, the files that it writes, and the command that it prints."""
     write_responses(bench.folder / "ift-responses.json", bench.models[0])
-    (shown,) = re.findall(r"`uv run (tests/support/fake_judge\.py [^`]*)`", GUIDE)
+    (shown,) = re.findall(r"`uv run (tests/support/fake_judge\.py\s[^`]*)`", GUIDE)
     script, *options = shown.replace("runs/quickstart/ift-responses.json", "ift-responses.json").split()
-    command = [sys.executable, str(ROOT / script), *options, "--port", "0"]
-    server = start(command, bench.folder)
+    assert "--model word-counter --base-url http://127.0.0.1:8000/v1" in " ".join(GUIDE.split())
+    shop = Workshop(bench.folder)
+    command = [str(ROOT / script), *options, "--port", "0"]
+    server = shop.fork(command, {})
     try:
-        assert server.stdout is not None
-        lines = [server.stdout.readline() for _ in range(4)]
-        bench_command = lines[3].split()
-        assert bench_command[:5] == ["uv", "run", "--extra", "judge", "judge_ift.py"]
-        assert "--model word-counter --base-url http://127.0.0.1:" in lines[3]
-        assert "--model word-counter --base-url http://127.0.0.1:8000/v1" in " ".join(GUIDE.split())
-        environment = {**os.environ, "OPENAI_API_KEY": "none", "NO_PROXY": "127.0.0.1"}
-        judging = start([sys.executable, str(ROOT / "judge_ift.py"), *bench_command[5:]], bench.folder, environment)
-        stdout, stderr = finish(judging, 0)
-        assert stderr == ""
-        ranking = re.findall(r"^ +\d +(\S+) .*  (\S+)$", stdout, re.M)
+        wait_until(lambda: len(server.read(".out").splitlines()) > 3)
+        _, *words = server.read(".out").splitlines()[3].split("judge_ift.py")[1].split()
+        assert "--model word-counter --base-url http://127.0.0.1:" in " ".join(words)
+        done = call("judge_ift", "small.json", *words, folder=bench.folder, environment={"OPENAI_API_KEY": "none"})
+        assert (done.status, done.stderr) == (0, "")
+        ranking = re.findall(r"^ +\d +(\S+) .*  (\S+)$", done.stdout, re.M)
         assert ranking[0] == ("50.00", "half-of-the-reference"), "five of ten words"
         server.send_signal(signal.SIGINT)
         assert server.wait(10) == 0
     finally:
         server.kill()
-        server.communicate()
-    again = subprocess.run(command, cwd=bench.folder, capture_output=True, text=True)
-    assert (again.returncode, one_line(again.stderr)) == (1, "error: small.json: exists; start this in another folder")
-    missing = subprocess.run([*command[:3], "no.json", "--port", "0"], cwd=bench.folder, capture_output=True, text=True)
-    assert (missing.returncode, missing.stderr) == (1, "error: no.json: No such file or directory\n")
+    again = finish([shop.fork(command, {})], expect=1, timeout=60)
+    assert one_line(again.stderr) == "error: small.json: exists; start this in another folder"
 
 
 # Tables --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 8, 12])
+@pytest.mark.parametrize("count", [1, 8, 12])
 def test_tables_fit_a_terminal(count: int) -> None:
     labels = tuple(
         f"runs/8xa100m40/checkpoints/20251206Z014912-iteration-{number}/a \x1b[31mred name" for number in range(count)
@@ -638,7 +513,7 @@ def test_tables_fit_a_terminal(count: int) -> None:
     spent = Tokens(2000, 10**9, 10**7, 3)
     judgement = Judgement(labels, scores, (), spent, Tokens())
     settings = JudgeSettings("a-judge-with-a-long-name-20260101", "http://judge.example/v1", repeats=2)
-    report = JudgeReport.of(judgement, settings, (1.25, 10))
+    report = JudgeReport(judgement, settings, (1.25, 10))
     lines = list(report.lines())
     assert all(len(line) <= 80 and line.isprintable() for line in lines)
     joined = "".join("".join(lines).split())
@@ -647,13 +522,3 @@ def test_tables_fit_a_terminal(count: int) -> None:
     assert len(rows) == (count * (count - 1) // 2 if count <= 8 else count - 1)
     assert "$1,350.0000" in "".join(lines)
     assert len(report.as_json()["pairs"]) == count * (count - 1) // 2
-
-
-def test_a_proxy_that_cannot_be_used_is_one_line(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable, value in (("ALL_PROXY", "gopher://127.0.0.1:1"), ("SSL_CERT_FILE", "/nowhere")):
-        with monkeypatch.context() as patch:
-            patch.setenv(variable, value)
-            line = one_line(bench.command(expect=2)[1])
-        assert "no connection can be set up" in line
-        assert variable in line
-    assert not bench.judge.requests

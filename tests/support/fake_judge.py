@@ -22,7 +22,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 Scores = dict[str, float]
@@ -50,11 +49,6 @@ def question_of(prompt: str) -> dict[str, Any]:
     return json.loads(prompt[prompt.index("\n{\n") :])
 
 
-def honest_reply(scores: Scores) -> str:
-    """An object of scores, or of one for an answer without a name the number alone."""
-    return str(scores[""]) if "" in scores else json.dumps(scores)
-
-
 @dataclass(frozen=True)
 class Fault:
     """One reaction that is not the honest one. `write` makes the reply's text of the honest scores; `body` is sent as
@@ -74,10 +68,6 @@ class Fault:
 
 def text(content: str) -> Fault:
     return Fault(write=lambda scores: content)
-
-
-def rewritten(write: Callable[[Scores], str]) -> Fault:
-    return Fault(write=write)
 
 
 def status(number: int, *, code: str | None = None, message: str = "no", retry_after: str | None = None) -> Fault:
@@ -119,7 +109,7 @@ class FakeJudge:
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.released.set()
         self._server.shutdown()
         self._server.server_close()
@@ -183,7 +173,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         scores: Scores = {name: score(answer, question["reference"]) for name, answer in question["answers"].items()}
-        content = fault.write(scores) if fault.write else honest_reply(scores)
+        # Of one answer without a name, the number alone.
+        honest = str(scores[""]) if "" in scores else json.dumps(scores)
+        content = fault.write(scores) if fault.write else honest
         seen.prompt_tokens, seen.completion_tokens = len(seen.prompt) // 4, max(1, len(content) // 4)
         message = {"role": "assistant", "content": None if fault.refusal else content, "refusal": fault.refusal}
         completion: dict[str, Any] = {
@@ -219,7 +211,10 @@ class _Handler(BaseHTTPRequestHandler):
 WAYS: dict[str, tuple[str, Callable[[dict[str, str]], str]]] = {
     "small.json": ("the-input-again", lambda question: question["input"]),
     "medium.json": ("the-instruction-again", lambda question: question["instruction"]),
-    "large.json": ("half-of-the-reference", lambda question: first_half(question["output"])),
+    "large.json": (
+        "half-of-the-reference",
+        lambda question: " ".join((words := question["output"].split())[: (len(words) + 1) // 2]),
+    ),
 }
 INSTRUCTIONS = """\
 A judge that counts words listens at {url}; Ctrl-C ends it. In another terminal:
@@ -229,19 +224,12 @@ A judge that counts words listens at {url}; Ctrl-C ends it. In another terminal:
 """
 
 
-def first_half(text: str) -> str:
-    words = text.split()
-    return " ".join(words[: (len(words) + 1) // 2])
-
-
 def write_ways(responses: Path, folder: Path) -> list[Path]:
     """Files in `folder` that answer the questions of a responses file in each of WAYS. Raises SystemExit."""
     keys = ("instruction", "input", "output")
     try:
         questions = [{key: each[key] for key in keys} for each in json.loads(responses.read_text())["responses"]]
-    except OSError as error:
-        sys.exit(f"error: {responses}: {error.strerror}")
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         sys.exit(f"error: {responses}: not a file of answers, as test_ift.py writes them: {error}")
     paths = [folder / name for name in WAYS]
     if there := [path for path in paths if path.exists()]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lm_eval.api.instance import Instance
@@ -12,12 +11,11 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from harness.common.errors import UserError
 from harness.common.messages import abbreviated
 from harness.data.tokenizers.tokenizer import Tokenizer
-from harness.evaluation.generation import Sampling, continue_batch, until, without_end
+from harness.evaluation.generation import Sampling, continue_prompts
 from harness.evaluation.likelihood import Scorer
 
 SAMPLING_SEED = 1234  # lm-eval's own for torch
 KNOWN_SETTINGS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k"}
-CHARACTER_BYTES = 4  # the longest in UTF-8
 
 
 class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
@@ -67,9 +65,13 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             batches[-1].append(at)
 
         def work(batch: list[int]) -> list[str]:
+            prompts, settings = [jobs[at][0] for at in batch], jobs[batch[0]][1]
             # Row i of a batch draws with seed + i: so each request of the list has a seed of its own.
-            seed = SAMPLING_SEED + order.index(batch[0])
-            return self._continue([jobs[at][0] for at in batch], jobs[batch[0]][1], seed)
+            sampling = Sampling(settings.temperature, settings.top_k, SAMPLING_SEED + order.index(batch[0]))
+            model, stops = self.scorer.model, settings.stops
+            with self.scorer.precision.autocast():
+                added = continue_prompts(model, self.text, prompts, settings.most, sampling, stops)
+            return [postprocess_generated_text(self.text.decode(tokens), list(stops), None) for tokens in added]
 
         found: dict[int, str] = {}
         for batch, texts in zip(batches, self.scorer.each_batch(work, batches), strict=True):
@@ -89,27 +91,9 @@ class ModelUnderTest(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         stops = [stops] if isinstance(stops, str) else stops
         top_k = int(known["top_k"]) if temperature and known.get("top_k") else None
         settings = Settings(int(known["max_gen_toks"]), tuple(filter(None, stops)), temperature, top_k)
-        limit: int = self.scorer.model.config.context_length
+        limit = self.scorer.model.config.context_length
         room = limit - settings.most if settings.most < limit else max(1, limit // 2)
         return (self.text.encode(prompt) or [self.eot_token_id])[-room:], settings
-
-    def _continue(self, prompts: Sequence[list[int]], settings: Settings, seed: int) -> list[str]:
-        """The texts that follow the prompts, up to the first stop string, end-of-text or the largest length."""
-        is_over = until(settings.most, self.text)
-        # A stop string of n bytes lies in the last n tokens when the token that completes it has come, perhaps behind
-        # a character of which only the end is among them.
-        reach = max((len(stop.encode()) for stop in settings.stops), default=0) + CHARACTER_BYTES
-
-        def is_done(tokens: Sequence[int]) -> bool:
-            tail = self.text.decode(tokens[-reach:]) if settings.stops else ""
-            return is_over(tokens) or any(stop in tail for stop in settings.stops)
-
-        sampling = Sampling(settings.temperature, settings.top_k, seed)
-        vocab_size = min(self.scorer.vocab_size, self.text.vocab_size)
-        with self.scorer.precision.autocast():
-            added = continue_batch(self.scorer.model, prompts, sampling, is_done=is_done, vocab_size=vocab_size)
-        texts = [self.text.decode(without_end(tokens, self.text)) for tokens in added]
-        return [postprocess_generated_text(text, list(settings.stops), None) for text in texts]
 
 
 class Settings(NamedTuple):

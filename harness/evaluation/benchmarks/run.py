@@ -299,37 +299,29 @@ def table(results: dict[str, Any], names: Sequence[str], depth: int = 0) -> Iter
 
     Not lm_eval.utils.make_table: with the installed pytablewriter (0.38) it has no headings and fewer digits.
     """
+
+    def cut(text: str, width: int) -> str:
+        return text if len(text) <= width else f"{text[: width - 1]}…"
+
     layout = "{:<32} {:<18} {:>19} {:>8}"
     if depth == 0:
         yield layout.format("task", "metric", "value ± error", "examples")
     for name in names:
-        shown = _cut("  " * depth + name, 32)
+        shown = cut("  " * depth + name, 32)
         rows = scores(results, name)
         if not rows:
             yield shown
         for score in rows:
             known = score.stderr is not None and math.isfinite(score.stderr)
             value = _eight_characters(score.value) + (f" ± {_eight_characters(score.stderr or 0)}" if known else "")
-            yield layout.format(shown, _cut(score.metric, 18), value, f"{score.examples:,}")
+            yield layout.format(shown, cut(score.metric, 18), value, f"{score.examples:,}")
             shown = ""
         yield from table(results, results.get("group_subtasks", {}).get(name, []), depth + 1)
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def _eight_characters(value: float) -> str:
     """A number in at most so many."""
     return f"{value:.4f}" if abs(value) < 10 else f"{value:.5g}" if abs(value) < 1e5 else f"{value:.3g}"
-
-
-def check_output(path: Path) -> None:
-    """Raise UserError, before hours of work, if no file can be written there."""
-    if path.is_dir():
-        raise UserError(f"{path}: is a folder; --output is a file")
-    if not path.absolute().parent.is_dir():
-        raise UserError(f"{path.parent}: no such folder; --output is a file in one that there is")
 
 
 def write_results(path: Path, results: dict[str, Any], about: dict[str, Any]) -> None:

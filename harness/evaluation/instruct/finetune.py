@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from gpt import GPTModel
 from harness.common.errors import RunError, UserError
 from harness.common.json_files import finite
 from harness.data.tokenizers.tokenizer import Tokenizer
 from harness.evaluation.generation import GREEDY, continue_prompts
 from harness.evaluation.instruct.responses import Instruction, Response
 from harness.model.cross_entropy import linear_cross_entropy
-from harness.model.inference import LanguageModel, evaluating
+from harness.model.inference import evaluating
 from harness.model.precision import Precision
 
 IGNORED = -100  # a target that counts for nothing: what torch's cross-entropy has for it
@@ -125,16 +126,12 @@ class FineTuning:
 
     def as_json(self) -> dict[str, Any]:
         """The course for a file; null for a loss that is not finite."""
-        return {
-            "validation_losses": [finite(loss) for loss in self.validation_losses],
-            "train_losses": [finite(loss) for loss in self.train_losses],
-            "kept_epoch": self.kept_epoch,
-            "rose": self.rose,
-        }
+        losses = {key: list(map(finite, getattr(self, key))) for key in ("validation_losses", "train_losses")}
+        return {**losses, "kept_epoch": self.kept_epoch, "rose": self.rose}
 
 
 def fine_tune(
-    model: LanguageModel,
+    model: GPTModel,
     parts: tuple[Sequence[Example], Sequence[Example]],
     padding: int,
     settings: FineTuneSettings,
@@ -161,7 +158,7 @@ def fine_tune(
         raise RunError("the model's loss on instructions is not finite: its weights are broken")
     say(f"before: validation loss {result.validation_losses[0]:.3f}")
     scaler = precision.scaler()
-    kept = _copy(model)
+    kept = [parameter.detach().clone() for parameter in model.parameters()]
     for epoch in range(1, settings.max_epochs + 1):
         model.train()
         losses = []
@@ -184,16 +181,12 @@ def fine_tune(
                 for parameter, saved in zip(model.parameters(), kept, strict=True):
                     parameter.copy_(saved)
             break
-        result.kept_epoch, kept = epoch, _copy(model)
+        result.kept_epoch, kept = epoch, [parameter.detach().clone() for parameter in model.parameters()]
     model.eval()
     return result
 
 
-def _copy(model: LanguageModel) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def batch_loss(model: LanguageModel, batch: Batch) -> Tensor:
+def batch_loss(model: GPTModel, batch: Batch) -> Tensor:
     """Mean cross-entropy over the batch's learnt tokens, of which there are some."""
     device = next(model.parameters()).device
     learnt_BxT = batch.targets != IGNORED
@@ -202,7 +195,7 @@ def batch_loss(model: LanguageModel, batch: Batch) -> Tensor:
     return linear_cross_entropy(features_NxC, head.weight, targets_N, softcap=head.softcap)
 
 
-def mean_loss(model: LanguageModel, held_out: Iterable[Batch], precision: Precision) -> float:
+def mean_loss(model: GPTModel, held_out: Iterable[Batch], precision: Precision) -> float:
     """Mean cross-entropy over all learnt tokens of the batches, however they are batched."""
     total, count = 0.0, 0
     with evaluating(model), precision.autocast():
@@ -213,7 +206,7 @@ def mean_loss(model: LanguageModel, held_out: Iterable[Batch], precision: Precis
     return total / count
 
 
-def answer(model: LanguageModel, tokenizer: Tokenizer, entries: Sequence[Instruction], longest: int) -> list[Response]:
+def answer(model: GPTModel, tokenizer: Tokenizer, entries: Sequence[Instruction], longest: int) -> list[Response]:
     """The likeliest answer to each entry, in their order, of at most `longest` tokens: the same every time.
 
     Of a prompt beyond the context length the model sees the end.

@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +78,12 @@ class JudgeReport:
 
     judgement: Judgement
     settings: JudgeSettings
-    prices: tuple[float, float] | None
-    comparison: Comparison | None  # None if no question was answered
+    prices: tuple[float, float] | None = None
 
-    @classmethod
-    def of(
-        cls, judgement: Judgement, settings: JudgeSettings, prices: tuple[float, float] | None = None
-    ) -> JudgeReport:
-        return cls(judgement, settings, prices, compare(judgement.scores, settings.seed))
+    @cached_property
+    def comparison(self) -> Comparison | None:
+        """None if no question was answered."""
+        return compare(self.judgement.scores, self.settings.seed)
 
     def lines(self) -> Iterator[str]:
         """Yield the report's lines for a terminal."""
