@@ -33,7 +33,7 @@ LEAST_SECONDS = 15.0  # no stage is begun with less
 SESSION = {
     "machine": 60,
     "ceilings": 90,
-    "step --profile": 180,
+    "step": 180,
     "search": 280,
     "stop-and-continue": 240,
     "attention": 90,
@@ -94,7 +94,6 @@ def run_session(bench: Workbench, passed_on: list[str], seconds: float) -> None:
 @click.option("--microbatch", type=int, default=64, show_default=True, help="Of a step.")
 @click.option("--drop-rate", type=float, default=0.1, show_default=True, help="Of a step.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=JSON", help="A key of train.json, of a step.")
-@click.option("--profile", is_flag=True, help="Also look for waits, and sum up kernels by kind, of a step.")
 def main(
     stage: str | None, out: Path, work: Path, seconds: float, tiny: bool, settings: tuple[str, ...], **step: Any
 ) -> None:

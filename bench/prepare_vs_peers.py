@@ -1,11 +1,10 @@
-"""Time prepare_datasets.py against the lab notebook's method, Hugging Face datasets and the bare tokenizer.
+"""Time prepare_datasets.py against the lab notebook's method and Hugging Face datasets.
 
     uv run --with datasets bench/prepare_vs_peers.py my-parquet --rounds 5
 
 All tokenise the same parquet files (column `text`) with GPT-2's vocabulary into a safetensors file, each in
 a process of its own, in turns, so that what else the machine does slows all alike; the ratios of the medians are the
-result. Starting counts. The bare tokenizer is one thread's `encode_ordinary` over texts in memory, times the cores.
-Without `datasets` its column is left out.
+result. Starting counts. Without `datasets` its column is left out.
 """
 
 from __future__ import annotations
@@ -64,18 +63,6 @@ for batch in data.select_columns("ids").with_format("numpy").iter(1000):
 save_file({"tokens": tokens}, target)
 """
 
-# One thread, texts in memory; prints seconds and tokens of the encoding alone.
-BARE = """
-import sys, glob, time, tiktoken, pyarrow.parquet as pq
-encoding = tiktoken.get_encoding("gpt2")
-texts = [t for p in sorted(glob.glob(sys.argv[1] + "/*.parquet")) for t in pq.read_table(p)["text"].to_pylist()]
-texts = texts[:: int(sys.argv[2])]
-encoding.encode_ordinary("warm up")
-began = time.perf_counter()
-tokens = sum(len(encoding.encode_ordinary(text)) for text in texts)
-print(tokens / (time.perf_counter() - began))
-"""
-
 
 def watch_memory(process: subprocess.Popen[bytes]) -> float:
     """Largest sum of the resident memory of a process and its children, in MiB; shared pages are divided among them."""
@@ -102,24 +89,18 @@ def main(text: Path, rounds: int) -> None:
     """Print tokens/s, ratios and peak memory for the parquet files in the folder TEXT."""
     names = ["ours", "notebook", *(["datasets.map"] if importlib.util.find_spec("datasets") else [])]
     measured: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-    bare = []
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         for _ in range(rounds):
             for name in names:
                 seconds, peak, tokens = run(name, text, work)
                 measured[name].append((seconds, peak))
-            output = subprocess.run([sys.executable, "-c", BARE, str(text), "8"], check=True, capture_output=True)
-            bare.append(float(output.stdout))
-    cores = len(os.sched_getaffinity(0))
-    print(f"{tokens:,} tokens, {cores} cores, medians of {rounds} rounds\n")
+    print(f"{tokens:,} tokens, {len(os.sched_getaffinity(0))} cores, medians of {rounds} rounds\n")
     print(f"{'':14} {'tokens/s':>12} {'their time / ours':>18} {'peak MiB':>9}")
     medians = {name: [statistics.median(each) for each in zip(*rows, strict=True)] for name, rows in measured.items()}
     ours = medians["ours"][0]
     for name, (seconds, peak) in medians.items():
         print(f"{name:14} {tokens / seconds:>12,.0f} {seconds / ours:>18.2f} {peak:>9,.0f}")
-    limit = statistics.median(bare) * cores
-    print(f"{'bare limit':14} {limit:>12,.0f}   ours reaches {tokens / ours / limit:.0%} of it")
 
 
 def run(name: str, text: Path, work: Path) -> tuple[float, float, int]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from typing import Any
 
 from bench.gpu.workbench import Ended, Row, Workbench
 from harness.common.files import sha256
@@ -20,25 +18,18 @@ dist.init_process_group = lambda backend, **given: start("gloo", **{**given, "de
 """
 
 
-def measure_step(bench: Workbench, settings: Row, *, microbatch: int, drop_rate: float, profile: bool) -> None:
-    """Record speed, MFU and memory of optimizer steps with these keys of train.json. With `profile`, also the time of a
-    step by kind of kernel, and the places where it waits for the device."""
+def measure_step(bench: Workbench, settings: Row, *, microbatch: int, drop_rate: float) -> None:
+    """Record speed, MFU and memory of optimizer steps with these keys of train.json."""
     if bench.tiny:
         microbatch = min(microbatch, 4)
-    name, steps = f"step-{os.getpid()}", 16 if bench.tiny else 120
-    train = {"microbatch_size": microbatch, "train_steps": steps, **settings}
+    name = f"step-{os.getpid()}"
+    train = {"microbatch_size": microbatch, "train_steps": 16 if bench.tiny else 120, **settings}
     bench.add_run(name, {"drop_rate": drop_rate}, train)
-    target = bench.out.with_name("profile")
-    prelude = f"from bench.gpu.profiling import profile_steps\nprofile_steps({str(target)!r})"
-    ended = bench.train(name, prelude=prelude if profile else "")
-    measured = ("tokens_per_second", "mfu", "peak_memory_gib", "final_train_loss")
-    left = bench.summary(name)
-    values: dict[str, Any] = {"status": ended.status, "seconds": ended.seconds, "error": ended.error}
-    values |= {key: left.get(key) for key in measured}
+    ended, left = bench.train(name), bench.summary(name)
+    values: Row = {"status": ended.status, "seconds": ended.seconds, "error": ended.error}
+    values |= {key: left.get(key) for key in ("tokens_per_second", "mfu", "peak_memory_gib", "final_train_loss")}
     label = " ".join(f"{key}={value}" for key, value in settings.items())
-    bench.add("step", microbatch=microbatch, drop_rate=drop_rate, settings=label, profiled=profile, **values)
-    if profile and ended.status == 0:
-        bench.add("kernels", **json.loads(target.with_suffix(".json").read_text()))
+    bench.add("step", microbatch=microbatch, drop_rate=drop_rate, settings=label, **values)
 
 
 def measure_search(bench: Workbench) -> None:
