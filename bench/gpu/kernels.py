@@ -118,8 +118,10 @@ def measure_loss(bench: Workbench) -> None:
         features = torch.randn(rows, width, device=there, requires_grad=True)
         weight = (torch.randn(vocab, width, device=there) * 0.02).requires_grad_()
         targets = torch.randint(vocab, (rows,), device=there)
-        torch._dynamo.reset()
-        call = torch.compile(loss) if compiled else loss
+        call = loss
+        if compiled:
+            torch._dynamo.reset()
+            call = torch.compile(loss)
 
         def both(call: Callable[..., Tensor] = call, inputs: tuple[Tensor, ...] = (features, weight, targets)) -> None:
             with torch.autocast(there.type, torch.bfloat16):

@@ -50,6 +50,11 @@ def add_summary(run: DerivedRun, **values: Any) -> None:
     (run.run.path / "summary.json").write_text(json.dumps(summary | values))
 
 
+def has_reported(shop: Workshop, pattern: str) -> bool:
+    """True once such a run has written a line of metrics."""
+    return any(path.stat().st_size for path in shop.runs.glob(f"{pattern}/metrics.jsonl"))
+
+
 def when(condition: Callable[[], object], then: Callable[[], object]) -> None:
     """Call `then` from a thread once `condition` holds."""
 

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from harness.sweeps.run import SweepRunner
 from harness.sweeps.status import status_lines, status_of
 from tests.support.isolation import ROOT
 from tests.support.launch import Process, Result, Workshop, finish, metrics
-from tests.support.sweeping import add_summary, command, load, start, states, sweep_command, when
+from tests.support.sweeping import add_summary, command, has_reported, load, start, states, sweep_command, when
 from tests.support.warm import WarmProcess
 
 PATIENCE_SECONDS = 100
@@ -73,15 +72,6 @@ def shop(tmp_path: Path) -> Workshop:
     made.add_run("base", price_per_hour=36_000.0)  # ten dollars a second
     (tmp_path / "in_place.py").write_text(IN_PLACE_OF_TRAINING)
     return made
-
-
-@pytest.fixture(autouse=True)
-def signals() -> Iterator[None]:
-    """A runner listens to signals from then on."""
-    before = {number: signal.getsignal(number) for number in STOPPING_SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def make(shop: Workshop, **keys: Any) -> SweepRuns:
@@ -219,7 +209,7 @@ def test_a_signal_stops_the_runs_with_checkpoints(
     shop: Workshop, number: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep = make(shop, set={"eps": 2.0}, vary={"random_seed": [1, 2]})
-    when((shop.runs / "s-seed1" / "metrics.jsonl").exists, lambda: os.kill(os.getpid(), number))
+    when(lambda: has_reported(shop, "s-seed1"), lambda: os.kill(os.getpid(), number))
     runner, said = run(shop, sweep)
     name = signal.Signals(number).name
     assert f"stopped by {name}: waiting for the checkpoints of s-seed1" in said
@@ -342,19 +332,33 @@ def weights(shop: Workshop, name: str) -> str:
 
 
 def test_real_runs_from_the_file_to_the_losses(shop: Workshop) -> None:
+    """Missing runs are made; the last lines name the next commands, by a pattern where it names no others."""
     shop.add_dataset()
     entries = [{"random_seed": 1}, {"initial_weights": "missing.safetensors"}, {"min_train_tokens": 10**9}]
-    sweep = make(shop, together=entries)
+    sweep = make(shop, together=entries[:1])
+    folders = [run.run.path for run in load(shop, together=entries).runs]
+    assert "s-tokens1000000000 not made" in " ".join(sweep_command(shop, "status").stdout.split())
     done = finish([begin(shop, "--groups", "2")], expect=1, timeout=PATIENCE_SECONDS)
     assert done.error_lines == ["error: 2 of 3 runs failed; the same command tries them again"]
     assert "1 finished, 2 failed" in done.stdout
     errors = [line for line in done.stdout.splitlines() if line.startswith("    error: ")]
     assert "missing.safetensors" in errors[0]
     assert "the train split of local/letters is too short" in errors[1]
-    loss = read_json_object(shop.runs / "s-seed1" / "summary.json")["final_validation_loss"]
-    status = sweep_command(shop, "status").stdout
-    assert f" finished validation loss {loss:.3f}" in " ".join(status.split())
-    assert list(states(sweep).values()) == ["finished", "failed", "failed"]
+    loss = read_json_object(folders[0] / "summary.json")["final_validation_loss"]
+    assert f" finished validation loss {loss:.3f}" in " ".join(sweep_command(shop, "status").stdout.split())
+    load(shop, together=entries[:1])
+    again = sweep_command(shop, "run", str(shop.datasets))
+    assert "Nothing to do: all runs are finished" in again.stdout
+    assert "sweep.log" not in again.stdout, "nothing is printed into it"
+    assert f"test_loss.py {shop.datasets} s-seed1 --runs-dir" in again.stdout, "a pattern would name others"
+    assert sweep_command(shop, "plan", str(shop.datasets)).stdout.endswith("1 finished already\n")
+    for folder in folders[1:]:
+        shutil.rmtree(folder)
+    assert sweep_command(shop, "run", str(shop.datasets)).stdout.endswith(
+        f"Next:\n  uv run test_loss.py {shop.datasets} 's-*' --runs-dir {shop.runs}\n"
+        f"  uv run compare_runs.py 's-*' --baseline s-seed1 --runs-dir {shop.runs}\n"
+    )
+    assert states(sweep) == {"seed1": "finished"}
 
 
 @pytest.mark.slow
@@ -387,26 +391,6 @@ def test_stopped_and_killed_it_ends_as_if_nothing_had_happened(shop: Workshop) -
     shop.add_run("straight", random_seed=1, **long)
     shop.train("straight", ranks=2)
     assert weights(shop, "s-seed1") == weights(shop, "straight")
-
-
-def test_runs_that_are_missing_are_made(shop: Workshop) -> None:
-    shop.add_dataset()
-    make(shop, vary={"random_seed": [1]})
-    (shop.path / "s.json").write_text(json.dumps({"base": "base", "vary": {"random_seed": [1, 2]}}))
-    assert "s-seed2  not made" in sweep_command(shop, "status").stdout
-    done = finish([begin(shop)], expect=0, timeout=PATIENCE_SECONDS)
-    assert (shop.runs / "s-seed2" / "summary.json").exists()
-    assert done.stdout.endswith(
-        f"Next:\n  uv run test_loss.py {shop.datasets} 's-*' --runs-dir {shop.runs}\n"
-        f"  uv run compare_runs.py 's-*' --baseline s-seed1 --runs-dir {shop.runs}\n"
-    )
-    (shop.runs / "s-another").mkdir()
-    again = sweep_command(shop, "run", str(shop.datasets))
-    assert "Nothing to do: all runs are finished" in again.stdout
-    assert "sweep.log" not in again.stdout, "nothing is printed into it"
-    planned = sweep_command(shop, "plan", str(shop.datasets)).stdout
-    assert planned.endswith("2 finished already\n")
-    assert f"test_loss.py {shop.datasets} s-seed1 s-seed2 --runs-dir" in again.stdout, "a pattern would name others"
 
 
 def test_one_damaged_run_hides_no_other(shop: Workshop) -> None:

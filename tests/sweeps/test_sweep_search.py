@@ -11,15 +11,13 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness.common.errors import RunError, UserError
-from harness.common.exit import STOPPING_SIGNALS
 from harness.common.json_files import read_json_object
 from harness.sweeps import run as sweep_run
 from harness.sweeps.file import load_sweep
@@ -37,7 +35,7 @@ from harness.sweeps.search import (
 )
 from harness.sweeps.status import Status
 from tests.support.launch import Workshop, metrics
-from tests.support.sweeping import start, sweep_command, when
+from tests.support.sweeping import has_reported, start, sweep_command, when
 
 optuna = pytest.importorskip("optuna", reason="the extra `sweep` is not installed")
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -87,14 +85,9 @@ def shop(tmp_path: Path) -> Workshop:
 
 
 @pytest.fixture(autouse=True)
-def runners(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A runner listens to signals from then on. It looks often: these trials take no time."""
-    monkeypatch.setattr(sweep_run, "POLL_SECONDS", 0.01)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These trials take no time."""
     monkeypatch.setattr(sweep_run, "LOOK_SECONDS", 0.01)
-    before = {number: signal.getsignal(number) for number in STOPPING_SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def load(shop: Workshop, **keys: Any) -> Search:
@@ -419,8 +412,7 @@ def test_bad_trials_are_pruned_and_stay_so(shop: Workshop) -> None:
 
 def test_without_pruning_every_trial_is_trained_to_its_end(shop: Workshop) -> None:
     search = held(shop, 4)
-    pattern = "s-003-*/metrics.jsonl"
-    when(partial(begun, shop, pattern), lambda: os.kill(os.getpid(), signal.SIGTERM))
+    when(lambda: has_reported(shop, "s-003-*"), lambda: os.kill(os.getpid(), signal.SIGTERM))
     runner, _ = run(shop, search)
     assert (states(search)[3], runner.signal) == ("stopped", signal.SIGTERM)
     (shop.path / "hold").unlink()
@@ -434,25 +426,19 @@ def test_without_pruning_every_trial_is_trained_to_its_end(shop: Workshop) -> No
 @pytest.mark.slow
 def test_stopped_and_gone_on_with_it_makes_the_same_trials(shop: Workshop) -> None:
     """Beyond the ten at random: what is rebuilt from the folders is the study that had never ended."""
-    search = load(shop, trials=14)
-    for number in (4, 11):
-        run(shop, load(shop, trials=number))
-        (shop.path / "hold").touch()
-        pattern = f"s-{number:03d}-*/metrics.jsonl"
-        when(partial(begun, shop, pattern), lambda: os.kill(os.getpid(), signal.SIGINT))
-        run(shop, load(shop, trials=14))
-        assert states(search) == ["finished"] * number + ["stopped"]
-        (shop.path / "hold").unlink()
+    search = load(shop, trials=12)
+    run(shop, load(shop, trials=10))
+    (shop.path / "hold").touch()
+    when(lambda: has_reported(shop, "s-010-*"), lambda: os.kill(os.getpid(), signal.SIGINT))
+    run(shop, search)
+    assert states(search) == ["finished"] * 10 + ["stopped"]
+    (shop.path / "hold").unlink()
     run(shop, search)
     interrupted = outcome(search)
     start_anew(shop)
     run(shop, search)
     assert outcome(search) == interrupted
-    assert len(interrupted) == 14
-
-
-def begun(shop: Workshop, pattern: str) -> bool:
-    return any(shop.runs.glob(pattern))
+    assert len(interrupted) == 12
 
 
 def start_anew(shop: Workshop) -> None:
