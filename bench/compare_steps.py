@@ -42,6 +42,7 @@ SHAPES = (
     Case(12, 768, 12, 512, 50257, 1),
 )
 PEERS = ("nanogpt", "upstream", "transformers")
+PRECISIONS = (("fp32", ""), ("auto", ""), ("auto", " bf16"))  # ours, and what follows the peer's name
 WARM_UP = 3
 STEPS = 3000  # of a run, which ends when the race does
 Row = dict[str, Any]
@@ -190,8 +191,8 @@ def main(numbers: tuple[int, ...], peers: tuple[str, ...], at_least: float, file
         case = SHAPES[number - 1]
         click.echo(f"\n{case.title}\n{HEADER}")
         for peer in peers or PEERS:
-            for pair in (("fp32", peer), ("auto", peer), ("auto", f"{peer} bf16")):
-                rows.append(compare(case, pair, **effort))
+            for own, other in PRECISIONS:
+                rows.append(compare(case, (own, peer + other), **effort))
                 click.echo(line_of(rows[-1]))
     if file:
         file.write_text(json.dumps(rows, indent=1) + "\n")

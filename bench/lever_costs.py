@@ -51,7 +51,6 @@ class Contestant:
     microbatches: int
     batch_BxT: tuple[int, int]
     vocabulary: int
-    parameters: int
     clock: Callable[[], float]
     seconds: list[float] = field(default_factory=list)
 
@@ -75,8 +74,7 @@ def contestant(run: DerivedRun, world: World) -> Contestant:
     step = build_step(model, parallelise(model, experiment, world), config, partition=StatePartition.for_world(world))
     batch = config.microbatch_size, shape.context_length
     clock = time.process_time if world.size == 1 else time.perf_counter
-    parameters = sum(each.numel() for each in model.parameters())
-    return Contestant(run.name, step, config.accumulation_steps(world.size), batch, shape.vocab_size, parameters, clock)
+    return Contestant(run.name, step, config.accumulation_steps(world.size), batch, shape.vocab_size, clock)
 
 
 def arms(runs: list[DerivedRun]) -> list[DerivedRun]:
@@ -88,23 +86,14 @@ def arms(runs: list[DerivedRun]) -> list[DerivedRun]:
 
 
 def summary(each: Contestant, first: Contestant) -> dict[str, Any]:
-    """Medians of what a step takes, and of its ratio to the first one's in the same turn, with quartiles."""
-    ratios = [mine / its for mine, its in zip(each.seconds, first.seconds, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    milliseconds = statistics.median(each.seconds) * 1e3
-    return {
-        "name": each.name.removesuffix(SEED),
-        "parameters": each.parameters,
-        "milliseconds": milliseconds,
-        "ratio": middle,
-        "quartiles": [low, high],
-    }
-
-
-def line(row: dict[str, Any]) -> str:
-    low, high = row["quartiles"]
-    times = f"{row['milliseconds']:8.1f} ms {row['ratio']:6.3f}  [{low:.3f}, {high:.3f}]"
-    return f"{row['name']:40} {row['parameters']:10,} {times}"
+    """Median time of a step, and of its ratio to the first contestant's in the same turn, with quartiles."""
+    low, middle, high = statistics.quantiles(
+        [mine / its for mine, its in zip(each.seconds, first.seconds, strict=True)], n=4
+    )
+    name, milliseconds = each.name.removesuffix(SEED), statistics.median(each.seconds) * 1e3
+    parameters = sum(tensor.numel() for tensor in each.step.bare_model.parameters())
+    row = {"name": name, "parameters": parameters, "milliseconds": milliseconds, "ratio": middle}
+    return {**row, "quartiles": [low, high]}
 
 
 @click.command()
@@ -119,20 +108,21 @@ def main(sweep: Path, turns: int, as_json: bool, runs_dir: Path) -> None:
         world = World.join()  # which arranges memory
         torch.set_num_threads(1)
         everyone = [contestant(run, world) for run in runs]
-        take_turns(everyone, turns)
+        gc.disable()  # its pauses would count for whoever has the turn
+        random = np.random.default_rng(0)
+        for number in range(WARM_UP + turns):
+            # In another order each time, the same on all ranks, since what ran before a step changes its speed.
+            for place in random.permutation(len(everyone)):
+                everyone[place].take(number, counts=number >= WARM_UP)
         rows = [summary(each, everyone[0]) for each in everyone]
-        if world.is_main:
-            print(json.dumps(rows, indent=1) if as_json else "\n".join(line(each) for each in rows))
-
-
-def take_turns(everyone: list[Contestant], turns: int) -> None:
-    """Let all contestants take `turns` turns, in another order each time, since what ran before a step changes its
-    speed. The order is the same on all ranks. Garbage collection is off, so that its pauses count for no contestant."""
-    gc.disable()
-    random = np.random.default_rng(0)
-    for number in range(WARM_UP + turns):
-        for place in random.permutation(len(everyone)):
-            everyone[place].take(number, counts=number >= WARM_UP)
+        if not world.is_main:
+            return
+        if as_json:
+            print(json.dumps(rows, indent=1))
+            return
+        for row in rows:
+            times = "{milliseconds:8.1f} ms {ratio:6.3f}  [{quartiles[0]:.3f}, {quartiles[1]:.3f}]".format(**row)
+            print(f"{row['name']:40} {row['parameters']:10,} {times}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
-"""Time prepare_datasets.py against the lab notebook's method, Hugging Face datasets and the bare tokenizer.
+"""Time prepare_datasets.py against the lab notebook's method and Hugging Face datasets.
 
-    uv run --with datasets bench/prepare_vs_peers.py            # text of the standard library, generated
-    uv run --with datasets bench/prepare_vs_peers.py --text-dir my-parquet --rounds 5
+    uv run --with datasets bench/prepare_vs_peers.py my-parquet --rounds 5
 
-All tokenise the same parquet files with GPT-2's vocabulary into a safetensors file, each in a process of its own, in
-turns, so that what else the machine does slows all alike; the ratios of the medians are the result. Starting counts.
-The bare tokenizer is one thread's `encode_ordinary` over texts that are in memory already, times the cores.
-Without `datasets` its column is left out.
+All tokenise the same parquet files (column `text`) with GPT-2's vocabulary into a safetensors file, each in
+a process of its own, in turns, so that what else the machine does slows all alike; the ratios of the medians are the
+result. Starting counts. Without `datasets` its column is left out.
 """
 
 from __future__ import annotations
@@ -14,19 +12,17 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from pathlib import Path
 
 import click
-import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-MIB = 2**20
 
 # The notebook's method: batches of 1,000 records, tokens as lists, one tensor a batch, then one of all.
 NOTEBOOK = """
@@ -67,21 +63,9 @@ for batch in data.select_columns("ids").with_format("numpy").iter(1000):
 save_file({"tokens": tokens}, target)
 """
 
-# One thread, texts in memory; prints seconds and tokens of the encoding alone.
-BARE = """
-import sys, glob, time, tiktoken, pyarrow.parquet as pq
-encoding = tiktoken.get_encoding("gpt2")
-texts = [t for p in sorted(glob.glob(sys.argv[1] + "/*.parquet")) for t in pq.read_table(p)["text"].to_pylist()]
-texts = texts[:: int(sys.argv[2])]
-encoding.encode_ordinary("warm up")
-began = time.perf_counter()
-tokens = sum(len(encoding.encode_ordinary(text)) for text in texts)
-print(tokens / (time.perf_counter() - began))
-"""
-
 
 def watch_memory(process: subprocess.Popen[bytes]) -> float:
-    """The largest sum of resident memory of a process and its children, in MiB, shared pages counted once for each."""
+    """Largest sum of the resident memory of a process and its children, in MiB; shared pages are divided among them."""
     peak = 0.0
     while process.poll() is None:
         pids, total = [process.pid], 0.0
@@ -98,61 +82,31 @@ def watch_memory(process: subprocess.Popen[bytes]) -> float:
     return peak
 
 
-def write_text(folder: Path, mebibytes: int) -> None:
-    """Parquet files of documents made of the standard library's lines, a few kilobytes each."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    library = Path(sysconfig.get_path("stdlib"))
-    lines = [line for path in sorted(library.glob("*.py")) for line in path.read_text(errors="replace").splitlines()]
-    random = np.random.default_rng(0)
-    written = number = 0
-    while written < mebibytes * MIB:
-        texts: list[str] = []
-        while sum(map(len, texts)) < 32 * MIB:
-            start, count = random.integers(len(lines)), random.integers(20, 200)
-            texts.append("\n".join(lines[start : start + count]))
-        pq.write_table(pa.table({"text": texts}), folder / f"{number:03}.parquet", row_group_size=1000)
-        written += sum(len(text.encode()) for text in texts)
-        number += 1
-
-
 @click.command()
-@click.option("--text-dir", type=click.Path(path_type=Path, exists=True), help="Parquet files with a column `text`.")
-@click.option("--mebibytes", type=int, default=512, show_default=True, help="Of text to generate without --text-dir.")
+@click.argument("text", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option("--rounds", type=int, default=3, show_default=True)
-def main(text_dir: Path | None, mebibytes: int, rounds: int) -> None:
-    """Print tokens/s, ratios and peak memory."""
+def main(text: Path, rounds: int) -> None:
+    """Print tokens/s, ratios and peak memory for the parquet files in the folder TEXT."""
     names = ["ours", "notebook", *(["datasets.map"] if importlib.util.find_spec("datasets") else [])]
     measured: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-    bare = []
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        text = text_dir or work / "text"
-        if text_dir is None:
-            text.mkdir()
-            write_text(text, mebibytes)
         for _ in range(rounds):
             for name in names:
                 seconds, peak, tokens = run(name, text, work)
                 measured[name].append((seconds, peak))
-            output = subprocess.run([sys.executable, "-c", BARE, str(text), "8"], check=True, capture_output=True)
-            bare.append(float(output.stdout))
-    cores = len(os.sched_getaffinity(0))
-    print(f"{tokens:,} tokens, {cores} cores, medians of {rounds} rounds\n")
+    print(f"{tokens:,} tokens, {len(os.sched_getaffinity(0))} cores, medians of {rounds} rounds\n")
     print(f"{'':14} {'tokens/s':>12} {'their time / ours':>18} {'peak MiB':>9}")
     medians = {name: [statistics.median(each) for each in zip(*rows, strict=True)] for name, rows in measured.items()}
     ours = medians["ours"][0]
     for name, (seconds, peak) in medians.items():
         print(f"{name:14} {tokens / seconds:>12,.0f} {seconds / ours:>18.2f} {peak:>9,.0f}")
-    limit = statistics.median(bare) * cores
-    print(f"{'bare limit':14} {limit:>12,.0f}   ours reaches {tokens / ours / limit:.0%} of it")
 
 
 def run(name: str, text: Path, work: Path) -> tuple[float, float, int]:
     """Tokenise the text once in an empty place: seconds, peak memory in MiB, and the number of tokens written."""
-    for left in ("out", "tokens", "tokens.cache"):
-        subprocess.run(["rm", "-rf", str(work / left)], check=True)
+    for left in ("out", "tokens.cache"):
+        shutil.rmtree(work / left, ignore_errors=True)
     target = work / "tokens"
     if name == "ours":
         target = work / "out" / "train.safetensors"

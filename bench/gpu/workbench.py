@@ -1,40 +1,55 @@
-"""Shared parts of the stages: paths, sizes, timing, a data set, run directories, and a trainer of one process."""
+"""Shared parts of the stages: the file of results, a data set, run directories, ddp_train.py's process, and timing."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from safetensors.numpy import save_file
 
-from bench.gpu.results import Results
+from harness.common.files import replace_text
 
-if TYPE_CHECKING:
-    from ddp_train import Trainer
-
+ROOT = Path(__file__).resolve().parents[2]
 DATASET = "local/zipf"
 GPT2_SMALL = {"vocab_size": 50257, "context_length": 1024, "emb_dim": 768, "n_heads": 12, "n_layers": 12}
 TINY = {"vocab_size": 512, "context_length": 32, "emb_dim": 32, "n_heads": 2, "n_layers": 2}
 ZIPF_EXPONENT = 1.2
 TOKENS = {False: {"train": 30_000_000, "validation": 4_000_000}, True: {"train": 60_000, "validation": 10_000}}
+SHOWN_LINES = 12
+Row = dict[str, Any]
 
 
-class MissingKeyError(Exception):
-    """This version of the project has no such key in train.json."""
+@dataclass(frozen=True)
+class Ended:
+    """A command that has ended; `lines` are its output, errors included."""
+
+    status: int
+    seconds: float
+    lines: list[str]
+
+    @property
+    def error(self) -> str | None:
+        """The line that says why the command failed, if there is one."""
+        return next((line[:300] for line in self.lines if line.startswith("error:")), None)
 
 
 @dataclass(frozen=True)
 class Workbench:
-    """`tiny`: a rehearsal at shapes that a CPU computes in no time."""
+    """A folder for runs and data, and the JSON file with the rows of results. `tiny`: a rehearsal on a CPU."""
 
     work: Path
-    results: Results
+    out: Path
     tiny: bool
 
     @property
@@ -42,18 +57,36 @@ class Workbench:
         return TINY if self.tiny else GPT2_SMALL
 
     @property
-    def datasets(self) -> Path:
-        return self.work / "datasets"
-
-    @property
     def runs(self) -> Path:
         return self.work / "runs"
 
-    def make_data(self) -> Path:
-        """A data set of tokens with Zipf's frequencies, as text has: some rows of the embedding get most gradients."""
-        from safetensors.numpy import save_file
+    def rows(self) -> list[Row]:
+        return json.loads(self.out.read_text(encoding="utf-8"))["rows"] if self.out.exists() else []
 
-        folder = self.datasets / DATASET
+    def add(self, stage: str, **values: Any) -> None:
+        """Add a row to the file, which is whole at any time, and print it. One process at a time may do so."""
+        rounded = {key: float(f"{each:.5g}") if isinstance(each, float) else each for key, each in values.items()}
+        row = {"stage": stage, **rounded}
+        print(json.dumps(row), flush=True)
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(self.out, json.dumps({"rows": [*self.rows(), row]}, indent=1))
+
+    def write_tables(self) -> Path:
+        """Write all rows into a Markdown file beside the JSON file: a table for each stage."""
+        lines, rows = ["# Measured by bench/on_gpu.py"], self.rows()
+        for stage in dict.fromkeys(row["stage"] for row in rows):
+            own = [row for row in rows if row["stage"] == stage]
+            keys = [key for key in dict.fromkeys(key for row in own for key in row) if key != "stage"]
+            lines += ["", f"## {stage}", "", f"| {' | '.join(keys)} |", f"|{'---|' * len(keys)}"]
+            lines += [f"| {' | '.join(_cell(row.get(key)) for key in keys)} |" for row in own]
+        path = self.out.with_suffix(".md")
+        replace_text(path, "\n".join(lines) + "\n")
+        return path
+
+    def make_data(self) -> Path:
+        """Make a data set of tokens with Zipf's frequencies, as text has, so that a few rows of the embedding get most
+        of the gradients. Returns DATASETS_DIR."""
+        folder = self.work / "datasets" / DATASET
         if not (folder / "meta.json").exists():
             folder.mkdir(parents=True, exist_ok=True)
             generator = np.random.default_rng(0)
@@ -61,37 +94,48 @@ class Workbench:
                 tokens = np.minimum(generator.zipf(ZIPF_EXPONENT, count) - 1, self.shape["vocab_size"] - 1)
                 save_file({"tokens": tokens.astype(np.uint16)}, folder / f"{split}.safetensors")
             (folder / "meta.json").write_text(json.dumps({"description": "Zipf", "token_dtype": "uint16"}))
-        return self.datasets
+        return self.work / "datasets"
 
-    def add_run(self, name: str, model: dict[str, Any], train: dict[str, Any]) -> Path:
-        """A run directory of this bench's shape, changed by `model` and `train`. Raises MissingKeyError."""
-        from harness.runs.train_config import TrainConfig
-
-        missing = train.keys() - TrainConfig.model_fields.keys()
-        if missing:
-            raise MissingKeyError(f"train.json has no key {', '.join(sorted(missing))}")
-        base = {"dataset": DATASET, "min_train_tokens": 1, "start_train_token": 0, "checkpoint_interval": 1000}
+    def add_run(self, name: str, model: Row, train: Row) -> None:
+        """Write a run directory of this bench's shape, changed by `model` and `train`."""
+        base = {"dataset": DATASET, "start_train_token": 0, "checkpoint_interval": 1000, "clipping_max_norm": 1.0}
         folder = self.runs / name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "model.json").write_text(json.dumps({**self.shape, "drop_rate": 0.1, "qkv_bias": False, **model}))
         (folder / "train.json").write_text(json.dumps(base | train))
-        return folder
 
-    def build_trainer(self, name: str) -> Trainer:
-        """Build the trainer of a run directory as ddp_train.py does, in this process alone and without a checkpoint."""
-        from ddp_train import build_trainer
-        from harness.data.dataset import Dataset
-        from harness.distributed.signals import StopSignal
-        from harness.distributed.world import World
-        from harness.planning.experiment import Experiment, Position
-        from harness.runs.directory import RunDirectory
-        from harness.training.clock import Clock
-        from harness.training.startup import Start
+    def train(self, name: str, *options: str, prelude: str = "", stop_at: str | None = None) -> Ended:
+        """Run `ddp_train.py NAME` to its end, with `prelude`, Python source, before it in its process. SIGTERM stops it
+        at the first line that begins with `stop_at`."""
+        script = ROOT / "ddp_train.py"
+        if prelude:
+            # Not by runpy, which would make this file's name the one of the command that --processes starts again.
+            run = f"exec(compile(open({str(script)!r}).read(), 'ddp_train.py', 'exec'))\n"
+            script = self.work / "with_prelude.py"
+            script.write_text(f"{prelude}\n{run}")
+        command = [sys.executable, str(script), name, str(self.make_data()), "--runs-dir", str(self.runs), *options]
+        paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        began, lines = time.perf_counter(), []
+        with subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONPATH": paths},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                lines.append(line.rstrip())
+                if stop_at and line.startswith(stop_at):
+                    process.send_signal(signal.SIGTERM)
+                    stop_at = None
+        print("\n".join(f"    {line[:200]}" for line in lines[-SHOWN_LINES:]), flush=True)
+        return Ended(process.returncode, time.perf_counter() - began, lines)
 
-        experiment = Experiment.load(RunDirectory.find(self.runs, name), self.make_data())
-        dataset = Dataset.open(self.datasets, DATASET)
-        start = Start(experiment, dataset, experiment.layout(1), Position(0, 2**40, 0, 0), Clock())
-        return build_trainer(start, World(0, 0, 1, 1, device()), StopSignal())
+    def summary(self, name: str) -> Row:
+        """A run's summary.json; empty where there is none."""
+        path = self.runs / name / "summary.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
     def milliseconds(self, work: Callable[[], object], repeat: int = 20, warm: int = 3) -> float:
         """Median time of `work` in milliseconds, after enough calls for compilation and the choice of kernels."""
@@ -111,19 +155,13 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def device_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-
-
 def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
-def use_attention(backend: str) -> None:
-    """Let scaled_dot_product_attention use one of its CUDA kernels only; "default": whichever it prefers."""
-    if backend != "default":
-        torch.backends.cuda.enable_cudnn_sdp(backend == "cudnn")
-        torch.backends.cuda.enable_flash_sdp(backend == "flash")
-        torch.backends.cuda.enable_mem_efficient_sdp(backend == "efficient")
-        torch.backends.cuda.enable_math_sdp(not torch.cuda.is_available())
+def _cell(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_cell(each)}" for key, each in value.items())
+    text = f"{value:,}" if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value or "")
+    return " ".join(text.replace("|", "\\|").split())

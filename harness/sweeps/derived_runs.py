@@ -9,7 +9,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,15 @@ NO_VALIDATION = {"validation_interval": None, "validation_batches": None, "start
 PADDING = 128  # tokens that a vocabulary may have beyond the data set's, for speed
 
 Changes = Mapping[str, JsonValue]
+
+
+@contextmanager
+def explained(place: str) -> Iterator[None]:
+    """Put `place` in front of a UserError's message."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{place}{error}") from None
 
 
 class Difference(BaseModel):
@@ -136,8 +146,9 @@ class DerivedRun:
             other = f"is a folder without {' and '.join(missing)}, and so no run"
         else:
             there = _settings(load_model_config(self.run.model_json), load_train_config(self.run.train_json))
-            if different := _differences(there, self.settings):
-                other = f"there is another run of this name ({different})"
+            found = (first_difference({key: there.get(key)}, {key: value}) for key, value in self.settings.items())
+            if different := [each for each in found if each]:
+                other = f"there is another run of this name ({abbreviated(different, SHOWN_DIFFERENCES)})"
         if other is not None:
             raise UserError(f'{folder}: {other}; move it away, or give the sweep another "name"')
         return True
@@ -147,35 +158,27 @@ class DerivedRun:
         its tokens are not given. One process has the smallest batch, and so the most steps, where their number is not
         that of the files."""
         experiment = self.experiment(self.run.path)  # no data is looked at
-        try:
+        with explained(f"{self.name}: "):
             experiment.check_together()
             layout = experiment.layout(1)
             budget = experiment.budget(layout, None)
             skipped = (None, -1) if train_tokens is None else (None,)
             if budget is not None or self.train_config.min_train_tokens not in skipped:
                 experiment.position(layout, sys.maxsize if train_tokens is None else train_tokens, None, budget)
-        except UserError as error:
-            raise UserError(f"{self.name}: {error}") from None
-
-
-def _differences(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """The differing settings in one line: the first SHOWN_DIFFERENCES, then how many more."""
-    found = (first_difference({key: there.get(key)}, {key: wanted[key]}) for key in wanted)
-    return abbreviated([each for each in found if each], SHOWN_DIFFERENCES)
 
 
 def _settings(model: ModelConfig, train: TrainConfig) -> dict[str, Any]:
     return {**model.model_dump(mode="json"), **train.model_dump(mode="json")}
 
 
-def check_key(key: str) -> None:
-    """Raise ValueError, with the nearest one, for a name that is no key of model.json or train.json."""
-    if key in MODEL_KEYS or key in TRAIN_KEYS:
-        return
-    known = advice(key, "train.json")
-    near = nearest(key, [*MODEL_KEYS, *TRAIN_KEYS])
+def unknown_key(keys: Iterable[str]) -> str | None:
+    """The first name that is no key of model.json or train.json, with the nearest one; None if all are."""
+    key = next((key for key in keys if key not in MODEL_KEYS and key not in TRAIN_KEYS), None)
+    if key is None:
+        return None
+    known, near = advice(key, "train.json"), nearest(key, [*MODEL_KEYS, *TRAIN_KEYS])
     said = known[1] if known else "unknown" + (f'; did you mean "{near}"?' if near else "")
-    raise ValueError(f"key {quoted(key)}: {said}")
+    return f"key {quoted(key)}: {said}"
 
 
 def derive(
@@ -186,16 +189,14 @@ def derive(
 
     Raises UserError, naming the file that would be wrong, for what could not be trained.
     """
-    for key in changes:
-        try:
-            check_key(key)
-        except ValueError as error:
-            raise UserError(str(error)) from None
+    if wrong := unknown_key(changes):
+        raise UserError(wrong)
     run = RunDirectory(base.run.path.parent / check_name(name, "run"))
     model = _changed(base.model, {key: value for key, value in changes.items() if key in MODEL_KEYS})
     train = _changed(base.train, {key: value for key, value in changes.items() if key in TRAIN_KEYS})
-    if "initial_weights" in base.train and "initial_weights" not in changes:  # a path as seen from the run's folder
-        train["initial_weights"] = _seen_from_beside(base, str(base.train["initial_weights"]))
+    weights = base.train.get("initial_weights")
+    if weights is not None and "initial_weights" not in changes and not os.path.isabs(weights):
+        train["initial_weights"] = os.path.normpath(os.path.join("..", base.run.path.name, weights))
     configs = (parse_config(ModelConfig, model, run.model_json), parse_config(TrainConfig, train, run.train_json))
     check_dataset_name(configs[1].dataset)
     settings = _settings(*configs)
@@ -204,9 +205,8 @@ def derive(
         for key, value in settings.items()
         if base.configs[key] != value and (key != "initial_weights" or key in changes)
     }
-    derivation = Derivation(parent=base.run.path.name, sweep=sweep, differs=differs)
-    if trial is not None:
-        derivation = derivation.model_copy(update={"trial": trial})
+    made_for = {} if trial is None else {"trial": trial}
+    derivation = Derivation(parent=base.run.path.name, sweep=sweep, differs=differs, **made_for)
     return DerivedRun(run, model, train, *configs, derivation)
 
 
@@ -263,10 +263,6 @@ def _changed(values: dict[str, Any], changes: Changes) -> dict[str, Any]:
     return {key: value for key, value in {**kept, **changes}.items() if key not in changes or value is not None}
 
 
-def _seen_from_beside(base: Base, path: str) -> str:
-    return path if os.path.isabs(path) else os.path.normpath(os.path.join("..", base.run.path.name, path))
-
-
 def write_runs(runs: Sequence[DerivedRun]) -> None:
     """Make the folders of these runs, all in the same folder and none of them there yet: all, or none.
 
@@ -279,7 +275,13 @@ def write_runs(runs: Sequence[DerivedRun]) -> None:
     try:
         with draft_folder(folder / f".{runs[0].name}.partial-{os.getpid()}") as draft:
             for run in runs:
-                _write_run(draft / run.name, run)
+                (draft / run.name).mkdir()
+                derivation = run.derivation.model_dump(mode="json", exclude_unset=True)
+                for name, values in (("model.json", run.model), ("train.json", run.train), (DERIVED, derivation)):
+                    path = draft / run.name / name
+                    path.write_text(json.dumps(values, indent=4, allow_nan=False) + "\n", encoding="utf-8")
+                    sync(path)
+                sync(draft / run.name)
             for run in runs:
                 (draft / run.name).rename(run.run.path)
                 made.append(run.run.path)
@@ -289,17 +291,3 @@ def write_runs(runs: Sequence[DerivedRun]) -> None:
         for path in made:
             shutil.rmtree(path, ignore_errors=True)
         raise RunError(f"{error.filename or folder}: the runs cannot be written: {error.strerror}") from None
-
-
-def _write_run(folder: Path, run: DerivedRun) -> None:
-    folder.mkdir()
-    contents = {
-        "model.json": run.model,
-        "train.json": run.train,
-        DERIVED: run.derivation.model_dump(mode="json", exclude_unset=True),
-    }
-    for name, values in contents.items():
-        path = folder / name
-        path.write_text(json.dumps(values, indent=4, allow_nan=False) + "\n", encoding="utf-8")
-        sync(path)
-    sync(folder)

@@ -19,12 +19,11 @@ from harness.common.errors import UserError
 from harness.common.files import check_name
 from harness.common.json_files import SCHEMA_KEY, parse_config, read_json_object
 from harness.common.messages import quoted
-from harness.sweeps.derived_runs import MODEL_KEYS, TRAIN_KEYS, Base, DerivedRun, check_key, derive
+from harness.sweeps.derived_runs import MODEL_KEYS, TRAIN_KEYS, Base, DerivedRun, derive, explained, unknown_key
 
 LARGEST_POINTS = 1000  # beyond it a sweep is a typing error, or wants another program
-LONGEST_NAME = LONGEST_LABEL = (
-    60  # characters of a sweep's name, and of the part of a run's name that says what differs
-)
+LONGEST_NAME = 60  # characters of a sweep's name
+LONGEST_LABEL = 60  # characters of the part of a run's name that says what differs
 RUN_NAME_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 # What runs' names call the keys that are varied most; others are written out.
 SHORT = {
@@ -126,11 +125,8 @@ class Sweep(BaseModel):
     def _possible(self) -> Sweep:
         together = dict.fromkeys(key for entry in self.together for key in entry if key != ENTRY_NAME)
         for place, keys in (("set", self.set), ("together", together), ("vary", self.vary), ("search", self.search)):
-            for key in keys:
-                try:
-                    check_key(key)
-                except ValueError as error:
-                    raise ValueError(f'in "{place}": {error}') from None
+            if wrong := unknown_key([*keys]):
+                raise ValueError(f'in "{place}": {wrong}')
         if self.is_search:
             self._check_search()
             return self
@@ -141,9 +137,8 @@ class Sweep(BaseModel):
                 raise ValueError(f'key "vary.{key}": has no values; give at least one, or remove the key')
         # A key has one place; but what `set` gives to all runs, entries of `together` may change, if not all do.
         in_all = [key for key in together if all(key in entry for entry in self.together)]
-        twice = [key for key in self.vary if key in together] + [
-            key for key in self.set if key in [*self.vary, *in_all]
-        ]
+        twice = [key for key in self.vary if key in together]
+        twice += [key for key in self.set if key in [*self.vary, *in_all]]
         if twice:
             raise ValueError(f'key "{twice[0]}": given in two of "set", "vary" and "together"; keep one')
         self._check_names()
@@ -211,11 +206,13 @@ def labels(points: list[Settings]) -> list[str]:
     Letters, digits and _ . + - only. One that is too long, or that two points would have, ends in a hash.
     """
     written = ["-".join(_part(key, value) for key, value in point.items()) or "base" for point in points]
-    often = Counter(written)
-    return [
-        label if len(label) <= LONGEST_LABEL and often[label] == 1 else f"{label[: LONGEST_LABEL - 9]}-{_hash(point)}"
-        for label, point in zip(written, points, strict=True)
-    ]
+    often, found = Counter(written), []
+    for label, point in zip(written, points, strict=True):
+        if len(label) > LONGEST_LABEL or often[label] > 1:
+            digest = hashlib.sha256(json.dumps(point, sort_keys=True).encode()).hexdigest()
+            label = f"{label[: LONGEST_LABEL - 9]}-{digest[:8]}"
+        found.append(label)
+    return found
 
 
 def _part(key: str, value: JsonValue) -> str:
@@ -226,10 +223,6 @@ def _part(key: str, value: JsonValue) -> str:
     else:
         text = "_" + (value if isinstance(value, str) else json.dumps(value))
     return re.sub(r"[^A-Za-z0-9.+-]+", "_", f"{SHORT.get(key, key)}{text}").rstrip("_")
-
-
-def _hash(point: Settings) -> str:
-    return hashlib.sha256(json.dumps(point, sort_keys=True).encode()).hexdigest()[:8]
 
 
 @dataclass(frozen=True)
@@ -246,10 +239,8 @@ class SweepRuns:
         of these, so that nothing is made."""
         found = [run for run in self.runs if not run.is_made()]
         for run in found:
-            try:
+            with explained(f"{self.path}: makes "):
                 run.check_startable()
-            except UserError as error:
-                raise UserError(f"{self.path}: makes {error}") from None
         return found
 
 
@@ -273,10 +264,8 @@ def load_sweep(path: Path, runs_dir: Path) -> SweepRuns:
     runs: dict[str, DerivedRun] = {}  # by their settings
     for label, point in zip(sweep.labels(), sweep.points(), strict=True):
         changes = {key: value for key, value in {**sweep.set, **point}.items() if key != ENTRY_NAME}
-        try:
+        with explained(f"{path}: makes "):
             run = derive(base, f"{name}-{label}", changes, name)
-        except UserError as error:
-            raise UserError(f"{path}: makes {error}") from None
         twin = runs.setdefault(json.dumps(run.settings), run)
         if twin is not run:
             raise UserError(
@@ -288,13 +277,9 @@ def load_sweep(path: Path, runs_dir: Path) -> SweepRuns:
 def name_and_base(sweep: Sweep, path: Path, runs_dir: Path) -> tuple[str, Base]:
     """The sweep's name and the run to derive from. Raises UserError."""
     name = path.stem if sweep.name is None else sweep.name
-    try:
+    with explained(f'{path}: key "name" (or else the file\'s): '):
         if len(name) > LONGEST_NAME:
             raise UserError(f"longer than {LONGEST_NAME} characters")
         check_name(name, "sweep")
-    except UserError as error:
-        raise UserError(f'{path}: key "name" (or else the file\'s): {error}') from None
-    try:
+    with explained(f'{path}: key "base": '):
         return name, Base.load(runs_dir, sweep.base)
-    except UserError as error:
-        raise UserError(f'{path}: key "base": {error}') from None

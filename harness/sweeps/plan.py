@@ -8,6 +8,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from harness.common.errors import UserError
 from harness.common.gpu_names import gpu_names
@@ -17,7 +18,7 @@ from harness.planning.machines import hourly_price
 from harness.planning.plan import Plan, make_plan, planned_start
 from harness.planning.planned_speed import PlannedSpeed, plan_speed
 from harness.runs.throughput import KERNEL_KEYS
-from harness.sweeps.derived_runs import DerivedRun
+from harness.sweeps.derived_runs import DerivedRun, explained
 from harness.sweeps.file import SweepRuns
 from harness.sweeps.status import COLUMNS, count_states, status_of, wrapped
 
@@ -50,28 +51,15 @@ class Planner:
     the same shape have the same speed, which is looked up once."""
 
     def __init__(
-        self,
-        datasets_dir: Path,
-        runs_dir: Path,
-        *,
-        groups: int = 1,
-        processes: int | None = None,
-        assume_tps: float | None = None,
-        assume_tps_with_validation: float | None = None,
-        assume_device: str | None = None,
+        self, datasets_dir: Path, runs_dir: Path, *, groups: int = 1, processes: int | None = None, **assumed: Any
     ) -> None:
         """Share this machine's GPUs out among the groups, unless a number of processes is given; one process each if
-        there are none. Raises UserError if two speeds are assumed."""
+        there are none. `assumed`: the options of ddp_train.py that begin so. Raises UserError if two speeds are
+        assumed."""
         self.datasets_dir = datasets_dir
         self.groups = groups
         self.processes = processes or max(1, len(visible_gpus()) // groups)
-        self.options = TrainOptions(
-            plan=True,
-            assume_tps=assume_tps,
-            assume_tps_with_validation=assume_tps_with_validation,
-            assume_device=assume_device,
-            runs_dir=runs_dir,
-        )
+        self.options = TrainOptions(plan=True, runs_dir=runs_dir, **assumed)
         self.options.check(None)
         self.speeds: dict[str, PlannedSpeed] = {}  # by shape; to be cleared when a run has measured one
 
@@ -79,11 +67,9 @@ class Planner:
         """Plan the remaining work of a run, which may be partly done. Raises UserError for what training would
         refuse."""
         experiment = run.experiment(self.datasets_dir)
-        try:
+        with explained(f"{run.name}: "):
             experiment.check_together()
             plan = make_plan(experiment, self.processes, planned_start(experiment, self.processes, None))
-        except UserError as error:
-            raise UserError(f"{run.name}: {error}") from None
         keys = (*KERNEL_KEYS, "benchmark_tasks", "benchmark_interval")
         train = {key: run.settings[key] for key in keys}
         shape = json.dumps([run.model_config.model_dump(mode="json"), vars(plan.layout), train])
@@ -178,9 +164,8 @@ def _table(left: list[RunPlan]) -> list[str]:
         if len(name) > width:  # in a line of its own
             lines.append(name)
             name = ""
-        lines.append(
-            f"{name:<{width}}" + "".join(f"  {cell:>{size}}" for cell, size in zip(cells, widths, strict=True))
-        )
+        written = [f"{cell:>{size}}" for cell, size in zip(cells, widths, strict=True)]
+        lines.append("  ".join([f"{name:<{width}}", *written]))
     return lines
 
 

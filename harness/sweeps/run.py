@@ -57,12 +57,6 @@ def device_groups(groups: int, processes: int) -> list[Group]:
     return [(f"GPU {share}", {"CUDA_VISIBLE_DEVICES": share}) for share in shares]
 
 
-def training_command(script: Path, run: DerivedRun, planner: Planner) -> list[str]:
-    """The command that starts a run, continues it, or finds it finished."""
-    words = [str(script), run.name, str(planner.datasets_dir), "--runs-dir", str(run.run.path.parent)]
-    return [sys.executable, *words, "--processes", str(planner.processes)]
-
-
 @dataclass
 class Attempt:
     """A run under way. `tokens` is what it will have seen at its end, if that is known; `committed` is the dollars that
@@ -99,7 +93,8 @@ class SweepRunner:
     """Trains the runs that are not finished; those with a file that cannot be read are left as they are.
 
     `planner` says what is left of a run, `max_dollars` limits what all of `runs` may cost together, with what they have
-    cost before. `reason` says why runs are left, and `signal` is the one that has ended the sweep.
+    cost before. `unmade` is the number of further runs that have not even been made. `reason` says why runs are left,
+    and `signal` is the one that has ended the sweep.
     """
 
     def __init__(
@@ -122,14 +117,10 @@ class SweepRunner:
         self.dollars = {each.run.name: each.dollars for each in statuses}
         self.attempts: list[Attempt] = []
         self.is_idle = True  # nothing has been started so far
+        self.unmade = 0
         self.reason = ""
         self.signal = 0
         self._said_waiting: set[str] = set()
-
-    @property
-    def unmade(self) -> int:
-        """Number of further runs that have not even been made."""
-        return 0
 
     def run(self, say: Say, show: Say | None = None) -> None:
         """Return when all are finished or have failed, or when a signal or the budget has ended it. `show` replaces
@@ -237,7 +228,8 @@ class SweepRunner:
     def _start(self, run: DerivedRun, planned: RunPlan | None, say: Say) -> None:
         """Start the run's process; what it prints is added to the run's log."""
         name, variables = group = self.free.pop(0)
-        command = training_command(self.script, run, self.planner)
+        command = [sys.executable, str(self.script), run.name, str(self.planner.datasets_dir)]
+        command += ["--runs-dir", str(run.run.path.parent), "--processes", str(self.planner.processes)]
         log = run.run.sweep_log.open("ab")
         log.write(f"\n$ {' '.join(command)}  # {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime())}\n".encode())
         log.flush()

@@ -26,7 +26,16 @@ from harness.common.json_files import json_schema, parse_config, read_json_objec
 from harness.model.config import ModelConfig
 from harness.runs.metrics import TrainEvent, ValidationEvent, read_metrics
 from harness.runs.train_config import TrainConfig
-from harness.sweeps.derived_runs import DERIVED, Base, Derivation, DerivedRun, TrialRecord, derive, write_runs
+from harness.sweeps.derived_runs import (
+    DERIVED,
+    Base,
+    Derivation,
+    DerivedRun,
+    TrialRecord,
+    derive,
+    explained,
+    write_runs,
+)
 from harness.sweeps.file import Pruning, Range, Settings, Sweep, labels, name_and_base, read_sweep
 from harness.sweeps.plan import Planner
 from harness.sweeps.run import Attempt, Say, SweepRunner
@@ -94,10 +103,8 @@ class Search:
             trial = derivation.trial
             if derivation.sweep != self.name or trial is None:
                 continue
-            try:
+            with explained(f"{path}: is a trial of {self.path}, which today makes "):
                 run = self.derive(trial.number, trial.point)
-            except UserError as error:
-                raise UserError(f"{path}: is a trial of {self.path}, which today makes {error}") from None
             if run.name == path.parent.name and run.is_made():  # a copy under another name is no trial
                 found.append(self.result_of(run))
         return sorted(found, key=lambda result: result.number)
@@ -181,29 +188,22 @@ class Sampler:
         # Unfinished trials count as bad (`constant_liar`), so that trials at the same time are not alike.
         sampler = self.optuna.samplers.TPESampler(seed=int.from_bytes(seed[:4], "big"), constant_liar=True)
         study = self.optuna.create_study(direction="minimize", sampler=sampler)
-        for result in results:
-            with suppress(ValueError):  # a trial outside ranges that have been changed since
-                study.add_trial(self._frozen(result))
-        params = study.ask(self.distributions).params
-        return {key: self._value(key, param) for key, param in params.items()}
-
-    def _frozen(self, result: Result) -> Any:
-        """A trial as Optuna has it. One that diverged is a pruned one without any losses, which are the worst: the
-        sampler ignores failed ones and would look there again."""
+        lists = {key for key, domain in self.search.sweep.search.items() if isinstance(domain, list)}
         states = self.optuna.trial.TrialState
         state = {"finished": states.COMPLETE, "pruned": states.PRUNED, "failed": states.FAIL}
-        return self.optuna.trial.create_trial(
-            state=states.PRUNED if result.has_diverged else state.get(result.status.state, states.RUNNING),
-            value=result.loss,
-            params={key: self._param(key, value) for key, value in result.point.items()},
-            distributions=self.distributions,
-            intermediate_values=dict(result.losses) if result.status.state == "pruned" else {},
-        )
-
-    def _param(self, key: str, value: Any) -> Any:
-        """A value of a folder as Optuna has it."""
-        domain = self.search.sweep.search.get(key)
-        return json.dumps(value) if isinstance(domain, list) else value
+        for result in results:
+            # One that diverged is a pruned one without any losses, which are the worst: the sampler ignores failed ones
+            # and would look there again.
+            with suppress(ValueError):  # a trial outside ranges that have been changed since
+                trial = self.optuna.trial.create_trial(
+                    state=states.PRUNED if result.has_diverged else state.get(result.status.state, states.RUNNING),
+                    value=result.loss,
+                    params={key: json.dumps(value) if key in lists else value for key, value in result.point.items()},
+                    distributions=self.distributions,
+                    intermediate_values=dict(result.losses) if result.status.state == "pruned" else {},
+                )
+                study.add_trial(trial)
+        return {key: self._value(key, param) for key, param in study.ask(self.distributions).params.items()}
 
     def _value(self, key: str, param: Any) -> Any:
         """A value for a run: a number of a range in few digits, that can be read, written and put into a name."""
@@ -252,13 +252,10 @@ class SearchRunner(SweepRunner):
             if result.status.state == "damaged":  # what the next points are chosen by is not to be read
                 raise UserError(result.status.said)
         super().__init__([each.run for each in self.results.values()], planner, script, max_dollars=max_dollars)
+        self.unmade = max(0, search.count - len(self.results))
         self.failures = 0  # the last ones, without a success in between
         self._judged: dict[str, int] = {}  # by the run's name: how many of its validations are
         self._said_impossible = False
-
-    @property
-    def unmade(self) -> int:
-        return max(0, self.search.count - len(self.results))
 
     def describe_start(self) -> str:
         """Describe how many trials are done, to be resumed and to be chosen."""
@@ -279,6 +276,7 @@ class SearchRunner(SweepRunner):
                 self.reason = str(error)
                 return
             self.results[run.name] = self.search.result_of(run)
+            self.unmade -= 1
             self.runs.append(run)
             self.waiting.append(run)
             super().start_what_can(say)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,8 +11,8 @@ from typing import Any
 from harness.sweeps.derived_runs import DerivedRun
 from harness.sweeps.file import SweepRuns, load_sweep
 from harness.sweeps.status import status_of
-from tests.support.isolation import ROOT
-from tests.support.launch import PATIENCE_SECONDS, Result, Workshop, finish
+from tests.support.launch import PATIENCE_SECONDS, ROOT, Result, Workshop, finish
+from tests.support.warm import FORK_PYTHONS, WarmProcess
 
 
 def load(shop: Workshop, **keys: Any) -> SweepRuns:
@@ -29,10 +27,9 @@ def states(sweep: SweepRuns) -> dict[str, str]:
     return {run.name.removeprefix("s-"): status_of(run).state for run in sweep.runs}
 
 
-def start(shop: Workshop, name: str, *arguments: str) -> subprocess.Popen[str]:
-    """Start one of the root's commands that do without torch: a process of its own is sooner there than one that is
-    forked from one with torch."""
-    return shop.spawn([sys.executable, str(ROOT / name), *arguments, "--runs-dir", str(shop.runs)], {})
+def start(shop: Workshop, name: str, *arguments: str) -> WarmProcess:
+    """Start one of the root's commands. What it starts itself, runs and ranks included, is forked from it."""
+    return shop.fork([str(ROOT / name), *arguments, "--runs-dir", str(shop.runs)], {}, FORK_PYTHONS)
 
 
 def command(shop: Workshop, name: str, *arguments: str) -> Result:
@@ -51,6 +48,11 @@ def add_summary(run: DerivedRun, **values: Any) -> None:
     summary |= {"train": run.train_config.model_dump(mode="json"), "accumulation_steps": 2, "device": "an abacus"}
     summary |= {"tokens_per_second": 96.0, "measured": {"global_steps": 30, "tokens": 1920, "seconds": 20.0}}
     (run.run.path / "summary.json").write_text(json.dumps(summary | values))
+
+
+def has_reported(shop: Workshop, pattern: str) -> bool:
+    """True once such a run has written a line of metrics."""
+    return any(path.stat().st_size for path in shop.runs.glob(f"{pattern}/metrics.jsonl"))
 
 
 def when(condition: Callable[[], object], then: Callable[[], object]) -> None:

@@ -38,12 +38,13 @@ def test_hours_dollars_and_disk_are_those_of_the_runs_plans(shop: Workshop) -> N
     seconds = [(TRAINING + VALIDATION) / 10, longer / 10]
     assert [each.seconds for each in found.left] == pytest.approx(seconds)
     assert [each.dollars for each in found.left] == pytest.approx([each / 100 for each in seconds])
-    assert found.seconds() == pytest.approx(sum(seconds))
     checkpoints = [each.plan.checkpoint_bytes() for each in found.left]
     assert found.disk_bytes == 5 * checkpoints[0] + 9 * checkpoints[1]
     said = describe_sweep_plan(found, shop.runs)
     assert f"time: {sum(seconds):,.0f} s" in said
     assert f"cost: ${sum(seconds) / 100:,.2f}" in said
+    small = plan(shop, 2880.0, vary={"random_seed": [1]})
+    assert "cost: $0.0050" in describe_sweep_plan(small, shop.runs), "0.5 s are not nothing"
 
 
 def test_groups_share_the_clock_and_the_price(shop: Workshop) -> None:
@@ -99,19 +100,9 @@ def test_runs_whose_speed_is_not_known_are_named_and_not_counted(shop: Workshop)
     assert "Speed of t-emb32: unknown: no earlier run of this shape" in said
 
 
-def test_of_runs_that_nobody_has_trained_one_is_to_be_trained_first(shop: Workshop) -> None:
+def test_what_is_unknown_has_its_remedy(shop: Workshop) -> None:
     said = describe_sweep_plan(plan(shop, vary={"random_seed": [1, 2]}), shop.runs)
     assert "or train one of them first, which measures it" in " ".join(said.split())
-
-
-def test_small_amounts_are_no_nothing(shop: Workshop) -> None:
-    """(1280 + 160) tokens at 2,880 a second are 0.5 s, of a dollar an hour."""
-    shop.add_run("base", price_per_hour=36.0)
-    said = describe_sweep_plan(plan(shop, 2880.0, vary={"random_seed": [1]}), shop.runs)
-    assert "cost: $0.0050" in said
-
-
-def test_without_a_price_there_is_no_cost(shop: Workshop) -> None:
     shop.add_run("base")
     said = describe_sweep_plan(plan(shop, 10.0, vary={"random_seed": [1]}), shop.runs)
     assert "cost: unknown" in said

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,12 @@ from harness.runs.metrics import MetricsFile, TrainEvent
 from harness.sweeps.derived_runs import write_runs
 from harness.sweeps.file import SweepRuns
 from harness.sweeps.plan import Planner
-from harness.sweeps.run import SweepRunner, training_command
+from harness.sweeps.run import SweepRunner
 from harness.sweeps.status import status_lines, status_of
 from tests.support.isolation import ROOT
-from tests.support.launch import Process, Workshop, finish, metrics
-from tests.support.sweeping import add_summary, load, states, sweep_command, when
-from tests.support.warm import FORK_PYTHONS
+from tests.support.launch import Process, Result, Workshop, finish, metrics
+from tests.support.sweeping import add_summary, command, has_reported, load, start, states, sweep_command, when
+from tests.support.warm import WarmProcess
 
 PATIENCE_SECONDS = 100
 
@@ -73,15 +72,6 @@ def shop(tmp_path: Path) -> Workshop:
     made.add_run("base", price_per_hour=36_000.0)  # ten dollars a second
     (tmp_path / "in_place.py").write_text(IN_PLACE_OF_TRAINING)
     return made
-
-
-@pytest.fixture(autouse=True)
-def signals() -> Iterator[None]:
-    """A runner listens to signals from then on."""
-    before = {number: signal.getsignal(number) for number in STOPPING_SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def make(shop: Workshop, **keys: Any) -> SweepRuns:
@@ -126,9 +116,8 @@ def test_one_after_the_other_until_all_are_finished(shop: Workshop, capsys: pyte
     assert states(sweep) == {"seed1": "finished", "seed2": "finished"}
     assert [line.split(":")[0] for line in said] == ["s-seed1", "s-seed1", "s-seed2", "s-seed2"]
     assert "s-seed2: finished, validation loss 1.500" in said[3]
-    words = training_command(shop.path / "in_place.py", sweep.runs[0], runner.planner)
-    expected = ["s-seed1", str(shop.datasets), "--runs-dir", str(shop.runs), "--processes", "1"]
-    assert words == [sys.executable, str(shop.path / "in_place.py"), *expected]
+    words = [sys.executable, str(shop.path / "in_place.py"), "s-seed1", str(shop.datasets)]
+    words += ["--runs-dir", str(shop.runs), "--processes", "1"]
     assert log_of(shop, "s-seed1").splitlines()[1].startswith(f"$ {' '.join(words)}  # 20")
     assert end_of(runner, capsys) == (["", "2 finished"], "")
     again, said = run(shop, sweep)
@@ -154,20 +143,17 @@ def test_a_failed_run_stops_no_other_and_is_tried_again(shop: Workshop, capsys: 
 
 
 def test_groups_run_at_the_same_time(shop: Workshop) -> None:
-    """Each of the two waits for the other; alone it would wait forever."""
+    """Each of the two waits for the other; alone it would wait forever. One that fetches a dataset runs alone."""
+    _, said = run(shop, make(shop, vary={"random_seed": [1, 2]}), groups=2)
+    assert [line.split(":")[0] for line in said] == ["s-seed1", "s-seed1", "s-seed2", "s-seed2"]
     shop.add_dataset()
-    sweep = make(shop, set={"eps": 3.0}, vary={"random_seed": [1, 2]})
+    sweep = make(shop, name="t", set={"eps": 3.0}, vary={"random_seed": [1, 2]})
+    for name in ("s-seed1", "s-seed2"):
+        (shop.runs / name / "began").unlink()
     _, said = run(shop, sweep, groups=2)
-    assert set(states(sweep).values()) == {"finished"}
+    assert {status_of(each).state for each in sweep.runs} == {"finished"}
     assert "started on group 1" in said[0]
     assert "started on group 2" in said[1]
-
-
-def test_one_run_fetches_a_dataset_and_the_others_wait(shop: Workshop) -> None:
-    """Without the dataset they do not run at the same time."""
-    sweep = make(shop, vary={"random_seed": [1, 2]})
-    _, said = run(shop, sweep, groups=2)
-    assert [line.split(":")[0] for line in said] == ["s-seed1", "s-seed1", "s-seed2", "s-seed2"]
 
 
 # Money
@@ -223,7 +209,7 @@ def test_a_signal_stops_the_runs_with_checkpoints(
     shop: Workshop, number: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep = make(shop, set={"eps": 2.0}, vary={"random_seed": [1, 2]})
-    when((shop.runs / "s-seed1" / "metrics.jsonl").exists, lambda: os.kill(os.getpid(), number))
+    when(lambda: has_reported(shop, "s-seed1"), lambda: os.kill(os.getpid(), number))
     runner, said = run(shop, sweep)
     name = signal.Signals(number).name
     assert f"stopped by {name}: waiting for the checkpoints of s-seed1" in said
@@ -262,8 +248,7 @@ def test_every_command_has_the_same_word_for_a_run(shop: Workshop) -> None:
     (folders[1] / "sweep-attempts.json").write_text('{"exit_status": 1}')
     status = sweep_command(shop, "status").stdout
     told = {line.split("  ")[0]: line.split("  ", 1)[1] for line in status.splitlines() if line.startswith("s-seed")}
-    arguments = [str(ROOT / "compare_runs.py"), *told, "--runs-dir", str(shop.runs), "--json"]
-    compared = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True, timeout=60)
+    compared = command(shop, "compare_runs.py", *told, "--json")
     runs = {each["name"]: each for each in json.loads(compared.stdout)["runs"]}
     states = {name: each["state"] for name, each in runs.items()}
     assert [states[f"s-seed{seed}"] for seed in (1, 2, 3, 4, 5)] == [
@@ -328,16 +313,15 @@ def test_a_run_that_another_process_trains_is_waited_for(shop: Workshop) -> None
 # Real runs
 
 
-def begin(shop: Workshop, *options: str) -> Process:
-    """Its runs, torchrun and ranks included, are forked from it."""
-    words = [str(ROOT / "sweep_runs.py"), "run", str(shop.path / "s.json"), str(shop.datasets), *options]
-    return shop.fork([*words, "--runs-dir", str(shop.runs)], {}, FORK_PYTHONS)
+def begin(shop: Workshop, *options: str) -> WarmProcess:
+    return start(shop, "sweep_runs.py", "run", str(shop.path / "s.json"), str(shop.datasets), *options)
 
 
-def wait_for_steps(shop: Workshop, name: str, process: Process) -> None:
+def wait_for_steps(shop: Workshop, name: str, process: Process, lines: int) -> None:
+    """Wait until its metrics have so many lines."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     path = shop.runs / name / "metrics.jsonl"
-    while not path.exists() or len(metrics(path.parent)) < 3:
+    while not path.exists() or len(metrics(path.parent)) < lines:
         assert process.poll() is None, process.communicate(timeout=10)
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -348,135 +332,106 @@ def weights(shop: Workshop, name: str) -> str:
 
 
 def test_real_runs_from_the_file_to_the_losses(shop: Workshop) -> None:
+    """Missing runs are made; the last lines name the next commands, by a pattern where it names no others."""
     shop.add_dataset()
     entries = [{"random_seed": 1}, {"initial_weights": "missing.safetensors"}, {"min_train_tokens": 10**9}]
-    sweep = make(shop, together=entries)
+    sweep = make(shop, together=entries[:1])
+    folders = [run.run.path for run in load(shop, together=entries).runs]
+    assert "s-tokens1000000000 not made" in " ".join(sweep_command(shop, "status").stdout.split())
     done = finish([begin(shop, "--groups", "2")], expect=1, timeout=PATIENCE_SECONDS)
     assert done.error_lines == ["error: 2 of 3 runs failed; the same command tries them again"]
     assert "1 finished, 2 failed" in done.stdout
     errors = [line for line in done.stdout.splitlines() if line.startswith("    error: ")]
     assert "missing.safetensors" in errors[0]
     assert "the train split of local/letters is too short" in errors[1]
-    loss = read_json_object(shop.runs / "s-seed1" / "summary.json")["final_validation_loss"]
-    status = sweep_command(shop, "status").stdout
-    assert f" finished validation loss {loss:.3f}" in " ".join(status.split())
-    assert list(states(sweep).values()) == ["finished", "failed", "failed"]
-
-
-LONG = {"min_train_tokens": 64 * 150, "validation_interval": 50}
-
-
-@pytest.mark.slow
-def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(shop: Workshop) -> None:
-    """The training of a killed sweep ends, too, with a checkpoint, and the sweep goes on from there."""
-    shop.add_dataset(tokens=20_000)
-    shop.add_run("base", **LONG)
-    make(shop, vary={"random_seed": [1, 2]})
-    first = begin(shop, "--processes", "2")
-    wait_for_steps(shop, "s-seed1", first)
-    first.kill()
-    second = begin(shop, "--processes", "2")
-    stdout, stderr = second.communicate(timeout=PATIENCE_SECONDS)
-    assert second.returncode == 0, stdout + stderr
-    assert "2 finished" in stdout
-    assert log_of(shop, "s-seed1").count("\n$ ") == 2
-    assert "stopped by SIGTERM" in log_of(shop, "s-seed1")
-    shop.add_run("straight", random_seed=1, **LONG)
-    shop.train("straight", ranks=2)
-    assert weights(shop, "s-seed1") == weights(shop, "straight")
-
-
-@pytest.mark.slow
-def test_ctrl_c_and_a_second_sweep_at_the_same_time(shop: Workshop) -> None:
-    shop.add_dataset(tokens=20_000)
-    shop.add_run("base", **LONG)
-    make(shop, vary={"random_seed": [1, 2]})
-    process = begin(shop)
-    wait_for_steps(shop, "s-seed1", process)
-    second = sweep_command(shop, "run", str(shop.datasets))
-    assert second.status == 2
-    assert f"{shop.runs}: is being used for the sweep s by another process" in second.stderr
-    process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=PATIENCE_SECONDS)
-    assert (process.returncode, stderr) == (130, "")
-    assert "s-seed1  stopped    global step " in stdout
-    assert "s-seed2  never trained" in stdout
-    assert (shop.runs / "s-seed1" / "checkpoints" / "latest" / "model.safetensors").exists()
-    status = sweep_command(shop, "status").stdout
-    assert "s-seed1  stopped    global step " in status
-    assert "s-seed2  never trained" in status
-
-
-def test_runs_that_are_missing_are_made(shop: Workshop) -> None:
-    shop.add_dataset()
-    make(shop, vary={"random_seed": [1]})
-    (shop.path / "s.json").write_text(json.dumps({"base": "base", "vary": {"random_seed": [1, 2]}}))
-    assert "s-seed2  not made" in sweep_command(shop, "status").stdout
-    done = finish([begin(shop)], expect=0, timeout=PATIENCE_SECONDS)
-    assert (shop.runs / "s-seed2" / "summary.json").exists()
-    assert done.stdout.endswith(
-        f"Next:\n  uv run test_loss.py {shop.datasets} 's-*' --runs-dir {shop.runs}\n"
-        f"  uv run compare_runs.py 's-*' --baseline s-seed1 --runs-dir {shop.runs}\n"
-    )
-    (shop.runs / "s-another").mkdir()
+    loss = read_json_object(folders[0] / "summary.json")["final_validation_loss"]
+    assert f" finished validation loss {loss:.3f}" in " ".join(sweep_command(shop, "status").stdout.split())
+    load(shop, together=entries[:1])
     again = sweep_command(shop, "run", str(shop.datasets))
     assert "Nothing to do: all runs are finished" in again.stdout
     assert "sweep.log" not in again.stdout, "nothing is printed into it"
-    planned = sweep_command(shop, "plan", str(shop.datasets)).stdout
-    assert planned.endswith("2 finished already\n")
-    assert f"test_loss.py {shop.datasets} s-seed1 s-seed2 --runs-dir" in again.stdout, "a pattern would name others"
+    assert f"test_loss.py {shop.datasets} s-seed1 --runs-dir" in again.stdout, "a pattern would name others"
+    assert sweep_command(shop, "plan", str(shop.datasets)).stdout.endswith("1 finished already\n")
+    for folder in folders[1:]:
+        shutil.rmtree(folder)
+    assert sweep_command(shop, "run", str(shop.datasets)).stdout.endswith(
+        f"Next:\n  uv run test_loss.py {shop.datasets} 's-*' --runs-dir {shop.runs}\n"
+        f"  uv run compare_runs.py 's-*' --baseline s-seed1 --runs-dir {shop.runs}\n"
+    )
+    assert states(sweep) == {"seed1": "finished"}
 
 
-def spoil(shop: Workshop, name: str) -> None:
-    """One of the runs of each kind that cannot be read."""
-    spoilt = shop.runs / name
-    kind = int(name.removeprefix("s-seed"))
-    if kind == 2:
-        (spoilt / "train.json").write_text('{"dataset": ')
-    elif kind == 3:
-        (spoilt / "train.json").write_text((spoilt / "train.json").read_text().replace('"random_seed": 3', '"x": 3'))
-    elif kind == 4:
-        (spoilt / "summary.json").write_text('{"seconds": "many"}')
-    elif kind == 5:
-        shutil.rmtree(spoilt)
-        spoilt.write_text("a file")
-    else:
-        shop.add_run(name, learning_rate=0.5)
+@pytest.mark.slow
+def test_stopped_and_killed_it_ends_as_if_nothing_had_happened(shop: Workshop) -> None:
+    """Ctrl-C stops the run with a checkpoint; so does the end of a killed sweep. The sweep goes on from there."""
+    long = {"min_train_tokens": 64 * 150, "validation_interval": 50}
+    shop.add_dataset(tokens=20_000)
+    shop.add_run("base", **long)
+    make(shop, vary={"random_seed": [1, 2]})
+    first = begin(shop, "--processes", "2")
+    wait_for_steps(shop, "s-seed1", first, 3)
+    another = sweep_command(shop, "run", str(shop.datasets))
+    assert another.status == 2
+    assert f"{shop.runs}: is being used for the sweep s by another process" in another.stderr
+    first.send_signal(signal.SIGINT)
+    stdout, stderr = first.communicate(timeout=PATIENCE_SECONDS)
+    assert (first.returncode, stderr) == (130, "")
+    assert "s-seed1  stopped    global step " in stdout
+    assert "s-seed2  never trained" in stdout
+    assert (shop.runs / "s-seed1" / "checkpoints" / "latest" / "model.safetensors").exists()
+    second = begin(shop, "--processes", "2")
+    wait_for_steps(shop, "s-seed1", second, len(metrics(shop.runs / "s-seed1")) + 3)
+    second.kill()
+    third = begin(shop, "--processes", "2")
+    stdout, stderr = third.communicate(timeout=PATIENCE_SECONDS)
+    assert third.returncode == 0, stdout + stderr
+    assert "2 finished" in stdout
+    log = log_of(shop, "s-seed1")
+    assert (log.count("\n$ "), log.count("stopped by SIGTERM")) == (3, 2)
+    shop.add_run("straight", random_seed=1, **long)
+    shop.train("straight", ranks=2)
+    assert weights(shop, "s-seed1") == weights(shop, "straight")
 
 
 def test_one_damaged_run_hides_no_other(shop: Workshop) -> None:
     made = make(shop, vary={"random_seed": [1, 2, 3, 4, 5, 6, 7]})
     add_summary(made.runs[0], final_validation_loss=2.5)
-    for kind in (2, 3, 4, 5, 6):
-        spoil(shop, f"s-seed{kind}")
+    folders = [run.run.path for run in made.runs]
+    (folders[1] / "train.json").write_text('{"dataset": ')
+    (folders[2] / "train.json").write_text(
+        (folders[2] / "train.json").read_text().replace('"random_seed": 3', '"x": 3')
+    )
+    (folders[3] / "summary.json").write_text('{"seconds": "many"}')
+    shutil.rmtree(folders[4])
+    folders[4].write_text("a file")
+    shop.add_run("s-seed6", learning_rate=0.5)
+    reasons = {
+        2: "/train.json:1: not valid JSON",
+        3: '/train.json: key "x": unknown',
+        4: '/summary.json: key "',
+        5: ": is a file",
+        6: ": there is another run of this name",
+    }
 
-    def says(*parts: object) -> bool:  # wherever lines are broken
+    def says(done: Result, *parts: object) -> bool:  # wherever lines are broken
         return "".join("".join(map(str, parts)).split()) in "".join(done.stdout.split())
 
-    done = sweep_command(shop, "status")
-    assert (done.status, done.stderr) == (0, "")
-    assert max(map(len, done.stdout.splitlines()[1:])) <= 80
-    assert says("Sweep s in ", shop.runs, ": 1 finished, 1 never trained, 5 damaged")
-    assert says("s-seed1 finished validation loss 2.500")
-    assert says("s-seed7 never trained")
-    assert says("s-seed2 damaged ", shop.runs, "/s-seed2/train.json:1: not valid JSON")
-    assert says("s-seed3 damaged ", shop.runs, '/s-seed3/train.json: key "x": unknown')
-    assert says("s-seed4 damaged ", shop.runs, '/s-seed4/summary.json: key "')
-    assert says("s-seed5 damaged ", shop.runs, "/s-seed5: is a file")
-    assert says("s-seed6 damaged ", shop.runs, "/s-seed6: there is another run of this name")
-
-    done = sweep_command(shop, "plan", str(shop.datasets), "--assume-tps", "10")
-    assert (done.status, done.stderr) == (0, "")
-    assert says("Plan of sweep s, 7 runs")
-    assert says("1 finished already")
-    assert says("Speed of all 1 runs")
-    for name in ("s-seed2", "s-seed3", "s-seed4", "s-seed5", "s-seed6"):
-        assert says("Cannot be trained: ", shop.runs, "/", name)
-
-    done = sweep_command(shop, "run", str(shop.datasets))
-    assert done.status == 2
-    assert done.stderr.startswith(f"error: {shop.runs}/s-seed2/train.json:1: not valid JSON")
-    assert not (shop.runs / "s-seed7" / "sweep.log").exists(), "nothing is trained"
+    status = sweep_command(shop, "status")
+    planned = sweep_command(shop, "plan", str(shop.datasets), "--assume-tps", "10")
+    assert (status.status, status.stderr, planned.status, planned.stderr) == (0, "", 0, "")
+    assert max(map(len, status.stdout.splitlines()[1:])) <= 80
+    assert says(status, "Sweep s in ", shop.runs, ": 1 finished, 1 never trained, 5 damaged")
+    assert says(status, "s-seed1 finished validation loss 2.500")
+    assert says(status, "s-seed7 never trained")
+    assert says(planned, "Plan of sweep s, 7 runs: nothing is trained or downloaded 1 finished already")
+    assert says(planned, "Speed of all 1 runs")
+    for seed, reason in reasons.items():
+        assert says(status, f"s-seed{seed} damaged ", folders[seed - 1], reason)
+        assert says(planned, "Cannot be trained: ", folders[seed - 1], reason)
+    refused = sweep_command(shop, "run", str(shop.datasets))
+    assert refused.status == 2
+    assert refused.stderr.startswith(f"error: {folders[1]}/train.json:1: not valid JSON")
+    assert not (folders[6] / "sweep.log").exists(), "nothing is trained"
 
 
 def test_a_summary_that_cannot_be_read_is_told_with_its_remedy(
@@ -502,25 +457,3 @@ def test_a_summary_that_cannot_be_read_is_told_with_its_remedy(
     spoilt.unlink()
     run(shop, sweep)
     assert states(sweep) == {"seed1": "finished", "seed2": "finished"}
-
-
-@pytest.mark.slow
-def test_a_real_summary_that_is_moved_away_is_written_again(shop: Workshop) -> None:
-    made = make(shop, vary={"random_seed": [1]})
-    shop.add_dataset()
-    assert sweep_command(shop, "run", str(shop.datasets)).status == 0
-    place = shop.runs / "s-seed1"
-    before = read_json_object(place / "summary.json")
-    weights_before = weights(shop, "s-seed1")
-    (place / "summary.json").write_text("{")
-    assert status_of(made.runs[0]).state == "damaged"
-    refused = sweep_command(shop, "run", str(shop.datasets))
-    assert refused.status == 2, "it is the only run"
-    assert "move it away and train again: it is written anew" in refused.stderr
-    (place / "summary.json").rename(place / "away")
-    assert sweep_command(shop, "run", str(shop.datasets)).status == 0
-    after = read_json_object(place / "summary.json")
-    assert (after["final_validation_loss"], weights(shop, "s-seed1")) == (
-        before["final_validation_loss"],
-        weights_before,
-    )

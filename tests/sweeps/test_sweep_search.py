@@ -7,24 +7,20 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 import re
 import signal
-import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness.common.errors import UserError
-from harness.common.exit import STOPPING_SIGNALS
+from harness.common.errors import RunError, UserError
 from harness.common.json_files import read_json_object
 from harness.sweeps import run as sweep_run
+from harness.sweeps.file import load_sweep
 from harness.sweeps.plan import Planner
 from harness.sweeps.search import (
     LARGEST_FAILURES,
@@ -38,9 +34,8 @@ from harness.sweeps.search import (
     load_search,
 )
 from harness.sweeps.status import Status
-from tests.support.isolation import ROOT
 from tests.support.launch import Workshop, metrics
-from tests.support.sweeping import start, sweep_command, when
+from tests.support.sweeping import has_reported, start, sweep_command, when
 
 optuna = pytest.importorskip("optuna", reason="the extra `sweep` is not installed")
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -90,14 +85,9 @@ def shop(tmp_path: Path) -> Workshop:
 
 
 @pytest.fixture(autouse=True)
-def runners(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A runner listens to signals from then on. It looks often: these trials take no time."""
-    monkeypatch.setattr(sweep_run, "POLL_SECONDS", 0.01)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These trials take no time."""
     monkeypatch.setattr(sweep_run, "LOOK_SECONDS", 0.01)
-    before = {number: signal.getsignal(number) for number in STOPPING_SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def load(shop: Workshop, **keys: Any) -> Search:
@@ -195,31 +185,17 @@ def test_a_sweep_is_no_search_nor_the_reverse(shop: Workshop) -> None:
     with pytest.raises(UserError, match='key "search": missing; without it, `sweep_runs'):
         load_search(path, shop.runs)
     load(shop)
-    for verb, *more in (["make"], ["plan", str(shop.datasets)], ["run", str(shop.datasets)]):
-        done = sweep_command(shop, verb, *more)
-        said = f"makes its runs one by one as it trains them: `sweep_runs.py search {path} DATASETS_DIR`"
-        assert (done.status, done.stderr) == (2, f'error: {path}: key "search": {said}\n')
+    with pytest.raises(UserError, match=r"makes its runs one by one as it trains them: `sweep_runs\.py search "):
+        load_sweep(path, shop.runs)
 
 
-def test_without_optuna_the_remedy_is_named(shop: Workshop) -> None:
+def test_without_optuna_the_remedy_is_named(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     """The status needs no Optuna."""
     search = load(shop)
-    words = ["search", str(search.path), str(shop.datasets), "--runs-dir", str(shop.runs)]
-    program = (
-        "import runpy, sys\n"
-        "sys.modules['optuna'] = None\n"
-        f"sys.argv = ['sweep_runs.py', *{words!r}]\n"
-        f"runpy.run_path({str(ROOT / 'sweep_runs.py')!r}, run_name='__main__')\n"
-    )
-    status = program.replace("'search'", "'status'").replace(f"{str(shop.datasets)!r}, ", "")
-    done, said = (
-        subprocess.run([sys.executable, "-c", each], capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_SECONDS)
-        for each in (program, status)
-    )
-    assert done.returncode == 2
-    assert done.stderr == "error: the optuna package is missing: uv run --extra sweep sweep_runs.py search ...\n"
-    assert [folder.name for folder in shop.runs.iterdir() if folder.is_dir()] == ["base"]
-    assert said.stdout == f"Search s in {shop.runs}, 0 of 3 trials made: nothing is made yet\n"
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(UserError, match=r"the optuna package is missing: uv run --extra sweep sweep_runs\.py search"):
+        run(shop, search)
+    assert describe_search(search) == f"Search s in {shop.runs}, 0 of 3 trials made: nothing is made yet"
 
 
 # What Optuna answers
@@ -240,24 +216,24 @@ def made_results(search: Search, loss_of: Callable[[dict[str, Any]], float], cou
 
 
 @pytest.mark.parametrize(
-    ("domain", "resolution"),
+    "domain",
     [
-        (RATES, 0.001),
-        ({"min": 1000, "max": 1001}, 0.001),
-        ({"min": 0.1, "max": 0.2}, 0.0001),
-        ({"min": 3e-9, "max": 0.5, "log": True}, 0.001),
-        ({"min": 0.007, "max": 0.035, "step": 0.007}, 0.007),
+        RATES,
+        {"min": 1000, "max": 1001},
+        {"min": 0.1, "max": 0.2},
+        {"min": 3e-9, "max": 0.5, "log": True},
+        {"min": 0.007, "max": 0.035, "step": 0.007},
     ],
+    ids=str,
 )
-def test_values_are_short_numbers_in_the_range(shop: Workshop, domain: dict[str, float], resolution: float) -> None:
+def test_values_are_short_numbers_in_the_range(shop: Workshop, domain: dict[str, float]) -> None:
     sampler = Sampler(load(shop, search={"weight_decay": domain}))
-    values: list[Any] = [sampler.suggest([], number, 0)["weight_decay"] for number in range(60)]
-    assert all(domain["min"] <= value <= domain["max"] for value in values)
-    assert all(len(repr(value)) <= 10 for value in values)
-    least = 5 if "step" in domain else 50
-    assert len(set(values)) >= least
+    values: list[Any] = [sampler.suggest([], number, 0)["weight_decay"] for number in range(40)]
+    assert all(domain["min"] <= value <= domain["max"] and len(repr(value)) <= 10 for value in values)
     if "step" in domain:
         assert set(values) == {0.007, 0.014, 0.021, 0.028, 0.035}
+    else:
+        assert len(set(values)) >= 33
 
 
 def test_points_are_those_of_one_study_that_goes_on(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,13 +273,6 @@ def test_points_are_those_of_one_study_that_goes_on(shop: Workshop, monkeypatch:
     assert ours == theirs
 
 
-def test_later_points_are_nearer_to_the_best(shop: Workshop) -> None:
-    search = load(shop, trials=40)
-    found = made_results(search, lambda point: (math.log10(point["learning_rate"]) + 2) ** 2, 40)
-    losses = [each.loss for each in found if each.loss is not None]
-    assert statistics.median(losses[-20:]) < statistics.median(losses[:10]) / 4
-
-
 def test_where_runs_diverge_few_are_tried_again(shop: Workshop) -> None:
     """Optuna does not look at failed trials at all."""
     search = load(shop, trials=40)
@@ -323,38 +292,20 @@ def test_pruning_compares_after_as_many_tokens() -> None:
     assert not is_worse_than_median({60: 9.0}, others), "no other was validated by then"
 
 
-def test_pruning_is_optunas_median_rule() -> None:
-    random_numbers, pruner, answers = random.Random(3), optuna.pruners.MedianPruner(1, 0), []
-    for _ in range(100):
-        others = [{100 * i: random_numbers.random() for i in range(1, 11)} for _ in range(random_numbers.randint(1, 7))]
-        losses = {100 * i: random_numbers.uniform(0.2, 1.2) for i in range(1, random_numbers.randint(2, 11))}
-        study = optuna.create_study()
-        for values in others:
-            study.add_trial(optuna.trial.create_trial(value=0.0, intermediate_values=values))
-        running = optuna.trial.create_trial(state=optuna.trial.TrialState.RUNNING, intermediate_values=losses)
-        study.add_trial(running)
-        answers.append(is_worse_than_median(losses, others))
-        assert pruner.prune(study, study.get_trials()[-1]) == answers[-1]
-    assert 5 < sum(answers) < 95
+def test_values_that_json_tells_apart_and_seeds(shop: Workshop) -> None:
+    def suggested(seed: int) -> list[str]:
+        sampler = Sampler(load(shop, search={"weight_decay": [1, 1.0, True, None, [0.9, 0.95]]}, sampler_seed=seed))
+        return [json.dumps(sampler.suggest([], number, 0)["weight_decay"]) for number in range(40)]
 
-
-def test_values_that_json_tells_apart(shop: Workshop) -> None:
-    sampler = Sampler(load(shop, search={"weight_decay": [1, 1.0, True, None, [0.9, 0.95]]}))
-    found = {json.dumps(sampler.suggest([], number, 0)["weight_decay"]) for number in range(60)}
-    assert found == {"1", "1.0", "true", "null", "[0.9, 0.95]"}
-
-
-def test_the_seed_is_the_files(shop: Workshop) -> None:
-    first, second, again = (Sampler(load(shop, sampler_seed=seed)).suggest([], 0, 0) for seed in (1, 2, 1))
-    assert first != second
-    assert first == again
+    assert {*suggested(1)} == {"1", "1.0", "true", "null", "[0.9, 0.95]"}
+    assert suggested(1) == suggested(1) != suggested(2)
 
 
 # From the file to the runs
 
 
 def test_trials_are_runs_that_say_what_was_chosen(shop: Workshop) -> None:
-    """A copy of one is no trial."""
+    """The status and the end name the best first. A copy of a trial is none."""
     search = load(shop, trials=4, set={"weight_decay": 0.5})
     _, said = run(shop, search)
     assert states(search) == ["finished"] * 4
@@ -367,23 +318,16 @@ def test_trials_are_runs_that_say_what_was_chosen(shop: Workshop) -> None:
         assert derived["differs"]["learning_rate"]["here"] == rate
     assert [line.split(":")[0] for line in said] == [name for name, _ in outcome(search) for _ in "12"]
     assert run(shop, search)[1] == []
-    trial.run.run.path.rename(shop.runs / "s-003-other")
-    assert len(search.results()) == 3
-
-
-def test_status_and_the_end_name_the_best_first(shop: Workshop) -> None:
-    search = load(shop, trials=4)
-    run(shop, search)
     losses = sorted((loss or 0.0, name) for name, loss in outcome(search))
     status = sweep_command(shop, "status").stdout.splitlines()
     assert status[0] == f"Search s in {shop.runs}, 4 of 4 trials made: 4 finished"
     assert [line.split()[0] for line in status[2:]] == [name for _, name in losses]
     best = describe_best(search, search.results())
     assert best[1] == f"Best of 4 finished trials: {losses[0][1]}"
-    rate = losses[0][1].removeprefix("s-").split("lr")[1]
-    assert best[2:4] == [f"    validation loss {losses[0][0]:.3f}", f"    learning_rate {rate}"]
+    assert best[2:4] == [f"    validation loss {losses[0][0]:.3f}", f"    learning_rate {losses[0][1].split('lr')[1]}"]
     assert best[5] == f"    validation loss {losses[1][0]:.3f}, {losses[1][0] - losses[0][0]:.3f} more"
-    assert "training noise is not known" in best[6]
+    trial.run.run.path.rename(shop.runs / "s-003-other")
+    assert len(search.results()) == 3
 
 
 def test_each_point_is_tried_once(shop: Workshop) -> None:
@@ -392,51 +336,39 @@ def test_each_point_is_tried_once(shop: Workshop) -> None:
     runner, _ = run(shop, search)
     assert states(search) == ["finished"] * 4
     assert len({json.dumps(point) for point in points(search)}) == 4
-    said = "no new point was found among 200 that were drawn: all that were drawn are trials already"
-    assert runner.reason == said
-
-
-@pytest.mark.parametrize(
-    ("space", "key", "possible", "reason"),
-    [
-        (
-            {"n_heads": {"min": 2, "max": 4}, "learning_rate": RATES},
-            "n_heads",
-            {2, 4},
-            "16 is not a multiple of n_heads (3)",
-        ),
-        (
-            {"warmup_steps": [2, 30, 20, 21], "learning_rate": RATES},
-            "warmup_steps",
-            {2, 20},
-            "longer than",
-        ),
-        ({"eps": [0.1, "high"], "learning_rate": RATES}, "eps", {0.1}, 'input should be a valid number, not "high"'),
-    ],
-)
-def test_points_that_cannot_be_trained_are_left_out(
-    shop: Workshop, space: dict[str, Any], key: str, possible: set[Any], reason: str
-) -> None:
-    search = load(shop, search=space, trials=6)
-    _, said = run(shop, search)
-    assert states(search) == ["finished"] * 6
-    assert {point[key] for point in points(search)} <= possible
-    assert sum(reason in line for line in said) == 1
-
-
-def test_a_space_without_a_possible_point_is_told(shop: Workshop) -> None:
-    runner, _ = run(shop, load(shop, search={"n_heads": [3, 5, 6], "learning_rate": RATES}))
-    assert runner.reason.startswith("no new point was found among 200 that were drawn: ")
+    said = "no new point was found among 200 that were drawn: "
+    assert runner.reason == f"{said}all that were drawn are trials already"
+    runner, _ = run(shop, load(shop, name="t", search={"n_heads": [3, 5], "learning_rate": RATES}))
+    assert runner.reason.startswith(said)
     assert "16 is not a multiple of n_heads" in runner.reason
-    assert [folder.name for folder in shop.runs.iterdir()] == ["base"]
+    assert not list(shop.runs.glob("t-*"))
 
 
-def test_failed_trials_stop_no_other(shop: Workshop) -> None:
-    search = load(shop, search={"weight_decay": [1.0, 0.1, 0.2], "learning_rate": RATES}, trials=8)
+def test_points_that_cannot_be_trained_are_left_out(shop: Workshop) -> None:
+    space = {"n_heads": {"min": 2, "max": 4}, "warmup_steps": [2, 30], "eps": [0.1, "high"], "learning_rate": RATES}
+    search = load(shop, search=space, trials=4)
+    _, said = run(shop, search)
+    assert states(search) == ["finished"] * 4
+    for point in points(search):
+        assert (point["n_heads"] != 3, point["warmup_steps"], point["eps"]) == (True, 2, 0.1)
+    assert sum("A point that cannot be trained is left out" in line for line in said) == 1
+
+
+def test_failed_and_diverged_trials_stop_no_other(shop: Workshop) -> None:
+    space = {"weight_decay": [1.0, 0.1], "eps": [1.0, 0.1], "learning_rate": RATES}
+    search = load(shop, search=space, trials=8)
     run(shop, search)
-    expected = ["failed" if point["weight_decay"] == 1.0 else "finished" for point in points(search)]
-    assert states(search) == expected
-    assert {*expected} == {"failed", "finished"}
+    fails = [point["weight_decay"] == 1.0 for point in points(search)]
+    assert {*fails} == {True, False}
+    assert states(search) == ["failed" if each else "finished" for each in fails]
+    found = {
+        each.point["eps"]: (each.has_diverged, each.loss is None)
+        for each in search.results()
+        if each.point["weight_decay"] != 1.0
+    }
+    assert found == {1.0: (True, True), 0.1: (False, False)}
+    count = sum((point["weight_decay"], point["eps"]) == (0.1, 0.1) for point in points(search))
+    assert f"Best of {count} finished" in describe_best(search, search.results())[1]
 
 
 def test_where_all_fail_the_search_ends(shop: Workshop) -> None:
@@ -444,16 +376,6 @@ def test_where_all_fail_the_search_ends(shop: Workshop) -> None:
     runner, _ = run(shop, search)
     assert states(search) == ["failed"] * LARGEST_FAILURES
     assert runner.reason == "5 trials one after the other have failed"
-
-
-def test_a_loss_that_is_not_finite_is_no_result(shop: Workshop) -> None:
-    search = load(shop, search={"eps": [1.0, 0.1], "learning_rate": RATES}, trials=6)
-    run(shop, search)
-    found = {each.point["eps"]: (each.has_diverged, each.loss is None) for each in search.results()}
-    assert found == {1.0: (True, True), 0.1: (False, False)}
-    best = describe_best(search, search.results())[1]
-    assert f"Best of {sum(point['eps'] == 0.1 for point in points(search))} finished" in best
-    assert "diverged" not in describe_search(search)
 
 
 # Pruning
@@ -490,8 +412,7 @@ def test_bad_trials_are_pruned_and_stay_so(shop: Workshop) -> None:
 
 def test_without_pruning_every_trial_is_trained_to_its_end(shop: Workshop) -> None:
     search = held(shop, 4)
-    pattern = "s-003-*/metrics.jsonl"
-    when(partial(begun, shop, pattern), lambda: os.kill(os.getpid(), signal.SIGTERM))
+    when(lambda: has_reported(shop, "s-003-*"), lambda: os.kill(os.getpid(), signal.SIGTERM))
     runner, _ = run(shop, search)
     assert (states(search)[3], runner.signal) == ("stopped", signal.SIGTERM)
     (shop.path / "hold").unlink()
@@ -505,25 +426,19 @@ def test_without_pruning_every_trial_is_trained_to_its_end(shop: Workshop) -> No
 @pytest.mark.slow
 def test_stopped_and_gone_on_with_it_makes_the_same_trials(shop: Workshop) -> None:
     """Beyond the ten at random: what is rebuilt from the folders is the study that had never ended."""
-    search = load(shop, trials=14)
-    for number in (4, 11):
-        run(shop, load(shop, trials=number))
-        (shop.path / "hold").touch()
-        pattern = f"s-{number:03d}-*/metrics.jsonl"
-        when(partial(begun, shop, pattern), lambda: os.kill(os.getpid(), signal.SIGINT))
-        run(shop, load(shop, trials=14))
-        assert states(search) == ["finished"] * number + ["stopped"]
-        (shop.path / "hold").unlink()
+    search = load(shop, trials=12)
+    run(shop, load(shop, trials=10))
+    (shop.path / "hold").touch()
+    when(lambda: has_reported(shop, "s-010-*"), lambda: os.kill(os.getpid(), signal.SIGINT))
+    run(shop, search)
+    assert states(search) == ["finished"] * 10 + ["stopped"]
+    (shop.path / "hold").unlink()
     run(shop, search)
     interrupted = outcome(search)
     start_anew(shop)
     run(shop, search)
     assert outcome(search) == interrupted
-    assert len(interrupted) == 14
-
-
-def begun(shop: Workshop, pattern: str) -> bool:
-    return any(shop.runs.glob(pattern))
+    assert len(interrupted) == 12
 
 
 def start_anew(shop: Workshop) -> None:
@@ -542,26 +457,23 @@ def test_trials_at_the_same_time(shop: Workshop) -> None:
     assert [line.split(" on ")[1] for line in said if "started" in line][:3] == ["group 1", "group 2", "group 3"]
 
 
-def test_trials_outside_a_changed_range_are_kept_but_not_learned_from(shop: Workshop) -> None:
+def test_a_changed_file(shop: Workshop) -> None:
+    """Trials outside a changed range are kept but not learned from; other settings are refused."""
     run(shop, load(shop, trials=3))
     narrow = load(shop, search={"learning_rate": {"min": 0.009, "max": 0.011}}, trials=5)
     run(shop, narrow)
     assert states(narrow) == ["finished"] * 5
     assert all(0.009 <= point["learning_rate"] <= 0.011 for point in points(narrow)[3:])
-
-
-def test_changed_settings_are_refused(shop: Workshop) -> None:
-    run(shop, load(shop, trials=1))
     changed = load(shop, set={"weight_decay": 0.3})
     with pytest.raises(UserError, match=r"there is another run of this name \(weight_decay: 0\.1 -> 0\.3\)"):
         changed.results()
 
 
 def test_a_budget_counts_what_is_not_made_yet_and_needs_a_price(shop: Workshop) -> None:
-    load(shop, trials=3)
-    done = sweep_command(shop, "search", str(shop.datasets), "--max-dollars", "0.001")
-    assert done.status == 1, done.stderr
-    assert " of 3 runs are left: --max-dollars 0.00" in done.stderr
+    runner, _ = run(shop, load(shop), max_dollars=0.0)
+    assert runner.reason.startswith("--max-dollars 0.00")
+    with pytest.raises(RunError, match=r"3 of 3 runs are left: --max-dollars 0\.00"):
+        runner.leave()
     with pytest.raises(UserError, match=r'key "price_per_hour": --max-dollars needs it in "set"'):
         run(shop, load(shop, set={"price_per_hour": None}), max_dollars=5.0)
 
@@ -575,9 +487,8 @@ def test_a_real_search_killed_in_the_middle_ends_as_if_nothing_had_happened(shop
     keys["set"] = {"min_train_tokens": 64 * 80, "validation_interval": 20}
     shop.add_dataset("local/more", tokens=20_000)
     shop.add_run("base", dataset="local/more")
-    load(shop, **keys)
-    words = ["search", str(shop.path / "s.json"), str(shop.datasets)]
-    first = start(shop, "sweep_runs.py", *words)
+    search = load(shop, **keys)
+    first = start(shop, "sweep_runs.py", "search", str(search.path), str(shop.datasets))
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not any(len(metrics(path.parent)) > 3 for path in shop.runs.glob("s-001-*/metrics.jsonl")):
         assert first.poll() is None, first.communicate(timeout=10)
@@ -588,7 +499,6 @@ def test_a_real_search_killed_in_the_middle_ends_as_if_nothing_had_happened(shop
     done = sweep_command(shop, "search", str(shop.datasets))
     assert done.status == 0, done.stdout + done.stderr
     assert "Best of 2 finished trials: s-00" in done.stdout
-    search = load(shop, **keys)
     interrupted = outcome(search)
     assert (search.results()[1].run.run.path / "sweep.log").read_text().count("\n$ ") == 2
     start_anew(shop)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-import time
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from harness.common.files import SAFE_NAME
 from harness.model.config import load_model_config
 from harness.runs.train_config import load_train_config
 from harness.sweeps.derived_runs import MODEL_KEYS, TRAIN_KEYS, Base, derive, write_runs
-from harness.sweeps.file import LARGEST_POINTS, LONGEST_LABEL, SweepRuns, labels, load_sweep
+from harness.sweeps.file import LONGEST_LABEL, SweepRuns, labels, load_sweep
 from harness.sweeps.search import load_search
 from tests.support.isolation import ROOT, SHIPPED_RUNS
 from tests.support.launch import Workshop
@@ -58,46 +59,78 @@ def settings(sweep: SweepRuns, *keys: str) -> list[tuple[Any, ...]]:
     return [tuple(run.settings[key] for key in keys) for run in sweep.runs]
 
 
-def names(sweep: SweepRuns) -> list[str]:
-    return [run.name for run in sweep.runs]
+def grid(*lists: Any) -> list[tuple[Any, ...]]:
+    return list(itertools.product(*lists))
 
 
 # What it makes
 
 
-def test_a_grid_is_every_combination_in_the_order_of_the_file(shop: Workshop) -> None:
-    sweep = load(shop, file="lr.json", vary={"learning_rate": [0.0015, 0.003], "random_seed": [1, 2, 3]})
-    grid = [(rate, seed) for rate in (0.0015, 0.003) for seed in (1, 2, 3)]
-    assert settings(sweep, "learning_rate", "random_seed") == grid
-    assert names(sweep) == [f"lr-lr{rate}-seed{seed}" for rate, seed in grid]
-    assert {run.settings["emb_dim"] for run in sweep.runs} == {16}, "the rest is the base's"
-
-
-def test_keys_of_both_files_change_together(shop: Workshop) -> None:
-    together = [{"emb_dim": 32, "n_layers": 3, "min_train_tokens": 6400}, {"emb_dim": 64, "n_layers": 4}]
-    sweep = load(shop, together=together, vary={"random_seed": [1, 2]}, set={"drop_rate": 0.0, "weight_decay": 0.5})
-    found = settings(sweep, "emb_dim", "n_layers", "min_train_tokens", "random_seed", "drop_rate", "weight_decay")
-    shapes = [(32, 3, 6400), (64, 4, 1280)]
-    assert found == [(*shape, seed, 0.0, 0.5) for shape in shapes for seed in (1, 2)]
-    assert names(sweep)[0] == "s-emb32-layers3-tokens6400-seed1"
-    assert names(sweep)[3] == "s-emb64-layers4-seed2"
-
-
-def test_a_list_may_hold_the_base_itself(shop: Workshop) -> None:
-    sweep = load(shop, together=[{}, {"precision": "fp32"}])
-    assert names(sweep) == ["s-base", "s-precision_fp32"]
-    assert sweep.runs[0].derivation.differs == {}
-
-
-def test_null_leaves_a_key_out_and_another_word_for_it_takes_its_place(shop: Workshop) -> None:
-    sweep = load(shop, set={"learning_rate": None, "clipping_max_norm": None}, vary={"global_batch_size": [8, 16]})
-    assert settings(sweep, "learning_rate", "gradient_accumulation_steps", "global_batch_size") == [
-        (0.0004, 1, 8),
-        (0.0004, 1, 16),
-    ]
-    assert not {"learning_rate", "gradient_accumulation_steps"} & sweep.runs[0].train.keys()
-    (deep,) = load(shop, vary={"depth": [3]}).runs
-    assert (deep.settings["n_layers"], deep.settings["emb_dim"], deep.settings["n_heads"]) == (3, 192, 3)
+@pytest.mark.parametrize(
+    ("keys", "found", "named"),
+    [
+        (  # every combination, in the order of the file
+            {"vary": {"learning_rate": [0.0015, 0.003], "random_seed": [1, 2]}},
+            {("learning_rate", "random_seed", "emb_dim"): grid((0.0015, 0.003), (1, 2), (16,))},
+            ["s-lr0.0015-seed1", "s-lr0.0015-seed2", "s-lr0.003-seed1", "s-lr0.003-seed2"],
+        ),
+        (  # keys of both files change together
+            {
+                "set": {"drop_rate": 0.0, "weight_decay": 0.5},
+                "together": [{"emb_dim": 32, "min_train_tokens": 6400}, {"emb_dim": 64, "n_layers": 4}],
+            },
+            {
+                ("emb_dim", "n_layers", "min_train_tokens"): [(32, 2, 6400), (64, 4, 1280)],
+                ("drop_rate", "weight_decay"): [(0.0, 0.5)] * 2,
+            },
+            ["s-emb32-tokens6400", "s-emb64-layers4"],
+        ),
+        (  # the base itself
+            {"together": [{}, {"precision": "fp32"}]},
+            {("precision",): [("auto",), ("fp32",)]},
+            ["s-base", "s-precision_fp32"],
+        ),
+        (  # null leaves a key out, and another word for a key takes its place
+            {"set": {"learning_rate": None}, "vary": {"global_batch_size": [8, 16]}},
+            {("learning_rate", "gradient_accumulation_steps", "global_batch_size"): [(0.0004, 1, 8), (0.0004, 1, 16)]},
+            ["s-batch8", "s-batch16"],
+        ),
+        ({"vary": {"depth": [3]}}, {("n_layers", "emb_dim", "n_heads"): [(3, 192, 3)]}, ["s-depth3"]),
+        (  # entries have names, and change what all get
+            {
+                "set": {"eps": 1e-7},
+                "together": [{"name": "plain"}, {"name": "own", "eps": 1e-6}, {"learning_rate": 0.25}],
+                "vary": {"random_seed": [1]},
+            },
+            {("eps", "learning_rate"): [(1e-7, 0.0015), (1e-6, 0.0015), (1e-7, 0.25)]},
+            ["s-plain-seed1", "s-own-seed1", "s-lr0.25-seed1"],
+        ),
+        (  # what an editor needs
+            {"$schema": "sweep.schema.json", "vary": {"betas": [[0.9, 0.95]]}},
+            {("betas",): [([0.9, 0.95],)]},
+            ["s-betas_0.9_0.95"],
+        ),
+        *(  # a budget takes another's place
+            ({"vary": {key: values}}, {(key, "min_train_tokens"): [(each, None) for each in values]}, named)
+            for key, values, named in (
+                ("train_steps", [10, 20], ["s-steps10", "s-steps20"]),
+                ("tokens_per_parameter", [5, 20.0], ["s-tokens_per_parameter5", "s-tokens_per_parameter20.0"]),
+                ("target_flops", [1e15, 1e16], ["s-flops1000000000000000.0", "s-flops1e+16"]),
+            )
+        ),
+        (
+            {"vary": {"batch_ramp": [[[0, 8], [1000, 16]], [[0, 4]]]}},
+            {("gradient_accumulation_steps",): [(1,), (1,)]},
+            ["s-ramp_0_8_1000_16", "s-ramp_0_4"],
+        ),
+    ],
+)
+def test_what_a_file_makes(shop: Workshop, keys: dict[str, Any], found: dict[Any, Any], named: list[str]) -> None:
+    sweep = load(shop, **keys)
+    assert [run.name for run in sweep.runs] == named
+    for names, values in found.items():
+        assert settings(sweep, *names) == values
+    assert "name" not in {key for run in sweep.runs for key in (*run.train, *run.model)}
 
 
 def test_a_base_in_the_notebooks_spelling(shop: Workshop) -> None:
@@ -109,19 +142,7 @@ def test_a_base_in_the_notebooks_spelling(shop: Workshop) -> None:
 def test_names_stay_when_a_sweep_grows(shop: Workshop) -> None:
     few = load(shop, vary={"random_seed": [1], "betas": [[0.9, 0.95]]})
     more = load(shop, vary={"random_seed": [1, 2], "betas": [[0.9, 0.95], [0.9, 0.99]]})
-    assert names(few) == ["s-seed1-betas_0.9_0.95"]
-    assert set(names(few)) < set(names(more))
-
-
-def test_entries_have_names_and_change_what_all_get(shop: Workshop) -> None:
-    shop.add_run("base")
-    entries = [{"name": "plain"}, {"name": "own", "eps": 1e-6, "learning_rate": 0.5}, {"learning_rate": 0.25}]
-    sweep = load(shop, set={"eps": 1e-7}, together=entries, vary={"random_seed": [1, 2]})
-    assert names(sweep) == [
-        *("s-plain-seed1", "s-plain-seed2", "s-own-seed1", "s-own-seed2", "s-lr0.25-seed1", "s-lr0.25-seed2")
-    ]
-    assert settings(sweep, "eps", "learning_rate")[::2] == [(1e-7, 0.0004), (1e-6, 0.5), (1e-7, 0.25)]
-    assert "name" not in sweep.runs[2].train | sweep.runs[2].model
+    assert {run.name for run in few.runs} < {run.name for run in more.runs}
 
 
 def canonical(value: Any) -> str:
@@ -131,7 +152,7 @@ def canonical(value: Any) -> str:
 VALUES = st.one_of(st.integers(), st.floats(allow_nan=False), st.text(max_size=80), st.none(), st.booleans())
 
 
-@hypothesis.settings(suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
+@hypothesis.settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
 @given(st.lists(st.dictionaries(st.sampled_from(TRAIN_KEYS), VALUES, max_size=6), max_size=8, unique_by=canonical))
 def test_labels_are_safe_short_and_all_different(points: list[dict[str, Any]]) -> None:
     found = labels(points)
@@ -142,10 +163,6 @@ def test_labels_are_safe_short_and_all_different(points: list[dict[str, Any]]) -
 def test_no_key_is_in_both_files() -> None:
     """A sweep need not say which file it means."""
     assert not set(MODEL_KEYS) & set(TRAIN_KEYS)
-
-
-def test_an_editors_key_is_no_part_of_it(shop: Workshop) -> None:
-    assert len(load(shop, **{"$schema": "sweep.schema.json"}, vary={"random_seed": [1]}).runs) == 1
 
 
 def test_the_documented_files_are_sweeps_of_the_shipped_runs(tmp_path: Path) -> None:
@@ -196,25 +213,20 @@ def test_the_documented_files_are_sweeps_of_the_shipped_runs(tmp_path: Path) -> 
         ({"base": "bas", "vary": {"random_seed": [1]}}, "no such run; did you mean base?"),
         ({"name": "../x", "vary": {"random_seed": [1]}}, "key \"name\" (or else the file's): sweep '../x': must be a"),
         ({"name": "x" * 61, "vary": {"random_seed": [1]}}, "longer than 60 characters"),
+        ({"vary": {key: [*range(1000)] for key in ("random_seed", "eps")}}, "make 1,000,000 runs; a sweep can"),
+        ({"set": {"train_steps": 1, "target_flops": 1e15}, "vary": {"eps": [1]}}, "each says how much to train; give"),
     ],
 )
 def test_bad_sweeps_get_one_line(shop: Workshop, keys: dict[str, Any], said: str) -> None:
     assert said in refusal(shop, **keys)
 
 
-def test_a_million_runs_are_counted_and_not_made(shop: Workshop) -> None:
-    began = time.process_time()
-    message = refusal(shop, vary={"random_seed": list(range(1000)), "warmup_steps": list(range(1000))})
-    assert f"make 1,000,000 runs; a sweep can have {LARGEST_POINTS:,}" in message
-    assert time.process_time() - began < 1
-    assert [path.name for path in shop.runs.iterdir()] == ["base"]
-
-
 # On the disk
 
 
 def test_made_folders_are_ordinary_runs_that_name_their_parent(shop: Workshop) -> None:
-    sweep = load(shop, set={"weight_decay": 0.0}, vary={"emb_dim": [16, 32], "random_seed": [7, 8]})
+    """Making again makes what is missing, and touches nothing else."""
+    sweep = load(shop, set={"weight_decay": 0.0}, vary={"emb_dim": [32], "random_seed": [7, 8]})
     write_runs(sweep.missing())
     for run in sweep.runs:
         assert load_model_config(run.run.model_json) == run.model_config
@@ -225,23 +237,12 @@ def test_made_folders_are_ordinary_runs_that_name_their_parent(shop: Workshop) -
         "sweep": "s",
         "differs": {"emb_dim": {"base": 16, "here": 32}, "weight_decay": {"base": 0.1, "here": 0.0}},
     }
-
-
-def test_making_again_makes_what_is_missing(shop: Workshop) -> None:
-    write_runs(load(shop, vary={"random_seed": [1, 2]}).missing())
     before = {path: path.stat().st_mtime_ns for path in shop.runs.rglob("*.json")}
-    grown = load(shop, vary={"random_seed": [1, 2, 3]})
-    assert [run.name for run in grown.missing()] == ["s-seed3"]
+    grown = load(shop, set={"weight_decay": 0.0}, vary={"emb_dim": [32], "random_seed": [7, 8, 9]})
+    assert [run.name for run in grown.missing()] == ["s-emb32-seed9"]
     write_runs(grown.missing())
     assert grown.missing() == []
     assert {path: path.stat().st_mtime_ns for path in before} == before
-
-
-def test_another_run_of_the_name_is_refused_and_nothing_is_made(shop: Workshop) -> None:
-    shop.add_run("s-seed2", learning_rate=0.0015, random_seed=3)
-    message = command(shop, "sweep_runs.py", "make", str(write(shop, vary={"random_seed": [1, 2]}))).stderr
-    assert "s-seed2: there is another run of this name (random_seed: 3 -> 2); move it away" in message
-    assert sorted(path.name for path in shop.runs.iterdir()) == ["base", "s-seed2"]
 
 
 @pytest.mark.parametrize(
@@ -276,36 +277,26 @@ def test_where_tokens_are_not_known_nothing_is_refused(shop: Workshop) -> None:
     assert len(sweep.missing()) == 2
 
 
-def test_all_differences_are_named(shop: Workshop) -> None:
-    write_runs(load(shop, vary={"random_seed": [1]}).runs)
-    changed: dict[str, Any] = {"set": {"warmup_steps": 3, "learning_rate": 0.5}, "vary": {"random_seed": [1]}}
-    with pytest.raises(UserError) as caught:
-        load(shop, **changed).missing()
-    said = str(caught.value)
-    assert "learning_rate: 0.0015 -> 0.5" in said
-    assert "warmup_steps: null -> 3" in said
-    assert said.endswith('move it away, or give the sweep another "name"')
-
-
 @pytest.mark.parametrize(
     ("put", "said"),
     [
-        (
-            lambda place: place.write_text("mine"),
-            "is a file, not a run's folder; move it away, or give the sweep anoth",
-        ),
-        (lambda place: place.symlink_to("nowhere"), "is a link that leads nowhere; move it away, or give the sweep"),
-        (lambda place: place.mkdir(), "is a folder without train.json and model.json, and so no run; move it away"),
+        (lambda place: place.write_text("mine"), "is a file, not a run's folder"),
+        (lambda place: place.symlink_to("nowhere"), "is a link that leads nowhere"),
         (lambda place: (place / "checkpoints").mkdir(parents=True), "is a folder without train.json and model.json"),
+        (
+            lambda place: shutil.copytree(place.parent / "base", place),
+            "there is another run of this name (random_seed: 7 -> 2, learning_rate: 0.0015 -> 0.5)",
+        ),
     ],
-    ids=["file", "link", "empty", "other"],
+    ids=["file", "link", "other", "run"],
 )
-def test_what_is_no_run_is_not_taken_for_one(shop: Workshop, put: Callable[[Path], Any], said: str) -> None:
+def test_what_is_not_the_sweeps_run_is_refused(shop: Workshop, put: Callable[[Path], Any], said: str) -> None:
     put(shop.runs / "s-seed2")
-    done = command(shop, "sweep_runs.py", "make", str(write(shop, vary={"random_seed": [1, 2]})))
-    assert (done.status, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"error: {shop.runs / 's-seed2'}: {said}")
-    assert done.stderr.count("\n") == 1
+    sweep = load(shop, set={"learning_rate": 0.5}, vary={"random_seed": [1, 2]})
+    with pytest.raises(UserError) as caught:
+        sweep.missing()
+    assert str(caught.value).startswith(f"{shop.runs / 's-seed2'}: {said}")
+    assert str(caught.value).endswith('move it away, or give the sweep another "name"')
     assert not (shop.runs / "s-seed1").exists(), "all, or none"
 
 
@@ -369,8 +360,6 @@ def test_a_derived_run_fits_a_data_set_that_is_here(shop: Workshop) -> None:
 
 
 def test_what_derive_run_and_make_print(shop: Workshop) -> None:
-    done = command(shop, "derive_run.py", "base", "ramp", "--set", "batch_ramp=[[0, 2], [64, 4]]")
-    assert "  batch_ramp: null -> [[0, 2], [64, 4]]\n" in done.stdout
     done = command(shop, "derive_run.py", "base", "same")
     assert done.stdout == f"{shop.runs / 'same'}: base without a difference; --set KEY=VALUE makes one\n"
     done = command(shop, "sweep_runs.py", "make", str(write(shop, vary={"random_seed": [1]})))
@@ -405,36 +394,3 @@ def test_initial_weights_are_still_found(shop: Workshop) -> None:
     assert named is not None
     assert named.samefile(weights)
     assert run.derivation.differs.keys() == {"random_seed"}
-
-
-@pytest.mark.parametrize(
-    ("key", "values", "named"),
-    [
-        ("train_steps", [10, 20], ["s-steps10", "s-steps20"]),
-        ("tokens_per_parameter", [5, 20.0], ["s-tokens_per_parameter5", "s-tokens_per_parameter20.0"]),
-        ("target_flops", [1e15, 1e16], ["s-flops1000000000000000.0", "s-flops1e+16"]),
-    ],
-)
-def test_a_budget_takes_anothers_place(shop: Workshop, key: str, values: list[float], named: list[str]) -> None:
-    sweep = load(shop, set={"price_per_hour": 10.0}, vary={key: values})
-    assert names(sweep) == named
-    assert settings(sweep, key, "min_train_tokens") == [(value, None) for value in values]
-    assert all("min_train_tokens" not in run.train for run in sweep.runs)
-    base = Base.load(shop.runs, "base")
-    back = derive(base, "again", {"min_train_tokens": 640})
-    assert back.train_config.budget == "min_train_tokens"
-    other = "target_flops" if key == "train_steps" else "train_steps"
-    both = {key: values[0], other: 5, "price_per_hour": 10.0}
-    twice = refusal(shop, set=both, vary={"random_seed": [1]})
-    assert "each says how much to train; give one of them" in twice
-
-
-def test_a_ramp_takes_the_place_of_a_batch(shop: Workshop) -> None:
-    ramp = [[0, 8], [1000, 16]]
-    sweep = load(shop, vary={"batch_ramp": [ramp, [[0, 4]]]})
-    assert names(sweep) == ["s-ramp_0_8_1000_16", "s-ramp_0_4"]
-    assert all("gradient_accumulation_steps" not in run.train for run in sweep.runs)
-    scaled = load(
-        shop, "t.json", set={"scale_with_batch": {"reference_tokens": 64}}, vary={"global_batch_size": [4, 8]}
-    )
-    assert [run.train_config.scale_with_batch is not None for run in scaled.runs] == [True, True]
