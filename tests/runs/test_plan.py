@@ -437,7 +437,7 @@ def test_a_reported_speed_is_its_machines(
 
 
 def test_a_reported_speed_is_its_models(tmp_path: Path) -> None:
-    """What was measured goes before it, and a model there that is none is named."""
+    """A measured speed goes before it, and a model there that is none is named."""
     where = shipped(tmp_path, "8xa100m40", activation_checkpointing=True)
     run = where.runs / "8xa100m40"
     time_and_cost = rows(where, run.name, **EIGHT)["time and cost"]
