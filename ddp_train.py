@@ -7,6 +7,7 @@ files do without.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,6 @@ from harness.common.processes import exit_when_launcher_dies
 from harness.distributed.signals import StopSignal
 from harness.distributed.watchdog import Place
 from harness.planning.intervals import due_after
-from harness.runs.schemas import schema_option
 
 if TYPE_CHECKING:
     from checkpointing import Checkpointer
@@ -117,6 +117,18 @@ class Trainer:
         metrics.check_skipped_steps(step, self.start.experiment.config.max_skipped_steps, self.world)
 
 
+def print_schema(context: click.Context, _: click.Parameter, kind: str | None) -> None:
+    """click's callback: print the JSON Schema of train.json or model.json, if it is asked for, and end."""
+    if kind is None:
+        return
+    from harness.common.json_files import json_schema
+    from harness.model.config import ModelConfig
+    from harness.runs.train_config import TrainConfig
+
+    click.echo(json.dumps(json_schema(TrainConfig if kind == "train" else ModelConfig), indent=2))
+    context.exit()
+
+
 @click.command(cls=Command)
 @click.argument("run")
 @click.argument("datasets_dir", type=click.Path(path_type=Path))
@@ -134,7 +146,14 @@ class Trainer:
 @click.option("--assume-device", help="With --plan: as if on such GPUs, like H100: an estimated speed.")
 @click.option("--restart", is_flag=True, help="Move earlier results to RUN/aside and start again.")
 @RUNS_DIR
-@schema_option
+@click.option(
+    "--schema",
+    type=click.Choice(["train", "model"]),
+    is_eager=True,
+    expose_value=False,
+    callback=print_schema,
+    help="Print the JSON Schema of train.json or model.json, for editors.",
+)
 def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: Any) -> None:
     """Train RUN (a folder in runs/ with model.json and train.json) on its dataset, kept in DATASETS_DIR.
 

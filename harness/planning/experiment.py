@@ -15,7 +15,7 @@ from harness.data.fetch import check_obtainable
 from harness.data.loader import BatchLayout, BatchSchedule
 from harness.model.config import ModelConfig, load_model_config
 from harness.planning.rates import ScaledSettings, build_schedule, scale_settings
-from harness.runs.budget import Budget, batch_schedule, recorded_budget, tokens_of_budget
+from harness.runs.budget import Budget, batch_schedule, tokens_of_budget
 from harness.runs.checkpoint_meta import CheckpointMeta, Provenance, validation_text
 from harness.runs.directory import RunDirectory
 from harness.runs.train_config import TrainConfig, load_train_config
@@ -82,8 +82,8 @@ def find_position(
 
 
 def check_continuable(meta: CheckpointMeta, path: Path, now: Provenance) -> None:
-    """Raises UserError, showing the difference, if the checkpoint at `path` belongs to another model or dataset, or
-    its tokens were counted from another place, than `now`'s."""
+    """Raises UserError, showing the difference, if the checkpoint at `path` belongs to another model or dataset, its
+    tokens were counted from another place, or its optimizer's state is another one's, than `now`'s."""
     for part in ("model", "dataset"):
         then, today = getattr(meta, part), getattr(now, part)
         if part == "model" and isinstance(then, dict):  # an earlier version knew of fewer keys
@@ -101,10 +101,6 @@ def check_continuable(meta: CheckpointMeta, path: Path, now: Provenance) -> None
                 f'{path}: made with "{key}": {json.dumps(then)}, but train.json has {json.dumps(today)}; put it back, '
                 "or use --restart"
             )
-
-
-def check_same_optimizer(meta: CheckpointMeta, path: Path, now: Provenance) -> None:
-    """Raises UserError if the checkpoint at `path` has another optimizer's state than train.json's would be."""
     then, today = meta.train.get("optimizer", "adamw"), now.train["optimizer"]
     if then != today:
         raise UserError(
@@ -217,10 +213,11 @@ class Experiment:
 
         Raises UserError for a budget below one global batch.
         """
-        config = self.config
-        recorded = recorded_budget(config, meta.budget if meta else None)
-        if recorded is not None or config.min_train_tokens is not None:
+        config, recorded = self.config, meta.budget if meta else None
+        if recorded is not None and (recorded.key, recorded.value) == (config.budget, getattr(config, config.budget)):
             return recorded
+        if config.min_train_tokens is not None:
+            return None
         if config.train_steps is not None and meta is not None:  # some of them with another batch, perhaps
             left = max(0, config.train_steps - (meta.global_step + 1))
             tokens: int | None = meta.tokens_seen + self.batches(layout, meta.tokens_seen).tokens_before(left)
@@ -273,6 +270,4 @@ class Experiment:
 
     def check_checkpoint(self, meta: CheckpointMeta, dataset: Dataset) -> None:
         """Raises UserError if the checkpoint that `meta` describes is another experiment's."""
-        provenance = self.provenance(dataset)
-        check_continuable(meta, self.run.checkpoints, provenance)
-        check_same_optimizer(meta, self.run.checkpoints, provenance)
+        check_continuable(meta, self.run.checkpoints, self.provenance(dataset))

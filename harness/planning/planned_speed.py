@@ -61,24 +61,23 @@ def plan_speed(
 
     Raises UserError for an --assume-device that is not known, or a reported.json that is none.
     """
-    device = assumed_device(options.assume_device)
+    device = None if options.assume_device is None else find_device(options.assume_device)
+    if options.assume_device is not None and device is None:
+        known = ", ".join(each.name for each in DEVICES)
+        raise UserError(
+            f'--assume-device: nothing is known of "{options.assume_device}"; there is {known}; or {GIVE_A_SPEED}'
+        )
     own = device or own_device(layout.world_size)
-    speed = assumed_speed(options) or _measured_speed(experiment, layout, device)
+    if options.assume_tps is not None:
+        speed = PlannedSpeed(options.assume_tps, "assumed")
+    elif options.assume_tps_with_validation is not None:
+        speed = PlannedSpeed(options.assume_tps_with_validation, "assumed", includes_validation=True)
+    else:
+        speed = _measured_speed(experiment, layout, device)
     if speed.tokens_per_second is None:
         reported = None if device else _reported_speed(experiment, layout, own)
         speed = reported or estimated(experiment, layout, own or meant) or speed
     return replace(speed, benchmark_seconds=earlier_benchmark_seconds(experiment, layout))
-
-
-def assumed_device(name: str | None) -> GpuSpec | None:
-    """The device that --assume-device names. Raises UserError if there is no such one."""
-    if name is None:
-        return None
-    found = find_device(name)
-    if found is not None:
-        return found
-    known = ", ".join(device.name for device in DEVICES)
-    raise UserError(f'--assume-device: nothing is known of "{name}"; there is {known}; or {GIVE_A_SPEED}')
 
 
 def own_device(ranks: int) -> GpuSpec | None:
@@ -95,25 +94,13 @@ def estimated(experiment: Experiment, layout: BatchLayout, device: GpuSpec | Non
     reason = why_not(train, layout.world_size, experiment.model) or too_small(experiment.model, device, layout, train)
     if reason is not None:
         return PlannedSpeed(None, f"no estimated speed for {device.name}: {reason}; {GIVE_A_SPEED}")
-    speed = three_digits(estimated_speed(experiment.model, device, layout, train))
-    low, high = (three_digits(speed * (1 + sign * UNCERTAINTY)) for sign in (-1, 1))
+    speed = float(f"{estimated_speed(experiment.model, device, layout, train):.3g}")  # the digits of an estimate
+    low, high = (f"{float(f'{speed * (1 + sign * UNCERTAINTY):.3g}'):,.0f}" for sign in (-1, 1))
     source = (
-        f"estimated for {layout.world_size} x {device.name}: {low:,.0f} to {high:,.0f}; nobody has measured it, and "
+        f"estimated for {layout.world_size} x {device.name}: {low} to {high}; nobody has measured it, and "
         "docs/performance.md has the arithmetic"
     )
     return PlannedSpeed(speed, source, uncertainty=UNCERTAINTY, device=device)
-
-
-def three_digits(number: float) -> float:
-    """Significant digits that suit an estimate."""
-    return float(f"{number:.3g}")
-
-
-def assumed_speed(options: TrainOptions) -> PlannedSpeed | None:
-    """Speed given by --assume-tps or --assume-tps-with-validation, of which at most one is set; None without."""
-    if options.assume_tps_with_validation is not None:
-        return PlannedSpeed(options.assume_tps_with_validation, "assumed", includes_validation=True)
-    return None if options.assume_tps is None else PlannedSpeed(options.assume_tps, "assumed")
 
 
 def _measured_speed(experiment: Experiment, layout: BatchLayout, device: GpuSpec | None) -> PlannedSpeed:

@@ -33,8 +33,13 @@ class Budget(BaseModel):
     @classmethod
     def of(cls, config: TrainConfig, tokens: int) -> Budget:
         """Return train.json's budget, resolved to `tokens`. Raises UserError if those are more than can be counted."""
-        check_countable(config, tokens)
-        return cls(key=config.budget, value=getattr(config, config.budget), tokens=tokens)
+        key, value = config.budget, getattr(config, config.budget)
+        if tokens >= COUNTABLE:
+            raise UserError(
+                f'train.json: key "{key}": {value:g} comes to {tokens:.2g} tokens, more than can be counted '
+                f"({COUNTABLE:.2g}); lower it"
+            )
+        return cls(key=key, value=value, tokens=tokens)
 
     def describe(self) -> str:
         value = f"{self.value:,}" if isinstance(self.value, int) else f"{self.value:,g}"
@@ -88,40 +93,20 @@ def stated_tokens(config: TrainConfig, model: ModelConfig) -> float | None:
     return None if config.min_train_tokens in (None, -1) else config.min_train_tokens
 
 
-def check_countable(config: TrainConfig, tokens: float) -> None:
-    """Raises UserError for a budget of so many tokens that no run has ever seen them."""
-    if tokens >= COUNTABLE:
-        key, value = config.budget, getattr(config, config.budget)
-        raise UserError(
-            f'train.json: key "{key}": {value:g} comes to {tokens:.2g} tokens, more than can be counted '
-            f"({COUNTABLE:.2g}); lower it"
-        )
-
-
 def check_one_batch(config: TrainConfig, batches: float) -> None:
     """Raises UserError for a budget that pays for less than one global batch; `batches` is how many it pays for."""
     if batches >= 1:
         return
     key, value = config.budget, getattr(config, config.budget)
-    # Of the smallest numbers, their part of a batch is no number any more.
-    needed = f"raise it to at least {_rounded_up(value / batches)}" if batches else "raise it"
+    needed = "raise it"
+    if batches:  # of the smallest numbers, their part of a batch is no number any more
+        enough = value / batches
+        digits = 10.0 ** (math.floor(math.log10(enough)) - 2)  # three of them, rounded up
+        needed += f" to at least {math.ceil(enough / digits) * digits:g}"
     raise UserError(
         f'train.json: key "{key}": {value:g} is below one global batch ({batches:.2g} of it); {needed}, or make the '
         "global batch smaller"
     )
-
-
-def _rounded_up(value: float) -> str:
-    """Text of the value, rounded up to three digits."""
-    scale = 10.0 ** (math.floor(math.log10(value)) - 2)
-    return f"{math.ceil(value / scale) * scale:g}"
-
-
-def recorded_budget(config: TrainConfig, recorded: Budget | None) -> Budget | None:
-    """The budget that a checkpoint holds, if train.json still asks for the same one."""
-    if recorded is None or (recorded.key, recorded.value) != (config.budget, getattr(config, config.budget)):
-        return None
-    return recorded
 
 
 def as_tokens(train: Mapping[str, Any], recorded: Budget | None) -> Mapping[str, Any]:

@@ -12,7 +12,6 @@ import matplotlib
 import matplotlib.pyplot as plt
 from matplotlib import font_manager
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from harness.common.files import atomic_file
@@ -39,7 +38,10 @@ def draw_training_chart(metrics: Path, picture: Path, title: str) -> None:
     with plt.xkcd() if (font := xkcd_font()) else plt.style.context("default"):
         if font:
             plt.rcParams["font.family"] = font
-        figure, panels = _panels(with_benchmarks=bool(accuracies))
+        sizes = {"figsize": (9, 8), "height_ratios": [3, 2]} if accuracies else {"figsize": (9, 5)}
+        rows = 2 if accuracies else 1  # losses, and below them benchmarks over the same steps
+        figure, axes = plt.subplots(rows, 1, dpi=150, sharex=True, layout="constrained", squeeze=False, **sizes)
+        panels = list(axes.flat)
         try:
             _draw_train(panels[0], train)
             _draw_validation(panels[0], validation)
@@ -68,16 +70,6 @@ def benchmark_lines(events: Sequence[Event]) -> dict[str, list[tuple[int, float]
         if shown is not None:
             lines[f"{task}, {shown}"] = found[task, shown]
     return lines
-
-
-def _panels(*, with_benchmarks: bool) -> tuple[Figure, list[Axes]]:
-    """One for the loss, and below it one for benchmarks, over the same steps."""
-    if not with_benchmarks:
-        figure, axes = plt.subplots(figsize=(9, 5), dpi=150, layout="constrained")
-        return figure, [axes]
-    ratios = {"height_ratios": [3, 2]}
-    figure, both = plt.subplots(2, 1, figsize=(9, 8), dpi=150, sharex=True, layout="constrained", gridspec_kw=ratios)
-    return figure, list(both)
 
 
 def _draw_benchmarks(axes: Axes, lines: dict[str, list[tuple[int, float]]]) -> None:

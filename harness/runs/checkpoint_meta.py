@@ -11,22 +11,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from harness.common.errors import UserError
 from harness.common.json_files import finite, parse_config, read_json_object
-from harness.data.loader import BatchSchedule
+from harness.data.loader import BatchLayout, BatchSchedule
 from harness.model.tensor_names import META
 from harness.runs.budget import Budget
 from harness.runs.directory import CHECKPOINT_NAME
 from harness.runs.throughput import Conditions, Measured
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-    Recorded = TypeVar("Recorded", bound=DataclassInstance)
 
 OPTIMIZER = "optimizer.pt"  # the file beside it; the notebook's may have none
 
@@ -280,7 +275,7 @@ def upgrade_notebook_meta(
     return meta.model_copy(update={**belongs, **position, **unmeasured})
 
 
-def as_recorded(value: Recorded, meta: CheckpointMeta) -> Recorded:
-    """A machine or a batch layout as a checkpoint's meta.json names it; what that does not say stays."""
-    recorded = {each.name: getattr(meta, each.name, None) for each in fields(value)}
-    return replace(value, **{name: found for name, found in recorded.items() if found})
+def recorded_layout(today: BatchLayout, meta: CheckpointMeta) -> BatchLayout:
+    """Batch layout that a checkpoint's meta.json names; what that does not say is as it is today."""
+    recorded = {each.name: getattr(meta, each.name, None) for each in fields(today)}
+    return replace(today, **{name: found for name, found in recorded.items() if found})

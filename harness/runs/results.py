@@ -230,27 +230,26 @@ def now() -> str:
 
 def write_result(run: RunDirectory, result: StoredResult) -> Path:
     """Write it into the run's `results/`, in place of an earlier measurement of the same. Raises RunError."""
-    path = run.results / f"{check_name(result.name(), 'result')}.json"
     text = json.dumps(result.model_dump(mode="json"), indent=2, ensure_ascii=False, allow_nan=False)
-    try:
-        run.results.mkdir(exist_ok=True)
-        with atomic_file(path) as draft:  # which takes the place of a link, and never writes where that leads
-            draft.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"{path}: cannot write the result: {error.strerror}") from None
-    return path
+    return _write(run, f"{result.name()}.json", f"{text}\n".encode(), "the result")
 
 
 def write_loss(run: RunDirectory, result: LossResult, window_losses: np.ndarray) -> Path:
     """Write it with the losses of its windows: those first, so that a result never lacks them. Raises RunError."""
-    path = run.results / check_name(result.windows_name, "result")
+    losses = save({"losses": window_losses.astype(np.float32)})
+    _write(run, result.windows_name, losses, "the losses of the windows")
+    return write_result(run, result)
+
+
+def _write(run: RunDirectory, name: str, content: bytes, what: str) -> Path:
+    path = run.results / check_name(name, "result")
     try:
         run.results.mkdir(exist_ok=True)
-        with atomic_file(path) as draft:
-            draft.write_bytes(save({"losses": window_losses.astype(np.float32)}))
+        with atomic_file(path) as draft:  # which takes the place of a link, and never writes where that leads
+            draft.write_bytes(content)
     except OSError as error:
-        raise RunError(f"{path}: cannot write the losses of the windows: {error.strerror}") from None
-    return write_result(run, result)
+        raise RunError(f"{path}: cannot write {what}: {error.strerror}") from None
+    return path
 
 
 def read_results(run: RunDirectory) -> Results:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,28 +18,6 @@ from harness.runs.budget import Budget
 from harness.runs.checkpoint_meta import Provenance, TrainState
 from harness.runs.directory import RunDirectory
 from harness.runs.throughput import Measured, Throughput, cost_by_phase, unknown_peak
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Device, number of ranks and peak memory of a run."""
-
-    device: str
-    world_size: int
-    peak_memory_gib: float
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Outcome of a run: the values that its summary is computed from."""
-
-    state: TrainState
-    seconds: dict[str, float]  # by phase
-    throughput: Throughput
-    machine: Machine
-    layout: BatchLayout
-    recorded: dict[str, Any] = field(default_factory=dict)  # of the summary's keys those that checkpoints have, too
-
 
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -106,17 +84,28 @@ def read_summary(path: Path) -> RunSummary:
     return parse_config(RunSummary, read_json_object(path), path)
 
 
-def summarise(run: str, outcome: Outcome, provenance: Provenance) -> RunSummary:
-    """The summary of the run of this name."""
+def summarise(
+    run: str,
+    state: TrainState,
+    provenance: Provenance,
+    *,
+    seconds: Mapping[str, float],
+    throughput: Throughput,
+    device: str,
+    peak_memory_gib: float,
+    layout: BatchLayout,
+    recorded: Mapping[str, Any],
+) -> RunSummary:
+    """Summary of a run that ended in this state, after so many seconds of each phase, on `layout.world_size` devices
+    of that name. `recorded`: the summary's keys that checkpoints have, too."""
     import torch
 
-    state, machine, throughput = outcome.state, outcome.machine, outcome.throughput
     # What a run never does has no place in its summary.
-    seconds = {phase: spent for phase, spent in outcome.seconds.items() if spent or phase != "benchmarks"}
+    seconds = {phase: spent for phase, spent in seconds.items() if spent or phase != "benchmarks"}
     total = sum(seconds.values())
     measured = state.measured(seconds["training"])
     rate = measured.tokens_per_second
-    mfu = None if rate is None else throughput.mfu(rate / machine.world_size)
+    mfu = None if rate is None else throughput.mfu(rate / layout.world_size)
     return RunSummary(
         run=run,
         seconds={**{phase: round(spent, 3) for phase, spent in seconds.items()}, "total": round(total, 3)},
@@ -132,14 +121,14 @@ def summarise(run: str, outcome: Outcome, provenance: Provenance) -> RunSummary:
         skipped_steps=state.skipped_steps,
         flops_per_token=throughput.flops_per_token,
         mfu=None if mfu is None else round(mfu, 4),
-        peak_memory_gib=round(machine.peak_memory_gib, 3),
+        peak_memory_gib=round(peak_memory_gib, 3),
         dollars=cost_by_phase({**seconds, "total": total}, throughput.price_per_hour),
-        device=machine.device,
-        world_size=machine.world_size,
-        microbatch_size=outcome.layout.microbatch_size,
-        accumulation_steps=outcome.layout.accumulation_steps,
+        device=device,
+        world_size=layout.world_size,
+        microbatch_size=layout.microbatch_size,
+        accumulation_steps=layout.accumulation_steps,
         torch=str(torch.__version__),
-        **outcome.recorded,
+        **recorded,
         **vars(provenance),
     )
 

@@ -313,10 +313,9 @@ def _check_train_combinations(config: TrainConfig) -> None:
             'keys "coordinate_descent_tuning" and "deterministic": kernels that are chosen by timing differ from '
             "start to start; give one of them"
         )
-    if (config.sample_interval is None) != (config.sample_prompt is None):
-        raise ValueError('keys "sample_interval" and "sample_prompt": give both or neither')
-    if (config.benchmark_interval is None) != (config.benchmark_tasks is None):
-        raise ValueError('keys "benchmark_interval" and "benchmark_tasks": give both or neither')
+    for one, other in (("sample_interval", "sample_prompt"), ("benchmark_interval", "benchmark_tasks")):
+        if (getattr(config, one) is None) != (getattr(config, other) is None):
+            raise ValueError(f'keys "{one}" and "{other}": give both or neither')
     _check_validation_keys(config)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetensors import SafetensorError
 
@@ -66,7 +66,11 @@ class TrainedModel:
             if candidate.is_file() or model_json:
                 raw = meta["model"] if candidate.name == META else read_json_object(candidate)
                 config = parse_config(ModelConfig, raw, candidate)
-                return cls(label or as_unicode(_label(weights)), weights, config, candidate, meta)
+                if label is None:  # RUN:CHECKPOINT as far as the path has both, else the path
+                    place = Path(os.path.abspath(folder))
+                    is_in_run = place.parent.name == "checkpoints" and weights.name == WEIGHTS
+                    label = as_unicode(f"{place.parent.parent.name}:{place.name}" if is_in_run else str(weights))
+                return cls(label, weights, config, candidate, meta)
         if (folder / "config.json").is_file():
             raise UserError(
                 f"{folder}: as transformers saves models; convert_hf.py import {folder} RUN makes a run of it"
@@ -91,14 +95,6 @@ class TrainedModel:
     def identity(self) -> tuple[str, str]:
         """Shape and weights, wherever links to them lie: two models with the same are one."""
         return self.config.model_dump_json(), os.path.realpath(self.weights)
-
-
-def _label(weights: Path) -> str:
-    """RUN:CHECKPOINT as far as the path has both, else the path."""
-    folder = Path(os.path.abspath(weights)).parent
-    if folder.parent.name == "checkpoints" and weights.name == WEIGHTS:
-        return f"{folder.parent.parent.name}:{folder.name}"
-    return str(weights)
 
 
 def find_model(words: Sequence[str], runs_dir: Path) -> TrainedModel:
@@ -205,8 +201,7 @@ def _meta_beside(weights: Path) -> dict[str, Any]:
 # The checkpoint of a run that measured weights are, so that measurements stay in that run's folder
 
 
-@dataclass(frozen=True)
-class ModelInRun:
+class ModelInRun(NamedTuple):
     """A run, and those of its weights that were measured."""
 
     run: RunDirectory

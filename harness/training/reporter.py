@@ -23,7 +23,7 @@ from harness.distributed.world import World
 from harness.evaluation.benchmarks.run import Score
 from harness.model.precision import Precision
 from harness.planning.experiment import changed_settings
-from harness.runs.checkpoint_meta import Provenance, TrainState, as_recorded
+from harness.runs.checkpoint_meta import Provenance, TrainState, recorded_layout
 from harness.runs.checkpoints import Checkpoint
 from harness.runs.metrics import (
     PHASES,
@@ -35,7 +35,7 @@ from harness.runs.metrics import (
     TrainEvent,
     ValidationEvent,
 )
-from harness.runs.summary import Machine, Outcome, summarise, write_summary
+from harness.runs.summary import summarise, write_summary
 from harness.runs.throughput import Throughput, peak_flops
 from harness.training.chart_process import ChartProcess
 from harness.training.evaluations import Sample
@@ -214,12 +214,19 @@ class Reporter:
         self.console.close()
         if self.world.is_main:
             self.chart.draw()
-        machine = measure_machine(self.world)
+        peak = peak_gib(self.world)
         if self.world.is_main:
-            recorded = program_and_settings(self.start)
-            outcome = Outcome(state, self.clock.now(), self.throughput, machine, self.start.layout, recorded)
+            summary = summarise(
+                *(self.run.path.name, state, self.start.provenance),
+                seconds=self.clock.now(),
+                throughput=self.throughput,
+                device=self.world.device_name,
+                peak_memory_gib=peak,
+                layout=self.start.layout,
+                recorded=program_and_settings(self.start),
+            )
             self.metrics.make_durable()
-            write_summary(self.run, summarise(self.run.path.name, outcome, self.start.provenance))
+            write_summary(self.run, summary)
             self.chart.finish(LAST_CHART_SECONDS)
 
     def _append(self, kind: type[Event], state: TrainState, **values: Any) -> None:
@@ -234,9 +241,9 @@ class Reporter:
         return here * (self._tokens - done) / done
 
 
-def measure_machine(world: World) -> Machine:
-    """Collective: the peak of memory is the largest of any rank."""
-    return Machine(world.device_name, world.size, max(world.gather(peak_bytes(world.device))) / GIB)
+def peak_gib(world: World) -> float:
+    """Peak memory of a device, the largest of all ranks, in GiB. Collective."""
+    return max(world.gather(peak_bytes(world.device))) / GIB
 
 
 # Keys that `program_and_settings` records, and a finished run's checkpoint gives back.
@@ -265,10 +272,15 @@ def restore_summary(start: Start, world: World) -> None:
     meta, run = start.meta, start.experiment.run
     if meta is None or run.summary.exists() or not meta.seconds:  # nothing of it was trained here
         return
-    # Not necessarily those of today.
-    machine, layout = as_recorded(measure_machine(world), meta), as_recorded(start.layout, meta)
-    seconds = dict.fromkeys(PHASES, 0.0) | meta.seconds
     provenance = Provenance(meta.model or {}, start.experiment.model.parameters, meta.train, meta.dataset or {})
-    recorded = {key: getattr(meta, key) for key in RECORDED if getattr(meta, key) not in (None, {})}
-    outcome = Outcome(meta.state(), seconds, throughput_on(start, machine.device), machine, layout, recorded)
-    world.on_rank0(lambda: write_summary(run, summarise(run.path.name, outcome, provenance)))
+    device = meta.device or world.device_name  # like the layout, not necessarily that of today
+    summary = summarise(
+        *(run.path.name, meta.state(), provenance),
+        seconds=dict.fromkeys(PHASES, 0.0) | meta.seconds,
+        throughput=throughput_on(start, device),
+        device=device,
+        peak_memory_gib=peak_gib(world),
+        layout=recorded_layout(start.layout, meta),
+        recorded={key: getattr(meta, key) for key in RECORDED if getattr(meta, key) not in (None, {})},
+    )
+    world.on_rank0(lambda: write_summary(run, summary))

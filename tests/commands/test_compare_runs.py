@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from harness.runs.results import write_result
-from tests.runs.test_search_results import SEARCH
+from tests.runs.test_results import SEARCH
 from tests.support.compared_runs import BEST, DATASET, LATEST, MODEL, RunFolder
 from tests.support.isolation import ROOT, SHIPPED_RUNS
 

@@ -19,24 +19,17 @@ from harness.planning.plan import make_plan
 from harness.runs.budget import Budget, as_tokens, batch_schedule, stated_tokens, tokens_of_budget
 from harness.runs.checkpoint_meta import CheckpointMeta
 from harness.runs.directory import RunDirectory
-from tests.runs.test_plan import number, rows
 from tests.support.isolation import SHIPPED_RUNS
 from tests.support.launch import DATASET, MODEL, Workshop
+from tests.support.planning import experiment_of, number, plan, rows
 
 BATCH = 2 * 2 * 16  # tokens of a global batch of one rank
 PARAMETERS, FLOPS = 8_896, 49_152  # of MODEL, by --plan
 
 
-@pytest.fixture
-def shop(tmp_path: Path) -> Workshop:
-    made = Workshop(tmp_path)
-    made.add_dataset()
-    return made
-
-
 def experiment(shop: Workshop, **train: Any) -> Experiment:
-    run = shop.add_run(**{"min_train_tokens": None, **train})
-    return Experiment.load(RunDirectory(run), shop.datasets)
+    shop.add_run(**{"min_train_tokens": None, **train})
+    return experiment_of(shop)
 
 
 def tokens(shop: Workshop, **train: Any) -> int | None:
@@ -84,7 +77,7 @@ def test_a_ramp_counts_its_own_batches(shop: Workshop) -> None:
     assert tokens(shop, train_steps=6, **ramp) == 96 + 2 * 64 + 128
     assert tokens(shop, target_flops=FLOPS * 351, **ramp) == 224
     assert tokens(shop, target_flops=FLOPS * 352, **ramp) == 352
-    found = rows(shop.attempt("--plan", "--assume-tps", "10"))
+    found = rows(shop, assume_tps=10.0)
     assert (number(found["global steps"]), number(found["tokens"])) == (6, 352)
     assert "from 96 tokens on: 1 ranks x 2 sequences x 2 accumulation steps = 4 sequences" in found["global batch"]
     plan = make_plan(experiment(shop, train_steps=6, **ramp), 1, None)
@@ -109,53 +102,36 @@ def test_what_was_recorded_holds_until_another_budget_is_asked_for(shop: Worksho
 @pytest.mark.parametrize(
     ("train", "words"),
     [
-        ({"tokens_per_parameter": 0.001}, ['"tokens_per_parameter": 0.001 is below one global batch (0.14 of it)']),
-        ({"target_flops": 1e6}, ['"target_flops": 1e+06 is below one global batch', "raise it to at least 3.15e+06"]),
-    ],
-    ids=str,
-)
-def test_below_one_global_batch(shop: Workshop, train: dict[str, Any], words: list[str]) -> None:
-    message = refused(shop, **train)
-    assert message.startswith("train.json: key ")
-    assert all(word in message for word in words), message
-
-
-@pytest.mark.parametrize(
-    ("train", "words"),
-    [
+        ({"tokens_per_parameter": 0.001}, ": 0.001 is below one global batch (0.14 of it)"),
+        ({"target_flops": 1e6}, ": 1e+06 is below one global batch (0.32 of it); raise it to at least 3.15e+06"),
         ({"train_steps": 2**61}, "comes to 1.5e+20 tokens, more than can be counted (4.6e+18); lower it"),
         ({"target_flops": 1e40}, "comes to 2e+35 tokens"),
         ({"target_flops": 5e-324}, "is below one global batch (0 of it); raise it, or make the global batch smaller"),
     ],
     ids=str,
 )
-def test_numbers_at_the_ends_of_what_there_is(shop: Workshop, train: dict[str, Any], words: str) -> None:
-    """One line that names the key, as for all others."""
+def test_too_little_and_too_much(shop: Workshop, train: dict[str, Any], words: str) -> None:
+    """One line that names the key, also at the ends of what there is."""
     message = refused(shop, **train)
     assert message.startswith(f'train.json: key "{next(iter(train))}": ')
     assert words in message
 
 
-def test_the_remedy_for_too_small_a_budget_is_enough(shop: Workshop) -> None:
-    for key in ("tokens_per_parameter", "target_flops"):
-        said = re.search(r"at least ([\d.e+-]+),", refused(shop, **{key: 1e-6}))
-        assert said
-        asked = experiment(shop, **{key: float(said[1])})
-        budget = asked.budget(asked.layout(1), None)
-        assert budget is not None
-        # Rounded up to three digits, it asks for a token or two more than a batch where batches are rounded up, too.
-        assert budget.tokens == (2 * BATCH if key == "tokens_per_parameter" else BATCH)
+@pytest.mark.parametrize(("key", "batches"), [("tokens_per_parameter", 2), ("target_flops", 1)])
+def test_the_remedy_for_too_small_a_budget_is_enough(shop: Workshop, key: str, batches: int) -> None:
+    """Rounded up to three digits, it asks for a token or two more than a batch where batches are rounded up, too."""
+    said = re.search(r"at least ([\d.e+-]+),", refused(shop, **{key: 1e-6}))
+    assert said
+    asked = experiment(shop, **{key: float(said[1])})
+    budget = asked.budget(asked.layout(1), None)
+    assert budget is not None
+    assert budget.tokens == batches * BATCH
 
 
 def test_more_than_the_data_names_the_budget(shop: Workshop) -> None:
     experiment(shop, train_steps=100)
-    assert "lower train_steps or the batch" in shop.attempt("--plan").stderr
-
-
-def test_a_speed_belongs_with_a_plan(shop: Workshop) -> None:
-    experiment(shop, train_steps=3)
-    result = shop.attempt("--assume-tps", "100")
-    assert (result.status, result.stderr) == (2, "error: --assume-tps belongs with --plan\n")
+    with pytest.raises(UserError, match="lower train_steps or the batch"):
+        plan(shop)
 
 
 def test_a_budget_compares_as_the_tokens_it_came_to() -> None:

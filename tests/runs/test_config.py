@@ -31,11 +31,6 @@ def test_the_seeds_keys_are_enough(train: WriteTrain, model: WriteModel) -> None
     assert {key: getattr(model(), key) for key in SEED_MODEL} == SEED_MODEL
 
 
-def test_what_is_left_out_has_its_default(train: WriteTrain, model: WriteModel) -> None:
-    assert train().model_dump() == {**defaults(TrainConfig), **SEED_TRAIN}
-    assert model().model_dump() == {**defaults(ModelConfig), **SEED_MODEL}
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -78,6 +73,7 @@ def test_accepted_values_of_train_json(train: WriteTrain, changes: dict[str, Any
         {"mlp": "relu2"},
         {"mlp": "swiglu"},
         {"mlp_dim": 1},
+        {"drop_rate": 0},
         {"n_kv_heads": 4},
         {"head_dim": 100},
         {"logit_softcap": 15.0},
@@ -92,96 +88,63 @@ def test_accepted_values_of_model_json(model: WriteModel, changes: dict[str, Any
     assert {key: getattr(config, key) for key in changes} == changes
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("learning_rate", 1), ("weight_decay", 0), ("eps", 1), ("clipping_max_norm", 1), ("price_per_hour", 10)],
-)
-def test_a_whole_number_is_a_number(train: WriteTrain, key: str, value: int) -> None:
-    result = getattr(train(**{key: value}), key)
-    assert isinstance(result, float)
-    assert result == value
+@pytest.mark.parametrize("key", ["learning_rate", "weight_decay", "eps", "clipping_max_norm", "price_per_hour"])
+def test_a_whole_number_is_a_number(train: WriteTrain, key: str) -> None:
+    result = getattr(train(**{key: 1}), key)
+    assert (type(result), result) == (float, 1)
 
 
-def test_drop_rate_zero_may_be_written_without_a_point(model: WriteModel) -> None:
-    assert model(drop_rate=0).drop_rate == 0.0
-
-
-def test_depth_form(tmp_path: Path) -> None:
+@pytest.mark.parametrize("given", [{}, {"drop_rate": 0.2, "qkv_bias": True}], ids=str)
+def test_depth_form(tmp_path: Path, given: dict[str, Any]) -> None:
     path = tmp_path / "model.json"
-    path.write_text('{"depth": 4, "vocab_size": 500, "context_length": 128}')
+    path.write_text(json.dumps({"depth": 4, "vocab_size": 500, "context_length": 128, **given}))
     sizes = {"vocab_size": 500, "context_length": 128, "emb_dim": 256, "n_heads": 4, "n_layers": 4}
     without = {"drop_rate": 0.0, "qkv_bias": False}
-    assert load_model_config(path).model_dump() == {**sizes, **without, **defaults(ModelConfig)}
-
-
-def test_depth_form_takes_the_other_keys(tmp_path: Path) -> None:
-    path = tmp_path / "model.json"
-    path.write_text('{"depth": 2, "vocab_size": 9, "context_length": 8, "drop_rate": 0.2, "qkv_bias": true}')
-    config = load_model_config(path)
-    assert (config.drop_rate, config.qkv_bias) == (0.2, True)
-
-
-def test_configs_cannot_be_changed(train: WriteTrain, model: WriteModel) -> None:
-    for config, key in ((train(), "learning_rate"), (model(), "emb_dim")):
-        with pytest.raises(ValueError, match="frozen"):
-            setattr(config, key, 1)
+    assert load_model_config(path).model_dump() == {**sizes, **without, **defaults(ModelConfig), **given}
 
 
 # Refused: keys
 
 
 @pytest.mark.parametrize(
-    ("typo", "meant"),
+    ("file", "key", "words"),
     [
-        ("microbatch", "microbatch_size"),
-        ("learning_rat", "learning_rate"),
-        ("grad_accumulation_steps", "gradient_accumulation_steps"),
-        ("validation_intervall", "validation_interval"),
-        ("Precision", "precision"),
-        ("warmup_step", "warmup_steps"),
+        ("train", "microbatch", 'unknown; did you mean "microbatch_size"?'),
+        ("train", "learning_rat", 'unknown; did you mean "learning_rate"?'),
+        ("train", "grad_accumulation_steps", 'did you mean "gradient_accumulation_steps"?'),
+        ("train", "Precision", 'unknown; did you mean "precision"?'),
+        ("train", "warmup_step", 'unknown; did you mean "warmup_steps"?'),
+        ("train", "emb_dim", "belongs in model.json"),
+        ("train", "depth", "belongs in model.json"),
+        ("train", "tie_weights", "belongs in model.json"),
+        ("model", "n_layer", 'unknown; did you mean "n_layers"?'),
+        ("model", "embed_dim", 'unknown; did you mean "emb_dim"?'),
+        ("model", "dropout_rate", 'unknown; did you mean "drop_rate"?'),
+        ("model", "dept", 'unknown; did you mean "depth"?'),
+        ("model", "learning_rate", "belongs in train.json"),
+        ("model", "precision", "belongs in train.json"),
+        ("model", "minibatch_size", "belongs in train.json"),
+        ("model", "compile", "belongs in train.json"),
     ],
 )
-def test_an_unknown_key_names_the_nearest(train: WriteTrain, typo: str, meant: str) -> None:
-    message = refusal(train, **{typo: 1})
-    assert f'key "{typo}": unknown' in message
-    assert f'did you mean "{meant}"?' in message
+def test_an_unknown_key_leads_to_the_one_that_is_meant(
+    train: WriteTrain, model: WriteModel, file: str, key: str, words: str
+) -> None:
+    sizes = {name: ... for name in ("n_layers", "n_heads", "emb_dim") if key == "dept"}
+    message = refusal(train if file == "train" else model, **{key: 1}, **sizes)
+    assert f'key "{key}": ' in message
+    assert words in message
 
 
 @pytest.mark.parametrize(
-    ("typo", "meant"), [("n_layer", "n_layers"), ("embed_dim", "emb_dim"), ("dropout_rate", "drop_rate")]
+    "key", ["zzzzzz", "two\nlines", "carriage\rreturn", "line\u2028separator", "", "minibatch_sizes", "use_ampp"]
 )
-def test_an_unknown_model_key_names_the_nearest(model: WriteModel, typo: str, meant: str) -> None:
-    message = refusal(model, **{typo: 1})
-    assert f'key "{typo}": unknown; did you mean "{meant}"?' in message
-
-
-def test_a_misspelt_depth_names_depth(tmp_path: Path) -> None:
-    path = tmp_path / "model.json"
-    path.write_text('{"dept": 4, "vocab_size": 500, "context_length": 128}')
-    assert 'did you mean "depth"?' in refusal(load_model_config, path)
-
-
-def test_a_key_like_no_other_has_no_suggestion(train: WriteTrain) -> None:
-    message = refusal(train, zzzzzz=1)
-    assert 'key "zzzzzz": unknown' in message
-    assert "did you mean" not in message
-
-
-@pytest.mark.parametrize(("key", "value"), [("emb_dim", 768), ("depth", 12), ("tie_weights", True)])
-def test_a_model_key_in_train_json(train: WriteTrain, key: str, value: Any) -> None:
-    assert f'key "{key}": belongs in model.json' in refusal(train, **{key: value})
-
-
-@pytest.mark.parametrize("key", ["learning_rate", "precision", "minibatch_size", "compile"])
-def test_a_training_key_in_model_json(model: WriteModel, key: str) -> None:
-    assert f'key "{key}": belongs in train.json' in refusal(model, **{key: 1})
-
-
-@pytest.mark.parametrize("typo", ["minibatch_sizes", "mini_batch_size", "use_ampp", "schedule_learning_rates"])
-def test_a_deprecated_spelling_is_never_suggested(train: WriteTrain, typo: str) -> None:
-    message = refusal(train, **{typo: 1})
-    assert f'key "{typo}": unknown' in message
+def test_a_key_like_no_other_has_no_suggestion(train: WriteTrain, key: str) -> None:
+    """A deprecated spelling is none, and strange keys stay on one line."""
+    message = refusal(train, **{key: 1})
+    assert "unknown" in message
     assert not re.search(r'did you mean "(minibatch_size|use_amp|schedule_learning_rate)"', message)
+    assert key != "zzzzzz" or "did you mean" not in message
 
 
 # An editor's schema
@@ -202,25 +165,19 @@ def test_a_schema_that_is_no_place(train: WriteTrain, model: WriteModel, place: 
 
 
 @pytest.mark.parametrize("kind", [TrainConfig, ModelConfig])
-def test_an_editor_accepts_the_key_that_names_its_schema(kind: type[RunFile]) -> None:
-    schema = json_schema(kind)
-    assert schema["properties"]["$schema"]["type"] == "string"
+def test_the_schema_for_editors_describes_every_key(kind: type[RunFile]) -> None:
+    schema = json.loads(json.dumps(json_schema(kind), allow_nan=False))
+    assert schema["properties"].pop("$schema")["type"] == "string"
     assert "$schema" not in schema["required"]
+    assert {key for key, entry in schema["properties"].items() if not entry.get("deprecated")} >= {*kind.model_fields}
+    assert schema["additionalProperties"] is False
+    for key, entry in schema["properties"].items():
+        assert len(entry.get("description", "")) > 5, key
 
 
-@pytest.mark.parametrize("key", ["two\nlines", "carriage\rreturn", "line\u2028separator", ""])
-def test_strange_keys_stay_on_one_line(train: WriteTrain, key: str) -> None:
-    assert "unknown" in refusal(train, **{key: 1})
-
-
-@pytest.mark.parametrize("key", ["dataset", "microbatch_size", "min_train_tokens", "start_train_token"])
-def test_a_missing_key_is_named(train: WriteTrain, key: str) -> None:
-    assert f'key "{key}": missing' in refusal(train, **{key: ...})
-
-
-@pytest.mark.parametrize("key", list(SEED_MODEL))
-def test_a_missing_model_key_is_named(model: WriteModel, key: str) -> None:
-    assert f'key "{key}": missing' in refusal(model, **{key: ...})
+@pytest.mark.parametrize("key", ["dataset", "microbatch_size", "min_train_tokens", "start_train_token", *SEED_MODEL])
+def test_a_missing_key_is_named(train: WriteTrain, model: WriteModel, key: str) -> None:
+    assert f'key "{key}": missing' in refusal(model if key in SEED_MODEL else train, **{key: ...})
 
 
 def test_every_fault_is_told_at_once(train: WriteTrain) -> None:
@@ -258,11 +215,8 @@ KEYS_AND_KINDS = [
 
 def test_the_kinds_of_keys_are_seen() -> None:
     kinds = dict(KEYS_AND_KINDS)
-    seen = [
-        kinds[key] for key in ("microbatch_size", "bucket_mb", "learning_rate", "clipping_max_norm", "deterministic")
-    ]
-    assert seen == ["integer", "integer", "number", "number", "boolean"]
-    assert kinds["precision"] == kinds["compile"] == "choice"
+    seen = [kinds[key] for key in ("microbatch_size", "bucket_mb", "learning_rate", "deterministic", "precision")]
+    assert seen == ["integer", "integer", "number", "boolean", "choice"]
 
 
 @pytest.mark.parametrize(("key", "kind"), KEYS_AND_KINDS)
@@ -289,47 +243,23 @@ def test_impossible_betas(train: WriteTrain, betas: Any) -> None:
     assert re.search(r'key "betas(\.\d)?": ', refusal(train, betas=betas))
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("microbatch_size", 0),
-        ("min_train_tokens", 0),
-        ("min_train_tokens", -2),
-        ("start_train_token", -1),
-        ("validation_interval", 0),
-        ("validation_batches", 0),
-        ("start_val_token", -1),
-        ("random_seed", -1),
-        ("random_seed", 2**63),
-        ("gradient_accumulation_steps", 0),
-        ("global_batch_size", 0),
-        ("learning_rate", 0),
-        ("learning_rate", -0.1),
-        ("learning_rate", 1500),
-        ("embedding_learning_rate", 10.1),
-        ("head_learning_rate", 10.1),
-        ("vector_learning_rate", 11),
-        ("weight_decay", -0.1),
-        ("eps", 0),
-        ("warmup_steps", -1),
-        ("warmup_period_percent", -1),
-        ("warmup_period_percent", 100.5),
-        ("min_lr_ratio", -0.1),
-        ("min_lr_ratio", 1.1),
-        ("clipping_max_norm", 0),
-        ("checkpoint_interval", 0),
-        ("keep_checkpoints", 0),
-        ("bucket_mb", 0),
-        ("report_interval", 0),
-        ("max_skipped_steps", 0),
-        ("price_per_hour", -1),
-        ("train_steps", 0),
-        ("tokens_per_parameter", 0),
-        ("target_flops", -1),
-        ("decay_period_percent", 0),
-        ("decay_period_percent", 101),
-    ],
-)
+IMPOSSIBLE: list[tuple[float, tuple[str, ...]]] = [
+    (0, ("microbatch_size", "min_train_tokens", "validation_interval", "validation_batches", "train_steps")),
+    (0, ("gradient_accumulation_steps", "global_batch_size", "learning_rate", "eps", "clipping_max_norm")),
+    (0, ("checkpoint_interval", "keep_checkpoints", "bucket_mb", "report_interval", "max_skipped_steps")),
+    (0, ("tokens_per_parameter", "decay_period_percent")),
+    (-1, ("start_train_token", "start_val_token", "random_seed", "warmup_steps", "warmup_period_percent")),
+    (-1, ("price_per_hour", "target_flops")),
+    (-0.1, ("learning_rate", "weight_decay", "min_lr_ratio")),
+    (-2, ("min_train_tokens",)),
+    (1.1, ("min_lr_ratio",)),
+    (101, ("decay_period_percent", "warmup_period_percent")),
+    (11, ("learning_rate", "embedding_learning_rate", "head_learning_rate", "vector_learning_rate")),
+    (2**63, ("random_seed",)),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for value, keys in IMPOSSIBLE for key in keys])
 def test_impossible_values(train: WriteTrain, key: str, value: float) -> None:
     assert f'key "{key}": ' in refusal(train, **{key: value})
 
@@ -363,44 +293,90 @@ def test_impossible_drop_rate(model: WriteModel, value: Any) -> None:
 # Refused: combinations
 
 
+NO_VALIDATION: dict[str, Any] = {"validation_interval": ..., "validation_batches": ..., "start_val_token": ...}
+
+
 @pytest.mark.parametrize(
-    ("changes", "keys"),
+    ("changes", "words"),
     [
         (
             {"gradient_accumulation_steps": 1, "global_batch_size": 104},
-            ["gradient_accumulation_steps", "global_batch_size"],
+            'keys "gradient_accumulation_steps" and "global_batch_size": give one',
         ),
-        ({"warmup_steps": 1, "warmup_period_percent": 1}, ["warmup_steps", "warmup_period_percent"]),
-        ({"lr_schedule": "cosine", "decay_period_percent": 10}, ["decay_period_percent", "lr_schedule"]),
+        ({"warmup_steps": 1, "warmup_period_percent": 1}, 'keys "warmup_steps" and "warmup_period_percent": give one'),
+        (
+            {"lr_schedule": "cosine", "decay_period_percent": 9},
+            'key "decay_period_percent": belongs with "lr_schedule"',
+        ),
         (
             {"lr_schedule": "wsd", "decay_period_percent": 60, "warmup_period_percent": 41},
-            ["decay_period_percent", "warmup_period_percent"],
+            'keys "warmup_period_percent" and "decay_period_percent": together above 100',
         ),
-        ({"optimizer": "muon", "precision": "fp16"}, ["optimizer", "precision"]),
+        ({"lr_schedule": "wsd"}, 'key "decay_period_percent": missing; "lr_schedule": "wsd" needs it'),
+        ({"lr_schedule": "linear", "decay_period_percent": 20}, 'belongs with "lr_schedule": "wsd", and only there'),
+        ({"min_lr_ratio": 0.0}, 'key "min_lr_ratio": belongs with "lr_schedule": "cosine", "wsd" or "linear"'),
+        ({"optimizer": "muon", "precision": "fp16"}, 'keys "optimizer" and "precision"'),
         (
             {"optimizer": "muon", "muon_momentum": 0.8, "muon_momentum_warmup_steps": 9},
-            ["muon_momentum_warmup_steps", "muon_momentum"],
+            'key "muon_momentum_warmup_steps": momentum rises from 0.85, and "muon_momentum" is 0.8',
         ),
-        ({"residual_precision": "bf16", "precision": "fp32"}, ["residual_precision", "precision"]),
-        ({"residual_precision": "bf16", "precision": "fp16"}, ["residual_precision", "precision"]),
-        ({"coordinate_descent_tuning": True, "compile": False}, ["coordinate_descent_tuning", "compile"]),
-        ({"coordinate_descent_tuning": True, "deterministic": True}, ["coordinate_descent_tuning", "deterministic"]),
-        ({"sample_interval": 1}, ["sample_interval", "sample_prompt"]),
-        ({"sample_prompt": "def"}, ["sample_interval", "sample_prompt"]),
-        ({"validation_interval": ...}, ["validation_interval"]),
-        ({"validation_batches": ...}, ["validation_batches"]),
-        ({"start_val_token": ...}, ["start_val_token"]),
-        ({"validation_interval": ..., "checkpoint_interval": 1}, ["validation_interval"]),
+        ({"muon_learning_rate": 0.02}, 'key "muon_learning_rate": belongs with "optimizer": "muon"; remove it'),
+        ({"muon_update_scale": "original"}, 'key "muon_update_scale": belongs with "optimizer": "muon"; remove it'),
+        ({"muon_weight_decay": 0.1}, 'key "muon_weight_decay": belongs with "optimizer": "muon"; remove it'),
+        ({"muon_momentum": 0.9}, 'key "muon_momentum": belongs with "optimizer": "muon"; remove it'),
+        ({"muon_momentum_warmup_steps": 300}, 'key "muon_momentum_warmup_steps": belongs with "optimizer": "muon"'),
+        ({"residual_precision": "bf16", "precision": "fp32"}, 'key "residual_precision": "bf16" needs "precision"'),
+        ({"residual_precision": "bf16", "precision": "fp16"}, 'key "residual_precision": "bf16" needs "precision"'),
+        ({"coordinate_descent_tuning": True, "compile": False}, 'key "coordinate_descent_tuning": true tunes compiled'),
         (
-            {"validation_interval": ..., "validation_batches": ..., "start_val_token": ...},
-            ["validation_interval", "checkpoint_interval"],
+            {"coordinate_descent_tuning": True, "deterministic": True},
+            'keys "coordinate_descent_tuning" and "deterministic"',
         ),
+        ({"sample_interval": 1}, 'keys "sample_interval" and "sample_prompt": give both or neither'),
+        ({"sample_prompt": "def"}, 'keys "sample_interval" and "sample_prompt": give both or neither'),
+        ({"benchmark_interval": 1}, 'keys "benchmark_interval" and "benchmark_tasks": give both or neither'),
+        ({"validation_interval": ...}, 'key "validation_interval": missing; validation needs it'),
+        ({"validation_batches": ...}, 'key "validation_batches": missing; validation needs it'),
+        ({"start_val_token": ...}, 'key "start_val_token": missing; validation needs it'),
+        ({"validation_interval": ..., "checkpoint_interval": 1}, 'key "validation_interval": missing'),
+        (NO_VALIDATION, "give validation_interval, validation_batches and start_val_token, or checkpoint_interval"),
+        (
+            {"min_train_tokens": ...},
+            '"min_train_tokens": missing; give it, or one of "train_steps", "tokens_per_parameter", "target_flops"',
+        ),
+        ({"train_steps": 5}, 'keys "min_train_tokens" and "train_steps": each says how much to train; give one'),
+        (
+            {"min_train_tokens": ..., "target_flops": 1e18, "train_steps": 1},
+            'keys "train_steps" and "target_flops": each says how much to train; give one',
+        ),
+        ({"batch_ramp": [[0, 8]], "global_batch_size": 8}, 'keys "batch_ramp" and "global_batch_size": each says'),
+        ({"batch_ramp": [[0, 8]], "gradient_accumulation_steps": 2}, '"batch_ramp" and "gradient_accumulation_steps"'),
+        ({"batch_ramp": []}, 'key "batch_ramp": list should have at least 1 item, not []'),
+        ({"batch_ramp": [[0, 8, 9]]}, 'key "batch_ramp.0": tuple should have at most 2 items, not [0, 8, 9]'),
+        ({"batch_ramp": [[5, 8]]}, 'key "batch_ramp": must begin at token 0'),
+        ({"batch_ramp": [[0, 8], [0, 16]]}, 'key "batch_ramp": tokens and sequences must grow'),
+        ({"batch_ramp": [[0, 8], [100, 8]]}, 'key "batch_ramp": tokens and sequences must grow'),
+        ({"batch_ramp": [[0, 8], [100]]}, 'key "batch_ramp.1'),
+        ({"batch_ramp": [[0, 0]]}, 'key "batch_ramp": tokens and sequences must grow'),
+        ({"scale_with_batch": True}, 'key "scale_with_batch": must be an object, { ... }, not true'),
+        ({"scale_with_batch": {}}, 'key "scale_with_batch.reference_tokens": missing'),
+        ({"scale_with_batch": {"reference_tokens": 0}}, 'key "scale_with_batch.reference_tokens": '),
+        ({"scale_with_batch": {"reference_tokens": 9, "depth": 1}}, 'key "scale_with_batch.depth": unknown'),
+        ({"scale_with_depth": {"reference_layers": 1.5}}, 'key "scale_with_depth.reference_layers": '),
+        # The notebook's spellings.
+        ({"use_amp": True, "precision": "fp32"}, 'keys "use_amp" and "precision": two spellings'),
+        ({"schedule_learning_rate": True, "lr_schedule": "cosine"}, 'keys "schedule_learning_rate" and "lr_schedule"'),
+        ({"minibatch_size": 1}, 'keys "minibatch_size" and "microbatch_size": two spellings'),
+        ({"use_amp": 1}, 'key "use_amp": must be true or false'),
+        ({"schedule_learning_rate": "true"}, 'key "schedule_learning_rate": must be true or false'),
+        ({"schedule_learning_rate": None}, 'key "schedule_learning_rate": must be true or false'),
+        ({"microbatch_size": ..., "minibatch_size": 0}, 'key "minibatch_size": '),
+        ({"microbatch_size": ..., "minibatch_size": "6"}, 'key "minibatch_size": '),
     ],
+    ids=str,
 )
-def test_impossible_combinations(train: WriteTrain, changes: dict[str, Any], keys: list[str]) -> None:
-    message = refusal(train, **changes)
-    assert '"' + keys[0] + '"' in message
-    assert all(key in message for key in keys)
+def test_impossible_combinations(train: WriteTrain, changes: dict[str, Any], words: str) -> None:
+    assert words in refusal(train, **changes)
 
 
 @pytest.mark.parametrize("key", ["n_layers", "n_heads", "emb_dim"])
@@ -416,24 +392,6 @@ def test_impossible_depth(tmp_path: Path, depth: Any) -> None:
     path = tmp_path / "model.json"
     path.write_text(json.dumps({"depth": depth, "vocab_size": 500, "context_length": 128}))
     assert 'key "depth": ' in refusal(load_model_config, path)
-
-
-# Refused: keys of another optimizer
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("muon_learning_rate", 0.02),
-        ("muon_update_scale", "original"),
-        ("muon_weight_decay", 0.1),
-        ("muon_momentum", 0.9),
-        ("muon_momentum_warmup_steps", 300),
-    ],
-)
-def test_muons_keys_belong_with_muon(train: WriteTrain, key: str, value: Any) -> None:
-    assert f'key "{key}": belongs with "optimizer": "muon"; remove it' in refusal(train, **{key: value})
-    assert getattr(train(optimizer="muon", **{key: value}), key) == value
 
 
 def test_all_defaults_spelled_out_are_no_keys_of_another_optimizer(train: WriteTrain) -> None:
@@ -542,48 +500,7 @@ def test_width_of_the_feed_forward_layer(model: WriteModel, changes: dict[str, A
     assert model(**changes).mlp_width == width
 
 
-# How much to train, how fast the batch grows, and what scales
-
-
-def test_without_a_budget_all_of_them_are_named(train: WriteTrain) -> None:
-    message = refusal(train, min_train_tokens=...)
-    for key in ("train_steps", "tokens_per_parameter", "target_flops"):
-        assert f'"{key}"' in message
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"train_steps": 5}, 'keys "min_train_tokens" and "train_steps": each says how much to train; give one'),
-        (
-            {"min_train_tokens": ..., "target_flops": 1e18, "train_steps": 1},
-            'keys "train_steps" and "target_flops": each says how much to train; give one',
-        ),
-        ({"batch_ramp": [[0, 8]], "global_batch_size": 8}, 'keys "batch_ramp" and "global_batch_size": each says'),
-        ({"batch_ramp": [[0, 8]], "gradient_accumulation_steps": 2}, '"batch_ramp" and "gradient_accumulation_steps"'),
-        ({"batch_ramp": []}, 'key "batch_ramp": list should have at least 1 item, not []'),
-        ({"batch_ramp": [[0, 8, 9]]}, 'key "batch_ramp.0": tuple should have at most 2 items, not [0, 8, 9]'),
-        ({"batch_ramp": [[5, 8]]}, 'key "batch_ramp": must begin at token 0'),
-        ({"batch_ramp": [[0, 8], [0, 16]]}, 'key "batch_ramp": tokens and sequences must grow'),
-        ({"batch_ramp": [[0, 8], [100, 8]]}, 'key "batch_ramp": tokens and sequences must grow'),
-        ({"batch_ramp": [[0, 8], [100]]}, 'key "batch_ramp.1'),
-        ({"batch_ramp": [[0, 0]]}, 'key "batch_ramp": tokens and sequences must grow'),
-        ({"scale_with_batch": True}, 'key "scale_with_batch": must be an object, { ... }, not true'),
-        ({"scale_with_batch": {}}, 'key "scale_with_batch.reference_tokens": missing'),
-        ({"scale_with_batch": {"reference_tokens": 0}}, 'key "scale_with_batch.reference_tokens": '),
-        ({"scale_with_batch": {"reference_tokens": 9, "depth": 1}}, 'key "scale_with_batch.depth": unknown'),
-        ({"scale_with_depth": {"reference_layers": 1.5}}, 'key "scale_with_depth.reference_layers": '),
-        ({"min_lr_ratio": 0.0}, 'key "min_lr_ratio": belongs with "lr_schedule": "cosine", "wsd" or "linear"'),
-        (
-            {"lr_schedule": "linear", "decay_period_percent": 20},
-            'key "decay_period_percent": belongs with "lr_schedule": "wsd", and only there; remove it',
-        ),
-        ({"lr_schedule": "wsd"}, 'key "decay_period_percent": missing; "lr_schedule": "wsd" needs it'),
-    ],
-    ids=str,
-)
-def test_budgets_ramps_and_rules_that_cannot_be(train: WriteTrain, changes: dict[str, Any], words: str) -> None:
-    assert words in refusal(train, **changes)
+# Batches, rules and schedules
 
 
 def test_a_ramp_and_rules(train: WriteTrain) -> None:
@@ -628,31 +545,6 @@ def test_schedule_learning_rate(train: WriteTrain) -> None:
     assert (config.lr_schedule, config.warmup_period_percent) == ("constant", None)
 
 
-@pytest.mark.parametrize(
-    ("old", "value", "new"),
-    [
-        ("use_amp", True, "precision"),
-        ("schedule_learning_rate", True, "lr_schedule"),
-        ("minibatch_size", 1, "microbatch_size"),
-    ],
-)
-def test_both_spellings_at_once(train: WriteTrain, old: str, value: Any, new: str) -> None:
-    message = refusal(train, **{"precision": "fp32", "lr_schedule": "cosine", old: value})
-    assert f'"{old}"' in message
-    assert f'"{new}"' in message
-
-
-@pytest.mark.parametrize("key", ["use_amp", "schedule_learning_rate"])
-@pytest.mark.parametrize("value", [1, "true", None])
-def test_upstream_flags_are_true_or_false(train: WriteTrain, key: str, value: Any) -> None:
-    assert f'key "{key}": ' in refusal(train, **{key: value})
-
-
-@pytest.mark.parametrize("value", [0, "6", True])
-def test_an_impossible_minibatch_size_is_named_as_it_was_written(train: WriteTrain, value: Any) -> None:
-    assert 'key "minibatch_size": ' in refusal(train, microbatch_size=..., minibatch_size=value)
-
-
 def test_training_without_validation(train: WriteTrain) -> None:
     config = train(validation_interval=..., validation_batches=..., checkpoint_interval=100)
     assert not config.validates
@@ -660,10 +552,12 @@ def test_training_without_validation(train: WriteTrain) -> None:
     assert config.start_val_token == 50_000_000, "the notebook's later runs have this key alone"
 
 
-def test_checkpoints_come_with_validations_unless_said_otherwise(train: WriteTrain) -> None:
-    assert train().validates
-    assert train().checkpoint_every == 617
-    assert train(checkpoint_interval=50).checkpoint_every == 50
+@pytest.mark.parametrize(("keys", "every"), [({}, 617), ({"checkpoint_interval": 50}, 50)])
+def test_checkpoints_come_with_validations_unless_said_otherwise(
+    train: WriteTrain, keys: dict[str, Any], every: int
+) -> None:
+    assert train(**keys).validates
+    assert train(**keys).checkpoint_every == every
 
 
 # Batch arithmetic
@@ -693,17 +587,3 @@ def test_a_global_batch_that_does_not_divide(train: WriteTrain, global_batch_siz
     assert '"global_batch_size"' in message
     assert "microbatch_size" in message
     assert str(13 * world_size) in message
-
-
-# JSON Schema for editors
-
-
-@pytest.mark.parametrize("kind", [TrainConfig, ModelConfig])
-def test_json_schema_describes_every_key(kind: type[BaseModel]) -> None:
-    schema = json.loads(json.dumps(kind.model_json_schema(), allow_nan=False))
-    assert set(schema["properties"]) == {*kind.model_fields}
-    assert schema["additionalProperties"] is False
-    for key, entry in schema["properties"].items():
-        assert len(entry.get("description", "")) > 5, key
-    for key, default in json.loads(json.dumps(defaults(kind))).items():
-        assert schema["properties"][key]["default"] == default, key

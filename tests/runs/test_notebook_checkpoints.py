@@ -10,19 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
 
-from bench.references import FeedForward, NotebookModel
 from gpt import GPTModel, ModelConfig, load_model, load_model_config
+from harness.common.errors import UserError
 from harness.common.json_files import read_json_object
 from harness.runs.train_config import TrainConfig
 from harness.runs.upstream import optimizer_by_name
 from harness.training.adamw import AdamW
 from tests.support.configs import SEED_TRAIN
 from tests.support.launch import MODEL, Workshop, metrics
-from tests.support.notebook_model import NotebookRun
+from tests.support.notebook_model import NotebookRun, notebook_model
+from tests.support.planning import plan, rows
 
 STEPS = 4
 NAME = f"20251206Z014912-iteration-{STEPS - 1}"
@@ -51,7 +50,7 @@ def weights_of(run: Path, which: str = "latest") -> dict[str, torch.Tensor]:
     return load_file(run / "checkpoints" / which / "model.safetensors")
 
 
-@pytest.mark.parametrize("shape", [{}, {"qkv_bias": False}, {"tie_weights": True}], ids=str)
+@pytest.mark.parametrize("shape", [{}, {"qkv_bias": False, "tie_weights": True}], ids=str)
 def test_training_goes_on_as_the_notebook_would(tmp_path: Path, shape: dict[str, Any]) -> None:
     """The rest of the steps, with the optimizer's moments and at the next tokens, in both programs."""
     shop, notebook, _ = workshop(tmp_path, **shape)
@@ -77,28 +76,30 @@ def test_training_goes_on_as_the_notebook_would(tmp_path: Path, shape: dict[str,
 
 def test_plans_of_going_on_from_it(tmp_path: Path) -> None:
     """Refused without its name, in the words of training; with it, what is left is what training then does."""
-    shop, _, _ = workshop(tmp_path)
-    refusals = [shop.attempt(*options) for options in ([], ["--plan"])]
-    assert [refusal.status for refusal in refusals] == [2, 2]
-    assert f"{NAME}: not written by this program" in refusals[0].stderr
-    assert refusals[1].stderr == refusals[0].stderr
-    part_of_it = shop.attempt(f"iteration-{STEPS - 1}")
-    assert part_of_it.status == 2
-    assert part_of_it.stderr.endswith(f"/iteration-{STEPS - 1}: no such checkpoint; there are: {NAME}\n")
-    planned = shop.attempt(NAME, "--plan", "--assume-tps", "128")
-    assert planned.status == 0, planned.stderr
-    said = " ".join(planned.stdout.split())
-    assert "done already 4 steps, 128 tokens global steps 8 more tokens 256 more" in said
-    assert "2 s training" in said
-    afresh = " ".join(shop.attempt("--plan", "--restart").stdout.split())
-    assert "global steps 12 tokens 384 " in afresh
+    shop, _, folder = workshop(tmp_path)
+    with pytest.raises(UserError, match=f"{NAME}: not written by this program; .*, give its name as CHECKPOINT, or"):
+        plan(shop)
+    part_of_it = f"iteration-{STEPS - 1}"
+    with pytest.raises(UserError, match=f"/{part_of_it}: no such checkpoint; there are: {NAME}$"):
+        plan(shop, checkpoint=part_of_it)
+    (folder.parent / "latest").symlink_to(NAME)
+    with pytest.raises(UserError) as refused:
+        plan(shop)
+    assert shop.attempt().error_lines == [f"error: {refused.value}"]
+    planned = rows(shop, checkpoint=NAME, assume_tps=128.0)
+    assert planned["done already"] == "4 steps, 128 tokens"
+    assert (planned["global steps"], planned["tokens"]) == ("8 more", "256 more")
+    assert planned["time"].startswith("2 s training")
+    twice = rows(shop, checkpoint=NAME, ranks=2)
+    assert twice["done already"] == "4 steps, 256 tokens", "of twice the batch"
+    assert rows(shop, restart=True)["global steps"] == "12"
     (shop.datasets / "local" / "letters").rename(tmp_path / "elsewhere")
-    assert "8 more" in shop.attempt(NAME, "--plan").stdout, "without the dataset, too"
+    assert rows(shop, checkpoint=NAME)["global steps"] == "8 more", "without the dataset, too"
 
 
 def test_speed_and_cost_are_those_of_what_was_trained_here(tmp_path: Path) -> None:
     """A notebook's four steps of twelve are seen, but nobody knows their seconds: the summary, the step lines and a
-    plan know the other eight only; also after more steps, after going back, and when the summary is written anew."""
+    plan know the other eight only; also after more steps, and when the summary is written anew."""
     shop, _, _ = workshop(tmp_path)
     run = shop.add_run("r", model={"drop_rate": 0.0}, **SETTINGS, price_per_hour=3600.0, report_interval=2)
     assert shop.attempt(NAME).status == 0
@@ -129,28 +130,16 @@ def test_speed_and_cost_are_those_of_what_was_trained_here(tmp_path: Path) -> No
     # A plan divides by the same.
     again["measured"] |= {"global_steps": 20, "seconds": 10.0}
     (run / "summary.json").write_text(json.dumps(again))
-    planned = " ".join(shop.attempt("--plan").stdout.split())
-    assert f"{again['tokens_per_second']:,.0f} tokens/s of training alone" in planned
-    assert "measured over 20 steps, 256 tokens" in planned
-    # Going on once more, and going back: the seconds are those of the tokens that are still there.
+    speed = rows(shop)["speed"]
+    assert speed.startswith(f"{again['tokens_per_second']:,.0f} tokens/s of training alone")
+    assert "measured over 20 steps, 256 tokens" in speed
+    # Going on once more: the seconds are those of all tokens that were trained here.
     shop.add_run("r", model={"drop_rate": 0.0}, **SETTINGS | {"min_train_tokens": 16 * 32}, price_per_hour=3600.0)
     assert shop.attempt().status == 0
     longer = read_json_object(run / "summary.json")
     assert (longer["trained_tokens"], longer["measured"]["tokens"]) == (12 * 32, 12 * 32)
     assert longer["measured"]["seconds"] == pytest.approx(longer["seconds"]["training"], abs=0.002)
-    assert longer["seconds"]["training"] > seconds
-    assert shop.attempt(NAME).status == 0
-    back = read_json_object(run / "summary.json")
-    assert (back["trained_tokens"], back["measured"]["tokens"]) == (12 * 32, 12 * 32)
-    assert back["tokens_per_second"] == pytest.approx(12 * 32 / back["seconds"]["training"], rel=0.02)
-
-
-def test_without_its_optimizer_training_starts_one_afresh(tmp_path: Path) -> None:
-    shop, _, folder = workshop(tmp_path)
-    (folder / "optimizer.pt").unlink()
-    result = shop.attempt(NAME)
-    assert result.status == 0, result.stderr
-    assert "its weights are taken" in result.stdout
+    assert longer["tokens_per_second"] == pytest.approx(12 * 32 / longer["seconds"]["training"], rel=0.02)
 
 
 def test_its_optimizer_is_adamw_and_another_is_refused_by_name(tmp_path: Path) -> None:
@@ -158,26 +147,16 @@ def test_its_optimizer_is_adamw_and_another_is_refused_by_name(tmp_path: Path) -
     shop, _, folder = workshop(tmp_path)
     run = shop.add_run("r", model={"drop_rate": 0.0}, **SETTINGS, optimizer="muon")
     before = sorted(path.relative_to(run) for path in run.rglob("*"))
-    for options in ([NAME], [NAME, "--plan"]):
-        result = shop.attempt(*options)
-        assert result.status == 2
-        (line,) = result.error_lines
-        assert 'made with "optimizer": "adamw", but train.json has "muon"; put it back, use --restart, or let' in line
-        assert '"initial_weights"' in line
+    (line,) = shop.attempt(NAME).error_lines
+    assert 'made with "optimizer": "adamw", but train.json has "muon"; put it back, use --restart, or let' in line
+    assert '"initial_weights"' in line
+    with pytest.raises(UserError, match=re.escape(line.removeprefix("error: "))):
+        plan(shop, checkpoint=NAME)
     assert sorted(path.relative_to(run) for path in run.rglob("*") if path.name != ".lock") == before
     (folder / "optimizer.pt").unlink()
     result = shop.attempt(NAME)
     assert result.status == 0, result.stderr
     assert "its weights are taken" in result.stdout
-
-
-def test_two_ranks_take_a_notebooks_checkpoint(tmp_path: Path) -> None:
-    """Twice the batch: its steps are taken to have seen twice as many tokens."""
-    shop, _, _ = workshop(tmp_path)
-    result = shop.train("r", NAME, ranks=2)
-    assert "256 tokens are" in result.stdout
-    meta = read_json_object(shop.runs / "r" / "checkpoints" / "latest" / "meta.json")
-    assert meta["tokens_seen"] == 12 * 32
 
 
 def test_a_notebooks_checkpoint_of_a_run_that_is_done(tmp_path: Path) -> None:
@@ -186,15 +165,6 @@ def test_a_notebooks_checkpoint_of_a_run_that_is_done(tmp_path: Path) -> None:
     shop.add_run("r", model={"drop_rate": 0.0}, **SETTINGS | {"min_train_tokens": STEPS * 32})
     assert "is finished" in shop.attempt(NAME).stdout
     assert not (shop.runs / "r" / "summary.json").exists()
-
-
-def test_a_notebooks_checkpoint_is_taken_by_name_alone(tmp_path: Path) -> None:
-    shop, _, folder = workshop(tmp_path)
-    (folder.parent / "latest").symlink_to(NAME)
-    result = shop.attempt()
-    assert result.status == 2
-    words = "not written by this program; to train on from it, give its name as CHECKPOINT, or use --restart"
-    assert result.error_lines[0].endswith(words)
 
 
 @pytest.mark.parametrize(
@@ -217,10 +187,9 @@ def test_damaged_notebooks_checkpoints(tmp_path: Path, file: str, damage: Any, w
     assert sorted(folder.parent.rglob("*")) == before
 
 
-@pytest.mark.parametrize("shape", [{}, {"tie_weights": True}], ids=str)
-def test_the_other_commands_take_it(tmp_path: Path, shape: dict[str, Any]) -> None:
+def test_the_other_commands_take_it(tmp_path: Path) -> None:
     """test_loss.py and the export are compared with the notebook's own model."""
-    shop, notebook, folder = workshop(tmp_path, **shape)
+    shop, notebook, folder = workshop(tmp_path, tie_weights=True)
     files = [str(shop.runs / "r" / "model.json"), str(folder / "model.safetensors")]
     model = load_model(load_model_config(Path(files[0])), Path(files[1]), torch.device("cpu"))
     tokens = torch.arange(16)[None]
@@ -241,6 +210,8 @@ def test_the_commands_with_text_take_it(tmp_path: Path) -> None:
     options = ["--data", str(tmp_path / "d.json"), "--max-epochs", "1", "--max-new-tokens", "5", "--responses-only"]
     assert "2 answers" in shop.script("test_ift.py", *files, *options).stdout
     shop.script("convert_hf.py", "export", str(folder), str(tmp_path / "hf"))
+    import transformers
+
     theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     inputs = tokenizer("Every effort moves you", return_tensors="pt")["input_ids"]
@@ -262,12 +233,6 @@ def test_weights_alone_are_a_starting_point(tmp_path: Path) -> None:
     start = load_file(folder / "model.safetensors")
     for name, tensor in weights_of(shop.runs / "s").items():
         torch.testing.assert_close(tensor, start[name], rtol=0, atol=1e-8, msg=name)
-    shop.add_run("t", model={"drop_rate": 0.0, "emb_dim": 32}, **SETTINGS, initial_weights="no.safetensors")
-    assert "no.safetensors: no such file" in shop.attempt(run="t").error_lines[0]
-    shop.add_run(
-        "t", model={"drop_rate": 0.0, "emb_dim": 32}, **SETTINGS, initial_weights=str(folder / "model.safetensors")
-    )
-    assert "not this model" in shop.attempt(run="t").error_lines[0]
 
 
 def test_moments_of_fewer_key_and_value_heads_are_joined_in_their_order() -> None:
@@ -297,30 +262,11 @@ def test_moments_of_fewer_key_and_value_heads_are_joined_in_their_order() -> Non
         optimizer_by_name({"state": numbered}, shapes | {qkv: adamw(48, 16)})
 
 
-class NotebookExperts(nn.Module):
-    """Experts as their author describes them (https://www.gilesthomas.com): the softmax of the highest logits alone,
-    which is that of all over their sum, as weights of experts; here every expert sees every token."""
-
-    def __init__(self, dim: int, experts: int, active: int) -> None:
-        super().__init__()
-        self.active = active
-        self.router = nn.Linear(dim, experts, bias=False)
-        self.experts = nn.ModuleList(FeedForward(dim) for _ in range(experts))
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits = self.router(x)
-        highest, places = logits.topk(self.active)
-        weights = torch.full_like(logits, -torch.inf).scatter(-1, places, highest).softmax(-1)
-        return torch.stack([weights[..., [each]] * expert(x) for each, expert in enumerate(self.experts)]).sum(0)
-
-
 def test_a_mixture_of_experts_is_the_notebooks_with_its_optimizers_state() -> None:
     moe = {"num_experts": 3, "num_active_experts": 2}
     config = ModelConfig(**{**MODEL, "drop_rate": 0.0, "moe": moe})
     torch.manual_seed(5)
-    theirs, ours = NotebookModel(config), GPTModel(config)
-    for block in theirs.trf_blocks:
-        block.ff = NotebookExperts(16, 3, 2)
+    theirs, ours = notebook_model(config), GPTModel(config)
     ours.load_checkpoint_tensors(theirs.state_dict(), Path("model.safetensors"))
     tokens = torch.randint(64, (2, 16))
     torch.testing.assert_close(ours(tokens), theirs(tokens), rtol=1e-4, atol=1e-5)

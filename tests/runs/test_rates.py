@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,95 +26,84 @@ def multipliers(built: Schedule) -> list[float]:
     return [built.multiplier(step) for step in range(built.total_steps)]
 
 
-def test_warmup_rises_in_equal_parts_and_ends_at_one() -> None:
-    assert [warmup(step, 4) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
-    assert warmup(0, 1) == 1.0
+@pytest.mark.parametrize(
+    ("fraction", "by_hand"),
+    [
+        (lambda step: warmup(step, 4), {0: 0.25, 1: 0.5, 2: 0.75, 3: 1.0}),
+        # Past the end a decay stays at its floor.
+        (
+            lambda step: cosine(step, 5, 0.1),
+            {
+                0: 1.0,
+                1: 0.1 + 0.45 * (1 + math.sqrt(0.5)),
+                2: 0.55,
+                3: 0.1 + 0.45 * (1 - math.sqrt(0.5)),
+                4: 0.1,
+                9: 0.1,
+            },
+        ),
+        (lambda step: linear_decay(step, 4, 0.2), {-2: 1.0, -1: 1.0, 0: 0.8, 1: 0.6, 2: 0.4, 3: 0.2, 9: 0.2}),
+        (lambda step: linear(step, 4, 0.0), {0: 1.0, 1: 0.75, 2: 0.5, 3: 0.25, 4: 0.0, 5: 0.0}),
+        (lambda step: linear(step, 4, 0.2), {0: 1.0, 1: 0.8, 2: 0.6, 3: 0.4}),
+    ],
+    ids=["warmup", "cosine", "linear decay", "linear", "linear to a floor"],
+)
+def test_fractions_of_the_peak(fraction: Callable[[int], float], by_hand: dict[int, float]) -> None:
+    assert [fraction(step) for step in by_hand] == pytest.approx(list(by_hand.values()), rel=1e-15)
 
 
-def test_cosine_first_middle_last() -> None:
-    assert cosine(0, 5, 0.1) == 1.0
-    assert cosine(1, 5, 0.1) == pytest.approx(0.1 + 0.45 * (1 + math.sqrt(0.5)), rel=1e-15)
-    assert cosine(2, 5, 0.1) == pytest.approx(0.55, rel=1e-15)
-    assert cosine(3, 5, 0.1) == pytest.approx(0.1 + 0.45 * (1 - math.sqrt(0.5)), rel=1e-15)
-    assert cosine(4, 5, 0.1) == 0.1
-    assert cosine(4, 5, 0.0) == 0.0
-    assert cosine(9, 5, 0.1) == 0.1, "past the end it stays at the floor"
-
-
-def test_linear_decay_reaches_the_floor_at_its_last_step() -> None:
-    values = [linear_decay(step, 4, 0.2) for step in range(-2, 4)]
-    assert values == pytest.approx([1.0, 1.0, 0.8, 0.6, 0.4, 0.2], rel=1e-15)
-    assert linear_decay(9, 4, 0.2) == pytest.approx(0.2, rel=1e-15)
-
-
-def test_linear_falls_in_equal_parts_and_wastes_no_step() -> None:
-    assert [linear(step, 4, 0.0) for step in range(6)] == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
-    assert [linear(step, 4, 0.2) for step in range(4)] == pytest.approx([1.0, 0.8, 0.6, 0.4], rel=1e-15)
-
-
-def test_linear_is_transformers() -> None:
-    """Its multipliers after warm-up; there theirs begins with a step at zero, and ours is one part ahead."""
-    import torch
-    from transformers import get_linear_schedule_with_warmup
-
-    total_steps = 40
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    theirs = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=10, num_training_steps=total_steps)
-    expected = []
-    for _ in range(total_steps):
-        expected.append(theirs.get_last_lr()[0])
-        optimizer.step()
-        theirs.step()
-    built = schedule(total_steps, lr_schedule="linear", warmup_steps=10)
-    assert multipliers(built)[10:] == pytest.approx(expected[10:], rel=1e-12)
-    assert multipliers(built)[:10] == pytest.approx([value + 0.1 for value in expected[:10]], rel=1e-12)
-
-
-def test_constant_with_and_without_warmup() -> None:
-    assert multipliers(schedule(5)) == [1.0] * 5
-    assert multipliers(schedule(5, warmup_steps=2)) == [0.5, 1.0, 1.0, 1.0, 1.0]
-
-
-def test_cosine_with_warmup() -> None:
-    expected = [0.5, 1.0, 1.0, 0.1 + 0.45 * (1 + math.sqrt(0.5)), 0.55, 0.1 + 0.45 * (1 - math.sqrt(0.5)), 0.1]
-    assert multipliers(schedule(7, lr_schedule="cosine", warmup_steps=2)) == pytest.approx(expected, rel=1e-15)
+@pytest.mark.parametrize(
+    ("total_steps", "keys", "expected"),
+    [
+        (5, {}, [1.0] * 5),
+        (5, {"warmup_steps": 2}, [0.5, 1.0, 1.0, 1.0, 1.0]),
+        (
+            *(7, {"lr_schedule": "cosine", "warmup_steps": 2}),
+            [0.5, 1.0, 1.0, 0.1 + 0.45 * (1 + math.sqrt(0.5)), 0.55, 0.1 + 0.45 * (1 - math.sqrt(0.5)), 0.1],
+        ),
+        (
+            *(10, {"lr_schedule": "wsd", "warmup_steps": 2, "decay_period_percent": 40, "min_lr_ratio": 0.2}),
+            [0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2],
+        ),
+        (4, {"lr_schedule": "wsd", "decay_period_percent": 100, "min_lr_ratio": 0}, [0.75, 0.5, 0.25, 0.0]),
+        (5, {"lr_schedule": "linear", "warmup_steps": 1}, [1.0, 1.0, 0.75, 0.5, 0.25]),
+        (4, {"warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0]),
+        (4, {"lr_schedule": "cosine", "warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0]),
+        # A run of one step trains at the peak.
+        (1, {"warmup_steps": 1}, [1.0]),
+        (1, {"lr_schedule": "cosine"}, [1.0]),
+        (1, {"lr_schedule": "cosine", "warmup_steps": 1}, [1.0]),
+        (1, {"lr_schedule": "wsd", "decay_period_percent": 20}, [1.0]),
+    ],
+    ids=str,
+)
+def test_schedules_by_hand(total_steps: int, keys: dict[str, Any], expected: list[float]) -> None:
+    assert multipliers(schedule(total_steps, **keys)) == pytest.approx(expected, rel=1e-15)
 
 
 def test_cosine_without_warmup_over_the_lab_notebooks_run() -> None:
     values = multipliers(schedule(30_615, lr_schedule="cosine"))
-    assert values[0] == 1.0
+    assert (values[0], values[-1]) == (1.0, 0.1)
     assert values[15_307] == pytest.approx(0.55, rel=1e-12)
-    assert values[-1] == 0.1
-
-
-def test_wsd_warms_up_stays_and_decays() -> None:
-    built = schedule(10, lr_schedule="wsd", warmup_steps=2, decay_period_percent=40, min_lr_ratio=0.2)
-    assert multipliers(built) == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2], rel=1e-15)
-
-
-def test_wsd_to_zero() -> None:
-    built = schedule(4, lr_schedule="wsd", decay_period_percent=100, min_lr_ratio=0)
-    assert multipliers(built) == [0.75, 0.5, 0.25, 0.0]
-
-
-@pytest.mark.parametrize(("percent", "steps"), [(0, 0), (5, 10), (12.5, 25), (100, 200)])
-def test_warmup_as_a_percentage(percent: float, steps: int) -> None:
-    assert schedule(200, warmup_period_percent=percent).warmup_steps == steps
 
 
 @pytest.mark.parametrize(
     ("total_steps", "percent", "steps"),
-    [(30_614, 5, 1530), (14_740, 5, 737), (14_214, 5, 710), (6_219, 5, 310), (99, 1, 0), (199, 0.5, 0), (41, 2.5, 1)],
+    [
+        *((200, 0, 0), (200, 12.5, 25), (200, 100, 200)),
+        *((30_614, 5, 1530), (14_740, 5, 737), (14_214, 5, 710), (6_219, 5, 310), (99, 1, 0), (199, 0.5, 0)),
+        (41, 2.5, 1),
+    ],
 )
 def test_a_percentage_is_rounded_down_to_whole_steps(total_steps: int, percent: float, steps: int) -> None:
     """The lab notebook's program rounds so, for the steps of its four runs: whole steps times percent, over 100."""
     built = schedule(total_steps, lr_schedule="cosine", warmup_period_percent=percent)
     assert built.warmup_steps == steps
-    assert built.multiplier(steps) == 1.0
     if steps:
-        assert built.multiplier(steps - 1) == 1.0
-        assert built.multiplier(0) == 1 / steps
-    assert built.multiplier(total_steps - 1) == pytest.approx(0.1, rel=1e-12)
+        assert (built.multiplier(steps - 1), built.multiplier(0)) == (1.0, 1 / steps)
+    if steps < total_steps:
+        assert built.multiplier(steps) == 1.0
+        assert built.multiplier(total_steps - 1) == pytest.approx(0.1, rel=1e-12)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 1.0])
@@ -133,33 +123,20 @@ def test_rises_then_never_rises_again(keys: dict[str, Any], total_steps: int, ra
 
 
 @pytest.mark.parametrize(
-    "keys",
+    ("total_steps", "keys", "words"),
     [
-        {},
-        {"warmup_steps": 1},
-        {"lr_schedule": "cosine"},
-        {"lr_schedule": "cosine", "warmup_steps": 1},
-        {"lr_schedule": "wsd", "decay_period_percent": 20},
+        (4, {"warmup_steps": 5}, r'"warmup_steps".* 5 .* 4 '),
+        (4, {"lr_schedule": "cosine", "warmup_steps": 5}, r'"warmup_steps".* 5 .* 4 '),
+        (
+            *(10, {"lr_schedule": "wsd", "warmup_steps": 6, "decay_period_percent": 50}),
+            r'"warmup_steps".*"decay_period_percent"',
+        ),
     ],
+    ids=str,
 )
-def test_a_run_of_one_step_trains_at_the_peak(keys: dict[str, Any]) -> None:
-    assert multipliers(schedule(1, **keys)) == [1.0]
-
-
-@pytest.mark.parametrize("shape", ["constant", "cosine"])
-def test_warmup_as_long_as_the_run(shape: str) -> None:
-    assert multipliers(schedule(4, lr_schedule=shape, warmup_steps=4)) == [0.25, 0.5, 0.75, 1.0]
-
-
-@pytest.mark.parametrize("shape", ["constant", "cosine"])
-def test_warmup_longer_than_the_run_is_refused(shape: str) -> None:
-    with pytest.raises(UserError, match=r'"warmup_steps".* 5 .* 4 '):
-        schedule(4, lr_schedule=shape, warmup_steps=5)
-
-
-def test_warmup_and_decay_longer_than_the_run_are_refused() -> None:
-    with pytest.raises(UserError, match=r'"warmup_steps".*"decay_period_percent"'):
-        schedule(10, lr_schedule="wsd", warmup_steps=6, decay_period_percent=50)
+def test_parts_longer_than_the_run_are_refused(total_steps: int, keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        schedule(total_steps, **keys)
 
 
 @pytest.mark.parametrize("total_steps", range(1, 12))
@@ -173,12 +150,6 @@ def test_percentages_that_fit_together_fit_every_run(warmup_percent: int, total_
         decay_period_percent=100 - warmup_percent,
     )
     assert built.warmup_steps + built.decay_steps <= total_steps
-
-
-def test_multiplier_depends_on_the_step_alone() -> None:
-    built = schedule(20, lr_schedule="cosine", warmup_steps=3)
-    forwards = multipliers(built)
-    assert [built.multiplier(step) for step in reversed(range(20))] == forwards[::-1]
 
 
 # The rules that scale

@@ -1,8 +1,9 @@
-"""Measurements of a run's models: written, read again, and told apart."""
+"""Results in a run's folder, measurements of its models and searches of -f: written, read again, and told apart."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,16 @@ from harness.runs.results import (
     InstructionResult,
     LossResult,
     MeasuredWeights,
+    MicrobatchSearch,
+    StoredResult,
     Text,
+    TriedMicrobatch,
     read_results,
     read_window_losses,
     write_loss,
     write_result,
 )
+from harness.training.batch_size_finder import keep_search
 
 WEIGHTS = MeasuredWeights(checkpoint="20260102Z030405-iteration-9", sha256="ab" * 32, global_step=9, is_best=True)
 TEXT = Text(
@@ -47,6 +52,22 @@ JUDGED = InstructionResult(
     scores=[40.0, None],
 )
 
+SEARCH = MicrobatchSearch(
+    date="2026-01-02T03:04:05Z",
+    device="NVIDIA A100-SXM4-40GB",
+    torch="2.15.0",
+    world_size=8,
+    limit_gib=39.5,
+    usable_gib=38.0,
+    largest=13,
+    smallest_failed=14,
+    tried=[TriedMicrobatch(microbatch_size=1, gib=4.5), TriedMicrobatch(microbatch_size=13, gib=36.25)],
+    accumulation_steps=1,
+    compiled=True,
+    model={"emb_dim": 768},
+    train={"precision": "auto"},
+)
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
@@ -62,11 +83,13 @@ def test_results_are_read_as_they_were_written(run: RunDirectory) -> None:
     write_loss(run, LOSS, LOSSES)
     write_result(run, BENCHMARKS)
     write_result(run, JUDGED)
+    write_result(run, SEARCH)
     results = read_results(run)
     assert results.problems == []
     assert results.of(LossResult) == [LOSS]
     assert results.of(BenchmarkResult) == [BENCHMARKS]
     assert results.of(InstructionResult) == [JUDGED]
+    assert results.of(MicrobatchSearch) == [SEARCH]
     np.testing.assert_array_equal(read_window_losses(run, LOSS), LOSSES)
 
 
@@ -75,38 +98,51 @@ def test_the_same_measurement_takes_the_place_of_the_earlier_one(run: RunDirecto
     assert write_loss(run, LOSS, LOSSES) == write_loss(run, later, LOSSES - 0.1)
     assert read_results(run).found == [later]
     np.testing.assert_array_equal(read_window_losses(run, later), LOSSES - np.float32(0.1))
+    again = SEARCH.model_copy(update={"largest": 12, "limit_gib": 38.0, "date": "2026-02-02T03:04:05Z"})
+    assert write_result(run, SEARCH) == write_result(run, again)
+    assert read_results(run).of(MicrobatchSearch) == [again]
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("one", "changes"),
     [
-        LOSS.model_copy(update={"text": TEXT.model_copy(update={"start_token": 1})}),
-        LOSS.model_copy(update={"text": TEXT.model_copy(update={"sha256": "00" * 32})}),
-        LOSS.model_copy(update={"precision": "bf16"}),
-        LOSS.model_copy(update={"weights": WEIGHTS.model_copy(update={"sha256": "00" * 32})}),
+        (LOSS, {"text": TEXT.model_copy(update={"start_token": 1})}),
+        (LOSS, {"text": TEXT.model_copy(update={"sha256": "00" * 32})}),
+        (LOSS, {"precision": "bf16"}),
+        (LOSS, {"weights": WEIGHTS.model_copy(update={"sha256": "00" * 32})}),
+        (SEARCH, {"device": "H100"}),
+        (SEARCH, {"world_size": 2}),
+        (SEARCH, {"asked_gib": 24.0}),
+        (SEARCH, {"model": {"emb_dim": 64}}),
     ],
-    ids=["slice", "text", "precision", "weights"],
+    ids=["slice", "text", "precision", "weights", "device", "ranks", "limit", "model"],
 )
-def test_another_measurement_stands_beside(run: RunDirectory, other: LossResult) -> None:
-    write_loss(run, LOSS, LOSSES)
-    write_loss(run, other, LOSSES)
+def test_another_question_stands_beside(run: RunDirectory, one: StoredResult, changes: dict[str, Any]) -> None:
+    write_result(run, one)
+    write_result(run, one.model_copy(update=changes))
     assert len(read_results(run).found) == 2
 
 
-def test_what_cannot_be_read_is_named_and_the_rest_is_read(run: RunDirectory) -> None:
+@pytest.mark.parametrize(
+    ("name", "text", "remedy"),
+    [
+        ("half", '{"kind": "test_loss", "wei', "measure again, or move the file away"),
+        ("other", '{"kind": "horoscope"}', "measure again, or move the file away"),
+        ("short", '{"kind": "test_loss", "loss": 1.0}', "measure again, or move the file away"),
+        ("microbatch-search-half", '{"kind": "microbatch_', "use -f again, or move the file away"),
+        ("microbatch-search-other", '{"largest": "many"}', "use -f again, or move the file away"),
+    ],
+)
+def test_what_cannot_be_read_is_named_and_the_rest_is_read(
+    run: RunDirectory, name: str, text: str, remedy: str
+) -> None:
     write_loss(run, LOSS, LOSSES)
-    (run.results / "half.json").write_text('{"kind": "test_loss", "wei')
-    (run.results / "other.json").write_text('{"kind": "horoscope"}')
-    (run.results / "short.json").write_text('{"kind": "test_loss", "loss": 1.0}')
+    (run.results / f"{name}.json").write_text(text)
     results = read_results(run)
-    assert results.found == [LOSS]
-    assert [Path(problem.split(":")[0]).name for problem in results.problems] == [
-        "half.json",
-        "other.json",
-        "short.json",
-    ]
-    assert results.unread == ["half.json", "other.json", "short.json"]
-    assert all(problem.endswith("; measure again, or move the file away") for problem in results.problems)
+    assert (results.found, results.unread) == ([LOSS], [f"{name}.json"])
+    (problem,) = results.problems
+    assert Path(problem.split(":")[0]) == run.results / f"{name}.json"
+    assert problem.endswith(f"; {remedy}")
 
 
 def test_a_damaged_file_is_known_by_its_name(run: RunDirectory) -> None:
@@ -157,3 +193,14 @@ def test_a_name_that_leaves_the_folder_is_refused(run: RunDirectory) -> None:
     away = LOSS.model_copy(update={"weights": WEIGHTS.model_copy(update={"checkpoint": "../../x"})})
     with pytest.raises(UserError, match="result"):
         write_result(run, away)
+
+
+def test_a_folder_that_takes_nothing_is_a_warning(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file in the folder's place stands for a folder that is read-only to anybody but root."""
+    run.results.write_text("")
+    experiment: Any = SimpleNamespace(run=run)
+    keep_search(experiment, SEARCH)
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"warning: {run.results}/microbatch-search-")
+    assert len(said.err.splitlines()) == 1

@@ -1,0 +1,69 @@
+"""--plan without a process of its own, its table, and summaries that a plan takes speeds from."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from contextlib import redirect_stdout
+from typing import Any
+
+from harness.common.options import TrainOptions
+from harness.planning.experiment import Experiment
+from harness.planning.plan import print_plan
+from harness.runs.directory import RunDirectory
+from tests.support.launch import Workshop
+
+
+def experiment_of(shop: Workshop, run: str = "r") -> Experiment:
+    return Experiment.load(RunDirectory.find(shop.runs, run), shop.datasets)
+
+
+def plan(shop: Workshop, run: str = "r", checkpoint: str | None = None, *, ranks: int = 1, **options: Any) -> str:
+    """Text of a run's plan, which fits a terminal of 80 columns. Raises UserError where the command refuses."""
+    given = TrainOptions(plan=True, runs_dir=shop.runs, **options)
+    given.check(checkpoint)
+    experiment = experiment_of(shop, run)
+    experiment.check_dataset(ask_hub=False)
+    with redirect_stdout(io.StringIO()) as printed:
+        print_plan(experiment, checkpoint, ranks, given)
+    assert [line for line in printed.getvalue().splitlines() if len(line) > 80] == []
+    return printed.getvalue()
+
+
+def rows(shop: Workshop, run: str = "r", checkpoint: str | None = None, **options: Any) -> dict[str, str]:
+    """The table of a run's plan: label → text, wrapped lines joined."""
+    return table(plan(shop, run, checkpoint, **options))
+
+
+def table(printed: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    label = ""
+    for line in printed[printed.index("\nparameters ") :].splitlines()[1:]:
+        match = re.fullmatch(r"(\S.*?)?  +(\S.*)", line)
+        assert match, line
+        label = match[1] or label
+        found[label] = f"{found[label]} {match[2]}" if label in found else match[2]
+    return found
+
+
+def number(text: str) -> int:
+    """The whole number that a text begins with."""
+    match = re.match(r"[\d,]+", text)
+    assert match, text
+    return int(match[0].replace(",", ""))
+
+
+def dollars(found: dict[str, str]) -> list[float]:
+    """The amounts in a plan's row of costs, in order."""
+    return [float(each.replace(",", "")) for each in re.findall(r"\$([\d.,]*\d)", found["cost"])]
+
+
+def add_summary(shop: Workshop, run: str = "r", **values: Any) -> None:
+    """Write the summary of a run of 30 steps in 20 s, but for these values; `...` leaves a key out."""
+    experiment = experiment_of(shop, run)
+    summary = {"model": experiment.model.model_dump(mode="json"), "world_size": 1, "microbatch_size": 2}
+    summary |= {"train": experiment.config.model_dump(mode="json"), "accumulation_steps": 2, "device": "an abacus"}
+    summary |= {"tokens_per_second": 96.0, "measured": {"global_steps": 30, "tokens": 1920, "seconds": 20.0}}
+    kept = {key: value for key, value in (summary | values).items() if value is not ...}
+    (shop.runs / run / "summary.json").write_text(json.dumps(kept))
