@@ -212,7 +212,7 @@ def test_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]  # no grandchild: a chart
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]  # without a chart
 
 
 def command_of(pid: int) -> bytes:
