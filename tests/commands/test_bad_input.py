@@ -13,13 +13,14 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests.support.hostile import Bench, tree
+from tests.support.in_process import InProcess
 from tests.support.launch import DATASET, Result, Workshop
 
 
 @pytest.fixture
 def shop(tmp_path: Path) -> Workshop:
     """A run that would train, and its dataset."""
-    made = Workshop(tmp_path)
+    made = InProcess(tmp_path)
     made.add_dataset()
     made.add_run()
     return made
@@ -28,7 +29,7 @@ def shop(tmp_path: Path) -> Workshop:
 @pytest.fixture
 def trained(finished_shop: Workshop, tmp_path: Path) -> Workshop:
     """A copy of it, to harm."""
-    made = Bench.copy_of(finished_shop, tmp_path / "copy").shop
+    made = InProcess(Bench.copy_of(finished_shop, tmp_path / "copy").shop.path)
     edit(made, min_train_tokens=768)
     return made
 

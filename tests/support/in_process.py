@@ -1,0 +1,88 @@
+"""The root's commands in this process, for tests in which no process is the subject: a tenth of a fork's time."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, chdir, contextmanager, redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest import mock
+
+import torch
+
+from harness.common.exit import EXIT, STOPPING_SIGNALS, Exit
+from harness.training.chart_process import ChartProcess
+from tests.support.launch import Result, Workshop
+
+
+class Ended(BaseException):
+    """The command has called os._exit."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+
+
+class InProcess(Workshop):
+    """A workshop whose commands run one after the other in the tests' own process: no charts, no waiting for the disk.
+
+    Jobs of several ranks (`train`, `start`) remain processes.
+    """
+
+    def command(self, name: str, *arguments: str, environment: dict[str, str] | None = None) -> Result:
+        """Run one of the root's commands, whatever comes of it."""
+        variables = {"HF_HUB_OFFLINE": "1", **self.environment, **(environment or {})}
+        output, errors = self.path / ".stdout", self.path / ".stderr"
+        with ExitStack() as stack:
+            stack.enter_context(_as_before())
+            stack.enter_context(mock.patch.dict(os.environ, variables))
+            stack.enter_context(mock.patch.object(ChartProcess, "draw"))
+            stack.enter_context(mock.patch("os.fsync"))
+            stack.enter_context(mock.patch("os._exit", _end))
+            stack.enter_context(redirect_stdout(stack.enter_context(output.open("w"))))
+            stack.enter_context(redirect_stderr(stack.enter_context(errors.open("w"))))
+            stack.enter_context(chdir(self.path))
+            status = _status_of(name, list(arguments))
+        said = output.read_text(errors="replace"), errors.read_text(errors="replace")
+        output.unlink()
+        errors.unlink()
+        return Result(status, *said)
+
+
+def _end(status: int) -> NoReturn:
+    raise Ended(status)
+
+
+def _status_of(name: str, arguments: list[str]) -> int:
+    main: Any = importlib.import_module(name.removesuffix(".py")).main
+    try:
+        main.main(arguments, prog_name=name)
+    except Ended as end:
+        return end.status
+    except SystemExit as end:
+        return int(end.code or 0)
+    finally:
+        sys.stdout.flush()  # others than the test's, once training has made them
+        sys.stderr.flush()
+    return 0
+
+
+@contextmanager
+def _as_before() -> Iterator[None]:
+    """Undo what only the end of a process undoes: locks, signal handlers, random numbers, the state of its exit."""
+    handlers, numbers = {each: signal.getsignal(each) for each in STOPPING_SIGNALS}, torch.get_rng_state()
+    descriptors = set(os.listdir("/proc/self/fd"))
+    try:
+        yield
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+        torch.set_rng_state(numbers)
+        vars(EXIT).update(vars(Exit()))
+        for descriptor in set(os.listdir("/proc/self/fd")) - descriptors:
+            with suppress(OSError):
+                if Path(os.readlink(f"/proc/self/fd/{descriptor}")).name == ".lock":
+                    os.close(int(descriptor))
