@@ -29,7 +29,7 @@ def shop(tmp_path: Path) -> Workshop:
 @pytest.fixture
 def trained(finished_shop: Workshop, tmp_path: Path) -> Workshop:
     """A copy of it, to harm."""
-    made = InProcess(Bench.copy_of(finished_shop, tmp_path / "copy").shop.path)
+    made = Bench.copy_of(finished_shop, tmp_path / "copy").shop
     edit(made, min_train_tokens=768)
     return made
 

@@ -22,8 +22,9 @@ import torch
 import harness.data.preparation.builtin
 from tests.data.test_fetching import NAME, corpus
 from tests.support.fake_hub import FakeHub
-from tests.support.hostile import IMPATIENT, Bench, is_one_line, same_as, tree, vouch_for
-from tests.support.launch import Workshop, finish, metrics
+from tests.support.hostile import Bench, is_one_line, same_as, tree, vouch_for
+from tests.support.in_process import InProcess
+from tests.support.launch import Workshop, metrics
 
 
 @pytest.fixture
@@ -64,7 +65,6 @@ def payloads(mark: Path) -> list[Payload]:
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.fault("code in every form of pickle", "never executed; refused with the file's name")
 def test_code_in_checkpoints(bench: Bench, tmp_path: Path, exhaustive: bool) -> None:
     """A hostile checkpoint has right hashes: its sender can write them, too."""
@@ -90,7 +90,7 @@ def test_code_in_checkpoints(bench: Bench, tmp_path: Path, exhaustive: bool) -> 
         mark.unlink()
         vouch_for(latest, name)
         before = tree(bench.shop.path)
-        result = bench.go_on()
+        result = bench.shop.attempt()
         assert is_one_line(result, name), (name, form)
         assert result.status == 2
         same_as(before, bench.shop.path)
@@ -100,7 +100,7 @@ def test_code_in_checkpoints(bench: Bench, tmp_path: Path, exhaustive: bool) -> 
         (latest / "model.safetensors").write_bytes(pickle.dumps(payload))
         vouch_for(latest, "model.safetensors")
         arguments = [str(bench.shop.runs / "r" / "model.json"), str(latest / "model.safetensors")]
-        for result in (bench.go_on(), bench.shop.command("test_smoke.py", *arguments)):
+        for result in (bench.shop.attempt(), bench.shop.command("test_smoke.py", *arguments)):
             assert is_one_line(result, "model.safetensors", "not a readable safetensors file")
         assert not mark.exists()
 
@@ -134,7 +134,7 @@ def test_odd_links(bench: Bench, outside: Path) -> None:
     for make in makers:
         arguments = make(bench, outside)
         before = tree(bench.shop.path)
-        assert is_one_line(bench.go_on(*arguments), "checkpoints"), make.__name__
+        assert is_one_line(bench.shop.attempt(*arguments), "checkpoints"), make.__name__
         same_as(before, bench.shop.path)
         assert tree(outside) == theirs, make.__name__
 
@@ -144,8 +144,8 @@ def trained_and_continued(shop: Workshop) -> None:
     run = shop.add_run(min_train_tokens=256, validation_interval=2)
     for arguments, tokens in (([], 256), ([], 384), (["--restart"], 384)):
         shop.add_run(min_train_tokens=tokens, validation_interval=2)
-        result = finish(shop.start("r", *arguments, ranks=1, prelude=IMPATIENT), expect=0, timeout=60)
-        assert not result.stderr, result.stderr
+        result = shop.attempt(*arguments)
+        assert (result.status, result.stderr) == (0, ""), result
     assert metrics(run)[-1]["tokens_seen"] == 384
     assert (run / "checkpoints" / "latest" / "model.safetensors").is_file()
 
@@ -157,7 +157,7 @@ def test_links_of_the_users_own(tmp_path: Path, exhaustive: bool) -> None:
     places = ["runs/r/checkpoints", "datasets", "runs", "runs/r/aside"]
     places = places if exhaustive else places[:2]
     for number, place in enumerate(places):
-        shop, disk = Workshop(tmp_path / f"shop{number}"), tmp_path / f"disk{number}"
+        shop, disk = InProcess(tmp_path / f"shop{number}"), tmp_path / f"disk{number}"
         shop.add_dataset()
         shop.add_run()
         disk.mkdir()
@@ -178,7 +178,7 @@ def test_lock_that_is_a_link(bench: Bench, outside: Path) -> None:
     lock.unlink(missing_ok=True)
     lock.symlink_to(outside / "file")
     before, theirs = tree(bench.shop.path), tree(outside)
-    assert is_one_line(bench.go_on(), ".lock")
+    assert is_one_line(bench.shop.attempt(), ".lock")
     same_as(before, bench.shop.path)
     assert tree(outside) == theirs
 
@@ -187,20 +187,18 @@ def test_lock_that_is_a_link(bench: Bench, outside: Path) -> None:
 def test_drafts_that_are_links(tmp_path: Path, outside: Path) -> None:
     """Names with this process's number are easily foretold."""
     before = tree(outside)
-    shop = Workshop(tmp_path / "shop")
+    shop = InProcess(tmp_path / "shop")
     shop.add_dataset()
     run = shop.add_run(min_train_tokens=64)
-    names = ["runs/r/.summary.json.{pid}"]
-    names += [f"runs/r/checkpoints/.saving-{what}{{pid}}" for what in ("", "latest-", "best-")]
-    names += [f"datasets/.scans/.local--letters--{split}.json.{{pid}}" for split in ("train", "validation")]
-    plant = "import os\n" + "".join(
-        f"path = {str(shop.path / name)!r}.format(pid=os.getpid())\n"
-        "os.makedirs(os.path.dirname(path), exist_ok=True)\n"
-        f"os.symlink({str(outside / 'file')!r}, path)\n"
-        for name in names
-    )
-    result = finish(shop.start("r", ranks=1, prelude=plant), expect=0, timeout=60)
-    assert not result.stderr
+    pid = os.getpid()
+    names = [f"runs/r/.summary.json.{pid}"]
+    names += [f"runs/r/checkpoints/.saving-{what}{pid}" for what in ("", "latest-", "best-")]
+    names += [f"datasets/.scans/.local--letters--{split}.json.{pid}" for split in ("train", "validation")]
+    for name in names:
+        (shop.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (shop.path / name).symlink_to(outside / "file")
+    result = shop.attempt()
+    assert (result.status, result.stderr) == (0, ""), result
     assert tree(outside) == before
     assert (run / "summary.json").is_file()
 
@@ -237,7 +235,8 @@ def test_links_in_partial_downloads(customer: Workshop, hub: FakeHub, outside: P
         ("x.incomplete", "file"),
     ):
         (partial / name).symlink_to(outside / target)
-    result = finish(customer.start("r", ranks=1, prelude=IMPATIENT), expect=0, timeout=60)
+    result = customer.attempt()
+    assert result.status == 0, result
     assert "Downloading" in result.stdout
     assert tree(outside) == before
     assert not [path for path in (customer.datasets / NAME).rglob("*") if path.is_symlink()]

@@ -2,85 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from harness.common.files import sha256
 from harness.runs import checkpoints
-from harness.runs.checkpoint_meta import CheckpointMeta, write_meta
 from tests.commands.test_bad_input import refused
 from tests.support.fake_hub import FakeHub
-from tests.support.file_operations import WITHOUT_CHARTS
-from tests.support.hostile import tree
+from tests.support.hostile import Bench, tree
 from tests.support.launch import PATIENCE_SECONDS, ROOT, Result, Workshop, finish
 
 SECRETS = {"HF_TOKEN": "hf_sentinelToken0123456789", "OPENAI_API_KEY": "sk-sentinelKey9876543210"}
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    """A run in fp16, so that there is a scaler's file too, that has steps left."""
-    shop = Workshop(tmp_path_factory.mktemp("security"))
-    shop.add_dataset(tokens=20_000)
-    settings: dict[str, Any] = {"precision": "fp16", "min_train_tokens": 1280}
-    shop.add_run(**settings)
-    shop.train(prelude=WITHOUT_CHARTS)
-    shop.add_run(**settings | {"min_train_tokens": 2560})
-    return shop
-
-
 @pytest.fixture
-def shop(trained: Workshop, tmp_path: Path) -> Workshop:
-    return Workshop(Path(shutil.copytree(trained.path, tmp_path / "shop", symlinks=True)))
-
-
-class Payload:
-    """A pickle that runs code when it is loaded by pickle's own rules."""
-
-    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
-        self.what = (function, arguments)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self.what
-
-
-@pytest.mark.fault("a state file that runs code", "refused with the file's name; nothing was executed")
-def test_pickles_never_execute(shop: Workshop, tmp_path: Path) -> None:
-    """A hostile checkpoint has right hashes: its sender can write a meta.json, too."""
-    mark, folder = tmp_path / "executed", shop.runs / "r" / "checkpoints"
-    latest = folder / "latest"
-    payloads = {
-        "os.system": Payload(os.system, f"touch {mark}"),
-        "exec": Payload(exec, f"open({str(mark)!r}, 'w')"),
-        "Path.touch": Payload(Path.touch, mark),
-    }
-    cases = [(file, name) for file in ("optimizer.pt", "train_state.pt", "scaler.pt") for name in payloads]
-    for file, name in cases:
-        whole = (latest / file).read_bytes(), (latest / "meta.json").read_bytes()
-        torch.save({"ranks": payloads[name], "state": {}}, latest / file)
-        meta = json.loads(whole[1])
-        meta["sha256"][file] = sha256(latest / file)
-        write_meta(latest.resolve(), CheckpointMeta(**meta))
-        checkpoints.verify_checkpoint(latest.resolve())
-        result = shop.train(expect=None, prelude=WITHOUT_CHARTS)
-        refused(result, file, "not a readable state file")
-        assert not mark.exists(), (file, name)
-        (latest / file).write_bytes(whole[0])
-        (latest / "meta.json").write_bytes(whole[1])
-    torch.save(payloads["Path.touch"], tmp_path / "proof")
-    torch.load(tmp_path / "proof", weights_only=False)
-    assert mark.exists(), "the payload is real"
+def shop(finished_shop: Workshop, tmp_path: Path) -> Workshop:
+    return Bench.copy_of(finished_shop, tmp_path / "shop").shop
 
 
 def outside(tmp_path: Path) -> Path:
@@ -110,9 +54,9 @@ def test_names_stay_in_their_folders(shop: Workshop, tmp_path: Path) -> None:
     before = tree(tmp_path / "another"), tree(stranger), tree(elsewhere), tree(tmp_path / "letters")
     for link, target, arguments in cases:
         with replaced_by_link(link, target, tmp_path / "put-by"):
-            refused(shop.train(*arguments, expect=None, prelude=WITHOUT_CHARTS), link.name, "leads out of")
+            refused(shop.attempt(*arguments[1:], run=arguments[0]), link.name, "leads out of")
     assert (tree(tmp_path / "another"), tree(stranger), tree(elsewhere), tree(tmp_path / "letters")) == before
-    assert "continuing from" in shop.train(prelude=WITHOUT_CHARTS).stdout
+    assert "continuing from" in shop.attempt().stdout
 
 
 @contextmanager
@@ -145,9 +89,8 @@ def test_nothing_outside_is_deleted(shop: Workshop, tmp_path: Path) -> None:
     (run / "aside").symlink_to(tmp_path / "larger-disk")
     (tmp_path / "larger-disk").mkdir()
     before = tree(elsewhere)
-    shop.add_run(precision="fp16", min_train_tokens=2560, keep_checkpoints=1)
-    shop.train(prelude=WITHOUT_CHARTS)
-    shop.train("r", "--restart", prelude=WITHOUT_CHARTS)
+    shop.add_run(precision="fp16", min_train_tokens=1280, keep_checkpoints=1)
+    assert shop.attempt().status == shop.attempt("--restart").status == 0
     assert tree(elsewhere) == before
     assert not list(folder.glob(".saving-*"))
     assert not old.exists()
@@ -156,20 +99,17 @@ def test_nothing_outside_is_deleted(shop: Workshop, tmp_path: Path) -> None:
 @pytest.mark.fault("tokens in the environment", "in no output and in no file")
 def test_secrets_stay_in_the_environment(shop: Workshop, tmp_path: Path) -> None:
     """The Hub gets its token; no file and no line of output has it or the other."""
-    shop.environment |= SECRETS
-    results = [
-        shop.train("r", "--plan"),
-        shop.train(),
-        shop.train("r", "nowhere", expect=2),
-        shop.command("test_loss.py", str(shop.datasets), *files_of(shop.runs / "r"), "--dataset", "local/letters"),
-    ]
+    forked = Workshop(shop.path, dict(SECRETS))
+    evaluated = [*files_of(shop.runs / "r"), "--dataset", "local/letters"]
+    results = [forked.attempt("--plan"), forked.attempt(), forked.attempt("nowhere")]
+    results += [forked.command("test_loss.py", str(shop.datasets), *evaluated)]
     with FakeHub() as hub:
-        shop.environment |= hub.environment(tmp_path / "hf") | SECRETS | {"HF_HUB_OFFLINE": "0"}
+        forked.environment |= hub.environment(tmp_path / "hf") | SECRETS | {"HF_HUB_OFFLINE": "0"}
         hub.add_dataset("someone/private", {"meta.json": b"{}"})
-        shop.add_run("download", dataset="someone/private")
-        results += [shop.train("download", expect=2)]
-        shop.add_run("missing", dataset="someone/missing")
-        results += [shop.train("missing", expect=2)]
+        for name in ("private", "missing"):
+            shop.add_run(name, dataset=f"someone/{name}")
+            results += [forked.attempt(run=name)]
+    assert [each.status for each in results] == [0, 0, 2, 0, 2, 2], results
     said = [each.stdout + each.stderr for each in results]
     files = [path for path in shop.path.rglob("*") if path.is_file()]
     assert len(files) > 20

@@ -72,8 +72,9 @@ def _status_of(name: str, arguments: list[str]) -> int:
 
 @contextmanager
 def _as_before() -> Iterator[None]:
-    """Undo what only the end of a process undoes: locks, signal handlers, random numbers, the state of its exit."""
+    """Undo what only the end of a process undoes: locks, signal handlers, torch's settings, the state of its exit."""
     handlers, numbers = {each: signal.getsignal(each) for each in STOPPING_SIGNALS}, torch.get_rng_state()
+    precision, deterministic = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
     descriptors = set(os.listdir("/proc/self/fd"))
     try:
         yield
@@ -81,6 +82,8 @@ def _as_before() -> Iterator[None]:
         for each, handler in handlers.items():
             signal.signal(each, handler)
         torch.set_rng_state(numbers)
+        torch.set_float32_matmul_precision(precision)
+        torch.use_deterministic_algorithms(deterministic)
         vars(EXIT).update(vars(Exit()))
         for descriptor in set(os.listdir("/proc/self/fd")) - descriptors:
             with suppress(OSError):
