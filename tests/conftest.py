@@ -26,7 +26,7 @@ LONGEST = (
     *("bench/on_gpu", "commands/after_training", "training/microbatch_search", "faults/nodes", "data/preparing"),
     *("commands/quickstart", "model/determinism", "training/compilation"),
     *("faults/signals", "faults/saving_in_background", "faults/launcher", "evaluation/judge", "data/builtin_dataset"),
-    *("faults/hostile_input", "faults/full_disks", "faults/ranks", "faults/continuation", "faults/kills"),
+    *("faults/full_disks", "faults/ranks", "faults/continuation", "faults/kills"),
     *("training/training", "training/benchmarks_in_training", "hf/convert_hf", "training/continuation", "runs/plan"),
 )
 # Another process may run these than the others of their file: what fixtures of the file they need is made again.

@@ -1,4 +1,4 @@
-"""Links, downloads and pickles that reach for other files.
+"""Links, downloads and pickles that reach for other files, and data that must stay here.
 
 More of what comes from others: whatever a checkpoint, an unfinished download or a list of files names, nothing outside
 is written or deleted, and nothing is run.
@@ -11,7 +11,9 @@ import contextlib
 import os
 import pickle
 import shutil
+import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,12 @@ import pytest
 import torch
 
 import harness.data.preparation.builtin
+from harness.runs import checkpoints
 from tests.data.test_fetching import NAME, corpus
 from tests.support.fake_hub import FakeHub
 from tests.support.hostile import Bench, is_one_line, same_as, tree, vouch_for
 from tests.support.in_process import InProcess
-from tests.support.launch import Workshop, metrics
+from tests.support.launch import PATIENCE_SECONDS, ROOT, Result, Workshop, finish, metrics
 
 
 @pytest.fixture
@@ -108,35 +111,64 @@ def test_code_in_checkpoints(bench: Bench, tmp_path: Path, exhaustive: bool) -> 
 # Links
 
 
-def link_up(bench: Bench, outside: Path) -> list[str]:
+LEADING_OUT: dict[str, list[str]] = {  # each with the run and the checkpoint that are asked for
+    "runs/linked": ["linked"],
+    "runs/r/checkpoints/20200101Z000000-iteration-3": ["r", "20200101Z000000-iteration-3"],
+    "runs/r/checkpoints/latest": ["r"],
+    "runs/r/checkpoints/best": ["r", "best"],
+    "runs/r/checkpoints/latest/optimizer.pt": ["r"],
+    "runs/r/checkpoints/latest/meta.json": ["r"],
+    "datasets/local/letters": ["r"],
+}
+
+
+@pytest.mark.parametrize(("place", "asked"), LEADING_OUT.items(), ids=LEADING_OUT)
+@pytest.mark.fault("names and links that lead out", "refused; nothing there was read or changed")
+def test_names_stay_in_their_folders(bench: Bench, outside: Path, place: str, asked: list[str]) -> None:
+    """The target of each link is whole: what was there, or another checkpoint or run."""
     latest = bench.reset()
-    (latest.parent / "up").symlink_to("../..")
-    return ["up"]
+    link = (bench.shop.path / place).parent.resolve() / Path(place).name
+    like = link if os.path.lexists(link) else latest if "iteration" in place else bench.shop.runs / "r"
+    stranger = outside / link.name
+    shutil.copytree(like, stranger, symlinks=True) if like.is_dir() else shutil.copy(like, stranger)
+    if link.is_dir() and not link.is_symlink():
+        shutil.rmtree(link)
+    else:
+        link.unlink(missing_ok=True)
+    link.symlink_to(stranger)
+    before, theirs = tree(bench.shop.path), tree(outside)
+    assert is_one_line(bench.shop.attempt(*asked[1:], run=asked[0]), link.name, "leads out of")
+    same_as(before, bench.shop.path)
+    assert tree(outside) == theirs
 
 
-def loop(bench: Bench, outside: Path) -> list[str]:
-    latest = bench.reset()
-    (latest.parent / "latest").unlink()
-    (latest.parent / "latest").symlink_to("latest")
-    return ["latest"]
+@pytest.mark.fault("a checkpoint's name that is a link upwards", "refused; nothing changed")
+def test_a_link_upwards(bench: Bench) -> None:
+    (bench.reset().parent / "up").symlink_to("../..")
+    before = tree(bench.shop.path)
+    assert is_one_line(bench.shop.attempt("up"), "checkpoints")
+    same_as(before, bench.shop.path)
 
 
-def meta_that_is_a_link(bench: Bench, outside: Path) -> list[str]:
-    latest = bench.reset()
-    (latest / "meta.json").unlink()
-    (latest / "meta.json").symlink_to("/dev/null")
-    return []
-
-
-@pytest.mark.fault("links that lead nowhere good", "refused; nothing changed")
-def test_odd_links(bench: Bench, outside: Path) -> None:
-    makers, theirs = [link_up, loop, meta_that_is_a_link], tree(outside)
-    for make in makers:
-        arguments = make(bench, outside)
-        before = tree(bench.shop.path)
-        assert is_one_line(bench.shop.attempt(*arguments), "checkpoints"), make.__name__
-        same_as(before, bench.shop.path)
-        assert tree(outside) == theirs, make.__name__
+@pytest.mark.fault("links among what is deleted", "the links go; the folder outside is as it was")
+def test_nothing_outside_is_deleted(bench: Bench, outside: Path, tmp_path: Path) -> None:
+    """Leftovers, old checkpoints and half-made datasets are deleted; not what they lead to."""
+    folder, shop = bench.reset().parent, bench.shop
+    for name in (".saving-1", ".saving-latest-1", ".saving-pruned-x"):
+        (folder / name).symlink_to(outside)
+    (folder / ".saving-2").mkdir()
+    (folder / ".saving-2" / "inner").symlink_to(outside / "folder")
+    (folder / "20200101Z000000-iteration-1").symlink_to(outside)
+    old = checkpoints.list_checkpoints(folder)[0][1]
+    (old / "notes").symlink_to(outside)
+    (shop.runs / "r" / "aside").symlink_to(tmp_path / "larger-disk")
+    (tmp_path / "larger-disk").mkdir()
+    before = tree(outside)
+    shop.add_run(precision="fp16", min_train_tokens=1280, keep_checkpoints=1)
+    assert shop.attempt().status == shop.attempt("--restart").status == 0
+    assert tree(outside) == before
+    assert not list(folder.glob(".saving-*"))
+    assert not old.exists()
 
 
 def trained_and_continued(shop: Workshop) -> None:
@@ -280,3 +312,76 @@ def test_links_in_builds(tmp_path: Path, outside: Path, monkeypatch: pytest.Monk
     harness.data.preparation.builtin.build_python_stdlib(folder, vocab_size=257)
     assert (folder / "train.safetensors").is_file()
     assert tree(outside) == before
+
+
+# What must stay here
+
+SECRETS = {"HF_TOKEN": "hf_sentinelToken0123456789", "OPENAI_API_KEY": "sk-sentinelKey9876543210"}
+
+
+@pytest.mark.fault("tokens in the environment", "in no output and in no file")
+def test_secrets_stay_in_the_environment(bench: Bench, tmp_path: Path) -> None:
+    """The Hub gets its token; no file and no line of output has it or the other."""
+    shop = bench.shop
+    forked = Workshop(shop.path, dict(SECRETS))
+    evaluated = [*files_of(shop.runs / "r"), "--dataset", "local/letters"]
+    results = [forked.attempt("--plan"), forked.attempt(), forked.attempt("nowhere")]
+    results += [forked.command("test_loss.py", str(shop.datasets), *evaluated)]
+    with FakeHub() as hub:
+        forked.environment |= hub.environment(tmp_path / "hf") | SECRETS | {"HF_HUB_OFFLINE": "0"}
+        hub.add_dataset("someone/private", {"meta.json": b"{}"})
+        for name in ("private", "missing"):
+            shop.add_run(name, dataset=f"someone/{name}")
+            results += [forked.attempt(run=name)]
+    assert [each.status for each in results] == [0, 0, 2, 0, 2, 2], results
+    said = [each.stdout + each.stderr for each in results]
+    files = [path for path in shop.path.rglob("*") if path.is_file()]
+    assert len(files) > 20
+    for secret in SECRETS.values():
+        assert not [text for text in said if secret in text]
+        assert not [path for path in files if secret.encode() in path.read_bytes()]
+
+
+def files_of(run: Path) -> tuple[str, str]:
+    return str(run / "model.json"), str(run / "checkpoints" / "latest" / "model.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "a machine in a hostile network", "all sockets of ranks of one machine are bound to the loopback interface"
+)
+def test_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:
+    """Under the real torchrun, whose own store is torch's, and with --processes, where rank 0 keeps it."""
+    import psutil  # type: ignore[import-untyped]  # lm-eval brings it
+
+    shop = Workshop(tmp_path)
+    shop.add_dataset(tokens=400_000)
+    heard: list[str] = []
+    for name, start in (("torchrun", shop.start_torchrun), ("processes", shop.start_processes)):
+        run = shop.add_run(name, min_train_tokens=390_000, validation_interval=10**6, report_interval=1)
+        process = start(name)
+        try:
+            deadline = time.monotonic() + PATIENCE_SECONDS
+            while not (run / "metrics.jsonl").exists():
+                assert time.monotonic() < deadline
+                assert process.poll() is None, finish([process], expect=None, timeout=10)
+                time.sleep(0.1)
+            # A chart is a grandchild.
+            ranks = [each for each in psutil.Process(process.pid).children() if "ddp_train" in " ".join(each.cmdline())]
+            assert len(ranks) == 2
+            sockets = [each for rank in ranks for each in rank.net_connections("inet")]
+            found = [each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN]
+        finally:
+            process.send_signal(signal.SIGTERM)
+            stopped: Result = finish([process], expect=None, timeout=60)
+        assert found, stopped
+        heard += found
+    assert all(address.removeprefix("::ffff:").startswith("127.") or address == "::1" for address in heard), heard
+
+
+def test_no_load_without_weights_only() -> None:
+    """Every torch.load of the product says it."""
+    for path in [*ROOT.glob("*.py"), *(ROOT / "harness").rglob("*.py")]:
+        for line in path.read_text().splitlines():
+            assert "torch.load(" not in line or "weights_only=True" in line, path
+            assert "pickle." not in line or "pickle.py" in line, path

@@ -211,7 +211,8 @@ LARGE = {"vocab_size": 8192, "emb_dim": 512, "n_layers": 4, "n_heads": 8}  # 21 
 def test_how_long_the_loop_pauses(shop: Workshop, tmp_path: Path, exhaustive: bool) -> None:
     steps = 24 if exhaustive else 8
     waiting, going_on = (pauses_of(shop, tmp_path, steps, in_background=setting) for setting in (False, True))
-    assert sum(going_on) < 0.6 * sum(waiting), (waiting, going_on)
+    # The shortest of each: what else the machine does says nothing of the program.
+    assert min(going_on) < 0.6 * min(waiting), (waiting, going_on)
 
 
 def pauses_of(shop: Workshop, folder: Path, steps: int, *, in_background: bool) -> list[float]:

@@ -51,6 +51,12 @@ class InProcess(Workshop):
         errors.unlink()
         return Result(status, *said)
 
+    def script(self, name: str, *arguments: str) -> Result:
+        """Run one of the root's commands, successfully."""
+        result = self.command(name, *arguments)
+        assert result.status == 0, result
+        return result
+
 
 def _end(status: int) -> NoReturn:
     raise Ended(status)
