@@ -11,9 +11,7 @@ import contextlib
 import os
 import pickle
 import shutil
-import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,8 @@ from tests.data.test_fetching import NAME, corpus
 from tests.support.fake_hub import FakeHub
 from tests.support.hostile import Bench, is_one_line, same_as, tree, vouch_for
 from tests.support.in_process import InProcess
-from tests.support.launch import PATIENCE_SECONDS, ROOT, Result, Workshop, finish, metrics
+from tests.support.launch import PATIENCE_SECONDS, Workshop, finish, metrics
+from tests.support.torchrun import Torchrun, await_file
 
 
 @pytest.fixture
@@ -346,7 +345,6 @@ def files_of(run: Path) -> tuple[str, str]:
     return str(run / "model.json"), str(run / "checkpoints" / "latest" / "model.safetensors")
 
 
-@pytest.mark.slow
 @pytest.mark.fault(
     "a machine in a hostile network", "all sockets of ranks of one machine are bound to the loopback interface"
 )
@@ -355,33 +353,21 @@ def test_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:
     import psutil  # type: ignore[import-untyped]  # lm-eval brings it
 
     shop = Workshop(tmp_path)
-    shop.add_dataset(tokens=400_000)
-    heard: list[str] = []
-    for name, start in (("torchrun", shop.start_torchrun), ("processes", shop.start_processes)):
-        run = shop.add_run(name, min_train_tokens=390_000, validation_interval=10**6, report_interval=1)
-        process = start(name)
+    shop.add_dataset()
+    for by_processes in (False, True):
+        run = shop.add_run(f"processes-{by_processes}")
+        mark, go = tmp_path / f"{run.name}.mark", tmp_path / f"{run.name}.go"
+        job = Torchrun(shop, run, are_forked=True, by_processes=by_processes)
+        process = job.start(f"before(STEP, note({str(mark)!r}, until({str(go)!r})), rank=0, step=1)")
         try:
-            deadline = time.monotonic() + PATIENCE_SECONDS
-            while not (run / "metrics.jsonl").exists():
-                assert time.monotonic() < deadline
-                assert process.poll() is None, finish([process], expect=None, timeout=10)
-                time.sleep(0.1)
-            # A chart is a grandchild.
-            ranks = [each for each in psutil.Process(process.pid).children() if "ddp_train" in " ".join(each.cmdline())]
+            await_file(mark, process)
+            ranks = psutil.Process(process.pid).children()
             assert len(ranks) == 2
             sockets = [each for rank in ranks for each in rank.net_connections("inet")]
-            found = [each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN]
+            heard = [each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN]
         finally:
-            process.send_signal(signal.SIGTERM)
-            stopped: Result = finish([process], expect=None, timeout=60)
-        assert found, stopped
-        heard += found
-    assert all(address.removeprefix("::ffff:").startswith("127.") or address == "::1" for address in heard), heard
-
-
-def test_no_load_without_weights_only() -> None:
-    """Every torch.load of the product says it."""
-    for path in [*ROOT.glob("*.py"), *(ROOT / "harness").rglob("*.py")]:
-        for line in path.read_text().splitlines():
-            assert "torch.load(" not in line or "weights_only=True" in line, path
-            assert "pickle." not in line or "pickle.py" in line, path
+            process.terminate()
+            go.touch()
+            stopped = finish([process], expect=None, timeout=PATIENCE_SECONDS)
+        assert heard, stopped
+        assert all(each.removeprefix("::ffff:").startswith("127.") or each == "::1" for each in heard), heard

@@ -72,16 +72,13 @@ def straight(shop: Workshop, call: Call) -> Path:
     return run
 
 
-def operations_of(shop: Workshop, calls: Sequence[Call]) -> list[list[str]]:
-    """The file operations of each of the calls, in one run that nothing happens to."""
-    logs, name = [shop.path / call.run_name("operations") for call in calls], calls[0].run_name("dry")
-    run = shop.add_run(name, **SETTINGS | calls[0].settings)
-    logging = [
-        file_operations.prelude(call.name, call.number, "log", log) for call, log in zip(calls, logs, strict=True)
-    ]
-    shop.train(name, prelude="".join(logging))
-    assert_same_end(straight(shop, calls[0]), run)
-    return [log.read_text().splitlines() for log in logs]
+def operations_of(shop: Workshop, call: Call) -> list[str]:
+    """The file operations of a call, in a run that nothing happens to."""
+    path, name = shop.path / call.run_name("operations"), call.run_name("dry")
+    run = shop.add_run(name, **SETTINGS | call.settings)
+    shop.train(name, prelude=file_operations.prelude(call.name, call.number, "log", path))
+    assert_same_end(straight(shop, call), run)
+    return path.read_text().splitlines()
 
 
 def kill_at(shop: Workshop, call: Call, operation: int) -> None:
@@ -100,9 +97,10 @@ def kill_at(shop: Workshop, call: Call, operation: int) -> None:
 
 
 def kill_everywhere(shop: Workshop, calls: Sequence[Call], each_of: int) -> None:
-    """Kill at each operation of the calls, of runs with the same settings, or at one of so many."""
+    """Kill at each operation of the calls, or at one of so many."""
     places = []
-    for call, names in zip(calls, operations_of(shop, calls), strict=True):
+    for call in calls:
+        names = operations_of(shop, call)
         assert len(names) > (20 if call != END else 3), names
         places += [(call, number) for number in range(len(names))]
     places = places[each_of // 2 :: each_of]
