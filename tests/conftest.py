@@ -18,6 +18,7 @@ from tests.support import isolation  # before all that imports torch
 from tests.support.jobs import set_pace
 from tests.support.launch import PATIENCE_SECONDS, Workshop, finish
 from tests.support.stopped_run import build_stopped_run
+from tests.support.straight import build_straight_run
 
 FILES_FOR_SEVERAL_PROCESSES = 4
 # By the time they take: what is begun first is not waited for at the end.
@@ -25,7 +26,7 @@ LONGEST = (
     *("bench/on_gpu", "commands/after_training", "training/microbatch_search", "faults/nodes", "data/preparing"),
     *("commands/quickstart", "model/determinism", "training/compilation"),
     *("faults/signals", "faults/saving_in_background", "faults/launcher", "evaluation/judge", "data/builtin_dataset"),
-    *("faults/hostile_input", "faults/full_disks", "faults/ranks", "faults/continuation", "faults/kills"),
+    *("faults/full_disks", "faults/ranks", "faults/continuation", "faults/kills"),
     *("training/training", "training/benchmarks_in_training", "hf/convert_hf", "training/continuation", "runs/plan"),
 )
 # Another process may run these than the others of their file: what fixtures of the file they need is made again.
@@ -102,6 +103,12 @@ def stopped_shop(tmp_path_factory: pytest.TempPathFactory, exhaustive: bool) -> 
     """A run that nothing happens to, and one that was killed, once for all modules that begin with them."""
     set_pace(exhaustive)
     return build_stopped_run(tmp_path_factory.mktemp("stopped"))
+
+
+@pytest.fixture(scope="session")
+def straight_shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    """A run of two ranks that nothing happens to, for modules that compare the ends of theirs with its end."""
+    return build_straight_run(tmp_path_factory.mktemp("straight"))
 
 
 @pytest.fixture(scope="session")

@@ -68,11 +68,10 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> Process
     # torch.accelerator reports cuda on any CUDA build, GPU or not: the backend follows the device we chose.
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_seconds + BACKSTOP_SECONDS)
-    # The store is in torchrun's process, which may be killed meanwhile.
-    with leaving_with_peers(), _long_wait_told(here):
-        store = _own_store(timeout) if STORE_DESCRIPTOR in os.environ else _store_of_environment(timeout)
-        restart_id = agree_on_restart_id(store, here.rank, here.world_size, timeout.total_seconds())
-    with explained_addresses():
+    with leaving_with_peers():  # the store is in torchrun's process, which may be killed meanwhile
+        with _long_wait_told(here):
+            store = _own_store(timeout) if STORE_DESCRIPTOR in os.environ else _store_of_environment(timeout)
+            restart_id = agree_on_restart_id(store, here.rank, here.world_size, timeout.total_seconds())
         dist.init_process_group(
             backend,
             store=PrefixStore(restart_id, store),
@@ -81,7 +80,6 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> Process
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-    with explained_addresses():
         control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
     return ProcessGroups(control, PrefixStore(restart_id, _own_connection()))
 
@@ -183,26 +181,20 @@ def _long_wait_told(here: Ranking) -> Iterator[None]:
 
 @contextmanager
 def leaving_with_peers() -> Iterator[None]:
-    """Turn the error of an exchange whose other side is gone into PeerError: the rank that failed has the reason."""
+    """Turn the error of an exchange whose other side is gone into PeerError: the rank that failed has the reason. Or
+    into RunError, where none is known to have failed, or could be reached at all."""
     try:
         yield
     except RuntimeError as error:
-        if TIMED_OUT_TEXT in str(error):
+        text = str(error)
+        if NO_FULL_MESH_TEXT in text:  # a name that leads to an address of its own machine, such as Debian's 127.0.1.1
+            raise RunError(
+                f"a rank cannot be reached at the address that {socket.gethostname()} or another machine gave for "
+                "itself; set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) on every machine to the interface that they "
+                "share, as eth0"
+            ) from None
+        if TIMED_OUT_TEXT in text:
             raise RunError("another rank did not come to an exchange in time, and none is known to be stuck") from None
-        if not any(text in str(error) for text in PEER_GONE_TEXTS):
+        if not any(each in text for each in PEER_GONE_TEXTS):
             raise
         raise PeerError("the connection to another rank is gone") from None
-
-
-@contextmanager
-def explained_addresses() -> Iterator[None]:
-    """A machine's name may lead to an address that only itself can use, such as Debian's 127.0.1.1."""
-    try:
-        yield
-    except RuntimeError as error:
-        if NO_FULL_MESH_TEXT not in str(error):
-            raise
-        raise RunError(
-            f"a rank cannot be reached at the address that {socket.gethostname()} or another machine gave for itself; "
-            "set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) on every machine to the interface that they share, as eth0"
-        ) from None

@@ -126,34 +126,38 @@ class Progress:
 
 def device_progress(device: torch.device) -> Progress:
     """The progress of a rank that computes on `device`."""
-    return Progress(lambda: record_event(device)) if device.type == "cuda" else Progress()
-
-
-def record_event(device: torch.device) -> Callable[[], bool]:
-    """Put an event behind the work of the calling thread's stream; the function says whether the device is there, also
-    in another thread."""
+    if device.type != "cuda":
+        return Progress()
     import torch
 
-    event = torch.cuda.Event()
-    event.record()
+    def record() -> Callable[[], bool]:
+        """Put an event behind the work of the calling thread's stream; the function says whether the device is there,
+        also in another thread."""
+        event = torch.cuda.Event()
+        event.record()
 
-    def is_done() -> bool:
-        torch.cuda.set_device(device)  # each thread has a current device, and another rank's is not to be touched
-        try:
-            return event.query()
-        except RuntimeError:  # the device has failed: the main thread meets the same error, and tells it
-            return False
+        def is_done() -> bool:
+            torch.cuda.set_device(device)  # each thread has a current device, and another rank's is not to be touched
+            try:
+                return event.query()
+            except RuntimeError:  # the device has failed: the main thread meets the same error, and tells it
+                return False
 
-    return is_done
+        return is_done
+
+    return Progress(record)
 
 
 class Watchdog:
-    """This rank's eye on all of them. `beat` and `guard` are for the main thread, and cost next to nothing."""
+    """This rank's eye on all of them. `beat` and `guard` are for the main thread, and cost next to nothing.
+
+    One that is not started, as in a world of one process, watches nobody.
+    """
 
     def __init__(
         self,
-        rank: int,
-        timeout_seconds: float,
+        rank: int = 0,
+        timeout_seconds: float = float("inf"),
         is_stopping: Callable[[], bool] = lambda: False,
         progress: Progress | None = None,
     ) -> None:
@@ -272,13 +276,6 @@ class Watchdog:
     def _announce(self) -> None:
         with suppress(RuntimeError):  # the store may be what is gone
             self._send(self._heartbeat(IDLE))
-
-
-class NoWatchdog(Watchdog):
-    """A watchdog for a world of one process, which waits for no other."""
-
-    def __init__(self) -> None:
-        super().__init__(0, float("inf"))
 
 
 def collective_timeout_seconds() -> float:

@@ -21,7 +21,7 @@ from harness.common.memory import refuse_full_device
 from harness.distributed import rendezvous
 from harness.distributed.environment import read_ranking
 from harness.distributed.rendezvous import leaving_with_peers
-from harness.distributed.watchdog import NoWatchdog, Watchdog, collective_timeout_seconds, device_progress
+from harness.distributed.watchdog import Watchdog, collective_timeout_seconds, device_progress
 
 T = TypeVar("T")
 Leaf = TypeVar("Leaf")
@@ -54,7 +54,7 @@ class World:
     size: int
     local_size: int
     device: torch.device
-    watchdog: Watchdog = field(default_factory=NoWatchdog)
+    watchdog: Watchdog = field(default_factory=Watchdog)
     control: Any = None
 
     @classmethod

@@ -13,13 +13,14 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests.support.hostile import Bench, tree
+from tests.support.in_process import InProcess
 from tests.support.launch import DATASET, Result, Workshop
 
 
 @pytest.fixture
 def shop(tmp_path: Path) -> Workshop:
     """A run that would train, and its dataset."""
-    made = Workshop(tmp_path)
+    made = InProcess(tmp_path)
     made.add_dataset()
     made.add_run()
     return made
@@ -84,21 +85,41 @@ def test_runs_of_an_unquoted_pattern(shop: Workshop) -> None:
     refused(shop.command("ddp_train.py", "r", second, second, str(shop.datasets)), "one run at a time")
 
 
-def test_a_checkpoint_where_there_are_none(shop: Workshop) -> None:
+@pytest.mark.parametrize("name", ["latest", "best", "20260101Z000000-iteration-5"])
+def test_a_checkpoint_where_there_are_none(shop: Workshop, name: str) -> None:
     before = tree(shop.path)
-    for name in ("latest", "best", "20260101Z000000-iteration-5"):
-        refused(shop.attempt(name), f"checkpoints/{name}", "there are: none")
+    refused(shop.attempt(name), f"checkpoints/{name}", "there are: none")
     unharmed(shop, before)
 
 
-def test_a_run_that_is_not_there(shop: Workshop) -> None:
+OTHER = "plain name", "that run is quickstart with --runs-dir {shop}/other/runs"
+PART = "plain name", "did you mean quickstart?"
+RUNS: dict[str, tuple[str, ...]] = {
+    "8xa100m41": ("runs/8xa100m41", "no such run", "did you mean 8xa100m40?"),
+    "zzz": ("no such run", "there are: 8xa100m40, out, quickstart, r"),
+    "file": ("runs/file", "not a folder"),
+    "runs/quikstart": ("runs/quikstart: no such run", "did you mean quickstart?"),
+    "other/runs/quickstart": OTHER,
+    "other/runs/quickstart/train.json": OTHER,
+    "runs/../other/runs/quickstart": OTHER,
+    "nowhere/quickstart": (*PART, "--runs-dir"),
+    "runs/quickstart/train.json": PART,
+    "runs/quickstart/checkpoints/latest": PART,
+    "quickstart/train.json": PART,
+    "runs/..": ("plain name",),
+    "{shop}/runs": ("plain name",),
+    "runs/out": ("leads out of", "--runs-dir"),
+}
+
+
+@pytest.mark.parametrize(("run", "words"), RUNS.items(), ids=RUNS)
+def test_a_run_that_is_not_there(shop: Workshop, run: str, words: tuple[str, ...]) -> None:
     (shop.runs / "file").write_text("not a folder")
     shop.add_run("8xa100m40")
+    shop.add_run("quickstart")
+    (shop.runs / "out").symlink_to(Workshop(shop.path / "other").add_run("quickstart"))
     before = tree(shop.path)
-    refused(shop.attempt(run="8xa100m41"), "runs/8xa100m41", "no such run", "did you mean 8xa100m40?")
-    refused(shop.attempt(run="zzz"), "no such run", "there are: 8xa100m40, r")
-    refused(shop.attempt(run="file"), "runs/file", "not a folder")
-    refused(shop.command("ddp_train.py", "r", "datasets", "--runs-dir", "nowhere"), "nowhere/r", "no such run")
+    refused(shop.attempt(run=run.format(shop=shop.path)), *(word.format(shop=shop.path) for word in words))
     unharmed(shop, before)
 
 
@@ -106,9 +127,10 @@ def test_where_runs_were_looked_for(shop: Workshop) -> None:
     """A command in a folder without runs/ or without runs names the folder that it looked into."""
     (shop.path / "empty" / "runs").mkdir(parents=True)
     for folder, words in (("empty", "there are none in"), ("datasets", "there is no folder")):
-        elsewhere = Workshop(shop.path / folder)
+        elsewhere = InProcess(shop.path / folder)
         asked = elsewhere.command("ddp_train.py", "r", "datasets")
         refused(asked, "runs/r: no such run", f"{words} {elsewhere.runs}", "--runs-dir")
+    refused(shop.command("ddp_train.py", "r", "datasets", "--runs-dir", "nowhere"), "nowhere/r", "no such run")
 
 
 def test_a_run_may_be_given_by_its_path(shop: Workshop) -> None:
@@ -122,31 +144,10 @@ def test_a_run_may_be_given_by_its_path(shop: Workshop) -> None:
         ("runs", ".", "./r/"),
         ("sub", "../runs", "../runs/r"),
     ):
-        inside = Workshop(shop.path / cwd)
+        inside = InProcess(shop.path / cwd)
         result = inside.command("ddp_train.py", name, str(shop.datasets), "--runs-dir", runs_dir, "--plan")
         assert result.status == 0, result.stderr
         assert result.stdout.startswith("Plan for r:"), name
-
-
-def test_a_path_of_a_run_that_is_elsewhere(shop: Workshop) -> None:
-    shop.add_run("quickstart")
-    other = Workshop(shop.path / "other")
-    other.add_run("quickstart")
-    before = tree(shop.path)
-    refused(shop.attempt(run="runs/quikstart"), "runs/quikstart: no such run", "did you mean quickstart?")
-    there = f"that run is quickstart with --runs-dir {other.runs}"
-    refused(shop.attempt(run="other/runs/quickstart"), "plain name", there)
-    refused(shop.attempt(run="other/runs/quickstart/train.json"), "plain name", there)
-    refused(shop.attempt(run="runs/../other/runs/quickstart"), "plain name", there)
-    refused(shop.attempt(run="nowhere/quickstart"), "plain name", "did you mean quickstart?", "--runs-dir")
-    for name in ("runs/quickstart/train.json", "runs/quickstart/checkpoints/latest", "quickstart/train.json"):
-        refused(shop.attempt(run=name), "plain name", "did you mean quickstart?")
-    refused(shop.attempt(run="runs/.."), "plain name")
-    refused(shop.attempt(run=str(shop.runs)), "plain name")
-    (shop.runs / "out").symlink_to(other.runs / "quickstart")
-    refused(shop.attempt(run="runs/out"), "leads out of", "--runs-dir")
-    (shop.runs / "out").unlink()
-    unharmed(shop, before)
 
 
 @pytest.mark.parametrize("file", ["train.json", "model.json"])

@@ -61,7 +61,7 @@ def test_a_sweep_is_a_job_for_each_run(tmp_path: Path) -> None:
     for name in ("lr-a", "lr-b", "other"):
         (tmp_path / "runs" / name).mkdir(parents=True)
     for loop in loops:
-        subprocess.run(["bash", "-c", loop], env=environment, cwd=tmp_path, check=True, timeout=20)
+        subprocess.run(["bash", "-c", loop], env=environment, cwd=tmp_path, check=True, timeout=60)
     launch = "jobs launch --yes --detach-run --num-nodes=1 --name {0} --env RUN={0} train.yaml"
     assert Path(environment["NOTES"]).read_text().splitlines() == [
         *(f"RUN={name} --nodes=1 --job-name={name} train.sbatch" for name in ("lr-a", "lr-b")),
@@ -81,7 +81,7 @@ def test_slurm_requeues_what_its_time_limit_stopped(tmp_path: Path, time_is_up: 
         srun='echo $$ > "$NOTES.srun"; echo "from $MAIN_NODE" >> "$NOTES"; sleep "$SECONDS_TO_TRAIN"; exit 1',
         uv="true",
     )
-    environment |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x", "SECONDS_TO_TRAIN": "20" if time_is_up else "0"}
+    environment |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x", "SECONDS_TO_TRAIN": "100" if time_is_up else "0"}
     script = tmp_path / "train.sbatch"
     script.write_text(slurm_script())
     process = subprocess.Popen(["bash", str(script)], env=environment, cwd=tmp_path)
@@ -91,7 +91,7 @@ def test_slurm_requeues_what_its_time_limit_stopped(tmp_path: Path, time_is_up: 
             assert process.poll() is None
             time.sleep(0.01)
         process.send_signal(signal.SIGUSR1)
-    process.wait(timeout=15)
+    process.wait(timeout=60)
     asked = ["scancel --signal=TERM 7", "scontrol requeue 7"] if time_is_up else []
     assert notes.read_text().splitlines() == ["from first", *asked]
     assert process.returncode != 0
@@ -113,7 +113,7 @@ def test_skypilot_keeps_and_fetches_checkpoints(tmp_path: Path) -> None:
         folder = tmp_path / cluster
         (folder / "runs" / "r").mkdir(parents=True)
         commands = pretend(tmp_path / f"{cluster}-bin", uv=command)
-        result = subprocess.run(["bash", "-c", run], env={**commands, **environment}, cwd=folder, timeout=20)
+        result = subprocess.run(["bash", "-c", run], env={**commands, **environment}, cwd=folder, timeout=60)
         assert result.returncode == (3 if cluster == "first" else 0)
         if cluster == "first":
             half = kept / "checkpoints" / "20260101Z000011-iteration-11"

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.in_process import InProcess
 from tests.support.isolation import ROOT
 from tests.support.launch import Workshop, metrics
 
 
 @pytest.fixture(name="shop")
 def _shop(quickstart: Workshop) -> Workshop:
-    return quickstart
+    return InProcess(quickstart.path)
 
 
 def weights(shop: Workshop) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import torch
 
 from gpt import GPTModel
 from harness.common import device
-from harness.common.errors import UserError
+from harness.common.errors import RunError, UserError
 from harness.model import kernels
 from harness.model.config import ModelConfig
 from harness.model.precision import Precision
+from harness.training import startup
+from tests.support.in_process import InProcess
 from tests.support.isolation import ROOT
-from tests.support.launch import Workshop
 
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -62,20 +64,6 @@ def test_fewer_ranks_than_gpus_are_remarked_upon(machine: pytest.MonkeyPatch) ->
     assert device.idle_gpus(CPU, 1) is None
 
 
-def test_a_gpu_that_another_process_has(machine: pytest.MonkeyPatch) -> None:
-    """A GPU that another process holds alone (nvidia-smi's exclusive mode) is refused with that reason."""
-    set_gpus(machine, 8)
-
-    def busy(index: int) -> None:
-        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCompile with ...")
-
-    machine.setattr(torch.cuda, "set_device", busy)
-    with pytest.raises(
-        UserError, match=r"^cuda:3: CUDA error: .* unavailable; another process may hold this GPU: \S+ "
-    ):
-        device.choose_device(3, 8)
-
-
 def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(
     machine: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -104,26 +92,20 @@ def shown_commands() -> list[str]:
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 2, 8])
-def test_readmes_first_command_works_with_any_number_of_gpus(machine: pytest.MonkeyPatch, gpus: int) -> None:
-    command = shown_commands()[0]
-    assert "quickstart" in command
-    words = shlex.split(command.rpartition("&& ")[2])
+def test_the_commands_that_documents_show_fit_their_machines(machine: pytest.MonkeyPatch, gpus: int) -> None:
+    """README's first one works with any number of GPUs; those of the runs for eight take eight processes."""
+    first, *others = shown_commands()
+    words = shlex.split(first.rpartition("&& ")[2])
     processes = int(words[words.index("--processes") + 1])
-    is_hidden = "CUDA_VISIBLE_DEVICES=" in words[: words.index("ddp_train.py")]
-    set_gpus(machine, 0 if is_hidden else gpus)
+    assert "quickstart" in words
+    set_gpus(machine, 0 if "CUDA_VISIBLE_DEVICES=" in words[: words.index("ddp_train.py")] else gpus)
     for rank in range(processes):
         device.choose_device(rank, processes)
-
-
-def test_commands_for_eight_gpus(machine: pytest.MonkeyPatch) -> None:
-    others = [command for command in shown_commands() if "8xa100m40" in command]
+    others = [command for command in others if "8xa100m40" in command]
     assert len(others) >= 6
-    assert all(
-        re.search(r"--(nproc_per_node=|processes )8", command) and "CUDA_VISIBLE_DEVICES" not in command
-        for command in others
-    )
-    set_gpus(machine, 8)
-    assert [device.choose_device(rank, 8).index for rank in range(8)] == list(range(8))
+    for command in others:
+        assert re.search(r"--(nproc_per_node=|processes )8", command)
+        assert "CUDA_VISIBLE_DEVICES" not in command
 
 
 # Precision
@@ -229,9 +211,6 @@ def test_coordinate_descent_is_switched_on(monkeypatch: pytest.MonkeyPatch) -> N
     assert inductor.coordinate_descent_tuning
 
 
-# Precision
-
-
 def test_a_residual_stream_in_bf16_halves_what_blocks_pass_on() -> None:
     config = ModelConfig(
         vocab_size=64, context_length=16, emb_dim=32, n_heads=2, n_layers=2, drop_rate=0.0, qkv_bias=False
@@ -264,68 +243,82 @@ def test_a_residual_stream_in_bf16_needs_bf16() -> None:
 
 # Whole commands on pretended machines: one line each, and nothing is made.
 
-GPUS = """
-import torch
-def gpus(count, name="NVIDIA H200", bf16=True):
-    torch.cuda.is_available = lambda: count > 0
-    torch.cuda.device_count = lambda: count
-    torch.cuda.set_device = lambda index: None
-    torch.cuda.mem_get_info = lambda *index: (79 * 2**30, 80 * 2**30)
-    torch.cuda.get_device_name = lambda device: name
-    torch.cuda.is_bf16_supported = lambda *, including_emulation: bf16
-def busy(index):
-    raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
-"""
-NO_COMPILER = "import os; os.environ['PATH'] = '/nonexistent'; os.environ.pop('CC', 0); os.environ.pop('CXX', 0)"
-MACHINES: dict[str, tuple[str, int, dict[str, Any], str]] = {
-    "more ranks than GPUs": ("gpus(1)", 2, {}, "2 processes on a machine with 1 GPU; use --processes 1"),
+
+def no_compiler(patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("PATH", "/nonexistent")
+    patch.delenv("CC", raising=False)
+    patch.delenv("CXX", raising=False)
+
+
+def busy(patch: pytest.MonkeyPatch) -> None:
+    """A GPU that another process holds alone, in nvidia-smi's exclusive mode."""
+
+    def refuse(index: int) -> None:
+        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCompile with ...")
+
+    set_gpus(patch, 1)
+    patch.setattr(torch.cuda, "set_device", refuse)
+
+
+def old_gpu(patch: pytest.MonkeyPatch) -> None:
+    set_gpus(patch, 1)
+    patch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    patch.setattr(torch.cuda, "is_bf16_supported", lambda *, including_emulation: False)
+
+
+def other_workspace(patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+
+
+MACHINES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], dict[str, Any], str]] = {
     "a GPU of another process": (
-        "gpus(1); torch.cuda.set_device = busy",
-        1,
+        busy,
         {},
-        "cuda:0: CUDA error: CUDA-c",
+        "cuda:0: CUDA error: CUDA-capable device(s) is/are busy or unavailable; another process may hold this GPU: ",
     ),
-    "no bf16": (
-        "gpus(1, 'Tesla T4', False)",
-        1,
-        {"precision": "bf16"},
-        'train.json: key "precision": Tesla T4 does',
-    ),
-    "no compiler, CUDA": (
-        f"gpus(1); {NO_COMPILER}",
-        1,
-        {"compile": True},
-        'train.json: "compile": true needs a C ',
-    ),
-    "no compiler, CPU": (NO_COMPILER, 1, {"compile": True}, 'train.json: "compile": true needs a C++ compiler'),
-    "cuBLAS's workspace": (
-        "import os; os.environ['CUBLAS_WORKSPACE_CONFIG'] = ':0:0'",
-        *(1, {"deterministic": True}, "CUBLAS_WORKSPACE_CONFIG=:0:0: with"),
-    ),
+    "no bf16": (old_gpu, {"precision": "bf16"}, 'train.json: key "precision": Tesla T4 does'),
+    "no compiler": (no_compiler, {"compile": True}, 'train.json: "compile": true needs a C++ compiler'),
+    "cuBLAS's workspace": (other_workspace, {"deterministic": True}, "CUBLAS_WORKSPACE_CONFIG=:0:0: with"),
 }
 
 
-@pytest.mark.parametrize("machine", MACHINES)
-def test_a_machine_that_cannot_is_refused_in_one_line(machine: str, tmp_path: Path) -> None:
-    prelude, ranks, settings, start = MACHINES[machine]
-    shop = Workshop(tmp_path)
+@pytest.mark.parametrize(("change", "settings", "start"), MACHINES.values(), ids=MACHINES)
+def test_a_machine_that_cannot_is_refused_in_one_line(
+    machine: pytest.MonkeyPatch,
+    tmp_path: Path,
+    change: Callable[[pytest.MonkeyPatch], None],
+    settings: dict[str, Any],
+    start: str,
+) -> None:
+    shop = InProcess(tmp_path / "shop")
     shop.add_dataset()
     run = shop.add_run(**settings)
-    result = shop.train(ranks=ranks, prelude=GPUS + prelude, expect=2)
-    assert {line.removeprefix("error: ")[: len(start)] for line in result.error_lines} == {start}
-    assert "Traceback" not in result.stderr
+    change(machine)
+    result = shop.attempt()
+    assert result.status == 2, result
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"error: {start}")
     assert not (run / "metrics.jsonl").exists()
 
 
-def test_what_is_remarked_upon_once(tmp_path: Path) -> None:
+def test_what_is_remarked_upon_once(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The notes on a machine with a GPU of a new kind, another process on it, and no compiler; before the first
     operation on that GPU, which there is none of."""
-    shop = Workshop(tmp_path)
+
+    def end(*arguments: object) -> None:
+        raise RunError("enough")
+
+    shop = InProcess(tmp_path / "shop")
     shop.add_dataset()
     shop.add_run()
-    pretended = "gpus(2, 'NVIDIA X999'); torch.cuda.mem_get_info = lambda *index: (2**30, 80 * 2**30)\n"
-    ended = "import harness.training.startup as s\ndef end(*a): raise s.RunError('enough')\ns.fetch_dataset = end\n"
-    result = shop.train(ranks=1, prelude=f"{GPUS}{pretended}{ended}{NO_COMPILER}", expect=1)
+    set_gpus(machine, 2)
+    no_compiler(machine)
+    machine.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA X999")
+    machine.setattr(torch.cuda, "is_bf16_supported", lambda *, including_emulation: True)
+    machine.setattr(torch.cuda, "mem_get_info", lambda *index: (2**30, 80 * 2**30))
+    machine.setattr(startup, "fetch_dataset", end)
+    result = shop.attempt()
+    assert result.status == 1, result
     notes = [line.removeprefix("note: ") for line in result.stdout.splitlines() if line.startswith("note: ")]
     assert [" ".join(note.split()[:4]) for note in notes] == [
         "1 of this machine's",

@@ -29,8 +29,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("given", [None, "active"])
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(("command", "given"), [*((command, None) for command in COMMANDS), ("ddp_train", "active")])
 def test_threads_that_wait_leave_the_core_to_others(tmp_path: Path, command: str, given: str | None) -> None:
     """Unless the user has said otherwise; before torch, which brings OpenMP, is loaded."""
     (tmp_path / "torch").mkdir()

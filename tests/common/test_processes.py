@@ -42,7 +42,7 @@ processes.POLL_SECONDS = 0.05
 processes.exit_when_launcher_dies()
 pathlib.Path({mark!r}).write_text(str(os.getpid()))
 {after}
-time.sleep(60)
+time.sleep(600)
 """
 # The process that adopts orphans, as a container's first one does, is the same Python.
 ADOPTER = """
@@ -54,7 +54,7 @@ time.sleep(60)
 """
 ADOPTED = (sys.executable, "-c", ADOPTER)
 STORE = {"GROUP_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1"}
-SOON = 5.0
+SOON = 60.0  # it takes 0.2 s on an idle machine
 
 
 def process(pid: int) -> ProcessName:
@@ -167,18 +167,17 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
         process.communicate()
 
 
-@pytest.mark.parametrize("above", [(), ADOPTED], ids=["adopted by the first process", "adopted by a Python"])
-def test_a_worker_ends_with_its_launcher(job: Job, above: tuple[str, ...]) -> None:
-    job.start(above=above)
+def test_a_worker_ends_with_its_launcher(job: Job) -> None:
+    job.start()
     job.assert_goes_on()
     job.kill_launcher()
     job.assert_gone_soon()
 
 
-@pytest.mark.parametrize("above", [(), ADOPTED], ids=["adopted by the first process", "adopted by a Python"])
-def test_a_worker_whose_launcher_has_ended_before_its_first_line(job: Job, above: tuple[str, ...]) -> None:
+def test_a_worker_whose_launcher_has_ended_before_its_first_line(job: Job) -> None:
+    """Its parent is then what has adopted it, here a Python."""
     go = job.folder / "go"
-    job.start(above=above, before=f"while not os.path.exists({str(go)!r}): time.sleep(0.01)")
+    job.start(above=ADOPTED, before=f"while not os.path.exists({str(go)!r}): time.sleep(0.01)")
     await_file(job.started)
     job.kill_launcher()
     time.sleep(0.2)

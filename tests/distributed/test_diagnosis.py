@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
@@ -64,113 +64,86 @@ def test_who_is_stuck(ranks: list[Heartbeat], stuck: list[int] | None) -> None:
         assert "stuck for 11 s in place" in found.text
 
 
-@dataclass(frozen=True)
-class Case:
-    """Heartbeats known at a time, and the fault that they show."""
-
-    name: str
-    known: Heartbeats
-    now: float
-    fault: Fault | None
-    silent: float = TIMEOUTS["silent"]
-
-
 NO_ANSWER = "a device or the network does not answer"
 SILENT = "frozen, gone, or its machine is cut off"
 FROZEN = LastHeartbeat(at(4, 1, 1), 2.0)  # in the same exchange as rank 0
-CASES = [
+# Heartbeats known at a time, and the fault that they show.
+CASES: dict[str, tuple[Heartbeats, float, Fault | None]] = {
     # The second has waited for the first.
-    Case("all in one exchange within their time", known([at(4, 1, 9), at(4, 1, 12)]), 0.0, None),
-    Case(
-        "all in one exchange is nobody's fault",
+    "all in one exchange within their time": (known([at(4, 1, 9), at(4, 1, 12)]), 0.0, None),
+    "all in one exchange is nobody's fault": (
         known([at(4, 1, 11), at(4, 1, 12)]),
         0.0,
         Fault(f"no rank got beyond place 4 for 11 s: {NO_ANSWER}", []),
     ),
-    Case("silent for a while", known([LastHeartbeat(idle(4), 9.0), idle(4)], contact=9.0), 9.0, None),
-    Case(
-        "silent for too long",
+    "silent for a while": (known([LastHeartbeat(idle(4), 9.0), idle(4)], contact=9.0), 9.0, None),
+    "silent for too long": (
         known([LastHeartbeat(idle(4), 11.0), idle(4)], contact=11.0),
         11.0,
         Fault(f"rank 1 (another, pid 1) gave no sign for 11 s: {SILENT}", [1]),
     ),
-    Case(
-        "two silent for too long",
+    "two silent for too long": (
         known([LastHeartbeat(idle(4), 13.0), idle(4), LastHeartbeat(idle(4), 2.0)], contact=13.0),
         13.0,
         Fault(f"rank 1 (another, pid 1) and rank 2 (another, pid 1) gave no sign for 13 s: {SILENT}", [1, 2]),
     ),
-    Case(
-        "silent, when no peer is known to be lost",
-        known([LastHeartbeat(idle(4), 6.0), idle(4)], contact=6.0),
-        6.0,
-        None,
-    ),
-    Case(
-        "silent, when a peer is known to be lost",
-        known([LastHeartbeat(idle(4), 6.0), idle(4)], contact=6.0),
-        6.0,
-        Fault(f"rank 1 (another, pid 1) gave no sign for 6 s: {SILENT}", [1]),
-        silent=5.0,
-    ),
-    Case(
-        "not judged by what it said long ago",
+    "silent, when no peer is known to be lost": (known([LastHeartbeat(idle(4), 6.0), idle(4)], contact=6.0), 6.0, None),
+    "not judged by what it said long ago": (
         known([LastHeartbeat(at(4, 1, 11), 11.0), FROZEN], contact=11.0),
         11.0,
         None,
     ),
-    Case(
-        "found silent soon after",
+    "found silent soon after": (
         known([LastHeartbeat(at(4, 1, 11), 12.5), FROZEN], contact=12.5),
         12.5,
         Fault(f"rank 1 (another, pid 1) gave no sign for 10 s: {SILENT}", [1]),
     ),
-    Case(
-        "no contact to anybody",
+    "no contact to anybody": (
         known([idle(4), idle(4)]),
         11.0,
         Fault("no connection to rank 0's machine (another) for 11 s", [0]),
     ),
-    Case(
-        "no contact to the neighbour that has the store",
+    "no contact to the neighbour that has the store": (
         known([near(idle(4)), near(idle(4))]),
         11.0,
         Fault(f"rank 0 ({HERE}), or its torchrun, gave no answer for 11 s: frozen", [0]),
     ),
     # Of ranks that were heard of a little before the contact was lost, none is called silent.
-    Case("without contact nobody else is to blame", known([idle(4), idle(4)], contact=0.5), 10.2, None),
-    Case("no contact to rank 0, which is gone", known([LastHeartbeat(idle(4), 0.0, 8.0), idle(4)]), 11.0, None),
-    Case("ended a moment ago", known([idle(4), LastHeartbeat(near(idle(4)), 0.0, 1.0)]), 1.0, None),
-    Case(
-        "ended some seconds ago",
+    "without contact nobody else is to blame": (known([idle(4), idle(4)], contact=0.5), 10.2, None),
+    "no contact to rank 0, which is gone": (known([LastHeartbeat(idle(4), 0.0, 8.0), idle(4)]), 11.0, None),
+    "ended a moment ago": (known([idle(4), LastHeartbeat(near(idle(4)), 0.0, 1.0)]), 1.0, None),
+    "ended some seconds ago": (
         known([idle(4), LastHeartbeat(near(idle(4)), 0.0, 1.0)]),
         6.0,
         Fault(f"rank 1 ({HERE}) ended suddenly", [1]),
     ),
-    Case(
-        "ended, before it could be called silent",
+    "ended, before it could be called silent": (
         known([LastHeartbeat(idle(4), 11.0), LastHeartbeat(near(idle(4)), 0.0, 9.0)], contact=11.0),
         11.0,
         None,
     ),
-    Case(
-        "stuck by heartbeats from before this one's freeze",
+    "stuck by heartbeats from before this one's freeze": (
         known([at(4, 1, 11), at(4, 0, 11)], frozen_until=5.0),
         4.0,
         None,
     ),
-    Case(
-        "stuck by heartbeats from after this one's freeze",
+    "stuck by heartbeats from after this one's freeze": (
         known([at(4, 1, 11), at(4, 0, 11)], frozen_until=5.0),
         5.0,
         Fault("rank 1 (another, pid 1) stuck for 11 s in place 4", [1]),
     ),
-]
+}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_what_is_wrong(case: Case) -> None:
-    assert diagnose(case.known, case.now, **TIMEOUTS | {"silent": case.silent}) == case.fault
+@pytest.mark.parametrize(("known", "now", "fault"), CASES.values(), ids=CASES)
+def test_what_is_wrong(known: Heartbeats, now: float, fault: Fault | None) -> None:
+    assert diagnose(known, now, **TIMEOUTS) == fault
+
+
+def test_silence_counts_sooner_when_a_peer_is_known_to_be_lost() -> None:
+    heartbeats = known([LastHeartbeat(idle(4), 6.0), idle(4)], contact=6.0)
+    fault = Fault(f"rank 1 (another, pid 1) gave no sign for 6 s: {SILENT}", [1])
+    assert diagnose(heartbeats, 6.0, **TIMEOUTS | {"silent": 5.0}) == fault
 
 
 def heard(*heartbeats: Heartbeat) -> Heartbeats:

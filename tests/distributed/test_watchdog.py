@@ -6,7 +6,7 @@ import threading
 import time
 
 from harness.distributed.diagnosis import IDLE, Heartbeat
-from harness.distributed.watchdog import NoWatchdog, Place, Watchdog
+from harness.distributed.watchdog import Place, Watchdog
 
 
 class DictStore:
@@ -37,7 +37,7 @@ def test_heartbeats_travel_through_the_store() -> None:
     try:
         with watchdogs[1].guard(Place(3, "step")):
             watchdogs[1].beat()
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + 60
             while heard().progress != [Place(3, "step").order, 1]:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
@@ -58,7 +58,7 @@ def test_heartbeats_travel_through_the_store() -> None:
 
 
 def test_alone_there_is_nothing_to_watch() -> None:
-    watchdog = NoWatchdog()
+    watchdog = Watchdog()
     with watchdog.guard(Place(0, "step")):
         watchdog.beat()
     watchdog.idle(Place(0, "step"))

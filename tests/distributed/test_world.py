@@ -44,7 +44,7 @@ def caught(call, *arguments):
 
 
 def hear_of_the_stop(world):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while world.size > 1 and not world.watchdog.is_anyone_stopping() and time.monotonic() < deadline:
         time.sleep(0.05)
     return world.watchdog.is_anyone_stopping()

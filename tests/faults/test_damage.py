@@ -17,6 +17,7 @@ import pytest
 from harness.common.errors import UserError
 from harness.runs import checkpoints
 from harness.runs.checkpoint_meta import read_meta
+from tests.support.in_process import InProcess
 from tests.support.jobs import for_each, train
 from tests.support.launch import Workshop
 from tests.support.same_end import assert_same_end
@@ -105,21 +106,30 @@ def few(cases: list[Damage], exhaustive: bool) -> list[Damage]:
     "refused with the file's name; the newest whole checkpoint is offered, and leads to the same end",
 )
 def test_damaged_latest(shop: Workshop, exhaustive: bool) -> None:
-    def try_one(case: tuple[int, Damage]) -> None:
-        number, damage = case
+    runs = []
+    for number, damage in enumerate(few(FILE_DAMAGES, exhaustive) + LINK_DAMAGES):
         run = copy_of_stopped(shop, f"damaged-{number}")
         damage.to(run / "checkpoints" / "latest")
-        refused = train(shop, run.name, expect=2)
-        (line,) = refused.error_lines
+        line = line_of_refusal(shop, run)
         assert damage.words in line, line
         offered = next(path.name for step, path in checkpoints.list_checkpoints(run / "checkpoints") if step == 4)
         if damage.file or damage.do == lead_out:
             assert f"the newest whole checkpoint is {offered}: give that name as CHECKPOINT" in line
+        runs.append((run, offered))
+
+    def go_on(case: tuple[Path, str]) -> None:
+        run, offered = case
         train(shop, run.name, offered)
         assert_same_end(shop.runs / "straight", run)
 
-    cases = few(FILE_DAMAGES, exhaustive) + LINK_DAMAGES
-    for_each(enumerate(cases), try_one)
+    for_each(runs, go_on)
+
+
+def line_of_refusal(shop: Workshop, run: Path) -> str:
+    result = InProcess(shop.path).attempt(run=run.name)
+    assert result.status == 2, result
+    (line,) = result.stderr.splitlines()
+    return line
 
 
 @pytest.mark.slow
@@ -164,7 +174,7 @@ def test_all_damaged(shop: Workshop) -> None:
     folders = [path for _, path in checkpoints.list_checkpoints(run / "checkpoints")]
     for path, file in zip(folders, FILES, strict=False):
         cut(path / file)
-    (line,) = train(shop, run.name, expect=2).error_lines
+    line = line_of_refusal(shop, run)
     assert "no other is known to be whole, or use --restart" in line
     train(shop, run.name, "--restart")
     assert_same_end(shop.runs / "straight", run)

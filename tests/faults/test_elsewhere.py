@@ -1,4 +1,4 @@
-"""Links, downloads and pickles that reach for other files.
+"""Links, downloads and pickles that reach for other files, and data that must stay here.
 
 More of what comes from others: whatever a checkpoint, an unfinished download or a list of files names, nothing outside
 is written or deleted, and nothing is run.
@@ -20,10 +20,13 @@ import pytest
 import torch
 
 import harness.data.preparation.builtin
+from harness.runs import checkpoints
 from tests.data.test_fetching import NAME, corpus
 from tests.support.fake_hub import FakeHub
-from tests.support.hostile import IMPATIENT, Bench, is_one_line, same_as, tree, vouch_for
-from tests.support.launch import Workshop, finish, metrics
+from tests.support.hostile import Bench, is_one_line, same_as, tree, vouch_for
+from tests.support.in_process import InProcess
+from tests.support.launch import PATIENCE_SECONDS, Workshop, finish, metrics
+from tests.support.torchrun import Torchrun, await_file
 
 
 @pytest.fixture
@@ -64,7 +67,6 @@ def payloads(mark: Path) -> list[Payload]:
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.fault("code in every form of pickle", "never executed; refused with the file's name")
 def test_code_in_checkpoints(bench: Bench, tmp_path: Path, exhaustive: bool) -> None:
     """A hostile checkpoint has right hashes: its sender can write them, too."""
@@ -90,7 +92,7 @@ def test_code_in_checkpoints(bench: Bench, tmp_path: Path, exhaustive: bool) -> 
         mark.unlink()
         vouch_for(latest, name)
         before = tree(bench.shop.path)
-        result = bench.go_on()
+        result = bench.shop.attempt()
         assert is_one_line(result, name), (name, form)
         assert result.status == 2
         same_as(before, bench.shop.path)
@@ -100,7 +102,7 @@ def test_code_in_checkpoints(bench: Bench, tmp_path: Path, exhaustive: bool) -> 
         (latest / "model.safetensors").write_bytes(pickle.dumps(payload))
         vouch_for(latest, "model.safetensors")
         arguments = [str(bench.shop.runs / "r" / "model.json"), str(latest / "model.safetensors")]
-        for result in (bench.go_on(), bench.shop.command("test_smoke.py", *arguments)):
+        for result in (bench.shop.attempt(), bench.shop.command("test_smoke.py", *arguments)):
             assert is_one_line(result, "model.safetensors", "not a readable safetensors file")
         assert not mark.exists()
 
@@ -108,35 +110,64 @@ def test_code_in_checkpoints(bench: Bench, tmp_path: Path, exhaustive: bool) -> 
 # Links
 
 
-def link_up(bench: Bench, outside: Path) -> list[str]:
+LEADING_OUT: dict[str, list[str]] = {  # each with the run and the checkpoint that are asked for
+    "runs/linked": ["linked"],
+    "runs/r/checkpoints/20200101Z000000-iteration-3": ["r", "20200101Z000000-iteration-3"],
+    "runs/r/checkpoints/latest": ["r"],
+    "runs/r/checkpoints/best": ["r", "best"],
+    "runs/r/checkpoints/latest/optimizer.pt": ["r"],
+    "runs/r/checkpoints/latest/meta.json": ["r"],
+    "datasets/local/letters": ["r"],
+}
+
+
+@pytest.mark.parametrize(("place", "asked"), LEADING_OUT.items(), ids=LEADING_OUT)
+@pytest.mark.fault("names and links that lead out", "refused; nothing there was read or changed")
+def test_names_stay_in_their_folders(bench: Bench, outside: Path, place: str, asked: list[str]) -> None:
+    """The target of each link is whole: what was there, or another checkpoint or run."""
     latest = bench.reset()
-    (latest.parent / "up").symlink_to("../..")
-    return ["up"]
+    link = (bench.shop.path / place).parent.resolve() / Path(place).name
+    like = link if os.path.lexists(link) else latest if "iteration" in place else bench.shop.runs / "r"
+    stranger = outside / link.name
+    shutil.copytree(like, stranger, symlinks=True) if like.is_dir() else shutil.copy(like, stranger)
+    if link.is_dir() and not link.is_symlink():
+        shutil.rmtree(link)
+    else:
+        link.unlink(missing_ok=True)
+    link.symlink_to(stranger)
+    before, theirs = tree(bench.shop.path), tree(outside)
+    assert is_one_line(bench.shop.attempt(*asked[1:], run=asked[0]), link.name, "leads out of")
+    same_as(before, bench.shop.path)
+    assert tree(outside) == theirs
 
 
-def loop(bench: Bench, outside: Path) -> list[str]:
-    latest = bench.reset()
-    (latest.parent / "latest").unlink()
-    (latest.parent / "latest").symlink_to("latest")
-    return ["latest"]
+@pytest.mark.fault("a checkpoint's name that is a link upwards", "refused; nothing changed")
+def test_a_link_upwards(bench: Bench) -> None:
+    (bench.reset().parent / "up").symlink_to("../..")
+    before = tree(bench.shop.path)
+    assert is_one_line(bench.shop.attempt("up"), "checkpoints")
+    same_as(before, bench.shop.path)
 
 
-def meta_that_is_a_link(bench: Bench, outside: Path) -> list[str]:
-    latest = bench.reset()
-    (latest / "meta.json").unlink()
-    (latest / "meta.json").symlink_to("/dev/null")
-    return []
-
-
-@pytest.mark.fault("links that lead nowhere good", "refused; nothing changed")
-def test_odd_links(bench: Bench, outside: Path) -> None:
-    makers, theirs = [link_up, loop, meta_that_is_a_link], tree(outside)
-    for make in makers:
-        arguments = make(bench, outside)
-        before = tree(bench.shop.path)
-        assert is_one_line(bench.go_on(*arguments), "checkpoints"), make.__name__
-        same_as(before, bench.shop.path)
-        assert tree(outside) == theirs, make.__name__
+@pytest.mark.fault("links among what is deleted", "the links go; the folder outside is as it was")
+def test_nothing_outside_is_deleted(bench: Bench, outside: Path, tmp_path: Path) -> None:
+    """Leftovers, old checkpoints and half-made datasets are deleted; not what they lead to."""
+    folder, shop = bench.reset().parent, bench.shop
+    for name in (".saving-1", ".saving-latest-1", ".saving-pruned-x"):
+        (folder / name).symlink_to(outside)
+    (folder / ".saving-2").mkdir()
+    (folder / ".saving-2" / "inner").symlink_to(outside / "folder")
+    (folder / "20200101Z000000-iteration-1").symlink_to(outside)
+    old = checkpoints.list_checkpoints(folder)[0][1]
+    (old / "notes").symlink_to(outside)
+    (shop.runs / "r" / "aside").symlink_to(tmp_path / "larger-disk")
+    (tmp_path / "larger-disk").mkdir()
+    before = tree(outside)
+    shop.add_run(precision="fp16", min_train_tokens=1280, keep_checkpoints=1)
+    assert shop.attempt().status == shop.attempt("--restart").status == 0
+    assert tree(outside) == before
+    assert not list(folder.glob(".saving-*"))
+    assert not old.exists()
 
 
 def trained_and_continued(shop: Workshop) -> None:
@@ -144,8 +175,8 @@ def trained_and_continued(shop: Workshop) -> None:
     run = shop.add_run(min_train_tokens=256, validation_interval=2)
     for arguments, tokens in (([], 256), ([], 384), (["--restart"], 384)):
         shop.add_run(min_train_tokens=tokens, validation_interval=2)
-        result = finish(shop.start("r", *arguments, ranks=1, prelude=IMPATIENT), expect=0, timeout=60)
-        assert not result.stderr, result.stderr
+        result = shop.attempt(*arguments)
+        assert (result.status, result.stderr) == (0, ""), result
     assert metrics(run)[-1]["tokens_seen"] == 384
     assert (run / "checkpoints" / "latest" / "model.safetensors").is_file()
 
@@ -157,7 +188,7 @@ def test_links_of_the_users_own(tmp_path: Path, exhaustive: bool) -> None:
     places = ["runs/r/checkpoints", "datasets", "runs", "runs/r/aside"]
     places = places if exhaustive else places[:2]
     for number, place in enumerate(places):
-        shop, disk = Workshop(tmp_path / f"shop{number}"), tmp_path / f"disk{number}"
+        shop, disk = InProcess(tmp_path / f"shop{number}"), tmp_path / f"disk{number}"
         shop.add_dataset()
         shop.add_run()
         disk.mkdir()
@@ -178,7 +209,7 @@ def test_lock_that_is_a_link(bench: Bench, outside: Path) -> None:
     lock.unlink(missing_ok=True)
     lock.symlink_to(outside / "file")
     before, theirs = tree(bench.shop.path), tree(outside)
-    assert is_one_line(bench.go_on(), ".lock")
+    assert is_one_line(bench.shop.attempt(), ".lock")
     same_as(before, bench.shop.path)
     assert tree(outside) == theirs
 
@@ -187,20 +218,18 @@ def test_lock_that_is_a_link(bench: Bench, outside: Path) -> None:
 def test_drafts_that_are_links(tmp_path: Path, outside: Path) -> None:
     """Names with this process's number are easily foretold."""
     before = tree(outside)
-    shop = Workshop(tmp_path / "shop")
+    shop = InProcess(tmp_path / "shop")
     shop.add_dataset()
     run = shop.add_run(min_train_tokens=64)
-    names = ["runs/r/.summary.json.{pid}"]
-    names += [f"runs/r/checkpoints/.saving-{what}{{pid}}" for what in ("", "latest-", "best-")]
-    names += [f"datasets/.scans/.local--letters--{split}.json.{{pid}}" for split in ("train", "validation")]
-    plant = "import os\n" + "".join(
-        f"path = {str(shop.path / name)!r}.format(pid=os.getpid())\n"
-        "os.makedirs(os.path.dirname(path), exist_ok=True)\n"
-        f"os.symlink({str(outside / 'file')!r}, path)\n"
-        for name in names
-    )
-    result = finish(shop.start("r", ranks=1, prelude=plant), expect=0, timeout=60)
-    assert not result.stderr
+    pid = os.getpid()
+    names = [f"runs/r/.summary.json.{pid}"]
+    names += [f"runs/r/checkpoints/.saving-{what}{pid}" for what in ("", "latest-", "best-")]
+    names += [f"datasets/.scans/.local--letters--{split}.json.{pid}" for split in ("train", "validation")]
+    for name in names:
+        (shop.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (shop.path / name).symlink_to(outside / "file")
+    result = shop.attempt()
+    assert (result.status, result.stderr) == (0, ""), result
     assert tree(outside) == before
     assert (run / "summary.json").is_file()
 
@@ -237,7 +266,8 @@ def test_links_in_partial_downloads(customer: Workshop, hub: FakeHub, outside: P
         ("x.incomplete", "file"),
     ):
         (partial / name).symlink_to(outside / target)
-    result = finish(customer.start("r", ranks=1, prelude=IMPATIENT), expect=0, timeout=60)
+    result = customer.attempt()
+    assert result.status == 0, result
     assert "Downloading" in result.stdout
     assert tree(outside) == before
     assert not [path for path in (customer.datasets / NAME).rglob("*") if path.is_symlink()]
@@ -281,3 +311,63 @@ def test_links_in_builds(tmp_path: Path, outside: Path, monkeypatch: pytest.Monk
     harness.data.preparation.builtin.build_python_stdlib(folder, vocab_size=257)
     assert (folder / "train.safetensors").is_file()
     assert tree(outside) == before
+
+
+# What must stay here
+
+SECRETS = {"HF_TOKEN": "hf_sentinelToken0123456789", "OPENAI_API_KEY": "sk-sentinelKey9876543210"}
+
+
+@pytest.mark.fault("tokens in the environment", "in no output and in no file")
+def test_secrets_stay_in_the_environment(bench: Bench, tmp_path: Path) -> None:
+    """The Hub gets its token; no file and no line of output has it or the other."""
+    shop = bench.shop
+    forked = Workshop(shop.path, dict(SECRETS))
+    evaluated = [*files_of(shop.runs / "r"), "--dataset", "local/letters"]
+    results = [forked.attempt("--plan"), forked.attempt(), forked.attempt("nowhere")]
+    results += [forked.command("test_loss.py", str(shop.datasets), *evaluated)]
+    with FakeHub() as hub:
+        forked.environment |= hub.environment(tmp_path / "hf") | SECRETS | {"HF_HUB_OFFLINE": "0"}
+        hub.add_dataset("someone/private", {"meta.json": b"{}"})
+        for name in ("private", "missing"):
+            shop.add_run(name, dataset=f"someone/{name}")
+            results += [forked.attempt(run=name)]
+    assert [each.status for each in results] == [0, 0, 2, 0, 2, 2], results
+    said = [each.stdout + each.stderr for each in results]
+    files = [path for path in shop.path.rglob("*") if path.is_file()]
+    assert len(files) > 20
+    for secret in SECRETS.values():
+        assert not [text for text in said if secret in text]
+        assert not [path for path in files if secret.encode() in path.read_bytes()]
+
+
+def files_of(run: Path) -> tuple[str, str]:
+    return str(run / "model.json"), str(run / "checkpoints" / "latest" / "model.safetensors")
+
+
+@pytest.mark.fault(
+    "a machine in a hostile network", "all sockets of ranks of one machine are bound to the loopback interface"
+)
+def test_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:
+    """Under the real torchrun, whose own store is torch's, and with --processes, where rank 0 keeps it."""
+    import psutil  # type: ignore[import-untyped]  # lm-eval brings it
+
+    shop = Workshop(tmp_path)
+    shop.add_dataset()
+    for by_processes in (False, True):
+        run = shop.add_run(f"processes-{by_processes}")
+        mark, go = tmp_path / f"{run.name}.mark", tmp_path / f"{run.name}.go"
+        job = Torchrun(shop, run, are_forked=True, by_processes=by_processes)
+        process = job.start(f"before(STEP, note({str(mark)!r}, until({str(go)!r})), rank=0, step=1)")
+        try:
+            await_file(mark, process)
+            ranks = psutil.Process(process.pid).children()
+            assert len(ranks) == 2
+            sockets = [each for rank in ranks for each in rank.net_connections("inet")]
+            heard = [each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN]
+        finally:
+            process.terminate()
+            go.touch()
+            stopped = finish([process], expect=None, timeout=PATIENCE_SECONDS)
+        assert heard, stopped
+        assert all(each.removeprefix("::ffff:").startswith("127.") or each == "::1" for each in heard), heard

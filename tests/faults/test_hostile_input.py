@@ -1,8 +1,8 @@
 """Hostile input.
 
 Whatever is in a file or a name: it is accepted as valid, or refused with one line that names the file and the key, and
-nothing on disk is harmed. Most cases are tried in process on the functions that load things; some go through the real
-command, on one process.
+nothing on disk is harmed. Most cases are tried on the functions that load things; some go through the real command, on
+one process, this one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from harness.runs.checkpoint_meta import read_meta
 from harness.runs.directory import RunDirectory
 from harness.runs.train_config import TrainConfig, load_train_config
 from tests.support.hostile import (
-    IMPATIENT,
     VALUES,
     Bench,
     explore,
@@ -47,7 +46,8 @@ from tests.support.hostile import (
     vouch_for,
     write,
 )
-from tests.support.launch import DATASET, MODEL, TRAIN, Workshop, finish
+from tests.support.in_process import InProcess
+from tests.support.launch import DATASET, MODEL, TRAIN, Workshop
 
 WORLD_SIZES = (1, 8)
 # Where a mutation stays within a key's type: values from the sensible to the absurd.
@@ -103,7 +103,7 @@ MODEL_TEXTS = mutations(MODEL, PLAUSIBLE_MODEL, UNUSUAL)
 @pytest.fixture
 def shop(tmp_path: Path) -> Workshop:
     """A run that would train for a few steps, and its dataset."""
-    made = Workshop(tmp_path)
+    made = InProcess(tmp_path)
     made.add_dataset(tokens=400)
     made.add_run(min_train_tokens=64)
     return made
@@ -188,8 +188,9 @@ IMPOSSIBLE_MODELS: list[dict[str, Any]] = [
 def test_impossible_models(bench: Bench, exhaustive: bool) -> None:
     path, weights = bench.shop.path / "model.json", bench.shop.runs / "r" / "checkpoints" / "best" / "model.safetensors"
     before = tree(bench.shop.path)
-    for sizes in IMPOSSIBLE_MODELS:
-        for mode in (["-f"], ["--restart"], ["--plan"], ["smoke"]) if exhaustive else (["-f"], ["smoke"]):
+    for number, sizes in enumerate(IMPOSSIBLE_MODELS):
+        few = [["smoke"], ["-f"]] if number % 4 == 0 else [["smoke"], ["--restart"]]
+        for mode in [["-f"], ["--restart"], ["--plan"], ["smoke"]] if exhaustive else few:
             if mode == ["smoke"]:
                 path.write_text(json.dumps(MODEL | sizes))
                 assert is_one_line(bench.shop.command("test_smoke.py", str(path), str(weights)), "model.json")
@@ -218,7 +219,7 @@ def test_commands_on_run_files(shop: Workshop, exhaustive: bool) -> None:
         shop.add_run(min_train_tokens=64)
         set_text(run / file, text)
         before = tree(shop.path)
-        result = finish(shop.start("r", *options, ranks=1, prelude=IMPATIENT), expect=None, timeout=60)
+        result = shop.attempt(*options)
         is_one_line(result)
         if result.status == 2:
             same_as(before, shop.path)
@@ -314,11 +315,6 @@ TOKEN_FILES: dict[str, bytes] = {
     "offsets negative": raw_safetensors(token_header(400, data_offsets=[-800, 0]), LETTERS),
     "shape 2**63": raw_safetensors(token_header(400, shape=[2**63]), LETTERS),
     "shape that overflows": raw_safetensors(token_header(400, shape=[2**32, 2**32]), LETTERS),
-    "2-D": raw_safetensors(token_header(400, shape=[20, 20]), LETTERS),
-    "zero tokens": raw_safetensors(token_header(0)),
-    "float": raw_safetensors(token_header(200, "F32"), LETTERS),
-    "bf16": raw_safetensors(token_header(400, "BF16"), LETTERS),
-    "another name": raw_safetensors(token_header(400).replace("tokens", "token"), LETTERS),
     "bytes left over": raw_safetensors(token_header(300), LETTERS),
     "not UTF-8": raw_safetensors(b"\xff\xfe{}", LETTERS),
     "nested": raw_safetensors('{"tokens":' * 5000, LETTERS),
@@ -431,7 +427,7 @@ def test_weights(bench: Bench, exhaustive: bool) -> None:
             save_file(tensors, latest / "model.safetensors")
             vouch_for(latest, "model.safetensors")
             before = tree(bench.shop.path)
-            assert is_one_line(bench.go_on(), latest.name, "not this model"), name
+            assert is_one_line(bench.shop.attempt(), latest.name, "not this model"), name
             same_as(before, bench.shop.path)
 
 
@@ -476,15 +472,13 @@ def test_checkpoint_meta(bench: Bench, exhaustive: bool) -> None:
 WRONG: list[Any] = [None, True, -1, 0, 1.5, 10**18, 10**400, 1e308, "x", "a\nb\x1b[31m", [], [1], {}, {"a": 1}]
 
 
-WRONG_INSIDE: list[Any] = [None, -1, "x", []]
-
-
 def wrong_metas(meta: dict[str, Any]) -> list[dict[str, Any]]:
     """Every key, also of the objects in it, with every wrong value, and without the key."""
     found: list[dict[str, Any]] = [{**meta, key: value} for key in [*meta, "new"] for value in WRONG]
     found += [{other: value for other, value in meta.items() if other != key} for key in meta]
+    inside: list[Any] = [None, -1, "x", []]
     for outer in ("seconds", "sha256", "dataset", "train", "model"):
-        found += [{**meta, outer: {**meta[outer], key: value}} for key in meta[outer] for value in WRONG_INSIDE]
+        found += [{**meta, outer: {**meta[outer], key: value}} for key in meta[outer] for value in inside]
     return found
 
 
@@ -498,7 +492,7 @@ def test_continuing_with_wrong_meta(bench: Bench, exhaustive: bool) -> None:
         latest = bench.reset()
         (latest / "meta.json").write_text(json.dumps(meta))
         before = tree(bench.shop.path)
-        if is_one_line(bench.go_on()):
+        if is_one_line(bench.shop.attempt()):
             same_as(before, bench.shop.path)
         else:
             nothing_lost(before, bench.shop)
@@ -541,7 +535,7 @@ def test_states_of_something_else(bench: Bench, exhaustive: bool) -> None:
         torch.save(content, latest / name)
         vouch_for(latest, name)
         before = tree(bench.shop.path)
-        assert is_one_line(bench.go_on(), latest.name), (name, content)
+        assert is_one_line(bench.shop.attempt(), latest.name), (name, content)
         same_as(before, bench.shop.path)
 
 
@@ -555,7 +549,7 @@ def test_metrics(bench: Bench, exhaustive: bool) -> None:
         at = bench.meta()["metrics_bytes"]
         path.write_bytes(path.read_bytes()[:at] + line.encode() + b"\n")
         before = tree(bench.shop.path)
-        assert not is_one_line(bench.go_on()), line
+        assert not is_one_line(bench.shop.attempt()), line
         nothing_lost(before, bench.shop)
 
 
@@ -641,4 +635,4 @@ def test_control_characters(bench: Bench) -> None:
     odd = bench.shop.path / evil
     assert is_one_line(bench.shop.command("test_smoke.py", str(odd), str(weights)), "no such file")
     (latest / "meta.json").write_text(json.dumps({**bench.meta(), "dataset": evil}))
-    assert is_one_line(bench.go_on(), "another dataset")
+    assert is_one_line(bench.shop.attempt(), "another dataset")

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,27 +26,21 @@ from tests.support.fake_hub import FakeHub
 from tests.support.jobs import for_each
 from tests.support.launch import Workshop, metrics
 from tests.support.same_end import assert_same_end
-from tests.support.torchrun import FAULTS, MARK, Torchrun, await_file, with_faults
+from tests.support.straight import FAULTS, SETTINGS, STEPS
+from tests.support.torchrun import MARK, Torchrun, await_file, with_faults
 
-STEPS = 12
-SETTINGS: dict[str, Any] = {"min_train_tokens": STEPS * 128, "validation_interval": 3, "report_interval": 4}
 GONE_SECONDS = 15
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+def shop(straight_shop: Workshop) -> Workshop:
     # A short patience for ranks that are stuck does not make them take a torchrun that is gone for a frozen one.
-    shop = Workshop(tmp_path_factory.mktemp("launcher"), {"COLLECTIVE_TIMEOUT_SECONDS": "10"})
-    shop.add_dataset(tokens=10_000)
-    return shop
+    return Workshop(straight_shop.path, {"COLLECTIVE_TIMEOUT_SECONDS": "10"})
 
 
 @pytest.fixture(scope="module")
-def straight(shop: Workshop) -> Path:
-    """The run that nothing happens to."""
-    run = shop.add_run("straight", **SETTINGS)
-    shop.train("straight", prelude=FAULTS)
-    return run
+def straight(straight_shop: Workshop) -> Path:
+    return straight_shop.runs / "straight"
 
 
 def skip_unless(exhaustive: bool) -> None:
@@ -320,6 +313,6 @@ def test_the_reader_of_the_output_ends(shop: Workshop, straight: Path) -> None:
         process.stdout.close()
         go.touch()
         assert process.wait(timeout=60) == 128 + signal.SIGHUP
-    # It is noticed at the next line, which the report after step 3 is.
-    assert max(step for step, _ in list_checkpoints(run / "checkpoints")) in (3, 4)
+    # It is noticed at the next line, which the report after step 2 is.
+    assert max(step for step, _ in list_checkpoints(run / "checkpoints")) in (2, 3)
     shop.train(run.name, ranks=1, prelude=FAULTS)

@@ -11,7 +11,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -21,26 +20,14 @@ from tests.data.test_fetching import NAME, corpus
 from tests.support.fake_hub import FakeHub
 from tests.support.launch import Workshop, finish, metrics
 from tests.support.same_end import assert_same_end
+from tests.support.straight import FAULTS, SETTINGS, STEPS
 
-STEPS = 12
-SETTINGS: dict[str, Any] = {
-    "min_train_tokens": STEPS * 128,
-    "validation_interval": 3,
-    "report_interval": 1,
-    "learning_rate": 0.01,
-    "clipping_max_norm": 0.5,
-}
-FAULTS = "from tests.support.faults import *\n"
 TIMEOUT_SECONDS = 3
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    shop = Workshop(tmp_path_factory.mktemp("ranks"))
-    shop.add_dataset(tokens=10_000)
-    shop.add_run("straight", **SETTINGS)
-    shop.train("straight", prelude=FAULTS)
-    return shop
+def shop(straight_shop: Workshop) -> Workshop:
+    return straight_shop
 
 
 # Gradients that are not finite

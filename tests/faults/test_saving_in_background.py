@@ -20,35 +20,22 @@ from harness.runs.checkpoints import list_checkpoints, verify_checkpoint
 from tests.support.jobs import ends_of, said
 from tests.support.launch import Workshop, finish, metrics
 from tests.support.same_end import assert_same_end
+from tests.support.straight import FAULTS, SETTINGS, STEPS
 
 pytestmark = pytest.mark.slow
 
 
-STEPS = 12
-SETTINGS: dict[str, Any] = {
-    "min_train_tokens": STEPS * 128,
-    "validation_interval": 3,
-    "report_interval": 1,
-    "learning_rate": 0.01,
-    "clipping_max_norm": 0.5,
-}
-FAULTS = "from tests.support.faults import *\n"
 SLOW_SECONDS = 3
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    shop = Workshop(tmp_path_factory.mktemp("background"))
-    shop.add_dataset(tokens=40_000)
-    return shop
+def shop(straight_shop: Workshop) -> Workshop:
+    return straight_shop
 
 
 @pytest.fixture(scope="module")
-def straight(shop: Workshop) -> Path:
-    """The run that saves synchronously, and that nothing happens to."""
-    run = shop.add_run("straight", **SETTINGS)
-    shop.train("straight", prelude=FAULTS)
-    return run
+def straight(straight_shop: Workshop) -> Path:
+    return straight_shop.runs / "straight"
 
 
 def add_run(shop: Workshop, name: str, **changes: Any) -> Path:
@@ -67,11 +54,11 @@ def latest_step(run: Path) -> int | None:
 @pytest.mark.fault("a slow disk", "training goes on during the save; latest moves once it is durable")
 def test_steps_go_on_while_a_disk_is_slow(shop: Workshop, tmp_path: Path) -> None:
     """A look at the run from outside, while the first checkpoint's fsync takes seconds."""
-    run, mark = add_run(shop, "slow", min_train_tokens=128 * 140, validation_interval=139), tmp_path / "mark"
+    run, mark = add_run(shop, "slow-disk", min_train_tokens=128 * 140, validation_interval=139), tmp_path / "mark"
     # Slow enough steps that not all of them fit into the time.
     flush = "harness.runs.checkpoints:rename_whole"
     slow = f"before({flush!r}, note({str(mark)!r}, pause({SLOW_SECONDS})), call=1)\nbefore(STEP, pause(0.02))\n"
-    processes = shop.start("slow", prelude=FAULTS + slow)
+    processes = shop.start("slow-disk", prelude=FAULTS + slow)
     steps: set[int] = set()
     while not mark.exists():
         assert processes[0].poll() is None, finish(processes, expect=None, timeout=10)
@@ -143,7 +130,7 @@ def test_killed_in_a_save(shop: Workshop, straight: Path, exhaustive: bool) -> N
     """Steps have been taken since the save began: they are lost, and taken again."""
     moments = every_moment(exhaustive)
     for number, moment in enumerate(moments):
-        run = add_run(shop, f"killed-{number}")
+        run = add_run(shop, f"killed-saving-{number}")
         prelude = FAULTS + f"before({moment.format(action='in_turn(pause(0.2), kill)')}, rank=0)"
         result = finish(shop.start(run.name, prelude=prelude), expect=-signal.SIGKILL, timeout=60)
         assert result.stdout.count("validation loss") >= 3  # of steps 0, 3 and 6, whose save this is
@@ -161,7 +148,7 @@ def test_killed_in_a_save(shop: Workshop, straight: Path, exhaustive: bool) -> N
 def test_told_to_stop_in_a_save(shop: Workshop, straight: Path, exhaustive: bool) -> None:
     moments = every_moment(exhaustive)
     for number, moment in enumerate(moments):
-        run = add_run(shop, f"told-{number}")
+        run = add_run(shop, f"told-saving-{number}")
         prelude = FAULTS + f"before({moment.format(action='in_turn(tell(SIGTERM), pause(0.2))')}, rank=0)"
         result = shop.train(run.name, prelude=prelude, expect=128 + signal.SIGTERM)
         assert len(result.error_lines) == 1, result.stderr
@@ -224,7 +211,8 @@ LARGE = {"vocab_size": 8192, "emb_dim": 512, "n_layers": 4, "n_heads": 8}  # 21 
 def test_how_long_the_loop_pauses(shop: Workshop, tmp_path: Path, exhaustive: bool) -> None:
     steps = 24 if exhaustive else 8
     waiting, going_on = (pauses_of(shop, tmp_path, steps, in_background=setting) for setting in (False, True))
-    assert sum(going_on) < 0.6 * sum(waiting), (waiting, going_on)
+    # The shortest of each: what else the machine does says nothing of the program.
+    assert min(going_on) < 0.6 * min(waiting), (waiting, going_on)
 
 
 def pauses_of(shop: Workshop, folder: Path, steps: int, *, in_background: bool) -> list[float]:

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,34 +23,22 @@ from tests.support.fake_hub import FakeHub
 from tests.support.jobs import for_each
 from tests.support.launch import Result, Workshop, finish
 from tests.support.same_end import assert_same_end
-from tests.support.torchrun import FAULTS, Torchrun, await_file
+from tests.support.straight import FAULTS, SETTINGS
+from tests.support.torchrun import Torchrun, await_file
 from tests.support.warm import WarmProcess
 
-STEPS = 12
-SETTINGS: dict[str, Any] = {
-    "min_train_tokens": STEPS * 128,
-    "validation_interval": 3,
-    "report_interval": 4,
-    "learning_rate": 0.01,
-    "clipping_max_norm": 0.5,
-}
 TORCHRUN_PATIENCE_SECONDS = 30
 GONE_SECONDS = 15  # in which all ranks must be gone once one has died
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    shop = Workshop(tmp_path_factory.mktemp("signals"))
-    shop.add_dataset(tokens=10_000)
-    return shop
+def shop(straight_shop: Workshop) -> Workshop:
+    return straight_shop
 
 
 @pytest.fixture(scope="module")
-def straight(shop: Workshop) -> Path:
-    """The run that nothing happens to."""
-    run = shop.add_run("straight", **SETTINGS)
-    shop.train("straight", prelude=FAULTS)
-    return run
+def straight(straight_shop: Workshop) -> Path:
+    return straight_shop.runs / "straight"
 
 
 def assert_stopped(run: Path, result: Result, number: signal.Signals) -> int:

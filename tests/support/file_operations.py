@@ -116,6 +116,7 @@ def empty_disk(folder: Path) -> None:
 def inject(call: str, number: int, fault: Fault) -> None:
     """Let `fault` act before each file operation of the call `number` (from 0) of CALLS[call], on rank 0."""
     if os.environ.get("RANK", "0") == "0":
+        sys.dont_write_bytecode = True  # of a module that the call is the first to import: no operation of its own
         operations = Operations(fault)
         operations.watch_calls(CALLS[call], number)
         operations.watch_files()

@@ -16,7 +16,8 @@ from hypothesis.strategies import SearchStrategy
 
 from harness.common.errors import UserError, printable
 from harness.common.files import sha256
-from tests.support.launch import Result, Workshop, finish
+from tests.support.in_process import InProcess
+from tests.support.launch import Result, Workshop
 
 Check = Callable[[Any], object]
 
@@ -39,15 +40,6 @@ def explore(check: Check, cases: SearchStrategy[Any], count: int) -> int:
 
     attempt()
     return tried
-
-
-# Nothing is gained by waiting for pictures and the disk some hundred times.
-IMPATIENT = """
-import os
-from harness.training.chart_process import ChartProcess
-os.fsync = lambda descriptor: None
-ChartProcess.draw = lambda self: None
-"""
 
 
 # Texts of JSON files ------------------------------------------------------------------------------------------------
@@ -203,7 +195,7 @@ def raw_safetensors(header: str | bytes, data: bytes = b"", length: int | None =
 
 def finished_run(path: Path) -> Workshop:
     """A run that has trained to its end and has all files that checkpoints may have; train.json now asks for more."""
-    made = Workshop(path)
+    made = InProcess(path)
     made.add_dataset()
     made.add_run(min_train_tokens=640, validation_interval=4, precision="fp16")
     result = made.attempt()
@@ -217,22 +209,17 @@ class Bench:
     """A finished run to be harmed again and again."""
 
     origin: Path
-    shop: Workshop
+    shop: InProcess
 
     @classmethod
     def copy_of(cls, made: Workshop, path: Path) -> Bench:
-        return cls(made.path, Workshop(Path(shutil.copytree(made.path, path, symlinks=True))))
+        return cls(made.path, InProcess(Path(shutil.copytree(made.path, path, symlinks=True))))
 
     def reset(self) -> Path:
         """Put everything back; the latest checkpoint."""
         shutil.rmtree(self.shop.runs / "r")
         shutil.copytree(self.origin / "runs" / "r", self.shop.runs / "r", symlinks=True)
         return (self.shop.runs / "r" / "checkpoints" / "latest").resolve()
-
-    def go_on(self, *arguments: str) -> Result:
-        """The real command."""
-        processes = self.shop.start("r", *arguments, ranks=1, prelude=IMPATIENT)
-        return finish(processes, expect=None, timeout=60)
 
     def meta(self) -> dict[str, Any]:
         """The latest checkpoint's, but for its own hash: as earlier versions wrote it, it can be anything."""

@@ -1,33 +1,100 @@
-"""Commands in the tests' own process: for their output, files and exit status, where the process is not the subject."""
+"""The root's commands in this process, for tests in which no process is the subject: a tenth of a fork's time."""
 
 from __future__ import annotations
 
 import importlib
 import os
-from contextlib import chdir
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, chdir, contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from typing import NoReturn
-from unittest.mock import patch
+from tempfile import TemporaryFile
+from typing import Any, NoReturn
+from unittest import mock
 
-from click.testing import CliRunner
+import torch
 
-from harness.common import errors
-from harness.common.exit import Exit
-from tests.support.launch import Result
+from harness.common.exit import EXIT, STOPPING_SIGNALS, Exit
+from harness.training.chart_process import ChartProcess
+from tests.support.launch import Result, Workshop
+
+
+class Ended(BaseException):
+    """The command has called os._exit."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
 
 
 def call(name: str, *arguments: object, folder: Path, environment: dict[str, str] | None = None) -> Result:
     """Run one of the root's commands in `folder`, whatever comes of it."""
+    with ExitStack() as stack:
+        output, errors = (stack.enter_context(TemporaryFile("w+", errors="replace")) for _ in range(2))
+        stack.enter_context(_as_before())
+        stack.enter_context(mock.patch.dict(os.environ, environment or {}))  # takes back what the command sets, too
+        stack.enter_context(mock.patch.object(ChartProcess, "draw"))
+        stack.enter_context(mock.patch("os.fsync"))
+        stack.enter_context(mock.patch("os._exit", _end))
+        with redirect_stdout(output), redirect_stderr(errors), chdir(folder):
+            status = _status_of(name, [str(each) for each in arguments])
+        output.seek(0)
+        errors.seek(0)
+        return Result(status, output.read(), errors.read())
 
-    def leave(status: int) -> NoReturn:
-        raise SystemExit(status)
 
-    command = importlib.import_module(name.removesuffix(".py")).main
-    with (
-        patch.dict(os.environ, environment or {}),  # which takes back what the command sets itself, too
-        patch.object(os, "_exit", leave),
-        patch.object(errors, "EXIT", Exit()),
-        chdir(folder),
-    ):
-        done = CliRunner().invoke(command, [str(each) for each in arguments], catch_exceptions=False)
-    return Result(done.exit_code, done.stdout, done.stderr)
+class InProcess(Workshop):
+    """A workshop whose commands run one after the other in the tests' own process: no charts, no waiting for the disk.
+
+    Jobs of several ranks (`train`, `start`) remain processes.
+    """
+
+    def command(self, name: str, *arguments: str, environment: dict[str, str] | None = None) -> Result:
+        """Run one of the root's commands, whatever comes of it."""
+        variables = {"HF_HUB_OFFLINE": "1", **self.environment, **(environment or {})}
+        return call(name, *arguments, folder=self.path, environment=variables)
+
+    def script(self, name: str, *arguments: str) -> Result:
+        """Run one of the root's commands, successfully."""
+        result = self.command(name, *arguments)
+        assert result.status == 0, result
+        return result
+
+
+def _end(status: int) -> NoReturn:
+    raise Ended(status)
+
+
+def _status_of(name: str, arguments: list[str]) -> int:
+    main: Any = importlib.import_module(name.removesuffix(".py")).main
+    try:
+        main.main(arguments, prog_name=name)
+    except Ended as end:
+        return end.status
+    except SystemExit as end:
+        return int(end.code or 0)
+    finally:
+        sys.stdout.flush()  # others than the test's, once training has made them
+        sys.stderr.flush()
+    return 0
+
+
+@contextmanager
+def _as_before() -> Iterator[None]:
+    """Undo what only the end of a process undoes: locks, signal handlers, torch's settings, the state of its exit."""
+    handlers, numbers = {each: signal.getsignal(each) for each in STOPPING_SIGNALS}, torch.get_rng_state()
+    precision, deterministic = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+    descriptors = set(os.listdir("/proc/self/fd"))
+    try:
+        yield
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+        torch.set_rng_state(numbers)
+        torch.set_float32_matmul_precision(precision)
+        torch.use_deterministic_algorithms(deterministic)
+        vars(EXIT).update(vars(Exit()))
+        for descriptor in set(os.listdir("/proc/self/fd")) - descriptors:
+            with suppress(OSError):
+                if Path(os.readlink(f"/proc/self/fd/{descriptor}")).name == ".lock":
+                    os.close(int(descriptor))

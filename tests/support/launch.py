@@ -130,11 +130,6 @@ class Workshop:
         process = self.fork([*command, *self._arguments(arguments)], {}, FORK_PYTHONS)
         return finish([process], expect=expect, timeout=timeout)
 
-    def start_torchrun(self, *arguments: str, ranks: int = 2) -> Process:
-        """Start it as a user does: Python and torch load anew, in torchrun and in each rank."""
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        return self.spawn([*launcher, str(ROOT / "ddp_train.py"), *self._arguments(arguments)], {})
-
     def start_processes(self, *arguments: str, ranks: int = 2) -> Process:
         """Start it with --processes as a user does: Python and torch load anew in each rank."""
         command = [sys.executable, str(ROOT / "ddp_train.py"), *self._arguments(arguments), "--processes", str(ranks)]

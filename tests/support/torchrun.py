@@ -12,9 +12,9 @@ from pathlib import Path
 
 from tests.support.isolation import ROOT
 from tests.support.launch import TORCHRUN, Workshop
+from tests.support.straight import FAULTS
 from tests.support.warm import FORK_PYTHONS, WarmProcess
 
-FAULTS = "from tests.support.faults import *\n"
 # What ddp_train.py does first, before a prelude imports torch.
 FIRST = "from harness.common.libraries import configure_libraries\nconfigure_libraries()\n"
 MARK = "JOB_OF_A_TEST"  # a variable in the environment of all processes of a job

@@ -26,16 +26,12 @@ from harness.common.files import umask
 
 ROOT = Path(__file__).resolve().parents[2]
 # Tests that look at charts: elsewhere none is drawn, since the process that draws takes as long as the small runs.
-DRAWING = (
-    *("/test_training.py", "/test_benchmarks_in_training.py", "/test_continuation.py", "/test_chart_process.py"),
-    *(
-        "/test_convert_hf.py",
-        "/test_ranks.py",
-        "/test_nodes.py",
-        "/test_full_disks.py",
-        "/test_measuring.py",
-        "/test_microbatch_search.py",
-    ),
+DRAWING = tuple(
+    f"/test_{name}.py"
+    for name in (
+        *("training", "benchmarks_in_training", "continuation", "chart_process", "convert_hf", "ranks", "nodes"),
+        *("full_disks", "measuring", "microbatch_search"),
+    )
 )
 
 FORK_PYTHONS = "from tests.support.forking import fork_pythons\nfork_pythons()\n"

@@ -22,7 +22,7 @@ from harness.common.errors import RunStopped
 from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
 from harness.distributed.signals import SharedWork, StopSignal
-from harness.distributed.watchdog import NoWatchdog, Place
+from harness.distributed.watchdog import Place, Watchdog
 from harness.distributed.world import World
 from harness.evaluation.likelihood import Scorer
 from harness.model.precision import Precision
@@ -233,7 +233,7 @@ def on_ranks(size: int, work: Callable[[SharedBatches], Any], stopping: Sequence
             return meeting.gather(self.rank, value)
 
     def play(rank: int) -> None:
-        world = ThreadWorld(rank, rank, size, size, torch.device("cpu"), NoWatchdog())
+        world = ThreadWorld(rank, rank, size, size, torch.device("cpu"), Watchdog())
         stop = StopSignal()
         stop.signal = signal.SIGTERM if rank in stopping else 0
         try:
