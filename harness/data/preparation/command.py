@@ -30,6 +30,7 @@ from harness.data.tokenizers.load import load_tokenizer
 from harness.data.tokenizers.tokenizer import Tokenizer
 
 SECONDS_BETWEEN_LINES = 10.0
+BYTES_PER_WORKER = 2**22  # of input: less is encoded before another process has started
 BAR_FORMAT = "{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 
 Made = tuple[list[Split], Tokenizer, str, dict[str, Any]]  # the tokenizer's name in meta.json, and the text's origin
@@ -99,7 +100,8 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
     begun_with = {"input": abbreviated(inputs), **deciding, "tokenizer_file_sha256": fingerprint}
     journal = work.resume_or_begin(begun_with, [[file.name, file.version] for file in source.files])
     name = choice.bring(partial(sample_texts, source, recipe), work.dataset)
-    place, workers = _place(name, work), options["workers"] or usable_cores()
+    size = sum(file.size for file in source.files)
+    place, workers = _place(name, work), options["workers"] or min(usable_cores(), 1 + size // BYTES_PER_WORKER)
     with encoder_processes(place, workers) as encoder, ReadingProgress(source.files) as progress:
         try:
             tokenizer = load_tokenizer(place)
