@@ -46,11 +46,9 @@ def write_shard(path: Path, tokens: list[int], magic: int = 20240520, version: i
 
 
 def write_nanogpt(path: Path, tokens: list[int]) -> None:
-    """Write a file as data/openwebtext/prepare.py does; the other ones' tofile writes the same."""
+    """Write a file as data/shakespeare/prepare.py does; the memmap of data/openwebtext/prepare.py writes the same."""
     path.parent.mkdir(exist_ok=True)
-    array = np.memmap(path, dtype=np.uint16, mode="w+", shape=(len(tokens),))
-    array[:] = tokens
-    array.flush()
+    np.array(tokens, np.uint16).tofile(path)
 
 
 def write_build_nanogpt(path: Path, tokens: list[int], dtype: Any = np.uint16) -> None:
