@@ -35,7 +35,7 @@ ALONE = (
     *("search::test_limits_just_above", "search::test_a_probe_leaves", "nodes::test_restarted", "nodes::test_network"),
     *("on_gpu::test_a_rehearsal", "determinism::test_compiled_code", "compilation::test_two_ranks"),
     *("background::test_how_long_the_loop", "preparing::test_killed_at_any_time", "preparing::test_memory_does_not"),
-    *("signals::test_torchrun_restarts", "launcher::test_the_reader_of", "dataset::test_a_killed_build"),
+    *("signals::test_torchrun_restarts", "launcher::test_the_reader_of"),
 )
 
 

@@ -255,18 +255,14 @@ def _remembered_largest(dataset: Dataset, tokens: TokenFile) -> int:
     memory = dataset.folder.parent.parent / ".scans" / f"{dataset.name.replace('/', '--')}--{tokens.path.stem}.json"
     status = tokens.path.stat()
     key = [status.st_size, status.st_mtime_ns]
-    try:
+    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):  # not scanned yet, or not written by us
         known = json.loads(memory.read_text())
         largest = known["largest_token"]
         if known["file"] == key and isinstance(largest, int) and -1 <= largest <= np.iinfo(tokens.dtype).max:
             return largest
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        pass  # not scanned yet, or not written by us
     largest = tokens.largest_token()
-    try:
+    with suppress(OSError):  # a read-only datasets folder: scan again next time
         memory.parent.mkdir(exist_ok=True)
         with atomic_file(memory) as draft:
             draft.write_text(json.dumps({"file": key, "largest_token": largest}))
-    except OSError:
-        pass  # a read-only datasets folder: scan again next time
     return largest

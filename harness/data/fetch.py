@@ -20,7 +20,15 @@ def ensure_dataset(datasets_dir: Path, name: str, splits: list[str]) -> None:
             raise UserError(f"{folder.parent}: cannot make this folder: {error.strerror}") from None
         try:
             with _neighbour_named(datasets_dir, name):
-                _make(folder, name)
+                if name.startswith("builtin/"):
+                    build = _builder(name)
+                    print(f"Building {name} in {folder} ...", flush=True)
+                    build(folder)
+                else:
+                    from harness.data.hub import download_dataset
+
+                    print(f"Downloading {name} to {folder} ...", flush=True)
+                    download_dataset(name, folder)
         finally:
             with suppress(OSError):
                 folder.parent.rmdir()  # only if it is empty: nothing has come
@@ -63,15 +71,3 @@ def _builder(name: str) -> Callable[[Path], None]:
     if name not in BUILTIN_DATASETS:
         raise UserError(f'train.json: key "dataset": no {name}; there is {", ".join(BUILTIN_DATASETS)}')
     return BUILTIN_DATASETS[name]
-
-
-def _make(folder: Path, name: str) -> None:
-    if name.startswith("builtin/"):
-        build = _builder(name)
-        print(f"Building {name} in {folder} ...", flush=True)
-        build(folder)
-    else:
-        from harness.data.hub import download_dataset
-
-        print(f"Downloading {name} to {folder} ...", flush=True)
-        download_dataset(name, folder)

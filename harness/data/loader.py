@@ -82,7 +82,8 @@ class BatchSchedule:
 
     def steps_within(self, tokens: int) -> int:
         """The largest number of steps that see at most so many tokens."""
-        stage = self._stage_of_token(tokens)
+        stages = self.stages
+        stage = stages[max(0, bisect_right(stages, tokens, key=lambda stage: stage.tokens_before) - 1)]
         return stage.first_step + max(0, tokens - stage.tokens_before) // stage.layout.global_tokens
 
     def steps_for(self, tokens: int) -> int:
@@ -104,9 +105,6 @@ class BatchSchedule:
 
     def _stage(self, step: int) -> Stage:
         return self.stages[max(0, bisect_right(self.stages, step, key=lambda stage: stage.first_step) - 1)]
-
-    def _stage_of_token(self, tokens: int) -> Stage:
-        return self.stages[max(0, bisect_right(self.stages, tokens, key=lambda stage: stage.tokens_before) - 1)]
 
 
 @dataclass(frozen=True)

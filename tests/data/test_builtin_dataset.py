@@ -8,10 +8,8 @@ import json
 import os
 import signal
 import stat
-import subprocess
 import sys
 import sysconfig
-import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,20 +19,16 @@ import pytest
 from safetensors.numpy import load_file
 
 from harness.common.errors import UserError
+from harness.common.files import umask
 from harness.data.preparation import builtin
 from harness.data.preparation.builtin import BUILTIN_DATASETS, DEFAULT_VOCAB_SIZE, build_python_stdlib
 from harness.data.tokenizers.load import load_tokenizer
 from harness.data.tokenizers.tokenizer import Tokenizer
+from tests.support.preparing import content_of
+from tests.support.warm import ROOT, WarmProcess, warm_server
 
-pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).resolve().parents[2]
 SPLITS = ("train", "validation", "test")
 FILES = {"meta.json", "tokenizer.json", *(f"{split}.safetensors" for split in SPLITS)}
-BUILD = (
-    "import sys; from pathlib import Path; from harness.data.preparation.builtin import *; "
-    "build_python_stdlib(Path(sys.argv[1]))"
-)
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +67,7 @@ def library_sources() -> dict[bytes, Path]:
     return {path.read_bytes(): path for path in paths if "site-packages" not in path.parts}
 
 
+@pytest.mark.slow
 def test_the_folder_holds_what_meta_says(folder: Path, meta: dict[str, Any]) -> None:
     assert {path.name for path in folder.iterdir()} == FILES
     assert set(meta["files"]) == FILES - {"meta.json"}
@@ -82,6 +77,7 @@ def test_the_folder_holds_what_meta_says(folder: Path, meta: dict[str, Any]) -> 
     assert not [path for path in folder.parent.iterdir() if path != folder]
 
 
+@pytest.mark.slow
 def test_counts_and_hashes_are_those_of_the_files(
     folder: Path, meta: dict[str, Any], tokenizer: Tokenizer, documents: dict[str, list[str]]
 ) -> None:
@@ -100,6 +96,7 @@ def test_counts_and_hashes_are_those_of_the_files(
         assert tokenizer.token_byte_lengths()[tokens].sum() == meta["splits"][split]["bytes"]
 
 
+@pytest.mark.slow
 def test_every_document_is_a_file_of_the_library_and_in_one_split(documents: dict[str, list[str]]) -> None:
     library = Path(sysconfig.get_path("stdlib"))
     everything = [text for split in SPLITS for text in documents[split]]
@@ -109,48 +106,14 @@ def test_every_document_is_a_file_of_the_library_and_in_one_split(documents: dic
         assert (library / name).read_bytes().decode() in everything
     for name in ("encodings/cp037.py", "pydoc_data/topics.py"):
         assert (library / name).read_bytes().decode() not in everything
+    sizes = {split: sum(len(text.encode()) for text in documents[split]) for split in SPLITS}
+    shares = {split: size / sum(sizes.values()) for split, size in sizes.items()}
+    assert shares == pytest.approx({"train": 0.9, "validation": 0.05, "test": 0.05}, abs=0.01)
+    folders = {library_sources()[text.encode()].parent for text in documents["train"][:60]}
+    assert len(folders) > 10, "the beginning of a split is a sample of the whole library"
 
 
-def test_the_shares_are_90_5_5_by_bytes(meta: dict[str, Any]) -> None:
-    sizes = {split: meta["splits"][split]["bytes"] for split in SPLITS}
-    for split, share in {"train": 0.9, "validation": 0.05, "test": 0.05}.items():
-        assert sizes[split] / sum(sizes.values()) == pytest.approx(share, abs=0.01)
-
-
-def test_the_beginning_of_a_split_is_a_sample_of_the_library(documents: dict[str, list[str]]) -> None:
-    path_of_text = library_sources()
-    assert len({path_of_text[text.encode()].parent for text in documents["train"][:60]}) > 10
-
-
-def test_files_are_readable_as_the_umask_says(folder: Path) -> None:
-    umask = os.umask(0)
-    os.umask(umask)
-    for path in folder.iterdir():
-        assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
-
-
-def test_a_killed_build_leaves_nothing_half_written_and_the_next_gives_the_same_bytes(
-    folder: Path, tmp_path: Path
-) -> None:
-    again = tmp_path / "builtin" / "python-stdlib"
-    process = subprocess.Popen([sys.executable, "-c", BUILD, str(again)], cwd=ROOT)
-    leftover = again.with_name(f".{again.name}.partial-{process.pid}")
-    while not (leftover / "tokenizer.json").exists():
-        assert process.poll() is None
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert [path.name for path in again.parent.iterdir()] == [leftover.name]
-
-    other = again.with_name(f".{again.name}.partial-{os.getppid()}")  # of a process that is alive
-    other.mkdir()
-    environment = {**os.environ, "PYTHONHASHSEED": "7"}
-    subprocess.run([sys.executable, "-c", BUILD, str(again)], cwd=ROOT, env=environment, check=True)
-    assert {path.name for path in again.parent.iterdir()} == {again.name, other.name}
-    for name in FILES:
-        assert (again / name).read_bytes() == (folder / name).read_bytes(), name
-
-
+@pytest.mark.slow
 def test_a_whole_folder_is_left_alone(folder: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     build_python_stdlib(folder)
@@ -191,6 +154,41 @@ def test_what_belongs_to_the_library(small_library: Path) -> None:
     documents = builtin.read_documents()
     assert list(documents) == ["argparse.py", *(f"json/part{at:02}.py" for at in range(40))]
     assert documents["argparse.py"] == "x = '日本'\r\n"
+
+
+# The same build in a process of another hash seed, which has this library; it may be killed when it has a tokenizer.
+BUILD = """
+import os, sys, sysconfig
+from pathlib import Path
+sysconfig.get_path = lambda name: sys.argv[2]
+from harness.data.preparation import builtin
+if sys.argv[3] == "killed":
+    builtin.load_tokenizer = lambda path: os.kill(os.getpid(), 9)
+builtin.build_python_stdlib(Path(sys.argv[1]), 260)
+"""
+
+
+def test_a_killed_build_leaves_nothing_half_written_and_the_next_gives_the_same_bytes(
+    small_library: Path, tmp_path: Path
+) -> None:
+    folder, again = (tmp_path / name / "python-stdlib" for name in ("datasets", "others"))
+    build_python_stdlib(folder, 260)
+    (tmp_path / "build.py").write_text(BUILD)
+
+    def build(end: str) -> WarmProcess:
+        command = [str(tmp_path / "build.py"), str(again), str(small_library), end]
+        return warm_server().spawn(command, ROOT, dict(os.environ))
+
+    killed = build("killed")
+    assert killed.wait(timeout=60) == -signal.SIGKILL
+    leftover = again.with_name(f".{again.name}.partial-{killed.pid}")
+    assert [path.name for path in again.parent.iterdir()] == [leftover.name]
+    other = again.with_name(f".{again.name}.partial-{os.getpid()}")  # of a process that is alive
+    other.mkdir()
+    assert build("whole").wait(timeout=60) == 0
+    assert {path.name for path in again.parent.iterdir()} == {again.name, other.name}
+    assert content_of(again) == content_of(folder)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o666 & ~umask()}
 
 
 def test_a_new_file_moves_few_others_between_splits(small_library: Path) -> None:
@@ -234,13 +232,3 @@ def test_a_python_without_sources_is_told(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "python311.zip"))
     with pytest.raises(UserError, match=r"python311\.zip: this Python keeps no readable source files"):
         build_python_stdlib(tmp_path / "python-stdlib")
-
-
-def test_a_vocabulary_beyond_uint16_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="does not fit uint16"):
-        build_python_stdlib(tmp_path / "python-stdlib", 2**16 + 1)
-
-
-def test_no_torch() -> None:
-    code = "import sys, safetensors.numpy, harness.data.preparation.builtin; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,15 +16,15 @@ import pytest
 from harness.common.errors import RunError
 from harness.data.dataset import Dataset
 from harness.data.report import verify
+from tests.data.test_hub_download import Downloader
 from tests.support.fake_hub import FakeFile, FakeHub
-from tests.support.isolation import ROOT, on_path
 from tests.support.launch import Workshop
 from tests.support.preparing import (
     IN_ORDER,
     SMALL,
     Preparer,
     content_of,
-    documents_of,
+    held_documents,
     splits_of,
     texts,
     tokenizer_of,
@@ -71,7 +68,7 @@ def corpus(hub: FakeHub) -> None:
 @pytest.mark.parametrize("options", [[], ["--delete-after"]])
 def test_files_of_a_hub_dataset(preparer: Preparer, hub: FakeHub, options: list[str]) -> None:
     folder = preparer.prepare("someone/web", "web", *IN_ORDER, "--include", "sample/10BT/*", *options)
-    assert documents_of(folder, "train") + documents_of(folder, "validation") == DOCUMENTS
+    assert held_documents(folder) == DOCUMENTS
     source = json.loads((folder / "meta.json").read_text())["source"]
     assert source["hub"] == "someone/web"
     assert source["commit"] == hub.datasets["someone/web"].commit
@@ -82,24 +79,17 @@ def test_files_of_a_hub_dataset(preparer: Preparer, hub: FakeHub, options: list[
 
 @pytest.mark.usefixtures("corpus")
 def test_with_delete_after_the_disk_holds_one_file_at_a_time(preparer: Preparer, hub: FakeHub) -> None:
-    """The last file cannot be had: the first is read and gone by then, and the next call does not ask for it again."""
+    """The second file arrives damaged, and is fetched again. The last one cannot be had: the others are read and gone
+    by then, and the next call does not ask for the first again."""
     files = hub.datasets["someone/web"].files
+    files["sample/10BT/1.parquet"].corrupt, files["sample/10BT/1.parquet"].faulty_downloads = True, 1
     files["sample/10BT/2.parquet"].resolve_status = 403
-    target = preparer.path / "out"
-    arguments = ["someone/web", target, *IN_ORDER, "--include", "sample/10BT/*", "--delete-after", *SMALL]
+    arguments = ["someone/web", "out", *IN_ORDER, "--include", "sample/10BT/*", "--delete-after", *SMALL]
     assert "refused" in preparer.run(*arguments, status=2)
     assert not list(preparer.path.rglob("*.parquet"))
     files["sample/10BT/2.parquet"].resolve_status = None
     preparer.run(*arguments)
-    assert documents_of(target, "train") + documents_of(target, "validation") == DOCUMENTS
-
-
-@pytest.mark.usefixtures("corpus")
-def test_a_file_that_arrives_damaged_is_fetched_again(preparer: Preparer, hub: FakeHub) -> None:
-    file = hub.datasets["someone/web"].files["sample/10BT/1.parquet"]
-    file.corrupt, file.faulty_downloads = True, 1
-    folder = preparer.prepare("someone/web", "web", *IN_ORDER, "--include", "sample/10BT/*", "--delete-after")
-    assert documents_of(folder, "train") + documents_of(folder, "validation") == DOCUMENTS
+    assert held_documents(preparer.path / "out") == DOCUMENTS
 
 
 @pytest.mark.usefixtures("corpus")
@@ -122,23 +112,19 @@ def test_what_the_hub_does_not_have(preparer: Preparer, arguments: list[str], me
 # To the Hub ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [[], ["--public"]])
-def test_a_dataset_goes_to_the_hub_and_comes_back(preparer: Preparer, hub: FakeHub, options: list[str]) -> None:
+def test_a_dataset_goes_to_the_hub_and_comes_back(preparer: Preparer, hub: FakeHub) -> None:
     write_json_lines(preparer.path / "a.jsonl", DOCUMENTS)
-    folder = preparer.prepare("a.jsonl", "mine", *IN_ORDER, "--push-to-hub", "me/mine", *options)
+    folder = preparer.prepare("a.jsonl", "mine", *IN_ORDER, "--push-to-hub", "me/mine")
     (folder / "private-notes.txt").write_text("stays here")
     remote = hub.datasets["me/mine"]
-    assert remote.private == (not options)
+    assert remote.private
     expected = {name: content for name, content in content_of(folder).items() if name != "private-notes.txt"}
     card = remote.files["README.md"].content.decode()
     assert {name: file.content for name, file in remote.files.items() if name != "README.md"} == expected
     assert "| train | 297 |" in card
     assert '"dataset": "me/mine"' in card
-    elsewhere = preparer.path / "elsewhere" / "me" / "mine"
-    code = "import sys; from pathlib import Path; from harness.data.hub import download_dataset; "
-    code += "download_dataset('me/mine', Path(sys.argv[1]))"
-    run_code(preparer, code, elsewhere)
-    preparer.run("--verify", elsewhere)
+    Downloader(hub, preparer.path / "elsewhere").succeed(name="me/mine")
+    preparer.run("--verify", preparer.path / "elsewhere" / "datasets" / "me" / "mine")
     puts = len(hub.seen("PUT", "uploads"))
     preparer.run("--verify", folder, "--push-to-hub", "me/mine")
     assert len(hub.seen("PUT", "uploads")) == puts  # the Hub has it all
@@ -147,24 +133,14 @@ def test_a_dataset_goes_to_the_hub_and_comes_back(preparer: Preparer, hub: FakeH
 def test_what_the_new_dataset_does_not_have_leaves_the_hub(preparer: Preparer, hub: FakeHub) -> None:
     """Its test split is trained on now."""
     write_json_lines(preparer.path / "a.jsonl", DOCUMENTS)
-    preparer.prepare("a.jsonl", "mine", *IN_ORDER, "--test-fraction", "0.1", "--push-to-hub", "me/mine")
-    assert "test.safetensors" in hub.datasets["me/mine"].files
-    hub.datasets["me/mine"].files["notes.txt"] = FakeFile(b"somebody's")
-    preparer.prepare("a.jsonl", "mine", *IN_ORDER, "--overwrite", "--push-to-hub", "me/mine")
-    assert {
-        "notes.txt",
-        "README.md",
-        "meta.json",
-        "tokenizer.json",
-        "train.safetensors",
-        "validation.safetensors",
-    } == set(hub.datasets["me/mine"].files)
-
-
-def run_code(preparer: Preparer, code: str, *arguments: object) -> None:
-    environment = {**os.environ, **preparer.environment, **on_path(ROOT)}
-    (preparer.path / "elsewhere" / "me").mkdir(parents=True)
-    subprocess.run([sys.executable, "-c", code, *map(str, arguments)], env=environment, check=True, timeout=60)
+    push = [*IN_ORDER, "--push-to-hub", "me/mine", "--public"]
+    preparer.prepare("a.jsonl", "mine", *push, "--test-fraction", "0.1")
+    remote = hub.datasets["me/mine"]
+    assert not remote.private
+    assert "test.safetensors" in remote.files
+    remote.files["notes.txt"] = FakeFile(b"somebody's")
+    folder = preparer.prepare("a.jsonl", "mine", *push, "--overwrite")
+    assert set(remote.files) == {"notes.txt", "README.md", *(path.name for path in folder.iterdir())}
 
 
 def test_a_refused_upload_keeps_the_dataset_and_says_how_to_go_on(preparer: Preparer, hub: FakeHub) -> None:
@@ -212,7 +188,6 @@ def change_byte(path: Path, at: int, value: int) -> None:
 
 
 def test_what_is_wrong_is_all_named(preparer: Preparer, folder: Path) -> None:
-    preparer.run("--verify", folder)
     change_byte(folder / "validation.safetensors", -4, 1)
     meta = json.loads((folder / "meta.json").read_text())
     meta["splits"] |= {"test": {"tokens": 5}, "train": meta["splits"]["train"] | {"documents": 298}}
@@ -240,9 +215,6 @@ def test_a_meta_json_that_does_not_fit(folder: Path, changes: dict, message: str
         verify(Dataset.at(folder))
     (folder / "meta.json").write_text(json.dumps(meta | {"splits": {}}))
     assert all("but meta.json has no counts of them" in line for line in verify(Dataset.at(folder)))
-
-
-def test_a_token_beyond_the_vocabulary(folder: Path) -> None:
     change_byte(folder / "train.safetensors", -3, 255)
     with pytest.raises(RunError, match=r"token id 65\d\d\d is beyond the tokenizer's 300"):
         verify(Dataset.at(folder))

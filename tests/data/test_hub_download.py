@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,70 +15,66 @@ from pathlib import Path
 import pytest
 
 from tests.support.fake_hub import FakeDataset, FakeHub
+from tests.support.launch import Result, finish
+from tests.support.warm import WarmProcess, warm_server
 
-ROOT = Path(__file__).resolve().parents[2]
 NAME = "someone/corpus"
 TOKEN = "hf_averysecrettokenindeed"
 MIB = 2**20
 CHUNK = 10 * MIB  # what huggingface_hub holds back before it writes
-
-# Retries without the waiting in between.
-IMPATIENT = "import time; time.sleep = lambda seconds: None"
+IMPATIENT = "import time; time.sleep = lambda seconds: None\n"  # retries without the waiting in between
 DRIVER = """
 import sys
 from pathlib import Path
 from harness.common.errors import one_line_errors
-from harness.data.hub import download_dataset
+from harness.data.fetch import ensure_dataset
 with one_line_errors():
-    download_dataset(sys.argv[1], Path(sys.argv[2]))
+    ensure_dataset(Path(sys.argv[2]), sys.argv[1], ["train"])
 """
 
 
 @dataclass
 class Downloader:
-    """Runs downloads of NAME from `hub` into a folder under `home`."""
+    """Runs downloads of NAME from `hub` into a datasets folder under `home`."""
 
     hub: FakeHub
     home: Path
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
+    def datasets(self) -> Path:
+        return self.home / "datasets"
+
+    @property
     def folder(self) -> Path:
-        return self.home / "datasets" / NAME
+        return self.datasets / NAME
 
     @property
     def partial(self) -> Path:
         return self.folder.parent / ".corpus.partial"
 
-    def start(self, prelude: str = "") -> subprocess.Popen[str]:
-        inherited = {
-            key: value
-            for key, value in os.environ.items()
-            if not key.startswith("HF_") and not key.lower().endswith("_proxy")
-        }
-        return subprocess.Popen(
-            [sys.executable, "-c", prelude + DRIVER, NAME, str(self.folder)],
-            cwd=ROOT,
-            env={**inherited, **self.hub.environment(self.home / "hf"), **self.environment},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def start(self, prelude: str = "", name: str = NAME) -> WarmProcess:
+        self.home.mkdir(exist_ok=True)
+        driver = self.home / "driver.py"
+        driver.write_text(DRIVER)
+        environment = {**os.environ, **self.hub.environment(self.home / "hf"), **self.environment}
+        return warm_server().spawn([str(driver), name, str(self.datasets)], self.home, environment, prelude)
 
-    def finish(self, process: subprocess.Popen[str], status: int = 0) -> str:
-        """Wait for the process, check its exit status, and return its standard error."""
-        _, text = process.communicate(timeout=60)
-        assert process.returncode == status, text
-        return text
+    def finish(self, process: WarmProcess, status: int = 0) -> Result:
+        """Wait for the process and check its exit status."""
+        done = finish([process], expect=None, timeout=60)
+        assert done.status == status, done
+        return done
 
-    def succeed(self, prelude: str = IMPATIENT) -> str:
-        return self.finish(self.start(prelude))
+    def succeed(self, prelude: str = IMPATIENT, name: str = NAME) -> str:
+        return self.finish(self.start(prelude, name)).stderr
 
-    def fail(self, prelude: str = IMPATIENT) -> str:
+    def fail(self, prelude: str = IMPATIENT, name: str = NAME) -> str:
         """Expect a UserError, and return its line."""
-        text = self.finish(self.start(prelude), status=2)
+        text = self.finish(self.start(prelude, name), status=2).stderr
         assert "Traceback" not in text
         line = text.splitlines()[-1]
-        assert line.startswith(f'error: dataset "{NAME}": ')
+        assert line.startswith(f'error: dataset "{name}": ')
         assert not self.folder.exists()
         return line
 
@@ -91,6 +85,19 @@ class Downloader:
         }
         assert found == {path: file.content for path, file in dataset.files.items() if path != ".gitattributes"}
         assert [path.name for path in self.folder.parent.iterdir()] == [self.folder.name]
+
+    def start_and_hold(self, dataset: FakeDataset) -> WarmProcess:
+        """Start a download that has all files but the train file, which hangs before its body."""
+        dataset.files["train.safetensors"].delay_seconds = 60
+        dataset.files["train.safetensors"].faulty_downloads = 1
+        process = self.start()
+        small = [self.partial / ".cache/huggingface/download" / f"{path}.metadata" for path in SMALL_FILES]
+        wait_until(lambda: all(path.exists() for path in small) and self.hub.seen("GET", "train.safetensors"))
+        assert not self.folder.exists()
+        return process
+
+
+SMALL_FILES = ["meta.json", "tokenizer/vocab.json"]
 
 
 @pytest.fixture
@@ -122,104 +129,63 @@ def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-def hold_train_file(dataset: FakeDataset) -> None:
-    """Let the first download of the train file hang before its body."""
-    dataset.files["train.safetensors"].delay_seconds = 60
-    dataset.files["train.safetensors"].faulty_downloads = 1
-
-
-def wait_until_only_train_file_is_missing(downloader: Downloader) -> None:
-    small = [downloader.partial / ".cache/huggingface/download" / f"{path}.metadata" for path in SMALL_FILES]
-    wait_until(lambda: all(path.exists() for path in small) and downloader.hub.seen("GET", "train.safetensors"))
-
-
-SMALL_FILES = ["meta.json", "tokenizer/vocab.json"]
-
-
 # Whole ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("exists", [False, True], ids=["absent", "empty"])
-def test_download_is_identical_and_of_one_commit(downloader: Downloader, dataset: FakeDataset, exists: bool) -> None:
-    if exists:
-        downloader.folder.mkdir(parents=True)
-    text = downloader.succeed()
+def test_download_is_identical_and_of_one_commit(downloader: Downloader, dataset: FakeDataset) -> None:
+    """An empty folder is no obstacle; files are readable as the umask says; the storage does not see the token."""
+    downloader.folder.mkdir(parents=True)
+    downloader.environment["HF_TOKEN"] = TOKEN
+    text = downloader.succeed(IMPATIENT + "import os; os.umask(0o027)")
     assert text == ""  # no bars, where nobody watches
     downloader.assert_whole(dataset)
-    assert all(dataset.commit in request.path for request in downloader.hub.seen("HEAD", "/resolve/"))
-    assert not any("/main" in request.path for request in downloader.hub.requests)  # a push would mix versions
-    assert not downloader.hub.seen("GET", ".gitattributes")
-
-
-def test_file_modes_follow_the_umask(downloader: Downloader, dataset: FakeDataset) -> None:
-    downloader.succeed("import os; os.umask(0o027)\n")
     assert (downloader.folder / "train.safetensors").stat().st_mode & 0o777 == 0o640
     assert downloader.folder.stat().st_mode & 0o777 == 0o750
-
-
-def test_token_goes_to_the_hub_and_not_to_the_storage(downloader: Downloader, dataset: FakeDataset) -> None:
-    downloader.environment["HF_TOKEN"] = TOKEN
-    downloader.succeed()
-    hub_requests = downloader.hub.seen("HEAD", "/resolve/") + downloader.hub.seen("GET", "/api/datasets/")
-    assert hub_requests
-    assert {request.authorization for request in hub_requests} == {f"Bearer {TOKEN}"}
-    storage_requests = downloader.hub.seen("GET", "train.safetensors")
-    assert [request.authorization for request in storage_requests] == [None]
+    hub = downloader.hub
+    assert all(dataset.commit in request.path for request in hub.seen("HEAD", "/resolve/"))
+    assert not any("/main" in request.path for request in hub.requests)  # a push would mix versions
+    assert not hub.seen("GET", ".gitattributes")
+    to_the_hub = hub.seen("HEAD", "/resolve/") + hub.seen("GET", "/api/datasets/")
+    assert {request.authorization for request in to_the_hub} == {f"Bearer {TOKEN}"}
+    assert [request.authorization for request in hub.seen("GET", "train.safetensors")] == [None]
 
 
 # Interrupted ---------------------------------------------------------------------------------------------------------
 
 
-def test_killed_download_resumes_with_the_remaining_files(downloader: Downloader, dataset: FakeDataset) -> None:
-    hold_train_file(dataset)
-    process = downloader.start()
-    wait_until_only_train_file_is_missing(downloader)
-    assert not downloader.folder.exists()
+@pytest.mark.parametrize("is_pushed", [False, True], ids=["same", "pushed"])
+def test_killed_download_resumes_with_the_remaining_files(
+    downloader: Downloader, dataset: FakeDataset, is_pushed: bool
+) -> None:
+    """After a push meanwhile, it takes the new version alone."""
+    process = downloader.start_and_hold(dataset)
     process.kill()
     downloader.finish(process, status=-signal.SIGKILL)
     assert list(downloader.partial.rglob("*.incomplete")), "the kill came too late to test anything"
-
+    if is_pushed:
+        del dataset.files["tokenizer/vocab.json"]
+        dataset.files["meta.json"].content = b'{"description": "a few tokens!"}'
     downloader.succeed()
     downloader.assert_whole(dataset)
-    assert [len(downloader.hub.seen("GET", path)) for path in SMALL_FILES] == [1, 1]
-
-
-def test_resuming_after_a_push_takes_the_new_version_alone(downloader: Downloader, dataset: FakeDataset) -> None:
-    hold_train_file(dataset)
-    process = downloader.start()
-    wait_until_only_train_file_is_missing(downloader)
-    process.kill()
-    downloader.finish(process, status=-signal.SIGKILL)
-
-    del dataset.files["tokenizer/vocab.json"]
-    dataset.files["meta.json"].content = b'{"description": "a few tokens!"}'
-    downloader.succeed()
-    downloader.assert_whole(dataset)
+    assert [len(downloader.hub.seen("GET", path)) for path in SMALL_FILES] == ([2, 1] if is_pushed else [1, 1])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_ends_it_at_once(downloader: Downloader, dataset: FakeDataset, number: signal.Signals) -> None:
-    hold_train_file(dataset)
-    process = downloader.start()
-    wait_until_only_train_file_is_missing(downloader)
+    process = downloader.start_and_hold(dataset)
     start = time.monotonic()
     process.send_signal(number)
-    text = downloader.finish(process, status=128 + number)
+    text = downloader.finish(process, status=128 + number).stderr
     assert time.monotonic() - start < 5
-    assert (
-        text.strip()
-        == f'stopped: dataset "{NAME}": running the same command again resumes with the files still missing'
-    )
+    again = "running the same command again resumes with the files still missing"
+    assert text.strip() == f'stopped: dataset "{NAME}": {again}'
     assert not downloader.folder.exists()
 
 
 def test_two_processes_take_turns(downloader: Downloader, dataset: FakeDataset) -> None:
-    hold_train_file(dataset)
-    first = downloader.start()
-    wait_until_only_train_file_is_missing(downloader)
+    first = downloader.start_and_hold(dataset)
     second = downloader.start()
-    assert second.stderr is not None
-    assert "waiting" in second.stderr.readline()
+    wait_until(lambda: "waiting" in second.read(".err"))
     downloader.hub.release()
     downloader.finish(first)
     downloader.finish(second)
@@ -242,14 +208,6 @@ def test_broken_connection_recovers(downloader: Downloader, dataset: FakeDataset
     assert ranges == [None, None if reset else f"bytes={CHUNK}-"]
 
 
-def test_connection_that_always_breaks(downloader: Downloader, dataset: FakeDataset) -> None:
-    dataset.files["train.safetensors"].truncate_at = 1000
-    line = downloader.fail()
-    assert "connection" in line
-    assert "running the same command again resumes" in line
-    assert (downloader.partial / "meta.json").read_bytes() == dataset.files["meta.json"].content
-
-
 def test_passing_server_error_recovers(downloader: Downloader, dataset: FakeDataset) -> None:
     train = dataset.files["train.safetensors"]
     train.resolve_status, train.faulty_downloads = 503, 3
@@ -258,16 +216,9 @@ def test_passing_server_error_recovers(downloader: Downloader, dataset: FakeData
 
 
 @pytest.mark.parametrize("path", ["train.safetensors", "meta.json"])
-def test_corruption_once_recovers(downloader: Downloader, dataset: FakeDataset, path: str) -> None:
-    dataset.files[path].corrupt, dataset.files[path].faulty_downloads = True, 1
-    text = downloader.succeed()
-    assert text.startswith(f"{path}: expected SHA-")
-    downloader.assert_whole(dataset)
-    assert len(downloader.hub.seen("GET", path)) == 2
-
-
-@pytest.mark.parametrize("path", ["train.safetensors", "meta.json"])
-def test_lasting_corruption_is_refused(downloader: Downloader, dataset: FakeDataset, path: str) -> None:
+def test_corruption_once_recovers_and_lasting_corruption_is_refused(
+    downloader: Downloader, dataset: FakeDataset, path: str
+) -> None:
     file = dataset.files[path]
     file.corrupt = True
     line = downloader.fail()
@@ -276,44 +227,38 @@ def test_lasting_corruption_is_refused(downloader: Downloader, dataset: FakeData
     assert f"expected {kind} {file.etag}, found " in line
     assert len(downloader.hub.seen("GET", path)) == 2
     assert not (downloader.partial / path).exists()
-    file.corrupt = False
-    downloader.succeed()
+    file.faulty_downloads = file.downloads + 1
+    text = downloader.succeed()
+    assert text.splitlines()[-1].startswith(f"{path}: expected SHA-")
     downloader.assert_whole(dataset)
+    assert len(downloader.hub.seen("GET", path)) == 4
 
 
 # Refused -------------------------------------------------------------------------------------------------------------
 
 
-def test_unknown_dataset(downloader: Downloader) -> None:
-    line = downloader.fail()
-    assert "not found on the Hugging Face Hub, or private (status 404)" in line
-    assert 'check the "dataset" key in train.json' in line
-    assert str(downloader.folder) in line
-    assert not list(downloader.folder.parent.iterdir())
-
-
-def test_a_mistyped_dataset_leaves_nothing(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_mistyped_dataset_leaves_nothing(downloader: Downloader) -> None:
     """The owner's folder is not left either; another dataset of that owner stays."""
-    datasets = tmp_path / "datasets"
-    program = (
-        "import sys\nfrom pathlib import Path\nfrom harness.common.errors import one_line_errors\n"
-        "from harness.data.fetch import ensure_dataset\nwith one_line_errors():\n"
-        "    ensure_dataset(Path(sys.argv[1]), 'someone/corpse', ['train'])\n"
-    )
-    environment = {**os.environ, **hub.environment(tmp_path / "hf")}
     for kept in ([], ["someone", "someone/other"]):
         for name in kept:
-            (datasets / name).mkdir(parents=True)
-        done = subprocess.run(
-            [sys.executable, "-c", program, str(datasets)], cwd=ROOT, env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 2
-        assert "not found on the Hugging Face Hub" in done.stderr
-        assert [str(path.relative_to(datasets)) for path in sorted(datasets.rglob("*"))] == kept
+            (downloader.datasets / name).mkdir(parents=True)
+        line = downloader.fail(name="someone/corpse")
+        assert "not found on the Hugging Face Hub, or private (status 404)" in line
+        assert 'check the "dataset" key in train.json' in line
+        assert str(downloader.datasets / "someone/corpse") in line
+        assert [str(path.relative_to(downloader.datasets)) for path in sorted(downloader.datasets.rglob("*"))] == kept
+
+
+def test_a_file_in_the_place_of_the_owner(downloader: Downloader) -> None:
+    downloader.datasets.mkdir()
+    downloader.folder.parent.write_text("a file where a folder should be")
+    text = downloader.finish(downloader.start(), status=2).stderr
+    assert text.startswith(f"error: {downloader.folder.parent}: is a file, but must be a folder for datasets")
 
 
 NOWHERE = {"HF_ENDPOINT": "http://127.0.0.1:9"}
 HUB = "the Hugging Face Hub"
+AGAIN = "running the same command again resumes"
 
 
 @pytest.mark.parametrize(
@@ -324,7 +269,7 @@ HUB = "the Hugging Face Hub"
         ({"status": 403}, {}, [f"gated on {HUB} (status 403)"]),
         ({"status": 403, "named_errors": False}, {}, [f"access refused by {HUB} (status 403)"]),
         ({"status": 429, "named_errors": False}, {}, [f"{HUB} answered with status 429"]),
-        ({"status": 500, "named_errors": False}, {}, [f"{HUB} answered with status 500", "again resumes"]),
+        ({"status": 500, "named_errors": False}, {}, [f"{HUB} answered with status 500", AGAIN]),
         ({"gated": True}, {}, [f"gated on {HUB} (status 401)", "set HF_TOKEN"]),
         ({"gated": True}, {"HF_TOKEN": TOKEN}, [f"gated on {HUB} (status 403)", "set HF_TOKEN"]),
         ({}, NOWHERE, [f"the connection to {HUB} failed (ConnectError: ", "check the network and HF_ENDPOINT"]),
@@ -347,14 +292,33 @@ def test_hub_that_refuses(
         assert not downloader.hub.requests
 
 
-def test_file_that_the_hub_cannot_give(downloader: Downloader, dataset: FakeDataset) -> None:
-    dataset.files["train.safetensors"].resolve_status = 500
-    line = downloader.fail()
-    assert "the Hugging Face Hub answered with status 500" in line
-    assert "running the same command again resumes" in line
+FULL = """
+import errno, os, huggingface_hub.file_download as library
+def http_get(*args, **kwargs):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+library.http_get = http_get
+"""
 
 
-# Disk ----------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("fault", "prelude", "message"),
+    [
+        ({"resolve_status": 500}, "", f"{HUB} answered with status 500"),
+        ({"truncate_at": 1000}, "", "connection"),
+        ({}, FULL, "no space left"),
+    ],
+    ids=["status", "connection", "disk"],
+)
+def test_a_file_that_does_not_come(
+    downloader: Downloader, dataset: FakeDataset, fault: dict, prelude: str, message: str
+) -> None:
+    for name, value in fault.items():
+        setattr(dataset.files["train.safetensors"], name, value)
+    line = downloader.fail(IMPATIENT + prelude)
+    assert message in line
+    assert AGAIN in line
+    if "truncate_at" in fault:
+        assert (downloader.partial / "meta.json").read_bytes() == dataset.files["meta.json"].content
 
 
 def test_too_little_space_is_said_beforehand(downloader: Downloader, dataset: FakeDataset) -> None:
@@ -362,22 +326,3 @@ def test_too_little_space_is_said_beforehand(downloader: Downloader, dataset: Fa
     line = downloader.fail(little)
     assert "0.00 GiB to download, but only 0.00 GiB free" in line
     assert not downloader.hub.seen("HEAD", "/resolve/")
-
-
-def test_disk_that_fills_up(downloader: Downloader, dataset: FakeDataset) -> None:
-    full = (
-        "import errno, os, huggingface_hub.file_download as library\n"
-        "def http_get(*args, **kwargs):\n"
-        "    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))\n"
-        "library.http_get = http_get\n"
-    )
-    line = downloader.fail(full)
-    assert "no space left" in line
-    assert "running the same command again resumes" in line
-
-
-def test_folder_that_cannot_be_made(downloader: Downloader, dataset: FakeDataset) -> None:
-    downloader.folder.parent.parent.mkdir(parents=True)
-    downloader.folder.parent.write_text("a file where a directory should be")
-    text = downloader.finish(downloader.start(), status=2)
-    assert text.startswith(f'error: dataset "{NAME}": {downloader.folder.parent}')

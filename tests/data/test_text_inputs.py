@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -15,7 +16,16 @@ import pytest
 from harness.common.errors import RunError, UserError
 from harness.data.preparation.encode import LONGEST_PIECE, batches
 from harness.data.preparation.text_input import Piece, TextFile, TextFormat, find_text, read_documents
-from tests.support.preparing import IN_ORDER, SMALL, Preparer, content_of, documents_of, texts, write_json_lines
+from tests.support.preparing import (
+    IN_ORDER,
+    SMALL,
+    Preparer,
+    content_of,
+    documents_of,
+    held_documents,
+    texts,
+    write_json_lines,
+)
 
 DOCUMENTS = texts(40)
 
@@ -29,28 +39,23 @@ def zstd(content: bytes) -> bytes:
     return pa.compress(content, codec="zstd", asbytes=True)
 
 
-def write_parquet(path: Path, documents: Sequence[str | None], column: str = "text") -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table({"id": list(range(len(documents))), column: documents}), path, row_group_size=7)
-    return path
+def parquet(documents: Sequence[str | None]) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(pa.table({"id": list(range(len(documents))), "text": documents}), buffer, row_group_size=7)
+    return buffer.getvalue()
 
 
 def json_lines(documents: Sequence[str]) -> bytes:
     return "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in documents).encode()
 
 
-WRITERS: dict[str, Callable[[Path], object]] = {
-    "a.parquet": lambda path: write_parquet(path, DOCUMENTS),
-    "a.jsonl": lambda path: path.write_bytes(json_lines(DOCUMENTS)),
-    "a.ndjson": lambda path: path.write_bytes(json_lines(DOCUMENTS).replace(b"\n", b"\r\n\n")),
-    "a.jsonl.gz": lambda path: path.write_bytes(gzip.compress(json_lines(DOCUMENTS))),
-    "two members.jsonl.gz": lambda path: path.write_bytes(
-        gzip.compress(json_lines(DOCUMENTS[:9])) + gzip.compress(json_lines(DOCUMENTS[9:]))
-    ),
-    "a.jsonl.zst": lambda path: path.write_bytes(zstd(json_lines(DOCUMENTS))),
-    "two frames.jsonl.zst": lambda path: path.write_bytes(
-        zstd(json_lines(DOCUMENTS[:9])) + zstd(json_lines(DOCUMENTS[9:]))
-    ),
+FIRST, REST = json_lines(DOCUMENTS[:9]), json_lines(DOCUMENTS[9:])
+CONTENTS = {
+    "a.parquet": parquet(DOCUMENTS),
+    "a.jsonl": FIRST + REST,
+    "a.ndjson": (FIRST + REST).replace(b"\n", b"\r\n\n"),
+    "two members.jsonl.gz": gzip.compress(FIRST) + gzip.compress(REST),
+    "two frames.jsonl.zst": zstd(FIRST) + zstd(REST),
 }
 
 
@@ -78,9 +83,9 @@ def found(*patterns: object) -> list[str]:
     return joined(find_text([str(pattern) for pattern in patterns]).read(TextFormat()))
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", CONTENTS)
 def test_the_documents_come_out_as_they_went_in(tmp_path: Path, name: str) -> None:
-    WRITERS[name](tmp_path / name)
+    (tmp_path / name).write_bytes(CONTENTS[name])
     assert read(tmp_path / name) == DOCUMENTS
 
 
@@ -91,15 +96,14 @@ def test_a_folder_of_all_kinds(preparer: Preparer) -> None:
     for number, text in enumerate(DOCUMENTS[:10]):
         suffix = list(PACKERS)[number % 3]
         (folder / f"{number}{suffix}").write_bytes(PACKERS[suffix](text.encode()))
-    write_parquet(folder / "more" / "a.parquet", DOCUMENTS[10:20])
+    (folder / "more" / "a.parquet").write_bytes(parquet(DOCUMENTS[10:20]))
     write_json_lines(folder / "more" / "b.jsonl", DOCUMENTS[20:])
     (folder / ".hidden.txt").write_text("not this")
     (folder / "data.json").write_text("[]")
     (preparer.path / "elsewhere").mkdir()
     (folder / "link").symlink_to(preparer.path / "elsewhere")
-    process = preparer.start("texts", "out", *SMALL, *IN_ORDER, "--validation-fraction", "0.25")
-    _, error = process.communicate()
-    assert error == "not read, as no text by their names, or links to folders: data.json, link\n"
+    done = preparer.result("texts", "out", *SMALL, *IN_ORDER, "--validation-fraction", "0.25")
+    assert done.stderr == "not read, as no text by their names, or links to folders: data.json, link\n"
     assert documents_of(preparer.path / "out", "train") == DOCUMENTS[:30]
     assert documents_of(preparer.path / "out", "validation") == DOCUMENTS[30:]
 
@@ -108,7 +112,7 @@ def test_a_separator_cuts_text_files_into_documents(preparer: Preparer) -> None:
     (preparer.path / "all.txt").write_text("\n<|endoftext|>\n".join(DOCUMENTS))
     options = ["--document-separator", r"\n<|endoftext|>\n", *IN_ORDER, "--validation-fraction", "0.25"]
     folder = preparer.prepare("all.txt", "out", *options)
-    assert documents_of(folder, "train") + documents_of(folder, "validation") == DOCUMENTS
+    assert held_documents(folder) == DOCUMENTS
 
 
 def test_a_glob_takes_any_file_as_text(preparer: Preparer) -> None:
@@ -126,7 +130,7 @@ def test_a_glob_takes_any_file_as_text(preparer: Preparer) -> None:
 
 
 @pytest.mark.parametrize("separator", ["\n\n", "aba", "|"])
-@pytest.mark.parametrize("block", [1, 2, 3, 7])
+@pytest.mark.parametrize("block", [1, 2, 7])
 def test_a_separator_may_lie_across_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, separator: str, block: int
 ) -> None:
@@ -136,12 +140,8 @@ def test_a_separator_may_lie_across_blocks(
     path.write_text("\ufeff" + text, newline="")
     assert read(path, TextFormat(separator=separator)) == text.split(separator)
     assert read(path) == [text]
-
-
-def test_a_separator_at_the_end_makes_no_document(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text("one||two|")
-    assert read(path, TextFormat(separator="|")) == ["one", "", "two"]
+    path.write_text(f"one{separator}{separator}two{separator}", newline="")
+    assert read(path, TextFormat(separator=separator)) == ["one", "", "two"], "the last one makes no document"
 
 
 TEXT_TYPES = [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())]
@@ -185,22 +185,17 @@ def test_a_column_that_is_no_text(tmp_path: Path, table: Any, message: str) -> N
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.gz", "a.jsonl.zst"])
 @pytest.mark.parametrize("damage", ["cut", "flipped"])
 def test_a_damaged_file_is_named_with_how_far_it_got(tmp_path: Path, name: str, damage: str) -> None:
-    path = tmp_path / name
     many = texts(4000)
-    pack: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".zst": zstd}
     if name.endswith(".parquet"):
-        pq.write_table(pa.table({"text": many}), path, row_group_size=500, write_page_checksum=True)
+        pq.write_table(pa.table({"text": many}), tmp_path / name, row_group_size=500, write_page_checksum=True)
     else:
-        path.write_bytes(pack[path.suffix](json_lines(many)))
-    content = bytearray(path.read_bytes())
-    if damage == "cut":
-        del content[len(content) * 2 // 3 :]
-    else:
-        content[len(content) * 2 // 3 :][:64] = b"\xff" * 64
-        content = content[: len(content) * 2 // 3] + b"\xff" * 64 + content[len(content) * 2 // 3 + 64 :]
-    path.write_bytes(content)
+        (tmp_path / name).write_bytes((gzip.compress if name.endswith(".gz") else zstd)(json_lines(many)))
+    content = (tmp_path / name).read_bytes()
+    at = len(content) * 2 // 3
+    rest = b"" if damage == "cut" else b"\xff" * 64 + content[at + 64 :]
+    (tmp_path / name).write_bytes(content[:at] + rest)
     with pytest.raises((RunError, UserError), match=rf"{name}: (damaged|line|not valid)"):
-        read(path)
+        read(tmp_path / name)
 
 
 @pytest.mark.parametrize("content", [b"", b"not parquet at all, but long enough to have a footer PAR1"])
@@ -211,24 +206,30 @@ def test_a_file_that_is_no_parquet(tmp_path: Path, content: bytes) -> None:
         read(path)
 
 
-def test_invalid_utf8_is_an_error_or_replaced(tmp_path: Path) -> None:
-    raw = b"caf\xe9 ol\xc3\xa9"
-    for name, content in {
-        "a.txt": raw,
-        "a.jsonl": b'{"text": "' + raw + b'"}\n',
-    }.items():
+RAW = b"caf\xe9 ol\xc3\xa9"
+INVALID = pa.table({"text": pa.array([RAW]).view(pa.string())})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "place"),
+    [
+        ("a.txt", RAW, "not valid UTF-8 at byte 3; convert it"),
+        ("a.jsonl", b'{"text": "' + RAW + b'"}\n', "line 1: not valid UTF-8 at byte 13 of the line; convert it"),
+        ("a.parquet", INVALID, "not valid UTF-8 after 0 documents; convert it"),
+        ("b.jsonl", b'{"text": "caf\\ud83d ol\xc3\xa9"}\n', "line 1: holds half of a surrogate pair"),
+    ],
+)
+def test_invalid_text_is_an_error_or_replaced(tmp_path: Path, name: str, content: Any, place: str) -> None:
+    if isinstance(content, bytes):
         (tmp_path / name).write_bytes(content)
-    binary = pa.array([raw]).view(pa.string())
-    pq.write_table(pa.table({"text": binary}), tmp_path / "a.parquet")
-    places = {"a.txt": "at byte 3", "a.jsonl": "at byte 13 of the line", "a.parquet": "after 0 documents"}
-    for name, place in places.items():
-        with pytest.raises(RunError, match=rf"{name}: (line 1: )?not valid UTF-8 {place}; convert it"):
-            read(tmp_path / name)
-        form = TextFormat(errors="replace")
-        assert read(tmp_path / name, form) == [raw.decode(errors="replace")]
+    else:
+        pq.write_table(content, tmp_path / name)
+    with pytest.raises(RunError, match=rf"{name}: {place}"):
+        read(tmp_path / name)
+    assert read(tmp_path / name, TextFormat(errors="replace")) == ["caf\ufffd olé"]
 
 
-@pytest.mark.parametrize("block", [1, 2, 3, 64])
+@pytest.mark.parametrize("block", [1, 2, 64])
 def test_the_place_of_what_is_not_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     """Wherever the blocks that it is read in end, and where the file ends within a character."""
     monkeypatch.setattr("harness.data.preparation.text_input.READ_BYTES", block)
@@ -252,11 +253,6 @@ def test_what_is_not_utf8_can_be_replaced_later(preparer: Preparer) -> None:
     preparer.run(*arguments, "--replace-invalid")
     preparer.run("texts", "straight", "--tokenizer", tokenizer, "--replace-invalid")
     assert content_of(preparer.path / "out") == content_of(preparer.path / "straight")
-
-
-def test_half_a_surrogate_pair_in_json(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "a \\ud83d b"}\n')
-    assert read(tmp_path / "a.jsonl", TextFormat(errors="replace")) == ["a \ufffd b"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from harness.common.errors import UserError
 from harness.data.preparation.token_input import find_shards, import_shards
 from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
-from tests.support.isolation import on_path
 from tests.support.preparing import Preparer, content_of, plugin, splits_of, texts
 
 DOCUMENTS = texts(300)
@@ -46,11 +46,9 @@ def write_shard(path: Path, tokens: list[int], magic: int = 20240520, version: i
 
 
 def write_nanogpt(path: Path, tokens: list[int]) -> None:
-    """Write a file as data/openwebtext/prepare.py does; the other ones' tofile writes the same."""
+    """Write a file as data/shakespeare/prepare.py does; the memmap of data/openwebtext/prepare.py writes the same."""
     path.parent.mkdir(exist_ok=True)
-    array = np.memmap(path, dtype=np.uint16, mode="w+", shape=(len(tokens),))
-    array[:] = tokens
-    array.flush()
+    np.array(tokens, np.uint16).tofile(path)
 
 
 def write_build_nanogpt(path: Path, tokens: list[int], dtype: Any = np.uint16) -> None:
@@ -75,19 +73,17 @@ def test_nanogpts_folder_keeps_its_splits(preparer: Preparer, tokenizer: Path) -
     write_nanogpt(folder / "val.bin", held_out)
     (folder / "prepare.py").write_text("# its program")
     target = preparer.path / "datasets" / "me" / "owt"
-    process = preparer.start(folder, target, "--from-bin", "--tokenizer", tokenizer)
-    out, error = process.communicate(timeout=60)
-    assert process.returncode == 0, error
-    assert error.splitlines() == [
+    done = preparer.result(folder, target, "--from-bin", "--tokenizer", tokenizer)
+    assert done.status == 0, done
+    assert done.stderr.splitlines() == [
         f"no header, read as uint16 tokens of {tokenizer} (--token-dtype, --tokenizer): TRAIN.BIN, val.bin"
     ]
     assert {name: tokens.tolist() for name, tokens in splits_of(target).items()} == {
         "train": train,
         "validation": held_out,
     }
-    assert "validation: " in out
-    assert "10 documents" in out
-    assert "a vocabulary of 300 tokens" in out
+    assert re.search("^validation: .* 10 documents", done.stdout, re.MULTILINE)
+    assert "a vocabulary of 300 tokens" in done.stdout
     assert (target / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
     preparer.run("--verify", target)
     line = preparer.run(folder, "out", "--train-tokenizer", "300", status=2)  # without --from-bin
@@ -125,21 +121,15 @@ def test_llm_cs_wide_shards(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_whose_end_of_text_has_llama_3s_name(preparer: Preparer, tokenizer: Path) -> None:
-    """The shards are of both widths, one after the other."""
+    """The shards are of both widths, one after the other; the user tells that of the one without a header."""
     renamed = preparer.path / "tokenizer.json"
     renamed.write_text(tokenizer.read_text().replace("<|endoftext|>", "<|end_of_text|>"))
     write_shard(preparer.path / "x_train_000000.bin", [0, 299, 5], magic=20240801, version=7)
     write_shard(preparer.path / "x_train_000001.bin", [7, 8])
-    preparer.run("x_train_*.bin", "out", "--from-bin", "--tokenizer", renamed)
-    assert splits_of(preparer.path / "out")["train"].tolist() == [0, 299, 5, 7, 8]
+    np.array([9, 10, 11], np.uint32).tofile(preparer.path / "x_train_000002.bin")
+    preparer.run("x_train_*.bin", "out", "--from-bin", "--token-dtype", "uint32", "--tokenizer", renamed)
+    assert splits_of(preparer.path / "out")["train"].tolist() == [0, 299, 5, 7, 8, 9, 10, 11]
     assert json.loads((preparer.path / "out" / "meta.json").read_text())["eot_token"] == 0
-
-
-def test_numbers_whose_width_the_user_tells(preparer: Preparer, tokenizer: Path) -> None:
-    tokens = np.random.default_rng(0).integers(0, 300, 500)
-    tokens.astype(np.uint32).tofile(preparer.path / "train.bin")
-    preparer.run("train.bin", "out", "--from-bin", "--token-dtype", "uint32", "--tokenizer", tokenizer)
-    assert splits_of(preparer.path / "out")["train"].tolist() == tokens.tolist()
 
 
 def test_token_shards_are_gpt2s_if_nothing_else_is_said(preparer: Preparer) -> None:
@@ -188,13 +178,12 @@ def test_a_wrong_file_is_named(tmp_path: Path, tokenizer: Path, name: str, conte
 
 
 # Kills the command before it gives a split of shards its name.
-KILL_BEFORE = """
+KILL = """
 import os, sys
-if any("prepare_datasets" in each for each in sys.orig_argv):
-    def watch(event, arguments):
-        if event == "os.rename" and str(arguments[0]).endswith("{draft}"):
-            os.kill(os.getpid(), 9)
-    sys.addaudithook(watch)
+def watch(event, arguments):
+    if event == "os.rename" and str(arguments[0]).endswith("train.draft"):
+        os.kill(os.getpid(), 9)
+sys.addaudithook(watch)
 """
 
 
@@ -202,11 +191,8 @@ def test_shards_that_change_after_an_interruption_are_taken_anew(tmp_path: Path,
     """One is replaced, and the test split, which was whole by then, is no more."""
     for name in ("a_test_1", "a_train_1", "a_train_2"):
         write_shard(tmp_path / "shards" / f"{name}.bin", [1, 2, 0])
-    (tmp_path / "sitecustomize.py").write_text(KILL_BEFORE.format(draft="train.draft"))
     arguments = ["--from-bin", "--tokenizer", tokenizer]
-    process = Preparer(tmp_path, on_path(tmp_path)).start("shards", "x", *arguments)
-    process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL
+    assert Preparer(tmp_path).result("shards", "x", *arguments, prelude=KILL).status == -signal.SIGKILL
     assert (tmp_path / ".x.partial" / "dataset" / "test.safetensors").exists()
     (tmp_path / "shards" / "a_test_1.bin").unlink()
     write_shard(tmp_path / "shards" / "a_train_2.bin", [3, 4, 5, 0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -41,27 +42,6 @@ def test_the_notebooks_token_counts(name: str) -> None:
     assert (position.total_steps * layout.global_tokens, position.total_steps) == NOTEBOOK[name]
 
 
-@given(wanted=st.integers(1, 10**6), extra=st.integers(0, 10**5), batch=st.integers(1, 10**5))
-def test_the_smallest_whole_number_of_batches(wanted: int, extra: int, batch: int) -> None:
-    batches = -(-wanted // batch)
-    schedule = BatchSchedule.constant(BatchLayout(1, 1, 1, batch))
-    assert schedule.num_steps(wanted, batches * batch + 1 + extra) == batches
-    assert batches * batch >= wanted > (batches - 1) * batch
-    with pytest.raises(UserError, match=rf"wanted {batches * batch + 1:,} tokens, but there are {batches * batch:,}"):
-        schedule.num_steps(wanted, batches * batch)
-
-
-@given(available=st.integers(0, 10**6), batch=st.integers(1, 10**4))
-def test_minus_one_takes_every_whole_batch(available: int, batch: int) -> None:
-    schedule = BatchSchedule.constant(BatchLayout(1, 1, 1, batch))
-    if available < batch + 1:
-        with pytest.raises(UserError):
-            schedule.num_steps(-1, available)
-    else:
-        batches = schedule.num_steps(-1, available)
-        assert batches * batch + 1 <= available < (batches + 1) * batch + 1
-
-
 @given(
     ranks=st.integers(1, 4),
     accumulation=st.integers(1, 3),
@@ -91,6 +71,86 @@ def test_every_token_is_trained_on_once_and_in_order(
     count = steps * layout.global_tokens
     assert inputs == list(range(start, start + count))
     assert targets == list(range(start + 1, start + count + 1))
+
+
+# Global batches that grow: BatchSchedule against counting step by step; without a ramp, batches are constant.
+
+
+LAYOUT = BatchLayout(world_size=2, accumulation_steps=1, microbatch_size=1, context_length=3)
+RAMPS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 4)), max_size=4)
+
+
+def layouts(ramp: list[tuple[int, int]]) -> list[tuple[int, BatchLayout]]:
+    """Return the stages of a ramp from its gaps between stages and its added accumulation steps."""
+    seen, steps, found = 0, 1, [(0, LAYOUT)]
+    for gap, more in ramp:
+        seen, steps = seen + gap, steps + more
+        found.append((seen, replace(LAYOUT, accumulation_steps=steps)))
+    return found
+
+
+def counted(ramp: list[tuple[int, BatchLayout]], tokens_seen: int, steps: int) -> list[tuple[int, BatchLayout]]:
+    """(tokens before, batch) of each step, one after the other."""
+    before, found = 0, []
+    for _ in range(steps):
+        layout = [each for start, each in ramp if start <= tokens_seen + before][-1]
+        found.append((before, layout))
+        before += layout.global_tokens
+    return found
+
+
+@given(ramp=RAMPS.map(layouts), tokens_seen=st.integers(0, 200))
+def test_as_counted_step_by_step(ramp: list[tuple[int, BatchLayout]], tokens_seen: int) -> None:
+    schedule = BatchSchedule.ramp(ramp, tokens_seen)
+    steps = counted(ramp, tokens_seen, 60)
+    assert [(schedule.tokens_before(step), schedule.at(step)) for step in range(60)] == steps
+    starts = [before for before, _ in steps]
+    for tokens in range(starts[40]):
+        assert schedule.steps_within(tokens) == sum(start <= tokens for start in starts) - 1
+        assert schedule.steps_for(tokens) == sum(start < tokens for start in starts)
+
+
+@given(ramp=RAMPS.map(layouts), first=st.integers(0, 30))
+def test_what_is_left_after_any_step_is_the_same(ramp: list[tuple[int, BatchLayout]], first: int) -> None:
+    """A run that continues there has the batches of one that never stopped."""
+    whole = BatchSchedule.ramp(ramp, 0)
+    seen = whole.tokens_before(first)
+    rest = BatchSchedule.ramp(ramp, seen)
+    for step in range(20):
+        assert rest.at(step) == whole.at(first + step)
+        assert seen + rest.tokens_before(step) == whole.tokens_before(first + step)
+
+
+@given(ramp=RAMPS.map(layouts), wanted=st.integers(1, 300), available=st.integers(0, 400))
+def test_the_number_of_steps(ramp: list[tuple[int, BatchLayout]], wanted: int, available: int) -> None:
+    schedule = BatchSchedule.ramp(ramp, 0)
+    steps = next(step for step in range(100) if schedule.tokens_before(step) >= wanted)
+    if available > schedule.tokens_before(steps):
+        assert schedule.num_steps(wanted, available) == steps
+    else:
+        with pytest.raises(UserError, match=f"wanted {schedule.tokens_before(steps) + 1:,} tokens, but there are"):
+            schedule.num_steps(wanted, available)
+    if available > LAYOUT.global_tokens:
+        every = schedule.num_steps(-1, available)
+        assert schedule.tokens_before(every) + 1 <= available <= schedule.tokens_before(every + 1)
+
+
+def test_a_ramp_reads_every_token_once_and_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "counting.safetensors"
+    save_file({"tokens": np.arange(1000, dtype=np.uint16)}, path)
+    ramp = layouts([(20, 1), (1, 1), (50, 2)])
+    schedule = BatchSchedule.ramp(ramp, 0)
+    loader = TokenLoader(TokenFile(path), 5, ramp[-1][1], schedule)
+    read = []
+    for step in range(12):
+        ranks = [loader.microbatches(step, rank) for rank in range(2)]
+        assert [len(each) for each in ranks] == [schedule.at(step).accumulation_steps] * 2
+        for passes in zip(*ranks, strict=True):
+            read += [int(token) for microbatch in passes for token in microbatch.tokens[:-1]]
+    assert read == list(range(5, 5 + schedule.tokens_before(12)))
+
+
+# Folders as they are found --------------------------------------------------------------------------------
 
 
 def test_twenty_gibibytes_open_at_once_and_take_no_memory(tmp_path: Path) -> None:

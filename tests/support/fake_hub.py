@@ -24,7 +24,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -117,7 +116,7 @@ class FakeHub:
             threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
         for server in self._servers:
             server.shutdown()
@@ -181,29 +180,16 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: _Server
 
-    def do_GET(self) -> None:
-        self._route()
-
-    def do_HEAD(self) -> None:
-        self._route()
-
-    def do_POST(self) -> None:
-        self._receive()
-
-    def do_PUT(self) -> None:
-        self._receive()
-
     def log_message(self, format: str, *args: Any) -> None:
         """Tests look at `requests` instead."""
 
-    def _route(self) -> None:
+    def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
         seen = Seen(self.command, path, self.headers.get("Authorization"), self.headers.get("Range"))
         self.server.hub.requests.append(seen)
         for pattern, answer in ROUTES:
             if match := pattern.fullmatch(path):
-                dataset = self._open(match)
-                if dataset is not None:
+                if (dataset := self._open(match)) is not None:
                     answer(self, dataset, match)
                 return
         self._refuse(404, None)
@@ -222,7 +208,9 @@ class _Handler(BaseHTTPRequestHandler):
             return dataset
         return None
 
-    def _receive(self) -> None:
+    do_HEAD = do_GET
+
+    def do_POST(self) -> None:
         """Uploads: a request with a body."""
         path = unquote(urlsplit(self.path).path)
         hub = self.server.hub
@@ -236,6 +224,8 @@ class _Handler(BaseHTTPRequestHandler):
                 receive(self, hub, match, body)
                 return
         self._refuse(404, None)
+
+    do_PUT = do_POST
 
     def _read_body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") != "chunked":
@@ -263,15 +253,10 @@ class _Handler(BaseHTTPRequestHandler):
         self._send_json({"errors": [], "warnings": []})
 
     def _preupload(self, hub: FakeHub, match: re.Match[str], body: bytes) -> None:
-        files = [
-            {
-                "path": file["path"],
-                "uploadMode": "lfs" if PurePosixPath(file["path"]).suffix in LFS_SUFFIXES else "regular",
-                "shouldIgnore": False,
-            }
-            for file in json.loads(body)["files"]
-        ]
-        self._send_json({"files": files})
+        paths = [file["path"] for file in json.loads(body)["files"]]
+        modes = ["lfs" if PurePosixPath(path).suffix in LFS_SUFFIXES else "regular" for path in paths]
+        files = [{"path": path, "uploadMode": mode} for path, mode in zip(paths, modes, strict=True)]
+        self._send_json({"files": [file | {"shouldIgnore": False} for file in files]})
 
     def _batch(self, hub: FakeHub, match: re.Match[str], body: bytes) -> None:
         objects: list[dict[str, Any]] = [

@@ -17,6 +17,8 @@ from safetensors.numpy import load_file
 from harness.data.tokenizers.load import load_tokenizer
 from harness.data.tokenizers.tokenizer import Tokenizer
 from tests.support.isolation import ROOT, on_path
+from tests.support.launch import PATIENCE_SECONDS, Result, finish
+from tests.support.warm import WarmProcess, warm_server
 
 SMALL = ["--train-tokenizer", "300"]  # a vocabulary that needs no network
 IN_ORDER = ["--split-order", "given"]  # train, and the last documents for validation
@@ -27,6 +29,11 @@ WORDS = [
 ]
 
 
+PREPARE = str(ROOT / "prepare_datasets.py")
+# A forked process has the path of the one that it is a fork of.
+TAKE_PATH = "import os, sys; sys.path += os.environ['PYTHONPATH'].split(os.pathsep)\n"
+
+
 @dataclass
 class Preparer:
     """A folder with inputs and datasets of a test's own."""
@@ -34,37 +41,36 @@ class Preparer:
     path: Path
     environment: dict[str, str] = field(default_factory=dict)
 
-    def command(self, *arguments: object) -> list[str]:
-        return [sys.executable, str(ROOT / "prepare_datasets.py"), *map(str, arguments)]
-
     def start(self, *arguments: object, **options: Any) -> subprocess.Popen[str]:
-        """The real command in a process of its own, in this folder."""
-        return subprocess.Popen(
-            self.command(*arguments),
-            cwd=self.path,
-            env={**os.environ, **self.environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            **options,
-        )
+        """The real command in a Python that starts cold, in this folder."""
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        command = [sys.executable, PREPARE, *map(str, arguments)]
+        return subprocess.Popen(command, cwd=self.path, env={**os.environ, **self.environment}, **pipes | options)
 
-    def run(self, *arguments: object, status: int = 0) -> str:
+    def fork(self, *arguments: object, prelude: str = "") -> WarmProcess:
+        """The real command in a process that starts at once, after the Python source `prelude`."""
+        environment = {**os.environ, **self.environment}
+        return warm_server().spawn([PREPARE, *map(str, arguments)], self.path, environment, TAKE_PATH + prelude)
+
+    def result(self, *arguments: object, prelude: str = "") -> Result:
+        """Run it to its end, whatever comes of it."""
+        return finish([self.fork(*arguments, prelude=prelude)], expect=None, timeout=PATIENCE_SECONDS)
+
+    def run(self, *arguments: object, status: int = 0, prelude: str = "") -> str:
         """Run it to its end and check its status; what it printed, or its line on standard error."""
-        process = self.start(*arguments)
-        out, error = process.communicate(timeout=120)
-        assert process.returncode == status, out + error
+        done = self.result(*arguments, prelude=prelude)
+        assert done.status == status, done
         if status:
-            assert "Traceback" not in error
-            [line] = [line for line in error.splitlines() if line.startswith("error: ")]
+            assert "Traceback" not in done.stderr
+            [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
             return line
-        return out
+        return done.stdout
 
-    def prepare(self, source: object, name: str, *options: object) -> Path:
+    def prepare(self, source: object, name: str, *options: object, prelude: str = "") -> Path:
         """Make the dataset datasets/me/<name>, with a small trained vocabulary unless the options say otherwise."""
         target = self.path / "datasets" / "me" / name
         chosen = any(str(option).startswith("--t") and "tokenizer" in str(option) for option in options)
-        self.run(source, target, *options, *([] if chosen else SMALL))
+        self.run(source, target, *options, *([] if chosen else SMALL), prelude=prelude)
         return target
 
 
@@ -97,6 +103,11 @@ def documents_of(folder: Path, split: str) -> list[str]:
     assert ends[-1] == len(tokens) - 1
     starts = [0, *(ends[:-1] + 1)]
     return [tokenizer.decode(tokens[start:end].tolist()) for start, end in zip(starts, ends, strict=True)]
+
+
+def held_documents(folder: Path) -> list[str]:
+    """The documents of train and then of validation."""
+    return documents_of(folder, "train") + documents_of(folder, "validation")
 
 
 def content_of(folder: Path) -> dict[str, bytes]:

@@ -27,7 +27,6 @@ from harness.data.tokenizers.load import load_tokenizer
 # A model with 4 layers of width 256, two CPU cores, a minute: 2.74 validation bits per byte with 2048 tokens, 2.53 with
 # 4096. 8192 gave 2.39, but by then two fifths of the parameters are embeddings.
 DEFAULT_VOCAB_SIZE = 4096
-LARGEST_VOCABULARY = 2**16  # uint16
 # Installed packages and tests are not the library; the tables of encodings and the help texts of pydoc_data are
 # generated, over a fifth of all tokens, and nothing a sample should look like.
 SKIPPED_FOLDERS = {
@@ -42,8 +41,6 @@ def build_python_stdlib(folder: Path, vocab_size: int = DEFAULT_VOCAB_SIZE) -> N
 
     The same Python gives byte-identical files. Raises UserError if there is no space, or no source text.
     """
-    if not vocab_size <= LARGEST_VOCABULARY:
-        raise UserError(f"{folder}: a vocabulary of {vocab_size} does not fit uint16; use {LARGEST_VOCABULARY} or less")
     if _is_whole(folder):
         return
     if folder.is_dir() and any(folder.iterdir()):

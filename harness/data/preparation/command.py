@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,15 @@ from harness.data.preparation.pipeline import Preparation, Recipe
 from harness.data.preparation.splits import Split, SplitSizes, write_dataset_meta
 from harness.data.preparation.stream import StreamSize
 from harness.data.preparation.text_input import TextFile, TextFormat, TextSource, find_text, short_name
-from harness.data.preparation.token_input import find_shards, import_shards, say_assumptions
+from harness.data.preparation.token_input import find_shards, import_shards
 from harness.data.preparation.work import WorkFolder, check_target
 from harness.data.tokenizers.load import load_tokenizer
 from harness.data.tokenizers.tokenizer import Tokenizer
 
 SECONDS_BETWEEN_LINES = 10.0
+BYTES_PER_WORKER = 2**22  # of input: less is encoded before another process has started
 BAR_FORMAT = "{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
+LINE_FORMAT = "{percentage:3.0f}% {elapsed}<{remaining}{postfix}"
 
 Made = tuple[list[Split], Tokenizer, str, dict[str, Any]]  # the tokenizer's name in meta.json, and the text's origin
 
@@ -44,21 +46,14 @@ def make_dataset(inputs: Sequence[str], target: Path, options: Mapping[str, Any]
     work = WorkFolder(target)
     check_target(target, overwrite=True)  # before anything is made there
     work.open()
-    with _left_in_order(work):
+    try:
         check_target(target, overwrite=options["overwrite"])
         make = _from_shards if options["from_bin"] else _from_text
         splits, tokenizer, name, source = make(inputs, work, options)
         description = options["description"] or f"Tokens of {short_name(inputs)}."
         write_dataset_meta(work.dataset, splits, tokenizer, name, description=description, source=source)
         work.put_in_place()
-    return splits, tokenizer.vocab_size
-
-
-@contextmanager
-def _left_in_order(work: WorkFolder) -> Iterator[None]:
-    """Leave work that can be resumed after a failure, and say so."""
-    try:
-        yield
+        return splits, tokenizer.vocab_size
     except UserError:
         work.leave()
         raise
@@ -84,8 +79,6 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
         print(f"not read, as no text by their names, or links to folders: {names}", file=sys.stderr, flush=True)
     choice = TokenizerChoice(options["tokenizer"], options["train_tokenizer"])
     fingerprint = choice.check()
-    if options["restart"]:  # only now: what the user typed makes sense
-        work.clear()
     # The options that decide the bytes: interrupted work resumes with the same ones only.
     keys = [
         *("text_column", "document_separator", "replace_invalid", "include", "tokenizer", "train_tokenizer"),
@@ -97,9 +90,11 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
     if options["split_order"] == "given":
         del deciding["split_order"]  # it was the only one once, and had no key
     begun_with = {"input": abbreviated(inputs), **deciding, "tokenizer_file_sha256": fingerprint}
-    journal = work.resume_or_begin(begun_with, [[file.name, file.version] for file in source.files])
+    files = [[file.name, file.version] for file in source.files]
+    journal = work.resume_or_begin(begun_with, files, restart=options["restart"])
     name = choice.bring(partial(sample_texts, source, recipe), work.dataset)
-    place, workers = _place(name, work), options["workers"] or usable_cores()
+    size = sum(file.size for file in source.files)
+    place, workers = _place(name, work), options["workers"] or min(usable_cores(), 1 + size // BYTES_PER_WORKER)
     with encoder_processes(place, workers) as encoder, ReadingProgress(source.files) as progress:
         try:
             tokenizer = load_tokenizer(place)
@@ -134,10 +129,12 @@ def _from_shards(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, 
     }
     by_split = find_shards(inputs, options["token_dtype"])
     shards = list(itertools.chain.from_iterable(by_split.values()))
-    say_assumptions(shards, choice.name)
-    if options["restart"]:
-        work.clear()
-    work.resume_or_begin(begun_with, [[str(shard.path), version_of(shard.path.stat())] for shard in shards])
+    if untold := [shard for shard in shards if not shard.is_told]:
+        names = printable(abbreviated([shard.path.name for shard in untold]))
+        what = f"{untold[0].dtype.name} tokens of {printable(choice.name or 'GPT-2')}"
+        print(f"no header, read as {what} (--token-dtype, --tokenizer): {names}", file=sys.stderr, flush=True)
+    files = [[str(shard.path), version_of(shard.path.stat())] for shard in shards]
+    work.resume_or_begin(begun_with, files, restart=options["restart"])
     name = choice.bring(list, work.dataset)  # no texts: a known one is not trained
     tokenizer = load_tokenizer(_place(name, work))
     splits = [import_shards(split, own, tokenizer, work.dataset) for split, own in sorted(by_split.items())]
@@ -160,29 +157,25 @@ class ReadingProgress:
         self._before = [0, *itertools.accumulate(file.size for file in files)]
         self._began = self._shown = time.monotonic()
         self._bar: tqdm | None = None
-        self._first: tuple[int, int] | None = None  # bytes and tokens of an earlier process
+        self._first_tokens = 0  # of an earlier process
 
     def show(self, encoded: Encoded, size: StreamSize) -> None:
         """Report a batch; `size` counts all there is so far."""
-        now, total = time.monotonic(), self._before[-1]
+        now, is_terminal = time.monotonic(), sys.stderr.isatty()
         position = self._before[encoded.batch.file] + encoded.batch.position
-        self._first = self._first or (position, size.tokens)
-        done, tokens = position - self._first[0], size.tokens - self._first[1]
-        speed = tokens / max(now - self._began, 1e-9)
-        if sys.stderr.isatty():
-            if self._bar is None:
-                self._bar = tqdm(total=total, initial=position, bar_format=BAR_FORMAT, dynamic_ncols=True)
-            self._bar.update(position - self._bar.n)
-            documents, tokens_, speed_ = (tqdm.format_sizeof(each) for each in (size.documents, size.tokens, speed))
-            self._bar.set_postfix_str(f"{documents} documents, {tokens_} tokens, {speed_} tokens/s")
-        elif now - self._shown >= SECONDS_BETWEEN_LINES:
+        if self._bar is None:
+            shape: dict[str, Any] = {"bar_format": BAR_FORMAT, "dynamic_ncols": True}
+            if not is_terminal:
+                shape = {"bar_format": LINE_FORMAT, "file": io.StringIO(), "mininterval": SECONDS_BETWEEN_LINES}
+            self._bar = tqdm(total=self._before[-1], initial=position, **shape)
+            self._first_tokens = size.tokens
+        speed = (size.tokens - self._first_tokens) / max(now - self._began, 1e-9)
+        documents, tokens, speed_ = (tqdm.format_sizeof(each) for each in (size.documents, size.tokens, speed))
+        self._bar.set_postfix_str(f"{documents} documents, {tokens} tokens, {speed_} tokens/s", refresh=False)
+        self._bar.update(position - self._bar.n)
+        if not is_terminal and now - self._shown >= SECONDS_BETWEEN_LINES:
             self._shown = now
-            left = (now - self._began) * (total - position) / max(1, done)
-            print(
-                f"{position / max(1, total):4.0%}  {size.documents:,} documents  {size.tokens:,} tokens  "
-                f"{speed:,.0f} tokens/s  {tqdm.format_interval(left)} left",
-                flush=True,
-            )
+            print(self._bar, flush=True)
 
     def __enter__(self) -> ReadingProgress:
         return self

@@ -3,7 +3,8 @@
 The batches depend on the text alone, never on the number of workers: so does every token.
 
 Threads of one process would do, since tiktoken lets go of the interpreter's lock; but two of them reached 0.6 of what
-two processes do (docs/LOG.md): they wait for each other inside the library.
+two processes do (docs/LOG.md): they wait for each other inside the library. A little text has one thread beside the
+reader's, which starts at once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -185,13 +186,14 @@ def encode_texts(tokenizer: Tokenizer, texts: list[tuple[str, bool]]) -> Arrays:
 
 @contextmanager
 def encoder_processes(name_or_file: str | Path, count: int) -> Iterator[Encoder]:
-    """Processes that encode with a tokenizer, and end with this one, however it ends."""
+    """Processes that encode with a tokenizer, and end with this one, however it ends; a thread in place of only one."""
     context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of libraries hold
-    pool = ProcessPoolExecutor(count, context, _begin)
+    pool: Executor = ThreadPoolExecutor(1) if count == 1 else ProcessPoolExecutor(count, context, _begin)
     try:
-        with _without_interrupts():
-            for _ in range(count):
-                pool.submit(os.getpid)  # it starts a process
+        if count > 1:
+            with _without_interrupts():
+                for _ in range(count):
+                    pool.submit(os.getpid)  # it starts a process
         yield lambda texts: pool.submit(_encode, name_or_file, texts)
     finally:
         pool.shutdown(cancel_futures=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 from huggingface_hub import constants
@@ -15,7 +16,7 @@ from huggingface_hub.hf_api import RepoSibling
 from harness.common.errors import UserError
 from harness.common.hub import HubWork, find_fault, list_files
 from harness.common.messages import abbreviated
-from harness.data.preparation.text_input import TextFile, TextSource, is_surely_text, kind_of
+from harness.data.preparation.text_input import TextFile, TextSource, is_surely_text, text_suffix
 
 AGAIN = "running the same command again goes on where it stopped"
 
@@ -44,17 +45,9 @@ class HubText(TextSource):
                 path.unlink(missing_ok=True)
 
     def _download(self, name: str, *, again: bool) -> Path:
-        def download() -> str:
-            return huggingface_hub.hf_hub_download(
-                self.name,
-                name,
-                repo_type="dataset",
-                revision=self.commit,
-                local_dir=self.downloads,
-                force_download=again,
-            )
-
-        return Path(self.work.call(download))
+        place: dict[str, Any] = {"repo_type": "dataset", "revision": self.commit, "local_dir": self.downloads}
+        path = self.work.call(lambda: huggingface_hub.hf_hub_download(self.name, name, force_download=again, **place))
+        return Path(path)
 
     def sampled(self, most: int) -> list[TextFile]:
         return self.files[:1]  # more would have to be downloaded before their turn
@@ -85,4 +78,4 @@ def find_on_hub(name: str, include: Sequence[str], revision: str | None, downloa
 def _is_wanted(path: str, include: Sequence[str]) -> bool:
     if not include:
         return is_surely_text(path)
-    return kind_of(path) is not None and any(fnmatch.fnmatchcase(path, pattern) for pattern in include)
+    return text_suffix(path) is not None and any(fnmatch.fnmatchcase(path, pattern) for pattern in include)

@@ -16,7 +16,7 @@ from harness.common.files import atomic_file, sha256
 from harness.data.preparation.encode import batches
 from harness.data.preparation.pipeline import Recipe
 from harness.data.preparation.splits import SplitSizes, draws
-from harness.data.preparation.text_input import Piece, TextFile, TextSource
+from harness.data.preparation.text_input import Piece, TextSource
 from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
 from harness.data.tokenizers.tiktoken_files import SUFFIX, encoding_file, known_encodings
@@ -80,7 +80,10 @@ def sample_texts(source: TextSource, recipe: Recipe) -> list[str]:
     files = source.sampled(SAMPLED_FILES)
     is_small = sum(file.size for file in files) <= SAMPLE_CHARACTERS
     most = SAMPLE_CHARACTERS if is_small else SAMPLE_CHARACTERS // len(files)
-    pieces = [piece for file in files for piece in _cut_to(_pieces(source, recipe, file), most)]
+    pieces: list[Piece] = []
+    for file in files:
+        of_file = (piece for batch in batches(source.read_file(file, recipe.form)) for piece in batch.pieces)
+        pieces += _cut_to(of_file, most)
     characters = sum(len(piece.text) for piece in pieces)
     is_all = len(files) == len(source.files) and characters < most
     if is_all and recipe.sizes.order == "seeded" and (left := _without_drawn(pieces, recipe.sizes)):
@@ -88,11 +91,6 @@ def sample_texts(source: TextSource, recipe: Recipe) -> list[str]:
     if recipe.shuffle_seed is None and (is_all or recipe.sizes.order == "given"):  # the last ones are held out
         pieces = list(_cut_to(pieces, round(characters * (1 - recipe.sizes.validation - recipe.sizes.test))))
     return [piece.text for piece in pieces]
-
-
-def _pieces(source: TextSource, recipe: Recipe, file: TextFile) -> Iterator[Piece]:
-    for batch in batches(source.read_file(file, recipe.form)):
-        yield from batch.pieces
 
 
 def _without_drawn(pieces: list[Piece], sizes: SplitSizes) -> list[str]:

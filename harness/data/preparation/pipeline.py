@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -57,11 +57,10 @@ class Preparation:
             stream = self._shuffled(stream, self.recipe.shuffle_seed)
         if self.journal.phase != "shared out":
             if not self.journal.splits:
-                self.journal.splits = [asdict(split) for split in assign_splits(stream, self.recipe.sizes, tokenizer)]
+                self.journal.splits = assign_splits(stream, self.recipe.sizes, tokenizer)
             self._enter("shared out")
-        splits = [Split(**split) for split in self.journal.splits]
-        write_splits(stream, splits, self.work.dataset)
-        return splits
+        write_splits(stream, self.journal.splits, self.work.dataset)
+        return self.journal.splits
 
     def _tokenize(self, stream: TokenStream, pool: TokenStream, encoder: Encoder, workers: int, show: Show) -> None:
         here = self.journal.here
@@ -85,9 +84,10 @@ class Preparation:
                 total = stream.size + pool.size
                 empty += encoded.batch.empty
                 if encoded.batch.is_whole:
-                    self.journal.move_to(
-                        Mark(encoded.batch.file, encoded.batch.documents, empty, stream.size, pool.size)
-                    )
+                    batch = encoded.batch
+                    here = self.journal.here = Mark(batch.file, batch.documents, empty, stream.size, pool.size)
+                    if not batch.documents:
+                        self.journal.file_start = here
                     if total.tokens - committed >= COMMIT_TOKENS:
                         save()
                         committed = total.tokens
@@ -106,8 +106,7 @@ class Preparation:
         pool.size = self.journal.here.pool
         stream.open_at(self.journal.here.size)
         if self.recipe.sizes.order == "seeded":
-            splits = hold_out(pool, stream, self.recipe.sizes, self.work.dataset)
-            self.journal.splits = [asdict(split) for split in splits]
+            self.journal.splits = hold_out(pool, stream, self.recipe.sizes, self.work.dataset)
         stream.flush()
         stream.close()
         self.journal.here = replace(self.journal.here, size=stream.size, pool=StreamSize())

@@ -104,7 +104,9 @@ def hold_out(pool: TokenStream, stream: TokenStream, sizes: SplitSizes, folder: 
     """
     documents = np.concatenate([np.zeros((0, 2), np.int64), *pool.documents()])
     length = int(sum(block[:, 1].sum() for block in (documents, *stream.documents())))
-    drawn = _draws_in_pool(sizes, (pool.size + stream.size).documents)
+    total = (pool.size + stream.size).documents
+    parts = [(at, min(DOCUMENTS_PER_READ, total - at)) for at in range(0, total, DOCUMENTS_PER_READ)]
+    drawn = np.concatenate([draws(*part)[sizes.in_pool(*part)] for part in parts])
     chosen = sizes.choose(drawn, documents[:, 1], length)
     order = np.argsort(drawn, kind="stable")
     left = order[~np.isin(order, np.concatenate([np.zeros(0, np.int64), *chosen.values()]))]
@@ -115,12 +117,6 @@ def hold_out(pool: TokenStream, stream: TokenStream, sizes: SplitSizes, folder: 
     length -= sum(split.bytes for split in splits)
     train = Split("train", 0, stream.size.tokens, stream.size.documents, length, longest)
     return [train, *splits] if is_possible else []
-
-
-def _draws_in_pool(sizes: SplitSizes, documents: int) -> np.ndarray:
-    """The draws of those of so many documents that are in the pool."""
-    parts = [(at, min(DOCUMENTS_PER_READ, documents - at)) for at in range(0, documents, DOCUMENTS_PER_READ)]
-    return np.concatenate([draws(*part)[sizes.in_pool(*part)] for part in parts])
 
 
 def _write_split(pool: TokenStream, documents: np.ndarray, name: str, places: np.ndarray, folder: Path) -> Split:

@@ -25,15 +25,6 @@ from harness.common.messages import abbreviated, nearest, quoted
 
 COMPRESSIONS = (".gz", ".zst")
 TOKEN_SUFFIXES = (".bin", ".npy")
-JSON = "JSON"  # lines of it, if a file is named: other .json files are anything else
-KINDS = {
-    ".parquet": "parquet",
-    ".jsonl": "JSON lines",
-    ".ndjson": "JSON lines",
-    ".json": JSON,
-    ".txt": "text",
-    ".text": "text",
-}
 SMALL_BYTES = 2**26  # of files that are all learnt from, however many they are
 READ_BYTES = 2**20
 MOST_ROWS = 64  # of a parquet file at a time
@@ -72,17 +63,17 @@ class TextFormat:
     errors: Literal["strict", "replace"] = "strict"  # what is not UTF-8 is an error, or becomes U+FFFD
 
 
-def kind_of(name: str) -> str | None:
-    """ "parquet", "JSON lines", "JSON" or "text" by a file's name; None where it does not tell."""
+def text_suffix(name: str) -> str | None:
+    """The suffix in READERS that a file's name has before that of a compression; None if it has none of them."""
     suffixes = [suffix.lower() for suffix in Path(name).suffixes]
     if suffixes and suffixes[-1] in COMPRESSIONS:
         suffixes.pop()
-    return KINDS.get(suffixes[-1]) if suffixes else None
+    return suffixes[-1] if suffixes and suffixes[-1] in READERS else None
 
 
 def is_surely_text(name: str) -> bool:
-    """True if a file is read without being named."""
-    return kind_of(name) not in {None, JSON}
+    """True if a file is read without being named. A .json file may hold anything but lines of JSON."""
+    return text_suffix(name) not in {None, ".json"}
 
 
 # Files -------------------------------------------------------------------------------------------------------------
@@ -179,14 +170,9 @@ def _find(pattern: str) -> tuple[dict[str, Path], list[str]]:
 def read_documents(file: TextFile, form: TextFormat) -> Iterator[Piece]:
     """The documents of a file, in order. Raises UserError for a column that is not there, RunError for a file that is
     damaged or not UTF-8, with how far it could be read."""
-    read: dict[str | None, Callable[[TextFile, TextFormat], Iterator[Piece]]] = {
-        "parquet": _read_parquet,
-        "JSON lines": _read_json_lines,
-        JSON: _read_json_lines,
-    }
     documents = 0
     try:
-        for piece in read.get(kind_of(file.path.name), _read_text)(file, form):
+        for piece in READERS[text_suffix(file.path.name) or ".txt"](file, form):
             yield piece
             documents += piece.ends
     except UnicodeDecodeError:
@@ -221,19 +207,16 @@ def _read_parquet(file: TextFile, form: TextFormat) -> Iterator[Piece]:
                 at_once = max(1, min(MOST_ROWS, READ_BYTES // max(1, mean)))
                 options = {"row_groups": [group], "columns": [form.text_column], "use_threads": False}
                 for batch in table.iter_batches(at_once, **options):
-                    for text in _texts(batch.column(0), form):
+                    try:
+                        texts = batch.column(0).to_pylist()
+                    except UnicodeDecodeError:
+                        raw = batch.column(0).cast("large_binary").to_pylist()
+                        texts = [(text or b"").decode(errors=form.errors) for text in raw]
+                    for text in texts:
                         rows += 1
-                        yield Piece(text, True, file.number, file.size * rows // total)
+                        yield Piece(text or "", True, file.number, file.size * rows // total)
     except pyarrow.ArrowException as error:
         raise EOFError(str(error)) from None  # damaged, in one of many ways
-
-
-def _texts(column: Any, form: TextFormat) -> list[str]:
-    """The texts of a column; a null is an empty text."""
-    try:
-        return [text or "" for text in column.to_pylist()]
-    except UnicodeDecodeError:
-        return [(text or b"").decode(errors=form.errors) for text in column.cast("large_binary").to_pylist()]
 
 
 def _check_column(file: TextFile, form: TextFormat, schema: Any) -> None:
@@ -349,3 +332,10 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             yield io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd")), raw
         else:
             yield raw, raw
+
+
+READERS: dict[str, Callable[[TextFile, TextFormat], Iterator[Piece]]] = {
+    ".parquet": _read_parquet,
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), _read_json_lines),
+    **dict.fromkeys((".txt", ".text"), _read_text),
+}

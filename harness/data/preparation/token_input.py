@@ -11,14 +11,13 @@ There are as many documents as end-of-text tokens, which nanoGPT writes after ea
 from __future__ import annotations
 
 import glob
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from harness.common.errors import UserError, printable
+from harness.common.errors import UserError
 from harness.common.files import sync
 from harness.common.messages import abbreviated, is_unicode
 from harness.data.preparation.encode import token_dtype
@@ -31,7 +30,6 @@ NUMPY_MAGIC = b"\x93NUMPY"
 SHARD_HEADER_BYTES = 1024
 SHARDS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # magic: version, tokens
 BLOCK_TOKENS = 2**22
-DTYPE_OPTION = "--token-dtype"
 SPLIT_WORDS = {"train": "train", "val": "validation", "validation": "validation", "test": "test"}
 
 
@@ -133,14 +131,6 @@ def find_shards(patterns: Sequence[str], stated_dtype: str | None) -> dict[str, 
     return shards
 
 
-def say_assumptions(shards: Sequence[TokenShard], tokenizer: str | None) -> None:
-    """Say what is assumed of files without a header. `tokenizer` is what the user says: None is GPT-2's."""
-    if untold := [shard for shard in shards if not shard.is_told]:
-        names = printable(abbreviated([shard.path.name for shard in untold]))
-        what = f"{untold[0].dtype.name} tokens of {'GPT-2' if tokenizer is None else printable(tokenizer)}"
-        print(f"no header, read as {what} ({DTYPE_OPTION}, --tokenizer): {names}", file=sys.stderr, flush=True)
-
-
 def import_shards(split: str, shards: Sequence[TokenShard], tokenizer: Tokenizer, folder: Path) -> Split:
     """Write the shards' tokens, one after another and unchanged, as the folder's `split`.
 
@@ -166,7 +156,7 @@ def import_shards(split: str, shards: Sequence[TokenShard], tokenizer: Tokenizer
                     wrong = smallest if smallest < 0 else largest
                     raise UserError(
                         f"{shard.path}: token id {wrong} is beyond the tokenizer's {tokenizer.vocab_size:,}; give the "
-                        f"--tokenizer that the tokens were made with (and {DTYPE_OPTION} if they have no header)"
+                        f"--tokenizer that the tokens were made with (and --token-dtype if they have no header)"
                     )
                 documents += int((tokens == tokenizer.eot_token).sum())
                 length += int(byte_lengths[tokens].sum())

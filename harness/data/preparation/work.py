@@ -11,11 +11,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import TypeAdapter, ValidationError
+
 from harness.common.errors import UserError
-from harness.common.files import check_name, replace_text, sync
+from harness.common.files import check_name, rename_whole, replace_text
 from harness.common.lock import RunLock
 from harness.common.messages import abbreviated
-from harness.data.preparation.splits import SPLITS
+from harness.data.preparation.splits import SPLITS, Split
 from harness.data.preparation.stream import StreamSize
 
 DATASET_FILES = {"meta.json", "README.md", *(f"{split}.safetensors" for split in SPLITS)}
@@ -78,20 +80,7 @@ class Journal:
     phase: Phase = "reading"
     here: Mark = field(default_factory=Mark)
     file_start: Mark = field(default_factory=Mark)  # the last one that was at the beginning of a file
-    splits: list[dict[str, Any]] = field(default_factory=list)
-
-    @classmethod
-    def load(cls, path: Path) -> Journal | None:
-        """The journal in a file; None if there is no file yet. Raises UserError if the file is damaged."""
-        if (values := _read_json(path)) is None:
-            return None
-        try:
-            for key in ("here", "file_start"):
-                sizes = {part: StreamSize(**values[key].get(part, {})) for part in ("size", "pool")}
-                values[key] = Mark(**{**values[key], **sizes})
-            return cls(**values)
-        except (TypeError, LookupError, AttributeError):
-            raise _damaged(path) from None
+    splits: list[Split] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
         """Write the journal; it is on the disk when this returns."""
@@ -101,11 +90,6 @@ class Journal:
     def has_begun(self) -> bool:
         """True if there is any work to lose."""
         return bool(self.here.total.tokens)
-
-    def move_to(self, mark: Mark) -> None:
-        self.here = mark
-        if not mark.documents:
-            self.file_start = mark
 
     def take_options(self, options: dict[str, Any], folder: Path) -> None:
         """Raise UserError if the unfinished work was begun with other options, naming those.
@@ -136,18 +120,14 @@ class Journal:
             self.here = self.file_start
 
 
-def _read_json(path: Path) -> Any:
-    """The contents of a file; None if there is none. Raises UserError if it is damaged."""
+def _read(kind: Any, path: Path) -> Any:
+    """The contents of a JSON file as this type; None if there is none. Raises UserError if it is damaged."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return TypeAdapter(kind).validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
-    except (ValueError, RecursionError):
-        raise _damaged(path) from None
-
-
-def _damaged(path: Path) -> UserError:
-    return UserError(f"{path}: damaged; begin again with --restart")
+    except ValidationError:
+        raise UserError(f"{path}: damaged; begin again with --restart") from None
 
 
 class WorkFolder:
@@ -182,19 +162,14 @@ class WorkFolder:
             self.replaced.rename(self.target)  # until the new one is put there again
         elif self.journal.exists() and not self.dataset.exists():
             self._delete_replaced()
-            self.clear()
-        self.dataset.mkdir(exist_ok=True)
+            self._clear()
 
     def _delete_replaced(self) -> None:
         if self.replaced.exists() and not _not_of_a_dataset(self.replaced):
             shutil.rmtree(self.replaced)
 
-    def clear(self) -> None:
+    def _clear(self) -> None:
         """Delete what is in it but for the lock, the journal first: without the journal there is nothing to resume."""
-        self._empty()
-        self.dataset.mkdir()
-
-    def _empty(self) -> None:
         self.journal.unlink(missing_ok=True)
         for entry in self.path.iterdir():
             if entry.is_dir() and not entry.is_symlink():
@@ -204,34 +179,37 @@ class WorkFolder:
 
     def _remove(self) -> None:
         """Delete the folder, the lock last: by it a later process knows what a kill leaves behind."""
-        self._empty()
+        self._clear()
         self.lock.unlink()
         self.path.rmdir()
 
-    def resume_or_begin(self, begun_with: dict[str, Any], files: list[list[str]]) -> Journal:
+    def resume_or_begin(self, begun_with: dict[str, Any], files: list[list[str]], *, restart: bool) -> Journal:
         """The journal of the work that was interrupted here, or of new work with these options on these `files`, their
-        names and versions.
+        names and versions. With `restart` it is new work in any case.
 
         Raises UserError if that work had other options, and has come further than its beginning, or if what it has
         read has changed.
         """
-        journal, known = Journal.load(self.journal), _read_json(self.known_files)
+        if restart:
+            self._clear()
+        journal, known = _read(Journal, self.journal), _read(list[list[str]], self.known_files)
         is_same = journal is not None and journal.options == begun_with and known in (None, files)
         if journal is None or not (journal.has_begun or is_same):
-            self.clear()
+            self._clear()
             journal, known = Journal(begun_with), None
         journal.take_options(begun_with, self.path)
         if journal.phase == "reading":
             if known is not None:
                 journal.check_files(files, known, self.path)
             replace_text(self.known_files, json.dumps(files) + "\n")
+        self.dataset.mkdir(exist_ok=True)
         journal.save(self.journal)
         return journal
 
     def leave(self) -> None:
         """Remove the folder if there is nothing in it that would be missed, and those around it that were made for
         it."""
-        journal = Journal.load(self.journal)
+        journal = _read(Journal, self.journal)
         if journal is None or not journal.has_begun:
             with suppress(OSError):
                 self._remove()
@@ -240,12 +218,13 @@ class WorkFolder:
 
     def put_in_place(self) -> None:
         """Give the dataset its name; an older one of that name is deleted when the new one has it."""
-        for path in [*self.dataset.iterdir(), self.dataset]:
-            sync(path)
-        if self.target.exists() and any(self.target.iterdir()):
-            self._delete_replaced()
-            self.target.rename(self.replaced)
-        self.dataset.rename(self.target)
-        sync(self.target.parent)
+
+        def make_room() -> Path:
+            if self.target.exists() and any(self.target.iterdir()):
+                self._delete_replaced()
+                self.target.rename(self.replaced)
+            return self.target
+
+        rename_whole(self.dataset, make_room)
         self._delete_replaced()
         self._remove()

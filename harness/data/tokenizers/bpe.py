@@ -20,7 +20,16 @@ SMALLEST_VOCABULARY = 257  # every byte, and end-of-text
 
 def load_file(path: Path) -> Tokenizer:
     """The tokenizer in a file. Raises UserError if the file is missing or damaged, or holds something else."""
-    backend = _read_backend(path)
+    import tokenizers
+
+    try:
+        backend: Any = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except Exception as error:  # the library raises nothing more precise
+        raise UserError(f"{path}: not a readable tokenizer file: {' '.join(str(error).split())[:200]}") from None
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True  # that is: as text
@@ -34,19 +43,6 @@ def load_file(path: Path) -> Tokenizer:
 
     special = {token for token, added in backend.get_added_tokens_decoder().items() if added.special}
     return Tokenizer(_bytes_of_tokens(backend, path), eot, special, encode)
-
-
-def _read_backend(path: Path) -> Any:
-    import tokenizers
-
-    try:
-        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
-    except Exception as error:  # the library raises nothing more precise
-        raise UserError(f"{path}: not a readable tokenizer file: {' '.join(str(error).split())[:200]}") from None
 
 
 def _bytes_of_tokens(backend: Any, path: Path) -> list[bytes]:

@@ -108,16 +108,12 @@ def _get(name: str) -> Any:
     except (OSError, ValueError) as error:  # requests' errors are OSErrors; a wrong checksum is a ValueError
         folder = os.environ.get("TIKTOKEN_CACHE_DIR")
         where = f"in TIKTOKEN_CACHE_DIR={folder}" if folder else "on this machine (TIKTOKEN_CACHE_DIR is not set)"
+        reason = getattr(error, "strerror", None) or type(error).__name__  # requests' own messages are paragraphs
         what = "GPT-2's vocabulary" if name == "gpt2" else f"the vocabulary of {name}"
         raise UserError(
-            f"{what} is not {where} and cannot be downloaded ({_reason(error)}); connect to the network once, or set "
+            f"{what} is not {where} and cannot be downloaded ({reason}); connect to the network once, or set "
             "TIKTOKEN_CACHE_DIR to a folder filled by tiktoken on another machine"
         ) from None
-
-
-def _reason(error: Exception) -> str:
-    """A few words: requests' own messages are paragraphs."""
-    return getattr(error, "strerror", None) or type(error).__name__
 
 
 def _tokenizer(encoding: Any, where: str) -> Tokenizer:
