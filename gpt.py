@@ -19,7 +19,7 @@ from harness.model.config import ModelConfig as ModelConfig
 from harness.model.config import load_model_config as load_model_config
 from harness.model.cross_entropy import linear_cross_entropy
 from harness.model.inference import NO_TOKEN, KeyValueCache, LayerCache
-from harness.model.weights import check_memory, checkpoint_views, from_checkpoint_names, load_into, load_weights
+from harness.model.weights import check_memory, checkpoint_views, from_checkpoint_names, load_weights
 
 INIT_STD = 0.02
 EPSILON = 1e-5  # of both norms
@@ -530,8 +530,9 @@ class GPTModel(nn.Module):
         Raises UserError, naming `source`, the tensors and both shapes, when they are another model's; the weights are
         then untouched.
         """
-        state = self.state_dict()
-        load_into(state, from_checkpoint_names(tensors, state, self.config, source), self.config)
+        found = from_checkpoint_names(tensors, self.config, source)
+        for name, own in checkpoint_views(self.state_dict(), self.config).items():
+            own.copy_(found[name])
 
 
 def _draw(layer: nn.Module, std: float) -> None:
