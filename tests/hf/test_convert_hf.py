@@ -123,12 +123,10 @@ def test_a_model_is_named_by_its_run(tmp_path: Path) -> None:
         return shop.script("test_smoke.py", *model, "--prompt", "def f(", "--runs-dir", str(shop.runs)).stdout
 
     latest = sample(str(tmp_path / "runs" / "r" / "model.json"), str(checkpoints / "latest" / "model.safetensors"))
-    assert latest == sample("r:latest") == sample(f"{shop.runs}/r:latest") == sample(str(checkpoints / "latest"))
-    assert latest != sample("r") == sample("r:best") == sample(str(shop.runs / "r"))
-    for number, name in enumerate(("r", "r:latest")):
-        convert(tmp_path, "export", name, f"out{number}", "--runs-dir", str(shop.runs))
-        tied = json.loads((tmp_path / f"out{number}" / "config.json").read_text())["tie_word_embeddings"]
-        assert tied == (name == "r")
+    assert latest == sample("r:latest") == sample(f"{shop.runs}/r:latest")
+    assert latest != sample("r") == sample(str(shop.runs / "r"))
+    convert(tmp_path, "export", "r:latest", "out", "--runs-dir", str(shop.runs))
+    assert not json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"]
     card = convert(tmp_path, "publish", "r", "me/r", "--card", "--runs-dir", str(shop.runs)).stdout
     assert '"tie_weights": true' in card
 
