@@ -114,6 +114,7 @@ def _from_tiktoken(encoding: Any) -> Any:
     import tokenizers
     from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
+    # Private, as _special_tokens and _pat_str below: tiktoken has no public way to what an encoding was made of.
     ranks: dict[bytes, int] = encoding._mergeable_ranks
     character = character_of_byte()
 

@@ -55,6 +55,7 @@ def checkpoint_views(state: dict[str, Tensor], config: ModelConfig) -> dict[str,
 
 
 def kinds_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorKind]:
+    """Shapes and dtypes, as `check_tensors` compares them."""
     return {
         name: TensorKind(tuple(each.shape), str(each.dtype).removeprefix("torch.")) for name, each in tensors.items()
     }
