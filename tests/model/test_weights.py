@@ -42,7 +42,7 @@ def cast(dtype: torch.dtype) -> Change:
 
 
 def refusals(path: Path, model: GPTModel) -> set[str]:
-    """Those of the header alone and of loading; empty where there is none."""
+    """Return the refusals of the header alone and of loading; empty where there is none."""
     said = set()
     checks: tuple[Callable[[], object], ...] = (
         lambda: check_weights_file(path, model.config),
