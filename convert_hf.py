@@ -165,8 +165,8 @@ def gather_facts(
     lies in `datasets_dir`, if that is given."""
     from harness.common.device import only_device
     from harness.evaluation.loss import HeldOutText
+    from harness.hf.formats import OWN_TYPE
     from harness.hf.model_card import ModelFacts
-    from harness.hf.own_format import MODEL_TYPE
     from harness.model.export_formats import native_class
     from harness.runs.summary import read_summary
 
@@ -177,7 +177,7 @@ def gather_facts(
         test.keep(files.weights)
     summary = read_summary(run.summary) if run and run.summary.is_file() else None
     has_chart = run is not None and run.chart.is_file()
-    kind = native_class(model.config) or MODEL_TYPE
+    kind = native_class(model.config) or OWN_TYPE
     facts = ModelFacts(name, model.config, kind, files.meta, summary, test, license_, has_chart)
     return run, facts
 

@@ -197,7 +197,7 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
             print(f"{found.path.name}: starting {count} {'process' if count == 1 else 'processes'}", flush=True)
         load("torch")
         if experiment.config.deterministic:
-            from harness.model.determinism import compute_deterministically
+            from harness.model.kernels import compute_deterministically
 
             compute_deterministically()  # before anything uses CUDA
         if options.find:

@@ -19,7 +19,7 @@ from harness.model.config import ModelConfig as ModelConfig
 from harness.model.config import load_model_config as load_model_config
 from harness.model.cross_entropy import linear_cross_entropy
 from harness.model.inference import NO_TOKEN, KeyValueCache, LayerCache
-from harness.model.weights import check_memory, checkpoint_views, from_checkpoint_names, load_into, load_weights
+from harness.model.weights import check_memory, checkpoint_views, from_checkpoint_names, load_weights
 
 INIT_STD = 0.02
 EPSILON = 1e-5  # of both norms
@@ -167,10 +167,6 @@ class CausalSelfAttention(nn.Module):
             mixed_BxHxTxD = F.scaled_dot_product_attention(q_BxHxTxD, k, v, attn_mask=visible, enable_gqa=shared)
         return self.out_proj(mixed_BxHxTxD.transpose(1, 2).flatten(-2))
 
-    def initialise(self, residual_std: float) -> None:
-        _draw(self.qkv, INIT_STD)
-        _draw(self.out_proj, residual_std)
-
 
 class SquaredReLU(nn.Module):
     """max(x, 0)² (So et al., Primer, arXiv:2109.08668)."""
@@ -197,12 +193,6 @@ class FeedForward(nn.Module):
             return self.layers(x_BxTxC)
         first, activation, second = self.layers
         return second(activation(self.gate(x_BxTxC)) * first(x_BxTxC))
-
-    def initialise(self, residual_std: float) -> None:
-        _draw(self.layers[0], INIT_STD)
-        _draw(self.layers[2], residual_std)
-        if self.gate is not None:
-            _draw(self.gate, INIT_STD)
 
 
 class TransformerBlock(nn.Module):
@@ -258,11 +248,6 @@ class MixtureOfExperts(nn.Module):
         self.active = config.moe.num_active_experts
         self.router = nn.Linear(config.emb_dim, config.moe.num_experts, bias=False)
         self.experts = nn.ModuleList(FeedForward(config) for _ in range(config.moe.num_experts))
-
-    def initialise(self, residual_std: float) -> None:
-        _draw(self.router, INIT_STD)
-        for expert in self.experts:
-            expert.initialise(residual_std)  # type: ignore[operator]
 
     def forward(self, x_BxTxC: Tensor) -> tuple[Tensor, Routing]:
         x_NxC = x_BxTxC.flatten(0, 1)
@@ -430,21 +415,23 @@ class GPTModel(nn.Module):
         """GPT-2's initialisation (Radford et al. 2019, section 2.3): N(0, 0.02) and zero biases. The projections into
         the residual stream are scaled down by the square root of their number, or with "zero_residual" are zero. The
         embedding of bigrams begins at zero, too."""
+        into_residual: set[nn.Module] = set()
+        for module in self.modules():
+            if isinstance(module, CausalSelfAttention | FeedForward):
+                into_residual.add(module.out_proj if isinstance(module, CausalSelfAttention) else module.layers[2])
         residual_std = INIT_STD / math.sqrt(2 * self.config.n_layers)
         if self.config.initialisation == "zero_residual":
             residual_std = 0.0
-        _draw(self.tok_emb, INIT_STD)
-        if self.pos_emb is not None:
-            _draw(self.pos_emb, INIT_STD)
-        if self.bigram_emb is not None:
-            _draw(self.bigram_emb, 0.0)
-        for table in self.value_embs:
-            _draw(table, INIT_STD)
-        for block in self.blocks:
-            block.att.initialise(residual_std)
-            block.ff.initialise(residual_std)
-        if not self.config.tie_weights:
-            _draw(self.out_head, INIT_STD)
+        for module in self.modules():
+            if not isinstance(module, nn.Linear | nn.Embedding):
+                continue
+            std = residual_std if module in into_residual else 0.0 if module is self.bigram_emb else INIT_STD
+            if std == 0:
+                nn.init.zeros_(module.weight)
+            elif module.weight is not self.tok_emb.weight or module is self.tok_emb:  # a tied head is drawn once
+                nn.init.normal_(module.weight, std=std)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
 
     @property
     def blocks(self) -> list[TransformerBlock]:
@@ -530,18 +517,9 @@ class GPTModel(nn.Module):
         Raises UserError, naming `source`, the tensors and both shapes, when they are another model's; the weights are
         then untouched.
         """
-        state = self.state_dict()
-        load_into(state, from_checkpoint_names(tensors, state, self.config, source), self.config)
-
-
-def _draw(layer: nn.Module, std: float) -> None:
-    """Draw a linear layer's or an embedding's weight from N(0, std²), or set it to zero; set the bias to zero."""
-    if std:
-        nn.init.normal_(layer.get_parameter("weight"), std=std)
-    else:
-        nn.init.zeros_(layer.get_parameter("weight"))
-    if isinstance(layer, nn.Linear) and layer.bias is not None:
-        nn.init.zeros_(layer.bias)
+        found = from_checkpoint_names(tensors, self.config, source)
+        for name, own in checkpoint_views(self.state_dict(), self.config).items():
+            own.copy_(found[name])
 
 
 def load_model(config: ModelConfig, weights: Path, device: torch.device) -> GPTModel:

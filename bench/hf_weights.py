@@ -5,12 +5,17 @@ from __future__ import annotations
 import transformers
 
 from gpt import GPTModel, ModelConfig
-from harness.hf.gpt2_format import PEER_HEAD, PREFIX, to_config, to_tensors
+from harness.hf.formats import GPT2_PREFIX, PEER_HEAD, common_config, gpt2_config, gpt2_tensors
 
 
 def peer_config(config: ModelConfig, attention: str = "sdpa") -> transformers.GPT2Config:
     """Configuration of the same shape and dropout in transformers' terms; `attention` is its attn_implementation."""
-    settings = {**to_config(config, 0, "float32"), "bos_token_id": None, "eos_token_id": None}
+    settings = {
+        **gpt2_config(config),
+        **common_config(config, 0, "float32"),
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
     del settings["model_type"], settings["architectures"]
     return transformers.GPT2Config(**settings | {"attn_implementation": attention})
 
@@ -21,8 +26,8 @@ def peer_of(model: GPTModel, attention: str = "sdpa") -> transformers.GPT2LMHead
     Where `model` has no query, key and value biases, the peer's (it always has them) are zero.
     """
     peer = transformers.GPT2LMHeadModel(peer_config(model.config, attention))
-    tensors = to_tensors(model.to_checkpoint_names(), model.config)
-    peer.load_state_dict({PEER_HEAD: tensors[f"{PREFIX}wte.weight"], **tensors})
+    tensors = gpt2_tensors(model)
+    peer.load_state_dict({PEER_HEAD: tensors[f"{GPT2_PREFIX}wte.weight"], **tensors})
     peer.loss_type = "ForCausalLM"
     peer.train()
     return peer

@@ -62,6 +62,18 @@ ROOMS = {
         *("harness.planning", "harness.training", "gpt"),
     ],
 }
+# Modules that may use something at all: collectives, the DDP wrap, the search.
+PLACES = {
+    ("torch.distributed",): {
+        "harness.distributed.world",
+        "harness.distributed.rendezvous",
+        "harness.training.zero1",
+    },
+    ("torch.nn.parallel", "torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed"): {
+        "harness.training.parallel"
+    },
+    ("optuna",): {"harness.sweeps.search"},
+}
 # Whatever --plan, --schema and a refusal of the command need.
 BEFORE_TORCH = [
     "harness.distributed.environment",
@@ -149,13 +161,8 @@ def loaded_with(module: str) -> set[str]:
 
 
 def test_the_sources_are_seen() -> None:
-    assert {"ddp_train", "gpt", "checkpointing", "test_smoke", "test_loss"} <= ROOT_MODULES.keys()
-    assert {
-        "harness.distributed.world",
-        "harness.runs.train_config",
-        "harness.runs.directory",
-        "harness.runs.chart",
-    } <= HARNESS_MODULES.keys()
+    assert {"ddp_train", "gpt", "checkpointing"} <= ROOT_MODULES.keys()
+    assert {"harness.distributed.world", "harness.runs.train_config"} <= HARNESS_MODULES.keys()
     assert {"ddp_train", "test_smoke", "test_loss"} <= set(COMMANDS)
     assert "checkpointing" in all_imports(tree_of("ddp_train")), "function-level imports are read"
     assert "checkpointing" not in set(imports_at_load(tree_of("ddp_train")))
@@ -219,31 +226,15 @@ def test_no_command_imports_another(command: str) -> None:
     assert not set(all_imports(tree_of(command))) & (set(COMMANDS) - {command})
 
 
-def test_collectives_are_called_by_world_and_the_optimizers_shares_only() -> None:
-    ranks = {"harness.distributed.world", "harness.distributed.rendezvous"}
-    assert users_of("torch.distributed") == ranks | {"harness.training.zero1"}
-
-
-def test_the_ddp_wrap_is_in_one_place() -> None:
-    wraps = ("torch.nn.parallel", "torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed")
-    assert users_of(*wraps) == {"harness.training.parallel"}
-    mentioned = {name for name, path in SOURCES.items() if "DistributedDataParallel" in path.read_text()}
-    assert mentioned == {"harness.training.parallel"}
-
-
-def test_optuna_is_imported_in_one_place() -> None:
-    assert users_of("optuna") == {"harness.sweeps.search"}
+@pytest.mark.parametrize(("libraries", "places"), PLACES.items(), ids=lambda each: str(each)[:20])
+def test_what_is_used_in_a_few_places_only(libraries: tuple[str, ...], places: set[str]) -> None:
+    assert users_of(*libraries) == places
 
 
 def test_matplotlib_is_imported_in_charts_only() -> None:
     users = users_of("matplotlib")
     assert "harness.runs.chart" in users, "this test finds them"
-    wrong = {
-        name
-        for name in users - {"harness.runs.chart"}
-        if not re.fullmatch(r"harness\.(comparison|scaling)\.\w*charts", name)
-    }
-    assert not wrong
+    assert all(re.fullmatch(r"harness\.(runs\.chart|(comparison|scaling)\.\w*charts)", name) for name in users), users
 
 
 @pytest.mark.parametrize("module", BEFORE_TORCH)

@@ -22,7 +22,7 @@ from harness.data.tokenizers.bpe import character_of_byte
 from harness.data.tokenizers.load import ROUND_TRIP_PROBE, load_tokenizer
 from harness.data.tokenizers.tiktoken_files import SUFFIX, read_encoding
 from harness.data.tokenizers.tokenizer import END_OF_TEXT
-from harness.hf import gpt2_format, llama_format, notebook_format, own_format
+from harness.hf import formats
 from harness.model.export_formats import check_for_notebook, native_class
 from harness.model.tensor_names import WEIGHTS
 from harness.model.weights import save_weights
@@ -42,22 +42,25 @@ def export_model(model: GPTModel, files: TrainedModel, folder: Path, dtype: str)
     shape, native = model.config, native_class(model.config)
     tokenizer = tokenizer_file_of(files.weights)
     loaded = load_tokenizer(tokenizer)
-    check_tokenizer_fits(loaded, model.config.vocab_size, files.weights)
+    check_tokenizer_fits(loaded, shape.vocab_size, files.weights)
     with new_folder(folder) as draft:
         if native is None:
-            tensors, to_config = own_format.to_tensors(model.state_dict(), shape), own_format.to_config
-            own_format.write_code(draft)
+            tensors, config = formats.own_tensors(model), formats.own_config(shape)
+            formats.write_code(draft)
         elif native == "gpt2":
-            tensors, to_config = gpt2_format.to_tensors(model.to_checkpoint_names(), shape), gpt2_format.to_config
+            tensors, config = formats.gpt2_tensors(model), formats.gpt2_config(shape)
         else:
-            tensors, to_config = llama_format.to_tensors(model.to_checkpoint_names(), shape), llama_format.to_config
-        converted = {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}
+            tensors, config = formats.llama_tensors(model), formats.llama_config(shape)
+        converted = {
+            name: tensor.to("cpu", DTYPES[dtype]).clone(memory_format=torch.contiguous_format)
+            for name, tensor in tensors.items()
+        }
         save_weights(converted, draft / WEIGHTS)
-        config = to_config(shape, loaded.eot_token, str(DTYPES[dtype]).removeprefix("torch."))
+        config |= formats.common_config(shape, loaded.eot_token, str(DTYPES[dtype]).removeprefix("torch."))
         replace_text(draft / "config.json", json.dumps(config, indent=2) + "\n")
         ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), loaded.eot_token)
         replace_text(draft / "generation_config.json", json.dumps(ends, indent=2) + "\n")
-        export_tokenizer(tokenizer, draft, model.config.context_length)
+        export_tokenizer(tokenizer, draft, shape.context_length)
 
 
 def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtype: str) -> list[str]:
@@ -76,8 +79,8 @@ def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtyp
         check_tokenizer_fits(load_tokenizer(tokenizer), model.config.vocab_size, files.weights)
         notes.append("the notebook's scripts read and write text by GPT-2's tokenizer; this model has another one")
     weights = {name: tensor.to(DTYPES[dtype]) for name, tensor in model.to_checkpoint_names().items()}
-    tensors = notebook_format.to_tensors(weights, model.config)
-    write_model(folder, notebook_format.to_model_json(model.config), tensors, tokenizer=tokenizer, facts={})
+    tensors = weights | formats.notebook_masks(model.config)
+    write_model(folder, formats.notebook_model_json(model.config), tensors, tokenizer=tokenizer, facts={})
     return notes
 
 
@@ -92,9 +95,8 @@ def export_tokenizer(name_or_file: str | Path, folder: Path, context_length: int
     else:
         replace_text(path, _from_tiktoken(read_encoding(name_or_file)).to_str(pretty=False) + "\n")
     ours, theirs = load_tokenizer(name_or_file), load_tokenizer(path)
-    if (ours.vocab_size, ours.eot_token) != (theirs.vocab_size, theirs.eot_token) or ours.encode(
-        SPLITTING_PROBE
-    ) != theirs.encode(SPLITTING_PROBE):
+    found = [(each.vocab_size, each.eot_token, each.encode(SPLITTING_PROBE)) for each in (ours, theirs)]
+    if found[0] != found[1]:
         raise UserError(f"{name_or_file}: this tokenizer cannot be written as a tokenizer.json that splits text alike")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -112,6 +114,7 @@ def _from_tiktoken(encoding: Any) -> Any:
     import tokenizers
     from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
+    # Private, as _special_tokens and _pat_str below: tiktoken has no public way to what an encoding was made of.
     ranks: dict[bytes, int] = encoding._mergeable_ranks
     character = character_of_byte()
 

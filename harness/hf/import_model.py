@@ -5,23 +5,34 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from gpt import GPTModel, ModelConfig
+from gpt import EPSILON, GPTModel, ModelConfig
 from harness.common.errors import UserError
 from harness.common.files import replace_text
-from harness.common.json_files import parse_config, read_json_object
+from harness.common.json_files import Count, parse_config, read_json_object
+from harness.common.messages import quoted
 from harness.data.tokenizers.load import load_tokenizer
-from harness.hf import gpt2_format, notebook_format
-from harness.model.tensor_names import MODEL_JSON, WEIGHTS
-from harness.model.weights import from_checkpoint_names, load_weights
+from harness.hf.formats import (
+    GPT2_PREFIX,
+    NOTEBOOK_KEYS,
+    NOTEBOOK_PREFIX,
+    NOTEBOOK_TYPE,
+    PEER_HEAD,
+    gpt2_names,
+    is_transposed,
+)
+from harness.model.tensor_names import HEAD, MODEL_JSON, WEIGHTS, check_tensors
+from harness.model.weights import PARTS, checkpoint_views, from_checkpoint_names, kinds_of, load_weights
 from harness.runs.trained_model import fill, new_folder, write_meta
 
 CONFIG, INDEX, TOKENIZER = "config.json", "model.safetensors.index.json", "tokenizer.json"
 WANTED = [CONFIG, WEIGHTS, INDEX, "model-*.safetensors", TOKENIZER, "vocab.json", "merges.txt"]
+QKV_BIASES = tuple(f".att.{part}.bias" for part in PARTS)
 OTHER_WEIGHTS = {".bin", ".ckpt", ".h5", ".msgpack", ".pt", ".pth"}
 
 
@@ -32,12 +43,25 @@ def import_model(source: Path, name: str | None, run: Path) -> str:
     `name` is what it is called on the Hub, if it is from there. Returns a line about the tokenizer.
     Raises UserError for anything else in the folder, RunError if the run cannot be written; nothing is then left of it.
     """
-    shape, tensors = _read_model(source)
-    config = parse_config(ModelConfig, shape, source / CONFIG)
-    with torch.device("meta"):  # for the names and shapes of its tensors
-        state = GPTModel(config).state_dict()
-    from_checkpoint_names(tensors, state, config, source)
-    _check_tokenizer(source)
+    file = source / CONFIG
+    if not file.exists() and (source / MODEL_JSON).exists():
+        raise UserError(f"{source}: no {CONFIG}; by its {MODEL_JSON} it is a model that all commands take as it is")
+    raw = read_json_object(file)
+    is_gpt2 = raw.get("model_type") == "gpt2"
+    shape = gpt2_shape(raw, file) if is_gpt2 else notebook_shape(raw, file)
+    config, offered = parse_config(ModelConfig, shape, file), _weights_of(source)
+    if is_gpt2:
+        offered = _from_gpt2(offered, config, source)
+        biases = [tensor for part, tensor in offered.items() if part.endswith(QKV_BIASES)]
+        if not any(tensor.any() for tensor in biases):  # as an export adds them
+            shape["qkv_bias"] = False
+            offered = {part: tensor for part, tensor in offered.items() if not part.endswith(QKV_BIASES)}
+            config = parse_config(ModelConfig, shape, file)
+    elif all(part.startswith(NOTEBOOK_PREFIX) for part in offered):
+        offered = {part.removeprefix(NOTEBOOK_PREFIX): tensor for part, tensor in offered.items()}
+    tensors = from_checkpoint_names(offered, config, source)
+    if (source / TOKENIZER).exists():  # refused before a folder is made: with GPT-2's in its place all would be wrong
+        load_tokenizer(source / TOKENIZER)
     with new_folder(run) as draft:
         fill(draft, shape, tensors)
         said, tokenizer = _bring_tokenizer(source, draft, shape["vocab_size"])
@@ -45,18 +69,101 @@ def import_model(source: Path, name: str | None, run: Path) -> str:
     return said
 
 
-def _read_model(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """model.json's keys, and the tensors under their public names."""
-    file = source / CONFIG
-    if not file.exists() and (source / MODEL_JSON).exists():
-        raise UserError(f"{source}: no {CONFIG}; by its {MODEL_JSON} it is a model that all commands take as it is")
-    config = read_json_object(file)
-    if config.get("model_type") == notebook_format.MODEL_TYPE:
-        shape = notebook_format.from_config(config, file)
-        return shape, notebook_format.from_tensors(_weights_of(source), shape)
-    shape = gpt2_format.from_config(config, file)
-    tensors = gpt2_format.from_tensors(_weights_of(source), shape["n_layers"], source)
-    return gpt2_format.without_zero_biases(shape, tensors)
+class Gpt2Config(BaseModel):
+    """Keys of a GPT-2's config.json that change what it computes, with the values that ours can compute."""
+
+    model_config = ConfigDict(strict=True)
+
+    vocab_size: Count = Field(ge=1)
+    n_positions: Count = Field(ge=1)
+    n_embd: Count = Field(ge=1)
+    n_head: Count = Field(ge=1)
+    n_layer: Count = Field(ge=1)
+    n_inner: int | None = None
+    activation_function: Literal["gelu_new", "gelu_pytorch_tanh"] = "gelu_new"
+    layer_norm_epsilon: float = Field(default=EPSILON, ge=EPSILON, le=EPSILON)
+    scale_attn_weights: Literal[True] = True
+    scale_attn_by_inverse_layer_idx: Literal[False] = False
+    reorder_and_upcast_attn: Literal[False] = False  # another order of the same sums, in training only
+    add_cross_attention: Literal[False] = False
+    resid_pdrop: float = Field(default=0.1, ge=0, lt=1)
+    embd_pdrop: float = Field(default=0.1, ge=0, lt=1)
+    attn_pdrop: float = Field(default=0.1, ge=0, lt=1)
+    tie_word_embeddings: bool = True
+
+    @model_validator(mode="after")
+    def _widths(self) -> Gpt2Config:
+        if self.n_embd % self.n_head:
+            raise ValueError(f'key "n_embd": {self.n_embd} is not a multiple of n_head, {self.n_head}')
+        if self.n_inner not in (None, 4 * self.n_embd):
+            raise ValueError(f'key "n_inner": {self.n_inner} is not four times n_embd, as ours is')
+        return self
+
+
+def gpt2_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
+    """The keys of model.json for a GPT-2's config.json at `source`. Of its three rates of dropout, which mean nothing
+    but for training on, the residuals' is taken.
+
+    Raises UserError, naming the key, if the model computes something that ours do not.
+    """
+    theirs = parse_config(Gpt2Config, raw, source)
+    return {
+        "vocab_size": theirs.vocab_size,
+        "context_length": theirs.n_positions,
+        "emb_dim": theirs.n_embd,
+        "n_heads": theirs.n_head,
+        "n_layers": theirs.n_layer,
+        "drop_rate": theirs.resid_pdrop,
+        "qkv_bias": True,
+        "tie_weights": theirs.tie_word_embeddings,
+    }
+
+
+def _from_gpt2(offered: dict[str, Tensor], config: ModelConfig, source: Path) -> dict[str, Tensor]:
+    """A GPT-2's tensors, with or without the prefix `transformer.`, under our public names. Its masks are left out.
+
+    Raises UserError, naming the tensors, if they are not those of such a model.
+    """
+    theirs = {}
+    for name, tensor in offered.items():
+        if not name.endswith((".attn.bias", ".attn.masked_bias")):
+            theirs[name if name == PEER_HEAD else GPT2_PREFIX + name.removeprefix(GPT2_PREFIX)] = tensor
+    head = {HEAD: theirs.pop(PEER_HEAD)} if config.tie_weights and PEER_HEAD in theirs else {}
+    with torch.device("meta"):  # for the shapes of its tensors
+        state = GPTModel(config).state_dict()
+    names = gpt2_names(config)
+    shapes = {name: state[own].T.shape if is_transposed(name) else state[own].shape for name, own in names.items()}
+    check_tensors(kinds_of(theirs), {name: tuple(shape) for name, shape in shapes.items()}, source)
+    ours = {own: (theirs[name].T if is_transposed(name) else theirs[name]).contiguous() for name, own in names.items()}
+    return checkpoint_views(ours, config) | head
+
+
+def notebook_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
+    """The keys of model.json for the config.json of a model that the lab notebook's author has published.
+
+    That model is the book's (Raschka, Build a Large Language Model (From Scratch), chapter 4) in a wrapper
+    (`GPJTGPT2Config`, `GPJTGPT2ModelForCausalLM` of github.com/gpjt/ddp-base-model-from-scratch, hf_wrapper/):
+    config.json holds model.json's object under "cfg", and every tensor's name begins with `model.`. The wrapper's own
+    code is never run: all that it does is to hand "cfg" to the model.
+    Raises UserError, naming the key, if the model computes something that ours do not.
+    """
+    if raw.get("model_type") != NOTEBOOK_TYPE:
+        kind = quoted(raw.get("model_type"))
+        raise UserError(f'{source}: key "model_type": {kind}; "gpt2" and "{NOTEBOOK_TYPE}" can be imported')
+    shape = raw.get("cfg")
+    if not isinstance(shape, dict):
+        raise UserError(f'{source}: key "cfg": {"missing" if shape is None else f"{quoted(shape)} is not an object"}')
+    lore = shape.get("lore")
+    if isinstance(lore, dict) and not (lore.get("input_embeddings") or lore.get("output_head")):
+        shape = {
+            key: value for key, value in shape.items() if key != "lore"
+        }  # low-rank vocabulary matrices, turned off
+    others = sorted(shape.keys() - {*NOTEBOOK_KEYS, "tie_weights", "moe"})
+    if others:
+        raise UserError(f'{source}: key "cfg.{others[0]}": no model of the notebook\'s that can be imported has it')
+    if raw.get("tie_word_embeddings") is True and not shape.get("tie_weights"):
+        raise UserError(f'{source}: key "tie_word_embeddings": true, but key "cfg.tie_weights" does not say so')
+    return shape
 
 
 def _weights_of(source: Path) -> dict[str, Tensor]:
@@ -79,13 +186,6 @@ def _weights_of(source: Path) -> dict[str, Tensor]:
         f"{source}: no {WEIGHTS}; weights in other formats ({others[0]}) can run code when they are read: convert them "
         "with transformers' save_pretrained"
     )
-
-
-def _check_tokenizer(source: Path) -> None:
-    """Raises UserError for a tokenizer.json that is there but cannot be ours: with GPT-2's in its place every number
-    would be wrong. Apart from bringing it, so that no folder has been made by then."""
-    if (source / TOKENIZER).exists():
-        load_tokenizer(source / TOKENIZER)
 
 
 def _bring_tokenizer(source: Path, draft: Path, vocab_size: int) -> tuple[str, str]:

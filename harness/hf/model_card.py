@@ -12,7 +12,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from harness.evaluation.instruct.responses import Instruction
 from harness.evaluation.loss import TestLoss
-from harness.hf.own_format import MODEL_TYPE
+from harness.hf.formats import OWN_TYPE
 from harness.model.config import ModelConfig
 from harness.runs.summary import RunSummary
 
@@ -104,7 +104,7 @@ def _use(facts: ModelFacts) -> Iterator[str]:
     yield "from transformers import AutoModelForCausalLM, AutoTokenizer"
     yield ""
     yield f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(facts.name)})"
-    trust = ", trust_remote_code=True" if facts.model_type == MODEL_TYPE else ""
+    trust = ", trust_remote_code=True" if facts.model_type == OWN_TYPE else ""
     yield f"model = AutoModelForCausalLM.from_pretrained({json.dumps(facts.name)}{trust})"
     yield 'inputs = tokenizer("Every effort moves you", return_tensors="pt")'
     yield "output = model.generate(**inputs, max_new_tokens=40, do_sample=True, top_k=25)"

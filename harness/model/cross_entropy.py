@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,19 +59,16 @@ def token_cross_entropies(
 ) -> Tensor:
     """The N cross-entropies whose mean `linear_cross_entropy` is, for a model that is measured: without gradients, and
     not for a compiler."""
-    how = Computation(_matmul_dtype(features_NxC), needs_grad=False, compiled=False, softcap=softcap or 0.0)
-    losses_N, _, _ = _row_losses(features_NxC, weight_VxC, targets_N, how)
+    losses_N, _, _ = _row_losses(
+        features_NxC,
+        weight_VxC,
+        targets_N,
+        _matmul_dtype(features_NxC),
+        needs_grad=False,
+        compiled=False,
+        softcap=softcap or 0.0,
+    )
     return losses_N
-
-
-class Computation(NamedTuple):
-    """Settings of a loss's computation: the matrix products' precision, with gradients or not, by compiled kernels or
-    not, and the logits' soft-cap (0: none)."""
-
-    product_dtype: torch.dtype
-    needs_grad: bool
-    compiled: bool
-    softcap: float
 
 
 def _matmul_dtype(features: Tensor) -> torch.dtype:
@@ -116,20 +113,27 @@ def _loss_and_gradients(
     With p = softmax(logits) and y the one-hot targets, N * d loss / d logits = p - y, so that one pass over the logits
     gives the loss and both gradients. The 1/N waits until after the matrix products: in fp16 it would underflow.
     """
-    how = Computation(product_dtype, needs_grad, compiled, softcap)
-    losses_N, grad_features, grad_weight = _row_losses(features_NxC, weight_VxC, targets_N, how)
+    losses_N, grad_features, grad_weight = _row_losses(
+        features_NxC, weight_VxC, targets_N, product_dtype, needs_grad=needs_grad, compiled=compiled, softcap=softcap
+    )
     return losses_N.mean(), grad_features, grad_weight
 
 
 def _row_losses(
-    features_NxC: Tensor, weight_VxC: Tensor, targets_N: Tensor, how: Computation
+    features_NxC: Tensor,
+    weight_VxC: Tensor,
+    targets_N: Tensor,
+    dtype: torch.dtype,
+    *,
+    needs_grad: bool,
+    compiled: bool,
+    softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_loss_and_gradients` before the mean: the loss of each row."""
+    """`_loss_and_gradients` before the mean: the loss of each row. `dtype` is that of the matrix products."""
     (rows, dim), vocab = features_NxC.shape, weight_VxC.shape[0]
-    dtype, needs_grad = how.product_dtype, how.needs_grad
     with torch.no_grad(), torch.autocast(features_NxC.device.type, enabled=False):
         features = features_NxC.to(dtype)
-        weight = _head(weight_VxC, dtype, whole_tiles=how.compiled or features.is_cuda)
+        weight = _head(weight_VxC, dtype, whole_tiles=compiled or features.is_cuda)
         grad_features = torch.empty_like(features if needs_grad else features[:0])
         grad_weight = weight.new_empty((len(weight) if needs_grad else 0, dim), dtype=weight_VxC.dtype)
         losses_N = features.new_empty(rows, dtype=_accumulated_dtype(features_NxC.dtype))
@@ -138,8 +142,9 @@ def _row_losses(
         for start in range(0, rows, step):
             part = slice(start, min(start + step, rows))
             logits = torch.mm(features[part], weight.T, out=logits_RxW[: part.stop - start])
-            kernel = chunk_kernel(len(logits), compiled=how.compiled)
-            kernel(logits, targets_N[part], losses_N[part], vocab, needs_grad, how.softcap)
+            # A compiler takes a size of 1 for a constant: one row would need a program of its own.
+            kernel = _compiled_kernel if compiled and len(logits) > 1 else eager_kernel
+            kernel(logits, targets_N[part], losses_N[part], vocab, needs_grad, softcap)
             if needs_grad:
                 torch.mm(logits, weight, out=grad_features[part])
                 _add_product(grad_weight, logits, features[part], is_first=start == 0)
@@ -211,21 +216,13 @@ _loss_and_gradients.register_autograd(_backward, setup_context=_save)
 
 # The elementwise part: from a chunk of logits to each row's loss and the gradient with respect to the logits.
 #
-# Both formulations write the gradient over the logits, so that a chunk needs no second copy of them. With p the softmax
+# A kernel writes each row's loss, in the precision of `losses_R`, and, if `wants_errors`, the gradient over the logits,
+# so that a chunk needs no second copy of them; otherwise it may leave anything there. Columns from `vocab` on count as
+# absent. With p the softmax
 # of a row's logits and y its one-hot target, the loss is log(sum(exp(logits))) - logits[target], its gradient p - y.
 #
 # A soft-cap c (0: none) makes the logits c·tanh(products / c) before anything else; the gradient with respect to the
 # products is then that with respect to the logits times 1 - tanh².
-
-
-def chunk_kernel(rows: int, *, compiled: bool) -> Kernel:
-    """The function(logits_RxW, targets_R, losses_R, vocab, wants_errors, softcap) for chunks of `rows` rows.
-
-    It writes each row's loss, in the precision of `losses_R`, and, if `wants_errors`, the gradient over the logits;
-    otherwise it may leave anything in them. Columns from `vocab` on count as absent.
-    """
-    # A compiler takes a size of 1 for a constant: one row would need a program of its own.
-    return _compiled_kernel if compiled and rows > 1 else eager_kernel
 
 
 def eager_kernel(

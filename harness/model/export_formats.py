@@ -32,27 +32,23 @@ FORMATS = {
 
 def missing_for_export(shape: ModelConfig) -> dict[str, list[str]]:
     """The keys and values that model.json lacks for each format to compute the same, the nearest format first."""
-    missing = {name: _missing(shape, name) for name in FORMATS}
+    like_gpt2 = {"n_kv_heads": (None, shape.n_heads), "head_dim": (None, shape.emb_dim // shape.n_heads)}
+    missing = {}
+    for name, levers in FORMATS.items():
+        computed = levers | (like_gpt2 if name in ("gpt2", NOTEBOOK) else {})
+        if name == NOTEBOOK:
+            computed["mlp_dim"] = (None, 4 * shape.emb_dim)
+        missing[name] = [
+            f'"{key}": {" or ".join(map(quoted, values))}'
+            for key, values in computed.items()
+            if getattr(shape, key) not in values
+        ]
+        if name == NOTEBOOK and not isinstance(shape.drop_rate, (int, float)):
+            missing[name].append('"drop_rate": one number')
+        # GPT-2 has its heads side by side in the width, and transformers loads no such Llama, whatever its head_dim.
+        if name != "qwen3" and shape.emb_dim % shape.n_heads:
+            missing[name].append(f'"emb_dim": a multiple of {shape.n_heads}')
     return dict(sorted(missing.items(), key=lambda item: len(item[1])))
-
-
-def _missing(shape: ModelConfig, name: str) -> list[str]:
-    computed = dict(FORMATS[name])
-    if name in ("gpt2", NOTEBOOK):
-        computed |= {"n_kv_heads": (None, shape.n_heads), "head_dim": (None, shape.emb_dim // shape.n_heads)}
-    if name == NOTEBOOK:
-        computed["mlp_dim"] = (None, 4 * shape.emb_dim)
-    missing = [
-        f'"{key}": {" or ".join(map(quoted, values))}'
-        for key, values in computed.items()
-        if getattr(shape, key) not in values
-    ]
-    if name == NOTEBOOK and not isinstance(shape.drop_rate, (int, float)):
-        missing.append('"drop_rate": one number')
-    # GPT-2 has its heads side by side in the width, and transformers loads no such Llama, whatever its head_dim.
-    if name != "qwen3" and shape.emb_dim % shape.n_heads:
-        missing.append(f'"emb_dim": a multiple of {shape.n_heads}')
-    return missing
 
 
 def native_class(shape: ModelConfig) -> str | None:

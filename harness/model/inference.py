@@ -68,14 +68,11 @@ class KeyValueCache:
         self.places = torch.tensor(before, device=device)[:, None] + torch.arange(width, device=device)
         self.visible = (torch.arange(self.count, device=device) <= self.places[:, :, None])[:, None]
         self.lengths = [old + new for old, new in zip(before, lengths, strict=True)]
-        self._note_predecessors(tokens_BxT, lengths)
-        return self.places
-
-    def _note_predecessors(self, tokens_BxT: Tensor, lengths: list[int]) -> None:
         last = self._last_Bx1 if self._last_Bx1 is not None else torch.full_like(tokens_BxT[:, :1], NO_TOKEN)
         joined = torch.cat((last, tokens_BxT), dim=1)
         self.previous = joined[:, :-1]
-        self._last_Bx1 = joined.gather(1, torch.tensor(lengths, device=joined.device)[:, None])
+        self._last_Bx1 = joined.gather(1, torch.tensor(lengths, device=device)[:, None])
+        return self.places
 
     def keep(self, rows: list[int]) -> None:
         """Go on with these rows alone."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -33,11 +34,6 @@ def check_memory(config: ModelConfig) -> None:
         )
 
 
-def qkv_sizes(config: ModelConfig) -> tuple[int, int, int]:
-    """Rows of the fused tensor that are query, key and value: there may be fewer heads of the latter two."""
-    return config.query_width, config.kv_width, config.kv_width
-
-
 def checkpoint_names(name: str) -> list[str]:
     """The names that a model's tensor has in checkpoints: a fused one is several there."""
     return [name.replace("qkv", part) for part in PARTS] if FUSED in name else [name]
@@ -45,7 +41,8 @@ def checkpoint_names(name: str) -> list[str]:
 
 def split_fused(name: str, tensor: Tensor, config: ModelConfig) -> dict[str, Tensor]:
     """A model's tensor by its names in checkpoints: views, nothing is copied."""
-    pieces = tensor.split(qkv_sizes(config)) if FUSED in name else (tensor,)
+    sizes = config.query_width, config.kv_width, config.kv_width
+    pieces = tensor.split(sizes) if FUSED in name else (tensor,)
     return dict(zip(checkpoint_names(name), pieces, strict=True))
 
 
@@ -57,30 +54,24 @@ def checkpoint_views(state: dict[str, Tensor], config: ModelConfig) -> dict[str,
     return views
 
 
-def from_checkpoint_names(
-    offered: dict[str, Tensor], state: dict[str, Tensor], config: ModelConfig, source: Path
-) -> dict[str, Tensor]:
-    """The tensors of a file by public name, checked against the model that `config` describes and whose state is
-    `state`.
+def kinds_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorKind]:
+    """Shapes and dtypes, as `check_tensors` compares them."""
+    return {
+        name: TensorKind(tuple(each.shape), str(each.dtype).removeprefix("torch.")) for name, each in tensors.items()
+    }
+
+
+def from_checkpoint_names(offered: Mapping[str, Tensor], config: ModelConfig, source: Path) -> dict[str, Tensor]:
+    """The tensors of a file by public name, checked against the model that `config` describes.
 
     `att.mask` buffers, the prefix of a wrapper around the model, and either half of a tied pair may be there or not.
     Raises UserError, naming `source` and what differs, if it is another model's file.
     """
     tensors = public_names(offered, tied=config.tie_weights)
-    kinds = {name: TensorKind(tuple(each.shape), str(each.dtype)[len("torch.") :]) for name, each in tensors.items()}
-    wanted = {name: tuple(tensor.shape) for name, tensor in checkpoint_views(state, config).items()}
-    check_tensors(kinds, wanted, source)
+    check_tensors(kinds_of(tensors), config.tensor_shapes(), source)
     if config.tie_weights and not torch.equal(tensors[HEAD], tensors[EMBEDDING]):
         raise UserError(f'{source}: not this model: "tie_weights" is true but out_head and tok_emb differ')
     return tensors
-
-
-@torch.no_grad()
-def load_into(state: dict[str, Tensor], tensors: dict[str, Tensor], config: ModelConfig) -> None:
-    """Set a model's own tensors from those that `from_checkpoint_names` has returned."""
-    for name, tensor in state.items():
-        for checkpoint_name, piece in split_fused(name, tensor, config).items():
-            piece.copy_(tensors[checkpoint_name])
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:

@@ -43,8 +43,7 @@ from harness.data.dataset import Dataset, check_token_ids
 from harness.data.loader import Microbatch
 from harness.distributed.world import World
 from harness.evaluation.loss import microbatch_losses
-from harness.model.determinism import explain_nondeterminism
-from harness.model.kernels import should_compile
+from harness.model.kernels import explain_nondeterminism, should_compile
 from harness.model.precision import Precision
 from harness.model.weights import checkpoint_views, save_weights
 from harness.planning.experiment import Experiment

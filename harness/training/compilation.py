@@ -10,8 +10,7 @@ from harness.common.errors import UserError
 from harness.common.memory import is_out_of_memory
 from harness.data.loader import Microbatch
 from harness.distributed.world import World
-from harness.model.determinism import explain_nondeterminism
-from harness.model.kernels import is_compiled, run_eagerly
+from harness.model.kernels import explain_nondeterminism, is_compiled, run_eagerly
 from harness.training.startup import say
 from harness.training.step import OptimizerStep
 

@@ -23,8 +23,7 @@ from harness.data.loader import BatchLayout, BatchSchedule
 from harness.distributed.rendezvous import leaving_with_peers
 from harness.distributed.signals import StopSignal
 from harness.distributed.world import World
-from harness.model.determinism import explain_nondeterminism
-from harness.model.kernels import not_compiled, rounded_dropout, should_compile
+from harness.model.kernels import explain_nondeterminism, not_compiled, rounded_dropout, should_compile
 from harness.model.precision import Precision
 from harness.planning.experiment import Experiment, Position, comparable_losses, first_difference
 from harness.planning.plan import Plan, describe_start, make_plan

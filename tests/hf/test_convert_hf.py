@@ -19,7 +19,7 @@ from gpt import GPTModel, ModelConfig, load_model, load_model_config
 from harness.common.errors import UserError
 from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
-from harness.hf.gpt2_format import from_config
+from harness.hf.import_model import gpt2_shape
 from tests.model.test_model import random_model, random_tokens, shape
 from tests.support.fake_hub import FakeFile, FakeHub
 from tests.support.launch import ROOT, Result, Workshop, finish
@@ -60,45 +60,54 @@ def small(**changes: Any) -> ModelConfig:
 # Export -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("qkv_bias", [False, True])
-def test_transformers_loads_what_is_exported_as_the_same_model(tmp_path: Path, tied: bool, qkv_bias: bool) -> None:
-    config = small(tie_weights=tied, qkv_bias=qkv_bias)
-    model = write_checkpoint(tmp_path / "c", config)
-    convert(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "out"))
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, GPTModel]:
+    """A checkpoint "c" and its exported folder "out". Tests read them."""
+    path = tmp_path_factory.mktemp("exported")
+    model = write_checkpoint(path / "c", small(tie_weights=request.param, qkv_bias=request.param))
+    convert(path, "export", "c", "out")
+    return path, model
+
+
+def test_transformers_loads_what_is_exported_as_the_same_model(exported: tuple[Path, GPTModel]) -> None:
+    """And samples what test_smoke.py prints."""
+    path, model = exported
     automatic: Any = transformers.AutoModelForCausalLM
-    loaded, report = automatic.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert type(loaded) is transformers.GPT2LMHeadModel
+    loaded, report = automatic.from_pretrained(path / "out", output_loading_info=True)
+    assert type(loaded).__name__ == "GPT2LMHeadModel"
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     assert loaded.dtype == torch.float32
-    tokens = random_tokens(config)
+    tokens = random_tokens(model.config)
     with torch.no_grad():
         ours, theirs = model(tokens), loaded.eval()(tokens).logits
     assert theirs.abs().max() > 1
     assert (ours - theirs).abs().max() < 1e-5
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    own = load_tokenizer(tmp_path / "c" / "tokenizer.json")
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path / "out")
+    own = load_tokenizer(path / "c" / "tokenizer.json")
     assert tokenizer.encode(TEXT) == own.encode(TEXT)
     assert tokenizer.decode(own.encode(TEXT)) == TEXT
     assert tokenizer.eos_token_id == own.eot_token == loaded.generation_config.eos_token_id
-    assert tokenizer.model_max_length == config.context_length
-    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert tokenizer.model_max_length == model.config.context_length
+    modes = {each.name: each.stat().st_mode & 0o777 for each in (path / "out").iterdir()}
     assert set(modes.values()) == {0o644}, modes
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "out"]
-
-
-def test_transformers_samples_what_test_smoke_prints(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "c", small())
-    (tmp_path / "model.json").write_text(small().model_dump_json())
-    convert(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "out"))
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    inputs = tokenizer("def f(", return_tensors="pt")
-    output = model.generate(**inputs, max_new_tokens=12, do_sample=False)
-    arguments = [str(tmp_path / "model.json"), str(tmp_path / "c" / "model.safetensors"), "--prompt", "def f("]
-    printed = Workshop(tmp_path).script("test_smoke.py", *arguments, "--num-tokens", "12", "--temperature", "0").stdout
+    assert sorted(each.name for each in path.iterdir()) == ["c", "out"]
+    output = loaded.generate(**tokenizer("def f(", return_tensors="pt"), max_new_tokens=12, do_sample=False)
+    options = ["--prompt", "def f(", "--num-tokens", "12", "--temperature", "0"]
+    printed = Workshop(path).script("test_smoke.py", "c", *options).stdout
     assert printed == tokenizer.decode(output[0], skip_special_tokens=True) + "\n"
+
+
+def test_there_and_back_gives_the_same_files(exported: tuple[Path, GPTModel], tmp_path: Path) -> None:
+    path, model = exported
+    convert(tmp_path, "import", str(path / "out"), "r", "--runs-dir", ".")
+    back, expected = load_file(tmp_path / "r" / "model.safetensors"), model.to_checkpoint_names()
+    assert back.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in back.items())
+    assert load_model_config(tmp_path / "r" / "model.json") == model.config
+    assert load_tokenizer(tmp_path / "r" / "tokenizer.json").encode(TEXT) == load_tokenizer(
+        path / "c" / "tokenizer.json"
+    ).encode(TEXT)
 
 
 def test_a_model_is_named_by_its_run(tmp_path: Path) -> None:
@@ -114,12 +123,10 @@ def test_a_model_is_named_by_its_run(tmp_path: Path) -> None:
         return shop.script("test_smoke.py", *model, "--prompt", "def f(", "--runs-dir", str(shop.runs)).stdout
 
     latest = sample(str(tmp_path / "runs" / "r" / "model.json"), str(checkpoints / "latest" / "model.safetensors"))
-    assert latest == sample("r:latest") == sample(f"{shop.runs}/r:latest") == sample(str(checkpoints / "latest"))
-    assert latest != sample("r") == sample("r:best") == sample(str(shop.runs / "r"))
-    for number, name in enumerate(("r", "r:latest")):
-        convert(tmp_path, "export", name, f"out{number}", "--runs-dir", str(shop.runs))
-        tied = json.loads((tmp_path / f"out{number}" / "config.json").read_text())["tie_word_embeddings"]
-        assert tied == (name == "r")
+    assert latest == sample("r:latest") == sample(f"{shop.runs}/r:latest")
+    assert latest != sample("r") == sample(str(shop.runs / "r"))
+    convert(tmp_path, "export", "r:latest", "out", "--runs-dir", str(shop.runs))
+    assert not json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"]
     card = convert(tmp_path, "publish", "r", "me/r", "--card", "--runs-dir", str(shop.runs)).stdout
     assert '"tie_weights": true' in card
 
@@ -127,7 +134,7 @@ def test_a_model_is_named_by_its_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("dtype", "kind"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_half_precision_folders(tmp_path: Path, dtype: str, kind: torch.dtype) -> None:
     write_checkpoint(tmp_path / "c", small())
-    convert(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "out"), "--dtype", dtype)
+    convert(tmp_path, "export", "c", "out", "--dtype", dtype)
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == kind
 
 
@@ -138,34 +145,36 @@ def test_the_shape_is_found_beside_the_weights_in_the_meta_or_in_the_run(tmp_pat
     shape_text = json.dumps(meta.pop("model"))
     (folder / "meta.json").write_text(json.dumps(meta))
     refused(tmp_path, "export", str(folder), "out", says="--model-json")
-    for number, place in enumerate((tmp_path / "r" / "model.json", folder / "model.json", tmp_path / "m.json")):
+    (tmp_path / "link").symlink_to(folder)
+    for number, (place, given) in enumerate(
+        (
+            (tmp_path / "r" / "model.json", ["link"]),
+            (folder / "model.json", [str(folder / "model.safetensors")]),
+            (tmp_path / "m.json", [str(folder), "--model-json", "m.json"]),
+        )
+    ):
         place.write_text(shape_text)
-        given = ["--model-json", str(place)] if place.name == "m.json" else []
-        convert(tmp_path, "export", str(folder), str(tmp_path / f"out{number}"), *given)
+        convert(tmp_path, "export", given[0], f"out{number}", *given[1:])
         assert (tmp_path / f"out{number}" / "config.json").is_file()
         place.unlink()
-    (tmp_path / "r" / "model.json").write_text(shape_text)
-    os.symlink(folder, tmp_path / "best")
-    convert(tmp_path, "export", str(tmp_path / "best"), str(tmp_path / "outlink"))
-    convert(tmp_path, "export", str(folder / "model.safetensors"), str(tmp_path / "outfile"))
 
 
 def test_what_cannot_be_exported_leaves_nothing(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "c", small())
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("x")
-    refused(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "full"), says="exists")
-    refused(tmp_path, "export", str(tmp_path / "no"), "out", says="no such file or folder; give a run's name")
-    refused(tmp_path, "export", str(tmp_path / "full"), "out", says="no model.safetensors")
     (tmp_path / "other.json").write_text(shape(vocab_size=300, emb_dim=96).model_dump_json())
-    refused(
-        tmp_path, "export", str(tmp_path / "c"), "out", "--model-json", str(tmp_path / "other.json"), says="[300, 96]"
-    )
     write_checkpoint(tmp_path / "few", shape())  # 97 tokens, fewer than its tokenizer
-    refused(tmp_path, "export", str(tmp_path / "few"), "out", says="another model's")
+    for arguments, says in (
+        (("c", "full"), "exists"),
+        (("./no", "out"), "no such file or folder; give a run's name"),
+        ((str(tmp_path / "full"), "out"), "no model.safetensors"),
+        (("c", "out", "--model-json", "other.json"), "[300, 96]"),
+        (("few", "out"), "another model's"),
+    ):
+        refused(tmp_path, "export", *arguments, says=says)
     (tmp_path / "file").write_text("x")
-    result = convert(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "file" / "out"), expect=1)
-    assert "cannot be written" in result.stderr
+    assert "cannot be written" in convert(tmp_path, "export", "c", "file/out", expect=1).stderr
 
 
 def test_a_full_disk_leaves_no_half_folder(tmp_path: Path) -> None:
@@ -197,8 +206,7 @@ def hugging_face_model(folder: Path, **changes: Any) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(("tied", "sharded"), [(False, True), (True, False)])
 def test_a_model_of_transformers_becomes_ours(tmp_path: Path, tied: bool, sharded: bool) -> None:
     theirs = hugging_face_model(tmp_path / "hf", tie_word_embeddings=tied)
     if sharded:
@@ -216,21 +224,6 @@ def test_a_model_of_transformers_becomes_ours(tmp_path: Path, tied: bool, sharde
     printed = Workshop(tmp_path).script("test_smoke.py", *arguments).stdout
     assert printed.startswith("def f(")
     refused(tmp_path, "import", str(tmp_path / "hf"), "small", "--runs-dir", str(tmp_path / "runs"), says="exists")
-
-
-def test_there_and_back_gives_the_same_files(tmp_path: Path) -> None:
-    for number, config in enumerate((small(), small(tie_weights=True, qkv_bias=True))):
-        model = write_checkpoint(tmp_path / f"c{number}", config)
-        convert(tmp_path, "export", str(tmp_path / f"c{number}"), str(tmp_path / f"out{number}"))
-        convert(tmp_path, "import", str(tmp_path / f"out{number}"), f"r{number}", "--runs-dir", str(tmp_path))
-        back = load_file(tmp_path / f"r{number}" / "model.safetensors")
-        expected = model.to_checkpoint_names()
-        assert back.keys() == expected.keys()
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in back.items())
-        again = ModelConfig(**json.loads((tmp_path / f"r{number}" / "model.json").read_text()))
-        assert again == config
-        tokenizers = [load_tokenizer(tmp_path / f"{place}{number}" / "tokenizer.json") for place in ("c", "r")]
-        assert tokenizers[0].encode(TEXT) == tokenizers[1].encode(TEXT)
 
 
 def test_an_older_folder_with_masks_no_prefix_and_two_tokenizer_files(tmp_path: Path) -> None:
@@ -255,33 +248,9 @@ def test_an_older_folder_with_masks_no_prefix_and_two_tokenizer_files(tmp_path: 
     assert load_tokenizer(tmp_path / "r" / "tokenizer.json").encode(TEXT) == own.encode(TEXT)
 
 
-def test_test_loss_of_an_imported_model_is_that_of_transformers(tmp_path: Path) -> None:
-    shop = Workshop(tmp_path)
-    shop.add_dataset()
-    theirs = hugging_face_model(tmp_path / "hf", vocab_size=64)
-    (tmp_path / "hf" / "tokenizer.json").unlink()
-    convert(tmp_path, "import", str(tmp_path / "hf"), "r", "--runs-dir", str(tmp_path / "runs"))
-    run = tmp_path / "runs" / "r"
-    arguments = [
-        str(shop.datasets),
-        str(run / "model.json"),
-        str(run / "model.safetensors"),
-        "--dataset",
-        "local/letters",
-    ]
-    printed = shop.script("test_loss.py", *arguments, "--batch-size", "2").stdout
-    tokens = load_file(shop.datasets / "local" / "letters" / "test.safetensors")["tokens"].long()
-    rows = (len(tokens) - 1) // 48 * 2
-    inputs, targets = tokens[: rows * 24].view(rows, 24), tokens[1 : rows * 24 + 1].view(rows, 24)
-    with torch.no_grad():
-        expected = torch.nn.functional.cross_entropy(theirs(inputs).logits.flatten(0, 1), targets.flatten())
-    assert f"Loss on the test split: {expected:.3f}" in printed
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("model_type", "llama"),
         ("activation_function", "relu"),
         ("layer_norm_epsilon", 1e-6),
         ("scale_attn_by_inverse_layer_idx", True),
@@ -306,7 +275,7 @@ def test_other_architectures_are_refused_by_the_key(key: str, value: object) -> 
     if value is None:
         del config[key]
     with pytest.raises(UserError, match=f'hf/config.json: key "{key}"'):
-        from_config(config, Path("hf/config.json"))
+        gpt2_shape(config, Path("hf/config.json"))
 
 
 def test_folders_that_are_no_gpt2_leave_nothing(tmp_path: Path) -> None:
@@ -316,7 +285,7 @@ def test_folders_that_are_no_gpt2_leave_nothing(tmp_path: Path) -> None:
     bad = {**tensors}
     del bad["transformer.h.1.ln_2.bias"]
     for changed, says in (
-        (bad, "tensor h.1.ln_2.bias is missing"),
+        (bad, "tensor transformer.h.1.ln_2.bias [48] is missing"),
         ({**tensors, "transformer.h.0.extra": torch.ones(1)}, "extra"),
         ({**tensors, "transformer.wpe.weight": torch.ones(30, 48)}, "[30, 48]"),
         ({**tensors, "transformer.h.0.attn.c_attn.weight": torch.ones(48, 100)}, "c_attn.weight is [48, 100]"),
@@ -329,6 +298,8 @@ def test_folders_that_are_no_gpt2_leave_nothing(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "hf" / "model.safetensors")
     (tmp_path / "hf" / "tokenizer.json").write_text("{}")
     refused(tmp_path, "import", str(tmp_path / "hf"), *into, says="hf/tokenizer.json: not a readable tokenizer")
+    (tmp_path / "hf" / "config.json").write_text('{"model_type": "llama"}')
+    refused(tmp_path, "import", str(tmp_path / "hf"), *into, says='key "model_type": "llama"; "gpt2" and "gpjtgpt2"')
     (tmp_path / "hf" / "config.json").unlink()
     refused(tmp_path, "import", str(tmp_path / "hf"), *into, says="config.json: no such file")
     refused(tmp_path, "import", "../x", "../r", says="must be a plain name")

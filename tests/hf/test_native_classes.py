@@ -19,7 +19,7 @@ from gpt import GPTModel
 from harness.common.errors import UserError
 from harness.data.tokenizers.load import load_tokenizer
 from harness.evaluation.generation import GREEDY, sample_tokens
-from harness.hf import gpt2_format, llama_format
+from harness.hf import formats
 from harness.model.export_formats import check_for_notebook, missing_for_export, native_class
 from tests.hf.test_convert_hf import convert, refused, write_checkpoint
 from tests.model.test_levers import ALL
@@ -43,16 +43,16 @@ QUICKSTART: dict[str, Any] = {
 
 def peer_of(model: GPTModel) -> Any:
     """The native class with the weights of `model`."""
-    name = native_class(model.config)
-    native: Any = gpt2_format if name == "gpt2" else llama_format
-    settings = native.to_config(model.config, 0, "float32")
-    kind = settings.pop("model_type")
+    is_gpt2 = native_class(model.config) == "gpt2"
+    settings = (formats.gpt2_config if is_gpt2 else formats.llama_config)(model.config)
+    settings |= formats.common_config(model.config, 0, "float32")
     automatic: Any = transformers.AutoConfig
-    config = automatic.for_model(kind, **settings, attn_implementation="eager")
+    config = automatic.for_model(settings.pop("model_type"), **settings, attn_implementation="eager")
     build: Any = transformers.AutoModelForCausalLM
     peer = build.from_config(config).eval()
     assert type(peer).__name__ == settings["architectures"][0]
-    missing, surplus = peer.load_state_dict(native.to_tensors(model.to_checkpoint_names(), model.config), strict=False)
+    tensors = (formats.gpt2_tensors if is_gpt2 else formats.llama_tensors)(model)
+    missing, surplus = peer.load_state_dict(tensors, strict=False)
     assert set(missing) <= ({"lm_head.weight"} if model.config.tie_weights else set())
     assert not surplus
     return peer
@@ -86,26 +86,12 @@ def test_native_classes_give_the_same_logits_and_gradients(changes: dict[str, An
     torch.testing.assert_close(model.tok_emb.weight.grad, embedding.grad, rtol=1e-3, atol=1e-6)
 
 
-def test_softcap_is_gemma_2s() -> None:
-    """Gemma 2's head on our features: the rest of its blocks has no counterpart here."""
-    sizes: dict[str, Any] = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 8, "num_hidden_layers": 1}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 12, "final_logit_softcapping": 2.5}
-    gemma: Any = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes)).eval()
-    model = random_model(shape(logit_softcap=2.5)).eval()
-    tokens = random_tokens(model.config)
-    with torch.no_grad():
-        seen: list[torch.Tensor] = []
-        gemma.lm_head.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
-        theirs = gemma(tokens).logits
-        model.out_head.weight.copy_(gemma.lm_head.weight)
-        torch.testing.assert_close(model.out_head(seen[0]), theirs)
-
-
-@pytest.mark.parametrize("changes", [{**LLAMA, "tie_weights": True}, QWEN], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("changes", [{**LLAMA, "tie_weights": True}, {**QWEN, "n_kv_heads": 2}], ids=["llama", "qwen3"])
 def test_exported_folders_load_as_the_native_class(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """And sample what test_smoke.py prints: with the caches of both, rotary positions and shared heads."""
     config = shape(vocab_size=300, **changes)
     model = write_checkpoint(tmp_path / "c", config)
-    convert(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "out"))
+    convert(tmp_path, "export", "c", "out")
     automatic: Any = transformers.AutoModelForCausalLM
     loaded, report = automatic.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not report["missing_keys"]
@@ -113,21 +99,11 @@ def test_exported_folders_load_as_the_native_class(tmp_path: Path, changes: dict
     tokens = random_tokens(config)
     with torch.no_grad():
         assert (model(tokens) - loaded.eval()(tokens).logits).abs().max() < 1e-5
-
-
-def test_transformers_samples_what_test_smoke_prints(tmp_path: Path) -> None:
-    """Generation with the caches of both, here with rotary positions and shared heads."""
-    config = shape(vocab_size=300, **QWEN, n_kv_heads=2)
-    model = write_checkpoint(tmp_path / "c", config)
-    (tmp_path / "model.json").write_text(config.model_dump_json())
-    own = load_tokenizer(tmp_path / "c" / "tokenizer.json")
-    peer = peer_of(model)
-    output = peer.generate(
-        torch.tensor([own.encode("def f(")]), max_new_tokens=12, do_sample=False, eos_token_id=own.eot_token
-    )
-    arguments = [str(tmp_path / "model.json"), str(tmp_path / "c" / "model.safetensors"), "--prompt", "def f("]
-    printed = Workshop(tmp_path).script("test_smoke.py", *arguments, "--num-tokens", "12", "--temperature", "0").stdout
-    assert printed == own.decode([token for token in output[0].tolist() if token != own.eot_token]) + "\n"
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    output = loaded.generate(**tokenizer("def f(", return_tensors="pt"), max_new_tokens=12, do_sample=False)
+    options = ["--prompt", "def f(", "--num-tokens", "12", "--temperature", "0"]
+    printed = Workshop(tmp_path).script("test_smoke.py", "c", *options).stdout
+    assert printed == tokenizer.decode(output[0], skip_special_tokens=True) + "\n"
 
 
 @pytest.mark.parametrize(
@@ -222,47 +198,54 @@ OWN: dict[str, dict[str, Any]] = {
 PROGRAM = """
 import sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-model, report = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True, output_loading_info=True)
-assert not any(report.values()), report
-assert "harness" not in sys.modules and "gpt" not in sys.modules
-tokens = torch.load(sys.argv[2])
-out = {"logits": model.eval()(tokens).logits, "loss": model(tokens, labels=tokens).loss}
-def generated(tokens, **options):
-    return model.generate(tokens, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0, **options)
-out["generated"] = generated(tokens[:, :9])
-out["without cache"] = generated(tokens[:, :9], use_cache=False)
-left = torch.cat((torch.zeros(1, 4, dtype=torch.int64), tokens[1:, 4:9]), 1)
-mask = torch.ones(2, 9, dtype=torch.int64)
-mask[1, :4] = 0
-out["padded"] = generated(torch.cat((tokens[:1, :9], left)), attention_mask=mask)
-out["beams"] = generated(tokens[:1, :9], num_beams=3)
-out["beams without cache"] = generated(tokens[:1, :9], num_beams=3, use_cache=False)
-found = {name: each.detach() for name, each in out.items()}
-found["tokenizer"] = AutoTokenizer.from_pretrained(sys.argv[1]).encode("def f(x)")
-torch.save(found, sys.argv[3])
+tokens = torch.load("tokens.pt")
+for name in sys.argv[1:]:
+    model, report = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True, output_loading_info=True)
+    assert not any(report.values()), report
+    assert "harness" not in sys.modules and "gpt" not in sys.modules
+    out = {"logits": model.eval()(tokens).logits, "loss": model(tokens, labels=tokens).loss}
+    def generated(tokens, **options):
+        return model.generate(tokens, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0, **options)
+    out["generated"] = generated(tokens[:, :9])
+    out["without cache"] = generated(tokens[:, :9], use_cache=False)
+    left = torch.cat((torch.zeros(1, 4, dtype=torch.int64), tokens[1:, 4:9]), 1)
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[1, :4] = 0
+    out["padded"] = generated(torch.cat((tokens[:1, :9], left)), attention_mask=mask)
+    out["beams"] = generated(tokens[:1, :9], num_beams=3)
+    out["beams without cache"] = generated(tokens[:1, :9], num_beams=3, use_cache=False)
+    found = {key: each.detach() for key, each in out.items()}
+    found["tokenizer"] = AutoTokenizer.from_pretrained(name).encode("def f(x)")
+    torch.save(found, name + ".pt")
 """
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_any_model_goes_out_with_its_code(tmp_path: Path, name: str) -> None:
-    """Logits, loss and generation with and without a cache, padded or not, are ours."""
-    config = shape(vocab_size=300, **OWN[name])
-    model, out = write_checkpoint(tmp_path / "c", config), tmp_path / "out"
-    said = convert(tmp_path, "export", str(tmp_path / "c"), str(out)).stdout
-    assert "with code of its own (trust_remote_code=True)" in said
-    assert not [
-        file.name for file in out.glob("*.py") if re.search(r"^\s*(from|import) +harness", file.read_text(), re.M)
-    ]
-    tokens = random_tokens(config)
-    torch.save(tokens, tmp_path / "tokens.pt")
-    files = [str(out), str(tmp_path / "tokens.pt"), str(tmp_path / "found.pt")]
-    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *files], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[GPTModel, dict[str, Any]]]:
+    """Each of OWN, and what one process of somebody else's machine found of their exported folders."""
+    path = tmp_path_factory.mktemp("elsewhere")
+    models = {name: write_checkpoint(path / "c" / name, shape(vocab_size=300, **OWN[name])) for name in OWN}
+    for name, model in models.items():
+        said = convert(path, "export", f"c/{name}", name).stdout
+        assert "with code of its own (trust_remote_code=True)" in said
+        code = [file.read_text() for file in (path / name).glob("*.py")]
+        assert not [text for text in code if re.search(r"^\s*(from|import) +harness", text, re.M)]
+        torch.save(random_tokens(model.config), path / "tokens.pt")
+    environment = {**os.environ, "HF_HOME": str(path / "home"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", PROGRAM, *(f"./{name}" for name in OWN)]
+    done = subprocess.run(command, cwd=path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = torch.load(tmp_path / "found.pt")
-    assert load_tokenizer(tmp_path / "c" / "tokenizer.json").encode("def f(x)") == found["tokenizer"]
+    found = {name: torch.load(path / f"{name}.pt") for name in models}
+    for name in models:
+        assert load_tokenizer(path / "c" / name / "tokenizer.json").encode("def f(x)") == found[name]["tokenizer"]
+    return {name: (model, found[name]) for name, model in models.items()}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_any_model_goes_out_with_its_code(elsewhere: dict[str, tuple[GPTModel, dict[str, Any]]], name: str) -> None:
+    """Logits, loss and generation with and without a cache, padded or not, are ours."""
+    model, found = elsewhere[name]
+    tokens = random_tokens(model.config)
     with torch.no_grad():
         logits = model(tokens)
     torch.testing.assert_close(found["logits"], logits, rtol=1e-4, atol=1e-5)

@@ -16,8 +16,9 @@ import gpt
 from bench.references import NotebookModel
 from gpt import ModelConfig
 from harness.common.errors import UserError
+from harness.common.json_files import parse_config
 from harness.data.tokenizers.bpe import train_bpe
-from harness.hf.notebook_format import from_config
+from harness.hf.import_model import notebook_shape
 from tests.hf.test_convert_hf import TEXT, convert, refused, write_checkpoint
 from tests.model.test_model import random_tokens, shape
 from tests.support.fake_hub import FakeDataset, FakeFile, FakeHub
@@ -28,6 +29,7 @@ CPU = torch.device("cpu")
 EXPERTS = {"num_experts": 3, "num_active_experts": 2}
 VARIANTS: list[dict[str, Any]] = [{}, {"qkv_bias": True}, {"tie_weights": True}, {"moe": EXPERTS}]
 CODE = "modeling_gpjtgpt2.py"
+PAIR = ("model.tok_emb.weight", "model.out_head.weight")
 
 
 def published(folder: Path, **changes: Any) -> NotebookModel:
@@ -59,45 +61,44 @@ def loss_on_letters(model: NotebookModel, shop: Workshop) -> str:
 # In -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", VARIANTS, ids=str)
-def test_a_published_model_becomes_a_run_of_every_command(tmp_path: Path, changes: dict[str, Any]) -> None:
-    theirs = published(tmp_path / "hf", **changes)
-    assert "model.trf_blocks.0.att.mask" in load_file(tmp_path / "hf" / "model.safetensors")
-    shop = Workshop(tmp_path)
-    shop.add_dataset()
-    convert(tmp_path, "import", str(tmp_path / "hf"), "r", "--runs-dir", str(shop.runs))
-    files = (shop.runs / "r" / "model.json", shop.runs / "r" / "model.safetensors")
-    ours = gpt.load_model(gpt.load_model_config(files[0]), files[1], CPU)
-    assert ours.config == shape(vocab_size=300, drop_rate=0.1, **changes)
-    assert load_file(files[1]).keys() == ours.to_checkpoint_names().keys()
+def imported(path: Path) -> gpt.GPTModel:
+    convert(path, "import", "hf", "r", "--runs-dir", "runs")
+    folder = path / "runs" / "r"
+    return gpt.load_model(gpt.load_model_config(folder / "model.json"), folder / "model.safetensors", CPU)
+
+
+def assert_same_logits(ours: gpt.GPTModel, theirs: NotebookModel) -> None:
     tokens = random_tokens(ours.config)
     with torch.no_grad():
         assert theirs(tokens).abs().max() > 1
         assert (ours(tokens) - theirs(tokens)).abs().max() < 1e-5
-    paths = [str(file) for file in files]
-    assert shop.script("test_smoke.py", *paths, "--prompt", "def f(").stdout.startswith("def f(")
-    measured = shop.script(
-        "test_loss.py", str(shop.datasets), *paths, "--dataset", "local/letters", "--batch-size", "2"
-    )
-    assert loss_on_letters(theirs, shop) in measured.stdout
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_a_published_model_becomes_a_run(tmp_path: Path, changes: dict[str, Any]) -> None:
+    theirs = published(tmp_path / "hf", **changes)
+    assert "model.trf_blocks.0.att.mask" in load_file(tmp_path / "hf" / "model.safetensors")
+    ours = imported(tmp_path)
+    assert ours.config == shape(vocab_size=300, drop_rate=0.1, **changes)
+    assert load_file(tmp_path / "runs" / "r" / "model.safetensors").keys() == ours.to_checkpoint_names().keys()
+    assert_same_logits(ours, theirs)
     assert not (tmp_path / "ran").exists()
+    if "moe" in changes:  # commands read it as they read any run
+        shop = Workshop(tmp_path)
+        shop.add_dataset()
+        assert shop.script("test_smoke.py", "r", "--prompt", "def f(").stdout.startswith("def f(")
+        options = ["--dataset", "local/letters", "--batch-size", "2"]
+        measured = shop.script("test_loss.py", str(shop.datasets), "runs/r", *options)
+        assert loss_on_letters(theirs, shop) in measured.stdout
 
 
-@pytest.mark.parametrize("kept", ["model.tok_emb.weight", "model.out_head.weight", None])
-def test_a_tied_pair_may_lie_there_once_or_twice(tmp_path: Path, kept: str | None) -> None:
+@pytest.mark.parametrize("kept", [["model.tok_emb.weight"], ["model.out_head.weight"], list(PAIR)], ids=str)
+def test_a_tied_pair_may_lie_there_once_or_twice(tmp_path: Path, kept: list[str]) -> None:
     theirs = published(tmp_path / "hf", tie_weights=True)
-    tensors = load_file(tmp_path / "hf" / "model.safetensors")
-    shared = next(tensor for name, tensor in tensors.items() if name.endswith(("tok_emb.weight", "out_head.weight")))
-    rest = {name: t for name, t in tensors.items() if not name.endswith(("tok_emb.weight", "out_head.weight"))}
-    names = [kept] if kept else ["model.tok_emb.weight", "model.out_head.weight"]
-    save_file(rest | {name: shared.clone() for name in names}, tmp_path / "hf" / "model.safetensors")
-    convert(tmp_path, "import", str(tmp_path / "hf"), "r", "--runs-dir", str(tmp_path))
-    ours = gpt.load_model(
-        gpt.load_model_config(tmp_path / "r" / "model.json"), tmp_path / "r" / "model.safetensors", CPU
-    )
-    tokens = random_tokens(ours.config)
-    with torch.no_grad():
-        assert (ours(tokens) - theirs(tokens)).abs().max() < 1e-5
+    weights = tmp_path / "hf" / "model.safetensors"
+    rest = {name: tensor for name, tensor in load_file(weights).items() if name not in PAIR}
+    save_file(rest | {name: theirs.tok_emb.weight.detach().clone() for name in kept}, weights)
+    assert_same_logits(imported(tmp_path), theirs)
 
 
 def test_a_published_model_from_the_hub_brings_no_code(tmp_path: Path) -> None:
@@ -125,20 +126,20 @@ LORE = {"rank": 128, "input_embeddings": False, "output_head": False, "smart_ini
         ({"cfg": CFG | {"lore": LORE | {"output_head": True}}}, "cfg.lore"),
         ({"cfg": CFG | {"lore": LORE | {"input_embeddings": True}}}, "cfg.lore"),
         ({"cfg": CFG | {"rope": True}}, "cfg.rope"),
-        ({"cfg": {key: value for key, value in CFG.items() if key != "qkv_bias"}}, "cfg.qkv_bias"),
-        ({"cfg": CFG | {"n_layers": "12"}}, "cfg.n_layers"),
-        ({"cfg": CFG | {"n_heads": 0}}, "cfg.n_heads"),
+        ({"cfg": {key: value for key, value in CFG.items() if key != "qkv_bias"}}, "qkv_bias"),
+        ({"cfg": CFG | {"n_layers": "12"}}, "n_layers"),
+        ({"cfg": CFG | {"n_heads": 0}}, "n_heads"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings"),
     ],
 )
 def test_other_models_of_the_author_are_refused_by_the_key(changes: dict[str, Any], key: str) -> None:
     config = {"model_type": "gpjtgpt2", "cfg": CFG, "tie_word_embeddings": False, **changes}
     with pytest.raises(UserError, match=f'hf/config.json: key "{key}"'):
-        from_config(config, Path("hf/config.json"))
+        parse_config(ModelConfig, notebook_shape(config, Path("hf/config.json")), Path("hf/config.json"))
 
 
 def test_an_experiment_that_was_turned_off_is_the_plain_model() -> None:
-    assert from_config({"cfg": CFG | {"lore": LORE}}, Path("config.json")) == CFG
+    assert notebook_shape({"model_type": "gpjtgpt2", "cfg": CFG | {"lore": LORE}}, Path("config.json")) == CFG
 
 
 def test_damaged_folders_leave_nothing(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from harness.common.errors import UserError
 from harness.distributed.signals import StopSignal
-from harness.model import determinism
+from harness.model import kernels
 from harness.training import startup
 from tests.support.isolation import FOLDER, ROOT
 from tests.support.launch import Workshop
@@ -24,7 +24,7 @@ from tests.support.warm import warm_server
 # started, and the processor's vectors are not tried out: all that takes longer than what is looked for.
 PROGRAM = """
 import json, os, sys, torch
-from harness.model.determinism import compute_deterministically
+from harness.model.kernels import compute_deterministically
 if sys.argv[1] == "deterministic":
     compute_deterministically()
 assert not torch.cuda.is_initialized()
@@ -95,7 +95,7 @@ def test_compiled_code_does_not_add_up_in_any_order() -> None:
 def test_another_workspace_of_cublas_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     with pytest.raises(UserError, match=r'CUBLAS_WORKSPACE_CONFIG=:0:0: with "deterministic": true .* unset it'):
-        determinism.compute_deterministically()
+        kernels.compute_deterministically()
     assert not torch.are_deterministic_algorithms_enabled()
 
 
@@ -114,8 +114,8 @@ def test_an_operation_without_a_deterministic_form_is_one_line() -> None:
     cublas = RuntimeError(
         "... but this operation is not deterministic because it uses CuBLAS and you have CUDA >= 10.2"
     )
-    assert "CUBLAS_WORKSPACE_CONFIG" in str(determinism.explain_nondeterminism(cublas))
-    assert determinism.explain_nondeterminism(RuntimeError("another error")) is None
+    assert "CUBLAS_WORKSPACE_CONFIG" in str(kernels.explain_nondeterminism(cublas))
+    assert kernels.explain_nondeterminism(RuntimeError("another error")) is None
 
 
 def test_on_the_cpu_it_changes_no_bit(tmp_path: Path) -> None:

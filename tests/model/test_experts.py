@@ -9,15 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 import gpt
 from gpt import (
     FeedForward,
     GPTModel,
     MixtureOfExperts,
-    ModelConfig,
     balancing_loss,
     experts_one_by_one,
     grouped_experts,
@@ -85,8 +82,11 @@ def by_token_and_expert(tensors: dict[str, Tensor], x: Tensor, mlp: str, active:
 # The layer
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("moe", [MOE, {"num_experts": 3, "num_active_experts": 3}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "moe"),
+    [*((kind, MOE) for kind in KINDS), (KINDS[0], {"num_experts": 3, "num_active_experts": 3})],
+    ids=str,
+)
 def test_it_is_a_loop_over_tokens_and_experts_with_its_gradients(kind: dict[str, Any], moe: dict[str, int]) -> None:
     ours = mixture(moe=moe, **kind).double()
     tensors = {name: each.detach().clone().requires_grad_() for name, each in ours.named_parameters()}
@@ -129,26 +129,7 @@ def test_it_is_the_block_of_mixtral_and_its_loss() -> None:
     torch.testing.assert_close(balance, mixtral.load_balancing_loss_func((logits,), 5, 2))
 
 
-@pytest.mark.parametrize("moe", [MOE, {"num_experts": 4, "num_active_experts": 4}], ids=str)
-def test_experts_that_are_alike_are_the_dense_layer(moe: dict[str, int]) -> None:
-    """The router does not matter: weights add up to 1."""
-    ours, x = mixture(moe=moe).double(), some_input(torch.float64)
-    dense = ours.experts[0]
-    for expert in ours.experts:
-        expert.load_state_dict(dense.state_dict())
-    torch.testing.assert_close(ours(x)[0], dense(x), rtol=1e-12, atol=1e-14)
-
-
-def test_all_experts_with_a_router_that_does_not_know_are_their_mean() -> None:
-    ours, x = mixture(moe={"num_experts": 4, "num_active_experts": 4}).double(), some_input(torch.float64)
-    with torch.no_grad():
-        ours.router.weight.zero_()
-    mean = torch.stack([expert(x) for expert in ours.experts]).mean(0)
-    torch.testing.assert_close(ours(x)[0], mean, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("width", [48, 44], ids=["whole", "odd"])
+@pytest.mark.parametrize(("kind", "width"), [*((kind, 44) for kind in KINDS), (KINDS[0], 48), (KINDS[-1], 48)], ids=str)
 def test_grouped_products_are_those_one_by_one(kind: dict[str, Any], width: int) -> None:
     """Widths that are no multiple of eight numbers are filled up; one expert has no token."""
     ours = mixture(emb_dim=width, mlp_dim=60, **kind)
@@ -185,7 +166,6 @@ def test_the_router_decides_in_fp32_whatever_the_precision(dtype: torch.dtype) -
     ours, x = mixture(), some_input()
     _, (loss, tokens) = ours(x)
     with torch.autocast("cpu", dtype):
-        assert ours._route(x.flatten(0, 1))[0].dtype == torch.float32
         _, (half_loss, half_tokens) = ours(x)
         assert half_tokens.tolist() == tokens.tolist()
         assert half_loss.dtype == torch.float32
@@ -260,30 +240,7 @@ def test_an_expert_without_tokens_has_gradients_of_zero() -> None:
 # Counts and names
 
 
-@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
-def test_operations_are_those_of_the_active_experts(mlp: str) -> None:
-    """Counted operations of a token are as many with twenty experts as with five but for the router's."""
-
-    def counted(config: ModelConfig) -> int:
-        model = GPTModel(config)
-        head = {torch.ops.ddp_pretrain.linear_cross_entropy: lambda x, weight, *_, **__: 2 * x[0] * weight.numel()}
-        tokens = random_tokens(config, batch=1)
-        with (
-            torch.no_grad(),
-            sdpa_kernel(SDPBackend.MATH),
-            FlopCounterMode(display=False, custom_mapping=head) as counter,
-        ):
-            model(tokens, tokens)
-        return int(3 * counter.get_total_flops())
-
-    few, many = (shape(mlp=mlp, moe={"num_experts": count, "num_active_experts": 3}) for count in (5, 20))
-    for config in (few, many):
-        assert counted(config) == config.flops_per_token * config.context_length
-    assert many.flops_per_token - few.flops_per_token == 6 * 3 * 15 * 48
-    assert many.parameters > 2 * few.parameters
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[-1]], ids=str)
 def test_active_parameters_are_all_but_the_idle_experts(kind: dict[str, Any]) -> None:
     config = shape(moe=MOE, **kind)
     sizes = {name: each.numel() for name, each in GPTModel(config).named_parameters()}
@@ -303,14 +260,6 @@ def test_the_notebooks_first_model_has_as_many_parameters_as_its_author_counts()
     assert config.active_parameters - 12 * 4 * 768 == 219_697_152
 
 
-def test_tensors_have_the_notebooks_names() -> None:
-    names = shape(moe=MOE).tensor_shapes()
-    assert names["trf_blocks.0.ff.router.weight"] == (5, 48)
-    assert names["trf_blocks.2.ff.experts.4.layers.0.weight"] == (192, 48)
-    assert names["trf_blocks.2.ff.experts.4.layers.2.bias"] == (48,)
-    assert "trf_blocks.0.ff.layers.0.weight" not in names
-
-
 @pytest.mark.parametrize("initialisation", ["gpt2", "zero_residual"])
 def test_experts_begin_as_feed_forward_layers_do(initialisation: str) -> None:
     torch.manual_seed(0)
@@ -328,16 +277,10 @@ def test_experts_begin_as_feed_forward_layers_do(initialisation: str) -> None:
 # Compiled
 
 
-@pytest.mark.parametrize(
-    ("kind", "recompute"),
-    [({}, True), ({"mlp": "swiglu", "emb_dim": 44, "linear_bias": False}, False)],
-    ids=["gelu, recomputed", "swiglu"],
-)
-def test_compiled_it_is_one_graph_with_the_same_gradients(
-    monkeypatch: pytest.MonkeyPatch, kind: dict[str, Any], recompute: bool
-) -> None:
-    """Another load needs no other program."""
-    model = random_model(shape(**{"moe": MOE, "n_layers": 2, **kind}), recompute_blocks=recompute)
+def test_compiled_it_is_one_graph_with_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another load needs no other program; blocks are recomputed, and widths that are no whole vectors filled up."""
+    changes = {"mlp": "swiglu", "emb_dim": 44, "linear_bias": False, "n_layers": 2}
+    model = random_model(shape(moe=MOE, **changes), recompute_blocks=True)
     model.moe_router_loss_scale = 0.1
     plain = copy.deepcopy(model)
     graphs = trace(model, monkeypatch)

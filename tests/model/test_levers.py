@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpt import GPTModel, RMSNorm, bigram_buckets, rotated, rotation, shifted
+from gpt import GPTModel, bigram_buckets, shifted
 from harness.data.loader import Microbatch
 from harness.evaluation.likelihood import Scorer
 from harness.evaluation.loss import window_losses
@@ -65,7 +64,7 @@ ALL: dict[str, Any] = {
     "bigram_embedding": 50,
     "initialisation": "zero_residual",
 }
-CASES = {**LEVERS, "all": ALL}
+CASES = {"GPT-2": {}, "GPT-2 tied": {"tie_weights": True, "qkv_bias": True}, **LEVERS, "all": ALL}
 each_lever = pytest.mark.parametrize("changes", CASES.values(), ids=CASES.keys())
 
 
@@ -77,43 +76,6 @@ def loss_of(model: GPTModel, tokens: Tensor, targets: Tensor) -> Tensor:
 # Formulas
 
 
-def test_rmsnorm_is_its_formula() -> None:
-    x = torch.randn(2, 5, 12, dtype=torch.float64)
-    norm = RMSNorm(12, gain=True).double()
-    with torch.no_grad():
-        norm.scale.copy_(torch.randn(12))  # type: ignore[union-attr]
-    expected = x / (x.pow(2).sum(-1, keepdim=True) / 12 + 1e-5).sqrt() * norm.scale  # type: ignore[operator]
-    torch.testing.assert_close(norm(x), expected, rtol=1e-12, atol=0)
-    plain = RMSNorm(12, gain=False)
-    torch.testing.assert_close(plain(x), F.rms_norm(x, (12,), eps=1e-5), rtol=1e-12, atol=0)
-    assert not list(plain.parameters())
-    assert norm(x.bfloat16()).dtype == torch.bfloat16
-
-
-def test_rope_turns_pairs_as_complex_numbers() -> None:
-    x = torch.randn(2, 3, 7, 10, dtype=torch.float64)
-    turn = rotation(torch.arange(7), 10, 10_000.0, torch.float64)
-    turned = torch.complex(x[..., :5], x[..., 5:]) * torch.tensor(
-        [
-            [complex(math.cos(a), math.sin(a)) for a in (p * 10_000 ** (-2 * i / 10) for i in range(5))]
-            for p in range(7)
-        ],
-        dtype=torch.complex128,
-    )
-    torch.testing.assert_close(rotated(x, turn), torch.cat((turned.real, turned.imag), -1), rtol=1e-12, atol=1e-14)
-
-
-def test_rope_knows_distances_only() -> None:
-    q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
-
-    def score(at: int, other: int) -> float:
-        first, second = (rotation(torch.tensor([place]), 8, 10_000.0, torch.float64) for place in (at, other))
-        return float((rotated(q, first) * rotated(k, second)).sum())
-
-    assert score(5, 2) == pytest.approx(score(105, 102), rel=1e-9)
-    assert score(5, 2) != pytest.approx(score(5, 3), rel=1e-3)
-
-
 def test_buckets_of_bigrams() -> None:
     tokens = torch.tensor([[3, 50_256, 3, 7], [7, 7, 0, 3]])
     buckets = bigram_buckets(tokens, shifted(tokens), 1001)
@@ -123,27 +85,6 @@ def test_buckets_of_bigrams() -> None:
     ]
     assert buckets.tolist() == expected
     assert bigram_buckets(torch.tensor([[2**31 - 1]]), torch.tensor([[2**31 - 2]]), 10).item() in range(9), "int64"
-
-
-@pytest.mark.parametrize(
-    ("mlp", "activation"),
-    [
-        ("gelu", lambda first, gate: F.gelu(first, approximate="tanh")),
-        ("relu2", lambda first, gate: first.clamp(min=0) ** 2),
-        ("swiglu", lambda first, gate: gate * torch.sigmoid(gate) * first),
-    ],
-)
-def test_feed_forward_layers_are_their_formulas(mlp: str, activation: Callable[[Tensor, Any], Tensor]) -> None:
-    model = random_model(shape(mlp=mlp, n_layers=1)).double()
-    ff, tensors = block_of(model, 0).ff, {name: each.double() for name, each in model.state_dict().items()}
-    x = torch.randn(2, 5, 48, dtype=torch.float64)
-
-    def linear(name: str, x: Tensor) -> Tensor:
-        return x @ tensors[f"trf_blocks.0.ff.{name}.weight"].T + tensors[f"trf_blocks.0.ff.{name}.bias"]
-
-    gate = linear("gate", x) if mlp == "swiglu" else None
-    expected = linear("layers.2", activation(linear("layers.0", x), gate))
-    torch.testing.assert_close(ff(x), expected, rtol=1e-12, atol=1e-14)
 
 
 def test_logits_are_capped_everywhere_they_are_made() -> None:
@@ -264,7 +205,7 @@ def test_every_parameter_learns() -> None:
 @each_lever
 def test_counts_are_the_real_ones(changes: dict[str, Any]) -> None:
     for tied in (False, True):
-        config = shape(**changes, tie_weights=tied)
+        config = shape(**changes | {"tie_weights": tied})
         model = GPTModel(config)
         assert config.parameters == sum(parameter.numel() for parameter in model.parameters())
     head = {
@@ -287,6 +228,7 @@ def test_checkpoints_hold_the_public_tensors_and_bring_them_back(changes: dict[s
     other = GPTModel(model.config).eval()
     other.load_checkpoint_tensors(tensors, SOURCE)
     assert all(torch.equal(each, tensors[name]) for name, each in other.to_checkpoint_names().items())
+    assert (other.out_head.weight is other.tok_emb.weight) == model.config.tie_weights
     tokens = random_tokens(model.config)
     with torch.no_grad():
         assert torch.equal(model(tokens), other(tokens))
@@ -337,8 +279,14 @@ def test_recomputed_blocks_give_the_same_gradients(changes: dict[str, Any]) -> N
         torch.testing.assert_close(recomputed[name], gradient, rtol=1e-5, atol=1e-8, msg=name)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@each_lever
+@pytest.mark.parametrize(
+    ("changes", "dtype"),
+    [
+        *((changes, torch.bfloat16) for changes in CASES.values()),
+        *((CASES[name], torch.float16) for name in ("all", "experts", "rmsnorm")),
+    ],
+    ids=str,
+)
 def test_half_precision_is_near_fp32(changes: dict[str, Any], dtype: torch.dtype) -> None:
     """Products in half precision, and with bf16 the residual stream, too."""
     model = random_model(shape(**changes))
@@ -381,7 +329,8 @@ def test_each_place_of_dropout_acts_alone(place: str) -> None:
     tokens = random_tokens(model.config)
     with torch.no_grad():
         assert not torch.equal(model(tokens), model(tokens))
-        assert torch.equal(model.eval()(tokens), model(tokens))
+        without = random_model(shape(n_layers=1)).train()
+        assert torch.equal(model.eval()(tokens), without(tokens)), "evaluated, it is the model without dropout"
 
 
 def test_one_rate_everywhere_is_the_four_places_bit_for_bit() -> None:
@@ -401,8 +350,9 @@ def test_keys_and_values_take_less_of_a_cache_with_fewer_heads() -> None:
     assert cache.layers[0].keys.shape[1] == 1
 
 
-def test_no_lever_lets_a_token_see_a_later_one() -> None:
-    model = random_model(shape(**ALL)).eval()
+@pytest.mark.parametrize("changes", [{}, ALL], ids=["GPT-2", "all"])
+def test_no_token_sees_a_later_one(changes: dict[str, Any]) -> None:
+    model = random_model(shape(**changes)).eval()
     tokens = random_tokens(model.config)
     changed = tokens.clone()
     changed[:, 10] = (changed[:, 10] + 1) % model.config.vocab_size

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,9 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gpt import GPTModel
 from harness.model import cross_entropy
-from harness.model.config import ModelConfig
 from harness.model.cross_entropy import (
     CHUNK_LOGITS,
     chunk_rows,
@@ -27,6 +24,8 @@ from harness.model.cross_entropy import (
     linear_cross_entropy,
     token_cross_entropies,
 )
+from tests.model.test_model import random_model, shape
+from tests.support.compiled import trace
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,8 +39,10 @@ def inputs(rows: int, dim: int, vocab: int, dtype: torch.dtype = torch.float64) 
     return features, weight.requires_grad_(), targets
 
 
-def reference(features: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(features, weight), targets)
+def reference(features: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None) -> Tensor:
+    """The cross-entropy by its formula."""
+    logits = F.linear(features, weight)
+    return F.cross_entropy(logits if softcap is None else softcap * torch.tanh(logits / softcap), targets)
 
 
 def gradients(loss: Tensor, *leaves: Tensor) -> list[Tensor]:
@@ -52,49 +53,50 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
-@pytest.mark.parametrize("rows_per_chunk", [1, 2, 7, 64, 10_000])
-@pytest.mark.parametrize(("rows", "dim", "vocab"), [(1, 1, 2), (1, 8, 33), (7, 5, 11), (64, 16, 101), (65, 3, 1009)])
+@pytest.mark.parametrize("softcap", [None, 0.5, 4.0])
+@pytest.mark.parametrize(
+    ("rows", "dim", "vocab", "chunk_logits"),
+    [
+        pytest.param(1, 1, 2, 2, id="least"),
+        pytest.param(5, 4, 9, 1, id="a chunk smaller than one row"),
+        pytest.param(64, 16, 101, 64 * 101, id="one chunk"),
+        *(pytest.param(65, 3, 1009, chunk * 1009, id=f"ragged after {chunk}") for chunk in (1, 2, 7, 64)),
+    ],
+)
 def test_equals_the_reference_in_fp64(
-    monkeypatch: pytest.MonkeyPatch, rows_per_chunk: int, rows: int, dim: int, vocab: int
+    monkeypatch: pytest.MonkeyPatch, rows: int, dim: int, vocab: int, chunk_logits: int, softcap: float | None
 ) -> None:
-    """65 rows in chunks of 2, 7 and 64 leave a ragged last chunk."""
-    monkeypatch.setitem(CHUNK_LOGITS, "cpu", rows_per_chunk * vocab)
+    """Loss and gradients, scaled by the incoming gradient; the inputs are left as they were."""
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", chunk_logits)
     features, weight, targets = inputs(rows, dim, vocab)
-    loss, expected = linear_cross_entropy(features, weight, targets), reference(features, weight, targets)
+    before = [tensor.detach().clone() for tensor in (features, weight, targets)]
+    loss = linear_cross_entropy(features, weight, targets, softcap=softcap)
+    expected = reference(features, weight, targets, softcap)
     assert loss.dtype == torch.float64
     assert loss.shape == ()
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-    ours, theirs = gradients(loss, features, weight), gradients(expected, features, weight)
+    rows_alone = token_cross_entropies(features, weight, targets, softcap=softcap)
+    torch.testing.assert_close(rows_alone.mean(), expected, rtol=1e-12, atol=0)
+    ours, theirs = gradients(3.5 * loss, features, weight), gradients(3.5 * expected, features, weight)
     for actual, wanted in zip(ours, theirs, strict=True):
         assert actual.dtype == wanted.dtype
-        torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-15)
+        torch.testing.assert_close(actual, wanted, rtol=1e-10, atol=1e-14)
         assert relative_error(actual, wanted) < 1e-12
+    for tensor, earlier in zip((features, weight, targets), before, strict=True):
+        assert torch.equal(tensor, earlier)
 
 
-def test_a_chunk_smaller_than_one_row_still_holds_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 1)
-    features, weight, targets = inputs(5, 4, 9)
-    torch.testing.assert_close(linear_cross_entropy(features, weight, targets), reference(features, weight, targets))
-
-
-def test_the_incoming_gradient_scales_both() -> None:
-    features, weight, targets = inputs(6, 4, 9)
-    ours = gradients(3.5 * linear_cross_entropy(features, weight, targets), features, weight)
-    theirs = gradients(3.5 * reference(features, weight, targets), features, weight)
-    for actual, wanted in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-15)
-
-
-def test_gradcheck(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_gradcheck(monkeypatch: pytest.MonkeyPatch, softcap: float | None) -> None:
     """Through checkpoint, which runs the forward again for each of gradcheck's backward passes over one graph: the
     loss itself may give its gradients away at the first."""
     monkeypatch.setitem(CHUNK_LOGITS, "cpu", 4 * 9)
     features, weight, targets = inputs(6, 4, 9)
 
     def loss(features: Tensor, weight: Tensor) -> Tensor:
-        return checkpoint(linear_cross_entropy, features, weight, targets, use_reentrant=False)
+        return linear_cross_entropy(features, weight, targets, softcap=softcap)
 
-    assert torch.autograd.gradcheck(loss, (features, weight))
+    assert torch.autograd.gradcheck(lambda *leaves: checkpoint(loss, *leaves, use_reentrant=False), (features, weight))
 
 
 def test_a_second_backward_pass_is_refused_or_right() -> None:
@@ -109,24 +111,6 @@ def test_a_second_backward_pass_is_refused_or_right() -> None:
         return
     for one, other in zip(first, again, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
-def test_gradients_accumulate_over_microbatches() -> None:
-    features, weight, targets = inputs(12, 4, 9)
-    for half in (slice(0, 6), slice(6, 12)):
-        (linear_cross_entropy(features[half], weight, targets[half]) / 2).backward()
-    expected = gradients(reference(features, weight, targets), features, weight)
-    for leaf, wanted in zip((features, weight), expected, strict=True):
-        assert leaf.grad is not None
-        torch.testing.assert_close(leaf.grad, wanted, rtol=1e-12, atol=1e-15)
-
-
-def test_a_weight_that_is_also_the_input_embedding() -> None:
-    """Tied weights: the gradient of the head and of the embedding add up."""
-    _, weight, targets = inputs(8, 4, 9)
-    ours = gradients(linear_cross_entropy(weight[targets].tanh(), weight, targets.flip(0)), weight)
-    theirs = gradients(reference(weight[targets].tanh(), weight, targets.flip(0)), weight)
-    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("frozen", ["features", "weight"])
@@ -151,14 +135,6 @@ def test_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     assert detached.item() == loss.item()
 
 
-def test_inputs_are_left_as_they_were() -> None:
-    features, weight, targets = inputs(6, 4, 9)
-    before = [tensor.detach().clone() for tensor in (features, weight, targets)]
-    linear_cross_entropy(features, weight, targets).backward()
-    for tensor, earlier in zip((features, weight, targets), before, strict=True):
-        assert torch.equal(tensor, earlier)
-
-
 def test_huge_logits_neither_overflow_nor_lose_the_loss() -> None:
     features, weight, targets = inputs(6, 4, 9, torch.float32)
     loss = linear_cross_entropy(features * 1e4, weight, targets)
@@ -178,17 +154,29 @@ def test_fp32_is_as_close_to_the_truth_as_torch_is() -> None:
         assert relative_error(actual, wanted) < 1e-5
 
 
-@pytest.mark.parametrize("features_dtype", ["fp32", "half"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.02), (torch.float16, 0.003)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "features_dtype", "softcap"),
+    [
+        (torch.bfloat16, 0.02, torch.float32, None),
+        (torch.bfloat16, 0.02, torch.bfloat16, None),
+        (torch.bfloat16, 0.02, torch.float32, 8.0),
+        (torch.float16, 0.003, torch.float32, None),
+        (torch.float16, 0.003, torch.float16, None),
+        (torch.float16, 0.003, torch.float32, 8.0),
+    ],
+)
 def test_autocast_is_close_to_the_truth(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tolerance: float, features_dtype: str
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    tolerance: float,
+    features_dtype: torch.dtype,
+    softcap: float | None,
 ) -> None:
     monkeypatch.setitem(CHUNK_LOGITS, "cpu", 10 * 1009)
     features, weight, targets = inputs(64, 32, 1009, torch.float32)
-    truth = reference(features, weight, targets)
+    truth = reference(features, weight, targets, softcap)
     with torch.autocast("cpu", dtype=dtype):
-        given = features.to(dtype) if features_dtype == "half" else features
-        loss = linear_cross_entropy(given, weight, targets)
+        loss = linear_cross_entropy(features.to(features_dtype), weight, targets, softcap=softcap)
     assert loss.dtype == torch.float32
     assert relative_error(loss, truth) < tolerance / 10
     ours, theirs = gradients(loss, features, weight), gradients(truth, features, weight)
@@ -226,95 +214,34 @@ def test_fp16_does_not_overflow_with_a_small_vocabulary_and_many_rows(monkeypatc
     torch.testing.assert_close(actual[0], torch.full((2,), 1 / vocab - 1), rtol=1e-3, atol=0)
 
 
-# Soft-cap
-
-
-def capped(features: Tensor, weight: Tensor, targets: Tensor, softcap: float) -> Tensor:
-    """The cross-entropy by its formula."""
-    return F.cross_entropy(softcap * torch.tanh(F.linear(features, weight) / softcap), targets)
-
-
-@pytest.mark.parametrize("rows_per_chunk", [1, 7, 10_000])
-@pytest.mark.parametrize("softcap", [4.0, 0.5])
-def test_softcap_equals_its_formula_in_fp64(
-    monkeypatch: pytest.MonkeyPatch, rows_per_chunk: int, softcap: float
-) -> None:
-    monkeypatch.setitem(CHUNK_LOGITS, "cpu", rows_per_chunk * 101)
-    features, weight, targets = inputs(65, 16, 101)
-    expected = capped(features, weight, targets, softcap)
-    loss = linear_cross_entropy(features, weight, targets, softcap=softcap)
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-    ours, wanted = gradients(loss, features, weight), gradients(expected, features, weight)
-    torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-14)
-    rows = token_cross_entropies(features, weight, targets, softcap=softcap)
-    torch.testing.assert_close(rows.mean(), expected, rtol=1e-12, atol=0)
-
-
-def test_gradcheck_of_softcap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 4 * 9)
-    features, weight, targets = inputs(6, 4, 9)
-
-    def loss(features: Tensor, weight: Tensor) -> Tensor:
-        return linear_cross_entropy(features, weight, targets, softcap=2.0)
-
-    assert torch.autograd.gradcheck(lambda *leaves: checkpoint(loss, *leaves, use_reentrant=False), (features, weight))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_both_formulations_of_softcap_agree(dtype: torch.dtype) -> None:
-    """Logits padded to whole tiles, with something in the padding that must not count."""
-    exact, rows, vocab = torch.float64 if dtype == torch.float64 else torch.float32, 65, 1009
-    logits = torch.randn(rows, 1024, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * 3
-    logits, targets = logits.to(dtype), torch.arange(rows) * 7 % vocab
-    valid = logits[:, :vocab].to(exact).requires_grad_()
-    wanted = F.cross_entropy(3.0 * torch.tanh(valid / 3.0), targets, reduction="none")
-    wanted.sum().backward()
-    assert valid.grad is not None
-    rounding = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 8e-3}[dtype]
-    for kernel in (eager_kernel, fused_kernel):
-        errors, losses = logits.clone(), torch.empty_like(wanted)
-        kernel(errors, targets, losses, vocab, True, 3.0)
-        torch.testing.assert_close(losses, wanted.detach(), rtol=1e-6, atol=2e-6)
-        torch.testing.assert_close(errors[:, :vocab].to(exact), valid.grad, rtol=rounding, atol=rounding)
-        assert errors[:, vocab:].count_nonzero() == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_softcap_in_half_precision(dtype: torch.dtype) -> None:
-    features, weight, targets = inputs(300, 32, 1009, torch.float32)
-    truth = capped(features, weight, targets, 8.0)
-    with torch.autocast("cpu", dtype):
-        loss = linear_cross_entropy(features, weight, targets, softcap=8.0)
-    torch.testing.assert_close(loss, truth, rtol=1e-3, atol=1e-4)
-    both = zip(gradients(loss, features, weight), gradients(truth, features, weight), strict=True)
-    for actual, wanted in both:
-        assert relative_error(actual, wanted) < 0.02
-
-
 # As a compiler sees it
 
 
-@pytest.mark.parametrize(("rows", "vocab"), [(1, 2), (2, 33), (65, 1009), (128, 256), (130, 257)])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 2), (65, 1009), (128, 256)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_both_formulations_of_the_elementwise_part_agree(rows: int, vocab: int, dtype: torch.dtype) -> None:
+def test_both_formulations_of_the_elementwise_part_agree(
+    rows: int, vocab: int, dtype: torch.dtype, softcap: float
+) -> None:
     """Logits padded to whole tiles, with something in the padding that must not count."""
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     width = -(-vocab // 128) * 128
     logits = torch.randn(rows, width, generator=torch.Generator().manual_seed(vocab), dtype=torch.float64) * 3
     logits, targets = logits.to(dtype), torch.arange(rows) * 7 % vocab
     valid = logits[:, :vocab].to(exact).requires_grad_()
-    expected = F.cross_entropy(valid, targets, reduction="none")
+    capped = softcap * torch.tanh(valid / softcap) if softcap else valid
+    expected = F.cross_entropy(capped, targets, reduction="none")
     expected.sum().backward()
     assert valid.grad is not None
-    rounding = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 4e-3}[dtype]
+    rounding = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 8e-3 if softcap else 4e-3}[dtype]
     for kernel in (eager_kernel, fused_kernel):
         errors, losses = logits.clone(), torch.empty(rows, dtype=exact)
-        kernel(errors, targets, losses, vocab, True)
+        kernel(errors, targets, losses, vocab, True, softcap)
         torch.testing.assert_close(losses, expected.detach(), rtol=1e-6, atol=2e-6)
         torch.testing.assert_close(errors[:, :vocab].to(exact), valid.grad, rtol=rounding, atol=rounding)
         assert errors[:, vocab:].count_nonzero() == 0
         without = torch.empty_like(losses)
-        kernel(logits.clone(), targets, without, vocab, False)
+        kernel(logits.clone(), targets, without, vocab, False, softcap)
         assert torch.equal(without, losses)
 
 
@@ -339,46 +266,30 @@ def compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_compiled_model_has_one_graph_and_one_loss(compiled_kernels: None, tied: bool) -> None:
+def test_a_compiled_model_has_one_graph_and_one_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its loss and gradients are those of the model that is not compiled, for odd numbers of rows, too."""
-    config = ModelConfig(
-        vocab_size=1009,
-        context_length=70,
-        emb_dim=16,
-        n_heads=2,
-        n_layers=1,
-        drop_rate=0.0,
-        qkv_bias=False,
-        tie_weights=tied,
-    )
-    model, graphs = GPTModel(config), []
+    model = random_model(shape(vocab_size=1009, context_length=70, emb_dim=16, n_heads=2, n_layers=1, tie_weights=True))
     plain = copy.deepcopy(model)
-
-    def backend(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Any:
-        from torch._dynamo.backends.debugging import aot_eager  # a second, for every process that runs tests
-
-        graphs.append(graph)
-        return aot_eager(graph, examples)
-
-    model.compile(backend=backend, dynamic=False)
+    graphs = trace(model, monkeypatch)
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 128 * 1152)
     tokens = torch.randint(1009, (5, 71), generator=torch.Generator().manual_seed(0))
     ours, theirs = (each(tokens[:, :-1], tokens[:, 1:]) for each in (model, plain))
     ours.backward()
     theirs.backward()
     torch.testing.assert_close(ours, theirs)
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
     assert len(graphs) == 1
     losses = [node for node in graphs[0].graph.nodes if "linear_cross_entropy" in str(node.target)]
     assert len(losses) == 1
+    torch._dynamo.reset()
 
 
 def test_one_program_serves_all_numbers_of_rows(compiled_kernels: None) -> None:
     """Chunks of 128 rows, and of what is left."""
     loss = torch.compile(linear_cross_entropy, dynamic=True, backend="aot_eager")
     programs = []
-    for rows in (200, 512, 300, 64, 1):
+    for rows in (200, 512, 64, 1):
         features, weight, targets = inputs(rows, 8, 1009, torch.float32)
         expected = reference(features, weight, targets)
         actual = loss(features, weight, targets)
@@ -386,7 +297,7 @@ def test_one_program_serves_all_numbers_of_rows(compiled_kernels: None) -> None:
         for one, other in zip(gradients(actual, features, weight), gradients(expected, features, weight), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
         programs.append(kernel_programs())
-    assert programs == [1] * 5
+    assert programs == [1] * 4
     with torch.no_grad():
         for rows in (200, 300):
             features, weight, targets = inputs(rows, 8, 1009, torch.float32)
@@ -451,31 +362,28 @@ def peak():
 
 torch.set_num_threads(1)
 reference = lambda f, w, t: F.cross_entropy(F.linear(f, w), t)
-loss = linear_cross_entropy if sys.argv[1] == "ours" else reference
 features = torch.randn(2048, 16, requires_grad=True)
 weight = torch.randn(50257, 16, requires_grad=True)
 targets = torch.randint(50257, (2048,))
-loss(features[:4], weight, targets[:4]).backward()
-before = peak()
-loss(features, weight, targets).backward()
-print(peak() - before)
+for loss in (linear_cross_entropy, reference):  # the larger peak is the second's
+    loss(features[:4], weight, targets[:4]).backward()
+    before = peak()
+    loss(features, weight, targets).backward()
+    print(peak() - before)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc/self/status for the peak memory")
 def test_peak_memory_is_far_below_the_references() -> None:
-    """2,048 x 50,257 logits in fp32 are 393 MiB, of which torch's own loss keeps at least two; a chunk is 64 MiB."""
-
-    def extra_mebibytes(which: str) -> float:
-        command = [sys.executable, "-c", MEASURE, which]
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
-        return float(result.stdout)
-
-    ours, reference = extra_mebibytes("ours"), extra_mebibytes("reference")
-    assert reference > 700
+    """2,048 x 50,257 logits in fp32 are 393 MiB, of which torch's own loss keeps at least two; a chunk is 64 MiB. What
+    the reference adds to the peak of ours is less than all that it takes."""
+    command = [sys.executable, "-c", MEASURE]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=250)
+    ours, added = map(float, done.stdout.split())
     assert ours < 350
-    assert ours < reference / 3
+    assert ours + added > 700
+    assert ours < (ours + added) / 3
 
 
 def test_half_precision_on_the_cpu_has_chunks_of_as_many_bytes() -> None:

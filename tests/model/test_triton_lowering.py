@@ -25,9 +25,8 @@ def lowered(dtype, wants_errors, softcap):
     inputs = [torch.empty(shape, dtype=kind, device="meta") for shape, kind in shapes]
     return lower_to_triton(lambda *tensors: fused_kernel(*tensors, {VOCAB}, wants_errors, softcap), *inputs)
 
-kinds = (torch.bfloat16, torch.float16, torch.float32)
-cases = [(kind, wants, 0.0) for kind in kinds for wants in (True, False)]
-cases += [(torch.bfloat16, True, 15.0)]
+cases = [(torch.bfloat16, True, 0.0), (torch.bfloat16, False, 0.0), (torch.float32, True, 0.0)]
+cases += [(torch.float16, True, 15.0)]
 print(json.dumps([[f"{{kind}} {{cap}}", wants, lowered(kind, wants, cap)] for kind, wants, cap in cases]))
 """
 

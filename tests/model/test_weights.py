@@ -1,102 +1,169 @@
-"""Fused tensors and their parts: cut where the model's configuration says, whatever the numbers of heads."""
+"""Weights under their public names: which files a model takes, and that a file's header tells what loading does."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from gpt import GPTModel
 from harness.common.errors import UserError
-from harness.model.config import ModelConfig
-from harness.model.weights import (
-    PARTS,
-    checkpoint_names,
-    checkpoint_views,
-    from_checkpoint_names,
-    load_into,
-    load_weights,
-    qkv_sizes,
-    save_weights,
-    split_fused,
-)
+from harness.model.tensor_names import check_weights_file
+from harness.model.weights import PARTS, checkpoint_names, load_weights, split_fused
+from tests.model.test_model import random_model, shape
 
-SOURCE = Path("other/model.safetensors")
-ATTENTION = "trf_blocks.0.att"
+Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+NORM, TWO = "final_norm.scale", ("module.", "_orig_mod.")
 
 
-def shape(n_heads: int, n_kv_heads: int | None) -> ModelConfig:
-    """Heads of 4."""
-    return ModelConfig(
-        vocab_size=11,
-        context_length=5,
-        emb_dim=4 * n_heads,
-        n_heads=n_heads,
-        n_layers=2,
-        drop_rate=0.0,
-        qkv_bias=True,
-        n_kv_heads=n_kv_heads,
+def same(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return tensors
+
+
+def without(*names: str) -> Change:
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if name not in names}
+
+
+def with_one(name: str, tensor: Tensor) -> Change:
+    return lambda tensors: tensors | {name: tensor}
+
+
+def wrapped(prefix: str) -> Change:
+    mask = {"trf_blocks.0.att.mask": torch.ones(24, 24).triu(1)}
+    return lambda tensors: {prefix + name: tensor for name, tensor in {**tensors, **mask}.items()}
+
+
+def cast(dtype: torch.dtype) -> Change:
+    return lambda tensors: {name: tensor.to(dtype) for name, tensor in tensors.items()}
+
+
+def refusals(path: Path, model: GPTModel) -> set[str]:
+    """Return the refusals of the header alone and of loading; empty where there is none."""
+    said = set()
+    checks: tuple[Callable[[], object], ...] = (
+        lambda: check_weights_file(path, model.config),
+        lambda: model.load_checkpoint_tensors(load_weights(path), path),
     )
-
-
-def state_of(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
-    """A state with the model's own names, fused tensors of the sizes that `config` asks for, and random values."""
-    generator, rows = torch.Generator().manual_seed(seed), sum(qkv_sizes(config))
-    state = {name: tensor.shape for name, tensor in GPTModel(config).state_dict().items()}
-    for name in state:
-        if ".qkv." in name:
-            state[name] = torch.Size((rows, *state[name][1:]))
-    return {name: torch.randn(size, generator=generator) for name, size in state.items()}
+    for check in checks:
+        try:
+            check()
+            said.add("")
+        except UserError as error:
+            said.add(str(error))
+    return said
 
 
 @pytest.mark.parametrize(
-    ("n_heads", "n_kv_heads", "sizes"),
+    ("tied", "change"),
     [
-        (4, None, (16, 16, 16)),
-        (4, 4, (16, 16, 16)),
-        (4, 2, (16, 8, 8)),
-        (4, 1, (16, 4, 4)),
-        (6, 3, (24, 12, 12)),
-        (1, None, (4, 4, 4)),
+        pytest.param(False, same, id="as it is"),
+        pytest.param(True, same, id="tied, with both"),
+        pytest.param(True, without("out_head.weight"), id="tied, without the head"),
+        pytest.param(True, without("tok_emb.weight"), id="tied, without the embedding"),
+        pytest.param(False, wrapped(""), id="with masks"),
+        *(pytest.param(False, wrapped(prefix), id=prefix) for prefix in (*TWO, "".join(TWO), "".join(TWO[::-1]))),
+        pytest.param(False, cast(torch.bfloat16), id="bf16"),
+        pytest.param(False, cast(torch.float64), id="fp64"),
     ],
 )
-def test_a_round_trip_is_exact_for_any_number_of_key_value_heads(
-    n_heads: int, n_kv_heads: int | None, sizes: tuple[int, int, int], tmp_path: Path
+def test_files_that_are_taken(tied: bool, change: Change, tmp_path: Path) -> None:
+    model = random_model(shape(tie_weights=tied))
+    tensors, path = model.to_checkpoint_names(), tmp_path / "w.safetensors"
+    save_file(change(tensors), path)
+    other = GPTModel(model.config)
+    assert refusals(path, other) == {""}
+    found = other.to_checkpoint_names()
+    dtype = torch.bfloat16 if change(tensors)[next(iter(change(tensors)))].dtype == torch.bfloat16 else torch.float32
+    assert all(torch.equal(found[name], tensor.to(dtype).float()) for name, tensor in tensors.items())
+    assert (other.out_head.weight is other.tok_emb.weight) == tied
+
+
+@pytest.mark.parametrize(
+    ("tied", "change", "says"),
+    [
+        (False, without(NORM), f"tensor {NORM} [48] is missing"),
+        (True, without("trf_blocks.1.att.W_key.weight"), "tensor trf_blocks.1.att.W_key.weight [48, 48] is missing"),
+        (False, without("out_head.weight"), "tensor out_head.weight [97, 48] is missing"),
+        (False, without("tok_emb.weight"), "tensor tok_emb.weight [97, 48] is missing"),
+        (True, without("out_head.weight", "tok_emb.weight"), "tensor tok_emb.weight [97, 48] is missing"),
+        (False, with_one(NORM, torch.zeros(17)), f"tensor {NORM} is [17] in the file, [48] in model.json"),
+        (True, with_one("pos_emb.weight", torch.ones(25, 48)), "is [25, 48] in the file, [24, 48] in model.json"),
+        *(
+            (False, with_one(NORM, torch.zeros(48).to(dtype)), f"is {str(dtype)[6:]}; weights are fp32, fp16 or bf16")
+            for dtype in (torch.int64, torch.uint8, torch.bool, torch.float8_e5m2)
+        ),
+        (False, with_one("more", torch.zeros(1)), "tensor more is not in model.json's shape"),
+        (False, with_one("trf_blocks.3.norm1.scale", torch.ones(48)), "tensor trf_blocks.3.norm1.scale is not in"),
+        (False, with_one("trf_blocks.0.att.W_query.bias", torch.ones(48)), "W_query.bias is not in model.json's"),
+        (False, with_one("_orig_mod.tok_emb.weight", torch.ones(97, 48)), "_orig_mod.tok_emb.weight is not in"),
+        (
+            False,
+            lambda _: random_model(shape(emb_dim=64)).to_checkpoint_names(),
+            "tensor tok_emb.weight is [97, 64] in the file, [97, 48] in model.json; tensor pos_emb.weight is",
+        ),
+        (False, lambda _: random_model(shape(emb_dim=64)).to_checkpoint_names(), "and 41 more"),
+    ],
+)
+def test_another_models_files_are_refused_alike_by_header_and_by_loading(
+    tied: bool, change: Change, says: str, tmp_path: Path
 ) -> None:
-    config = shape(n_heads, n_kv_heads)
-    assert qkv_sizes(config) == sizes
-    state = state_of(config)
-    views = checkpoint_views(state, config)
-    for part, size in zip(("W_query", "W_key", "W_value"), sizes, strict=True):
-        assert views[f"{ATTENTION}.{part}.weight"].shape == (size, config.emb_dim)
-        assert views[f"{ATTENTION}.{part}.bias"].shape == (size,)
-    save_weights({name: tensor.contiguous() for name, tensor in views.items()}, tmp_path / "w.safetensors")
-    other = state_of(config, seed=1)
-    read = load_weights(tmp_path / "w.safetensors")
-    load_into(other, from_checkpoint_names(read, other, config, SOURCE), config)
-    assert other.keys() == state.keys()
-    assert all(torch.equal(other[name], state[name]) for name in state)
+    model, path = random_model(shape(tie_weights=tied)), tmp_path / "w.safetensors"
+    before = model.to_checkpoint_names()
+    save_file(change({name: tensor + 1 for name, tensor in before.items()}), path)
+    (message,) = refusals(path, model)
+    assert message.startswith(f"{path}: not this model: ")
+    assert says in message
+    assert "\n" not in message
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.to_checkpoint_names().items())
 
 
-def test_a_file_of_another_number_of_key_value_heads_is_refused() -> None:
-    offered = checkpoint_views(state_of(shape(4, 2)), shape(4, 2))
-    with pytest.raises(UserError, match=r"W_key.weight is \[8, 16\] in the file, \[16, 16\] in model.json"):
-        from_checkpoint_names(offered, state_of(shape(4, 4)), shape(4, 4), SOURCE)
+def test_an_untied_file_is_refused_by_a_tied_model() -> None:
+    model = random_model(shape(tie_weights=True))
+    with pytest.raises(UserError, match=r"^a/b: not this model: .* out_head and tok_emb differ"):
+        model.load_checkpoint_tensors(random_model(shape()).to_checkpoint_names(), Path("a/b"))
 
 
-def test_parts_are_views_in_the_order_query_key_value() -> None:
-    config, name = shape(4, 2), f"{ATTENTION}.qkv.weight"
-    fused = torch.randn(32, 16)
+@pytest.mark.parametrize("damage", ["none", "empty", "text", "short header", "cut off", "folder"])
+def test_a_file_that_is_none(damage: str, tmp_path: Path) -> None:
+    model, path = random_model(shape()), tmp_path / "w.safetensors"
+    if damage == "cut off":
+        save_file(model.to_checkpoint_names(), path)
+        path.write_bytes(path.read_bytes()[:-1])
+    elif damage == "folder":
+        path.mkdir()
+    elif damage != "none":
+        path.write_bytes({"empty": b"", "text": b"x" * 100, "short header": b"\x05\0\0\0\0\0\0\0{}"}[damage])
+    (message,) = refusals(path, model)
+    assert message.startswith(f"{path}: " + ("no such file" if damage == "none" else "not a readable safetensors file"))
+
+
+@pytest.mark.parametrize(("n_kv_heads", "sizes"), [(None, (48, 48, 48)), (2, (48, 24, 24)), (1, (48, 12, 12))])
+def test_fused_tensors_are_cut_where_the_numbers_of_heads_say(n_kv_heads: int | None, sizes: tuple[int, ...]) -> None:
+    """The parts are views in the order query, key, value; a tensor that the configuration does not explain is an
+    error."""
+    config, name = shape(n_kv_heads=n_kv_heads), "trf_blocks.0.att.qkv.weight"
+    fused = torch.randn(sum(sizes), 48)
     parts = split_fused(name, fused, config)
-    assert list(parts) == checkpoint_names(name) == [f"{ATTENTION}.{part}.weight" for part in PARTS]
+    assert list(parts) == checkpoint_names(name) == [f"trf_blocks.0.att.{part}.weight" for part in PARTS]
+    assert tuple(len(part) for part in parts.values()) == sizes
     assert torch.equal(torch.cat(list(parts.values())), fused)
     assert {part.untyped_storage().data_ptr() for part in parts.values()} == {fused.untyped_storage().data_ptr()}
-    assert list(split_fused("tok_emb.weight", fused, config)) == ["tok_emb.weight"]
     assert split_fused("tok_emb.weight", fused, config)["tok_emb.weight"] is fused
-
-
-def test_a_fused_tensor_that_the_configuration_does_not_explain_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="split_with_sizes"):
-        split_fused(f"{ATTENTION}.qkv.weight", torch.randn(48, 16), shape(4, 2))
+        split_fused(name, torch.randn(sum(sizes) + 1, 48), config)
+
+
+def test_checkpoint_tensors_share_no_memory() -> None:
+    model = random_model(shape(tie_weights=True))
+    tensors = model.to_checkpoint_names()
+    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+    assert len(storages) == len(tensors)
+    assert storages.isdisjoint(parameter.untyped_storage().data_ptr() for parameter in model.parameters())
+    for tensor in tensors.values():
+        assert tensor.is_contiguous()
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        assert not tensor.requires_grad
