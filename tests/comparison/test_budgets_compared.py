@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from harness.comparison.arms import find_arms
-from harness.comparison.inconclusive import Inconclusive
-from harness.comparison.machines import read_work
 from harness.comparison.records import RunRecord
 from harness.runs.directory import RunDirectory
 from harness.sweeps.derived_runs import Base, derive, write_runs
@@ -75,17 +73,6 @@ def test_replicates_are_those_that_saw_as_many_tokens(shop: Workshop) -> None:
     assert tokens == {"longer": 384, "steps": 320, "tokens": 320}
     groups = {frozenset(runs) for runs in find_arms(records).runs.values()}
     assert groups == {frozenset({"steps", "tokens"}), frozenset({"longer"})}
-
-
-def test_the_tokens_of_a_projection_are_those_of_the_budget(shop: Workshop) -> None:
-    shop.add_run(min_train_tokens=None, target_flops=49_152 * 64 * 7.5)
-    work = read_work(RunDirectory(shop.runs / "r"))
-    assert not isinstance(work, Inconclusive)
-    assert work[-1] == 7 * 64
-    shop.add_run(min_train_tokens=-1)
-    unknown = read_work(RunDirectory(shop.runs / "r"))
-    assert isinstance(unknown, Inconclusive)
-    assert "its min_train_tokens is -1" in unknown.reason
 
 
 def test_fit_scaling_predicts_a_run_by_its_budget(shop: Workshop) -> None:

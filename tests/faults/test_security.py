@@ -200,7 +200,9 @@ def test_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:
                 assert time.monotonic() < deadline
                 assert process.poll() is None, finish([process], expect=None, timeout=10)
                 time.sleep(0.1)
-            ranks = [pid for pid in children_of(process.pid) if b"ddp_train" in command_of(pid)]  # a chart is a grandchild
+            ranks = [
+                pid for pid in children_of(process.pid) if b"ddp_train" in command_of(pid)
+            ]  # a chart is a grandchild
             assert len(ranks) == 2
             found = [address for pid in ranks for address in listening(pid)]
         finally:
