@@ -81,15 +81,16 @@ class Quantity:
         """The run's measurements, or the reason for none."""
         try:
             found = self.measure(record)
+            is_finite = not isinstance(found, int | float) or math.isfinite(found)
         except OverflowError:
-            found = math.inf
+            is_finite = False
+        if not is_finite:
+            return Inconclusive("worked out from numbers that are too large")
         if found is None or isinstance(found, Inconclusive):
             is_new = record.state.word == "never trained"
             return Inconclusive("never trained") if is_new else found or Inconclusive(MISSING.get(self.key, UNKNOWN))
         if not isinstance(found, int | float):
             return found
-        if not math.isfinite(found):
-            return Inconclusive("worked out from numbers that are too large")
         basis = _basis(self.key, record)
         if basis is None:
             return Inconclusive(f"{found:.3f}, but the text that it was measured on is not recorded, or not yet")
@@ -97,12 +98,14 @@ class Quantity:
 
     def reported(self, record: RunRecord) -> Values:
         """The figure that somebody reported of the run."""
-        value, reported = None, record.reported
-        if reported is not None and isinstance(self.report, str):
-            value = getattr(reported, self.report, None) or reported.value(self.report)
-        elif reported is not None:
-            value = self.report(reported, record)
-        if reported is None or value is None:
+        reported, report = record.reported, self.report
+        if reported is None:
+            return Inconclusive("not reported")
+        if isinstance(report, str):
+            value = getattr(reported, report, None) or reported.value(report)
+        else:
+            value = report(reported, record)
+        if value is None:
             return Inconclusive("not reported")
         basis = Basis(("reported", reported.source), reported.source) if self.key in SCORES else ANY_BASIS
         return [Measurement(value / self.divisor if self.divisor > 1 else value, basis)]
