@@ -44,7 +44,7 @@ def test_each_of_the_notebooks_runs_on_its_own_machine(name: str) -> None:
         line for line in lines_of(RunDirectory(SHIPPED_RUNS / name), SHIPPED) if line.startswith(f"{OWN[name]}  ")
     ]
     *_, hours, dollars, basis = row.split()
-    assert (float(hours), float(dollars)) == (pytest.approx(COSTS[name][-1] / 3600, abs=0.005), COSTS[name][-2])
+    assert [float(hours), float(dollars)] == pytest.approx([COSTS[name][-1] / 3600, COSTS[name][-2]], abs=0.005)
     assert basis == "reported"
 
 

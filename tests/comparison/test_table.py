@@ -13,7 +13,6 @@ from harness.comparison.fits import fits
 from harness.comparison.records import RunRecord
 from harness.comparison.table import Column, RunsTable, number_text, table_lines
 from harness.runs.directory import RunDirectory
-from harness.runs.results import MicrobatchSearch, TriedMicrobatch, write_result
 from tests.support.compared_runs import BEST, LATEST, RunFolder
 from tests.support.isolation import SHIPPED_RUNS
 
@@ -129,11 +128,6 @@ def test_beside_reported_figures_an_own_run_says_why_it_has_none(tmp_path: Path)
         "mfu": "peak of the device not known",
         "reported_hours": "not reported",
     }
-
-
-def test_fractions_of_a_cent_are_shown(tmp_path: Path) -> None:
-    table = table_of(RunFolder(tmp_path, "a", {"price_per_hour": 0.05}).finish())
-    assert column(table, "dollars").cells[0].text == "0.0050"
 
 
 def test_a_damaged_result_is_not_said_never_to_have_been_measured(tmp_path: Path) -> None:
@@ -263,16 +257,12 @@ def test_no_curve_over_batches_where_something_else_differs_too(tmp_path: Path) 
     assert [*fits(table_of(*alike[:2]))] == []
 
 
-@pytest.mark.parametrize("name", ["a", "a-rather-long-name-of-a-run-in-a-sweep-over-many-settings-seed-1"])
-def test_lines_are_of_80_columns(tmp_path: Path, name: str) -> None:
-    first = RunFolder(tmp_path, name, {"dataset": "somebody-with-a-long-name/some-texts-with-a-long-name"})
-    runs = [
-        first.finish().test_loss(2.5),
-        RunFolder(tmp_path, "b").finish().test_loss(2.5, LATEST),
-        RunFolder(tmp_path, "c"),
-    ]
-    runs[0].test_loss(2.5, LATEST).test_loss(2.4, BEST, start_token=7)
-    lines = list(table_lines(table_of(*runs).sorted(None)))
+def test_lines_are_of_80_columns(tmp_path: Path) -> None:
+    name = "a-rather-long-name-of-a-run-in-a-sweep-over-many-settings-seed-1"
+    first = RunFolder(tmp_path, name, {"dataset": "somebody-with-a-long-name/some-texts-with-a-long-name"}).finish()
+    first.test_loss(2.5).test_loss(2.5, LATEST).test_loss(2.4, BEST, start_token=7)
+    second = RunFolder(tmp_path, "b").finish().test_loss(2.5, LATEST)
+    lines = list(table_lines(table_of(first, second, RunFolder(tmp_path, "c")).sorted(None)))
     assert max(map(len, lines)) <= 80
     assert all(line == line.rstrip() for line in lines)
 
@@ -324,27 +314,3 @@ def test_long_names_that_would_look_the_same_stay_whole(tmp_path: Path) -> None:
     runs = [RunFolder(tmp_path, name).finish() for name in names]
     text = "\n".join(table_lines(table_of(*runs)))
     assert all(name in text for name in names)
-
-
-def test_a_runs_own_search_is_a_line_of_memory(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path, "a")
-    tried = [TriedMicrobatch(microbatch_size=size, gib=1.5 + 0.25 * size) for size in (1, 2, 8)]
-    found: dict[str, Any] = {
-        "date": "2026-01-03T00:00:00Z",
-        "device": "NVIDIA L4",
-        "torch": "2.15.0",
-        "world_size": 1,
-        "limit_gib": 22.0,
-        "usable_gib": 21.0,
-        "largest": 8,
-        "tried": tried,
-        "accumulation_steps": 1,
-        "compiled": True,
-        "model": {},
-        "train": {},
-    }
-    write_result(run.directory, MicrobatchSearch(**found))
-    assert [*fits(table_of(run))] == [
-        "a, -f on NVIDIA L4: Memory over the microbatch: 0.250 GiB a sequence + 1.50 GiB (3 points, each within 0.00 "
-        "GiB of it)"
-    ]
