@@ -49,9 +49,9 @@ def fits(table: RunsTable) -> Iterator[str]:
         if size is not None and memory is not None:
             smallest[memory] = min(size, smallest.get(memory, math.inf))
     if len({*smallest.values()}) > 1:
-        sizes, memory = np.array([*smallest.values()]), np.array([*smallest])
-        slope, fixed = np.polyfit(sizes, memory, 1)
-        miss = np.abs(memory - slope * sizes - fixed).max()
+        sizes, gib = np.array([*smallest.values()]), np.array([*smallest])
+        slope, fixed = np.polyfit(sizes, gib, 1)
+        miss = np.abs(gib - slope * sizes - fixed).max()
         line = f"{slope:.3f} GiB a sequence {'+' if fixed >= 0 else '-'} {abs(fixed):.2f} GiB"
         yield f"Memory over the microbatch: {line} ({len(smallest)} points, each within {miss:.2f} GiB of it)"
 

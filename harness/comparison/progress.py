@@ -96,8 +96,8 @@ def read_last_benchmarks(path: Path) -> list[BenchmarkEvent]:
 
 def last_training(path: Path, with_bytes: bytes = b"") -> Iterator[Event]:
     """The events of the last training in a metrics.jsonl, the last one first: those back to where an earlier training
-    ends at a later step. None if there is no file, or `with_bytes` is not in it; what is no event, such as a line that
-    a crash cut off, is left out. Raises UserError if the file cannot be read."""
+    ends at a later step. None where there is no file, or `with_bytes` is not in it; what is no event, such as a line
+    that a crash cut off, is left out. Raises UserError if the file cannot be read."""
     try:
         if not path.is_file() or (with_bytes and with_bytes not in path.read_bytes()):
             return
