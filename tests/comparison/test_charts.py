@@ -109,11 +109,6 @@ def test_losses_that_are_not_finite_and_lines_that_are_none_are_left_out(tmp_pat
         assert chart_of(run, axis="steps").curves[0].x == [0, 20]
 
 
-def test_of_metrics_that_begin_again_the_last_training_counts(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path, "a").finish().train_to(0, 10, 20).train_to(0, 5)
-    assert chart_of(run, axis="steps").curves[0].x == [0, 5]
-
-
 @pytest.mark.parametrize(
     ("losses", "references", "low", "high"),
     [

@@ -14,7 +14,7 @@ from harness.common.lock import RunLock, is_held
 from harness.comparison.progress import BLOCK_BYTES, read_progress
 from harness.comparison.records import RunRecord, read_records
 from harness.runs.metrics import SampleEvent, read_metrics
-from tests.support.compared_runs import BEST, LATEST, RunFolder
+from tests.support.compared_runs import LATEST, RunFolder
 
 
 def test_a_finished_run_is_what_its_summary_says(tmp_path: Path) -> None:
@@ -115,14 +115,6 @@ def test_metrics_without_a_line_of_ours_are_no_progress(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('half a li\n{"x": 1}\n')
     assert read_progress(tmp_path / "metrics.jsonl") is None
     assert read_progress(tmp_path / "none") is None
-
-
-def test_names_of_checkpoints(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path, "a").add_checkpoint(BEST, "best").add_checkpoint(LATEST, "latest")
-    (run.path / "aside" / "old" / "checkpoints" / "20250102Z030405-iteration-9").mkdir(parents=True)
-    found = RunRecord.read(run.directory).checkpoints
-    assert (found.best, found.latest) == (BEST, LATEST)
-    assert found.aside == {"20250102Z030405-iteration-9"}
 
 
 @pytest.mark.parametrize("is_finished", [True, False])
