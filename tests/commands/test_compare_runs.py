@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import resource
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -253,8 +252,7 @@ def test_a_hundred_runs_take_less_than_two_seconds(tmp_path: Path) -> None:
         else:
             run.train_to(*range(300))
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "compare_runs.py", "--runs-dir", str(tmp_path)]  # no fork: with what its imports take
-    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    lines = compare(tmp_path).stdout.splitlines()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     # Of processor time: the machine may have other work.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
