@@ -14,11 +14,11 @@ from harness.common.messages import abbreviated, nearest
 from harness.comparison.against_baseline import BaselineComparison
 from harness.comparison.arms import find_arms
 from harness.comparison.basis import Basis, training_basis, validation_basis
+from harness.comparison.progress import last_training
 from harness.comparison.records import RunRecord
-from harness.runs.metrics import Event, TrainEvent, ValidationEvent, read_metrics
+from harness.runs.metrics import Event, TrainEvent, ValidationEvent
 from harness.runs.throughput import cost
 
-PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 LEAST_POINTS = 2
 # The losses of the first part of an axis are near ln(vocabulary), and would squeeze the rest into the lower edge.
 WARM_PART = 0.2
@@ -40,39 +40,21 @@ KINDS: tuple[tuple[str, type[Event], BasisOf], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Axis:
-    """An x axis of a loss curve."""
-
-    name: str
-    label: str  # with its unit
-    is_counted: bool = True  # in numbers that may take a prefix such as M; hours and dollars may not
-
-    def number(self, value: float) -> str:
-        """A tick's label: 1.2M tokens, but 0.05 hours."""
-        if not self.is_counted:
-            text = f"{value:,.10f}".rstrip("0").rstrip(".")
-            return "0" if text == "-0" else text
-        size, prefix = next(((size, prefix) for size, prefix in PREFIXES if abs(value) >= size), (1.0, ""))
-        return f"{value / size:.4g}{prefix}"
-
-
+# Labels of the axes, by their names.
 AXES = {
-    axis.name: axis
-    for axis in (
-        Axis("tokens", "tokens seen"),
-        Axis("steps", "global steps"),
-        Axis("hours", "hours", is_counted=False),
-        Axis("dollars", "US dollars", is_counted=False),
-        Axis("flops", "FLOPs of training"),
-    )
+    "tokens": "tokens seen",
+    "steps": "global steps",
+    "hours": "hours",
+    "dollars": "US dollars",
+    "flops": "FLOPs of training",
 }
+PLAIN_AXES = ("hours", "dollars")  # whose numbers take no prefix such as M
 
 
-def choose_axis(name: str) -> Axis:
+def choose_axis(name: str) -> str:
     """Raise UserError for a name that is none of AXES."""
     if name in AXES:
-        return AXES[name]
+        return name
     near = nearest(name, list(AXES))
     raise UserError(
         f'--over: no axis "{name}"; there is {", ".join(AXES)}' + (f"; did you mean {near}?" if near else "")
@@ -95,17 +77,17 @@ class Curve:
 class Chart:
     """Curves of one kind of loss, the lowest last loss first, with a line for each reason why a run is not drawn."""
 
-    axis: Axis
+    axis: str
     kind: str  # "validation" or "training"
     curves: list[Curve]
     problems: list[str]
 
 
-def charts_of(records: Sequence[RunRecord], axes: Sequence[Axis], baseline: str | None = None) -> list[Chart]:
+def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str | None = None) -> list[Chart]:
     """A chart over each axis, of the runs whose losses are of the text that most of them were measured on: validation
     losses, or, where no run has enough of those, training losses. Arms are called as in the verdicts against the run
     `baseline`."""
-    events = {record.name: _last_training(record) for record in records}
+    events = {record.name: [*last_training(record.directory.metrics)][::-1] for record in records}
 
     def has_curve(kind: tuple[str, type[Event], BasisOf]) -> bool:
         _, of_kind, basis_of = kind
@@ -140,7 +122,7 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[Axis], baseline: str 
 
 
 def _chart(
-    axis: Axis,
+    axis: str,
     kind: str,
     groups: Mapping[str, Sequence[str]],
     drawn: Mapping[str, RunRecord],
@@ -168,30 +150,22 @@ def _chart(
     return Chart(axis, kind, sorted(curves, key=lambda curve: curve.y[-1]), problems)
 
 
-def _place(event: Event, axis: Axis, record: RunRecord) -> float:
+def _place(event: Event, axis: str, record: RunRecord) -> float:
     """The place of an event on an axis. Raises UserError if the price or the FLOPs per token are not known."""
     price, seconds = record.train.get("price_per_hour"), event.seconds or 0.0
-    if axis.name == "steps":
+    if axis == "steps":
         return event.global_step
-    if axis.name == "tokens":
+    if axis == "tokens":
         return event.tokens_seen
-    if axis.name == "hours":
+    if axis == "hours":
         return seconds / 3600
-    if axis.name == "dollars":
+    if axis == "dollars":
         if not isinstance(price, int | float):
             raise UserError('no "price_per_hour" in train.json, so that losses have no dollars')
         return cost(seconds, price)
     if record.shape is None:
         raise UserError("FLOPs per token are not known")
     return event.tokens_seen * record.shape.flops_per_token
-
-
-def _last_training(record: RunRecord) -> list[Event]:
-    """The events of a run behind the last one that begins again at an earlier step."""
-    path = record.directory.metrics
-    events = read_metrics(path) if path.is_file() else []
-    starts = [at for at in range(1, len(events)) if events[at].global_step < events[at - 1].global_step]
-    return list(events[starts[-1] if starts else 0 :])
 
 
 def _losses(events: Sequence[Event], kind: type[Event]) -> list[Event]:
@@ -226,7 +200,7 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str) -
     arrow. Replicates have a band from the lowest to the highest. `note` stands below."""
     import matplotlib  # here, since other commands than a drawing one need not wait for it
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import FuncFormatter
+    from matplotlib.ticker import EngFormatter, StrMethodFormatter
 
     matplotlib.use("Agg")  # machines without a display
     figure, axes = plt.subplots(figsize=(10, 6), dpi=150, layout="constrained")
@@ -251,9 +225,10 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str) -
             if not arrow:
                 axes.axhline(loss, color=FAINT, linewidth=1, linestyle=(0, (1, 2)))
             axes.plot([], [], color=FAINT, linestyle=(0, (1, 2)), label=f"{arrow}{_plain(name)}: {loss:.3f}")
-        axes.set_xlabel(chart.axis.label)
+        axes.set_xlabel(AXES[chart.axis])
         axes.set_ylabel(f"{chart.kind} loss (nats per token)")
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: chart.axis.number(value)))
+        plain = StrMethodFormatter("{x:,.6g}")
+        axes.xaxis.set_major_formatter(plain if chart.axis in PLAIN_AXES else EngFormatter(sep=""))
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.25, linewidth=0.6)
         highest = max(loss for curve in chart.curves for loss in curve.y)

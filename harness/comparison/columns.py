@@ -1,4 +1,4 @@
-"""The numbers that a comparison tells of each run: one function for each column, and the reason for a missing one."""
+"""The numbers that a comparison tells of each run: one quantity for each column, and the reason for a missing one."""
 
 from __future__ import annotations
 
@@ -36,8 +36,17 @@ MEASURED_BY = {
     InstructionResult: "not judged by judge_ift.py",
     BenchmarkResult: "not measured by evaluate_benchmarks.py",
 }
+UNKNOWN = "not recorded"
 DIVERGED = "its test loss is not finite"
-NO_LOSS = Inconclusive("not recorded, or not finite")
+# The reason for a missing number, by the quantity's key; of others, "not recorded".
+MISSING = {
+    **dict.fromkeys(("parameters", "active_parameters"), "model not known"),
+    **dict.fromkeys(("train_loss", "validation_loss", "best_validation_loss"), "not recorded, or not finite"),
+    "global_batch": "number of ranks not recorded yet",
+    "tokens_per_second": "not measured",
+    "mfu": "peak of the device not known",
+    "peak_memory": "recorded at the end of a run",
+}
 # lm-eval's metrics, as it registers them; lines of metrics.jsonl do not record the direction.
 LOWER_IS_BETTER = {
     **dict.fromkeys(("acc", "acc_norm", "acc_bytes", "acc_mutual_info", "acc_all"), MORE),
@@ -47,14 +56,17 @@ LOWER_IS_BETTER = {
 Number = float | Inconclusive | None  # None: not recorded
 
 
-def _any_basis(_: RunRecord) -> Basis | None:
-    return ANY_BASIS
+def _basis(key: str, record: RunRecord) -> Basis | None:
+    """The basis of a run's own number; None if it is not recorded."""
+    if key in ("validation_loss", "best_validation_loss"):
+        return validation_basis(record)
+    return training_basis(record) if key == "train_loss" else ANY_BASIS
 
 
 @dataclass(frozen=True)
 class Quantity:
     """A column's heading and source: `measure` gives a run's own number, or the reason for none; `report` the one that
-    others reported, as a figure's name or a function."""
+    others reported, as the name of a figure or property, or a function."""
 
     key: str  # in --sort and --json
     title: str
@@ -63,7 +75,7 @@ class Quantity:
     measure: Callable[[RunRecord], Number | Values]
     report: str | Callable[[Reported, RunRecord], float | None] = ""
     lower_is_better: bool | None = None
-    basis: Callable[[RunRecord], Basis | None] = _any_basis
+    divisor: int = 1  # of what is measured and reported, for the column's unit
 
     def values(self, record: RunRecord) -> Values:
         """The run's measurements, or the reason for none."""
@@ -76,23 +88,27 @@ class Quantity:
             return Inconclusive("worked out from numbers that are too large")
         if found is None or isinstance(found, Inconclusive):
             is_new = record.state.word == "never trained"
-            return Inconclusive("never trained") if is_new else found or Inconclusive("not recorded")
+            return Inconclusive("never trained") if is_new else found or Inconclusive(MISSING.get(self.key, UNKNOWN))
         if not isinstance(found, int | float):
             return found
-        basis = self.basis(record)
+        basis = _basis(self.key, record)
         if basis is None:
             return Inconclusive(f"{found:.3f}, but the text that it was measured on is not recorded, or not yet")
-        return [Measurement(found, basis)]
+        return [Measurement(found / self.divisor if self.divisor > 1 else found, basis)]
 
     def reported(self, record: RunRecord) -> Values:
         """The figure that somebody reported of the run."""
-        value, reported = None, record.reported
-        if reported is not None and self.report:
-            value = reported.value(self.report) if isinstance(self.report, str) else self.report(reported, record)
-        if reported is None or value is None:
+        reported, report = record.reported, self.report
+        if reported is None:
+            return Inconclusive("not reported")
+        if isinstance(report, str):
+            value = getattr(reported, report, None) or reported.value(report)
+        else:
+            value = report(reported, record)
+        if value is None:
             return Inconclusive("not reported")
         basis = Basis(("reported", reported.source), reported.source) if self.key in SCORES else ANY_BASIS
-        return [Measurement(value, basis)]
+        return [Measurement(value / self.divisor if self.divisor > 1 else value, basis)]
 
 
 def quantities(records: Sequence[RunRecord]) -> list[Quantity]:
@@ -111,36 +127,29 @@ def quantities(records: Sequence[RunRecord]) -> list[Quantity]:
 
 
 def _parameters(record: RunRecord) -> Number:
-    return record.shape.parameters if record.shape else Inconclusive("model not known")
+    return record.shape.parameters if record.shape else None
 
 
 def _active_parameters(record: RunRecord) -> Number:
     """Parameters that a token goes through; all of a dense model's."""
-    return record.shape.active_parameters if record.shape else Inconclusive("model not known")
+    return record.shape.active_parameters if record.shape else None
 
 
-def _global_batch(record: RunRecord) -> Number:
-    return record.global_batch or Inconclusive("number of ranks not recorded yet")
+def _flops(record: RunRecord, tokens: float | None) -> float | None:
+    return record.shape.flops_per_token * tokens if record.shape and tokens else None
 
 
-def _tokens(record: RunRecord) -> Number:
-    return record.tokens_seen
-
-
-def _flops(record: RunRecord) -> Number:
-    shape, tokens = record.shape, record.tokens_seen
-    return shape.flops_per_token * tokens if shape and tokens else None
+def _own_flops(record: RunRecord) -> Number:
+    return _flops(record, record.tokens_seen)
 
 
 def _reported_flops(reported: Reported, record: RunRecord) -> float | None:
-    tokens = reported.value("tokens_seen")
-    return record.shape.flops_per_token * tokens if record.shape and tokens else None
+    return _flops(record, reported.value("tokens_seen"))
 
 
 def _train_loss(record: RunRecord) -> Number:
     summary, progress = record.summary, record.progress
-    loss = summary.final_train_loss if summary else progress.train_loss if progress else None
-    return NO_LOSS if loss is None else loss
+    return summary.final_train_loss if summary else progress.train_loss if progress else None
 
 
 def _validation_loss(record: RunRecord) -> Number:
@@ -149,30 +158,28 @@ def _validation_loss(record: RunRecord) -> Number:
     value = summary.final_validation_loss if summary else progress.validation_loss if progress else None
     if value is None and record.train and record.train.get("validation_interval") is None:
         return Inconclusive("trained without validation")
-    return NO_LOSS if value is None else value
+    return value
 
 
 def _best_loss(record: RunRecord) -> Number:
-    last = _validation_loss(record)
-    if isinstance(last, Inconclusive):
+    last, source = _validation_loss(record), record.summary or record.meta
+    if last is None or isinstance(last, Inconclusive):
         return last
-    source = record.summary or record.meta
-    best = source.best_loss if source else None
-    return NO_LOSS if best is None else best
+    return source.best_loss if source else None
 
 
 VALIDATION_LOSS = Quantity(
-    "validation_loss", "validation loss", NATS, ".3f", _validation_loss, "final_validation_loss", LESS, validation_basis
+    "validation_loss", "validation loss", NATS, ".3f", _validation_loss, "final_validation_loss", LESS
 )
 TRAINED = (
     Quantity("parameters", "parameters", "", COUNT, _parameters),
     Quantity("active_parameters", "active parameters", "", COUNT, _active_parameters),
-    Quantity("global_batch", "global batch", "sequences", ",.0f", _global_batch, "global_batch_size"),
-    Quantity("tokens", "tokens", "", COUNT, _tokens, "tokens_seen"),
-    Quantity("flops", "training FLOPs", "", ".2e", _flops, _reported_flops),
-    Quantity("train_loss", "train loss", NATS, ".3f", _train_loss, "final_train_loss", LESS, training_basis),
+    Quantity("global_batch", "global batch", "sequences", ",.0f", lambda run: run.global_batch, "global_batch_size"),
+    Quantity("tokens", "tokens", "", COUNT, lambda run: run.tokens_seen, "tokens_seen"),
+    Quantity("flops", "training FLOPs", "", ".2e", _own_flops, _reported_flops),
+    Quantity("train_loss", "train loss", NATS, ".3f", _train_loss, "final_train_loss", LESS),
     VALIDATION_LOSS,
-    Quantity("best_validation_loss", "best validation loss", NATS, ".3f", _best_loss, "", LESS, validation_basis),
+    Quantity("best_validation_loss", "best validation loss", NATS, ".3f", _best_loss, "", LESS),
 )
 
 
@@ -259,8 +266,7 @@ def _benchmark(task: str, metric: str, record: RunRecord) -> Values:
     found = []
     for result, basis, remark in chosen_results(record, results, benchmark_basis):
         score = scores[result.name()]
-        error = "" if score.stderr is None else f"±{score.stderr:.2g}"
-        found.append(Measurement(score.value or 0.0, basis, remark, error))
+        found.append(Measurement(score.value or 0.0, basis, remark, _error(score.stderr)))
     return found or _no_result(record, BenchmarkResult)
 
 
@@ -271,8 +277,11 @@ def _in_training(task: str, metric: str, record: RunRecord) -> Values:
     if event.value is None:
         return Inconclusive("its score is not finite")
     remark = f"measured while training, after global step {event.global_step:,}"
-    error = "" if event.stderr is None else f"±{event.stderr:.2g}"
-    return [Measurement(event.value, training_benchmark_basis(record, event), remark, error)]
+    return [Measurement(event.value, training_benchmark_basis(record, event), remark, _error(event.stderr))]
+
+
+def _error(standard_error: float | None) -> str:
+    return "" if standard_error is None else f"±{standard_error:.2g}"
 
 
 INSTRUCTION_SCORE = Quantity(
@@ -284,30 +293,12 @@ INSTRUCTION_SCORE = Quantity(
 
 def _speed(record: RunRecord) -> Number:
     source = record.summary or record.progress
-    speed = source.tokens_per_second if source else None
-    return Inconclusive("not measured") if speed is None else speed
-
-
-def _reported_speed(reported: Reported, _: RunRecord) -> float | None:
-    return reported.training_speed
-
-
-def _whole_speed(record: RunRecord) -> Number:
-    """Tokens that this program trained, over all its seconds."""
-    seconds = record.seconds.get("total")
-    tokens = record.summary.trained_tokens if record.summary else record.tokens_seen if record.meta else None
-    return tokens / seconds if tokens and seconds else None
-
-
-def _reported_whole(reported: Reported, _: RunRecord) -> float | None:
-    return reported.whole_run_speed
+    return source.tokens_per_second if source else None
 
 
 def _mfu(record: RunRecord) -> Number:
     source = record.summary or record.progress
-    if source is None or source.mfu is None:
-        return Inconclusive("peak of the device not known")
-    return 100 * source.mfu
+    return None if source is None or source.mfu is None else 100 * source.mfu
 
 
 def _reported_mfu(reported: Reported, record: RunRecord) -> float | None:
@@ -319,12 +310,7 @@ def _reported_mfu(reported: Reported, record: RunRecord) -> float | None:
 
 
 def _peak_memory(record: RunRecord) -> Number:
-    memory = record.summary.peak_memory_gib if record.summary else None
-    return Inconclusive("recorded at the end of a run") if memory is None else memory
-
-
-def _hours(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds / 3600
+    return record.summary.peak_memory_gib if record.summary else None
 
 
 def _without_validation(spent: Mapping[str, float]) -> float | None:
@@ -332,20 +318,12 @@ def _without_validation(spent: Mapping[str, float]) -> float | None:
     return spent["total"] - spent.get("validation", 0.0) if {"total", "training"} <= spent.keys() else None
 
 
-def _time(record: RunRecord) -> Number:
-    return _hours(record.seconds.get("total"))
+def _seconds(record: RunRecord) -> Number:
+    return record.seconds.get("total")
 
 
-def _reported_time(reported: Reported, _: RunRecord) -> float | None:
-    return _hours(reported.value("train_seconds"))
-
-
-def _train_time(record: RunRecord) -> Number:
-    return _hours(_without_validation(record.seconds))
-
-
-def _reported_train_time(reported: Reported, _: RunRecord) -> float | None:
-    return _hours(reported.seconds_without_validation)
+def _training_seconds(record: RunRecord) -> Number:
+    return _without_validation(record.seconds)
 
 
 def _dollars(record: RunRecord) -> Number:
@@ -355,43 +333,19 @@ def _dollars(record: RunRecord) -> Number:
     return record.dollars.get("total")
 
 
-def _train_cost(record: RunRecord) -> Number:
+def _training_dollars(record: RunRecord) -> Number:
     dollars = _dollars(record)
     return dollars if isinstance(dollars, Inconclusive) else _without_validation(record.dollars)
 
 
-def _per_million(record: RunRecord) -> Number:
-    dollars, tokens = _dollars(record), record.tokens_seen
-    if dollars is None or isinstance(dollars, Inconclusive):
-        return dollars
-    return dollars / tokens * 1e6 if tokens else None
-
-
-def _reported_rate(reported: Reported, _: RunRecord) -> float | None:
-    dollars, tokens = reported.value("train_dollars"), reported.value("tokens_seen")
-    return dollars / tokens * 1e6 if dollars is not None and tokens else None
-
-
+TIME, COST = "time without validation", "cost without validation"
+UNVALIDATED_SECONDS, UNVALIDATED_DOLLARS = "seconds_without_validation", "dollars_without_validation"
 SPENT = (
-    Quantity("tokens_per_second", "training speed", "tokens/s", ",.0f", _speed, _reported_speed, MORE),
-    Quantity(
-        "whole_tokens_per_second", "speed of the whole run", "tokens/s", ",.0f", _whole_speed, _reported_whole, MORE
-    ),
+    Quantity("tokens_per_second", "training speed", "tokens/s", ",.0f", _speed, "training_speed", MORE),
     Quantity("mfu", "MFU", "%", ".1f", _mfu, _reported_mfu, MORE),
     Quantity("peak_memory", "peak memory", "GiB/device", ".2f", _peak_memory, "", LESS),
-    Quantity("hours", "time", "h", ",.3f", _time, _reported_time, LESS),
-    Quantity(
-        "hours_without_validation", "time without validation", "h", ",.3f", _train_time, _reported_train_time, LESS
-    ),
+    Quantity("hours", "time", "h", ",.3f", _seconds, "train_seconds", LESS, 3600),
+    Quantity("hours_without_validation", TIME, "h", ",.3f", _training_seconds, UNVALIDATED_SECONDS, LESS, 3600),
     Quantity("dollars", "cost", "$", MONEY, _dollars, "train_dollars", LESS),
-    Quantity(
-        "dollars_without_validation",
-        "cost without validation",
-        "$",
-        MONEY,
-        _train_cost,
-        "dollars_without_validation",
-        LESS,
-    ),
-    Quantity("dollars_per_million_tokens", "cost per million tokens", "$", ".4f", _per_million, _reported_rate, LESS),
+    Quantity("dollars_without_validation", COST, "$", MONEY, _training_dollars, UNVALIDATED_DOLLARS, LESS),
 )

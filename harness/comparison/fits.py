@@ -9,7 +9,6 @@ import numpy as np
 
 from harness.comparison.arms import SEED, WITHOUT_EFFECT
 from harness.comparison.table import RunsTable
-from harness.runs.results import MicrobatchSearch
 from harness.runs.train_config import Affects, keys_affecting
 
 LEAST_BATCHES = 3
@@ -27,7 +26,7 @@ LEFT_OPEN |= {"bucket_mb", "machine", "torch"}
 
 def fits(table: RunsTable) -> Iterator[str]:
     """The fits, a sentence each: of test or validation losses over three global batches or more, where nothing
-    else differs that losses depend on; and of reported and searched microbatches."""
+    else differs that losses depend on; and of reported microbatches."""
     columns = {column.key: column.cells for column in table.columns}
     batches = columns.get("global_batch", ())
     if "reported_global_batch" in columns:
@@ -49,11 +48,12 @@ def fits(table: RunsTable) -> Iterator[str]:
         size, memory = reported.value("microbatch_size"), reported.memory_gib
         if size is not None and memory is not None:
             smallest[memory] = min(size, smallest.get(memory, math.inf))
-    yield from _memory_fit([(size, gib) for gib, size in smallest.items()])
-    for record in table.records:
-        for search in record.results.of(MicrobatchSearch):
-            tried = [(each.microbatch_size, each.gib) for each in search.tried]
-            yield from _memory_fit(tried, f"{record.name}, -f on {search.device}: ")
+    if len({*smallest.values()}) > 1:
+        sizes, gib = np.array([*smallest.values()]), np.array([*smallest])
+        slope, fixed = np.polyfit(sizes, gib, 1)
+        miss = np.abs(gib - slope * sizes - fixed).max()
+        line = f"{slope:.3f} GiB a sequence {'+' if fixed >= 0 else '-'} {abs(fixed):.2f} GiB"
+        yield f"Memory over the microbatch: {line} ({len(smallest)} points, each within {miss:.2f} GiB of it)"
 
 
 def _batch_fit(points: Sequence[tuple[float, float]]) -> str:
@@ -66,13 +66,3 @@ def _batch_fit(points: Sequence[tuple[float, float]]) -> str:
     terms = " ".join(f"{'−' if each < 0 else '+'} {abs(each):.4f}{power}" for each, power in ((b, " x"), (c, "")))
     within = f"{len(points)} points, each within {miss:.3f} of it"
     return f"Loss over the global batch: {a:.4f} x² {terms}, x = ln(sequences); {where} ({within})"
-
-
-def _memory_fit(points: Sequence[tuple[float, float]], label: str = "") -> Iterator[str]:
-    """The least-squares line of GiB over the microbatch; nothing for fewer than two sizes."""
-    if len({size for size, _ in points}) < 2:
-        return
-    slope, fixed = np.polyfit([size for size, _ in points], [gib for _, gib in points], 1)
-    miss = max(abs(gib - slope * size - fixed) for size, gib in points)
-    line = f"{slope:.3f} GiB a sequence {'+' if fixed >= 0 else '-'} {abs(fixed):.2f} GiB"
-    yield f"{label}Memory over the microbatch: {line} ({len(points)} points, each within {miss:.2f} GiB of it)"

@@ -1,8 +1,5 @@
-"""The time and cost of a run on the machines of a price list: its tokens over a speed, times the price of an hour.
-
-A speed is one that was measured on such a machine with the run's model and kernels, else one reported of the model
-there, else an estimate. Tokens and global batch are the run's own.
-"""
+"""The time and cost of a run's training on the machines of a price list: its tokens over a speed, times the price of an
+hour. A speed is one that was measured on such a machine with the run's model and kernels, else one reported there."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from harness.comparison.inconclusive import Inconclusive
 from harness.comparison.table import aligned, cut_names, number_text, paragraph
 from harness.data.loader import BatchLayout
 from harness.model.config import ModelConfig, load_model_config
-from harness.planning.estimated_speed import UNCERTAINTY, estimated_speed, find_device, too_small, why_not
+from harness.planning.estimated_speed import find_device
 from harness.planning.machines import PRICES, Machine, read_machines
 from harness.runs.budget import batch_schedule, tokens_of_budget
 from harness.runs.directory import RunDirectory
@@ -28,7 +25,6 @@ from harness.runs.summary import read_summary
 from harness.runs.throughput import cost, same_kernels
 from harness.runs.train_config import load_train_config
 
-BASES = ("measured", "reported", "estimated")
 LONGEST_NAME = 24
 HEADINGS = ("machine", "$/h", "tokens/s", "hours", "dollars", "basis")
 
@@ -40,142 +36,85 @@ class KnownSpeed:
     run: str
     basis: str  # "measured" by this program, or "reported" by somebody
     device: str
-    layout: BatchLayout
+    gpus: int
+    microbatch_size: int | None
     model: ModelConfig
     train: Mapping[str, Any]
     tokens_per_second: float
 
-
-@dataclass(frozen=True)
-class Projection:
-    """The speed of a run's training on a machine, its basis, and how far the true one may be off, as a fraction."""
-
-    machine: Machine
-    tokens: int
-    tokens_per_second: float
-    basis: str
-    uncertainty: float = 0.0
-    note: str = ""
-
-    @property
-    def hours(self) -> float:
-        return self.tokens / self.tokens_per_second / 3600
-
-    @property
-    def dollars(self) -> float:
-        return cost(3600 * self.hours, self.machine.price_per_hour)
+    def is_on(self, machine: Machine) -> bool:
+        device = find_device(machine.device)
+        same = self.device == machine.device if device is None else find_device(self.device) == device
+        return same and self.gpus == machine.gpus
 
 
 def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Path = PRICES) -> Iterator[str]:
-    """The table of one run in lines of 80 columns, by the speeds in its folder and in those of `others`; within a
-    basis the cheapest machine comes first.
+    """The table of one run in lines of 80 columns, by the speeds in its folder and in those of `others`: measured
+    speeds before reported ones, then the cheapest machine first.
 
     Raises UserError for wrong files of the run or a wrong price list; unreadable files of others are passed over.
     """
-    machines = read_machines(prices)
-    known = known_speeds(run)
+    machines, known, name = read_machines(prices), known_speeds(run), run.path.name
     for other in others:
-        if other.path.name != run.path.name:
+        if other.path.name != name:
             with suppress(UserError):
                 known += known_speeds(other)
-    name = run.path.name
-    work = read_work(run)
+    work = _read_work(run)
     if isinstance(work, Inconclusive):
         yield from paragraph(f"{name} on other machines: {work}")
         return
-    model, train, layout, tokens = work
-    sequences = layout.global_tokens // layout.context_length
+    model, train, sequences, tokens = work
     yield from paragraph(
         f"{name} on other machines: {tokens:,} tokens in global batches of {sequences:,} sequences. Training alone: "
         "validation, checkpoints and set-up come on top, and whether a microbatch fits is for -f to find."
     )
-    found = {each.machine: project(name, model, train, layout, tokens, each, known) for each in machines}
-    projections = [each for each in found.values() if isinstance(each, Projection)]
-    projections.sort(key=lambda each: (BASES.index(each.basis), each.dollars))
-    if projections:
+    found: list[tuple[str, float, Machine, KnownSpeed]] = []  # with the basis and the dollars
+    reasons: dict[str, list[str]] = {}
+    for machine in machines:
+        here = [speed for speed in known if speed.model == model and speed.is_on(machine)]
+        measured = [speed for speed in here if speed.basis == "measured" and same_kernels(speed.train, train)]
+        usable = measured or [speed for speed in here if speed.basis == "reported"]
+        if sequences % machine.gpus:
+            reason = f"its global batch of {sequences:,} sequences cannot be divided by {machine.gpus} GPUs"
+            reasons.setdefault(reason, []).append(machine.machine)
+        elif not usable:
+            reason = "no speed of this model was measured or reported there; --plan estimates one"
+            reasons.setdefault(reason, []).append(machine.machine)
+        else:
+            speed = max(usable, key=lambda speed: (speed.run == name, speed.tokens_per_second))
+            dollars = cost(tokens / speed.tokens_per_second, machine.price_per_hour)
+            found.append((speed.basis, dollars, machine, speed))
+    found.sort(key=lambda each: each[:2])
+    if found:
         yield ""
-        names = cut_names([each.machine.machine for each in projections], LONGEST_NAME)
-        rows = [(shown, *_row(each)) for shown, each in zip(names, projections, strict=True)]
+        names = cut_names([machine.machine for _, _, machine, _ in found], LONGEST_NAME)
+        rows = [
+            (
+                shown,
+                number_text(machine.price_per_hour, ",.2f"),
+                number_text(speed.tokens_per_second, ",.0f"),
+                amount_text(tokens / speed.tokens_per_second / 3600),
+                amount_text(dollars),
+                basis,
+            )
+            for shown, (basis, dollars, machine, speed) in zip(names, found, strict=True)
+        ]
         yield from aligned(HEADINGS, rows, left=("machine", "basis"))
         yield ""
-    reasons: dict[str, list[str]] = {}
-    for each in machines:
-        result = found[each.machine]
-        if isinstance(result, Inconclusive):
-            reasons.setdefault(str(result), []).append(each.machine)
-    for reason, names in reasons.items():
-        yield from paragraph(f"{', '.join(names)}: {reason}")
-    for projection in projections:
-        if projection.note:
-            yield from paragraph(f"{projection.machine.machine}: {projection.note}")
-    if len({each.basis for each in projections}) > 1:
-        yield from paragraph(
-            "Compare machines of one basis: a reported speed is another program's, an estimate nobody's."
-        )
-    for source in dict.fromkeys(f"{each.machine.date}: {each.machine.source}" for each in projections):
+    for reason, without in reasons.items():
+        yield from paragraph(f"{', '.join(without)}: {Inconclusive(reason)}")
+    for basis, _, machine, speed in found:
+        if speed.run != name:
+            yield from paragraph(f"{machine.machine}: {basis} of {speed.run}, microbatch {speed.microbatch_size}")
+    if len({basis for basis, *_ in found}) > 1:
+        yield from paragraph("Compare machines of one basis: a reported speed is another program's.")
+    for source in dict.fromkeys(f"{machine.date}: {machine.source}" for _, _, machine, _ in found):
         yield from paragraph(f"Prices of {source}; prices change: --prices FILE takes others.")
 
 
-def project(
-    run: str,
-    model: ModelConfig,
-    train: Mapping[str, Any],
-    layout: BatchLayout,
-    tokens: int,
-    machine: Machine,
-    known: Sequence[KnownSpeed],
-) -> Projection | Inconclusive:
-    """Project a training of `tokens` tokens onto a machine; `known` are speeds of any models and machines."""
-    sequences = layout.global_tokens // layout.context_length
-    each, rest = divmod(sequences, machine.gpus)
-    if rest or not each:
-        return Inconclusive(f"its global batch of {sequences:,} sequences cannot be divided by {machine.gpus} GPUs")
-    here = [speed for speed in known if speed.model == model and _is_of(speed, machine)]
-    measured = [speed for speed in here if speed.basis == "measured" and same_kernels(speed.train, train)]
-    usable = measured or [speed for speed in here if speed.basis == "reported"]
-    if usable:
-        best = max(usable, key=lambda speed: (speed.run == run, speed.tokens_per_second))
-        note = "" if best.run == run else f"{best.basis} of {best.run}, microbatch {best.layout.microbatch_size}"
-        return Projection(machine, tokens, best.tokens_per_second, best.basis, note=note)
-    size = next(n for n in range(min(layout.microbatch_size, each), 0, -1) if each % n == 0)
-    return _estimate(
-        model, train, machine, BatchLayout(machine.gpus, each // size, size, layout.context_length), tokens
-    )
-
-
-def _estimate(
-    model: ModelConfig, train: Mapping[str, Any], machine: Machine, layout: BatchLayout, tokens: int
-) -> Projection | Inconclusive:
-    device = find_device(machine.device)
-    reason = f"nothing is known of {machine.device}"
-    if device is not None:
-        reason = why_not(train, machine.gpus, model) or too_small(model, device, layout, train) or ""
-    if device is None or reason:
-        return Inconclusive(f"no speed on such a machine is known, and none is estimated: {reason}")
-    return Projection(machine, tokens, estimated_speed(model, device, layout, train), "estimated", UNCERTAINTY)
-
-
-def _is_of(speed: KnownSpeed, machine: Machine) -> bool:
-    device = find_device(machine.device)
-    same = speed.device == machine.device if device is None else find_device(speed.device) == device
-    return same and speed.layout.world_size == machine.gpus
-
-
-def _row(each: Projection) -> tuple[str, ...]:
-    """Cells behind the machine's name; of an estimate the ends of its range."""
-    factors = (1 / (1 + each.uncertainty), 1 / (1 - each.uncertainty)) if each.uncertainty else (1.0,)
-    speed = float(f"{each.tokens_per_second:.3g}") if each.uncertainty else each.tokens_per_second
-    return (
-        number_text(each.machine.price_per_hour, ",.2f"),
-        number_text(speed, ",.0f"),
-        *(" to ".join(amount_text(value * factor) for factor in factors) for value in (each.hours, each.dollars)),
-        each.basis,
-    )
-
-
-def read_work(run: RunDirectory) -> tuple[ModelConfig, Mapping[str, Any], BatchLayout, int] | Inconclusive:
-    """The model, train.json with its defaults, batch layout and tokens of a run, trained or not. Raises UserError for
-    files of the run that are wrong."""
+def _read_work(run: RunDirectory) -> tuple[ModelConfig, Mapping[str, Any], int, int] | Inconclusive:
+    """The model, train.json with its defaults, sequences of a global batch, and tokens of a run, trained or not. Raises
+    UserError for files of the run that are wrong."""
     config, model = load_train_config(run.train_json), load_model_config(run.model_json)
     summary = read_summary(run.summary) if run.summary.exists() else None
     reported = read_reported(run)
@@ -194,7 +133,7 @@ def read_work(run: RunDirectory) -> tuple[ModelConfig, Mapping[str, Any], BatchL
     tokens = tokens or (summary.tokens_seen if summary else None)
     if not tokens:
         return Inconclusive(f"its {config.budget} is -1, all there is, and it has not trained yet")
-    return model, config.model_dump(mode="json"), layout, tokens
+    return model, config.model_dump(mode="json"), layout.global_tokens // layout.context_length, tokens
 
 
 def known_speeds(run: RunDirectory) -> list[KnownSpeed]:
@@ -206,13 +145,11 @@ def known_speeds(run: RunDirectory) -> list[KnownSpeed]:
     if summary and speed and summary.measured and summary.measured.is_believable and summary.model:
         with suppress(UserError):  # a later version's model, with keys that this one does not know
             model = parse_config(ModelConfig, summary.model, run.summary)
-            size, steps = summary.microbatch_size or 0, summary.accumulation_steps or 0
-            layout = BatchLayout(summary.world_size, steps, size, model.context_length)
-            if size and steps:
-                found.append(KnownSpeed(name, "measured", summary.device, layout, model, summary.train, speed))
+            here = (summary.device, summary.world_size, summary.microbatch_size)
+            found.append(KnownSpeed(name, "measured", *here, model, summary.train, speed))
     reported = read_reported(run)
     if reported is not None and reported.model is not None and reported.layout and reported.training_speed:
-        model = parse_config(ModelConfig, reported.model, run.reported)
-        speed = reported.training_speed
-        found.append(KnownSpeed(name, "reported", reported.device, reported.layout, model, reported.train, speed))
+        model, layout = parse_config(ModelConfig, reported.model, run.reported), reported.layout
+        there = (reported.device, layout.world_size, layout.microbatch_size)
+        found.append(KnownSpeed(name, "reported", *there, model, reported.train, reported.training_speed))
     return found

@@ -53,7 +53,7 @@ def render(
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    charts = charts_of(table.records, [*AXES.values()], baseline)
+    charts = charts_of(table.records, [*AXES], baseline)
     drawn = [chart for chart in charts if chart.curves and len(chart.curves) == len(charts[0].curves)]
     alike = [column for column in table.columns if column.is_alike]
     columns = sorted((column for column in table.columns if column not in alike), key=lambda each: _rank(each, table))
@@ -69,7 +69,7 @@ def render(
             *fits(table),
             *charts[0].problems,
         ],
-        charts=[(chart, Markup(svg(chart, references))) for chart in drawn],
+        charts=[(chart.kind, AXES[chart.axis], Markup(svg(chart, references))) for chart in drawn],
         chart_note=chart_note(comparison, charts[0]),
         provenance={record.name: _provenance(record) for record in table.records},
         made=made,

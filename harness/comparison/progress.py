@@ -58,29 +58,16 @@ def duration(seconds: float) -> str:
 
 def read_progress(path: Path) -> Progress | None:
     """Read the last reports of a metrics.jsonl; None if there is no file, or no line in it is a report of this program.
-    Raises UserError if it cannot be read.
-
-    Where lines of an earlier training stand before those of the last one, the last one's alone count.
-    """
-    if not path.is_file():
-        return None
+    Raises UserError if it cannot be read."""
     last: Event | None = None
     train: TrainEvent | None = None
     validation: ValidationEvent | None = None
-    try:
-        silent = time.time() - path.stat().st_mtime
-        following: int | None = None
-        for event in _events_from_end(path):
-            if following is not None and event.global_step > following:
-                break
-            following = event.global_step
-            last = last or event
-            train = event if train is None and isinstance(event, TrainEvent) else train
-            validation = event if validation is None and isinstance(event, ValidationEvent) else validation
-            if train and validation:
-                break
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    for event in last_training(path):
+        last = last or event
+        train = event if train is None and isinstance(event, TrainEvent) else train
+        validation = event if validation is None and isinstance(event, ValidationEvent) else validation
+        if train and validation:
+            break
     if last is None:
         return None
     return Progress(
@@ -91,7 +78,7 @@ def read_progress(path: Path) -> Progress | None:
         validation_loss=validation.loss if validation else None,
         tokens_per_second=train.tokens_per_second if train else None,
         mfu=train.mfu if train else None,
-        silent_seconds=max(0.0, silent),
+        silent_seconds=max(0.0, time.time() - path.stat().st_mtime),
     )
 
 
@@ -99,28 +86,32 @@ def read_last_benchmarks(path: Path) -> list[BenchmarkEvent]:
     """The scores of the last evaluation of benchmarks in the last training; none where there was none. Raises UserError
     if the file cannot be read."""
     found: list[BenchmarkEvent] = []
-    try:
-        if not path.is_file() or b'"benchmark"' not in path.read_bytes():
-            return []
-        following: int | None = None
-        for event in _events_from_end(path):
-            is_earlier_training = following is not None and event.global_step > following
-            if is_earlier_training or (found and event.global_step != found[0].global_step):
-                break
-            following = event.global_step
-            if isinstance(event, BenchmarkEvent):
-                found.append(event)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    for event in last_training(path, with_bytes=b'"benchmark"'):
+        if found and event.global_step != found[0].global_step:
+            break
+        if isinstance(event, BenchmarkEvent):
+            found.append(event)
     return found[::-1]
 
 
-def _events_from_end(path: Path) -> Iterator[Event]:
-    """The events, the last one first; what is no event, such as a line that a crash cut off, is left out."""
-    for line in _lines_from_end(path):
-        event = parse_event(line)
-        if event is not None:
+def last_training(path: Path, with_bytes: bytes = b"") -> Iterator[Event]:
+    """The events of the last training in a metrics.jsonl, the last one first: those back to where an earlier training
+    ends at a later step. None where there is no file, or `with_bytes` is not in it; what is no event, such as a line
+    that a crash cut off, is left out. Raises UserError if the file cannot be read."""
+    try:
+        if not path.is_file() or (with_bytes and with_bytes not in path.read_bytes()):
+            return
+        following: int | None = None
+        for line in _lines_from_end(path):
+            event = parse_event(line)
+            if event is None:
+                continue
+            if following is not None and event.global_step > following:
+                return
+            following = event.global_step
             yield event
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def _lines_from_end(path: Path) -> Iterator[bytes]:

@@ -25,7 +25,7 @@ from harness.runs.reported import Reported, read_reported
 from harness.runs.results import Results, read_results
 from harness.runs.summary import RunSummary, read_summary
 from harness.runs.throughput import cost_by_phase
-from harness.runs.train_config import BUDGETS, TrainConfig, load_train_config
+from harness.runs.train_config import BUDGETS, load_train_config
 
 # A run on another machine, of which only the files are to be seen, counts as going on for so long after its last line.
 BELIEVED_SILENCE_SECONDS = 900.0
@@ -78,8 +78,7 @@ class RunRecord:
     @classmethod
     def read(cls, run: RunDirectory) -> RunRecord:
         """Read a run. No content of a file raises: a run that cannot be read is `damaged`, with the reason."""
-        reader = _Reader(run)
-        return reader.record()
+        return _Reader(run).record()
 
     @property
     def dataset(self) -> Mapping[str, Any]:
@@ -174,22 +173,6 @@ def _is_run(path: Path) -> bool:
     return any((path / name).is_file() for name in ("train.json", "summary.json", "reported.json"))
 
 
-def summary_in(run: RunDirectory) -> RunSummary | None:
-    """A run's summary; None where there is none. Raises UserError, with the remedy, for one that cannot be read."""
-    try:
-        return read_summary(run.summary) if run.summary.exists() else None
-    except UserError as error:
-        remedy = "move it away and train again: it is written anew from the last checkpoint"
-        raise UserError(f"{error}; {remedy}") from None
-
-
-def asks_for_more(summary: RunSummary, model: ModelConfig, train: TrainConfig) -> bool:
-    """Return whether a run's files ask for another shape or budget than the training that has this summary had."""
-    wanted = train.model_dump(include={*BUDGETS})
-    is_same = all(summary.train.get(key, value) == value for key, value in wanted.items())
-    return not is_same or summary.has_shape(model) is False
-
-
 def log_tail(run: RunDirectory) -> list[str]:
     """The last lines of a run's sweep.log; none where there is no log."""
     try:
@@ -218,7 +201,7 @@ class _Reader:
 
     def record(self) -> RunRecord:
         run = self.run
-        summary = self._attempt(lambda: summary_in(run))
+        summary = self._attempt(self._summary)
         model, train = self._configs(summary)
         unfinished = summary is None
         progress = self._attempt(lambda: read_progress(run.metrics)) if unfinished else None
@@ -263,11 +246,21 @@ class _Reader:
             train.model_dump(mode="json") if train else {},
         )
 
+    def _summary(self) -> RunSummary | None:
+        try:
+            return read_summary(self.run.summary) if self.run.summary.exists() else None
+        except UserError as error:
+            remedy = "move it away and train again: it is written anew from the last checkpoint"
+            raise UserError(f"{error}; {remedy}") from None
+
     def _asks_for_more(self, summary: RunSummary) -> bool:
-        with suppress(UserError, OSError):  # files that cannot be read ask for nothing
-            return asks_for_more(
-                summary, load_model_config(self.run.model_json), load_train_config(self.run.train_json)
-            )
+        """Return whether the run's files ask for another shape or budget than the training that has this summary had;
+        files that cannot be read ask for nothing."""
+        with suppress(UserError, OSError):
+            model, train = load_model_config(self.run.model_json), load_train_config(self.run.train_json)
+            wanted = train.model_dump(include={*BUDGETS})
+            is_same = all(summary.train.get(key, value) == value for key, value in wanted.items())
+            return not is_same or summary.has_shape(model) is False
         return False
 
     def _latest_meta(self) -> CheckpointMeta | None:

@@ -288,24 +288,21 @@ def table_lines(table: RunsTable) -> Iterator[str]:
     remarks: dict[str, int] = {}
     names = cut_names([record.name for record in table.records])
     shown = _fitting(table, names)
-    marked = [[_marked(cell, remarks) for cell in column.cells] for column in shown]
-    yield from aligned(
-        ["run", *map(_heading, shown)],
-        [(name, *cells) for name, *cells in zip(names, *marked, strict=True)],
-        left=["run", *(_heading(column) for column in shown if column.is_text)],
-    )
+    texts = [_padded([_marked(cell, remarks) for cell in column.cells]) for column in shown]
+    headings = [_heading(column) for column in shown]
+    left = ["run", *(_heading(column) for column in shown if column.is_text)]
+    yield from aligned(["run", *headings], list(zip(names, *texts, strict=True)), left)
     yield ""
     settings = [column for column in table.columns if column.is_setting]
     if settings:
         yield from _setting_lines(names, settings, remarks)
     alike = [column for column in table.columns if column.is_alike]
-    yield from (line for text in below_lines(table, alike) for line in paragraph(text))
+    below = [*below_lines(table, alike)]
     others = [column.title for column in table.columns if column not in (*shown, *settings, *alike)]
     if others:
-        yield from paragraph(f"More columns in --json and --html: {', '.join(others)}.")
-    for column in shown:
-        if column.about:
-            yield from paragraph(f"{column.title}: on {column.about}")
+        below.append(f"More columns in --json and --html: {', '.join(others)}.")
+    below += [f"{column.title}: on {column.about}" for column in shown if column.about]
+    yield from (line for text in below for line in paragraph(text))
     for remark, number in remarks.items():
         yield from paragraph(f"[{number}] {remark}", indent=4)
     for problem in [each for record in table.records for each in record.problems if each not in record.state.detail]:
@@ -315,7 +312,7 @@ def table_lines(table: RunsTable) -> Iterator[str]:
 def _setting_lines(names: Sequence[str], settings: Sequence[Column], remarks: dict[str, int]) -> Iterator[str]:
     """The settings that differ, of each run. Where they are many, the values of most runs come first, and of each run
     those that are others."""
-    texts = [[f"{each.key} {_marked(cell, remarks)}" for cell in each.cells] for each in settings]
+    texts = [[f"{each.key} {''.join(_marked(cell, remarks))}" for cell in each.cells] for each in settings]
     usual: list[str] = []
     yield "Settings that differ:"
     if len(settings) > FEW_SETTINGS:
@@ -350,28 +347,18 @@ def _fitting(table: RunsTable, names: Sequence[str]) -> list[Column]:
         rank = IMPORTANT.index(column.quantity) if column.quantity in IMPORTANT else len(IMPORTANT)
         return column.title != table.sorted_by, rank
 
-    candidates = [
-        column
-        for column in table.columns
-        if not column.is_setting
-        and not column.is_alike
-        and (column.quantity not in further or column.title == table.sorted_by)
-    ]
-    room = WIDTH - max(map(len, [*names, "run"]))
     chosen: list[Column] = []
-    for column in sorted(candidates, key=importance):
-        width = _width(column)
-        if len(chosen) + 1 < MOST_COLUMNS and len(GAP) + width <= room:
-            chosen.append(column)
-            room -= len(GAP) + width
+    room = WIDTH - max(map(len, [*names, "run"]))
+    for column in sorted(table.columns, key=importance):
+        is_result = column.quantity not in further or column.title == table.sorted_by
+        if is_result and not column.is_setting and not column.is_alike and len(chosen) + 1 < MOST_COLUMNS:
+            # The numbers of remarks are given later: two digits each are enough.
+            texts = _padded([_marked(cell, dict.fromkeys([cell.remark], 12)) for cell in column.cells])
+            width = len(GAP) + max(map(len, [*texts, *_heading(column).split()]))
+            chosen += [column] if width <= room else []
+            room -= width if width <= room else 0
     order = [*HEADINGS]
     return sorted(chosen, key=lambda each: order.index(each.quantity) if each.quantity in order else len(order))
-
-
-def _width(column: Column) -> int:
-    """Width of a column, with two digits for the number of a remark."""
-    texts = [f"{cell.text or '-'}{' r' * cell.is_reported}{' [12]' * bool(cell.remark)}" for cell in column.cells]
-    return max(map(len, [*(texts if column.is_text else _marks_apart(texts)), *_heading(column).split()]))
 
 
 def _heading(column: Column) -> str:
@@ -384,45 +371,34 @@ def _heading(column: Column) -> str:
     return " ".join(filter(None, [HEADINGS[column.quantity], reported, further]))
 
 
-def _marked(cell: Cell, remarks: dict[str, int]) -> str:
-    """The cell's text, with marks: r for a reported figure, and the number of its remark."""
+def _marked(cell: Cell, remarks: dict[str, int]) -> tuple[str, str]:
+    """The cell's text, and its marks: r for a reported figure, and the number of its remark."""
     number = f" [{remarks.setdefault(cell.remark, len(remarks) + 1)}]" if cell.remark else ""
-    return f"{cell.text or '-'}{' r' if cell.is_reported else ''}{number}"
+    return cell.text or "-", f"{' r' if cell.is_reported else ''}{number}"
+
+
+def _padded(cells: Sequence[tuple[str, str]]) -> list[str]:
+    """Texts and their marks, aligned so that the numbers end at one place."""
+    widest = max(len(mark) for _, mark in cells)
+    return [f"{text}{mark:<{widest}}" for text, mark in cells]
 
 
 def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> Iterator[str]:
-    """Lines of a table: headings broken into words over their column; text is aligned to the left for the columns whose
-    heading is in `left`, numbers to the right, by the ends of the numbers where marks follow these."""
-    columns: list[tuple[list[str], list[str], int]] = []  # lines of the heading, cells, width
+    """Lines of a table: headings broken into words over their column; columns whose heading is in `left` are aligned to
+    the left, others to the right."""
+    columns = []
     for heading, cells in zip(headings, zip(*rows, strict=True), strict=True):
-        is_text = heading in left
-        texts = [*cells] if is_text else _marks_apart(cells)
-        width = max(map(len, [*texts, *heading.split()]))
+        width = max(map(len, [*cells, *heading.split()]))
+        side = "<" if heading in left else ">"
         lines = textwrap.wrap(heading, width)
-        numbers = width if is_text else width - max(len(_split_mark(cell)[1]) for cell in cells)
-        end = numbers if all(len(line) <= numbers for line in lines) else width
-        if is_text:
-            columns.append(([f"{line:<{width}}" for line in lines], [f"{text:<{width}}" for text in texts], width))
-        else:
-            lines = [f"{line:>{end}}".ljust(width) for line in lines]
-            columns.append((lines, [f"{text:>{width}}" for text in texts], width))
-    height = max(len(lines) for lines, *_ in columns)
-    header = zip(*([" " * width] * (height - len(lines)) + lines for lines, _, width in columns), strict=True)
-    for line in (*header, *zip(*(texts for _, texts, _ in columns), strict=True)):
+        columns.append((width, side, lines, cells))
+    height = max(len(lines) for _, _, lines, _ in columns)
+    filled = [
+        [f"{text:{side}{width}}" for text in (*[""] * (height - len(lines)), *lines, *cells)]
+        for width, side, lines, cells in columns
+    ]
+    for line in zip(*filled, strict=True):
         yield GAP.join(line).rstrip()
-
-
-def _marks_apart(cells: Sequence[str]) -> list[str]:
-    """Cells of which the numbers end at one place, with their marks behind it."""
-    split = [_split_mark(cell) for cell in cells]
-    numbers, marks = (max(map(len, column)) for column in zip(*split, strict=True))
-    return [f"{number:>{numbers}}{mark:<{marks}}" for number, mark in split]
-
-
-def _split_mark(cell: str) -> tuple[str, str]:
-    """A cell's number, and its mark with the space before it."""
-    number, space, mark = cell.rpartition(" ") if cell.endswith((" r", "]")) else (cell, "", "")
-    return number, space + mark
 
 
 def paragraph(text: str, indent: int = 2) -> list[str]:

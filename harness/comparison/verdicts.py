@@ -143,7 +143,12 @@ def difference_of(baseline: Arm, arm: Arm, arms: Sequence[Arm]) -> Difference | 
         if not each.is_finite:
             return Inconclusive(_diverged(each))
     value = float(np.mean(arm.losses) - np.mean(baseline.losses))
-    text = _text_noise(baseline, arm)
+    text: Estimate | Inconclusive = Inconclusive("the losses of the windows were not kept")
+    if baseline.windows is not None and arm.windows is not None:
+        sizes = sorted({windows.size for windows in (*baseline.windows, *arm.windows)})
+        text = Inconclusive(f"they were measured on texts of {' and '.join(f'{size:,}' for size in sizes)} windows")
+        if len(sizes) == 1:
+            text = text_noise(arm.mean_windows - baseline.mean_windows)  # paired by window
     if all(each.runs > 1 for each in both):
         parts = [variance_of_mean(each.losses) for each in both]
         by_text = sum((each.variance_by_text or 0.0) / each.runs for each in both)
@@ -170,23 +175,12 @@ def _replicated(arms: Sequence[Arm]) -> list[Arm]:
 
 def _diverged(arm: Arm) -> str:
     """An arm of one run has its name."""
+    lost = [name for name, loss in zip(arm.names, arm.losses, strict=False) if not np.isfinite(loss)]
     if list(arm.names) == [arm.name]:
         return f"the loss of {arm.name} is not finite"
-    lost = [name for name, loss in zip(arm.names, arm.losses, strict=False) if not np.isfinite(loss)]
     which = f" ({abbreviated(lost)})" if lost else ""
-    if len(lost) > 1:
-        return f"{len(lost)} losses of {arm.name}{which} are not finite"
-    return f"a loss of {arm.name}{which} is not finite"
-
-
-def _text_noise(baseline: Arm, arm: Arm) -> Estimate | Inconclusive:
-    """The noise of the difference by the choice of text, paired by window."""
-    if baseline.windows is None or arm.windows is None:
-        return Inconclusive("the losses of the windows were not kept")
-    sizes = sorted({windows.size for windows in (*baseline.windows, *arm.windows)})
-    if len(sizes) > 1:
-        return Inconclusive(f"they were measured on texts of {' and '.join(f'{size:,}' for size in sizes)} windows")
-    return text_noise(arm.mean_windows - baseline.mean_windows)
+    count, are = (f"{len(lost)} losses", "are") if len(lost) > 1 else ("a loss", "is")
+    return f"{count} of {arm.name}{which} {are} not finite"
 
 
 # Sentences

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import resource
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +13,18 @@ import pytest
 from harness.runs.results import write_result
 from tests.runs.test_results import SEARCH
 from tests.support.compared_runs import BEST, DATASET, LATEST, MODEL, RunFolder
+from tests.support.forked_command import run_forked
 from tests.support.isolation import ROOT, SHIPPED_RUNS
 
 
 def compare(runs_dir: Path, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "compare_runs.py", "--runs-dir", str(runs_dir), *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == status, done.stderr
-    return done
+    return run_forked("compare_runs.py", "--runs-dir", str(runs_dir), *arguments, status=status)
 
 
-def test_the_notebooks_five_machines_side_by_side() -> None:
-    done = compare(SHIPPED_RUNS, "8xa100m40", "8xh100m80", "8xa100m80", "8xb200m160", "original")
-    assert done.stderr == ""
-    lines = done.stdout.splitlines()
-    assert max(map(len, lines)) <= 80
-    row = " ".join(line for line in lines if line.startswith("8xa100m40"))
-    for figure in (
-        "3.26B r",
-        "3.675 r",
-        "3.674 r",
-        "262,840 r",
-        "3.862 r",
-        "39.86 r",
-    ):
-        assert figure in row
-    assert "Loss over the global batch: 0.0323 x² − 0.2957 x + 4.3687" in done.stdout
-    assert "Memory over the microbatch: 2.346 GiB a sequence + 11.48 GiB" in done.stdout
+def values_of(runs_dir: Path, *arguments: str) -> dict[str, dict[str, Any]]:
+    """The cells of each run, by --json."""
+    said = json.loads(compare(runs_dir, *arguments, "--json").stdout)
+    return {run["name"]: run["values"] for run in said["runs"]}
 
 
 @pytest.fixture(scope="module")
@@ -86,12 +70,9 @@ def test_both_commands_agree_on_what_is_the_same_text(
     """The content identifies a text: neither a data set's name nor the size of a microbatch makes another text."""
     for name, settings, values in (("a", {}, {}), ("b", train, summary)):
         RunFolder(tmp_path, name, settings).finish(parameters=29_888, flops_per_token=200_000, **values)
-    said = json.loads(compare(tmp_path, "--json").stdout)
-    losses = [run["values"]["validation_loss"]["value"] for run in said["runs"]]
+    losses = [values["validation_loss"]["value"] for values in values_of(tmp_path).values()]
     assert losses == ([2.6, 2.6] if is_same else [2.6, None])
-    command = [sys.executable, "fit_scaling.py", "a", "b", "--runs-dir", str(tmp_path)]
-    fitted = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert fitted.returncode == (0 if is_same else 2), fitted.stderr
+    fitted = run_forked("fit_scaling.py", "a", "b", "--runs-dir", str(tmp_path), status=0 if is_same else 2)
     assert ("one law cannot hold for both" in fitted.stderr) is not is_same
 
 
@@ -139,7 +120,7 @@ def test_dollars_are_those_of_the_summary_or_worked_out_as_a_summarys_are(tmp_pa
     price, dollars = {"price_per_hour": 0.10}, {"training": 0.0071, "validation": 0.0017, "total": 0.0101}
     RunFolder(tmp_path, "finished", price).finish(dollars=dollars)
     RunFolder(tmp_path, "stopped", price).add_checkpoint(LATEST, "latest").train_to(0, 100)
-    said = {run["name"]: run["values"] for run in json.loads(compare(tmp_path, "--json").stdout)["runs"]}
+    said = values_of(tmp_path)
     shown = {name: values["dollars"]["value"] for name, values in said.items()}
     assert shown == {"finished": 0.0101, "stopped": 0.01}, "3.6 s a step"
     assert said["finished"]["dollars_without_validation"]["value"] == pytest.approx(0.0084)
@@ -184,16 +165,16 @@ def test_numbers_and_kinds_that_cannot_be_meant(tmp_path: Path) -> None:
     done = compare(tmp_path)
     assert done.stderr == ""
     assert max(map(len, done.stdout.splitlines())) <= 80
-    said = {run["name"]: run["values"] for run in json.loads(compare(tmp_path, "--json").stdout)["runs"]}
+    said = values_of(tmp_path)
     assert said["good"]["validation_loss"]["value"] == 2.6
     assert said["dear"]["dollars"] == {
         "value": None,
         "reported": False,
         "remark": "worked out from numbers that are too large",
     }
+    lines = compare(tmp_path, *odd, "good", "--machines").stdout.splitlines()
+    assert max(map(len, lines)) <= 80
     for name in (*odd, "good"):
-        lines = compare(tmp_path, name, "--machines").stdout.splitlines()
-        assert max(map(len, lines)) <= 80
         assert any(line.startswith(f"{name} on other machines: ") for line in lines)
 
 
@@ -256,29 +237,10 @@ def test_no_text_of_a_list_of_prices_moves_a_terminal(tmp_path: Path) -> None:
         each["device"] = HOSTILE if number else each["device"]
     path = tmp_path / "prices.json"
     path.write_text(json.dumps(prices))
-    for name in ("8xa100m40", "original"):
-        done = compare(SHIPPED_RUNS, name, "--machines", "--prices", str(path))
-        shown_whole(done.stdout)
-        assert max(map(len, done.stdout.splitlines())) <= 80
-    done = compare(tmp_path, "b", "--machines")
+    done = compare(SHIPPED_RUNS, "8xa100m40", "original", "--machines", "--prices", str(path))
     shown_whole(done.stdout)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--sort", "test_los"], "--sort test_los: no column of this table; did you mean test_loss?"),
-        (["aa"], "no such run; "),
-        (["--baseline", "aa"], "no such run; "),
-        (["--runs-dir", "nowhere"], "nowhere: there are no runs; --runs-dir names the folder of your runs"),
-    ],
-)
-def test_bad_input_is_one_line(runs: Path, arguments: list[str], message: str) -> None:
-    done = compare(runs, *arguments, status=2)
-    assert done.stderr.startswith("error: ")
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert done.stdout == ""
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    shown_whole(compare(tmp_path, "b", "--machines").stdout)
 
 
 def test_a_hundred_runs_take_less_than_two_seconds(tmp_path: Path) -> None:
@@ -297,53 +259,47 @@ def test_a_hundred_runs_take_less_than_two_seconds(tmp_path: Path) -> None:
     assert sum(line.startswith("run-") for line in lines) >= 100
 
 
-def test_a_run_elsewhere() -> None:
-    lines = compare(SHIPPED_RUNS, "8xa100m40", "--machines").stdout.splitlines()
-    assert any(line.startswith("8xa100m40 on other machines: 3,260,268,544 tokens") for line in lines)
-    own = next(line for line in lines if line.startswith("8x A100 40 GiB"))
-    assert own.split()[-3:] == ["3.45", "35.56", "reported"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--sort", "test_los"], "--sort test_los: no column of this table; did you mean test_loss?"),
+        (["aa"], "no such run; "),
+        (["--baseline", "aa"], "no such run; "),
+        (["--runs-dir", "nowhere"], "nowhere: there are no runs; --runs-dir names the folder of your runs"),
         (["--machines"], "--machines: name the runs to project"),
         (["a", "--machines", "--json"], "--machines and --json: give one of them"),
         (["a", "--reference", "GPT-2=3.5"], "--reference belongs with --html or --chart"),
         (["a", "--chart", "x.png", "--reference", "GPT-2"], 'must be LABEL=LOSS, such as "GPT-2 small=3.500"'),
-        (["a", "--chart", "x.png", "--over", "hour"], "did you mean hours?"),
+        (
+            ["a", "--chart", "x.png", "--over", "hour"],
+            'no axis "hour"; there is tokens, steps, hours, dollars, flops; did',
+        ),
         (["a", "--chart", "x.png"], "--chart: nothing to draw: "),
         (["a", "--prices", "x"], "--prices belongs with --machines"),
         (["a", "--machines", "--prices", "nothing.json"], "nothing.json: no such file"),
     ],
 )
-def test_options_that_mean_nothing_together(runs: Path, arguments: list[str], message: str) -> None:
+def test_what_cannot_be_done_is_one_line(runs: Path, arguments: list[str], message: str) -> None:
     done = compare(runs, *arguments, status=2)
+    assert done.stderr.startswith("error: ")
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_what_is_not_drawn_is_said_once_in_lines_of_80_columns(tmp_path: Path) -> None:
-    for number in range(2):
-        RunFolder(tmp_path / "runs", f"a-{number}", {"random_seed": number}).finish().train_to(0, 10, 20)
+def test_a_chart_and_a_page_and_what_is_not_drawn(tmp_path: Path) -> None:
+    for name, rate in (("a", 0.001), ("b", 0.002)):
+        RunFolder(tmp_path / "runs", name, {"learning_rate": rate}).finish().train_to(0, 10, 20)
     for name in ("never", "nor"):
         RunFolder(tmp_path / "runs", name)
     RunFolder(tmp_path / "runs", "young").add_checkpoint(LATEST, "latest").train_to(0)
-    done = compare(tmp_path / "runs", "--chart", str(tmp_path / "c.png"))
-    lines = [line for line in done.stderr.splitlines() if "Drew" not in line]
-    assert max(map(len, lines)) <= 80
-    said = [text.strip() for text in " ".join(map(str.strip, lines)).split("not drawn: ")[1:]]
-    assert "never, nor: in no chart: never trained" in said
-    assert any(each.startswith("young: ") for each in said)
-    assert len(said) == 2
-
-
-def test_a_chart_and_a_page(tmp_path: Path) -> None:
-    for name, rate in (("a", 0.001), ("b", 0.002)):
-        RunFolder(tmp_path / "runs", name, {"learning_rate": rate}).finish().train_to(0, 10, 20)
     picture, page = tmp_path / "curves.png", tmp_path / "page.html"
     written = ["--chart", str(picture), "--html", str(page), "--reference", "GPT-2 small=3.5", "--baseline", "a"]
-    done = compare(tmp_path / "runs", *written)
-    assert done.stderr == f"Wrote {page}\nDrew {picture}\n"
+    lines = compare(tmp_path / "runs", *written).stderr.splitlines()
+    assert (lines[0], lines[-1]) == (f"Wrote {page}", f"Drew {picture}")
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "b against a: inconclusive" in page.read_text()
+    assert max(map(len, lines[1:-1])) <= 80
+    said = sorted(text.strip() for text in " ".join(map(str.strip, lines[1:-1])).split("not drawn: ")[1:])
+    assert said[0] == "never, nor: in no chart: never trained"
+    assert said[1].startswith("young: ")
+    assert len(said) == 2, "each once"

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,12 @@ import numpy as np
 import pytest
 
 from tests.scaling.scaling import LAW, best_size, ladder
+from tests.support.forked_command import run_forked
 from tests.support.isolation import ROOT, SHIPPED_RUNS
 
 FIXTURES = ROOT / "tests" / "runs" / "fixtures"
 CHINCHILLA = os.environ.get("CHINCHILLA_POINTS", "")
-Done = subprocess.CompletedProcess[str]
-
-
-def fit(*arguments: str, expect: int = 0) -> Done:
-    command = [sys.executable, str(ROOT / "fit_scaling.py"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == expect, done.stderr
-    return done
+fit = partial(run_forked, "fit_scaling.py")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +42,7 @@ def add_run(folder: Path, name: str, **changed: Any) -> None:
 
 
 def test_points_of_a_known_law_are_told_in_eighty_columns(points: str) -> None:
-    done = fit("--points", points, "--predict", "parameters=3e8,tokens=1e10", "--budget", "1e19", "--resamples", "200")
+    done = fit("--points", points, "--predict", "parameters=3e8,tokens=1e10", "--budget", "1e19", "--resamples", "100")
     assert done.stderr == ""
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert done.stdout.startswith("20 points\n")
@@ -79,16 +74,15 @@ def test_resamples_beyond_all_bounds_give_no_warning_and_no_nan(tmp_path: Path, 
     else:
         parameters, losses = np.tile(np.geomspace(1e6, 1e8, 5), 4), np.array(HARDLY_FALLING)
         flops = np.repeat(1e15 * 4.0 ** np.arange(4), 5)
-    columns = (parameters.tolist(), flops.tolist(), losses.tolist())
-    rows = [",".join(map(repr, row)) for row in zip(*columns, strict=True)]
-    file = tmp_path / "points.csv"
-    file.write_text("\n".join(["parameters,flops,loss", *rows]))
-    chart = str(tmp_path / "chart.png")
-    done = fit("--points", str(file), "--budget", "1e13", "--predict", "parameters=1e3,tokens=1e3", "--chart", chart)
+    rows = zip(parameters.tolist(), flops.tolist(), losses.tolist(), strict=True)
+    file, chart = tmp_path / "points.csv", str(tmp_path / "chart.png")
+    file.write_text("\n".join(["parameters,flops,loss", *(",".join(map(repr, row)) for row in rows)]))
+    asked = ("--points", str(file), "--budget", "1e13", "--resamples", "100")
+    done = fit(*asked, "--predict", "parameters=1e3,tokens=1e3", "--chart", chart)
     assert done.stderr == ""
     assert "nan" not in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
-    json.loads(fit("--points", str(file), "--budget", "1e13", "--json").stdout)
+    json.loads(fit(*asked, "--json").stdout)
 
 
 def test_a_single_point_is_one_and_tokens_that_were_given_show_whether_the_rule_holds(tmp_path: Path) -> None:
@@ -113,9 +107,9 @@ def test_a_single_point_is_one_and_tokens_that_were_given_show_whether_the_rule_
     assert json.loads(dropped)["points"]["tokens_by_rule"] == 2
 
 
-def test_json_has_all_numbers_and_the_seed_decides_them(points: str) -> None:
-    asked = ("--points", points, "--budget", "1e21", "--resamples", "200", "--json")
-    first, second = fit(*asked).stdout, fit(*asked).stdout
+def test_json_has_all_numbers_and_the_seed_decides_them(points: str, tmp_path: Path) -> None:
+    asked = ("--points", points, "--budget", "1e21", "--resamples", "100", "--json")
+    first, second = (fit(*asked, "--chart", str(tmp_path / name)).stdout for name in ("c.svg", "c.pdf"))
     assert first == second
     told = json.loads(first)
     assert told["law"]["alpha"]["low"] < LAW.alpha < told["law"]["alpha"]["high"]
@@ -123,13 +117,9 @@ def test_json_has_all_numbers_and_the_seed_decides_them(points: str) -> None:
     (split,) = told["best_splits"]
     assert split["parameters"]["low"] < best_size(1e21) < split["parameters"]["high"]
     assert split["beyond_the_points"] == ["FLOPs 15.6 times the largest"]
-
-
-@pytest.mark.parametrize(("name", "begins"), [("c.svg", b"<?xml"), ("c.pdf", b"%PDF")])
-def test_the_chart_is_of_the_kind_that_its_name_says(points: str, tmp_path: Path, name: str, begins: bytes) -> None:
-    fit("--points", points, "--resamples", "100", "--chart", str(tmp_path / name))
-    assert (tmp_path / name).read_bytes().startswith(begins)
-    assert os.listdir(tmp_path) == [name]
+    assert (tmp_path / "c.svg").read_bytes().startswith(b"<?xml"), "of the kind that its name says"
+    assert (tmp_path / "c.pdf").read_bytes().startswith(b"%PDF")
+    assert sorted(os.listdir(tmp_path)) == ["c.pdf", "c.svg"]
 
 
 def test_runs_too_alike_are_told_that_they_tell_nothing_and_are_drawn_all_the_same(tmp_path: Path) -> None:
@@ -161,7 +151,7 @@ def test_a_run_with_experts_is_not_predicted_by_laws_of_dense_models(points: str
     run = Path(shutil.copytree(SHIPPED_RUNS / "test", tmp_path / "experts"))
     model = json.loads((run / "model.json").read_text()) | {"moe": {"num_experts": 4, "num_active_experts": 2}}
     (run / "model.json").write_text(json.dumps(model))
-    done = fit("--points", points, "--predict", "experts", "--runs-dir", str(tmp_path), expect=2)
+    done = fit("--points", points, "--predict", "experts", "--runs-dir", str(tmp_path), status=2)
     assert 'experts/model.json: key "moe": the laws are of dense models' in done.stderr
 
 
@@ -183,7 +173,7 @@ def test_a_run_with_experts_is_not_predicted_by_laws_of_dense_models(points: str
 )
 def test_what_cannot_be_done_is_one_line(points: str, arguments: tuple[str, ...], message: str) -> None:
     places = {"POINTS": points, "RUNS": str(SHIPPED_RUNS)}
-    done = fit(*(places.get(word, word) for word in arguments), expect=2)
+    done = fit(*(places.get(word, word) for word in arguments), status=2)
     assert done.stdout == ""
     assert message in done.stderr
     assert done.stderr.count("\n") == 1

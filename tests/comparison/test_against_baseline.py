@@ -211,7 +211,7 @@ def test_losses_of_other_checkpoints_than_the_best_are_told(tmp_path: Path) -> N
     ]
 
 
-def test_windows_that_are_not_those_of_the_loss_are_told(tmp_path: Path) -> None:
+def test_windows_that_are_lost_or_not_those_of_the_loss_are_told(tmp_path: Path) -> None:
     runs = [*arm(tmp_path, 0.001, (2.5, 2.6)), *arm(tmp_path, 0.002, (2.4, 2.5))]
     for run, wrong in ((runs[0], np.nan), (runs[3], 9.0)):
         (path,) = run.directory.results.glob("*.safetensors")
@@ -223,48 +223,32 @@ def test_windows_that_are_not_those_of_the_loss_are_told(tmp_path: Path) -> None
         assert not record.results.found, "it stands in no column"
     found = compare_with("lr-0.001-seed-1", read)
     assert [verdict.word for verdict in found.verdicts] == ["inconclusive"]
-
-
-def test_lost_window_losses_are_told(tmp_path: Path) -> None:
-    a, b = arm(tmp_path, 0.001, (2.5,))[0], arm(tmp_path, 0.002, (2.4,))[0]
-    for path in b.directory.results.glob("*.safetensors"):
+    for path in runs[1].directory.results.glob("*.safetensors"):
         path.unlink()
-    found = compare_with(a.path.name, records(a, b))
+    found = compare_with("lr-0.001-seed-2", records(runs[1], runs[2]))
     assert any("cannot read the losses of the windows" in note for note in found.notes)
-    assert [verdict.word for verdict in found.verdicts] == ["inconclusive"]
 
 
-def test_a_baseline_that_was_not_trained_to_its_end_compares_with_nothing(tmp_path: Path) -> None:
-    runs = [RunFolder(tmp_path, "a").train_to(0), *arm(tmp_path, 0.001, (2.5, 2.6, 2.55))]
-    found = compare_with("a", records(*runs))
-    assert found.title == (
-        "Against a: inconclusive, because it is stopped: only what has been trained here to its end is compared"
-    )
-    assert found.verdicts == []
+ONLY_TRAINED = "only what has been trained here to its end is compared"
 
 
-def test_reported_figures_are_not_compared(tmp_path: Path) -> None:
-    runs = []
-    for name in ("8xa100m40", "8xh100m80"):
-        runs.append(RunFolder(tmp_path, name))
-        (runs[-1].path / "reported.json").write_text((SHIPPED_RUNS / name / "reported.json").read_text())
-    assert "inconclusive, because it was never trained" in compare_with("8xa100m40", records(*runs)).title
-
-
-def test_a_baseline_with_nothing_to_compare(tmp_path: Path) -> None:
-    a = RunFolder(tmp_path, "a").finish().test_loss(2.5)
-    found = compare_with("a", records(a))
-    assert "inconclusive, because " in found.title
-    assert found.verdicts == []
-
-
-def test_without_another_finished_arm_there_is_nothing_to_compare(tmp_path: Path) -> None:
-    own = arm(tmp_path, 0.001, (2.5, 2.6))
-    other = RunFolder(tmp_path, "other", {"learning_rate": 0.002}).train_to(0, 10)
-    for runs in (own, [*own, other]):
-        found = compare_with(own[0].path.name, records(*runs))
-        assert found.title == "Against lr-0.001: inconclusive, because no other arm has finished"
-    assert found.notes == ["stopped, and so in no comparison: other"]
+@pytest.mark.parametrize(
+    ("baseline", "reason"),
+    [
+        ("stopped", f"Against stopped: inconclusive, because it is stopped: {ONLY_TRAINED}"),
+        ("reported", f"Against reported: inconclusive, because it was never trained: {ONLY_TRAINED}"),
+        ("lr-0.001-seed-1", "Against lr-0.001: inconclusive, because no other arm has finished"),
+    ],
+)
+def test_a_baseline_that_compares_with_nothing(tmp_path: Path, baseline: str, reason: str) -> None:
+    stopped, reported = RunFolder(tmp_path, "stopped").train_to(0, 10), RunFolder(tmp_path, "reported")
+    (reported.path / "reported.json").write_text((SHIPPED_RUNS / "8xa100m40" / "reported.json").read_text())
+    found = compare_with(baseline, records(*arm(tmp_path, 0.001, (2.5, 2.6)), stopped, reported))
+    assert (found.title, found.verdicts) == (reason, [])
+    assert found.notes == [
+        "stopped, and so in no comparison: stopped",
+        "never trained, and so in no comparison: reported",
+    ]
 
 
 def test_the_seeds_that_a_difference_like_the_one_seen_takes_are_in_the_closing(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from harness.runs.results import (
 )
 from tests.support.compared_runs import BEST, DATASET, LATEST, RunFolder
 
+OLDER = "20260102Z030404-iteration-70"
+
 
 def table_of(*runs: RunFolder) -> RunsTable:
     return RunsTable.of([RunRecord.read(run.directory) for run in runs])
@@ -80,36 +82,30 @@ def test_two_groups_are_two_columns(tmp_path: Path) -> None:
 
 def test_bits_per_byte_remain_with_another_tokenizer(tmp_path: Path) -> None:
     """Bits per byte compare over one whole split: 40 x 16 tokens of 2 / ln 2 bytes, or 20 x 16 of twice as many."""
-    a, b, c = finished(tmp_path, "a", "b", "c")
-    other: dict[str, Any] = {"sha256": "dd" * 32, "tokenizer": "ee" * 32, "windows": 20}
-    b.test_loss(4.4, **other, bits_per_byte=1.1)
-    c.test_loss(4.4, **(other | {"sha256": "ff" * 32, "windows": 30}), bits_per_byte=1.1)
-    table = table_of(a.test_loss(2.4), b, c)
-    assert values(table, "test_loss") == [2.4, None, None]
-    assert values(table, "bits_per_byte") == [1.2, 1.1, None], "the third is of half as many bytes again"
+    a, b, c, d = finished(tmp_path, "a", "b", "c", "d")
+    other: dict[str, Any] = {"sha256": "dd" * 32, "tokenizer": "ee" * 32, "windows": 20, "bits_per_byte": 1.1}
+    a.test_loss(2.4), b.test_loss(4.4, **other)
+    c.test_loss(4.4, **(other | {"sha256": "ff" * 32, "windows": 30}))
+    d.test_loss(4.4, **(other | {"sha256": "99" * 32, "bits_are_exact": False}))
+    table = table_of(a, b, c, d)
+    assert values(table, "test_loss") == [2.4, None, None, None]
+    assert values(table, "bits_per_byte") == [1.2, 1.1, None, None], "of half as many bytes again, and approximate"
 
 
-def test_approximate_bits_of_other_tokens_do_not_compare(tmp_path: Path) -> None:
-    a, b = finished(tmp_path, "a", "b")
-    other: dict[str, Any] = {"sha256": "dd" * 32, "tokenizer": "ee" * 32, "windows": 20}
-    b.test_loss(4.4, **other, bits_per_byte=1.1, bits_are_exact=False)
-    assert values(table_of(a.test_loss(2.4), b), "bits_per_byte") == [1.2, None]
-
-
-def test_the_best_checkpoints_result_is_taken(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("other", "loss", "value", "remark"),
+    [
+        (BEST, 2.5, 2.5, f"of checkpoint {BEST} (best); measured, too: {LATEST}"),
+        (OLDER, 2.4, 2.6, f"of checkpoint {LATEST} (latest): the best one has not been measured on this"),
+    ],
+)
+def test_the_best_checkpoints_result_is_taken_or_else_the_latests(
+    tmp_path: Path, other: str, loss: float, value: float, remark: str
+) -> None:
     run = RunFolder(tmp_path, "a").finish().add_checkpoint(BEST, "best").add_checkpoint(LATEST, "latest")
-    run.test_loss(2.6, LATEST).test_loss(2.5, BEST)
+    run.test_loss(2.6, LATEST).test_loss(loss, other)
     cell = columns(table_of(run), "test_loss")[0].cells[0]
-    assert cell.value == 2.5
-    assert cell.remark == f"of checkpoint {BEST} (best); measured, too: {LATEST}"
-
-
-def test_else_the_latests_and_it_says_so(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path, "a").finish().add_checkpoint(BEST, "best").add_checkpoint(LATEST, "latest")
-    run.test_loss(2.6, LATEST).test_loss(2.4, "20260102Z030404-iteration-70")
-    cell = columns(table_of(run), "test_loss")[0].cells[0]
-    assert cell.value == 2.6
-    assert cell.remark == f"of checkpoint {LATEST} (latest): the best one has not been measured on this"
+    assert (cell.value, cell.remark) == (value, remark)
 
 
 def test_where_the_links_lead_today_counts(tmp_path: Path) -> None:
@@ -124,20 +120,6 @@ def test_results_of_a_training_that_was_set_aside_do_not_count(tmp_path: Path) -
     run = RunFolder(tmp_path, "a").finish().test_loss(2.5, BEST)
     (run.path / "aside" / "20260105Z000000" / "checkpoints" / BEST).mkdir(parents=True)
     assert columns(table_of(run), "test_loss") == []
-
-
-@pytest.mark.parametrize("change", [{"validation_batches": 6}, {"start_val_token": 9}])
-def test_validation_losses_compare_on_one_slice_only(tmp_path: Path, change: dict[str, Any]) -> None:
-    a, b = RunFolder(tmp_path, "a").finish(), RunFolder(tmp_path, "b", change).finish()
-    table = table_of(a, b)
-    assert values(table, "validation_loss") == [2.6, None]
-    assert values(table, "train_loss") == [2.5, 2.5]
-
-
-def test_the_same_slice_in_other_microbatches_compares(tmp_path: Path) -> None:
-    half = {"validation_batches": 10, "microbatch_size": 2}
-    a, b = RunFolder(tmp_path, "a").finish(), RunFolder(tmp_path, "b", half).finish(microbatch_size=2)
-    assert values(table_of(a, b), "validation_loss") == [2.6, 2.6]
 
 
 def test_training_losses_on_other_data_do_not_compare(tmp_path: Path) -> None:
@@ -176,18 +158,15 @@ def judged(run: RunFolder, mean: float, judging: str, *others: str, **changes: A
     return run
 
 
-def test_scores_of_one_judging_compare_and_of_another_do_not(tmp_path: Path) -> None:
+def test_scores_of_one_judging_compare_and_so_do_answers_judged_alone(tmp_path: Path) -> None:
     a, b, c = finished(tmp_path, "a", "b", "c")
     judged(a, 20.0, "one", "b"), judged(b, 30.0, "one", "a"), judged(c, 40.0, "two", "d")
     table = table_of(a, b, c)
     assert values(table, "instruction_score") == [20.0, 30.0, None]
     assert columns(table, "instruction_score")[0].cells[0].text == "20.00 (1.0 to 90.0)"
-
-
-def test_answers_that_were_judged_alone_compare(tmp_path: Path) -> None:
-    a, b, c = finished(tmp_path, "a", "b", "c")
-    judged(a, 20.0, "one"), judged(b, 30.0, "two"), judged(c, 40.0, "three", judge="another")
-    assert values(table_of(a, b, c), "instruction_score") == [20.0, 30.0, None]
+    d, e, f = finished(tmp_path, "d", "e", "f")
+    judged(d, 20.0, "one"), judged(e, 30.0, "two"), judged(f, 40.0, "three", judge="another")
+    assert values(table_of(d, e, f), "instruction_score") == [20.0, 30.0, None]
 
 
 def benchmarked(run: RunFolder, value: float, **changes: Any) -> RunFolder:

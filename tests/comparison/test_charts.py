@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.common.errors import UserError
 from harness.comparison.against_baseline import BaselineComparison, compare_with
-from harness.comparison.charts import AXES, Chart, Curve, chart_note, charts_of, choose_axis, shown_range, write_png
+from harness.comparison.charts import Chart, Curve, chart_note, charts_of, shown_range, write_png
 from harness.comparison.records import RunRecord
 from harness.runs.metrics import MetricsFile, ValidationEvent
 from tests.support.compared_runs import DATASET, LATEST, RunFolder
@@ -19,7 +18,7 @@ NO_VALIDATION = {"validation_interval": None, "validation_batches": None, "check
 
 
 def chart_of(*runs: RunFolder, axis: str = "tokens", baseline: str | None = None) -> Chart:
-    (chart,) = charts_of([RunRecord.read(run.directory) for run in runs], [AXES[axis]], baseline)
+    (chart,) = charts_of([RunRecord.read(run.directory) for run in runs], [axis], baseline)
     return chart
 
 
@@ -34,20 +33,13 @@ def trained(tmp_path: Path, name: str, seed: int = 1, rate: float = 0.001, **tra
         ("tokens", [128, 11 * 128, 21 * 128]),
         ("hours", [0, 0.01, 0.02]),
         ("dollars", [0, 0.36, 0.72]),
+        ("flops", [tokens * 172032 for tokens in (128, 11 * 128, 21 * 128)]),
     ],
 )
 def test_each_axis(tmp_path: Path, axis: str, places: list[float]) -> None:
     (curve,) = chart_of(trained(tmp_path, "a"), axis=axis).curves
     assert curve.x == pytest.approx(places)
     assert curve.y == pytest.approx([4.1, 4.0, 3.9])
-
-
-def test_flops_are_those_of_the_tokens(tmp_path: Path) -> None:
-    run = trained(tmp_path, "a")
-    shape = RunRecord.read(run.directory).shape
-    assert shape is not None
-    (curve,) = chart_of(run, axis="flops").curves
-    assert curve.x[-1] == 21 * 128 * shape.flops_per_token
 
 
 def test_replicates_are_one_curve_with_a_band_and_the_lowest_comes_first(tmp_path: Path) -> None:
@@ -117,28 +109,6 @@ def test_losses_that_are_not_finite_and_lines_that_are_none_are_left_out(tmp_pat
         assert chart_of(run, axis="steps").curves[0].x == [0, 20]
 
 
-def test_of_metrics_that_begin_again_the_last_training_counts(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path, "a").finish().train_to(0, 10, 20).train_to(0, 5)
-    assert chart_of(run, axis="steps").curves[0].x == [0, 5]
-
-
-def test_an_axis_that_there_is_not() -> None:
-    assert choose_axis("tokens").label == "tokens seen"
-    with pytest.raises(UserError, match=r'no axis "token"; there is tokens, steps, .*; did you mean tokens\?'):
-        choose_axis("token")
-
-
-@pytest.mark.parametrize(
-    ("axis", "texts"),
-    [
-        ("hours", ["0", "0.01", "0.3", "1,250", "0.00002"]),
-        ("tokens", ["0", "0.01", "0.3", "1.25k", "2e-05"]),
-    ],
-)
-def test_hours_and_dollars_are_plain_numbers(axis: str, texts: list[str]) -> None:
-    assert [AXES[axis].number(value) for value in (0, 0.01, 0.1 + 0.2, 1250, 2e-5)] == texts
-
-
 @pytest.mark.parametrize(
     ("losses", "references", "low", "high"),
     [
@@ -172,7 +142,7 @@ def test_the_picture_has_its_signs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     figures: list[Any] = []
     monkeypatch.setattr(plt, "close", figures.append)
     curve = Curve("_a", [0, 0.02, 0.05], [11.0, 4.0, 3.0])
-    chart = Chart(AXES["hours"], "validation", [curve], [])
+    chart = Chart("hours", "validation", [curve], [])
     write_png(chart, tmp_path / "c.png", {"far": 1.0, r"A$\frac{$": 3.5}, "a note")
     monkeypatch.undo()
     [figure] = figures

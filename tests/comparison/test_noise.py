@@ -72,7 +72,7 @@ def coverage(text: Text, windows: int, experiments: int) -> float:
 @pytest.mark.parametrize("windows", [500, 2000])
 @pytest.mark.parametrize("name", SIMULATED)
 def test_intervals_cover_their_share_of_simulated_texts(name: str, windows: int, exhaustive: bool) -> None:
-    experiments = 5000 if exhaustive else 1000
+    experiments = 5000 if exhaustive else 500
     covered = coverage(SIMULATED[name], windows, experiments)
     print(f"{name}, {windows:,} windows: {covered:.2f} %")
     margin = 300 * math.sqrt(ALPHA * (1 - ALPHA) / experiments)

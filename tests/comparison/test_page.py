@@ -80,18 +80,13 @@ def test_it_needs_no_network_and_its_drawings_are_whole(page: str) -> None:
 
 
 def test_a_single_run_without_curves_has_all_its_columns(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path, "a").finish()
-    page = render(RunsTable.of([RunRecord.read(run.directory)]), BaselineComparison("no verdict, and why"), {})
+    run, path = RunFolder(tmp_path, "a").finish(), tmp_path / "page.html"
+    path.write_text("before")
+    write_page(path, RunsTable.of([RunRecord.read(run.directory)]), BaselineComparison("no verdict, and why"), {})
+    page = path.read_text()
+    assert page.endswith("</html>\n")
+    assert {each.name for each in tmp_path.iterdir()} == {"page.html", "a"}, "no draft is left"
     assert re.findall("<h2>(.*?)</h2>", page) == ["Which was better", "Runs", "Remarks", "Where this comes from"]
     assert '<p class="verdict">no verdict, and why</p>' in page
     assert ">parameters</th>" in page
     assert "The same for all" not in page
-
-
-def test_it_is_written_whole(tmp_path: Path) -> None:
-    table = RunsTable.of(records(tmp_path / "runs"))
-    path = tmp_path / "report.html"
-    path.write_text("before")
-    write_page(path, table, None, {})
-    assert path.read_text().endswith("</html>\n")
-    assert {each.name for each in tmp_path.iterdir()} == {"report.html", "runs"}

@@ -14,7 +14,7 @@ from harness.common.lock import RunLock, is_held
 from harness.comparison.progress import BLOCK_BYTES, read_progress
 from harness.comparison.records import RunRecord, read_records
 from harness.runs.metrics import SampleEvent, read_metrics
-from tests.support.compared_runs import BEST, LATEST, RunFolder
+from tests.support.compared_runs import LATEST, RunFolder
 
 
 def test_a_finished_run_is_what_its_summary_says(tmp_path: Path) -> None:
@@ -70,22 +70,18 @@ def test_on_another_machine_the_last_lines_age_decides(tmp_path: Path) -> None:
     assert (state.word, state.detail) == ("stopped", "last line 3 h ago, on another machine")
 
 
-def test_half_a_summary_is_one_line_with_the_file_and_the_remedy(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path, "a").finish().train_to(0, 10)
+def test_a_damaged_file_is_one_line_with_the_key_or_the_remedy(tmp_path: Path) -> None:
+    run, wrong = RunFolder(tmp_path, "a").finish().train_to(0, 10), RunFolder(tmp_path, "b")
     run.directory.summary.write_text(run.directory.summary.read_text()[:200])
     record = RunRecord.read(run.directory)
     assert record.state.word == "damaged"
     assert record.state.detail.startswith(f"{run.directory.summary}:1: not valid JSON")
     assert record.state.detail.endswith("move it away and train again: it is written anew from the last checkpoint")
     assert record.progress is not None, "what else is there is still told"
-
-
-def test_a_wrong_key_is_told(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path, "a")
-    run.directory.train_json.write_text('{"learning_rat": 1}')
-    record = RunRecord.read(run.directory)
-    assert record.state.word == "damaged"
-    assert 'did you mean "learning_rate"' in record.state.detail
+    wrong.directory.train_json.write_text('{"learning_rat": 1}')
+    state = RunRecord.read(wrong.directory).state
+    assert state.word == "damaged"
+    assert 'did you mean "learning_rate"' in state.detail
 
 
 def test_of_a_restarted_run_the_last_training_alone_counts(tmp_path: Path) -> None:
@@ -119,14 +115,6 @@ def test_metrics_without_a_line_of_ours_are_no_progress(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('half a li\n{"x": 1}\n')
     assert read_progress(tmp_path / "metrics.jsonl") is None
     assert read_progress(tmp_path / "none") is None
-
-
-def test_names_of_checkpoints(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path, "a").add_checkpoint(BEST, "best").add_checkpoint(LATEST, "latest")
-    (run.path / "aside" / "old" / "checkpoints" / "20250102Z030405-iteration-9").mkdir(parents=True)
-    found = RunRecord.read(run.directory).checkpoints
-    assert (found.best, found.latest) == (BEST, LATEST)
-    assert found.aside == {"20250102Z030405-iteration-9"}
 
 
 @pytest.mark.parametrize("is_finished", [True, False])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -262,11 +264,6 @@ def both_kinds_coverage(runs: tuple[int, int], experiments: int) -> float:
     return 100 * hits / experiments
 
 
-def test_welchs_intervals_cover_as_they_say() -> None:
-    """Within what 1,500 experiments can tell; `-m slow` has more of them."""
-    assert coverage((3, 5), 1, 1500) == pytest.approx(95.4, abs=1.7)
-
-
 @pytest.mark.parametrize(("ratio", "share"), [(1, 95), (4, 65)])
 def test_a_pooled_spread_holds_if_the_arms_spread_alike(ratio: float, share: float) -> None:
     """docs/comparing.md has these shares."""
@@ -284,12 +281,9 @@ def test_intervals_of_arms_that_differ_do_not_hold_all_together() -> None:
     assert 100 * hits / 300 == pytest.approx(91, abs=5)
 
 
-def test_false_alarms_are_rare() -> None:
-    assert false_alarms(arms=4, runs=3, experiments=400) < 5.5
-
-
-def test_intervals_for_both_kinds_cover_as_they_say() -> None:
-    assert both_kinds_coverage((3, 3), 250) == pytest.approx(95, abs=3.5)
+def few_or_many(quick: object, *others: object) -> list[Any]:
+    """The first case in every test run, the others with `-m slow`."""
+    return [pytest.param(quick), *(pytest.param(each, marks=pytest.mark.slow) for each in others)]
 
 
 def three_errors(experiments: int) -> float:
@@ -297,33 +291,28 @@ def three_errors(experiments: int) -> float:
     return 300 * math.sqrt(0.05 * 0.95 / experiments)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ratio", [1, 2, 0.5, 4, 0.25])
-@pytest.mark.parametrize("runs", [(3, 3), (3, 5), (5, 5)])
-def test_welchs_intervals_cover_their_share(runs: tuple[int, int], ratio: float, exhaustive: bool) -> None:
-    experiments = 20_000 if exhaustive else 3000
-    covered = coverage(runs, ratio, experiments)
-    print(f"{runs}, standard deviations as {ratio} to 1: {covered:.2f} %")
-    # By formula 93.44 (3 runs four times as noisy as 5) to 96.49 (3 and 3 alike).
-    margin = three_errors(experiments)
-    assert 93.5 - margin <= covered <= 96.5 + margin
+@pytest.mark.parametrize(
+    "case", few_or_many(((3, 5), 1), *product([(3, 3), (3, 5), (5, 5)], [1, 2, 0.5, 4, 0.25])), ids=str
+)
+def test_welchs_intervals_cover_their_share(case: tuple[tuple[int, int], float], exhaustive: bool) -> None:
+    """By formula 93.44 (3 runs four times as noisy as 5) to 96.49 (3 and 3 alike)."""
+    experiments = 20_000 if exhaustive else 1500
+    covered = coverage(*case, experiments)
+    print(f"runs, and ratio of standard deviations {case}: {covered:.2f} %")
+    assert 93.5 - three_errors(experiments) <= covered <= 96.5 + three_errors(experiments)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arms", [2, 3, 5, 8])
-@pytest.mark.parametrize("runs", [3, 5])
-def test_false_alarms_of_all_arms_together(arms: int, runs: int, exhaustive: bool) -> None:
-    experiments = 4000 if exhaustive else 1000
-    alarms = false_alarms(arms, runs, experiments)
-    print(f"{arms} arms, {runs} runs each: {alarms:.2f} %")
+@pytest.mark.parametrize("case", few_or_many((4, 3), *product([2, 3, 5, 8], [3, 5])), ids=str)
+def test_false_alarms_of_all_arms_together(case: tuple[int, int], exhaustive: bool) -> None:
+    experiments = 4000 if exhaustive else 500
+    alarms = false_alarms(*case, experiments)
+    print(f"arms, runs of each {case}: {alarms:.2f} %")
     assert alarms <= 5.5 + (0 if exhaustive else three_errors(experiments) / 2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("runs", [(3, 3), (5, 5), (3, 5)])
+@pytest.mark.parametrize("runs", few_or_many((3, 3), (5, 5), (3, 5)), ids=str)
 def test_intervals_for_both_kinds_cover_their_share(runs: tuple[int, int], exhaustive: bool) -> None:
-    experiments = 2000 if exhaustive else 700
+    experiments = 2000 if exhaustive else 250
     covered = both_kinds_coverage(runs, experiments)
     print(f"both kinds, {runs}: {covered:.2f} %")
-    margin = three_errors(experiments)
-    assert 93.5 - margin <= covered <= 96.5 + margin
+    assert 93.5 - three_errors(experiments) <= covered <= 96.5 + three_errors(experiments)

@@ -76,8 +76,8 @@ def test_the_best_sizes_of_a_known_law_come_back() -> None:
 
 
 def test_the_intervals_hold_what_they_promise() -> None:
-    """95 % of the intervals of 400 noisy experiments hold the best size, and 95 % the exponent."""
-    held, experiments = np.zeros(2), 400
+    """95 % of the intervals of 300 noisy experiments hold the best size, and 95 % the exponent."""
+    held, experiments = np.zeros(2), 300
     for seed in range(experiments):
         isoflop = fitted(parabolas(0.004, seed=seed), 200, seed=seed)
         size = optimum_of(isoflop.profiles[1]).parameters
@@ -85,7 +85,7 @@ def test_the_intervals_hold_what_they_promise() -> None:
         exponent = isoflop.laws["parameters"].exponent
         held += [size.low <= best_of(BUDGETS[1]) <= size.high, exponent.low <= 0.49 <= exponent.high]
     # Three standard deviations of a binomial about 95 %, and one percent for intervals of 200 draws.
-    assert held / experiments == pytest.approx(0.95, abs=0.043)
+    assert held / experiments == pytest.approx(0.95, abs=0.048)
 
 
 # Which points are a profile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -26,10 +27,17 @@ PUBLISHED = {
 CHINCHILLA = os.environ.get("CHINCHILLA_POINTS", "")
 
 
-def fitted(points: Points, resamples: int = 200) -> LawFit:
+def fitted(points: Points, resamples: int = 100) -> LawFit:
     fit = fit_law(points, resamples=resamples)
     assert isinstance(fit, LawFit), fit
     return fit
+
+
+@cache
+def of_ladder(seed: int) -> tuple[Points, LawFit]:
+    """Twenty points with a noise of 0.4 %, and their law."""
+    points = ladder(0.004, seed=seed)
+    return points, fitted(points, 120)
 
 
 def test_a_law_without_noise_comes_back_exactly() -> None:
@@ -42,7 +50,7 @@ def test_the_intervals_of_a_noisy_law_hold_it() -> None:
     """At most 3 of 20 intervals of 95 % (five coefficients, four seeds) miss."""
     missed = 0
     for seed in range(4):
-        coefficients = fitted(ladder(0.004, seed=seed)).coefficients()
+        coefficients = of_ladder(seed)[1].coefficients()
         missed += sum(not coefficients[name].low <= value <= coefficients[name].high for name, value in KNOWN.items())
         assert all(0 < each.standard_error < abs(10 * each.value) for each in coefficients.values())
     assert missed <= 3
@@ -50,7 +58,7 @@ def test_the_intervals_of_a_noisy_law_hold_it() -> None:
 
 def test_the_fit_has_the_least_huber_loss_of_all_that_another_search_finds() -> None:
     points = ladder(0.01, seed=3)
-    fitted_law = fitted(points, 100).coefficients()
+    fitted_law = fitted(points).coefficients()
 
     def error(x: np.ndarray) -> float:
         """The sum of the Huber losses of ln L, of coefficients (E, ln A, ln B, alpha, beta)."""
@@ -94,20 +102,19 @@ def test_the_best_split_has_the_lowest_loss_of_all(cost: CostLaw) -> None:
 
 
 def test_predictions_hold_new_runs() -> None:
-    """About 95 % of 2,000 new runs in each of 8 experiments lie in the intervals."""
+    """About 95 % of 2,000 new runs in each of 6 experiments lie in the intervals."""
     size, noise, held = best_size(2e19), 0.004, []
     random = np.random.default_rng(0)
-    for seed in range(8):
-        points = ladder(noise, seed=seed)
-        prediction = predict(fitted(points, 120), points, Plan("", size, 2e19 / 6 / size, 2e19))
+    for seed in range(6):
+        points, fit = of_ladder(seed)
+        prediction = predict(fit, points, Plan("", size, 2e19 / 6 / size, 2e19))
         new = LAW.loss(size, 2e19 / 6 / size) * np.exp(random.normal(0, noise, 2000))
         held.append(np.mean((prediction.loss.low < new) & (new < prediction.loss.high)))
     assert 0.88 < np.mean(held) < 0.99
 
 
 def test_a_prediction_says_where_it_extrapolates() -> None:
-    points = ladder(0.004, seed=1)
-    fit = fitted(points)
+    points, fit = of_ladder(1)
     size = best_size(2e19)
     inside = predict(fit, points, Plan("", size, 2e19 / 6 / size, 2e19))
     assert not inside.beyond
@@ -121,8 +128,8 @@ def test_a_prediction_says_where_it_extrapolates() -> None:
 
 
 def test_a_best_split_has_intervals_that_belong_together() -> None:
-    points = ladder(0.004, seed=1)
-    split = best_split(fitted(points), points, CostLaw(), 2e19)
+    points, fit = of_ladder(1)
+    split = best_split(fit, points, CostLaw(), 2e19)
     assert split.parameters.low < best_size(2e19) < split.parameters.high
     assert 6 * split.parameters.value * split.tokens.value == pytest.approx(2e19)
     assert 6 * split.parameters.low * split.tokens.high == pytest.approx(2e19, rel=1e-3)
@@ -157,14 +164,12 @@ NOISE = np.random.default_rng(0).normal(0, 0.02, 16)
         (points_of(*grid(2, 8), loss_of(*grid(2, 8))), "there are 2 different sizes"),
         (points_of(*grid(8, 2), loss_of(*grid(8, 2))), "there are 2 different numbers of tokens"),
         (points_of(RAY, 20 * RAY, loss_of(RAY, 20 * RAY)), "tokens go with parameters in all points"),
-        (points_of(N, D, 4 - loss_of(N, D) / 4), "exponent"),
         (points_of(N, D, 2 + 0.1 * np.log(N) + 400 / D**0.3), "negative exponent of parameters"),
-        (points_of(N, D, 30 * N**-0.05 * np.exp(0 * D)), "inconclusive"),
         (points_of(N, D, 3 * np.exp(NOISE)), "exponent"),
     ],
 )
 def test_what_the_points_do_not_tell_is_refused_with_the_reason(points: Points, reason: str) -> None:
-    answer = fit_law(points, resamples=200)
+    answer = fit_law(points, resamples=100)
     assert isinstance(answer, Inconclusive), answer
     assert reason in str(answer)
     assert str(answer).startswith("inconclusive, because ")

@@ -1,0 +1,43 @@
+"""Root commands in forks of the process that tests, whose imports they share: a cold Python takes seconds to start."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import subprocess
+import sys
+import tempfile
+
+from tests.support.forking import Script, run_to_the_end
+from tests.support.isolation import ROOT
+
+# Imported before the first fork; what draws only for a command that does.
+MODULES = {
+    "compare_runs.py": ("harness.comparison.page", "harness.comparison.machines"),
+    "fit_scaling.py": ("harness.scaling.report", "harness.runs.budget", "scipy.optimize"),
+}
+DRAWING = {"compare_runs.py": "matplotlib.pyplot", "fit_scaling.py": "harness.scaling.charts"}
+
+
+def run_forked(script: str, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run a script of the root, and expect this exit status."""
+    drawing = [DRAWING[script]] if {"--chart", "--html"}.intersection(arguments) else []
+    for module in (*MODULES[script], *drawing):
+        importlib.import_module(module)
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        child = os.fork()
+        if not child:
+            atexit._clear()  # what the tests' process takes away at its end is not the fork's to take
+            os.chdir(ROOT)
+            os.dup2(out.fileno(), 1)
+            os.dup2(err.fileno(), 2)
+            sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", encoding="utf-8") for descriptor in (1, 2))
+            run_to_the_end(Script(str(ROOT / script), arguments).run)
+        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read())
+    assert ended == status, texts[1]
+    return subprocess.CompletedProcess([script, *arguments], ended, *texts)
