@@ -29,13 +29,14 @@ from harness.runs.checkpoints import Checkpoint
 from harness.runs.directory import RunDirectory
 from harness.runs.metrics import MetricsFile
 from harness.runs.upstream import optimizer_by_name
-from harness.training.compilation import settle_compilation
 from harness.training.loss_meter import LossMeter
 from harness.training.reporter import Reporter, program_and_settings, restore_summary
-from harness.training.rng import random_state, seed_for_rank, set_random_state
 from harness.training.saving import HostCopies, build_writer
 from harness.training.startup import Start, say
 from harness.training.step import OptimizerStep
+
+# Keeps the random streams of neighbouring ranks and seeds apart: rank 1 of seed 42 is not rank 0 of seed 43.
+RANK_STRIDE = 1_000_003
 
 
 class Checkpointer:
@@ -81,7 +82,7 @@ class Checkpointer:
         self.world.on_rank0(partial(rewind, self.run, self.start.checkpoint, saved.meta))
 
     def _warm_up(self, microbatch: Microbatch) -> None:
-        settle_compilation(self.step, microbatch, self.config.compile, self.world)
+        self.step.settle_compilation(microbatch, self.config.compile, self.world)
         self.step.warm_up(microbatch)
         if self.world.device.type == "cpu":
             keep_if_ample(free_memory() // self.world.local_size)
@@ -250,7 +251,15 @@ def rewind(run: RunDirectory, path: Path, meta: CheckpointMeta) -> None:
 
 def capture_ranks(meter: LossMeter, world: World) -> dict[str, Any]:
     """Gather each rank's own state: its random state and its losses not yet reported. Collective."""
-    return {"ranks": world.gather({"random": random_state(world.device), "window": meter.state()})}
+    random = {"cpu": torch.get_rng_state()}
+    if world.device.type == "cuda":
+        random["cuda"] = torch.cuda.get_rng_state(world.device)
+    return {"ranks": world.gather({"random": random, "window": meter.state()})}
+
+
+def seed_for_rank(seed: int, rank: int, step: int = 0) -> None:
+    """Set a random state of this rank's own, for dropout, from global `step` on."""
+    torch.manual_seed((seed + (rank + 1) * RANK_STRIDE + step * RANK_STRIDE**2) % 2**63)
 
 
 def restore_ranks(saved: dict[str, Any], meter: LossMeter, world: World, *, seed: int, step: int) -> None:
@@ -267,7 +276,9 @@ def restore_ranks(saved: dict[str, Any], meter: LossMeter, world: World, *, seed
         if len(ranks) == world.size:
             own_losses, own_random = ranks[world.rank]
             meter.load_state(own_losses)
-            set_random_state(own_random, world.device)
+            torch.set_rng_state(own_random["cpu"])
+            if world.device.type == "cuda" and "cuda" in own_random:
+                torch.cuda.set_rng_state(own_random["cuda"], world.device)
             return
         seed_for_rank(seed, world.rank, step)
         if world.is_main:

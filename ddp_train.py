@@ -194,9 +194,8 @@ def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions)
     from checkpointing import finish_already_trained
     from harness.distributed.world import World
     from harness.training import startup
-    from harness.training.clock import Clock
 
-    clock, stop = Clock(), StopSignal()
+    clock, stop = startup.Clock(), StopSignal()
     world = World.join(is_stopping=stop.is_set)  # it listens from Trainer.train on
     start = startup.prepare(experiment, world, clock, checkpoint, options)
     if start.is_finished:
@@ -216,29 +215,26 @@ def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions)
 def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
     """Model, optimizer, data and all that the loop drives, made once and in order. Collective."""
     load("torch._dynamo")  # optimizers and the wrap for several ranks would at their first use
+    import torch
+
     from checkpointing import Checkpointer
-    from gpt import GPTModel
     from harness.data.loader import TokenLoader
-    from harness.model.precision import Precision
     from harness.model.weights import check_memory
     from harness.planning.rates import Rates
     from harness.training.evaluations import Evaluations
     from harness.training.loss_meter import LossMeter
-    from harness.training.parallel import model_options, parallelise
     from harness.training.reporter import Reporter
-    from harness.training.rng import seed_alike
-    from harness.training.step import build_step
+    from harness.training.step import build_training_step
     from harness.training.zero1 import StatePartition
 
     config, position = start.experiment.config, start.position
-    seed_alike(config.random_seed)  # every rank draws the same weights
-    precision = Precision.for_training(start.step_config.precision, world.device)
     check_memory(start.experiment.model)
-    model = GPTModel(start.experiment.model, **model_options(start.experiment, precision))
-    trained = parallelise(model.to(world.device), start.experiment, world)
+    torch.manual_seed(config.random_seed)  # every rank draws the same weights
     partition = StatePartition.for_world(world)
-    step = build_step(model, trained, start.step_config, before_exchange=world.watchdog.beat, partition=partition)
-    meter, reporter = LossMeter(world.device, model.config), Reporter(start, world)
+    step = build_training_step(
+        *(start.experiment, start.step_config, world), partition=partition, before_exchange=world.watchdog.beat
+    )
+    meter, reporter = LossMeter(world.device, start.experiment.model), Reporter(start, world)
     return Trainer(
         start,
         world,

@@ -226,9 +226,9 @@ def test_collectives_are_called_by_world_and_the_optimizers_shares_only() -> Non
 
 def test_the_ddp_wrap_is_in_one_place() -> None:
     wraps = ("torch.nn.parallel", "torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed")
-    assert users_of(*wraps) == {"harness.training.parallel"}
+    assert users_of(*wraps) == {"harness.training.step"}
     mentioned = {name for name, path in SOURCES.items() if "DistributedDataParallel" in path.read_text()}
-    assert mentioned == {"harness.training.parallel"}
+    assert mentioned == {"harness.training.step"}
 
 
 def test_optuna_is_imported_in_one_place() -> None:

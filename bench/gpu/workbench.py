@@ -85,8 +85,7 @@ class Workbench:
         from harness.distributed.world import World
         from harness.planning.experiment import Experiment, Position
         from harness.runs.directory import RunDirectory
-        from harness.training.clock import Clock
-        from harness.training.startup import Start
+        from harness.training.startup import Clock, Start
 
         experiment = Experiment.load(RunDirectory.find(self.runs, name), self.make_data())
         dataset = Dataset.open(self.datasets, DATASET)

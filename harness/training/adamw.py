@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,6 @@ from harness.distributed.world import World
 from harness.model.tensor_names import HEAD
 from harness.runs.optimizer_state import MOMENTS
 from harness.runs.train_config import TrainConfig
-from harness.training.gradients import clip_divisor, clip_gradients, gradient_norm
 from harness.training.zero1 import NamedState, Shard, StatePartition, StateShapes, check_state
 
 
@@ -23,6 +23,18 @@ class Group:
     learning_rate: float
     weight_decay: float
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> tuple[Tensor, Tensor]:
+    """The norm over all gradients, and 1.0 if it is not finite, else 0.0 (fp32): scalars on the device."""
+    norm = torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
+    return norm, (~torch.isfinite(norm)).float()
+
+
+def clip_divisor(norm: Tensor, max_norm: float | None) -> Tensor | None:
+    """Divisor, as an fp32 scalar, that brings gradients of norm `norm` to a norm of at most `max_norm`; None where
+    nothing is clipped. The epsilon is that of torch.nn.utils.clip_grad_norm_."""
+    return None if max_norm is None else torch.clamp((norm + 1e-6) / max_norm, min=1.0).float()
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -107,8 +119,9 @@ class AdamW:
         if scaler.is_enabled():
             assert self._scaled is not None
             scaler.unscale_(self._scaled)
-            norm = clip_gradients(self.parameters.values(), max_norm)
-            skipped = (~torch.isfinite(norm)).float()
+            norm, skipped = gradient_norm(self.parameters.values())
+            if max_norm is not None:
+                torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
             self.step(skipped, None)
         else:
             norm, skipped = gradient_norm(self.parameters.values())

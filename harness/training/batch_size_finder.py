@@ -25,7 +25,6 @@ from pathlib import Path
 import click
 import torch
 
-from gpt import GPTModel
 from harness.common.errors import RunError, UserError
 from harness.common.files import replace_text
 from harness.common.memory import (
@@ -45,18 +44,15 @@ from harness.distributed.world import World
 from harness.evaluation.loss import microbatch_losses
 from harness.model.determinism import explain_nondeterminism
 from harness.model.kernels import should_compile
-from harness.model.precision import Precision
 from harness.model.weights import checkpoint_views, save_weights
 from harness.planning.experiment import Experiment
 from harness.runs.checkpoint_meta import read_meta
 from harness.runs.checkpoints import choose_start
 from harness.runs.results import MicrobatchSearch, TriedMicrobatch, now, write_result
 from harness.runs.throughput import KERNEL_KEYS
-from harness.training.compilation import explain_failed_compilation
-from harness.training.parallel import model_options, parallelise
 from harness.training.saving import HostCopies
 from harness.training.startup import choose_precision, fetch_dataset, remark_on_machine, say
-from harness.training.step import OptimizerStep, build_step
+from harness.training.step import OptimizerStep, build_training_step, explain_failed_compilation
 from harness.training.zero1 import StatePartition
 
 # NCCL makes its buffers, of up to a GiB or more, when it is first used: so many bytes are exchanged before.
@@ -220,11 +216,8 @@ class MicrobatchSearcher:
             latest = choose_start(experiment.run.checkpoints, None)
         name = choose_precision(experiment.config, world.device, read_meta(latest) if latest else None)
         config = experiment.config.model_copy(update={"precision": name})
-        precision = Precision.for_training(name, world.device)
-        model = GPTModel(experiment.model, **model_options(experiment, precision)).to(world.device)
         alone = World(0, world.local_rank, 1, 1, world.device)
-        partition = StatePartition(world.rank, world.size) if config.shard_optimizer else StatePartition()
-        return build_step(model, parallelise(model, experiment, alone), config, partition=partition)
+        return build_training_step(experiment, config, alone, partition=StatePartition(world.rank, world.size))
 
     def _try_in_child(self, microbatch_size: int) -> int | None:
         """`_try` in a child process whose writable memory is limited."""

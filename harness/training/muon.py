@@ -13,8 +13,7 @@ from harness.distributed.world import World
 from harness.model.weights import split_fused
 from harness.runs.optimizer_state import MOMENTS, NEWTON_SCHULZ_STEPS, is_muons, newton_schulz_flops
 from harness.runs.train_config import MUON_FIRST_MOMENTUM, TrainConfig
-from harness.training.adamw import AdamW, trained_parameters
-from harness.training.gradients import clip_divisor, gradient_norm
+from harness.training.adamw import AdamW, clip_divisor, gradient_norm, trained_parameters
 from harness.training.zero1 import NamedState, Shard, StatePartition, StateShapes, check_state
 
 # Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (https://kellerjordan.github.io/posts/muon/),

@@ -15,7 +15,6 @@ from harness.common.errors import UserError
 from harness.data.loader import Microbatch
 from harness.distributed.world import World
 from harness.model import kernels
-from harness.training.compilation import settle_compilation
 from harness.training.step import build_step
 from tests.support.configs import model_in, train_in
 from tests.support.launch import Workshop
@@ -59,7 +58,7 @@ class FakeCompiler:
         self.microbatch = Microbatch(np.zeros(5, dtype=np.uint16), context_length=4)
 
     def settle(self, setting: Literal["auto", True]) -> None:
-        settle_compilation(self.step, self.microbatch, setting, World(0, 0, 1, 1, torch.device("cpu")))
+        self.step.settle_compilation(self.microbatch, setting, World(0, 0, 1, 1, torch.device("cpu")))
 
 
 FAILED = TorchDynamoException("backend='inductor' raised:\nCppCompileError: C++ compile error\n\nCommand:\ng++")

@@ -26,10 +26,10 @@ from harness.runs.metrics import MetricsFile, TrainEvent, ValidationEvent, read_
 from harness.runs.summary import RunSummary, describe_summary
 from harness.runs.throughput import Throughput, peak_flops, unknown_peak
 from harness.runs.train_config import TrainConfig
-from harness.training.clock import Clock
 from harness.training.evaluations import losses_over_ranks
 from harness.training.loss_meter import LossMeter
 from harness.training.optimizer import build_optimizer
+from harness.training.startup import Clock
 from harness.training.step import OptimizerStep, StepResult
 from tests.support import file_operations
 from tests.support.launch import Workshop

@@ -20,7 +20,6 @@ from harness.model.precision import Precision
 from harness.runs.optimizer_state import optimizer_state_bytes
 from harness.runs.train_config import TrainConfig
 from harness.training.adamw import AdamW
-from harness.training.gradients import clip_gradients
 from harness.training.optimizer import Optimizer, build_optimizer
 from harness.training.step import OptimizerStep, build_step
 from harness.training.zero1 import NamedState, StateShapes, check_state
@@ -254,7 +253,7 @@ class Momentum:
     @torch.no_grad()
     def update(self, scaler: torch.amp.GradScaler, max_norm: float | None) -> tuple[Tensor, Tensor]:
         assert not scaler.is_enabled()
-        norm = clip_gradients(self.parameters.values(), max_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), math.inf if max_norm is None else max_norm)
         skipped = (~torch.isfinite(norm)).float()
         for name, parameter in self.parameters.items() if not skipped else ():
             assert parameter.grad is not None
