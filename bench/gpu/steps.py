@@ -80,7 +80,7 @@ def measure_step(bench: Workbench, options: StepOptions) -> None:
     synchronize()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    tokens = trainer.start.layout.global_tokens
+    tokens = trainer.prepared.layout.global_tokens
     rates, shares, steps = [], [], 1
     for _ in range(1 + BLOCKS):  # the first tells how many steps a block has
         began = time.perf_counter()
@@ -91,11 +91,11 @@ def measure_step(bench: Workbench, options: StepOptions) -> None:
         rates.append(steps * tokens / seconds)
         shares.append(queued / seconds)
         steps = 2 if bench.tiny else max(3, round(BLOCK_SECONDS * rates[0] / tokens))
-    rate, flops = statistics.median(rates[1:]), trainer.start.experiment.model.flops_per_token
+    rate, flops = statistics.median(rates[1:]), trainer.prepared.experiment.model.flops_per_token
     peak = peak_flops(device_name())
     bench.results.add(
         "step",
-        microbatch=trainer.start.layout.microbatch_size,
+        microbatch=trainer.prepared.layout.microbatch_size,
         drop_rate=options.drop_rate,
         settings=options.label,
         tokens_per_s=rate,

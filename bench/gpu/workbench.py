@@ -85,12 +85,12 @@ class Workbench:
         from harness.distributed.world import World
         from harness.planning.experiment import Experiment, Position
         from harness.runs.directory import RunDirectory
-        from harness.training.startup import Clock, Start
+        from harness.training.startup import Clock, PreparedRun
 
         experiment = Experiment.load(RunDirectory.find(self.runs, name), self.make_data())
         dataset = Dataset.open(self.datasets, DATASET)
-        start = Start(experiment, dataset, experiment.layout(1), Position(0, 2**40, 0, 0), Clock())
-        return build_trainer(start, World(0, 0, 1, 1, device()), StopSignal())
+        prepared = PreparedRun(experiment, dataset, experiment.layout(1), Position(0, 2**40, 0, 0), Clock())
+        return build_trainer(prepared, World(0, 0, 1, 1, device()), StopSignal())
 
     def milliseconds(self, work: Callable[[], object], repeat: int = 20, warm: int = 3) -> float:
         """Median time of `work` in milliseconds, after enough calls for compilation and the choice of kernels."""

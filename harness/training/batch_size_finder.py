@@ -80,9 +80,8 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
     if world.device.type == "cuda":
         world.exchange_once(EXCHANGE_BYTES)
         release_memory(world.device)
-    search = MicrobatchSearcher(
-        experiment, world, dataset, limit_memory(world.device, memory_limit_gib, world.local_size)
-    )
+    limit = limit_memory(world.device, memory_limit_gib, world.local_size)
+    search = MicrobatchSearcher(experiment, world, dataset, limit)
     found = search.find(ceiling)
     if world.is_main:
         search.report(found, is_all_data=found == ceiling)
@@ -91,10 +90,6 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
         written = world.on_rank0(lambda: write_microbatch_size(experiment, found, world.size))
         say(world, f"{experiment.run.train_json}: microbatch_size is now {written}")
     world.leave()
-
-
-class SearchTooLong(Exception):  # noqa: N818 - not an error
-    """Ends a search that has taken SEARCH_SECONDS."""
 
 
 class MicrobatchSearcher:
@@ -119,11 +114,7 @@ class MicrobatchSearcher:
         Raises RunError if not even one sequence fits.
         """
         rough = {"growth": COMPILED_GROWTH, "fineness": COMPILED_FINENESS} if self.compiles else {}
-        try:
-            found = largest_that_fits(self.fits, ceiling, self.guess, **rough)
-        except SearchTooLong:
-            found = int(max(size for size, _ in self.peaks))
-            self.remark = f"More may fit; the search has ended after {SEARCH_SECONDS:,.0f} s"
+        found = largest_that_fits(self.fits, ceiling, self.guess, **rough)
         if not found:
             raise self.world.collective_error(
                 f"not even a microbatch of 1 fits in {self.limit.gib:.2f} GiB, of which {self.limit.note}; use a "
@@ -132,10 +123,11 @@ class MicrobatchSearcher:
         return found
 
     def fits(self, microbatch_size: int) -> bool:
-        """Try a size. The same on every rank. Raises SearchTooLong instead of trying it too late."""
+        """Try a size; too late for that, none fits any more. The same on every rank."""
         is_late = self.world.device.type == "cpu" and time.monotonic() - self._began > SEARCH_SECONDS
         if not self.world.all_true(not (is_late and self.peaks)):
-            raise SearchTooLong
+            self.remark = f"More may fit; the search has ended after {SEARCH_SECONDS:,.0f} s"
+            return False
         say(self.world, f"trying {microbatch_size} ...")
         own = self._try_in_child(microbatch_size) if self.world.device.type == "cpu" else self._try(microbatch_size)
         release_memory(self.world.device)  # here no traceback holds the tensors that did not fit
@@ -268,11 +260,8 @@ class MicrobatchSearcher:
         limit = f"limit {self.limit.gib:.2f} GiB, of which {self.limit.note}{data}"
         print(f"Memory: {fit} (from {len(self.peaks)} peaks; {limit})")
         print(f"Search: {self._tried} sizes, {time.monotonic() - self._began:,.0f} s", flush=True)
-        keep_search(self.experiment, self._record(found, is_all_data=is_all_data))
-
-    def _record(self, found: int, *, is_all_data: bool) -> MicrobatchSearch:
         train = self.experiment.config.model_dump(mode="json")
-        return MicrobatchSearch(
+        search = MicrobatchSearch(
             date=now(),
             device=self.world.device_name,
             torch=str(torch.__version__),
@@ -289,6 +278,7 @@ class MicrobatchSearcher:
             model=self.experiment.model.model_dump(mode="json"),
             train={key: train[key] for key in KERNEL_KEYS},
         )
+        keep_search(self.experiment, search)
 
 
 def _end_with(sentinel: int) -> None:

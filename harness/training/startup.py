@@ -79,7 +79,7 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Start:
+class PreparedRun:
     """The inputs of a process's training: all is checked, and nothing is built yet."""
 
     experiment: Experiment
@@ -138,7 +138,9 @@ class Start:
         return state
 
 
-def prepare(experiment: Experiment, world: World, clock: Clock, checkpoint: str | None, options: TrainOptions) -> Start:
+def prepare(
+    experiment: Experiment, world: World, clock: Clock, checkpoint: str | None, options: TrainOptions
+) -> PreparedRun:
     """Take the run's lock, fetch its data, choose and verify the checkpoint to continue from, and check the plan.
 
     `checkpoint` is a folder's name, "latest" or "best"; None for the latest, if there is one. Of `options`, --restart
@@ -170,8 +172,17 @@ def prepare(experiment: Experiment, world: World, clock: Clock, checkpoint: str 
     assert plan.position is not None, "the dataset is here"
     checkpoints.check_tokenizer(dataset.tokenizer)
     precision = world.broadcast(lambda: choose_precision(experiment.config, world.device, meta))
-    return Start(
-        *(experiment, dataset, layout, plan.position, clock, path, meta, is_from_notebook, lock, precision),
+    return PreparedRun(
+        experiment,
+        dataset,
+        layout,
+        plan.position,
+        clock,
+        checkpoint=path,
+        meta=meta,
+        is_from_notebook=is_from_notebook,
+        lock=lock,
+        precision=precision,
         budget=plan.budget,
         scaled=plan.scaled,
     )
