@@ -80,15 +80,19 @@ def test_true_does_not(tmp_path: Path) -> None:
         fake.settle(True)
 
 
-def test_an_error_of_the_model_itself_is_no_compilers(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"^shapes do not match"):
-        FakeCompiler(tmp_path, RuntimeError("shapes do not match")).settle(True)
-
-
-@pytest.mark.parametrize("text", ["CUDA out of memory", "put_ does not have a deterministic implementation, but"])
-def test_other_errors_are_told_as_what_they_are(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "setting"),
+    [
+        ("shapes do not match", True),
+        ("CUDA out of memory", "auto"),
+        ("put_ does not have a deterministic implementation, but", "auto"),
+    ],
+)
+def test_errors_that_are_no_compilers_are_told_as_what_they_are(
+    tmp_path: Path, text: str, setting: Literal["auto", True]
+) -> None:
     with pytest.raises(RuntimeError, match=text):
-        FakeCompiler(tmp_path, RuntimeError(text)).settle("auto")
+        FakeCompiler(tmp_path, RuntimeError(text)).settle(setting)
 
 
 def weights(run: Path) -> bytes:
