@@ -80,7 +80,9 @@ def test_no_line_waits_for_the_disk_but_a_checkpoint_comes_after_its_lines(tmp_p
     shop.add_run(async_checkpoint=in_background)
     save = "background save" if in_background else "save"
     files = {call: tmp_path / call for call in ("metrics", save)}
-    shop.train(prelude="".join(file_operations.prelude(call, 0, "log", path) for call, path in files.items()))
+    shop.train(
+        "r", ranks=1, prelude="".join(file_operations.prelude(call, 0, "log", path) for call, path in files.items())
+    )
     line = files["metrics"].read_text().splitlines()
     assert [name.split()[0] for name in line] == ["open", "write"]
     operations = files[save].read_text().splitlines()
