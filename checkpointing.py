@@ -29,59 +29,62 @@ from harness.runs.checkpoints import Checkpoint
 from harness.runs.directory import RunDirectory
 from harness.runs.metrics import MetricsFile
 from harness.runs.upstream import optimizer_by_name
-from harness.training.compilation import settle_compilation
 from harness.training.loss_meter import LossMeter
 from harness.training.reporter import Reporter, program_and_settings, restore_summary
-from harness.training.rng import random_state, seed_for_rank, set_random_state
-from harness.training.saving import HostCopies, build_writer
-from harness.training.startup import Start, say
+from harness.training.saving import AsyncWriter, HostCopies, SyncWriter
+from harness.training.startup import PreparedRun, say
 from harness.training.step import OptimizerStep
+
+# Keeps the random streams of neighbouring ranks and seeds apart: rank 1 of seed 42 is not rank 0 of seed 43.
+RANK_STRIDE = 1_000_003
 
 
 class Checkpointer:
     """Saves the run and takes it up again. Every method is called on every rank; rank 0 reads and writes."""
 
-    def __init__(self, start: Start, world: World, step: OptimizerStep, meter: LossMeter, reporter: Reporter) -> None:
-        self.start = start
+    def __init__(
+        self, prepared: PreparedRun, world: World, step: OptimizerStep, meter: LossMeter, reporter: Reporter
+    ) -> None:
+        self.prepared = prepared
         self.world = world
         self.step = step
         self.model = step.bare_model
         self.meter = meter
         self.reporter = reporter
-        self.run = start.experiment.run
-        self.config = start.experiment.config
-        self.writer = build_writer(in_background=self.config.async_checkpoint)
+        self.run = prepared.experiment.run
+        self.config = prepared.experiment.config
+        self.writer = AsyncWriter() if self.config.async_checkpoint else SyncWriter()
         # On a CPU a save at once needs a copy too (weights that share memory cannot be written), but not between saves.
         is_kept = self.config.async_checkpoint or world.device.type == "cuda"
         self.copies = HostCopies(world.device, keep=is_kept)
-        self.saved_step = start.position.first_step - 1
+        self.saved_step = prepared.position.first_step - 1
         # The checkpoint that it began from, which keep_checkpoints does not remove.
-        self.protected = {start.checkpoint.name} if start.checkpoint else set()
+        self.protected = {prepared.checkpoint.name} if prepared.checkpoint else set()
 
     # Restoring --------------------------------------------------------------------------------------------------------
 
     def restore(self, loader: TokenLoader) -> None:
-        """Put model, optimizer, random states and unreported losses where the start's checkpoint left them; without
+        """Put model, optimizer, random states and unreported losses where the run's checkpoint left them; without
         one, begin: load initial weights, set earlier results aside, seed. `loader` has what the step is warmed up with.
 
         Raises UserError if the checkpoint is another model's.
         """
         # After the weights and before all states, which a pass would change.
         warm_up = partial(self._warm_up, loader.microbatch(0))
-        if self.start.checkpoint is None:
+        if self.prepared.checkpoint is None:
             self._begin()
             warm_up()
             seed_for_rank(self.config.random_seed, self.world.rank)
             return
-        saved = self._read(self.start.checkpoint)
-        self.model.load_checkpoint_tensors(saved.weights, self.start.checkpoint)
+        saved = self._read(self.prepared.checkpoint)
+        self.model.load_checkpoint_tensors(saved.weights, self.prepared.checkpoint)
         warm_up()
-        self._load_states(saved, self.start.checkpoint)
-        self.reporter.continuing(self.start.checkpoint, saved, self.step.precision)
-        self.world.on_rank0(partial(rewind, self.run, self.start.checkpoint, saved.meta))
+        self._load_states(saved, self.prepared.checkpoint)
+        self.reporter.continuing(self.prepared.checkpoint, saved, self.step.precision)
+        self.world.on_rank0(partial(rewind, self.run, self.prepared.checkpoint, saved.meta))
 
     def _warm_up(self, microbatch: Microbatch) -> None:
-        settle_compilation(self.step, microbatch, self.config.compile, self.world)
+        self.step.settle_compilation(microbatch, self.config.compile, self.world)
         self.step.warm_up(microbatch)
         if self.world.device.type == "cpu":
             keep_if_ample(free_memory() // self.world.local_size)
@@ -103,10 +106,10 @@ class Checkpointer:
     def _load_states(self, saved: Checkpoint, path: Path) -> None:
         """All but the weights. A checkpoint of the lab notebook, the program that this format comes from, has neither
         random states nor losses."""
-        seed, first_step = self.config.random_seed, self.start.position.first_step
+        seed, first_step = self.config.random_seed, self.prepared.position.first_step
         states = OptimizerStates(saved.optimizer, saved.scaler)
         try:
-            if self.start.is_from_notebook:
+            if self.prepared.is_from_notebook:
                 load_notebook_optimizer(self.step, states)
                 seed_for_rank(seed, self.world.rank, first_step)
             else:
@@ -121,7 +124,7 @@ class Checkpointer:
         """The scheduled checkpoint after the last step done; `best` points to it if its validation loss is the lowest
         yet, or if there is no validation."""
         state.begin_checkpoint()
-        if self.start.position.is_due(state.global_step, self.config.validation_interval):
+        if self.prepared.position.is_due(state.global_step, self.config.validation_interval):
             state.record_if_best(state.val_loss)
         self._save(state, planned=True)
         self.reporter.checkpoint(state)
@@ -154,7 +157,7 @@ class Checkpointer:
 
     def finish(self) -> None:
         """Return when every checkpoint is on the disk."""
-        with self.start.clock.phase("checkpointing"):
+        with self.prepared.clock.phase("checkpointing"):
             self.world.on_rank0(self.writer.wait)
 
     @contextmanager
@@ -176,7 +179,7 @@ class Checkpointer:
             "validation_due": during == "validation",
             "benchmarks_due": during == "benchmarks",
         }
-        with self.start.clock.phase("checkpointing"):
+        with self.prepared.clock.phase("checkpointing"):
             self.check_weights(state)
             ranks = capture_ranks(self.meter, self.world)
             self.world.on_rank0(self.writer.wait)  # it reads the copy of the save before
@@ -185,27 +188,27 @@ class Checkpointer:
         self.saved_step = state.global_step
 
     def _meta(self, state: TrainState, occasion: dict[str, Any]) -> CheckpointMeta:
-        tokenizer = self.start.dataset.tokenizer
+        tokenizer = self.prepared.dataset.tokenizer
         return CheckpointMeta(
             **state.values(),
             **occasion,
-            seconds=self.start.clock.now(),
+            seconds=self.prepared.clock.now(),
             metrics_bytes=self.reporter.metrics.size(),
             world_size=self.world.size,
-            microbatch_size=self.start.layout.microbatch_size,
-            accumulation_steps=self.start.layout.accumulation_steps,
+            microbatch_size=self.prepared.layout.microbatch_size,
+            accumulation_steps=self.prepared.layout.accumulation_steps,
             device=self.world.device_name,
             precision=self.step.precision.name,
             tokenizer=tokenizer.name if isinstance(tokenizer, Path) else tokenizer,
             torch=torch.__version__,
-            **program_and_settings(self.start),
-            **vars(self.start.provenance),
+            **program_and_settings(self.prepared),
+            **vars(self.prepared.provenance),
         )
 
     def _write(self, states: OptimizerStates, ranks: dict[str, Any], meta: CheckpointMeta) -> None:
         """Hand a copy of everything to the writer, which may be a thread. A GPU may still be at the copy of the tensors
         then: the next step comes after it, and the writer waits for it."""
-        tokenizer = self.start.dataset.tokenizer
+        tokenizer = self.prepared.dataset.tokenizer
         weights = checkpoint_views(self.model.state_dict(), self.model.config)
         copied = self.copies.copy({"weights": weights, "optimizer": states.optimizer})
         checkpoint = Checkpoint(
@@ -225,14 +228,14 @@ class Checkpointer:
             checkpoints.prune(self.run.checkpoints, self.config.keep_checkpoints, {path.name} | self.protected)
 
 
-def finish_already_trained(start: Start, world: World, *, named: bool) -> None:
+def finish_already_trained(prepared: PreparedRun, world: World, *, named: bool) -> None:
     """A finished run: say so, and do what a process that was killed in its very last lines could not do any more.
     `named`: the checkpoint is one that the user asked for. Collective."""
-    run = start.experiment.run
-    say(world, f"{run.path.name} is finished: {start.position.first_step:,} global steps; --restart trains it again")
-    if start.checkpoint and start.meta and not named:
-        world.on_rank0(partial(rewind, run, start.checkpoint, start.meta))
-    restore_summary(start, world)
+    run = prepared.experiment.run
+    say(world, f"{run.path.name} is finished: {prepared.position.first_step:,} global steps; --restart trains it again")
+    if prepared.checkpoint and prepared.meta and not named:
+        world.on_rank0(partial(rewind, run, prepared.checkpoint, prepared.meta))
+    restore_summary(prepared, world)
 
 
 def rewind(run: RunDirectory, path: Path, meta: CheckpointMeta) -> None:
@@ -250,7 +253,15 @@ def rewind(run: RunDirectory, path: Path, meta: CheckpointMeta) -> None:
 
 def capture_ranks(meter: LossMeter, world: World) -> dict[str, Any]:
     """Gather each rank's own state: its random state and its losses not yet reported. Collective."""
-    return {"ranks": world.gather({"random": random_state(world.device), "window": meter.state()})}
+    random = {"cpu": torch.get_rng_state()}
+    if world.device.type == "cuda":
+        random["cuda"] = torch.cuda.get_rng_state(world.device)
+    return {"ranks": world.gather({"random": random, "window": meter.state()})}
+
+
+def seed_for_rank(seed: int, rank: int, step: int = 0) -> None:
+    """Set a random state of this rank's own, for dropout, from global `step` on."""
+    torch.manual_seed((seed + (rank + 1) * RANK_STRIDE + step * RANK_STRIDE**2) % 2**63)
 
 
 def restore_ranks(saved: dict[str, Any], meter: LossMeter, world: World, *, seed: int, step: int) -> None:
@@ -267,7 +278,9 @@ def restore_ranks(saved: dict[str, Any], meter: LossMeter, world: World, *, seed
         if len(ranks) == world.size:
             own_losses, own_random = ranks[world.rank]
             meter.load_state(own_losses)
-            set_random_state(own_random, world.device)
+            torch.set_rng_state(own_random["cpu"])
+            if world.device.type == "cuda" and "cuda" in own_random:
+                torch.cuda.set_rng_state(own_random["cuda"], world.device)
             return
         seed_for_rank(seed, world.rank, step)
         if world.is_main:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from harness.training.evaluations import Evaluations
     from harness.training.loss_meter import LossMeter
     from harness.training.reporter import Reporter
-    from harness.training.startup import Start
+    from harness.training.startup import PreparedRun
     from harness.training.step import OptimizerStep
 
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 class Trainer:
     """The loop. Every method is called on every rank; `reporter` and `checkpointer` know what rank 0 alone does."""
 
-    start: Start
+    prepared: PreparedRun
     world: World
     stop: StopSignal
     state: TrainState
@@ -58,10 +58,10 @@ class Trainer:
         self.stop.listen()
         survive_closed_output(self.stop.hang_up)
         self.reporter.console.start()
-        steps = range(self.start.position.first_step, self.start.position.total_steps)
+        steps = range(self.prepared.position.first_step, self.prepared.position.total_steps)
         try:
-            if self.start.interrupted_in:  # a signal came in the middle of what follows the last step
-                self.after_step(self.state.global_step, first=self.start.interrupted_in)
+            if self.prepared.interrupted_in:  # a signal came in the middle of what follows the last step
+                self.after_step(self.state.global_step, first=self.prepared.interrupted_in)
             for step in self.stop.steps(self.world, steps, between=self.checkpointer.raise_failed_save):
                 self.train_step(step)
                 self.after_step(step)
@@ -73,9 +73,10 @@ class Trainer:
             raise
 
     def train_step(self, step: int) -> None:
-        """One update of the weights. The device may still be at it afterwards."""
-        with self.start.clock.phase("training"), self.world.watchdog.guard(Place(step, "step")):
-            done = step - self.start.position.first_step
+        """One update of the weights: forward and backward over this rank's microbatches, gradients exchanged with the
+        last of them, clipped and applied (`OptimizerStep.run`). The device may still be at it afterwards."""
+        with self.prepared.clock.phase("training"), self.world.watchdog.guard(Place(step, "step")):
+            done = step - self.prepared.position.first_step
             microbatches = self.loader.microbatches(done, self.world.rank)
             batch_tokens = self.loader.batches.at(done).global_tokens
             rate, decay = self.rates.at(step, batch_tokens)
@@ -85,22 +86,22 @@ class Trainer:
 
     def after_step(self, step: int, *, first: str = "report") -> None:
         """Do what is due after a step, from `first` on; all of it before the checkpoint, which includes the results."""
-        due = due_after(step, self.start.position, self.start.experiment.config, first=first)
+        due = due_after(step, self.prepared.position, self.prepared.experiment.config, first=first)
         if "report" in due:
             self.report(step)
         if "validation" in due:
-            with self.start.clock.phase("validation"):
+            with self.prepared.clock.phase("validation"):
                 self.state.val_loss = self.evaluations.validation_loss(step)
             self.reporter.validation(self.state.val_loss, self.state)
         if "benchmarks" in due:
-            with self.start.clock.phase("benchmarks"):
+            with self.prepared.clock.phase("benchmarks"):
                 scores = self.evaluations.benchmark_scores(step)
             self.reporter.benchmarks(scores, self.state)
         if "sample" in due:
             self.reporter.sample(self.evaluations.sample(), self.state)
         if "checkpoint" in due:
             self.checkpointer.save(self.state)
-            if step != self.start.position.last_step:
+            if step != self.prepared.position.last_step:
                 self.stop.raise_if_set(self.world)  # a save takes long, and torchrun kills after 30 seconds
         elif "weights_check" in due:
             self.checkpointer.check_weights(self.state)
@@ -108,13 +109,13 @@ class Trainer:
     def report(self, step: int) -> None:
         """Wait for the device, and report the losses since the last report. Raises RunError if too many gradients in a
         row were not finite."""
-        with self.start.clock.phase("training"):
+        with self.prepared.clock.phase("training"):
             with self.world.watchdog.guard(Place(step, "report")):
                 self.meter.synchronize()
             metrics = self.meter.reduce(self.world)
             self.state.add_report(metrics.loss, metrics.microbatches, metrics.skipped_steps)
             self.reporter.training(metrics, self.state, self.optimizer_step.optimizer.learning_rate)
-        metrics.check_skipped_steps(step, self.start.experiment.config.max_skipped_steps, self.world)
+        metrics.check_skipped_steps(step, self.prepared.experiment.config.max_skipped_steps, self.world)
 
 
 def print_schema(context: click.Context, _: click.Parameter, kind: str | None) -> None:
@@ -213,18 +214,17 @@ def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions)
     from checkpointing import finish_already_trained
     from harness.distributed.world import World
     from harness.training import startup
-    from harness.training.clock import Clock
 
-    clock, stop = Clock(), StopSignal()
+    clock, stop = startup.Clock(), StopSignal()
     world = World.join(is_stopping=stop.is_set)  # it listens from Trainer.train on
-    start = startup.prepare(experiment, world, clock, checkpoint, options)
-    if start.is_finished:
-        finish_already_trained(start, world, named=checkpoint is not None)
+    prepared = startup.prepare(experiment, world, clock, checkpoint, options)
+    if prepared.is_finished:
+        finish_already_trained(prepared, world, named=checkpoint is not None)
     else:
         with startup.explained_failures(experiment.config.microbatch_size, stop):
-            trainer = build_trainer(start, world, stop)
+            trainer = build_trainer(prepared, world, stop)
             trainer.checkpointer.restore(trainer.loader)
-            world.on_rank0(start.note_begun)
+            world.on_rank0(prepared.note_begun)
             with trainer.checkpointer.saving_to_the_end():
                 trainer.train()
             trainer.reporter.summary(trainer.state)
@@ -232,44 +232,41 @@ def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions)
     world.leave()
 
 
-def build_trainer(start: Start, world: World, stop: StopSignal) -> Trainer:
+def build_trainer(prepared: PreparedRun, world: World, stop: StopSignal) -> Trainer:
     """Model, optimizer, data and all that the loop drives, made once and in order. Collective."""
     load("torch._dynamo")  # optimizers and the wrap for several ranks would at their first use
+    import torch
+
     from checkpointing import Checkpointer
-    from gpt import GPTModel
     from harness.data.loader import TokenLoader
-    from harness.model.precision import Precision
     from harness.model.weights import check_memory
     from harness.planning.rates import Rates
     from harness.training.evaluations import Evaluations
     from harness.training.loss_meter import LossMeter
-    from harness.training.parallel import model_options, parallelise
     from harness.training.reporter import Reporter
-    from harness.training.rng import seed_alike
-    from harness.training.step import build_step
+    from harness.training.step import build_training_step
     from harness.training.zero1 import StatePartition
 
-    config, position = start.experiment.config, start.position
-    seed_alike(config.random_seed)  # every rank draws the same weights
-    precision = Precision.for_training(start.step_config.precision, world.device)
-    check_memory(start.experiment.model)
-    model = GPTModel(start.experiment.model, **model_options(start.experiment, precision))
-    trained = parallelise(model.to(world.device), start.experiment, world)
+    config, position = prepared.experiment.config, prepared.position
+    check_memory(prepared.experiment.model)
+    torch.manual_seed(config.random_seed)  # every rank draws the same weights
     partition = StatePartition.for_world(world)
-    step = build_step(model, trained, start.step_config, before_exchange=world.watchdog.beat, partition=partition)
-    meter, reporter = LossMeter(world.device, model.config), Reporter(start, world)
+    step = build_training_step(
+        *(prepared.experiment, prepared.step_config, world), partition=partition, before_exchange=world.watchdog.beat
+    )
+    meter, reporter = LossMeter(world.device, prepared.experiment.model), Reporter(prepared, world)
     return Trainer(
-        start,
+        prepared,
         world,
         stop,
-        state=start.state(world),
-        loader=TokenLoader(start.dataset.split("train"), position.start_token, start.layout, start.batches),
-        rates=Rates.of(config, position.total_steps, start.layout.global_tokens),
+        state=prepared.state(world),
+        loader=TokenLoader(prepared.dataset.split("train"), position.start_token, prepared.layout, prepared.batches),
+        rates=Rates.of(config, position.total_steps, prepared.layout.global_tokens),
         optimizer_step=step,
         meter=meter,
-        evaluations=Evaluations(start, world, step, stop),
+        evaluations=Evaluations(prepared, world, step, stop),
         reporter=reporter,
-        checkpointer=Checkpointer(start, world, step, meter, reporter),
+        checkpointer=Checkpointer(prepared, world, step, meter, reporter),
     )
 
 

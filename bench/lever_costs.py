@@ -27,15 +27,12 @@ import torch
 # `python bench/...` puts bench/ on the path, not the repository root.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from gpt import GPTModel
 from harness.common.errors import one_line_errors
 from harness.data.loader import Microbatch
 from harness.distributed.world import World
-from harness.model.precision import Precision
 from harness.sweeps.derived_runs import DerivedRun
 from harness.sweeps.file import load_sweep
-from harness.training.parallel import model_options, parallelise
-from harness.training.step import OptimizerStep, build_step
+from harness.training.step import OptimizerStep, build_training_step
 from harness.training.zero1 import StatePartition
 
 WARM_UP = 3
@@ -69,9 +66,7 @@ def contestant(run: DerivedRun, world: World) -> Contestant:
     """Training as ddp_train.py runs it, without its data."""
     config, shape = run.train_config, run.model_config
     torch.manual_seed(config.random_seed)
-    experiment, precision = run.experiment(Path()), Precision.for_training(config.precision, world.device)
-    model = GPTModel(shape, **model_options(experiment, precision)).to(world.device)
-    step = build_step(model, parallelise(model, experiment, world), config, partition=StatePartition.for_world(world))
+    step = build_training_step(run.experiment(Path()), config, world, partition=StatePartition.for_world(world))
     batch = config.microbatch_size, shape.context_length
     clock = time.process_time if world.size == 1 else time.perf_counter
     return Contestant(run.name, step, config.accumulation_steps(world.size), batch, shape.vocab_size, clock)

@@ -70,7 +70,7 @@ PLACES = {
         "harness.training.zero1",
     },
     ("torch.nn.parallel", "torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed"): {
-        "harness.training.parallel"
+        "harness.training.step"
     },
     ("optuna",): {"harness.sweeps.search"},
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,17 +12,18 @@ from harness.distributed.world import World
 from harness.model.tensor_names import HEAD
 from harness.runs.optimizer_state import MOMENTS
 from harness.runs.train_config import TrainConfig
-from harness.training.gradients import clip_divisor, clip_gradients, gradient_norm
 from harness.training.zero1 import NamedState, Shard, StatePartition, StateShapes, check_state
 
 
-@dataclass(frozen=True)
-class Group:
-    """Parameters by name that have one peak rate and one decay."""
-
-    learning_rate: float
-    weight_decay: float
-    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+def measure_gradients(
+    parameters: Iterable[nn.Parameter], max_norm: float | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Scalars on the device: the norm over all gradients; 1.0 if it is not finite, else 0.0 (fp32); and the divisor
+    (fp32) that brings the norm to at most `max_norm`, None where nothing is clipped. The divisor's epsilon is that of
+    torch.nn.utils.clip_grad_norm_."""
+    norm = torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
+    divisor = None if max_norm is None else torch.clamp((norm + 1e-6) / max_norm, min=1.0).float()
+    return norm, (~torch.isfinite(norm)).float(), divisor
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -30,24 +31,22 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def adamw_groups(model: nn.Module, config: TrainConfig, parameters: dict[str, nn.Parameter]) -> list[Group]:
-    """Some of the model's parameters by rate and decay, in the order of each group's first."""
+def adamw_groups(
+    model: nn.Module, config: TrainConfig, parameters: dict[str, nn.Parameter]
+) -> dict[tuple[float, float], dict[str, nn.Parameter]]:
+    """Some of the model's parameters, with their names, by peak rate and weight decay."""
     embeddings: set[Tensor] = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    groups: dict[tuple[float, float], Group] = {}
+    groups: dict[tuple[float, float], dict[str, nn.Parameter]] = {}
     for name, parameter in parameters.items():
-        own_rate = _own_rate(name, parameter, config, is_embedding=parameter in embeddings)
+        own_rate = config.head_learning_rate if name == HEAD else None
+        if parameter.dim() < 2:
+            own_rate = config.vector_learning_rate
+        elif parameter in embeddings:
+            own_rate = config.embedding_learning_rate
         rate = config.learning_rate if own_rate is None else own_rate
         decay = config.weight_decay if config.decay_all_parameters or parameter.dim() >= 2 else 0.0
-        groups.setdefault((rate, decay), Group(rate, decay)).parameters[name] = parameter
-    return list(groups.values())
-
-
-def _own_rate(name: str, parameter: nn.Parameter, config: TrainConfig, *, is_embedding: bool) -> float | None:
-    if parameter.dim() < 2:
-        return config.vector_learning_rate
-    if is_embedding:
-        return config.embedding_learning_rate
-    return config.head_learning_rate if name == HEAD else None
+        groups.setdefault((rate, decay), {})[name] = parameter
+    return groups
 
 
 class AdamW:
@@ -67,38 +66,33 @@ class AdamW:
         """Optimise all parameters that are trained, or those given."""
         groups = adamw_groups(model, config, trained_parameters(model) if parameters is None else parameters)
         self._partition = partition or StatePartition()
-        self._peak = self._rate = config.learning_rate
-        self.parameters = {name: parameter for group in groups for name, parameter in group.parameters.items()}
+        self._peak = self.learning_rate = config.learning_rate
+        self.parameters = {name: parameter for group in groups.values() for name, parameter in group.items()}
         self.shards = self._partition.cut({name: parameter.numel() for name, parameter in self.parameters.items()})
-        self._own = {shard: self._tensor(shard) for shard in self.shards if shard.owner == self._partition.rank}
+        # The tensors that torch's optimizer updates: parameters themselves, or views of parts of them.
+        self._own: dict[Shard, Tensor] = {}
+        for shard in self.shards:
+            if shard.owner == self._partition.rank:
+                parameter = self.parameters[shard.name]
+                self._own[shard] = parameter if self._partition.size == 1 else shard.of(parameter)
         self._has_state = False
         settings: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps}
-        self._adamw = torch.optim.AdamW([self._torch_group(group) for group in groups], **settings, fused=True)
-        for group in self.param_groups:
-            group["peak_learning_rate"], group["full_weight_decay"] = group["lr"], group["weight_decay"]
+        torch_groups: list[dict[str, Any]] = []
+        for (rate, decay), group in groups.items():
+            own = [tensor for shard, tensor in self._own.items() if shard.name in group]
+            full = {"peak_learning_rate": rate, "full_weight_decay": decay}
+            torch_groups.append({"params": own, "lr": rate, "weight_decay": decay, **full})
+        self._adamw = torch.optim.AdamW(torch_groups, **settings, fused=True)
         # Of whole gradients, which all ranks have alike: what GradScaler decides by.
         self._scaled = torch.optim.SGD(list(self.parameters.values())) if self.parameters else None
-
-    def _tensor(self, shard: Shard) -> Tensor:
-        """The tensor that torch's optimizer updates: a parameter itself, or a view of a part of it."""
-        parameter = self.parameters[shard.name]
-        return parameter if self._partition.size == 1 else shard.of(parameter)
-
-    def _torch_group(self, group: Group) -> dict[str, Any]:
-        own = [tensor for shard, tensor in self._own.items() if shard.name in group.parameters]
-        return {"params": own, "lr": group.learning_rate, "weight_decay": group.weight_decay}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """torch's: dicts of `params`, `lr`, `weight_decay` and so on."""
         return self._adamw.param_groups
 
-    @property
-    def learning_rate(self) -> float:
-        return self._rate
-
     def set_multiplier(self, multiplier: float, decay: float = 1.0) -> None:
-        self._rate = self._peak * multiplier
+        self.learning_rate = self._peak * multiplier
         for group in self.param_groups:
             group["lr"] = group["peak_learning_rate"] * multiplier
             group["weight_decay"] = group["full_weight_decay"] * decay
@@ -107,12 +101,11 @@ class AdamW:
         if scaler.is_enabled():
             assert self._scaled is not None
             scaler.unscale_(self._scaled)
-            norm = clip_gradients(self.parameters.values(), max_norm)
-            skipped = (~torch.isfinite(norm)).float()
-            self.step(skipped, None)
-        else:
-            norm, skipped = gradient_norm(self.parameters.values())
-            self.step(skipped, clip_divisor(norm, max_norm))
+        norm, skipped, divisor = measure_gradients(self.parameters.values(), max_norm)
+        if scaler.is_enabled() and max_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
+            divisor = None
+        self.step(skipped, divisor)
         self._partition.exchange(self.shards, self.parameters)
         scaler.update()
         return norm.float(), skipped
@@ -157,7 +150,9 @@ class AdamW:
 
     def load_named_state(self, saved: NamedState) -> None:
         check_state(saved, self.state_shapes())
-        index = {tensor: index for index, tensor in enumerate(self._tensors())}
+        # Group by group, as torch numbers them.
+        tensors = [tensor for group in self.param_groups for tensor in group["params"]]
+        index = {tensor: index for index, tensor in enumerate(tensors)}
         state = {index[tensor]: self._own_state(shard, saved[shard.name]) for shard, tensor in self._own.items()}
         groups = self._adamw.state_dict()["param_groups"]
         self._adamw.load_state_dict({"state": state, "param_groups": groups})
@@ -170,7 +165,3 @@ class AdamW:
             return whole
         # Copies: views would keep all of it.
         return {key: (shard.of(value) if value.dim() else value).clone() for key, value in whole.items()}
-
-    def _tensors(self) -> list[Tensor]:
-        """All tensors in torch's order: group by group."""
-        return [tensor for group in self.param_groups for tensor in group["params"]]

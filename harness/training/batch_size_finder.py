@@ -25,7 +25,6 @@ from pathlib import Path
 import click
 import torch
 
-from gpt import GPTModel
 from harness.common.errors import RunError, UserError
 from harness.common.files import replace_text
 from harness.common.memory import (
@@ -44,18 +43,15 @@ from harness.data.loader import Microbatch
 from harness.distributed.world import World
 from harness.evaluation.loss import microbatch_losses
 from harness.model.kernels import explain_nondeterminism, should_compile
-from harness.model.precision import Precision
 from harness.model.weights import checkpoint_views, save_weights
 from harness.planning.experiment import Experiment
 from harness.runs.checkpoint_meta import read_meta
 from harness.runs.checkpoints import choose_start
 from harness.runs.results import MicrobatchSearch, TriedMicrobatch, now, write_result
 from harness.runs.throughput import KERNEL_KEYS
-from harness.training.compilation import explain_failed_compilation
-from harness.training.parallel import model_options, parallelise
 from harness.training.saving import HostCopies
 from harness.training.startup import choose_precision, fetch_dataset, remark_on_machine, say
-from harness.training.step import OptimizerStep, build_step
+from harness.training.step import OptimizerStep, build_training_step, explain_failed_compilation
 from harness.training.zero1 import StatePartition
 
 # NCCL makes its buffers, of up to a GiB or more, when it is first used: so many bytes are exchanged before.
@@ -83,9 +79,8 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
     if world.device.type == "cuda":
         world.exchange_once(EXCHANGE_BYTES)
         release_memory(world.device)
-    search = MicrobatchSearcher(
-        experiment, world, dataset, limit_memory(world.device, memory_limit_gib, world.local_size)
-    )
+    limit = limit_memory(world.device, memory_limit_gib, world.local_size)
+    search = MicrobatchSearcher(experiment, world, dataset, limit)
     found = search.find(ceiling)
     if world.is_main:
         search.report(found, is_all_data=found == ceiling)
@@ -94,10 +89,6 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
         written = world.on_rank0(lambda: write_microbatch_size(experiment, found, world.size))
         say(world, f"{experiment.run.train_json}: microbatch_size is now {written}")
     world.leave()
-
-
-class SearchTooLong(Exception):  # noqa: N818 - not an error
-    """Ends a search that has taken SEARCH_SECONDS."""
 
 
 class MicrobatchSearcher:
@@ -122,11 +113,7 @@ class MicrobatchSearcher:
         Raises RunError if not even one sequence fits.
         """
         rough = {"growth": COMPILED_GROWTH, "fineness": COMPILED_FINENESS} if self.compiles else {}
-        try:
-            found = largest_that_fits(self.fits, ceiling, self.guess, **rough)
-        except SearchTooLong:
-            found = int(max(size for size, _ in self.peaks))
-            self.remark = f"More may fit; the search has ended after {SEARCH_SECONDS:,.0f} s"
+        found = largest_that_fits(self.fits, ceiling, self.guess, **rough)
         if not found:
             raise self.world.collective_error(
                 f"not even a microbatch of 1 fits in {self.limit.gib:.2f} GiB, of which {self.limit.note}; use a "
@@ -135,10 +122,11 @@ class MicrobatchSearcher:
         return found
 
     def fits(self, microbatch_size: int) -> bool:
-        """Try a size. The same on every rank. Raises SearchTooLong instead of trying it too late."""
+        """Try a size; too late for that, none fits any more. The same on every rank."""
         is_late = self.world.device.type == "cpu" and time.monotonic() - self._began > SEARCH_SECONDS
         if not self.world.all_true(not (is_late and self.peaks)):
-            raise SearchTooLong
+            self.remark = f"More may fit; the search has ended after {SEARCH_SECONDS:,.0f} s"
+            return False
         say(self.world, f"trying {microbatch_size} ...")
         own = self._try_in_child(microbatch_size) if self.world.device.type == "cpu" else self._try(microbatch_size)
         release_memory(self.world.device)  # here no traceback holds the tensors that did not fit
@@ -219,11 +207,8 @@ class MicrobatchSearcher:
             latest = choose_start(experiment.run.checkpoints, None)
         name = choose_precision(experiment.config, world.device, read_meta(latest) if latest else None)
         config = experiment.config.model_copy(update={"precision": name})
-        precision = Precision.for_training(name, world.device)
-        model = GPTModel(experiment.model, **model_options(experiment, precision)).to(world.device)
         alone = World(0, world.local_rank, 1, 1, world.device)
-        partition = StatePartition(world.rank, world.size) if config.shard_optimizer else StatePartition()
-        return build_step(model, parallelise(model, experiment, alone), config, partition=partition)
+        return build_training_step(experiment, config, alone, partition=StatePartition(world.rank, world.size))
 
     def _try_in_child(self, microbatch_size: int) -> int | None:
         """`_try` in a child process whose writable memory is limited."""
@@ -274,11 +259,8 @@ class MicrobatchSearcher:
         limit = f"limit {self.limit.gib:.2f} GiB, of which {self.limit.note}{data}"
         print(f"Memory: {fit} (from {len(self.peaks)} peaks; {limit})")
         print(f"Search: {self._tried} sizes, {time.monotonic() - self._began:,.0f} s", flush=True)
-        keep_search(self.experiment, self._record(found, is_all_data=is_all_data))
-
-    def _record(self, found: int, *, is_all_data: bool) -> MicrobatchSearch:
         train = self.experiment.config.model_dump(mode="json")
-        return MicrobatchSearch(
+        search = MicrobatchSearch(
             date=now(),
             device=self.world.device_name,
             torch=str(torch.__version__),
@@ -295,6 +277,7 @@ class MicrobatchSearcher:
             model=self.experiment.model.model_dump(mode="json"),
             train={key: train[key] for key in KERNEL_KEYS},
         )
+        keep_search(self.experiment, search)
 
 
 def _end_with(sentinel: int) -> None:

@@ -30,14 +30,14 @@ class ChartProcess:
         if self._is_stale:
             return
         self._close()
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         try:
             self._process = subprocess.Popen(
                 [*WORKER, str(self._run.metrics), str(self._run.chart), self._run.path.name],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 text=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                env={**os.environ, "PYTHONPATH": path},
                 start_new_session=True,  # Ctrl-C is for the training
             )
         except (OSError, ValueError) as error:

@@ -23,7 +23,7 @@ from harness.evaluation.likelihood import Scorer
 from harness.evaluation.loss import mean, microbatch_losses
 from harness.model.precision import Precision
 from harness.runs.train_config import TrainConfig
-from harness.training.startup import Start
+from harness.training.startup import PreparedRun
 from harness.training.step import OptimizerStep
 
 SAMPLE_TOKENS = 50
@@ -40,12 +40,12 @@ class Sample:
 class Evaluations:
     """Measurements of the model after a step. Every method is called on every rank, and returns the same there."""
 
-    def __init__(self, start: Start, world: World, step: OptimizerStep, stop: StopSignal) -> None:
+    def __init__(self, prepared: PreparedRun, world: World, step: OptimizerStep, stop: StopSignal) -> None:
         """Collective. Raises UserError if train.json's benchmarks cannot be had."""
         self.world = world
-        self.config = start.experiment.config
-        self.dataset = start.dataset
-        self.layout = start.layout
+        self.config = prepared.experiment.config
+        self.dataset = prepared.dataset
+        self.layout = prepared.layout
         self.model = step.bare_model
         self.precision = step.precision
         self.stop = stop
@@ -80,16 +80,17 @@ class Evaluations:
 
     def sample(self) -> Sample:
         """Text with which the current model continues train.json's `sample_prompt`. Collective."""
-        return self.world.on_rank0(self._sample)
-
-    def _sample(self) -> Sample:
         prompt = self.config.sample_prompt
         assert prompt is not None
-        tokenizer, sampling = load_tokenizer(self.dataset.tokenizer), Sampling(seed=self.config.random_seed)
-        try:
-            return Sample(continue_text(self.model, tokenizer, prompt, SAMPLE_TOKENS, sampling))
-        except RunError as error:  # whether the run goes on is for others to decide
-            return Sample("", str(error))
+
+        def sample() -> Sample:
+            tokenizer, sampling = load_tokenizer(self.dataset.tokenizer), Sampling(seed=self.config.random_seed)
+            try:
+                return Sample(continue_text(self.model, tokenizer, prompt, SAMPLE_TOKENS, sampling))
+            except RunError as error:  # whether the run goes on is for others to decide
+                return Sample("", str(error))
+
+        return self.world.on_rank0(sample)
 
 
 def losses_over_ranks(

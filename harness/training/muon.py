@@ -13,8 +13,7 @@ from harness.distributed.world import World
 from harness.model.weights import split_fused
 from harness.runs.optimizer_state import MOMENTS, NEWTON_SCHULZ_STEPS, is_muons, newton_schulz_flops
 from harness.runs.train_config import MUON_FIRST_MOMENTUM, TrainConfig
-from harness.training.adamw import AdamW, trained_parameters
-from harness.training.gradients import clip_divisor, gradient_norm
+from harness.training.adamw import AdamW, measure_gradients, trained_parameters
 from harness.training.zero1 import NamedState, Shard, StatePartition, StateShapes, check_state
 
 # Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (https://kellerjordan.github.io/posts/muon/),
@@ -91,11 +90,6 @@ def batches_of(matrices: list[Matrix]) -> list[list[Matrix]]:
     return batches
 
 
-def batch_cost(batch: list[Matrix]) -> float:
-    """Floating-point operations of orthogonalising it."""
-    return sum(newton_schulz_flops(*matrix.sides) for matrix in batch)
-
-
 T = TypeVar("T")
 
 (BUFFER,) = MOMENTS["muon"]
@@ -131,27 +125,30 @@ class Muon:
         self._adamw = AdamW(model, config, self._partition, others)
         matrices = [each for name, parameter in self._muons.items() for each in matrices_of(name, parameter, model)]
         batches = batches_of(matrices)
-        owners = self._partition.owners([batch_cost(batch) for batch in batches])
+        flops = [sum(newton_schulz_flops(*matrix.sides) for matrix in batch) for batch in batches]
+        owners = self._partition.owners(flops)
         shared = list(zip(batches, owners, strict=True))
         self._shards = [each.shard(owner) for batch, owner in shared for each in batch]
         self._batches = [batch for batch, owner in shared if owner == self._partition.rank]
         self._momenta: dict[Matrix, Tensor] = {}  # flat, of this rank's matrices
         self._whole: dict[str, Tensor] = {}  # where nothing is shared out: what those are views of
         self._steps: Tensor | None = None  # that were not skipped, fp32, on the device; None before the first
-        self._multiplier = self._decay_multiplier = 1.0
+        self._scale = SCALES[config.muon_update_scale]
+        self.set_multiplier(1.0)
 
     @property
     def learning_rate(self) -> float:
         return self._adamw.learning_rate
 
     def set_multiplier(self, multiplier: float, decay: float = 1.0) -> None:
-        self._multiplier, self._decay_multiplier = multiplier, decay
+        own_rate, own_decay = self._config.muon_learning_rate, self._config.muon_weight_decay
+        self._rate = multiplier * (self._config.learning_rate if own_rate is None else own_rate)
+        self._decay = decay * (self._config.weight_decay if own_decay is None else own_decay)
         self._adamw.set_multiplier(multiplier, decay)
 
     def update(self, scaler: torch.amp.GradScaler, max_norm: float | None) -> tuple[Tensor, Tensor]:
         assert not scaler.is_enabled(), "fp16 is refused before"
-        norm, skipped = gradient_norm(self._parameters.values())
-        divisor = clip_divisor(norm, max_norm)
+        norm, skipped, divisor = measure_gradients(self._parameters.values(), max_norm)
         self._adamw.step(skipped, divisor)
         self._step_matrices(skipped, divisor)
         self._partition.exchange([*self._adamw.shards, *self._shards], self._parameters)
@@ -163,17 +160,14 @@ class Muon:
             self._make_state()
         assert self._steps is not None
         dtype = next(iter(self._muons.values())).dtype
-        kept, momentum = (1 - skipped).to(dtype), self._momentum(dtype)
+        kept = (1 - skipped).to(dtype)
+        # Rises linearly from MUON_FIRST_MOMENTUM, if there is a warm-up.
+        full, steps = self._config.muon_momentum, self._config.muon_momentum_warmup_steps
+        part = torch.ones_like(self._steps) if steps is None else (self._steps / steps).clamp(max=1)
+        momentum = full - (full - MUON_FIRST_MOMENTUM) * (1 - part.to(dtype))
         for batch in self._batches:
             self._step_batch(batch, kept, momentum, divisor)
         self._steps += kept
-
-    def _momentum(self, dtype: torch.dtype) -> Tensor:
-        """Momentum of the next step: rises linearly from MUON_FIRST_MOMENTUM, if there is a warm-up."""
-        assert self._steps is not None
-        full, steps = self._config.muon_momentum, self._config.muon_momentum_warmup_steps
-        part = torch.ones_like(self._steps) if steps is None else (self._steps / steps).clamp(max=1)
-        return full - (full - MUON_FIRST_MOMENTUM) * (1 - part.to(dtype))
 
     def _step_batch(self, batch: list[Matrix], kept: Tensor, momentum: Tensor, divisor: Tensor | None) -> None:
         """Update matrices, or with `kept` of 0 leave them and their momentum as they are."""
@@ -190,20 +184,7 @@ class Muon:
         for each, update_MxN in zip(batch, updates_GxMxN, strict=True):
             weight_MxN = each.of(self._muons[each.name])
             weight_MxN *= 1 - self._rate * self._decay * kept
-            weight_MxN -= update_MxN.to(weight_MxN.dtype) * (self._rate * self._scale(each) * kept)
-
-    @property
-    def _rate(self) -> float:
-        own = self._config.muon_learning_rate
-        return self._multiplier * (self._config.learning_rate if own is None else own)
-
-    @property
-    def _decay(self) -> float:
-        own = self._config.muon_weight_decay
-        return self._decay_multiplier * (self._config.weight_decay if own is None else own)
-
-    def _scale(self, matrix: Matrix) -> float:
-        return SCALES[self._config.muon_update_scale](matrix.rows, matrix.columns)
+            weight_MxN -= update_MxN.to(weight_MxN.dtype) * (self._rate * self._scale(each.rows, each.columns) * kept)
 
     def _make_state(self) -> None:
         """Momentum of zero, of each parameter or, where it is shared out, of each own matrix."""

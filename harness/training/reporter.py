@@ -40,7 +40,7 @@ from harness.runs.throughput import Throughput, peak_flops
 from harness.training.chart_process import ChartProcess
 from harness.training.evaluations import Sample
 from harness.training.loss_meter import TrainMetrics, metric_values
-from harness.training.startup import Start, say
+from harness.training.startup import PreparedRun, say
 
 # For a chart that is still being drawn when training ends, or is stopped: torchrun kills 30 seconds after a signal.
 LAST_CHART_SECONDS = 60.0
@@ -90,48 +90,48 @@ class Console:
 class Reporter:
     """Writes down what the loop tells it. The numbers of the run so far are in the TrainState that comes with it."""
 
-    def __init__(self, start: Start, world: World) -> None:
-        self.start = start
+    def __init__(self, prepared: PreparedRun, world: World) -> None:
+        self.prepared = prepared
         self.world = world
-        self.run = start.experiment.run
-        self.clock = start.clock
+        self.run = prepared.experiment.run
+        self.clock = prepared.clock
         self.metrics = MetricsFile(self.run.metrics)
         self.chart = ChartProcess(self.run)
-        self.console = Console(start.position.total_steps, start.position.first_step, visible=world.is_main)
-        self.throughput = throughput_on(start, world.device_name)
+        self.console = Console(prepared.position.total_steps, prepared.position.first_step, visible=world.is_main)
+        self.throughput = throughput_on(prepared, world.device_name)
         self._seconds_at_start = dict(self.clock.seconds)
-        self._tokens = start.batches.tokens_before(start.position.total_steps - start.position.first_step)
-        self._last_report = (start.position.tokens_seen, self.clock.seconds["training"])
+        self._tokens = prepared.batches.tokens_before(prepared.position.total_steps - prepared.position.first_step)
+        self._last_report = (prepared.position.tokens_seen, self.clock.seconds["training"])
 
     def beginning(self, precision: Precision) -> None:
         """Say what begins here, and from which weights."""
-        size = f"{self.start.provenance.parameters:,} parameters, {self.world.size} x {self.world.device.type}"
+        size = f"{self.prepared.provenance.parameters:,} parameters, {self.world.size} x {self.world.device.type}"
         say(self.world, f"{self.run.path.name}: {size}, {precision.name}, {self._steps_left()}")
         self._say_where()
-        if (initial := self.start.experiment.config.initial_weights) is not None:
+        if (initial := self.prepared.experiment.config.initial_weights) is not None:
             say(self.world, f"  starting from {initial}")
 
     def continuing(self, path: Path, saved: Checkpoint, precision: Precision) -> None:
         """Say where the run resumes, and what is not as it was when `path` was saved."""
         say(self.world, f"{self.run.path.name}: continuing from {path.name}, {self._steps_left()} to go")
         self._say_where()
-        if self.start.is_from_notebook:
+        if self.prepared.is_from_notebook:
             taken = "weights and optimizer" if saved.optimizer else "weights"
-            tokens = self.start.position.tokens_seen
+            tokens = self.prepared.position.tokens_seen
             say(self.world, f"  not written by this program: its {taken} are taken, and {tokens:,} tokens are")
             say(self.world, "  counted as seen: its global steps, with this run's batch")
         then, now = saved.meta.precision, precision.name
         if then not in (None, now):
             say(self.world, f"  precision: {then} -> {now}")
-        wanted = self.start.experiment.config.precision
+        wanted = self.prepared.experiment.config.precision
         if now != (best := Precision.for_training(wanted, self.world.device).name):
             say(self.world, f'  in {now}, as it was begun; "precision": "{best}" would be faster here')
-        for change in changed_settings(saved.meta, self.start.provenance):
+        for change in changed_settings(saved.meta, self.prepared.provenance):
             say(self.world, f"  train.json has changed since: {change}")
 
     def _steps_left(self) -> str:
-        steps = self.start.position.total_steps - self.start.position.first_step
-        sizes = [f"{stage.layout.global_tokens:,}" for stage in self.start.batches.stages]
+        steps = self.prepared.position.total_steps - self.prepared.position.first_step
+        sizes = [f"{stage.layout.global_tokens:,}" for stage in self.prepared.batches.stages]
         return f"{steps:,} global steps of {' to '.join(dict.fromkeys([sizes[0], sizes[-1]]))} tokens"
 
     def _say_where(self) -> None:
@@ -194,7 +194,7 @@ class Reporter:
         if not self.world.is_main:
             return
         self._append(CheckpointEvent, state, is_best=state.is_best)
-        if not self.start.experiment.config.validates:
+        if not self.prepared.experiment.config.validates:
             self.chart.draw()
 
     def stopped(self, signal_number: int, state: TrainState) -> None:
@@ -217,13 +217,13 @@ class Reporter:
         peak = peak_gib(self.world)
         if self.world.is_main:
             summary = summarise(
-                *(self.run.path.name, state, self.start.provenance),
+                *(self.run.path.name, state, self.prepared.provenance),
                 seconds=self.clock.now(),
                 throughput=self.throughput,
                 device=self.world.device_name,
                 peak_memory_gib=peak,
-                layout=self.start.layout,
-                recorded=program_and_settings(self.start),
+                layout=self.prepared.layout,
+                recorded=program_and_settings(self.prepared),
             )
             self.metrics.make_durable()
             write_summary(self.run, summary)
@@ -237,7 +237,7 @@ class Reporter:
         """Projected for the rest of the run, at the pace since this process started."""
         seconds = self.clock.now()
         here = sum(seconds[phase] - self._seconds_at_start[phase] for phase in seconds if phase != "setup")
-        done = state.tokens_seen - self.start.position.tokens_seen
+        done = state.tokens_seen - self.prepared.position.tokens_seen
         return here * (self._tokens - done) / done
 
 
@@ -250,11 +250,11 @@ def peak_gib(world: World) -> float:
 RECORDED = ("versions", "commit", "budget", "scaled", "active_parameters", "moe_router_loss_scale")
 
 
-def program_and_settings(start: Start) -> dict[str, Any]:
+def program_and_settings(prepared: PreparedRun) -> dict[str, Any]:
     """The program's versions and commit and, where there are such, the resolved values of train.json's budget and
     scaling rules and of a mixture of experts: for checkpoints and the summary."""
-    experiment = start.experiment
-    resolved: dict[str, Any] = {"budget": start.budget, "scaled": start.scaled.values or None}
+    experiment = prepared.experiment
+    resolved: dict[str, Any] = {"budget": prepared.budget, "scaled": prepared.scaled.values or None}
     if experiment.model.moe:
         resolved["active_parameters"] = experiment.model.active_parameters
         resolved["moe_router_loss_scale"] = experiment.moe_router_loss_scale
@@ -262,25 +262,25 @@ def program_and_settings(start: Start) -> dict[str, Any]:
     return program | {key: value for key, value in resolved.items() if value is not None}
 
 
-def throughput_on(start: Start, device_name: str) -> Throughput:
-    experiment = start.experiment
+def throughput_on(prepared: PreparedRun, device_name: str) -> Throughput:
+    experiment = prepared.experiment
     return Throughput(experiment.model.flops_per_token, peak_flops(device_name), experiment.config.price_per_hour)
 
 
-def restore_summary(start: Start, world: World) -> None:
+def restore_summary(prepared: PreparedRun, world: World) -> None:
     """Write the summary of a finished run whose process ended before it could, from the last checkpoint. Collective."""
-    meta, run = start.meta, start.experiment.run
+    meta, run = prepared.meta, prepared.experiment.run
     if meta is None or run.summary.exists() or not meta.seconds:  # nothing of it was trained here
         return
-    provenance = Provenance(meta.model or {}, start.experiment.model.parameters, meta.train, meta.dataset or {})
+    provenance = Provenance(meta.model or {}, prepared.experiment.model.parameters, meta.train, meta.dataset or {})
     device = meta.device or world.device_name  # like the layout, not necessarily that of today
     summary = summarise(
         *(run.path.name, meta.state(), provenance),
         seconds=dict.fromkeys(PHASES, 0.0) | meta.seconds,
-        throughput=throughput_on(start, device),
+        throughput=throughput_on(prepared, device),
         device=device,
         peak_memory_gib=peak_gib(world),
-        layout=recorded_layout(start.layout, meta),
+        layout=recorded_layout(prepared.layout, meta),
         recorded={key: getattr(meta, key) for key in RECORDED if getattr(meta, key) not in (None, {})},
     )
     world.on_rank0(lambda: write_summary(run, summary))

@@ -61,10 +61,6 @@ class AsyncWriter(SyncWriter):
         self.check()
 
 
-def build_writer(*, in_background: bool) -> SyncWriter:
-    return AsyncWriter() if in_background else SyncWriter()
-
-
 # Each tensor begins at a multiple of so many bytes: of a cache line, and so of every element's size.
 ALIGNMENT = 64
 
@@ -86,7 +82,8 @@ class HostCopies:
         On a GPU the copies are only enqueued: they precede all later work of the current stream, such as the next step,
         and can be read after `wait`. The copies of an earlier call are overwritten.
         """
-        tensors = list(_tensors(tree))
+        tensors: list[Tensor] = []
+        _replaced(tree, tensors.append)
         places = iter(self._places(tensors))
         copied = _replaced(tree, lambda tensor: next(places).copy_(tensor, non_blocking=True))
         if self._device.type == "cuda":
@@ -115,16 +112,10 @@ class HostCopies:
         """A buffer of at least so many bytes."""
         if self._buffer is not None and self._buffer.nbytes >= size:
             return self._buffer
-        self._buffer = None  # before there is another
-        buffer = self._allocate(size)
-        if self._keep:
-            self._buffer = buffer
-        return buffer
-
-    def _allocate(self, size: int) -> Tensor:
+        self._buffer = buffer = None  # before there is another
         if self._device.type == "cuda" and self._keep:
             try:
-                return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
             except RuntimeError as error:
                 reason = str(error).splitlines()[0]
                 print(
@@ -133,14 +124,11 @@ class HostCopies:
                     file=sys.stderr,
                     flush=True,
                 )
-        return torch.empty(size, dtype=torch.uint8)
-
-
-def _tensors(tree: dict[str, Any]) -> list[Tensor]:
-    """All tensors of nested dicts, in order."""
-    found: list[Tensor] = []
-    _replaced(tree, found.append)
-    return found
+        if buffer is None:
+            buffer = torch.empty(size, dtype=torch.uint8)
+        if self._keep:
+            self._buffer = buffer
+        return buffer
 
 
 def _replaced(tree: dict[str, Any], function: Any) -> dict[str, Any]:

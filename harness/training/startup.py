@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shlex
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
@@ -33,13 +34,51 @@ from harness.runs import checkpoints
 from harness.runs.budget import Budget
 from harness.runs.checkpoint_meta import CheckpointMeta, Provenance, TrainState, upgrade_notebook_meta
 from harness.runs.directory import RunDirectory
+from harness.runs.metrics import PHASES
 from harness.runs.throughput import Conditions, same_conditions, unknown_peak
 from harness.runs.train_config import TrainConfig
-from harness.training.clock import Clock
+
+
+@dataclass
+class Clock:
+    """Seconds spent in each phase, over all parts of a run that was continued."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    _phase: str = "setup"
+    _since: float = field(default_factory=time.perf_counter)
+
+    def add(self, earlier: dict[str, float]) -> None:
+        """Count the seconds that earlier parts of the run took, too."""
+        for phase in self.seconds:
+            self.seconds[phase] += earlier.get(phase, 0.0)
+
+    def enter(self, phase: str) -> str:
+        """Count time for `phase` from now on; the phase that ends."""
+        now = time.perf_counter()
+        self.seconds[self._phase] += now - self._since
+        ended, self._phase, self._since = self._phase, phase, now
+        return ended
+
+    @contextmanager
+    def phase(self, phase: str) -> Iterator[None]:
+        before = self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def now(self) -> dict[str, float]:
+        """Seconds by phase up to this moment."""
+        self.enter(self._phase)
+        return dict(self.seconds)
+
+    @property
+    def total(self) -> float:
+        return sum(self.now().values())
 
 
 @dataclass(frozen=True)
-class Start:
+class PreparedRun:
     """The inputs of a process's training: all is checked, and nothing is built yet."""
 
     experiment: Experiment
@@ -98,7 +137,9 @@ class Start:
         return state
 
 
-def prepare(experiment: Experiment, world: World, clock: Clock, checkpoint: str | None, options: TrainOptions) -> Start:
+def prepare(
+    experiment: Experiment, world: World, clock: Clock, checkpoint: str | None, options: TrainOptions
+) -> PreparedRun:
     """Take the run's lock, fetch its data, choose and verify the checkpoint to continue from, and check the plan.
 
     `checkpoint` is a folder's name, "latest" or "best"; None for the latest, if there is one. Of `options`, --restart
@@ -130,8 +171,17 @@ def prepare(experiment: Experiment, world: World, clock: Clock, checkpoint: str 
     assert plan.position is not None, "the dataset is here"
     checkpoints.check_tokenizer(dataset.tokenizer)
     precision = world.broadcast(lambda: choose_precision(experiment.config, world.device, meta))
-    return Start(
-        *(experiment, dataset, layout, plan.position, clock, path, meta, is_from_notebook, lock, precision),
+    return PreparedRun(
+        experiment,
+        dataset,
+        layout,
+        plan.position,
+        clock,
+        checkpoint=path,
+        meta=meta,
+        is_from_notebook=is_from_notebook,
+        lock=lock,
+        precision=precision,
         budget=plan.budget,
         scaled=plan.scaled,
     )

@@ -1,21 +1,37 @@
-"""One optimizer step: accumulate gradients over microbatches, exchange them once, update the weights."""
+"""One optimizer step on a model as train.json has it trained: wrapped for several ranks, compiled, or neither."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
+from torch.nn.parallel import DistributedDataParallel
 
+from gpt import GPTModel
+from harness.common.errors import UserError
+from harness.common.memory import is_out_of_memory
 from harness.data.loader import Microbatch
+from harness.distributed.world import World
+from harness.model.kernels import (
+    choose_kernels,
+    explain_nondeterminism,
+    is_compiled,
+    run_eagerly,
+    tune_by_coordinate_descent,
+)
 from harness.model.precision import Precision
+from harness.planning.experiment import Experiment
 from harness.runs.train_config import TrainConfig
-from harness.training.gradients import zero_gradients
 from harness.training.optimizer import Optimizer, build_optimizer
+from harness.training.startup import say
 from harness.training.zero1 import StatePartition
+
+REASON_CHARACTERS = 200  # of a compiler's error
 
 
 @dataclass(frozen=True)
@@ -46,6 +62,7 @@ class OptimizerStep:
         """
         self.model = model
         self.bare_model: Any = getattr(model, "module", model)  # what is saved, evaluated and sampled from
+        self.is_wrapped = isinstance(model, DistributedDataParallel)
         self.optimizer = optimizer
         self.precision = precision
         self.max_norm = config.clipping_max_norm
@@ -59,28 +76,25 @@ class OptimizerStep:
     def run(self, microbatches: Sequence[Microbatch], multiplier: float, decay: float = 1.0) -> StepResult:
         """One step over this rank's microbatches at `multiplier` times the peak learning rates and `decay` times the
         weight decays."""
-        losses, expert_tokens = self._passes(microbatches)
+        losses_A, expert_tokens = self.accumulate(microbatches)
         self.optimizer.set_multiplier(multiplier, decay)
-        norm, skipped = self.optimizer.update(self.scaler, self.max_norm)
+        norm, skipped = self.optimizer.update(self.scaler, self.max_norm)  # clips, and skips what is not finite
         self.forget_gradients()
-        return StepResult(losses, norm, skipped, expert_tokens)
+        return StepResult(losses_A, norm, skipped, expert_tokens)
 
-    def accumulate(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """Forward and backward over the microbatches; the mean gradient over them, and ranks, is then in `.grad`. The
-        loss of each."""
-        return self._passes(microbatches)[0]
-
-    def _passes(self, microbatches: Sequence[Microbatch]) -> tuple[Tensor, Tensor | None]:
-        """`accumulate`, and how many tokens each expert got, if there are any."""
+    def accumulate(self, microbatches: Sequence[Microbatch], *, exchange: bool = True) -> tuple[Tensor, Tensor | None]:
+        """Forward and backward over the microbatches; the mean gradient over them, and with `exchange` over the ranks,
+        is then in `.grad`. Returns the loss of each, and how many tokens each expert got, if there are any."""
         losses: list[Tensor] = []
         expert_tokens: list[Tensor] = []
-        for index, microbatch in enumerate(microbatches):
+        for number, microbatch in enumerate(microbatches, start=1):
             inputs_BxT, targets_BxT = microbatch.to(self.device)
+            is_exchanged = exchange and number == len(microbatches)
             # Off before the forward: DDP decides there whether this backward exchanges gradients.
-            with self._gradient_exchange(last=index == len(microbatches) - 1):
+            with nullcontext() if is_exchanged or not self.is_wrapped else self.model.no_sync():  # type: ignore[operator]
                 with self.precision.autocast():
                     terms = self.model(inputs_BxT, targets_BxT)
-                if index == len(microbatches) - 1:
+                if is_exchanged:
                     self.before_exchange()
                 self.scaler.scale(terms.sum() / len(microbatches)).backward()
             losses.append(terms.detach().flatten()[0].double())
@@ -97,26 +111,85 @@ class OptimizerStep:
         self.accumulate([microbatch])
         self.forget_gradients()
 
-    def pass_alone(self, microbatch: Microbatch) -> None:
-        """One forward and backward pass without the other ranks, which leaves no gradients."""
-        inputs_BxT, targets_BxT = microbatch.to(self.device)
-        with self._gradient_exchange(last=False):
-            with self.precision.autocast():
-                terms = self.model(inputs_BxT, targets_BxT)
-            self.scaler.scale(terms.sum()).backward()
-        self.model.zero_grad(set_to_none=True)  # as they were: DDP has not made them views of its buckets yet
-
     def forget_gradients(self) -> None:
         """Make the gradients those of no microbatch."""
-        if hasattr(self.model, "no_sync"):  # they are views of DDP's buckets, which stay
-            zero_gradients(self.bare_model.parameters())
+        if self.is_wrapped:  # they are views of DDP's buckets, which stay
+            if gradients := [each.grad for each in self.bare_model.parameters() if each.grad is not None]:
+                torch._foreach_zero_(gradients)
         else:  # nobody's buffers: the next backward pass brings its own, and nothing has to be set to zero and added
             self.bare_model.zero_grad(set_to_none=True)
 
-    def _gradient_exchange(self, *, last: bool) -> AbstractContextManager[object]:
-        if last or not hasattr(self.model, "no_sync"):
-            return nullcontext()
-        return self.model.no_sync()  # type: ignore[operator]
+    def settle_compilation(self, microbatch: Microbatch, setting: bool | Literal["auto"], world: World) -> None:
+        """Compile what `choose_kernels` has marked, by a pass that leaves nothing but random numbers drawn.
+
+        If that fails on any rank, with train.json's `compile` "auto" all ranks go on without, and say so once. With
+        true: raises UserError on all of them. Collective, for ranks with the same model.
+        """
+        if not is_compiled(self.bare_model):
+            return
+        failure = None
+        try:
+            self.accumulate([microbatch], exchange=False)
+            self.model.zero_grad(set_to_none=True)  # as they were: DDP has not made them views of its buckets yet
+        except TorchDynamoException as error:
+            if is_out_of_memory(error) or explain_nondeterminism(error):
+                raise
+            failure = _reason(error)
+        failures = [each for each in world.gather(failure) if each is not None]
+        if not failures:
+            return
+        if setting is True:
+            raise UserError(_cannot_be_compiled(failures[0]))
+        run_eagerly(self.bare_model)
+        say(world, f"note: the model is not compiled, and trains more slowly: compiling failed: {failures[0]}")
+
+
+def explain_failed_compilation(error: BaseException) -> str | None:
+    """A line for a compiler's error; None for another one."""
+    return _cannot_be_compiled(_reason(error)) if isinstance(error, TorchDynamoException) else None
+
+
+def _cannot_be_compiled(reason: str) -> str:
+    return f'train.json: key "compile": the model cannot be compiled here: {reason}; mend that, or let compile be false'
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of a compiler's error that is not torch's own preamble, cut to REASON_CHARACTERS."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    said = [line for line in lines if line and not line.endswith("raised:")] or [type(error).__name__]
+    return said[0][:REASON_CHARACTERS]
+
+
+def build_training_step(
+    experiment: Experiment,
+    config: TrainConfig,
+    world: World,
+    *,
+    partition: StatePartition,
+    before_exchange: Callable[[], None] = lambda: None,
+) -> OptimizerStep:
+    """The step of an experiment on a model with new weights, with the kernels that `config` asks for, its gradients
+    exchanged between the ranks of `world`. `config` is the experiment's, with the precision that the run has.
+
+    Collective. Raises UserError if this machine cannot compute it as train.json demands.
+    """
+    precision = Precision.for_training(config.precision, world.device)
+    model = GPTModel(
+        experiment.model,
+        recompute_blocks=config.activation_checkpointing,
+        residual_dtype=precision.residual_dtype(config.residual_precision),
+        moe_router_loss_scale=experiment.moe_router_loss_scale,
+    ).to(world.device)
+    if config.coordinate_descent_tuning:
+        tune_by_coordinate_descent()
+    choose_kernels(model, experiment.model.drop_rates.attention_weights, world.device, compiled=config.compile)
+    trained: nn.Module = model
+    if world.size > 1:
+        devices = [world.device] if world.device.type == "cuda" else None
+        trained = DistributedDataParallel(
+            model, device_ids=devices, gradient_as_bucket_view=True, bucket_cap_mb=config.bucket_mb
+        )
+    return build_step(model, trained, config, before_exchange, partition)
 
 
 def build_step(

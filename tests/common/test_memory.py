@@ -44,20 +44,19 @@ ANOTHER_TROUBLE = [
 ]
 
 
-@pytest.mark.parametrize("text", FULL)
-def test_all_faces_of_a_full_device(text: str) -> None:
-    assert is_out_of_memory(RuntimeError(text))
-
-
-def test_exceptions_made_for_it() -> None:
-    assert is_out_of_memory(torch.OutOfMemoryError("no words"))
-    assert is_out_of_memory(MemoryError())
-    assert is_out_of_memory(RunError("out of memory in writing the checkpoint"))
-
-
-@pytest.mark.parametrize("text", ANOTHER_TROUBLE)
-def test_other_troubles_are_not_taken_for_it(text: str) -> None:
-    assert not is_out_of_memory(RuntimeError(text))
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        *((RuntimeError(text), True) for text in FULL),
+        *((RuntimeError(text), False) for text in ANOTHER_TROUBLE),
+        (torch.OutOfMemoryError("no words"), True),
+        (MemoryError(), True),
+        (RunError("out of memory in writing the checkpoint"), True),
+    ],
+    ids=str,
+)
+def test_all_faces_of_a_full_device_and_no_other_trouble(error: Exception, expected: bool) -> None:
+    assert is_out_of_memory(error) == expected
 
 
 class PretendedGpu:

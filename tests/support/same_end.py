@@ -36,8 +36,8 @@ def assert_same_end(one: Path, other: Path) -> None:
 
 def assert_goes_on_to_the_same_end(shop: Workshop, run: Path) -> None:
     """A copy of a finished run, continued from its second checkpoint as it was begun."""
-    again = Path(shutil.copytree(run, run.with_name("again"), symlinks=True))
-    shop.train("again", list_checkpoints(run / "checkpoints")[1][1].name)
+    again = Path(shutil.copytree(run, run.with_name(f"{run.name}-again"), symlinks=True))
+    shop.train(again.name, list_checkpoints(run / "checkpoints")[1][1].name)
     assert_same_end(run, again)
 
 

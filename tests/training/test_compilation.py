@@ -15,7 +15,6 @@ from harness.common.errors import UserError
 from harness.data.loader import Microbatch
 from harness.distributed.world import World
 from harness.model import kernels
-from harness.training.compilation import settle_compilation
 from harness.training.step import build_step
 from tests.support.configs import model_in, train_in
 from tests.support.launch import Workshop
@@ -59,7 +58,7 @@ class FakeCompiler:
         self.microbatch = Microbatch(np.zeros(5, dtype=np.uint16), context_length=4)
 
     def settle(self, setting: Literal["auto", True]) -> None:
-        settle_compilation(self.step, self.microbatch, setting, World(0, 0, 1, 1, torch.device("cpu")))
+        self.step.settle_compilation(self.microbatch, setting, World(0, 0, 1, 1, torch.device("cpu")))
 
 
 FAILED = TorchDynamoException("backend='inductor' raised:\nCppCompileError: C++ compile error\n\nCommand:\ng++")
@@ -81,15 +80,19 @@ def test_true_does_not(tmp_path: Path) -> None:
         fake.settle(True)
 
 
-def test_an_error_of_the_model_itself_is_no_compilers(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"^shapes do not match"):
-        FakeCompiler(tmp_path, RuntimeError("shapes do not match")).settle(True)
-
-
-@pytest.mark.parametrize("text", ["CUDA out of memory", "put_ does not have a deterministic implementation, but"])
-def test_other_errors_are_told_as_what_they_are(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "setting"),
+    [
+        ("shapes do not match", True),
+        ("CUDA out of memory", "auto"),
+        ("put_ does not have a deterministic implementation, but", "auto"),
+    ],
+)
+def test_errors_that_are_no_compilers_are_told_as_what_they_are(
+    tmp_path: Path, text: str, setting: Literal["auto", True]
+) -> None:
     with pytest.raises(RuntimeError, match=text):
-        FakeCompiler(tmp_path, RuntimeError(text)).settle("auto")
+        FakeCompiler(tmp_path, RuntimeError(text)).settle(setting)
 
 
 def weights(run: Path) -> bytes:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness.runs.checkpoints import list_checkpoints
-from tests.support.launch import Process, Workshop, finish, metrics
+from tests.support.launch import PATIENCE_SECONDS, Workshop, finish, metrics
 from tests.support.same_end import assert_same_end
 
 # Dropout 0.1 and accumulation 2 come from the launcher's defaults.
@@ -25,6 +25,25 @@ COMMON: dict[str, Any] = {
     "warmup_steps": 4,
     "clipping_max_norm": 0.5,
 }
+FAULTS = "from tests.support.faults import *\n"
+SHORT = COMMON | {"min_train_tokens": 256}
+ASIDE = {"checkpoints", "metrics.jsonl", "summary.json", "training-run-chart.png"}
+MUON = {"optimizer": "muon", "muon_momentum_warmup_steps": 6, "vector_learning_rate": 0.003}
+# At the end each rank says in how many buckets its gradients were exchanged.
+COUNTED = """
+import os
+from torch.nn.parallel import DistributedDataParallel
+from harness.training.reporter import Reporter
+wrapped, init, summary = [], DistributedDataParallel.__init__, Reporter.summary
+def made(self, *arguments, **options):
+    init(self, *arguments, **options)
+    wrapped.append(self)
+def count(self, state):
+    sizes = wrapped[0]._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")
+    print(f"rank {os.environ['RANK']}: {len(sizes)} buckets of {max(map(int, sizes))} bytes")
+    summary(self, state)
+DistributedDataParallel.__init__, Reporter.summary = made, count
+"""
 
 
 @pytest.fixture(scope="module")
@@ -34,24 +53,28 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return shop
 
 
-def stop_after(shop: Workshop, name: str, step: int, number: signal.Signals = signal.SIGTERM) -> Sequence[Process]:
-    """Start a run and send rank 0 a signal once its metrics have reached a step."""
-    processes = shop.start(name)
-    path = shop.runs / name / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while f'"global_step": {step},' not in (path.read_text() if path.exists() else ""):
-        assert time.monotonic() < deadline, finish(processes, expect=None, timeout=10)
-        assert processes[0].poll() is None, finish(processes, expect=None, timeout=10)
-        time.sleep(0.002)
-    os.kill(processes[0].pid, number)
-    return processes
+@pytest.fixture(scope="module")
+def finished(shop: Workshop) -> Path:
+    """A run of four steps on one rank."""
+    run = shop.add_run("finished", **SHORT)
+    shop.train("finished", ranks=1)
+    return run
+
+
+def copy_of(run: Path, name: str) -> Path:
+    return Path(shutil.copytree(run, run.with_name(name), symlinks=True))
 
 
 def test_continued_from_a_named_checkpoint(shop: Workshop) -> None:
-    """Everything after the named checkpoint is moved aside, not deleted, and the new end is the old one."""
-    run = shop.add_run("named", **COMMON)
-    shop.train("named")
-    shutil.copytree(run, shop.runs / "first", symlinks=True)
+    """Everything after the named checkpoint is moved aside, not deleted, and the new end is the old one. Gradients are
+    exchanged in several buckets, each closed by the tensor that exceeds `bucket_mb`."""
+    run = shop.add_run("named", model={"emb_dim": 256}, **COMMON, bucket_mb=1)
+    counts = re.findall(r"rank \d: (\d+) buckets of (\d+) bytes", shop.train("named", prelude=COUNTED).stdout)
+    assert len(counts) == 2
+    assert counts[0] == counts[1]
+    assert int(counts[0][0]) > 4
+    assert int(counts[0][1]) <= 2 * 2**20
+    first = copy_of(run, "first")
     old, lines = list_checkpoints(run / "checkpoints"), metrics(run)
     assert [step for step, _ in old] == [0, 5, 10, 15, 19]
     assert f"continuing from {old[1][1].name}" in shop.train("named", old[1][1].name).stdout
@@ -61,30 +84,36 @@ def test_continued_from_a_named_checkpoint(shop: Workshop) -> None:
     kept = [json.loads(line) for line in tail.read_text().splitlines()]
     # The named checkpoint's own line stays; all later ones are in the tail, and the end's summary and chart beside it.
     assert kept == [line for line in lines if line["global_step"] > 5]
-    assert {path.name for path in tail.parent.iterdir()} == {
-        "checkpoints",
-        "metrics.jsonl",
-        "summary.json",
-        "training-run-chart.png",
-    }
-    assert_same_end(shop.runs / "first", run)
+    assert {path.name for path in tail.parent.iterdir()} == ASIDE
+    assert_same_end(first, run)
 
 
-def test_restart_moves_everything_aside(shop: Workshop) -> None:
-    other = shop.add_run("again", **COMMON | {"min_train_tokens": 256})
-    shop.train("again", ranks=1)
-    files = [path for path in other.iterdir() if path.is_file() and path.suffix != ".json" and path.name != ".lock"]
+@pytest.mark.parametrize("optimizer", [{}, MUON], ids=["adamw", "muon"])
+def test_a_shared_out_optimizer_goes_on_as_a_whole_one(shop: Workshop, optimizer: dict[str, Any]) -> None:
+    """On two ranks; then on four, the state kept the other way."""
+    settings = COMMON | {"min_train_tokens": 512, "gradient_accumulation_steps": 1, "precision": "fp32"} | optimizer
+    name = optimizer.get("optimizer", "adamw")
+    runs = {flag: shop.add_run(f"{name}-{flag}", **settings, shard_optimizer=flag) for flag in (True, False)}
+    for run in runs.values():
+        shop.train(run.name)
+    files = [run / "checkpoints" / "latest" / "optimizer.pt" for run in runs.values()]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    for flag, run in runs.items():
+        shop.add_run(run.name, **settings | {"min_train_tokens": 768}, shard_optimizer=not flag)
+        said = shop.train(run.name, ranks=4).stdout
+        assert f"train.json has changed since: shard_optimizer: {json.dumps(flag)} -> {json.dumps(not flag)}" in said
+    assert_same_end(*runs.values())
+
+
+def test_restart_moves_everything_aside(shop: Workshop, finished: Path) -> None:
+    run = copy_of(finished, "again")
+    files = [path for path in run.iterdir() if path.is_file() and path.suffix != ".json" and path.name != ".lock"]
     before = {path.name: path.read_bytes() for path in files}
     shop.train("again", "--restart", ranks=1)
-    (aside,) = (other / "aside").iterdir()
-    assert {path.name for path in aside.iterdir()} == {
-        "checkpoints",
-        "metrics.jsonl",
-        "summary.json",
-        "training-run-chart.png",
-    }
+    (aside,) = (run / "aside").iterdir()
+    assert {path.name for path in aside.iterdir()} == ASIDE
     assert all((aside / name).read_bytes() == content for name, content in before.items())
-    assert [step for step, _ in list_checkpoints(other / "checkpoints")] == [0, 3]
+    assert [step for step, _ in list_checkpoints(run / "checkpoints")] == [0, 3]
 
 
 def test_another_world_goes_on_at_the_same_token(tmp_path: Path) -> None:
@@ -106,53 +135,60 @@ def test_another_world_goes_on_at_the_same_token(tmp_path: Path) -> None:
     assert [event["tokens_seen"] for event in metrics(run)] == sorted(event["tokens_seen"] for event in metrics(run))
 
 
-def test_a_changed_model_or_dataset_is_refused(shop: Workshop) -> None:
-    other = shop.add_run("changed", **COMMON | {"min_train_tokens": 256})
-    shop.train("changed", ranks=1)
-    shop.add_run("changed", model={"emb_dim": 32}, **COMMON | {"min_train_tokens": 256})
-    result = shop.train("changed", ranks=1, expect=2)
-    assert "made with another model: emb_dim: 16 -> 32" in result.stderr
-    shop.add_run("changed", **COMMON | {"min_train_tokens": 256})
+def test_a_changed_model_dataset_or_optimizer_is_refused(shop: Workshop, finished: Path) -> None:
+    """Before anything is touched; another run may start from its weights."""
+    run = copy_of(finished, "changed")
+    shop.add_run("changed", model={"emb_dim": 32}, **SHORT)
+    assert "made with another model: emb_dim: 16 -> 32" in shop.train("changed", ranks=1, expect=2).stderr
+    shop.add_run("changed", **SHORT | {"min_train_tokens": 1024}, **MUON)
+    for arguments in ([], ["--plan"]):
+        result = shop.attempt(*arguments, run="changed")
+        assert result.status == 2
+        (line,) = result.error_lines
+        assert 'made with "optimizer": "adamw", but train.json has "muon"; put it back, use --restart' in line
+    shop.add_run("changed", **SHORT)
     second = Workshop(shop.path / "elsewhere")
     second.add_dataset(tokens=40_000, seed=1)
     (second.runs).symlink_to(shop.runs)
-    result = second.train("changed", ranks=1, expect=2)
-    assert "made with another dataset" in result.stderr
-    assert [step for step, _ in list_checkpoints(other / "checkpoints")] == [0, 3]
+    assert "made with another dataset" in second.train("changed", ranks=1, expect=2).stderr
+    assert [step for step, _ in list_checkpoints(run / "checkpoints")] == [0, 3]
+    initial = str(run / "checkpoints" / "latest" / "model.safetensors")
+    shop.add_run("new", **SHORT, **MUON, initial_weights=initial)
+    assert "starting from" in shop.train("new", ranks=1).stdout
 
 
 def test_a_second_process_is_refused(shop: Workshop) -> None:
     """Two jobs would overwrite one another's results."""
-    run = shop.add_run("twice", **COMMON | {"min_train_tokens": 128 * 300, "validation_interval": 250})
-    first = stop_after(shop, "twice", 30, signal.SIGSTOP)  # frozen, not ended
+    run = shop.add_run("twice", **COMMON)
+    (first,) = shop.start("twice", ranks=1, prelude=FAULTS + "before(STEP, freeze, step=7)")
+    wait_for(run / "checkpoints" / "best")
     before = list_checkpoints(run / "checkpoints")
     result = shop.train("twice", ranks=1, expect=2)
     assert "is being trained by another process" in result.stderr
     assert list_checkpoints(run / "checkpoints")[: len(before)] == before
     assert not (run / "aside").exists()
-    os.kill(first[0].pid, signal.SIGCONT)
-    finish(first, expect=0, timeout=60)
+    while Path(f"/proc/{first.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
+    os.kill(first.pid, signal.SIGCONT)
+    finish([first], expect=0, timeout=PATIENCE_SECONDS)
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.01)
 
 
 def test_stopped_in_a_validation_and_continued(shop: Workshop) -> None:
     """A validation may outlast torchrun's patience: it is left off, and done when the run continues."""
     settings = COMMON | {"min_train_tokens": 512, "validation_interval": 2, "validation_batches": 15}
-    run = shop.add_run("validating", **settings)
-    slow = "import time, harness.distributed.signals as e; f = e.SharedWork.until_stopped\n"
-    slow += "def g(self, i):\n    for x in f(self, i):\n        time.sleep(0.3); yield x\n"
-    (process,) = shop.start("validating", ranks=1, prelude=slow + "e.SharedWork.until_stopped = g")
-    path = run / "metrics.jsonl"
-    while not path.exists():
-        time.sleep(0.01)
-    time.sleep(0.5)  # fifteen microbatches take four and a half seconds
-    os.kill(process.pid, signal.SIGTERM)
-    began = time.monotonic()
-    finish([process], expect=128 + signal.SIGTERM, timeout=60)
-    assert time.monotonic() - began < 4
+    run, straight = shop.add_run("validating", **settings), shop.add_run("validated", **settings)
+    stopping = FAULTS + "after_first_evaluated(tell(SIGTERM), step=0)"
+    shop.train("validating", ranks=1, prelude=stopping, expect=128 + signal.SIGTERM)
     assert [event["event"] for event in metrics(run)] == ["train"]
-    shop.train("validating", ranks=1)
-    straight = shop.add_run("validated", **settings)
-    shop.train("validated", ranks=1)
+    for name in ("validating", "validated"):
+        shop.train(name, ranks=1)
     assert_same_end(straight, run)
 
 

@@ -1,17 +1,32 @@
 """Every precision trains one real small run to the same loss: within 0.003 nats of fp32, less than half of what another
-seed changes (0.007), after a fall from 4.16 to 1.66."""
+seed changes (0.007), after a fall from 4.16 to 1.66. A run keeps the precision that it began in."""
 
 from __future__ import annotations
 
 import json
 import math
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.launch import Workshop
+from harness.common.memory import MemoryLimit
+from harness.data.dataset import Dataset
+from harness.distributed.world import World
+from harness.model import precision
+from harness.planning.experiment import Experiment
+from harness.runs.checkpoint_meta import CheckpointMeta
+from harness.runs.directory import RunDirectory
+from harness.runs.train_config import TrainConfig
+from harness.training.batch_size_finder import MicrobatchSearcher
+from harness.training.startup import choose_precision
+from tests.support.configs import SEED_TRAIN
+from tests.support.launch import DATASET, Workshop
 
+CPU = torch.device("cpu")
+HERE = "x86_64 CPU"
 TOLERANCE = 0.003  # nats of validation loss
 STEPS: dict[str, Any] = {
     "gradient_accumulation_steps": None,
@@ -54,9 +69,14 @@ def fp32_loss(shop: Workshop) -> float:
     return loss
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "keys", [{"precision": "bf16"}, {"precision": "fp16"}, {"precision": "bf16", "residual_precision": "bf16"}], ids=str
+    "keys",
+    [
+        {"precision": "bf16"},
+        {"precision": "fp16"},
+        pytest.param({"precision": "bf16", "residual_precision": "bf16"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_trains_to_the_loss_of_fp32(shop: Workshop, fp32_loss: float, keys: dict[str, str]) -> None:
     loss = final_loss(shop, "-".join(keys.values()), **keys)
@@ -73,3 +93,52 @@ def test_tf32_trains_to_the_loss_of_fp32(shop: Workshop) -> None:
         losses.append(final_loss(shop, name, precision="fp32"))
     del shop.environment["NVIDIA_TF32_OVERRIDE"]
     assert losses[0] == pytest.approx(losses[1], abs=TOLERANCE)
+
+
+def checkpoint(wanted: str = "auto", **values: Any) -> CheckpointMeta:
+    return CheckpointMeta(global_step=3, train={"precision": wanted}, **values)
+
+
+@pytest.mark.parametrize(
+    ("now", "units", "meta", "expected"),
+    [
+        ("auto", True, None, "bf16"),
+        ("auto", False, None, "fp32"),
+        ("auto", False, checkpoint(device=HERE, precision="bf16"), "bf16"),  # begun on another processor
+        ("auto", True, checkpoint(device=HERE, precision="fp32"), "fp32"),
+        ("auto", True, checkpoint(device=HERE), "fp32"),  # earlier versions: always fp32 on the CPU
+        ("auto", True, checkpoint(device="NVIDIA V100", precision="fp16"), "bf16"),  # another kind of device
+        ("auto", True, checkpoint("fp32", device=HERE, precision="fp32"), "bf16"),  # train.json has changed
+        ("fp32", True, checkpoint(device=HERE, precision="bf16"), "fp32"),
+        ("auto", True, checkpoint(), "bf16"),  # the notebook's do not say where
+    ],
+)
+def test_auto_keeps_what_the_run_began_in(
+    monkeypatch: pytest.MonkeyPatch, now: str, units: bool, meta: CheckpointMeta | None, expected: str
+) -> None:
+    monkeypatch.setattr(precision, "has_fast_bf16", lambda: units)
+    assert choose_precision(TrainConfig(**SEED_TRAIN | {"precision": now}), CPU, meta) == expected
+
+
+def test_a_gpu_that_does_not_compute_what_the_run_began_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "auto" does not refuse itself."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla V100")
+    began = checkpoint(device="NVIDIA A100", precision="bf16")
+    assert choose_precision(TrainConfig(**SEED_TRAIN), torch.device("cuda", 0), began) == "fp16"
+
+
+def test_a_search_is_done_in_what_the_run_began_in(shop: Workshop, fp32_loss: float) -> None:
+    """With "auto" as on a processor that is slow in bf16."""
+    run = Path(shutil.copytree(shop.runs / "fp32", shop.runs / "begun", symlinks=True))
+    (run / "train.json").write_text((run / "train.json").read_text().replace('"fp32"', '"auto"'))
+    path = run / "checkpoints" / "latest" / "meta.json"
+    meta = json.loads(path.read_text())
+    meta["train"]["precision"] = "auto"
+    path.write_text(json.dumps(meta))
+    experiment = Experiment.load(RunDirectory(run), shop.datasets)
+    assert experiment.config.precision == "auto"
+    search = MicrobatchSearcher(
+        experiment, World(0, 0, 1, 1, CPU), Dataset.open(shop.datasets, DATASET), MemoryLimit(1.0, 2.0**30, "")
+    )
+    assert search._build_step().precision.name == "fp32"

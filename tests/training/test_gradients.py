@@ -61,19 +61,23 @@ os._exit(0)  # a Python hook may still wait for the interpreter lock in one of g
 
 
 @pytest.fixture(scope="module")
-def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Any]:
-    """First optimizer step on the same 16 sequences, by (ranks, accumulation steps)."""
+def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    """First optimizer step on the same 16 sequences, by ranks, and then by the name of the run."""
     shop = Workshop(tmp_path_factory.mktemp("gradients"))
     shop.add_dataset()
-    return {(ranks, steps): result for ranks in (1, 2, 4) for steps, result in _first_steps(shop, ranks).items()}
+    return {ranks: _first_steps(shop, ranks) for ranks in (1, 2, 4)}
 
 
-def _first_steps(shop: Workshop, ranks: int) -> dict[int, Any]:
-    names = {f"w{ranks}a{steps}": steps for steps in (1, 2, 4)}
-    for name, steps in names.items():
+def _first_steps(shop: Workshop, ranks: int) -> dict[str, Any]:
+    for accumulation in (1, 2, 4):
         # Embeddings of a megabyte each, so that there are several buckets.
-        model = {"drop_rate": 0.0, "vocab_size": 2048, "emb_dim": 64}
-        shop.add_run(name, model=model, microbatch_size=16 // ranks // steps, gradient_accumulation_steps=steps)
+        model: dict[str, Any] = {"drop_rate": 0.0, "vocab_size": 2048, "emb_dim": 64}
+        sequences = {"microbatch_size": 16 // ranks // accumulation, "gradient_accumulation_steps": accumulation}
+        shop.add_run(f"a{accumulation}", model=model, **sequences)
+    # Microbatches are the same ones on any number of ranks. More experts than a rank's tokens can go to.
+    model = {"drop_rate": 0.0, "moe": {"num_experts": 80, "num_active_experts": 2}}
+    shop.add_run("experts", model=model, microbatch_size=1, gradient_accumulation_steps=4 // ranks)
+    names = ["a1", "a2", "a4", "experts"]
     out = shop.path / f"{ranks}.pt"
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
@@ -81,27 +85,32 @@ def _first_steps(shop: Workshop, ranks: int) -> dict[int, Any]:
     command = [str(shop.path / "worker.py"), str(shop.runs), str(shop.datasets), str(out), *names]
     processes = [shop.fork(command, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
     finish(processes, expect=0, timeout=120)
-    return {names[name]: result for name, result in torch.load(out, weights_only=True).items()}
+    return dict(torch.load(out, weights_only=True))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("accumulation", [1, 2, 4])
-def test_the_gradient_does_not_depend_on_the_spread(
-    steps: dict[tuple[int, int], Any], ranks: int, accumulation: int
-) -> None:
-    reference = steps[1, 1]["gradients"]
-    gradients = steps[ranks, accumulation]["gradients"]
+@pytest.mark.parametrize("name", ["a1", "a2", "a4", "experts"])
+def test_the_gradient_does_not_depend_on_the_spread(steps: dict[int, Any], ranks: int, name: str) -> None:
+    """The balancing loss's part included, which is of each microbatch."""
+    reference = steps[1]["experts" if name == "experts" else "a1"]["gradients"]
+    gradients = steps[ranks][name]["gradients"]
     assert gradients.keys() == reference.keys()
-    for name, gradient in gradients.items():
+    for parameter, gradient in gradients.items():
         assert gradient.dtype == torch.float64
-        assert gradient.abs().max() > 0
-        torch.testing.assert_close(gradient, reference[name], rtol=1e-12, atol=1e-12)
+        assert gradient.any() or ".experts." in parameter
+        torch.testing.assert_close(gradient, reference[parameter], rtol=1e-12, atol=1e-12, msg=parameter)
+
+
+def test_some_experts_have_no_tokens_and_all_routers_learn(steps: dict[int, Any]) -> None:
+    gradients = steps[4]["experts"]["gradients"]
+    assert any(not gradient.any() for name, gradient in gradients.items() if ".experts." in name)
+    assert all(gradient.any() for name, gradient in gradients.items() if ".router." in name)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_gradients_are_exchanged_once_per_step(steps: dict[tuple[int, int], Any], ranks: int) -> None:
+def test_gradients_are_exchanged_once_per_step(steps: dict[int, Any], ranks: int) -> None:
     """Reductions are as many with four accumulation steps as with one: each bucket once."""
-    once = steps[ranks, 1]["exchanged"]
+    once = steps[ranks]["a1"]["exchanged"]
     assert sorted(once) == list(range(len(once)))
     assert len(once) > 1
-    assert sorted(steps[ranks, 4]["exchanged"]) == sorted(once)
+    assert sorted(steps[ranks]["a4"]["exchanged"]) == sorted(once)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ def leaves(copied: dict[str, Any]) -> list[Tensor]:
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_copies_are_equal_and_share_nothing(tmp_path: Path, keep: bool) -> None:
+    """Later changes do not reach a copy."""
     given = tree()
     copied = HostCopies(CPU, keep=keep).copy(given)
     assert copied.keys() == given.keys()
@@ -48,13 +48,7 @@ def test_copies_are_equal_and_share_nothing(tmp_path: Path, keep: bool) -> None:
     for file, tensors in zip(files, (copied["weights"], plain), strict=True):
         file.parent.mkdir()
         torch.save(tensors, file)
-    digests = {hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-    assert len(digests) == 1
-
-
-def test_later_changes_do_not_reach_a_copy() -> None:
-    given = tree()
-    copied = HostCopies(CPU, keep=True).copy(given)
+    assert files[0].read_bytes() == files[1].read_bytes()
     expected = given["weights"]["tied"].clone()
     given["weights"]["tied"].zero_()
     assert torch.equal(copied["weights"]["tied"], expected)

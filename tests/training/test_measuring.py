@@ -26,10 +26,10 @@ from harness.runs.metrics import MetricsFile, TrainEvent, ValidationEvent, read_
 from harness.runs.summary import RunSummary, describe_summary
 from harness.runs.throughput import Throughput, peak_flops, unknown_peak
 from harness.runs.train_config import TrainConfig
-from harness.training.clock import Clock
 from harness.training.evaluations import losses_over_ranks
 from harness.training.loss_meter import LossMeter
 from harness.training.optimizer import build_optimizer
+from harness.training.startup import Clock
 from harness.training.step import OptimizerStep, StepResult
 from tests.support import file_operations
 from tests.support.launch import Workshop
@@ -80,7 +80,9 @@ def test_no_line_waits_for_the_disk_but_a_checkpoint_comes_after_its_lines(tmp_p
     shop.add_run(async_checkpoint=in_background)
     save = "background save" if in_background else "save"
     files = {call: tmp_path / call for call in ("metrics", save)}
-    shop.train(prelude="".join(file_operations.prelude(call, 0, "log", path) for call, path in files.items()))
+    shop.train(
+        "r", ranks=1, prelude="".join(file_operations.prelude(call, 0, "log", path) for call, path in files.items())
+    )
     line = files["metrics"].read_text().splitlines()
     assert [name.split()[0] for name in line] == ["open", "write"]
     operations = files[save].read_text().splitlines()

@@ -11,7 +11,7 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,46 +34,48 @@ from harness.runs.results import MicrobatchSearch, read_results
 from harness.runs.train_config import load_train_config
 from harness.training import batch_size_finder, startup
 from harness.training.batch_size_finder import MicrobatchSearcher, largest_that_fits
+from tests.model.test_levers import ALL
 from tests.support.isolation import on_path
-from tests.support.launch import ROOT, Result, Workshop, finish, free_port
+from tests.support.launch import PATIENCE_SECONDS, ROOT, Result, Workshop, finish, free_port
 
 # Little arithmetic, much memory: with dropout the CPU keeps the T x T attention weights of every head.
 HUNGRY: dict[str, Any] = {"context_length": 1024, "emb_dim": 16, "n_heads": 4, "n_layers": 1, "drop_rate": 0.1}
 GIB = 2**30
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
+LEVERS = {**ALL, "qkv_bias": False, "n_heads": 4, "head_dim": 6, "n_layers": 2}
 ROOM, MORE_ROOM = 0.3, 0.4  # GiB beyond what the program takes: for a few sequences
 
 
-@given(st.integers(0, 5000), st.integers(0, 3000))
-def test_the_search_agrees_with_brute_force(threshold: int, ceiling: int) -> None:
-    asked: list[int] = []
+class Sizes:
+    """The sizes that a search asks about, and the memory of those that fit, of which it may guess by a line."""
 
-    def fits(n: int) -> bool:
-        asked.append(n)
-        return n <= threshold
+    def __init__(self, largest: int, memory: Callable[[int], float] = float, limit: float | None = None) -> None:
+        self.asked: list[int] = []
+        self.peaks: list[tuple[float, float]] = []
+        self.largest, self.memory, self.limit = largest, memory, memory(largest) if limit is None else limit
 
-    found = largest_that_fits(fits, ceiling)
-    assert found == max((n for n in range(1, ceiling + 1) if n <= threshold), default=0)
-    assert len(asked) == len(set(asked)), "each size is tried once"
-    assert all(1 <= n <= ceiling for n in asked)
-    assert len(asked) <= 2 * math.log2(found + 1) + 2, "doubling, then bisecting"
-    # Never far beyond what fits: a size that is far too large may take the whole machine along.
-    assert all(n <= max(1, 2 * found) for n in asked)
-    assert asked == [] or asked[0] == 1
+    def fits(self, size: int) -> bool:
+        self.asked.append(size)
+        if size <= self.largest:
+            self.peaks.append((size, self.memory(size)))
+        return size <= self.largest
+
+    def guess(self) -> int | None:
+        line = fit_line(self.peaks)
+        return int((self.limit - line[1]) / line[0]) if line and line[0] > 1e-6 else None
 
 
 @given(st.integers(0, 5000), st.integers(0, 3000), st.lists(st.none() | st.integers(0, 6000), max_size=30))
-def test_guesses_change_nothing_but_the_way(threshold: int, ceiling: int, guesses: list[int | None]) -> None:
-    asked: list[int] = []
-
-    def fits(n: int) -> bool:
-        asked.append(n)
-        return n <= threshold
-
-    found = largest_that_fits(fits, ceiling, lambda: guesses.pop(0) if guesses else None)
+def test_the_search_agrees_with_brute_force(threshold: int, ceiling: int, guesses: list[int | None]) -> None:
+    """Guesses change nothing but the way."""
+    sizes, has_guesses = Sizes(threshold), bool(guesses)
+    found = largest_that_fits(sizes.fits, ceiling, lambda: guesses.pop(0) if guesses else None)
     assert found == min(threshold, ceiling)
-    assert len(asked) == len(set(asked)) <= 2.5 * math.log2(found + 1) + 4
-    assert all(1 <= n <= min(ceiling, max(1, 2 * found)) for n in asked)
+    assert len(sizes.asked) == len(set(sizes.asked)), "each size is tried once"
+    most = 2.5 * math.log2(found + 1) + 4 if has_guesses else 2 * math.log2(found + 1) + 2
+    assert len(sizes.asked) <= most, "doubling, then bisecting"
+    # Never far beyond what fits: a size that is far too large may take the whole machine along.
+    assert all(1 <= n <= min(ceiling, max(1, 2 * found)) for n in sizes.asked)
 
 
 @given(
@@ -88,101 +90,45 @@ def test_guesses_by_a_line_that_is_none_cost_little(
     answer: int, slope: float, fixed: float, power: float, gaps: float, hidden: int
 ) -> None:
     """Memory that bends, has gaps between its blocks, or begins to grow beyond what the program took before."""
-    peaks: list[tuple[float, float]] = []
-    asked: list[int] = []
-
-    def memory(size: int) -> float:
-        return fixed + slope * (max(0, size - hidden) ** power + gaps * math.sin(size))
-
-    def fits(size: int) -> bool:
-        asked.append(size)
-        if size <= answer:
-            peaks.append((size, memory(size)))
-        return size <= answer
-
-    def guess() -> int | None:
-        line = fit_line(peaks)
-        return int((memory(answer) - line[1]) / line[0]) if line and line[0] > 1e-6 else None
-
-    assert largest_that_fits(fits, 10**6, guess) == answer
-    assert len(asked) <= 2 * math.log2(answer + 1) + 5, "three more than without guesses"
-
-
-@pytest.mark.parametrize("answer", [129, 175, 236, 253])
-def test_a_guess_that_is_refuted_costs_nothing(answer: int) -> None:
-    """The peaks of sizes up to 128 give room for 260, but 256 does not fit."""
-    asked: list[int] = []
-
-    def fits(n: int) -> bool:
-        asked.append(n)
-        return n <= answer
-
-    assert largest_that_fits(fits, 10_000, lambda: 260) == answer
-    assert asked[:9] == [2**n for n in range(9)]
-    assert len(asked[9:]) == 7, "halvings alone"
+    sizes = Sizes(answer, lambda n: fixed + slope * (max(0, n - hidden) ** power + gaps * math.sin(n)))
+    assert largest_that_fits(sizes.fits, 10**6, sizes.guess) == answer
+    assert len(sizes.asked) <= 2 * math.log2(answer + 1) + 5, "three more than without guesses"
 
 
 @given(st.integers(1, 900), st.floats(0.05, 2.0), st.floats(0.0, 6.0), st.floats(0.0, 0.05))
 def test_sizes_are_few_where_each_is_compiled(answer: int, slope: float, fixed: float, bend: float) -> None:
     """Memory on a line, bent a little by gaps between blocks. Under five minutes at 30 s a compilation."""
-    peaks: list[tuple[float, float]] = []
-    asked: list[int] = []
+
+    def memory(size: int) -> float:
+        return fixed + slope * size + bend * math.sin(size)
+
     limit = fixed + slope * (answer + 0.5) + bend
-
-    def fits(size: int) -> bool:
-        asked.append(size)
-        memory = fixed + slope * size + bend * math.sin(size)
-        if memory <= limit:
-            peaks.append((size, memory))
-        return memory <= limit
-
-    def guess() -> int | None:
-        line = fit_line(peaks)
-        return int((limit - line[1]) / line[0]) if line and line[0] > 0 else None
-
-    found = largest_that_fits(fits, 10**6, guess, growth=8, fineness=64)
-    assert found in [size for size, _ in peaks]
+    sizes = Sizes(max(n for n in range(answer, answer + 4) if memory(n) <= limit or n == answer), memory, limit)
+    found = largest_that_fits(sizes.fits, 10**6, sizes.guess, growth=8, fineness=64)
+    assert found in [size for size, _ in sizes.peaks]
     assert found >= answer * 63 / 64 - 1
-    assert len(asked) <= 9
+    assert len(sizes.asked) <= 9
+
+
+@pytest.mark.parametrize("answer", [129, 175, 236, 253])
+def test_a_guess_that_is_refuted_costs_nothing(answer: int) -> None:
+    """The peaks of sizes up to 128 give room for 260, but 256 does not fit."""
+    sizes = Sizes(answer)
+    assert largest_that_fits(sizes.fits, 10_000, lambda: 260) == answer
+    assert sizes.asked[:9] == [2**n for n in range(9)]
+    assert len(sizes.asked[9:]) == 7, "halvings alone"
 
 
 def test_a_right_guess_ends_the_search_soon() -> None:
-    asked: list[int] = []
-
-    def fits(n: int) -> bool:
-        asked.append(n)
-        return n <= 37
-
-    assert largest_that_fits(fits, 10_000, lambda: 37 if len(asked) > 1 else None) == 37
-    assert asked == [1, 2, 4, 8, 16, 32, 37, 38]
-
-
-@given(
-    st.floats(-1e9, 1e9), st.floats(-1e12, 1e12), st.lists(st.integers(1, 4096), min_size=2, max_size=20, unique=True)
-)
-def test_the_fit_is_exact_on_a_line(slope: float, intercept: float, sizes: list[int]) -> None:
-    line = fit_line([(float(x), slope * x + intercept) for x in sizes])
-    assert line is not None
-    scale = abs(slope) * max(sizes) + abs(intercept) + 1
-    assert line[0] == pytest.approx(slope, abs=1e-9 * scale)
-    assert line[1] == pytest.approx(intercept, abs=1e-9 * scale * max(sizes))
-
-
-def test_the_fit_of_scattered_points_and_of_too_few() -> None:
-    assert fit_line([(1, 1), (2, 3), (3, 2)]) == pytest.approx((0.5, 1.0))
-    assert fit_line([(6, 24), (13, 40), (27, 80), (64, 160)]) == pytest.approx(
-        (2.346, 11.48), abs=0.01
-    )  # the lab notebook's
-    assert fit_line([]) is None
-    assert fit_line([(4, 1)]) is None
-    assert fit_line([(4, 1), (4, 2)]) is None
+    sizes = Sizes(37)
+    assert largest_that_fits(sizes.fits, 10_000, lambda: 37 if len(sizes.asked) > 1 else None) == 37
+    assert sizes.asked == [1, 2, 4, 8, 16, 32, 37, 38]
 
 
 @pytest.fixture(scope="module")
 def base_gib(workshop: Workshop) -> float:
     """Writable memory of the command before it builds a model, which a limit has to leave room for, as it says."""
-    command = cold_command(workshop, "r", "-f", "--memory-limit-gib", "0.1")
-    result = finish([workshop.spawn(command, {})], expect=1, timeout=60)
+    result = run_cold(workshop, "r", "-f", "--memory-limit-gib", "0.1", expect=1)
     assert len(result.error_lines) == 1
     found = re.search(r"fits in 0\.10 GiB, of which (\d\.\d\d) GiB are the program's own and 0\.06 ", result.stderr)
     assert found, result.stderr
@@ -244,58 +190,31 @@ def test_the_answer_fits_and_the_next_does_not(first: tuple[int, Result], base_g
     assert fixed < base_gib + 0.2
     # The line is a prediction that someone will use: it must not promise more than a sequence beyond the answer.
     assert fixed + per_sequence * number <= base_gib + ROOM
+    assert fixed + per_sequence * (number + 2) > base_gib + ROOM, "nor less: it misleads about other cards"
 
 
-def test_the_line_explains_the_limit(first: tuple[int, Result], base_gib: float) -> None:
-    """N + 1 sequences do not fit, or hardly, by the printed line: otherwise it misleads about other cards."""
-    number, result = first
-    per_sequence, fixed = fitted_line(result)
-    assert fixed + per_sequence * (number + 2) > base_gib + ROOM
-
-
-@pytest.mark.slow
-def test_a_larger_limit_gives_a_larger_answer(first: tuple[int, Result], workshop: Workshop, base_gib: float) -> None:
-    assert answer(search(workshop, limit=base_gib + MORE_ROOM)) > first[0]
-
-
-@pytest.mark.slow
-def test_it_fits_again_and_the_data_are_a_ceiling(first: tuple[int, Result], base_gib: float, tmp_path: Path) -> None:
-    """N is found again, and nothing fails, with just enough data for N sequences and room for more (the run also
-    samples). --write writes it."""
-    number, _ = first
+def test_write_changes_one_number_and_nothing_else(tmp_path: Path) -> None:
+    """No limit, but few data after the slice's start: 10 sequences for 2 ranks are 5 each; a global batch of 12
+    sequences allows 3 of them. The sample prompt comes first, and looks like the key."""
     shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
-    shop.add_dataset(tokens=number * 1024 + 1)
-    run = shop.add_run(model=HUNGRY, gradient_accumulation_steps=None)
-    # The sample prompt comes first, and looks like the key.
+    shop.add_dataset(tokens=100 + 16 * 10 + 1)
+    run = shop.add_run()
     odd = (
         '{\n  "dataset":"local/letters", "sample_prompt": "\\"microbatch_size\\": 7 \\u00e9 é", "sample_interval": 7,\n'
     )
-    odd += '\n\t"microbatch_size"  :   7 ,"min_train_tokens" : -1,"start_train_token":0,"checkpoint_interval": 7}'
+    odd += '\n\t"microbatch_size"  :   1 ,"min_train_tokens" : -1,"start_train_token":100,"checkpoint_interval": 7,\n'
+    odd += '"global_batch_size": 12}'
     (run / "train.json").write_text(odd, encoding="utf-8")
     model = (run / "model.json").read_bytes()
-    result = search(shop, "--write", limit=base_gib + MORE_ROOM)
-    assert answer(result) == number
-    assert "limited by the data" in result.stdout
-    assert "out of memory" not in result.stdout
-    written = (run / "train.json").read_text(encoding="utf-8")
-    assert written == odd.replace('"microbatch_size"  :   7 ', f'"microbatch_size"  :   {number} ')
-    assert load_train_config(run / "train.json").microbatch_size == number
-    assert (run / "model.json").read_bytes() == model
-    assert {path.name for path in run.iterdir()} == {"model.json", "train.json", "results"}
-    assert f"microbatch_size is now {number}" in result.stdout
-
-
-def test_write_with_a_global_batch_size(tmp_path: Path) -> None:
-    """No limit, but few data after the slice's start: 10 sequences for 2 ranks are 5 each; a global batch of 12
-    sequences allows 3 of them."""
-    shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
-    shop.add_dataset(tokens=100 + 16 * 10 + 1)
-    run = shop.add_run(start_train_token=100, gradient_accumulation_steps=None, global_batch_size=12, microbatch_size=1)
-    before = (run / "train.json").read_text()
     result = search(shop, "--write", limit=None, ranks=2)
     assert answer(result) == 5
-    assert (run / "train.json").read_text() == before.replace('"microbatch_size": 1', '"microbatch_size": 3')
+    assert "limited by the data" in result.stdout
+    assert "microbatch_size is now 3" in result.stdout
+    written = (run / "train.json").read_text(encoding="utf-8")
+    assert written == odd.replace('"microbatch_size"  :   1 ', '"microbatch_size"  :   3 ')
     assert load_train_config(run / "train.json").accumulation_steps(2) == 2
+    assert (run / "model.json").read_bytes() == model
+    assert {path.name for path in run.iterdir()} == {"model.json", "train.json", "results"}
 
 
 def test_a_search_comes_to_an_end(workshop: Workshop) -> None:
@@ -321,19 +240,19 @@ gpt.GPTModel.forward = forward
 """
 
 
-@pytest.mark.parametrize(("ranks", "accumulated"), [(1, 1), (1, 2), (2, 1)])
-def test_a_search_meets_the_gradients_that_training_meets(ranks: int, accumulated: int, tmp_path: Path) -> None:
-    """On several ranks gradients are the buckets of their exchange, there in each forward pass."""
+def test_a_search_on_two_ranks_meets_the_gradients_that_training_meets(tmp_path: Path) -> None:
+    """On several ranks gradients are the buckets of their exchange, there in each forward pass; and each rank has its
+    share of the optimizer's state."""
     shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
-    shop.add_dataset(tokens=16 * 2 * ranks * accumulated + 1)
-    shop.add_run(gradient_accumulation_steps=accumulated, microbatch_size=1, min_train_tokens=-1)
+    shop.add_dataset(tokens=16 * 2 * 2 + 1)
+    settings: dict[str, Any] = {"gradient_accumulation_steps": 1, "microbatch_size": 1, "min_train_tokens": -1}
+    shop.add_run(**settings, optimizer="muon", shard_optimizer=True)
     most = []
     for options in (["-f"], []):
         path = tmp_path / f"passes{len(options)}"
-        shop.train("r", *options, ranks=ranks, prelude=GRADIENTS.format(path=str(path)))
+        shop.train("r", *options, prelude=GRADIENTS.format(path=str(path)))
         most.append(max(int(line.split()[1]) for line in path.read_text().splitlines()))
-    assert most[0] == most[1]
-    assert bool(most[1]) == (ranks > 1 or accumulated > 1)
+    assert most[0] == most[1] > 0
 
 
 def test_without_write_only_what_was_measured_is_written(
@@ -378,10 +297,9 @@ def test_limits_just_above_the_program_get_an_answer(base_gib: float, tmp_path: 
     shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "2"})
     shop.add_dataset(tokens=500)
     shop.add_run(model={"emb_dim": 512, "n_heads": 8}, gradient_accumulation_steps=None)
-    limits = [base_gib + step / 100 for step in (range(-3, 25) if exhaustive else (0, 2, 6))]
+    limits = [base_gib + step / 100 for step in (range(-3, 25) if exhaustive else (2,))]
     for limit in limits:
-        command = cold_command(shop, "r", "-f", "--memory-limit-gib", f"{limit:.2f}")
-        result = finish([shop.spawn(command, {})], expect=None, timeout=60)
+        result = run_cold(shop, "r", "-f", "--memory-limit-gib", f"{limit:.2f}", expect=None)
         if result.status == 0:
             answer(result)
             continue
@@ -389,27 +307,13 @@ def test_limits_just_above_the_program_get_an_answer(base_gib: float, tmp_path: 
         assert result.stderr.startswith("error: not even a microbatch of 1 fits in ")
 
 
-@pytest.mark.slow
-def test_a_hard_limit_of_the_system_below_the_option(tmp_path: Path, base_gib: float) -> None:
+def test_a_hard_limit_of_the_system_below_the_option(
+    workshop: Workshop, first: tuple[int, Result], base_gib: float
+) -> None:
     """`ulimit -d` binds whatever the option says; the search then works within it."""
-    shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
-    shop.add_dataset(tokens=16 * 2 + 1)
-    shop.add_run(gradient_accumulation_steps=None)
-    command = [
-        sys.executable,
-        str(ROOT / "ddp_train.py"),
-        *"r",
-        str(shop.datasets),
-        "--runs-dir",
-        str(shop.runs),
-        "-f",
-        "--memory-limit-gib",
-        "64",
-    ]
-    hard = int((base_gib + 1) * GIB)
-    result = finish([shop.spawn(["prlimit", f"--data={hard}:{hard}", *command], {})], expect=None, timeout=60)
-    assert "Traceback" not in result.stderr, result.stderr
-    assert answer(result) == 2
+    hard = int((base_gib + ROOM) * GIB)
+    bound = f"import resource\nresource.setrlimit(resource.RLIMIT_DATA, ({hard}, {hard}))\n"
+    assert abs(answer(search(workshop, limit=64, prelude=bound)) - first[0]) <= 1
 
 
 BALLAST = "import mmap, os\nif os.environ.get('RANK') == '1':\n    ballast = mmap.mmap(-1, {bytes}, mmap.MAP_PRIVATE)\n"
@@ -427,7 +331,7 @@ def on_two_ranks(shop: Workshop, *arguments: str, limits: Sequence[str] = ()) ->
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     processes = [shop.spawn(command, shared | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
     try:
-        outputs = [process.communicate(timeout=200) for process in processes]
+        outputs = [process.communicate(timeout=PATIENCE_SECONDS) for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -438,6 +342,12 @@ def on_two_ranks(shop: Workshop, *arguments: str, limits: Sequence[str] = ()) ->
 def cold_command(shop: Workshop, name: str, *arguments: str, limits: Sequence[str] = ()) -> list[str]:
     command = [*limits, sys.executable, str(ROOT / "ddp_train.py"), name, str(shop.datasets)]
     return [*command, *arguments, "--runs-dir", str(shop.runs)]
+
+
+def run_cold(shop: Workshop, *arguments: str, limits: Sequence[str] = (), expect: int | None = 0) -> Result:
+    """Run ddp_train.py in a process of its own: a forked one holds its parent's memory, too."""
+    process = shop.spawn(cold_command(shop, *arguments, limits=limits), {})
+    return finish([process], expect=expect, timeout=PATIENCE_SECONDS)
 
 
 def limits_of(gib: float) -> list[str]:
@@ -484,17 +394,16 @@ def test_what_validation_wants_is_said(tmp_path: Path) -> None:
 def test_the_answer_trains_under_the_same_limit(roomy: Workshop, base_gib: float) -> None:
     """The whole of training, in processes that the system gives no more memory; and not much more than it would."""
     limit = round(base_gib + MORE_ROOM, 3)
-    command = cold_command(roomy, "r", "-f", "--memory-limit-gib", str(limit))
-    result = finish([roomy.spawn(command, {})], expect=0, timeout=200)
+    result = run_cold(roomy, "r", "-f", "--memory-limit-gib", str(limit))
     number = answer(result)
     assert "trying 1 ...\n" in result.stdout
     assert re.search(rf"limit {limit:.2f} GiB, of which [\d.]+ .* own and 0\.06 GiB left as a reserve\)", result.stdout)
     run = add_training(roomy, number)
-    finish([roomy.spawn(cold_command(roomy, run.name, limits=limits_of(limit)), {})], expect=0, timeout=200)
+    run_cold(roomy, run.name, limits=limits_of(limit))
     assert_trained(run)
     # The reserve is one sequence of this model, or two.
     more = add_training(roomy, number + 3)
-    failed = finish([roomy.spawn(cold_command(roomy, more.name, limits=limits_of(limit)), {})], expect=1, timeout=200)
+    failed = run_cold(roomy, more.name, limits=limits_of(limit), expect=1)
     assert "error: out of memory with microbatch_size" in failed.stderr
 
 
@@ -538,27 +447,37 @@ class InThisProcess(MicrobatchSearcher):
             raise MemoryError
 
 
-def searcher(tmp_path: Path, **train: Any) -> InThisProcess:
+def searcher(tmp_path: Path, model: dict[str, Any] | None = None, **train: Any) -> InThisProcess:
     shop = Workshop(tmp_path)
     shop.add_dataset(tokens=20_000)
-    experiment = Experiment.load(RunDirectory(shop.add_run(model={"n_layers": 1}, **train)), shop.datasets)
+    experiment = Experiment.load(
+        RunDirectory(shop.add_run(model={"n_layers": 1} | (model or {}), **train)), shop.datasets
+    )
     limit = MemoryLimit(1.0, 100 * InThisProcess.holds + 50, "")
     return InThisProcess(experiment, ALONE, Dataset.open(shop.datasets, experiment.config.dataset), limit)
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
-def test_a_size_that_failed_leaves_no_gradients(
-    accumulated: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("accumulated", "model"),
+    [(1, {}), (2, {}), (1, LEVERS), (1, {"moe": {"num_experts": 4, "num_active_experts": 2}})],
+    ids=["once", "accumulated", "levers", "experts"],
+)
+def test_a_size_meets_the_gradients_that_training_meets_and_leaves_none(
+    accumulated: int, model: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = gpt.GPTModel.forward
+    """With one microbatch a step none; with more those of the microbatches before. None of a size that failed."""
+    plain, met = gpt.GPTModel.forward, set[bool]()
 
     def forward(self: Any, inputs: torch.Tensor, *others: Any) -> Any:
-        if len(inputs) > InThisProcess.holds and any(each.grad is not None for each in self.parameters()):
+        has_gradients = any(each.grad is not None for each in self.parameters())
+        if len(inputs) > InThisProcess.holds and has_gradients:
             raise MemoryError
+        met.add(has_gradients)
         return plain(self, inputs, *others)
 
     monkeypatch.setattr(gpt.GPTModel, "forward", forward)
-    assert searcher(tmp_path, gradient_accumulation_steps=accumulated).find(1000) == InThisProcess.holds
+    assert searcher(tmp_path, model, gradient_accumulation_steps=accumulated).find(1000) == InThisProcess.holds
+    assert met == ({False} if accumulated == 1 else {False, True})
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -14,20 +13,14 @@ from torch.overrides import TorchFunctionMode
 from gpt import GPTModel
 from harness.common.errors import UserError
 from harness.model.precision import Precision
-from harness.runs.optimizer_state import optimizer_state_bytes
 from harness.runs.train_config import TrainConfig
 from harness.training.muon import BATCH_NUMBERS, Matrix, Muon, batches_of, orthogonalise
 from harness.training.optimizer import build_optimizer
-from harness.training.step import build_step
 from tests.training.test_optimizer import (
-    ALONE,
-    BATCHES,
     CONFIG,
     NO_SCALER,
     TRAIN,
-    alike,
     fresh_model,
-    same_weights,
 )
 
 MUON = TRAIN.model_copy(update={"optimizer": "muon", "precision": "fp32"})
@@ -184,25 +177,6 @@ def test_gradients_are_clipped_by_their_norm_over_everything() -> None:
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-7)  # the divisor is of fp32
 
 
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(value: float) -> None:
-    model = fresh_model()
-    optimizer = Muon(model, MUON.model_copy(update={"muon_momentum_warmup_steps": 9}))
-    for number in range(2):
-        with_gradients(model, number)
-        optimizer.update(NO_SCALER, 1.0)
-    weights = [parameter.clone() for parameter in model.parameters()]
-    state = copy.deepcopy(optimizer.named_state(ALONE))
-    with_gradients(model, 2)
-    gradient = model.trf_blocks[0].att.qkv.weight.grad  # type: ignore[union-attr]
-    assert isinstance(gradient, Tensor)
-    gradient[3, 3] = value
-    _, skipped = optimizer.update(NO_SCALER, 1.0)
-    assert skipped == 1
-    assert all(map(torch.equal, weights, model.parameters()))
-    assert alike(optimizer.named_state(ALONE), state)
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_kinds_of_parameters_have_their_own_rates(optimizer: str) -> None:
     """Each kind moves as in a run in which everything has its rate."""
@@ -236,53 +210,6 @@ def test_a_tied_head_is_one_parameter_with_the_embeddings_rate() -> None:
     rates = {id(each): group["lr"] for group in optimizer._adamw.param_groups for each in group["params"]}
     assert rates[id(model.out_head.weight)] == 0.5
     assert "out_head.weight" not in optimizer.state_shapes()
-
-
-# State
-
-
-def test_the_state_goes_by_name_and_its_bytes_are_those_reckoned() -> None:
-    model = fresh_model()
-    step = build_step(model, model, MUON)
-    assert step.optimizer.named_state(ALONE) == {}
-    for batch in BATCHES[:3]:
-        step.run(batch, 1.0)
-    state = step.optimizer.named_state(ALONE)
-    assert list(state) == [name for name, _ in model.named_parameters()]
-    assert {name: {key: value.shape for key, value in each.items()} for name, each in state.items()} == (
-        step.optimizer.state_shapes()
-    )
-    assert list(state["trf_blocks.0.att.qkv.weight"]) == ["step", "momentum_buffer"]
-    assert list(state["trf_blocks.0.att.qkv.bias"]) == ["step", "exp_avg", "exp_avg_sq"]
-    assert {float(each["step"]) for each in state.values()} == {3.0}
-    there = sum(value.nbytes for each in state.values() for key, value in each.items() if key != "step")
-    assert there == optimizer_state_bytes(MUON, CONFIG) < optimizer_state_bytes(TRAIN, CONFIG)
-
-
-def test_a_state_goes_on_to_the_bit() -> None:
-    """A state whose momentum is still warming up continues to the bit."""
-    config = MUON.model_copy(update={"muon_momentum_warmup_steps": 4})
-    at_once, stopped, continued = fresh_model(), fresh_model(), fresh_model(seed=1)
-    steps = {model: build_step(model, model, config) for model in (at_once, stopped, continued)}
-    for batch in BATCHES:
-        steps[at_once].run(batch, 1.0)
-    for batch in BATCHES[:2]:
-        steps[stopped].run(batch, 1.0)
-    continued.load_state_dict(stopped.state_dict())
-    saved = copy.deepcopy(steps[stopped].optimizer.named_state(ALONE))
-    steps[continued].optimizer.load_named_state(saved)
-    for batch in BATCHES[2:]:
-        steps[continued].run(batch, 1.0)
-    assert same_weights(at_once, continued)
-    assert alike(steps[at_once].optimizer.named_state(ALONE), steps[continued].optimizer.named_state(ALONE))
-
-
-def test_adamws_state_is_refused() -> None:
-    model = fresh_model()
-    adamw = build_step(model, model, TRAIN)
-    adamw.run(BATCHES[0], 1.0)
-    with pytest.raises(ValueError, match=r"trf_blocks.0.att.qkv.weight has \['exp_avg'"):
-        Muon(model, MUON).load_named_state(adamw.optimizer.named_state(ALONE))
 
 
 # What is orthogonalised together, and in what

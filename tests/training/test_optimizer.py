@@ -1,4 +1,4 @@
-"""The optimizer's protocol: AdamW is torch's, its state goes by name, and nothing else of training assumes AdamW."""
+"""Each optimizer: AdamW is torch's, the state goes by name, and a step that is skipped changes nothing."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from harness.model.precision import Precision
 from harness.runs.optimizer_state import optimizer_state_bytes
 from harness.runs.train_config import TrainConfig
 from harness.training.adamw import AdamW
-from harness.training.gradients import clip_gradients
-from harness.training.optimizer import Optimizer, build_optimizer
+from harness.training.optimizer import build_optimizer
 from harness.training.step import OptimizerStep, build_step
-from harness.training.zero1 import NamedState, StateShapes, check_state
+from harness.training.zero1 import NamedState
 
 CPU = torch.device("cpu")
 ALONE = World(0, 0, 1, 1, CPU)
@@ -31,6 +30,8 @@ CONFIG = ModelConfig(vocab_size=50, context_length=8, emb_dim=16, n_heads=2, n_l
 TRAIN = TrainConfig(
     dataset="a/b", microbatch_size=2, min_train_tokens=1, start_train_token=0, checkpoint_interval=1, learning_rate=0.01
 )
+MUON = TRAIN.model_copy(update={"optimizer": "muon", "precision": "fp32", "muon_momentum_warmup_steps": 4})
+EACH = pytest.mark.parametrize("config", [TRAIN, MUON], ids=["adamw", "muon"])
 MATRICES_ONLY = TRAIN.model_copy(update={"decay_all_parameters": False})
 NO_SCALER = Precision("fp32", "cpu").scaler()
 BATCHES = [[Microbatch(np.arange(17, dtype=np.uint16) * factor % 50, 8)] for factor in (1, 2, 3, 7, 11)]
@@ -113,22 +114,28 @@ def test_a_step_is_torchs_adamw_with_clipping(max_norm: float | None) -> None:
         torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(precision: str) -> None:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 4)
-    optimizer, scaler = AdamW(model, TRAIN), Precision(precision, "cpu").scaler()
-    for _ in range(2):
-        scaler.scale(model(torch.randn(2, 4)).sum()).backward()
-        optimizer.update(scaler, 1.0)
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize(
+    ("config", "precision"), [(TRAIN, "fp32"), (TRAIN, "fp16"), (MUON, "fp32")], ids=["adamw", "scaled", "muon"]
+)
+def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(
+    config: TrainConfig, precision: str, value: float
+) -> None:
+    model, scaler = fresh_model(), Precision(precision, "cpu").scaler()
+    optimizer = build_optimizer(model, config)
+    for number, batch in enumerate(BATCHES[:3]):
         model.zero_grad()
+        scaler.scale(model(*batch[0].to(CPU)).sum()).backward()
+        if number < 2:
+            assert optimizer.update(scaler, 1.0)[1] == 0
     weights = [parameter.clone() for parameter in model.parameters()]
     state = copy.deepcopy(optimizer.named_state(ALONE))
-    scaler.scale(model(torch.full((2, 4), math.inf)).sum()).backward()
-    _, skipped = optimizer.update(scaler, 1.0)
-    assert skipped == 1
+    gradient = model.trf_blocks[0].att.qkv.weight.grad  # type: ignore[union-attr]
+    assert isinstance(gradient, Tensor)
+    gradient[3, 3] = value
+    assert optimizer.update(scaler, 1.0)[1] == 1
     assert all(map(torch.equal, weights, model.parameters()))
-    assert len(state) == 2
+    assert len(state) == len(weights)
     assert alike(optimizer.named_state(ALONE), state)
 
 
@@ -141,30 +148,47 @@ def test_weight_decay_on_matrices_only() -> None:
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
 
 
-def test_groups_keep_their_own_peak_rates() -> None:
-    optimizer = AdamW(fresh_model(), MATRICES_ONLY)
-    optimizer.param_groups[1]["peak_learning_rate"] = 0.5
-    for multiplier in (0.5, 0.25):
-        optimizer.set_multiplier(multiplier)
-        assert [group["lr"] for group in optimizer.param_groups] == [0.01 * multiplier, 0.5 * multiplier]
-        assert optimizer.learning_rate == 0.01 * multiplier
-
-
 # State by name
 
 
-def test_the_state_is_that_of_every_parameter_by_name_in_fp32() -> None:
-    step = trained_step()
-    assert isinstance(step.model, GPTModel)
+@EACH
+def test_the_state_is_that_of_every_parameter_by_name_in_fp32(config: TrainConfig) -> None:
+    """Its bytes are those that were reckoned, but for the numbers of steps."""
+    model = fresh_model()
+    step = build_step(model, model, config)
+    assert step.optimizer.named_state(ALONE) == {}, "before the first step"
+    for batch in BATCHES[:3]:
+        step.run(batch, 1.0)
     state = step.optimizer.named_state(ALONE)
-    assert list(state) == [name for name, _ in step.model.named_parameters()]
-    shapes = step.optimizer.state_shapes()
-    for name, parameter in step.model.named_parameters():
-        assert list(state[name]) == ["step", "exp_avg", "exp_avg_sq"]
-        assert {key: value.shape for key, value in state[name].items()} == shapes[name]
-        assert shapes[name]["exp_avg"] == shapes[name]["exp_avg_sq"] == parameter.shape
-        assert {value.dtype for value in state[name].values()} == {torch.float32}
-        assert state[name]["step"] == 3
+    assert list(state) == [name for name, _ in model.named_parameters()]
+    shapes = {name: {key: value.shape for key, value in each.items()} for name, each in state.items()}
+    assert shapes == step.optimizer.state_shapes()
+    is_muon = config is MUON
+    matrix = ["step", "momentum_buffer"] if is_muon else ["step", "exp_avg", "exp_avg_sq"]
+    assert list(state["trf_blocks.0.att.qkv.weight"]) == matrix
+    assert list(state["trf_blocks.0.att.qkv.bias"]) == ["step", "exp_avg", "exp_avg_sq"]
+    assert {value.dtype for each in state.values() for value in each.values()} == {torch.float32}
+    assert {float(each["step"]) for each in state.values()} == {3.0}
+    there = sum(value.nbytes for each in state.values() for key, value in each.items() if key != "step")
+    assert there == optimizer_state_bytes(config, CONFIG) <= optimizer_state_bytes(TRAIN, CONFIG)
+
+
+@EACH
+def test_a_state_goes_on_to_the_bit(config: TrainConfig) -> None:
+    """Muon's momentum is still warming up."""
+    at_once, stopped, continued = fresh_model(), fresh_model(), fresh_model(seed=1)
+    steps = {model: build_step(model, model, config) for model in (at_once, stopped, continued)}
+    for batch in BATCHES:
+        steps[at_once].run(batch, 1.0)
+    for batch in BATCHES[:2]:
+        steps[stopped].run(batch, 1.0)
+    continued.load_state_dict(stopped.state_dict())
+    restore_optimizer(steps[continued], copy.deepcopy(capture_optimizer(steps[stopped], ALONE)))
+    for batch in BATCHES[2:]:
+        steps[continued].run(batch, 1.0)
+    assert same_weights(at_once, continued)
+    assert not same_weights(at_once, stopped)
+    assert alike(steps[at_once].optimizer.named_state(ALONE), steps[continued].optimizer.named_state(ALONE))
 
 
 def test_the_state_is_the_optimizers_own_and_rank_0s_alone() -> None:
@@ -176,10 +200,6 @@ def test_the_state_is_the_optimizers_own_and_rank_0s_alone() -> None:
     assert alike(step.optimizer.named_state(ALONE), state)
     assert not alike(state, kept)
     assert step.optimizer.named_state(World(1, 1, 2, 2, CPU)) == {}
-
-
-def test_before_the_first_step_there_is_no_state() -> None:
-    assert AdamW(fresh_model(), TRAIN).named_state(ALONE) == {}
 
 
 @pytest.mark.parametrize("saved_by", [TRAIN, MATRICES_ONLY])
@@ -229,107 +249,21 @@ def test_a_state_of_another_model_is_refused() -> None:
         AdamW(wider, TRAIN).load_named_state(trained_step().optimizer.named_state(ALONE))
 
 
-def test_bytes_of_state_are_those_that_there_are() -> None:
-    """The numbers of steps, of four bytes each, are left out."""
-    step = trained_step()
-    state = step.optimizer.named_state(ALONE)
-    there = sum(value.nbytes for values in state.values() for key, value in values.items() if key != "step")
-    assert optimizer_state_bytes(TRAIN, CONFIG) == there
-
-
-# Any optimizer
-
-
-class Momentum:
-    """SGD with momentum, the textbook's, one velocity for each parameter."""
-
-    def __init__(self, model: nn.Module, config: TrainConfig) -> None:
-        self.parameters = dict(model.named_parameters())
-        self.velocities: dict[str, Tensor] = {}
-        self.peak = self.learning_rate = config.learning_rate
-
-    def set_multiplier(self, multiplier: float, decay: float = 1.0) -> None:
-        self.learning_rate = self.peak * multiplier
-
-    @torch.no_grad()
-    def update(self, scaler: torch.amp.GradScaler, max_norm: float | None) -> tuple[Tensor, Tensor]:
-        assert not scaler.is_enabled()
-        norm = clip_gradients(self.parameters.values(), max_norm)
-        skipped = (~torch.isfinite(norm)).float()
-        for name, parameter in self.parameters.items() if not skipped else ():
-            assert parameter.grad is not None
-            velocity = self.velocities.setdefault(name, torch.zeros_like(parameter))
-            velocity.mul_(0.9).add_(parameter.grad)
-            parameter.sub_(velocity, alpha=self.learning_rate)
-        return norm.float(), skipped
-
-    def state_shapes(self) -> StateShapes:
-        return {name: {"velocity": parameter.shape} for name, parameter in self.parameters.items()}
-
-    def named_state(self, world: World) -> NamedState:
-        return {name: {"velocity": velocity.clone()} for name, velocity in self.velocities.items()}
-
-    def load_named_state(self, saved: NamedState) -> None:
-        check_state(saved, self.state_shapes())
-        self.velocities = {name: state["velocity"].clone() for name, state in saved.items()}
-
-
-def momentum_step(model: nn.Module) -> OptimizerStep:
-    optimizer: Optimizer = Momentum(model, TRAIN)
-    return OptimizerStep(model, optimizer, Precision("fp32", "cpu"), TRAIN)
-
-
-def test_another_optimizer_steps_is_saved_and_goes_on() -> None:
-    """Three steps, a checkpoint, two more: the weights of five steps at once, and of torch's own SGD."""
-    at_once, stopped, torchs = fresh_model(), fresh_model(), fresh_model()
-    step, first, reference = (
-        momentum_step(at_once),
-        momentum_step(stopped),
-        torch.optim.SGD(torchs.parameters(), lr=TRAIN.learning_rate, momentum=0.9),
-    )
-    for batch in BATCHES:
-        step.run(batch, 1.0)
-        reference.zero_grad()
-        torchs(*batch[0].to(CPU)).backward()
-        torch.nn.utils.clip_grad_norm_(torchs.parameters(), TRAIN.clipping_max_norm or math.inf)
-        reference.step()
-    for batch in BATCHES[:3]:
-        first.run(batch, 1.0)
-    saved, weights = capture_optimizer(first, ALONE), stopped.to_checkpoint_names()
-    continued = fresh_model(seed=1)
-    following = momentum_step(continued)
-    continued.load_state_dict(stopped.state_dict())
-    restore_optimizer(following, saved)
-    for batch in BATCHES[3:]:
-        following.run(batch, 1.0)
-    assert same_weights(continued, at_once)
-    assert not all(torch.equal(weights[name], tensor) for name, tensor in continued.to_checkpoint_names().items())
-    for ours, theirs in zip(at_once.parameters(), torchs.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
-
-
-def test_optimizers_refuse_each_others_state() -> None:
-    velocities = capture_optimizer(ran(momentum_step(fresh_model())), ALONE)
-    moments = capture_optimizer(trained_step(), ALONE)
-    with pytest.raises(UserError, match=r"optimizer.pt: .*tok_emb.weight has \['velocity'\]"):
-        restore_optimizer(trained_step(), velocities)
-    with pytest.raises(UserError, match=r"optimizer.pt: .*tok_emb.weight has \['exp_avg', 'exp_avg_sq', 'step'\]"):
-        restore_optimizer(momentum_step(fresh_model()), moments)
-
-
-def ran(step: OptimizerStep) -> OptimizerStep:
-    step.run(BATCHES[0], 1.0)
-    return step
+@pytest.mark.parametrize(
+    ("own", "other", "words"),
+    [(TRAIN, MUON, "has ['momentum_buffer', 'step']"), (MUON, TRAIN, "has ['exp_avg', 'exp_avg_sq', 'step']")],
+    ids=["adamw", "muon"],
+)
+def test_optimizers_refuse_each_others_state(own: TrainConfig, other: TrainConfig, words: str) -> None:
+    with pytest.raises(UserError, match=r"optimizer.pt: .*trf_blocks.0.att.qkv.weight") as refused:
+        restore_optimizer(trained_step(own), capture_optimizer(trained_step(other), ALONE))
+    assert words in str(refused.value)
 
 
 def test_a_notebooks_state_is_of_no_use_to_another_optimizer() -> None:
-    """The notebook's is AdamW's: numbered, and without velocities."""
-    model = fresh_model()
-    tensors = model.to_checkpoint_names().values()  # as many as the notebook has parameters
+    """The notebook's is AdamW's: numbered, and without momentum."""
+    step = trained_step(MUON)
+    tensors = step.bare_model.to_checkpoint_names().values()  # as many as the notebook has parameters
     numbered = {index: {"step": 3.0, "exp_avg": tensor} for index, tensor in enumerate(tensors)}
-    with pytest.raises(UserError, match=r"optimizer.pt: .*velocity"):
-        load_notebook_optimizer(momentum_step(model), OptimizerStates({"state": numbered}, {}))
-
-
-def test_train_json_chooses_the_optimizer() -> None:
-    assert isinstance(build_optimizer(fresh_model(), TRAIN), AdamW)
+    with pytest.raises(UserError, match=r"optimizer.pt: holds something else"):
+        load_notebook_optimizer(step, OptimizerStates({"state": numbered}, {}))

@@ -186,9 +186,8 @@ PARTS = (Part(2, True, 3), Part(1, False, 6), Part(2, True))
         (MUON, [Part(2, True)]),
         pytest.param({**MUON, "muon_update_scale": "original"}, [Part(1)], marks=pytest.mark.slow),
         pytest.param(MUON, PARTS, marks=pytest.mark.slow),
-        pytest.param({}, PARTS, marks=pytest.mark.slow),
     ],
-    ids=["adamw", "muon-shared", "muon-original", "muon-in-parts", "adamw-in-parts"],
+    ids=["adamw", "muon-shared", "muon-original", "muon-in-parts"],
 )
 def test_a_run_is_its_formulas(shop: Workshop, train: dict[str, Any], parts: Sequence[Part]) -> None:
     weights = start_and_end(shop, train, parts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ MODEL: dict[str, Any] = {
     "n_heads": 2,
     "n_layers": 3,
     "drop_rate": 0.0,
+    "qkv_bias": True,
 }
 SETTINGS: dict[str, Any] = {
     "dataset": "a/b",
@@ -34,15 +34,20 @@ SETTINGS: dict[str, Any] = {
     "learning_rate": 0.01,
     "precision": "fp32",
 }
+WORLDS = (4, 2, 1)  # each continues from the state that the one before has saved
+# By name: keys of train.json; "moe" is model.json's.
 CASES: dict[str, dict[str, Any]] = {
     "adamw": {"optimizer": "adamw"},
     "muon": {"optimizer": "muon", "muon_momentum_warmup_steps": 3},
     "groups": {"optimizer": "muon", "embedding_learning_rate": 0.1, "decay_all_parameters": False},
     "fp16": {"optimizer": "adamw", "precision": "fp16"},
+    "experts": {"optimizer": "muon", "moe": {"num_experts": 3, "num_active_experts": 2}},
 }
 # Trains with gradients that are alike on all ranks, shared out and not; a step whose gradients are not finite is one of
-# them. On rank 0 what both come to is compared to the bit, and saved; every rank says how much state it holds.
+# them. On rank 0 what both come to is compared to the bit, and saved; every rank says how much state it holds. One job
+# does so for all cases, each from what another world has saved of it.
 WORKER = """
+import copy
 import json
 import math
 import sys
@@ -57,7 +62,7 @@ from harness.runs.train_config import TrainConfig
 from harness.training.optimizer import build_optimizer
 from harness.training.zero1 import StatePartition
 
-config, model_config, out, earlier = (json.loads(argument) for argument in sys.argv[1:])
+cases, model_config, out, earlier = (json.loads(argument) for argument in sys.argv[1:])
 world = World.join()
 
 
@@ -70,16 +75,16 @@ def bytes_of_state(optimizer):
     return sum(storages.values())
 
 
-def train(sharded):
-    saved = torch.load(earlier, weights_only=True, map_location="cpu") if earlier else None
-    settings = TrainConfig(**config, shard_optimizer=sharded)
+def train(keys, saved, sharded):
+    shape = {**model_config, **({"moe": keys["moe"]} if "moe" in keys else {})}
+    settings = TrainConfig(**{key: value for key, value in keys.items() if key != "moe"}, shard_optimizer=sharded)
     precision = Precision.for_training(settings.precision, world.device)
     torch.manual_seed(0)
-    model = GPTModel(ModelConfig(**model_config))
+    model = GPTModel(ModelConfig(**shape))
     optimizer, scaler = build_optimizer(model, settings, precision, StatePartition.for_world(world)), precision.scaler()
     if saved is not None:
         model.load_state_dict(saved["weights"])
-        optimizer.load_named_state(saved["state"])
+        optimizer.load_named_state(copy.deepcopy(saved["state"]))  # both ways of training begin with it
     generator = torch.Generator().manual_seed(1 if saved is None else 2)
     skips = []
     for step in range(4):
@@ -101,49 +106,51 @@ def same(left, right):
     return torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
 
 
-sharded, whole = train(True), train(False)
-assert same(sharded["weights"], whole["weights"]), "weights"
-assert same(sharded["scale"], whole["scale"]), "scale"
-assert not sharded["state"] or world.is_main
-assert same(sharded["state"], whole["state"]), "state"
-held = world.gather((sharded["bytes"], whole["bytes"]))
+ends = {}
+begun = torch.load(earlier, weights_only=True, map_location="cpu") if earlier else {}
+for name, keys in cases.items():
+    sharded, whole = (train(keys, begun.get(name), flag) for flag in (True, False))
+    for part in ("weights", "scale"):
+        assert same(sharded[part], whole[part]), (name, part)
+    assert not sharded["state"] or world.is_main
+    assert same(sharded["state"], whole["state"]), (name, "state")
+    ends[name] = {**sharded, "held": world.gather((sharded["bytes"], whole["bytes"]))}
 if world.is_main:
-    sharded["held"] = held
-    torch.save(sharded, out)
+    torch.save(ends, out)
 world.leave()
 """
 
 
-def train(shop: Workshop, ranks: int, case: str, out: Path, earlier: Path | None = None) -> Any:
-    """Return the result of sharded training by so many ranks, compared with training that shares nothing."""
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    """By ranks: what sharded training has come to in each case, from where the world before has saved it. Within a
+    world it is compared with training that shares nothing."""
+    shop, found, earlier = Workshop(tmp_path_factory.mktemp("sharded")), {}, None
     (shop.path / "worker.py").write_text(WORKER)
-    config = SETTINGS | CASES[case]
-    arguments = [json.dumps(each) for each in (config, MODEL | {"qkv_bias": True}, str(out), earlier and str(earlier))]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {} for rank in range(ranks)]
-    command = [str(shop.path / "worker.py"), *arguments]
-    finish([shop.fork(command, (shared if ranks > 1 else {}) | place) for place in places], expect=0, timeout=200)
-    return torch.load(out, weights_only=True, map_location="cpu")
+    cases = {name: SETTINGS | keys for name, keys in CASES.items()}
+    for ranks in WORLDS:
+        out = shop.path / f"{ranks}.pt"
+        arguments = [json.dumps(each) for each in (cases, MODEL, str(out), earlier and str(earlier))]
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        places = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {} for rank in range(ranks)]
+        command = [str(shop.path / "worker.py"), *arguments]
+        finish([shop.fork(command, place) for place in places], expect=0, timeout=200)
+        found[ranks], earlier = torch.load(out, weights_only=True, map_location="cpu"), out
+    return found
 
 
-@pytest.mark.parametrize(("case", "worlds"), [("adamw", (4, 2)), ("muon", (2, 4)), ("groups", (2,)), ("fp16", (2,))])
-def test_no_bit_differs_and_a_state_goes_on_in_a_world_of_another_size(
-    tmp_path: Path, case: str, worlds: tuple[int, ...]
-) -> None:
-    """Each world's sharded training equals its own that shares nothing; the next world continues from its state."""
-    shop, earlier = Workshop(tmp_path), None
-    for number, ranks in enumerate((*worlds, 1)):
-        out = tmp_path / f"{number}.pt"
-        found = train(shop, ranks, case, out, earlier)
-        model = GPTModel(ModelConfig(**MODEL, qkv_bias=True))
+@pytest.mark.parametrize("case", CASES)
+def test_no_bit_differs_and_a_state_goes_on_in_a_world_of_another_size(trained: dict[int, Any], case: str) -> None:
+    model = GPTModel(ModelConfig(**MODEL, moe=CASES[case].get("moe")))
+    for number, ranks in enumerate(WORLDS):
+        found = trained[ranks][case]
         assert list(found["state"]) == [name for name, _ in model.named_parameters()]
         assert {float(state["step"]) for state in found["state"].values()} == {3.0 * (number + 1)}
         shared = [sharded for sharded, _ in found["held"]]
         whole = found["held"][0][1]
         assert sum(shared) == whole
         assert max(shared) < whole / ranks * 1.1
-        earlier = out
 
 
 def test_slices_are_equal_cover_everything_and_keep_vectors_whole() -> None:
@@ -169,7 +176,7 @@ def test_works_that_cannot_be_cut_are_spread_by_what_they_cost() -> None:
 def test_a_process_that_rehearses_for_others_keeps_its_own_share_and_saves_the_whole(optimizer: str) -> None:
     """-f tries microbatches on each rank alone, with the memory that it will have among others."""
     config = TrainConfig(**SETTINGS | {"optimizer": optimizer, "shard_optimizer": True})
-    model = GPTModel(ModelConfig(**MODEL, qkv_bias=True))
+    model = GPTModel(ModelConfig(**MODEL))
     built = build_optimizer(model, config, None, StatePartition(0, 4))
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import json
 import math
+import platform
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
 
+from harness.common.program import program_commit
+from harness.model.precision import Precision
 from tests.support.launch import ROOT, Result, Workshop, finish, metrics
 
 STEPS = 10  # 1,280 tokens in global batches of 2 ranks x 2 sequences x 2 accumulation steps x 16 tokens
+
+SETTINGS: dict[str, Any] = {
+    "price_per_hour": 7.2,
+    "clipping_max_norm": 1.0,
+    "learning_rate": 0.01,
+    "lr_schedule": "cosine",
+}
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workshop, Path, Result]:
     shop = Workshop(tmp_path_factory.mktemp("training"))
     shop.add_dataset()
-    run = shop.add_run(price_per_hour=7.2, clipping_max_norm=1.0, learning_rate=0.01, lr_schedule="cosine")
+    run = shop.add_run(**SETTINGS)
     return shop, run, shop.torchrun()
 
 
@@ -116,28 +128,32 @@ def test_one_process_without_torchrun(tmp_path: Path) -> None:
     assert "Best loss" not in result.stdout
 
 
-def test_validation_on_all_ranks_prints_the_same_number(tmp_path: Path) -> None:
-    shop = Workshop(tmp_path)
-    shop.add_dataset()
-    common = {"min_train_tokens": 256, "validation_batches": 5, "validation_interval": 1}
-    alone = shop.add_run("alone", **common)
-    shared = shop.add_run("shared", validation_ranks="all", **common)
-    shop.train("alone")
+def test_validation_on_all_ranks_prints_the_same_number(trained: tuple[Workshop, Path, Result]) -> None:
+    shop, alone, _ = trained
+    shared = shop.add_run("shared", **SETTINGS, validation_ranks="all")
     shop.train("shared")
     losses = [[event["loss"] for event in metrics(run) if event["event"] == "validation"] for run in (alone, shared)]
-    assert len(losses[0]) == 2
+    assert len(losses[0]) == 3
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_trains(tmp_path: Path, precision: str) -> None:
-    shop = Workshop(tmp_path)
-    shop.add_dataset()
-    run = shop.add_run(precision=precision, learning_rate=0.01)
-    shop.train(ranks=1)
-    losses = [event["loss"] for event in metrics(run) if event["event"] == "validation"]
-    assert losses[-1] < losses[0] - 0.2
-    assert (run / "checkpoints" / "latest" / "scaler.pt").exists() == (precision == "fp16")
+def test_checkpoints_and_summary_say_what_was_run_and_by_which_program(trained: tuple[Workshop, Path, Result]) -> None:
+    """Every setting, defaults too; precision, versions, commit, device and seed."""
+    _, run, result = trained
+    meta = json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())
+    name = Precision.for_training("auto", torch.device("cpu")).name
+    assert f"2 x cpu, {name}, " in result.stdout
+    assert (meta["precision"], meta["train"]["precision"]) == (name, "auto")
+    for record in (meta, json.loads((run / "summary.json").read_text())):
+        assert record["versions"]["torch"] == record["torch"] == torch.__version__
+        assert record["versions"]["python"] == platform.python_version()
+        assert {"numpy", "safetensors", "pydantic"} <= record["versions"].keys()
+        assert record["commit"] == program_commit()
+        assert record["device"].endswith(" CPU")
+        assert record["train"]["random_seed"] == 42
+        assert {"eps", "warmup_steps", "scale_with_batch", "train_steps"} <= record["train"].keys()
+        assert {"norm", "n_kv_heads"} <= record["model"].keys()
+        assert not {"budget", "scaled"} & record.keys()
 
 
 # Of what training might ask Linux for, macOS has none: functions of os, and files in /proc and /sys.
