@@ -350,7 +350,7 @@ def files_of(run: Path) -> tuple[str, str]:
 )
 def test_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:
     """Under the real torchrun, whose own store is torch's, and with --processes, where rank 0 keeps it."""
-    import psutil  # type: ignore[import-untyped]  # lm-eval brings it
+    import psutil  # type: ignore[import-untyped]
 
     shop = Workshop(tmp_path)
     shop.add_dataset()
