@@ -226,7 +226,7 @@ def test_no_command_imports_another(command: str) -> None:
     assert not set(all_imports(tree_of(command))) & (set(COMMANDS) - {command})
 
 
-@pytest.mark.parametrize(("libraries", "places"), PLACES.items(), ids=lambda each: str(each)[:20])
+@pytest.mark.parametrize(("libraries", "places"), PLACES.items(), ids=[each[0] for each in PLACES])
 def test_what_is_used_in_a_few_places_only(libraries: tuple[str, ...], places: set[str]) -> None:
     assert users_of(*libraries) == places
 
