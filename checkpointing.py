@@ -65,7 +65,8 @@ class Checkpointer:
 
     def restore(self, loader: TokenLoader) -> None:
         """Put model, optimizer, random states and unreported losses where the run's checkpoint left them; without
-        one, begin: load initial weights, set earlier results aside, seed. `loader` has what the step is warmed up with.
+        one, begin: load initial weights, set earlier results aside, seed. The step is warmed up with `loader`'s first
+        microbatch.
 
         Raises UserError if the checkpoint is another model's.
         """
@@ -137,10 +138,6 @@ class Checkpointer:
             self._save(state, during=during)
         self.finish()
 
-    def raise_failed_save(self) -> None:
-        """Raises what a save in the background has failed with since."""
-        self.writer.check()
-
     def check_weights(self, state: TrainState) -> None:
         """Raises RunError if the ranks' weights are no longer the same."""
         own: list[int] = []
@@ -151,7 +148,7 @@ class Checkpointer:
         if difference:
             raise self.world.collective_error(
                 f"{difference} after global step {state.global_step}: a device or its memory is faulty; the "
-                "checkpoints there are were checked before they were written: leave that device out, and run the "
+                "checkpoints on disk were checked before they were written: exclude that device, and run the "
                 "command again to continue"
             )
 
@@ -218,9 +215,9 @@ class Checkpointer:
             meta=meta,
             tokenizer=tokenizer if isinstance(tokenizer, Path) else None,
         )
-        self.writer.submit(lambda: self._write_files(checkpoint))
+        self.writer.submit(lambda: self._write_checkpoint(checkpoint))
 
-    def _write_files(self, checkpoint: Checkpoint) -> None:
+    def _write_checkpoint(self, checkpoint: Checkpoint) -> None:
         self.copies.wait()
         self.reporter.metrics.make_durable()  # meta.json tells how long they are
         path = checkpoints.save_checkpoint(self.run.checkpoints, checkpoint)

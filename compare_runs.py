@@ -120,7 +120,7 @@ def _check_options(
     if machines and as_json:
         raise UserError("--machines and --json: give one of them")
     if machines and not runs:
-        raise UserError("--machines: name the runs to project; the speeds of the others are used without that")
+        raise UserError("--machines: name the runs to project; measured speeds of other runs are used anyway")
     if reference and not (html or chart):
         raise UserError("--reference belongs with --html or --chart")
     if chart is not None and chart.suffix.lower() != ".png":

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Trainer:
-    """The loop. Every method is called on every rank; `reporter` and `checkpointer` know what rank 0 alone does."""
+    """Training loop. Every method is called on every rank; `reporter` and `checkpointer` write on rank 0 only."""
 
     prepared: PreparedRun
     world: World
@@ -62,7 +62,7 @@ class Trainer:
         try:
             if self.prepared.interrupted_in:  # a signal came in the middle of what follows the last step
                 self.after_step(self.state.global_step, first=self.prepared.interrupted_in)
-            for step in self.stop.steps(self.world, steps, between=self.checkpointer.raise_failed_save):
+            for step in self.stop.steps(self.world, steps, between=self.checkpointer.writer.check):
                 self.train_step(step)
                 self.after_step(step)
             self.checkpointer.finish()
@@ -81,7 +81,8 @@ class Trainer:
             batch_tokens = self.loader.batches.at(done).global_tokens
             rate, decay = self.rates.at(step, batch_tokens)
             self.meter.add(self.optimizer_step.run(microbatches, rate, decay))
-        self.state.advance(step, batch_tokens)
+        self.state.global_step = step
+        self.state.tokens_seen += batch_tokens
         self.reporter.console.advance()
 
     def after_step(self, step: int, *, first: str = "report") -> None:

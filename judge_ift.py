@@ -71,7 +71,7 @@ def main(
         try:
             judgement = judge(models, settings, cache)
         except RunStopped:
-            click.echo("stopped by SIGINT; the same command goes on from there", err=True)
+            click.echo("stopped by SIGINT; to continue, run the same command again", err=True)
             raise
         report = JudgeReport(judgement, settings, prices)
         click.echo(json.dumps(report.as_json(), indent=1) if as_json else "\n".join(report.lines()))

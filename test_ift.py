@@ -177,7 +177,7 @@ def score(responses: Responses, settings: JudgeSettings, path: Path) -> None:
         if (shortfall := report.shortfall()) is not None:
             raise RunError(shortfall)
     except RunStopped:
-        click.echo(f"stopped by SIGINT; the answers are kept: {again} goes on from there", err=True)
+        click.echo(f"stopped by SIGINT; the answers are kept; to continue: {again}", err=True)
         raise
     except (UserError, RunError) as error:  # nothing has to be trained again
         raise RunError(f"{error}; the answers are kept: {again} scores them") from None

@@ -34,7 +34,7 @@ class RunError(Exception):
 
 
 class PeerError(RunError):
-    """Another rank failed and tells its own story; this rank only leaves. Its message is for when that one cannot."""
+    """Another rank failed and prints the reason. This rank prints its own message only if that rank does not."""
 
 
 class RunStopped(RunError):  # noqa: N818 - the orderly end of a run
@@ -91,7 +91,7 @@ def _launched(name: str, default: int) -> int:
 
 
 def _local_rank() -> int:
-    """This process's number on its machine; 0 where a leftover LOCAL_RANK stands alone, and nobody else would speak."""
+    """This process's number on its machine; 0 for a leftover LOCAL_RANK, since no other rank would print the error."""
     return _launched("LOCAL_RANK", 0) if _launched("LOCAL_WORLD_SIZE", 1) > 1 else 0
 
 
@@ -130,7 +130,7 @@ def tell_soon(reason: str) -> None:
 
 
 def say_last(line: str) -> None:
-    """Say on standard error, if anybody is there, how this process ends, and have torchrun's report end with it."""
+    """Print on standard error, even if it is closed, how this process ends; torchrun's report ends with it, too."""
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
     _leave_to_torchrun(line)

@@ -22,8 +22,7 @@ STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
 
 @dataclass
 class Exit:
-    """State of this process's exit, by which its threads say why it ends once, and not over one another. No entry is
-    reset."""
+    """State of this process's exit, shared by its threads, so that the reason is printed once. No entry is reset."""
 
     has_own_reason: bool = False  # the main thread ends the process, and says why
     # The main thread ends it soon, because another rank has gone; the watchdog may find out which one, and why.

@@ -101,7 +101,7 @@ def _describe(fault: Any, kind: type[BaseModel]) -> str:
 
 
 def _is_unknown_key(fault: Any) -> bool:
-    """True if the fault is an unknown key of the file itself, not of an object that is a key's value."""
+    """True if the fault is an unknown key at the top level of the file, not in a nested object."""
     return bool(fault["type"] == "extra_forbidden" and len(fault["loc"]) == 1)
 
 

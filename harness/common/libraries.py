@@ -7,7 +7,7 @@ import importlib
 import os
 
 SETTINGS = {
-    # Else a store that is gone, which the ranks notice and tell of themselves, is told of in pages of C++ frames.
+    # Otherwise a lost store prints pages of C++ frames, though the ranks report it in one line.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     # OpenMP's threads burn a core by default while they wait for the next piece of work; beside any other process on
     # that core a step then takes twice as long (docs/LOG.md).

@@ -1,4 +1,4 @@
-"""Device memory: limits that make a search real, the peak in use, and telling "out of memory" from other errors."""
+"""Device memory: limits for the microbatch search, the peak in use, and recognising out-of-memory errors."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from harness.comparison.basis import (
     comparable_groups,
     loss_basis,
 )
-from harness.comparison.columns import all_test_losses, final_validation_losses, test_losses
+from harness.comparison.columns import all_test_losses, final_validation_losses
 from harness.comparison.inconclusive import Inconclusive
 from harness.comparison.records import RunRecord
 from harness.comparison.verdicts import Arm, Verdict, compare_arms, seeds_sentences
@@ -66,8 +66,8 @@ class BaselineComparison:
 
 
 def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineComparison:
-    """Compare all arms of the runs with that of the run `baseline`, which is one of them, by the test loss on the text
-    that most of them were measured on, else by the last validation loss."""
+    """Compare every arm with that of the run `baseline`, by test loss on the text measured for most runs, or else by
+    the last validation loss."""
     arms = find_arms(records, baseline)
     own = arms.arm_of(baseline)
     if own is None:
@@ -78,8 +78,8 @@ def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineCompari
         reason = "no other arm has finished"
     else:
         # A diverged run stays part of its arm, with NaN for a loss that is not finite.
-        of_tests = [all_test_losses(record) or test_losses(record) for record in records]
-        for loss, values in (("test loss", of_tests), ("validation loss", [*map(final_validation_losses, records)])):
+        for loss, losses_of in (("test loss", all_test_losses), ("validation loss", final_validation_losses)):
+            values = [losses_of(record) for record in records]
             for basis, members in comparable_groups(values):
                 if len(members) > 1 and any(records[row].name in arms.runs[own] for row in members):
                     return _compare(own, arms, loss, basis, members, values, records)

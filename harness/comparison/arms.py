@@ -81,8 +81,8 @@ def _named(arms: Sequence[tuple[str, ...]], runs: set[str], baseline: str | None
 
 
 def settings_of(record: RunRecord) -> tuple[str, str] | Inconclusive:
-    """The settings that decide how a run came out, and its surroundings, as JSON: equal for replicates. Inconclusive
-    for a run that cannot have known replicates."""
+    """Two JSON texts, equal for replicates: the settings that decide the result; torch, device and number of ranks.
+    Inconclusive if one of them was not recorded, so that no replicate is known."""
     dataset, model = record.dataset or None, record.model
     known = {"dataset": dataset, **{key: getattr(record, key) for key in SURROUNDINGS}}
     missing = [SURROUNDINGS.get(key, key) for key, value in known.items() if value is None]

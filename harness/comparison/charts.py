@@ -129,8 +129,7 @@ def _chart(
     losses: Mapping[str, Sequence[Event]],
     reasons: Mapping[str, Sequence[str]],
 ) -> Chart:
-    """The curves along one axis. The runs of a group took their points at the same steps: of these, in order, as many
-    count as each has."""
+    """The curves along one axis: the mean of each group's runs, point by point, up to the end of its shortest run."""
     places, found = {}, {reason: [*names] for reason, names in reasons.items()}
     for name, record in drawn.items():
         try:

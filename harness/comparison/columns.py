@@ -93,7 +93,7 @@ class Quantity:
             return found
         basis = _basis(self.key, record)
         if basis is None:
-            return Inconclusive(f"{found:.3f}, but the text that it was measured on is not recorded, or not yet")
+            return Inconclusive(f"{found:.3f}, but its text is not recorded (yet)")
         return [Measurement(found / self.divisor if self.divisor > 1 else found, basis)]
 
     def reported(self, record: RunRecord) -> Values:
@@ -202,19 +202,21 @@ def _no_result(record: RunRecord, kind: type[Result]) -> Inconclusive:
     return Inconclusive(MEASURED_BY[kind])
 
 
-def all_test_losses(record: RunRecord) -> list[Measurement]:
+def all_test_losses(record: RunRecord) -> Values:
     """Test losses of a run, one for each text, NaN for a loss that is not finite."""
     chosen = chosen_results(record, record.results.of(LossResult), loss_basis)
-    return [
+    measured = [
         Measurement(math.nan if result.loss is None else result.loss, basis, remark) for result, basis, remark in chosen
     ]
+    return measured or _no_result(record, LossResult)
 
 
 def test_losses(record: RunRecord) -> Values:
     """Test losses of a run that are finite, one for each text."""
     measured = all_test_losses(record)
-    found = [each for each in measured if math.isfinite(each.value)]
-    return found or (Inconclusive(DIVERGED) if measured else _no_result(record, LossResult))
+    if isinstance(measured, Inconclusive):
+        return measured
+    return [each for each in measured if math.isfinite(each.value)] or Inconclusive(DIVERGED)
 
 
 def _bits_per_byte(bases: dict[Basis, Basis], record: RunRecord) -> Values:

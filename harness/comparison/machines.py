@@ -132,7 +132,7 @@ def _read_work(run: RunDirectory) -> tuple[ModelConfig, Mapping[str, Any], int, 
         return Inconclusive(f"its numbers are too large: {error}")
     tokens = tokens or (summary.tokens_seen if summary else None)
     if not tokens:
-        return Inconclusive(f"its {config.budget} is -1, all there is, and it has not trained yet")
+        return Inconclusive(f"its {config.budget} is -1 (the whole split), and it has not trained yet")
     return model, config.model_dump(mode="json"), layout.global_tokens // layout.context_length, tokens
 
 

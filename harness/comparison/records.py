@@ -294,7 +294,7 @@ class _Reader:
             return State(end[0], f"exit status {end[1]}" if end[0] == "failed" else f"at global step {end[1]:,}")
         if summary is not None:
             return State(
-                "going on" if held else "stopped", "its files ask for another training than summary.json is of"
+                "going on" if held else "stopped", "its files ask for another shape or budget than summary.json records"
             )
         if progress is None and meta is None:
             return State("going on", "no report yet") if held else State("never trained")

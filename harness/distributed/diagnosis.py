@@ -78,7 +78,7 @@ class Heartbeats:
                 last.gone_since = now
 
     def forgive_freeze(self, now: float, grace_seconds: float) -> None:
-        """This process was frozen, and could hear nobody meanwhile: nobody's silence until now counts."""
+        """Restart the count of every rank's silence: this process was frozen and received no heartbeats."""
         self.contact = now
         self.frozen_until = now + grace_seconds
         for last in self.last:

@@ -46,8 +46,8 @@ class Ranking:
 
 
 def read_ranking() -> Ranking:
-    """All four numbers, checked. Raises UserError naming a variable that is missing beside the others, or that is not a
-    number, or numbers that are impossible together."""
+    """Read the ranking from the launcher's variables. Raises UserError if one is missing or not a number, or if they
+    contradict one another."""
     given = [name for name in COUNTS if name in os.environ]
     if not given:
         return Ranking()

@@ -141,7 +141,7 @@ def _absence(rank: int) -> RunError:
 
 
 def _listen_on_loopback() -> None:
-    """There is nothing to hear from other machines, and so nothing for them to reach. What the user has set stays."""
+    """Bind to loopback, as all ranks are on this machine; the user's own settings are kept."""
     loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback else ():
         os.environ.setdefault(variable, min(loopback))
@@ -194,7 +194,7 @@ def leaving_with_peers() -> Iterator[None]:
                 "share, as eth0"
             ) from None
         if TIMED_OUT_TEXT in text:
-            raise RunError("another rank did not come to an exchange in time, and none is known to be stuck") from None
+            raise RunError("timed out waiting for another rank in an exchange; no rank was found stuck") from None
         if not any(each in text for each in PEER_GONE_TEXTS):
             raise
         raise PeerError("the connection to another rank is gone") from None

@@ -149,7 +149,7 @@ def device_progress(device: torch.device) -> Progress:
 
 
 class Watchdog:
-    """This rank's eye on all of them. `beat` and `guard` are for the main thread, and cost next to nothing.
+    """Watches all ranks from this one. `beat` and `guard` are for the main thread, and cost next to nothing.
 
     One that is not started, as in a world of one process, watches nobody.
     """

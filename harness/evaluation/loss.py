@@ -92,9 +92,9 @@ class TestLoss:
     is_exact: bool  # bits per byte: by the bytes of the very tokens predicted, not by the whole split's mean
 
     def keep(self, weights: Path) -> None:
-        """Leave it in the run whose checkpoint the measured weights, in this file, are; if they are of none, nowhere.
+        """Write the result into the run that the weights file belongs to, if there is one.
 
-        If it cannot be written, that is a warning: it has been told already.
+        A failed write is only a warning, since the result has been printed.
         """
         with warned_if_not_kept():
             if (model := model_in_run(weights)) is not None:

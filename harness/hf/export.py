@@ -74,7 +74,7 @@ def export_for_notebook(model: GPTModel, files: TrainedModel, folder: Path, dtyp
     check_for_notebook(model.config, files.config_source)
     tokenizer, notes = tokenizer_file_of(files.weights), []
     if model.config.tie_weights:
-        notes.append("the tied head is written out as a tensor of its own, and model.json no longer calls it tied")
+        notes.append('the tied head is written out as a tensor of its own, and "tie_weights" is false in model.json')
     if isinstance(tokenizer, Path):  # GPT-2's own is not written, nor needed
         check_tokenizer_fits(load_tokenizer(tokenizer), model.config.vocab_size, files.weights)
         notes.append("the notebook's scripts read and write text by GPT-2's tokenizer; this model has another one")

@@ -218,8 +218,8 @@ _loss_and_gradients.register_autograd(_backward, setup_context=_save)
 #
 # A kernel writes each row's loss, in the precision of `losses_R`, and, if `wants_errors`, the gradient over the logits,
 # so that a chunk needs no second copy of them; otherwise it may leave anything there. Columns from `vocab` on count as
-# absent. With p the softmax
-# of a row's logits and y its one-hot target, the loss is log(sum(exp(logits))) - logits[target], its gradient p - y.
+# absent. With p the softmax of a row's logits and y its one-hot target, the loss is log(sum(exp(logits))) -
+# logits[target], its gradient p - y.
 #
 # A soft-cap c (0: none) makes the logits c·tanh(products / c) before anything else; the gradient with respect to the
 # products is then that with respect to the logits times 1 - tanh².

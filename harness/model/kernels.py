@@ -40,10 +40,9 @@ def choose_kernels(
 
 
 def should_compile(setting: bool | Literal["auto"], device: torch.device) -> bool:
-    """True if the model is to be compiled: as train.json says; "auto" compiles on CUDA, where the tools for it are
-    there.
+    """True if the model is to be compiled: if train.json says true, or "auto" on CUDA with the tools installed.
 
-    Raises UserError if train.json demands it and they are not.
+    Raises UserError if train.json says true and they are missing.
     """
     wanted = setting is True or (setting == "auto" and device.type == "cuda")
     missing = missing_tool(device) if wanted else None

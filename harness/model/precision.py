@@ -13,8 +13,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def has_fast_bf16() -> bool:
-    """True where this processor multiplies bf16 matrices by instructions of its own (AVX-512 BF16, which every one
-    with AMX has, too) and oneDNN, by which torch does so, may use them."""
+    """True if the processor has bf16 instructions (AVX-512 BF16; AMX implies it) and oneDNN may use them."""
     has_bf16 = hasattr(torch.cpu, "get_capabilities") and torch.cpu.get_capabilities().get("avx512_bf16", False)
     if not (torch.backends.mkldnn.is_available() and has_bf16):
         return False

@@ -23,7 +23,7 @@ def due_after(step: int, position: Position, config: TrainConfig, *, first: str 
         "weights_check": config.weights_check_interval,
     }
     due = {name for name, interval in intervals.items() if position.is_due(step, interval)}
-    # A validation or a checkpoint waits for the device anyway, and wants to know the loss up to here.
+    # A validation or a checkpoint waits for the device anyway, and records the loss up to this step.
     if due & {"validation", "checkpoint"}:
         due.add("report")
     return due & set(AFTER_A_STEP[AFTER_A_STEP.index(first) :])

@@ -45,8 +45,8 @@ class Machine(BaseModel):
 
     @model_validator(mode="after")
     def _has_its_memory(self) -> Machine:
-        """Else the speeds of the whole card would be taken for those of one that cannot hold the model. A slice of a
-        card (MIG) has the card's name, and less."""
+        """Check `memory_gib` against the size in the device's name. A slice of a card (MIG) is exempt: it has the
+        card's name and less memory."""
         named = re.search(r"(\d+)\s*gb\b", self.device.lower())
         if named is None or "mig" in self.device.lower():
             return self

@@ -64,9 +64,7 @@ def plan_speed(
     device = None if options.assume_device is None else find_device(options.assume_device)
     if options.assume_device is not None and device is None:
         known = ", ".join(each.name for each in DEVICES)
-        raise UserError(
-            f'--assume-device: nothing is known of "{options.assume_device}"; there is {known}; or {GIVE_A_SPEED}'
-        )
+        raise UserError(f'--assume-device: unknown device "{options.assume_device}"; known: {known}; or {GIVE_A_SPEED}')
     own = device or own_device(layout.world_size)
     if options.assume_tps is not None:
         speed = PlannedSpeed(options.assume_tps, "assumed")
@@ -97,8 +95,8 @@ def estimated(experiment: Experiment, layout: BatchLayout, device: GpuSpec | Non
     speed = float(f"{estimated_speed(experiment.model, device, layout, train):.3g}")  # the digits of an estimate
     low, high = (f"{float(f'{speed * (1 + sign * UNCERTAINTY):.3g}'):,.0f}" for sign in (-1, 1))
     source = (
-        f"estimated for {layout.world_size} x {device.name}: {low} to {high}; nobody has measured it, and "
-        "docs/performance.md has the arithmetic"
+        f"estimated for {layout.world_size} x {device.name}: {low} to {high}; not measured; "
+        "docs/performance.md explains the estimate"
     )
     return PlannedSpeed(speed, source, uncertainty=UNCERTAINTY, device=device)
 

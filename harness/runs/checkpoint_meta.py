@@ -76,11 +76,6 @@ class TrainState:
             seconds=training_seconds - self.measured_from_seconds,
         )
 
-    def advance(self, step: int, tokens: int) -> None:
-        """A global step has been done, on so many tokens of all ranks."""
-        self.global_step = step
-        self.tokens_seen += tokens
-
     def add_report(self, loss: float, microbatches: int, skipped_steps: int) -> None:
         """Count what has been reported: the mean loss over so many microbatches of all ranks."""
         self.train_loss = loss

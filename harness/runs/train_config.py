@@ -348,7 +348,7 @@ def _check_budget(config: TrainConfig) -> None:
         raise ValueError(f"keys {named}: each says how much to train; give one of them")
     tokens = config.min_train_tokens
     if tokens is not None and tokens < 1 and tokens != -1:
-        raise ValueError('key "min_train_tokens": must be at least 1, or -1 for all there is')
+        raise ValueError('key "min_train_tokens": must be at least 1, or -1 for the whole split')
 
 
 def _check_batch(config: TrainConfig) -> None:

@@ -43,8 +43,8 @@ class Coefficient(Estimate):
 
 @dataclass(frozen=True)
 class Law:
-    """One law, or several at once: each coefficient is a number, or an array [B]. A and B are kept as logarithms, which
-    hold what floats do not."""
+    """One law, or several at once: each coefficient is a number, or an array [B]. A and B are stored as logarithms,
+    since they may overflow a float."""
 
     e: np.ndarray
     log_a: np.ndarray

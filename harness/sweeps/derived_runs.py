@@ -211,8 +211,8 @@ def derive(
 
 
 def derive_for_dataset(base: Base, name: str, changes: Changes, datasets_dir: Path) -> DerivedRun:
-    """The run that `derive` gives, fitted to the data set that is among the changes, if it is on this machine: to its
-    vocabulary, and with at most the tokens and validation batches that it has. What else is among the changes stays.
+    """Derive a run, and fit it to a new data set in `datasets_dir`: its vocabulary, at most its tokens and validation
+    batches. Other changes take precedence.
 
     Raises UserError, too, for a data set that is too short.
     """

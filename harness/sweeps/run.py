@@ -104,8 +104,8 @@ class SweepRunner:
         unpriced = [run.name for run in runs if run.train_config.price_per_hour is None]
         if max_dollars is not None and unpriced:
             raise UserError(
-                f'--max-dollars: train.json of {unpriced[0]} has no "price_per_hour", so that nothing would count; put '
-                'it into the sweep\'s "set", and make the sweep anew under another name'
+                f'--max-dollars: train.json of {unpriced[0]} has no "price_per_hour", so its cost is unknown; put it '
+                'into the sweep\'s "set", and make the sweep anew under another name'
             )
         self.runs = list(runs)
         self.planner = planner

@@ -82,9 +82,7 @@ def status_lines(statuses: Sequence[Status]) -> list[str]:
             lines += wrapped(said, "    ", "")
         if each.state == "failed":
             log = [text for text in log_tail(each.run.run) if text.strip() and not SWEEP_MARK.fullmatch(text)]
-            lines += [
-                f"    {printable(text)[:TAIL_COLUMNS]}" for text in log[-TAIL_LINES:] or ["(it has said nothing)"]
-            ]
+            lines += [f"    {printable(text)[:TAIL_COLUMNS]}" for text in log[-TAIL_LINES:] or ["(no output)"]]
     return lines
 
 

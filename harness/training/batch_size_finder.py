@@ -122,7 +122,7 @@ class MicrobatchSearcher:
         return found
 
     def fits(self, microbatch_size: int) -> bool:
-        """Try a size; too late for that, none fits any more. The same on every rank."""
+        """True if a size fits on every rank; False without a try once the time is up. Collective."""
         is_late = self.world.device.type == "cpu" and time.monotonic() - self._began > SEARCH_SECONDS
         if not self.world.all_true(not (is_late and self.peaks)):
             self.remark = f"More may fit; the search has ended after {SEARCH_SECONDS:,.0f} s"

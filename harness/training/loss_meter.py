@@ -55,7 +55,7 @@ class LossMeter:
     SUM, COUNT, MIN, MAX, NORM, SKIPPED, ROW, LONGEST_ROW = range(8)
 
     def __init__(self, device: torch.device, model: ModelConfig | None = None) -> None:
-        """`model` says how many experts there are to be counted; without it there are none."""
+        """`model` gives the number of experts; None: a model without experts."""
         experts = (model.n_layers, model.moe.num_experts) if model and model.moe else (0, 0)
         self._values = self._empty().to(device)
         self._expert_tokens = torch.zeros(experts, dtype=torch.float64, device=device)

@@ -1,8 +1,8 @@
 """The optimizers: one protocol for what training asks of each, and the choice that train.json makes.
 
 An optimizer updates the weights from gradients that are alike on all ranks, and gives its state by parameter name, so
-that a checkpoint depends neither on how parameters are grouped nor on where each part of the state is kept. Another one
-is a class with these methods, a line in `build_optimizer`, and one in harness/runs/optimizer_state.py.
+that a checkpoint depends neither on how parameters are grouped nor on where each part of the state is kept. To
+add one: a class with these methods, a line in `build_optimizer`, and a line in harness/runs/optimizer_state.py.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Optimizer(Protocol):
 
     @property
     def learning_rate(self) -> float:
-        """The rate of the last update, for the metrics: what train.json's `learning_rate` came to, if groups of
-        parameters have rates of their own."""
+        """Learning rate of the last update, for the metrics: train.json's `learning_rate` times the multiplier, without
+        the rates of single groups."""
         ...
 
     def set_multiplier(self, multiplier: float, decay: float = 1.0) -> None:
@@ -46,8 +46,8 @@ class Optimizer(Protocol):
         ...
 
     def state_shapes(self) -> StateShapes:
-        """The shapes of what `named_state` has after a step. A tensor of a parameter's own shape is cut where the
-        parameter is; one without dimensions belongs to the parameter as a whole."""
+        """Shapes of the tensors in `named_state` after a step. Sharding cuts a tensor of the parameter's shape like the
+        parameter; a scalar is kept with every shard."""
         ...
 
     def named_state(self, world: World) -> NamedState:

@@ -135,7 +135,7 @@ class Reporter:
         return f"{steps:,} global steps of {' to '.join(dict.fromkeys([sizes[0], sizes[-1]]))} tokens"
 
     def _say_where(self) -> None:
-        """On several machines: which one has the results, and what continuing will need."""
+        """Say, with several machines, which one has the results and where rank 0 must start to continue."""
         if not self.world.is_one_machine:
             place = f"{socket.gethostname()}:{self.run.path.resolve()}"
             say(self.world, f"  results and checkpoints are written by rank 0 alone, to {place}; to continue later,")

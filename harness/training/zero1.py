@@ -137,8 +137,8 @@ class StatePartition:
         return {name: whole[name] for name in shapes if name in whole}
 
     def _send_to_rank0(self, owner: int, tensors: Sequence[Tensor], count: int) -> Tensor | None:
-        """On rank 0 the owner's tensors, one after the other; None elsewhere. By the CPU's group: a device's memory may
-        be full, and nothing else goes on."""
+        """The owner's tensors on rank 0, flattened into one; None on other ranks. Sent through the CPU group, since the
+        device's memory may be full."""
         if self.rank == owner:
             numbers = torch.cat([tensor.detach().reshape(-1).cpu() for tensor in tensors])
         elif self.rank == 0:

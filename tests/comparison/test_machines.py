@@ -106,7 +106,7 @@ def test_tokens_are_those_of_the_budget_or_of_the_training_that_took_all_there_w
     assert text_of(run).startswith(f"r on other machines: {7 * 64} tokens ")
     shop.add_run(min_train_tokens=-1)
     assert text_of(run) == (
-        "r on other machines: inconclusive, because its min_train_tokens is -1, all there is, and it has not "
+        "r on other machines: inconclusive, because its min_train_tokens is -1 (the whole split), and it has not "
         "trained yet"
     )
     summary = {"world_size": 2, "microbatch_size": 2, "accumulation_steps": 2, "device": "CPU", "tokens_seen": 640}

@@ -398,7 +398,7 @@ def test_what_a_worker_stumbles_over_is_one_line_and_the_work_goes_on(tmp_path: 
     arguments = ["texts", "out", "--tokenizer", "small", *IN_ORDER, "--workers", workers]
     line = mine.run(*arguments, status=1)
     assert "tokenizing failed: ValueError: Regex error while tokenizing" in line
-    assert "goes on from there" in line
+    assert "run the same command again" in line
     write_json_lines(tmp_path / "texts" / "1.jsonl", ["a" * 6])
     mine.run(*arguments)
     assert held_documents(tmp_path / "out") == [*DOCUMENTS[:100], "a" * 6]
@@ -417,7 +417,7 @@ def test_no_worker_stays_behind(preparer: Preparer, tmp_path: Path, signal_numbe
     _, error = process.communicate(timeout=30)  # until nobody holds standard error any more
     assert process.returncode in {-signal_number, 130}
     if signal_number == signal.SIGINT:
-        assert error == "stopped by SIGINT; the same command goes on from there\n"
+        assert error == "stopped by SIGINT; to continue, run the same command again\n"
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists() and not is_zombie(pid)]
 
 

@@ -87,7 +87,7 @@ def test_nanogpts_folder_keeps_its_splits(preparer: Preparer, tokenizer: Path) -
     assert (target / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
     preparer.run("--verify", target)
     line = preparer.run(folder, "out", "--train-tokenizer", "300", status=2)  # without --from-bin
-    assert "what there is: TRAIN.BIN, prepare.py, val.bin; files of tokens go in with --from-bin" in line
+    assert "found: TRAIN.BIN, prepare.py, val.bin; files of tokens go in with --from-bin" in line
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64, ">u2"])

@@ -359,7 +359,7 @@ def test_ctrl_c_while_it_is_judged_keeps_the_answers(shop: Workshop) -> None:
         process.send_signal(signal.SIGINT)
         result = finish([process], expect=130, timeout=60)
     again = "judge_ift.py r.json --prompt book"
-    assert result.error_lines == [f"stopped by SIGINT; the answers are kept: {again} goes on from there"]
+    assert result.error_lines == [f"stopped by SIGINT; the answers are kept; to continue: {again}"]
     assert "Respond with the integer number only." in judge.requests[0].prompt
     assert len(read_responses(shop.path / "r.json").responses) == 4
 

@@ -219,7 +219,7 @@ def test_a_judge_that_goes_away_leaves_what_it_answered(bench: Bench) -> None:
     bench.judge.always = {"Question 3": Fault(hang_up=True)}
     with pytest.raises(RunError) as caught:
         bench.run(parallel=1)
-    assert f"3 answers are kept in {bench.cache}, and judging again goes on from there" in str(caught.value)
+    assert f"3 answers are kept in {bench.cache}; judge again to continue" in str(caught.value)
     bench.judge.always = {}
     bench.assert_true(bench.run())
     assert len(bench.judge.paid) == len(set(bench.judge.paid)) == QUESTIONS
@@ -426,7 +426,7 @@ def test_ctrl_c_leaves_at_once_and_keeps_what_was_answered(bench: Bench) -> None
     process.send_signal(signal.SIGINT)
     stderr = finish([process], expect=128 + signal.SIGINT, timeout=60).stderr
     assert time.monotonic() - began < 5
-    assert one_line(stderr) == "stopped by SIGINT; the same command goes on from there"
+    assert one_line(stderr) == "stopped by SIGINT; to continue, run the same command again"
     assert len(bench.lines()) == 5
 
 

@@ -287,7 +287,7 @@ def test_under_torchrun_one_rank_speaks(shop: Workshop) -> None:
         ({}, {"warmup_steps": 100}, {}, ["warmup_steps", "100 steps", "20 global steps"]),
         ({"vocab_size": 60}, {}, {}, ["train.safetensors", "token id 63", "vocabulary of 60"]),
         ({}, {"validation_batches": 1000}, {}, ["validation split", "too short", "32,001", "500"]),
-        ({}, {}, {"assume_device": "A100"}, ['nothing is known of "A100"; there is A100 40GB, A100 80GB']),
+        ({}, {}, {"assume_device": "A100"}, ['unknown device "A100"; known: A100 40GB, A100 80GB']),
     ],
     ids=["short", "warm-up", "vocabulary", "validation", "device"],
 )

@@ -58,11 +58,11 @@ def make_dataset(inputs: Sequence[str], target: Path, options: Mapping[str, Any]
         work.leave()
         raise
     except KeyboardInterrupt:
-        print("stopped by SIGINT; the same command goes on from there", file=sys.stderr, flush=True)
+        print("stopped by SIGINT; to continue, run the same command again", file=sys.stderr, flush=True)
         raise RunStopped(signal.SIGINT) from None
     except OSError as error:
         where = place_of(error) or work.path
-        raise RunError(f"{where}: {error.strerror or error}; mend that, and the same command goes on") from None
+        raise RunError(f"{where}: {error.strerror or error}; correct that and run the same command again") from None
 
 
 def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, Any]) -> Made:

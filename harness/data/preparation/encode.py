@@ -161,8 +161,8 @@ def encode_batches(batches: Iterable[Batch], encoder: Encoder, at_once: int) -> 
             yield finished()
     except BrokenProcessPool:
         raise RunError(
-            "a tokenizing process has ended by itself (for want of memory?); the same command goes on from there, "
-            "--workers with fewer"
+            "a tokenizing process has ended by itself (out of memory?); to continue, run the same command again "
+            "with fewer --workers"
         ) from None
     if failure:
         raise failure
@@ -207,8 +207,8 @@ def _encode(name_or_file: str | Path, texts: list[tuple[str, bool]]) -> Arrays:
         raise
     except BaseException as error:  # a library's panic is not an Exception
         raise RunError(
-            f"tokenizing failed: {type(error).__name__}: {error}; mend the text or the tokenizer, and the same command "
-            "goes on from there"
+            f"tokenizing failed: {type(error).__name__}: {error}; correct the text or the tokenizer and run the same "
+            "command again"
         ) from None
 
 

@@ -40,7 +40,7 @@ class Preparation:
     journal: Journal
 
     def run(self, tokenizer: Tokenizer, encoder: Encoder, workers: int, show: Show) -> list[Split]:
-        """Do what is left to do: the splits' files are whole when this returns. `show` hears of each batch.
+        """Do what is left to do: the splits' files are whole when this returns. `show` is called after each batch.
 
         Raises UserError and RunError.
         """

@@ -100,7 +100,7 @@ class Split:
 
 def hold_out(pool: TokenStream, stream: TokenStream, sizes: SplitSizes, folder: Path) -> list[Split]:
     """Write the held-out splits' files of documents in the pool, and append its other documents to the stream: the
-    splits, the stream being the first. None, where one of them would get no document; the stream has all of them then.
+    splits, the stream being the first; an empty list, and the stream has all of them, if a split would get no document.
     """
     documents = np.concatenate([np.zeros((0, 2), np.int64), *pool.documents()])
     length = int(sum(block[:, 1].sum() for block in (documents, *stream.documents())))
@@ -201,7 +201,7 @@ def _tokens_at(stream: TokenStream, start: int, count: int) -> np.ndarray:
 
 
 def write_splits(stream: TokenStream, splits: list[Split], folder: Path) -> None:
-    """Make the stream the folder's files. What is done already stays: this can be interrupted and called again."""
+    """Write each split of the stream to a file in `folder`. Existing files are kept, so that it can be called again."""
     train, *others = splits
     width = stream.dtype.itemsize
     for split in others:

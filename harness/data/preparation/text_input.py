@@ -29,8 +29,8 @@ SMALL_BYTES = 2**26  # of files that are all learnt from, however many they are
 READ_BYTES = 2**20
 MOST_ROWS = 64  # of a parquet file at a time
 NOT_TEXT = (
-    "convert it to UTF-8 (iconv), leave it out, or read it as U+FFFD with --replace-invalid (tokens: --from-bin); the "
-    "same command goes on from there"
+    "convert it to UTF-8 (iconv), leave it out, or read it as U+FFFD with --replace-invalid (tokens: --from-bin); then "
+    "run the same command again"
 )
 
 
@@ -157,7 +157,7 @@ def _find(pattern: str) -> tuple[dict[str, Path], list[str]]:
         named = {path.as_posix(): path for path in paths if path.is_file()}
     if not named:
         kinds = "*.parquet, *.jsonl, *.txt, also with .gz or .zst"
-        seen = f"; what there is: {abbreviated(others)}" if others else ""
+        seen = f"; found: {abbreviated(others)}" if others else ""
         if any(Path(name).suffix.lower() in TOKEN_SUFFIXES for name in others):
             seen += "; files of tokens go in with --from-bin"
         raise UserError(f"{quoted(pattern)}: no input files here (a folder with {kinds}, or a glob in quotes){seen}")
@@ -183,8 +183,8 @@ def read_documents(file: TextFile, form: TextFormat) -> Iterator[Piece]:
         reason = " ".join(str(error).split())[:160]
         kind = file.path.suffix.lstrip(".")
         raise RunError(
-            f"{file.path}: damaged {kind} file after {documents:,} documents ({reason}); mend or remove it, and the "
-            "same command goes on from there"
+            f"{file.path}: damaged {kind} file after {documents:,} documents ({reason}); repair or remove it and run "
+            "the same command again"
         ) from None
 
 

@@ -110,7 +110,7 @@ class FineTuneSettings:
 
 @dataclass
 class FineTuning:
-    """Course of a fine-tuning: losses by epoch, of which number 0 is the model as it came."""
+    """Course of a fine-tuning: losses by epoch; epoch 0 is the model before it."""
 
     validation_losses: list[float] = field(default_factory=list)
     train_losses: list[float] = field(default_factory=list)

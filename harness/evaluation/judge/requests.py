@@ -335,7 +335,7 @@ def ask_all(prompts: Mapping[str, Prompt], client: JudgeClient, cache: JudgeCach
             raise
         kept += sum(record.scores is not None for record in cache.records[known:])
         answers = "answer is" if kept == 1 else "answers are"
-        resumes = f"{kept:,} {answers} kept in {cache.path}, and judging again goes on from there"
+        resumes = f"{kept:,} {answers} kept in {cache.path}; judge again to continue"
         advice = resumes if kept else "judging again asks again"
         raise RunError(f"{settings.name}: does not answer: {error}; {advice}") from None
     finally:
