@@ -61,7 +61,12 @@ class InProcess(Workshop):
         return result
 
 
+OWN_PID, EXIT_PROCESS = os.getpid(), os._exit
+
+
 def _end(status: int) -> NoReturn:
+    if os.getpid() != OWN_PID:  # a process that the command has forked
+        EXIT_PROCESS(status)
     raise Ended(status)
 
 
