@@ -199,7 +199,7 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str) -
     arrow. Replicates have a band from the lowest to the highest. `note` stands below."""
     import matplotlib  # here, since other commands than a drawing one need not wait for it
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import EngFormatter, StrMethodFormatter
+    from matplotlib.ticker import EngFormatter, FuncFormatter
 
     matplotlib.use("Agg")  # machines without a display
     figure, axes = plt.subplots(figsize=(10, 6), dpi=150, layout="constrained")
@@ -226,7 +226,7 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str) -
             axes.plot([], [], color=FAINT, linestyle=(0, (1, 2)), label=f"{arrow}{_plain(name)}: {loss:.3f}")
         axes.set_xlabel(AXES[chart.axis])
         axes.set_ylabel(f"{chart.kind} loss (nats per token)")
-        plain = StrMethodFormatter("{x:,.6g}")
+        plain = FuncFormatter(lambda x, _: f"{x:,.6f}".rstrip("0").rstrip("."))
         axes.xaxis.set_major_formatter(plain if chart.axis in PLAIN_AXES else EngFormatter(sep=""))
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.25, linewidth=0.6)

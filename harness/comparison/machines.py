@@ -37,7 +37,7 @@ class KnownSpeed:
     basis: str  # "measured" by this program, or "reported" by somebody
     device: str
     gpus: int
-    microbatch_size: int | None
+    microbatch_size: int
     model: ModelConfig
     train: Mapping[str, Any]
     tokens_per_second: float
@@ -142,7 +142,8 @@ def known_speeds(run: RunDirectory) -> list[KnownSpeed]:
     name, found = run.path.name, []
     summary = read_summary(run.summary) if run.summary.exists() else None
     speed = summary.tokens_per_second if summary else None
-    if summary and speed and summary.measured and summary.measured.is_believable and summary.model:
+    is_believable = summary and summary.measured and summary.measured.is_believable and summary.accumulation_steps
+    if summary and speed and is_believable and summary.model and summary.microbatch_size:
         with suppress(UserError):  # a later version's model, with keys that this one does not know
             model = parse_config(ModelConfig, summary.model, run.summary)
             here = (summary.device, summary.world_size, summary.microbatch_size)

@@ -75,6 +75,7 @@ def test_the_table_of_the_notebooks_first_run(tmp_path: Path) -> None:
         ({}, "measured"),
         ({"device": "NVIDIA H100 80GB HBM3"}, "reported"),
         ({"world_size": 4}, "reported"),
+        ({"accumulation_steps": None}, "reported"),
         ({"train": {"precision": "fp32"}}, "reported"),
         ({"measured": {"global_steps": 3, "tokens": 192, "seconds": 2.0}}, "reported"),
         ({"model": {"depth": 6, "vocab_size": 50257, "context_length": 1024}}, "reported"),
@@ -88,7 +89,12 @@ def test_a_measured_speed_of_the_same_training_comes_before_a_reported_one(
     run, mine = SHIPPED[0], RunDirectory(tmp_path / "mine")
     mine.path.mkdir()
     summary: dict[str, Any] = {"model": read_json_object(run.model_json), "world_size": 8, "microbatch_size": 13}
-    summary |= {"device": "NVIDIA A100-SXM4-40GB", "tokens_per_second": 1e6, "tokens_seen": 640}
+    summary |= {
+        "accumulation_steps": 1,
+        "device": "NVIDIA A100-SXM4-40GB",
+        "tokens_per_second": 1e6,
+        "tokens_seen": 640,
+    }
     summary |= {"measured": {"global_steps": 30, "tokens": 1920, "seconds": 20.0}, **changes}
     mine.summary.write_text(json.dumps(summary))
     (row,) = [line for line in lines_of(run, [*SHIPPED, mine]) if line.startswith("8x A100 40 GiB  ")]

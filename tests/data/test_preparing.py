@@ -270,6 +270,7 @@ def test_what_it_says_at_the_end_trains(tmp_path: Path, preparer: Preparer, targ
     ("arguments", "message"),
     [
         (["nowhere", "datasets/you/x"], '"nowhere": no input files here'),
+        (["nowhere", "datasets/there/x"], '"nowhere": no input files here'),
         (
             ["texts", "datasets/x"],
             "datasets/x: has no owner, but training looks for DATASETS_DIR/owner/name; give data",
@@ -297,7 +298,8 @@ def test_what_it_says_at_the_end_trains(tmp_path: Path, preparer: Preparer, targ
     ],
 )
 def test_a_wrong_command_is_one_line_and_leaves_nothing(preparer: Preparer, arguments: list[str], message: str) -> None:
-    """Nor does it leave the folder of an owner, where none was."""
+    """Nor does it leave the folder of an owner where none was, or take away an empty one that was there."""
+    (preparer.path / "datasets" / "there").mkdir(parents=True, exist_ok=True)
     for name, content in {"empty": "", "nulls": '{"text": ""}\n{"text": null}\n'}.items():
         (preparer.path / f"{name}.jsonl").write_text(content)
     before = sorted(preparer.path.rglob("*"))
@@ -405,7 +407,7 @@ def test_what_a_worker_stumbles_over_is_one_line_and_the_work_goes_on(tmp_path: 
 
 
 @needs_proc
-@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_no_worker_stays_behind(preparer: Preparer, tmp_path: Path, signal_number: signal.Signals) -> None:
     """SIGINT goes to the whole group, as Ctrl-C does, and is one line all the same."""
     process = Preparer(tmp_path).start(preparer.path / "texts", "out", *SMALL, "--workers", 2, start_new_session=True)

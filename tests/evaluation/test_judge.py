@@ -96,7 +96,9 @@ def test_each_answer_alone_is_kept_apart_from_those_together(bench: Bench) -> No
         assert alone.spent.answers == len(LABELS) * QUESTIONS * 2
         assert len(bench.judge.requests) == QUESTIONS + number * alone.spent.answers
         assert bench.run(prompt=prompt, repeats=2).spent_now.answers == 0
-        printed = " ".join("\n".join(JudgeReport(alone, replace(bench.settings, prompt=prompt)).lines()).split())
+        report = JudgeReport(alone, replace(bench.settings, prompt=prompt))
+        assert report.as_json()["prompt"] == prompt
+        printed = " ".join("\n".join(report.lines()).split())
         assert f"referee judged each answer alone, by the {prompt}'s prompt; 5 questions." in printed
         assert "not with those of models judged together" in printed
     assert bench.run().spent == together.spent

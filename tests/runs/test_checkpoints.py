@@ -314,7 +314,7 @@ def test_find_refuses_what_leads_out(folder: Path, tmp_path: Path) -> None:
 )
 def test_find_refuses_what_is_no_name(folder: Path, name: str) -> None:
     save_steps(folder, [1])
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match="must be a plain name") as caught:
         checkpoints.find_checkpoint(folder, name)
     assert "\n" not in str(caught.value)
 

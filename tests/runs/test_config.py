@@ -173,6 +173,8 @@ def test_the_schema_for_editors_describes_every_key(kind: type[RunFile]) -> None
     assert schema["additionalProperties"] is False
     for key, entry in schema["properties"].items():
         assert len(entry.get("description", "")) > 5, key
+    for key, default in json.loads(json.dumps(defaults(kind))).items():
+        assert schema["properties"][key]["default"] == default, key
 
 
 @pytest.mark.parametrize("key", ["dataset", "microbatch_size", "min_train_tokens", "start_train_token", *SEED_MODEL])
@@ -253,8 +255,9 @@ IMPOSSIBLE: list[tuple[float, tuple[str, ...]]] = [
     (-0.1, ("learning_rate", "weight_decay", "min_lr_ratio")),
     (-2, ("min_train_tokens",)),
     (1.1, ("min_lr_ratio",)),
-    (101, ("decay_period_percent", "warmup_period_percent")),
-    (11, ("learning_rate", "embedding_learning_rate", "head_learning_rate", "vector_learning_rate")),
+    (101, ("decay_period_percent",)),
+    (100.5, ("warmup_period_percent",)),
+    (10.1, ("learning_rate", "embedding_learning_rate", "head_learning_rate", "vector_learning_rate")),
     (2**63, ("random_seed",)),
 ]
 

@@ -140,6 +140,18 @@ def test_speed_and_cost_are_those_of_what_was_trained_here(tmp_path: Path) -> No
     assert (longer["trained_tokens"], longer["measured"]["tokens"]) == (12 * 32, 12 * 32)
     assert longer["measured"]["seconds"] == pytest.approx(longer["seconds"]["training"], abs=0.002)
     assert longer["tokens_per_second"] == pytest.approx(12 * 32 / longer["seconds"]["training"], rel=0.02)
+    # Going back to it: those of the tokens that are still there.
+    assert shop.attempt(NAME).status == 0
+    back = read_json_object(run / "summary.json")
+    assert (back["trained_tokens"], back["measured"]["tokens"]) == (12 * 32, 12 * 32)
+    assert back["tokens_per_second"] == pytest.approx(12 * 32 / back["seconds"]["training"], rel=0.02)
+
+
+def test_two_ranks_continue_it(tmp_path: Path) -> None:
+    shop, _, _ = workshop(tmp_path)
+    assert "256 tokens are" in shop.train("r", NAME, ranks=2).stdout
+    meta = read_json_object(shop.runs / "r" / "checkpoints" / "latest" / "meta.json")
+    assert meta["tokens_seen"] == 12 * 32
 
 
 def test_its_optimizer_is_adamw_and_another_is_refused_by_name(tmp_path: Path) -> None:

@@ -28,12 +28,15 @@ def run_forked(script: str, *arguments: str, status: int = 0) -> subprocess.Comp
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         child = os.fork()
         if not child:
-            atexit._clear()  # what the tests' process takes away at its end is not the fork's to take
-            os.chdir(ROOT)
-            os.dup2(out.fileno(), 1)
-            os.dup2(err.fileno(), 2)
-            sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", encoding="utf-8") for descriptor in (1, 2))
-            run_to_the_end(Script(str(ROOT / script), arguments).run)
+            try:
+                atexit._clear()  # what the tests' process takes away at its end is not the fork's to take
+                os.chdir(ROOT)
+                os.dup2(out.fileno(), 1)
+                os.dup2(err.fileno(), 2)
+                sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", encoding="utf-8") for descriptor in (1, 2))
+                run_to_the_end(Script(str(ROOT / script), arguments).run)
+            finally:
+                os._exit(70)  # never a second process that runs tests
         ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         texts = []
         for file in (out, err):

@@ -156,6 +156,7 @@ def is_one_line(result: Result, *words: str) -> bool:
     assert len(lines) == 1, said
     assert lines[0].startswith("error: "), said
     assert lines[0].isprintable(), said
+    assert "by another process" not in said, said
     for word in words:
         assert word in lines[0], f"{word!r} is not in: {lines[0]}"
     return True

@@ -33,6 +33,9 @@ def call(name: str, *arguments: object, folder: Path, environment: dict[str, str
         output, errors = (stack.enter_context(TemporaryFile("w+", errors="replace")) for _ in range(2))
         stack.enter_context(_as_before())
         stack.enter_context(mock.patch.dict(os.environ, environment or {}))  # takes back what the command sets, too
+        if environment and "HF_HUB_OFFLINE" in environment:  # read once, when the library is imported
+            is_offline = environment["HF_HUB_OFFLINE"] == "1"
+            stack.enter_context(mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", is_offline))
         stack.enter_context(mock.patch.object(ChartProcess, "draw"))
         stack.enter_context(mock.patch("os.fsync"))
         stack.enter_context(mock.patch("os._exit", _end))
@@ -89,17 +92,28 @@ def _as_before() -> Iterator[None]:
     """Undo what only the end of a process undoes: locks, signal handlers, torch's settings, the state of its exit."""
     handlers, numbers = {each: signal.getsignal(each) for each in STOPPING_SIGNALS}, torch.get_rng_state()
     precision, deterministic = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
-    descriptors = set(os.listdir("/proc/self/fd"))
+    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    descriptors = _open_descriptors()
     try:
-        yield
+        with torch._inductor.config.patch():
+            yield
     finally:
         for each, handler in handlers.items():
             signal.signal(each, handler)
         torch.set_rng_state(numbers)
         torch.set_float32_matmul_precision(precision)
         torch.use_deterministic_algorithms(deterministic)
+        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
         vars(EXIT).update(vars(Exit()))
-        for descriptor in set(os.listdir("/proc/self/fd")) - descriptors:
-            with suppress(OSError):
-                if Path(os.readlink(f"/proc/self/fd/{descriptor}")).name == ".lock":
-                    os.close(int(descriptor))
+        for descriptor, path in _open_descriptors().items() - descriptors.items():
+            if Path(path).name == ".lock":
+                os.close(descriptor)
+
+
+def _open_descriptors() -> dict[int, str]:
+    """The files that this process has open, without the one that reads their list."""
+    found = {}
+    for each in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            found[int(each)] = os.readlink(f"/proc/self/fd/{each}")
+    return found

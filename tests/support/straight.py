@@ -19,7 +19,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def build_straight_run(path: Path) -> Workshop:
-    """A workshop with the run, which two ranks have trained."""
+    """Train the run on two ranks. Tests that share the workshop give the names of their files to their runs."""
     shop = Workshop(path)
     shop.add_dataset(tokens=40_000)
     shop.add_run("straight", **SETTINGS)

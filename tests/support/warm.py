@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -170,7 +171,7 @@ class WarmServer:
 @cache
 def warm_server() -> WarmServer:
     """The server of this test run."""
-    folder = tempfile.TemporaryDirectory(prefix="warm-")
+    folder = Path(tempfile.mkdtemp(prefix="warm-"))  # a fork that forgets `stop` must not delete it
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SERVER, str(ROOT)]
     process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, text=True, start_new_session=True)
@@ -179,7 +180,7 @@ def warm_server() -> WarmServer:
         assert process.stdin is not None
         process.stdin.close()
         process.wait(timeout=30)
-        folder.cleanup()
+        shutil.rmtree(folder)
 
     atexit.register(stop)
-    return WarmServer(Path(folder.name), process)
+    return WarmServer(folder, process)

@@ -474,6 +474,8 @@ def test_a_budget_counts_what_is_not_made_yet_and_needs_a_price(shop: Workshop) 
     assert runner.reason.startswith("--max-dollars 0.00")
     with pytest.raises(RunError, match=r"3 of 3 runs are left: --max-dollars 0\.00"):
         runner.leave()
+    done = sweep_command(shop, "search", str(shop.datasets), "--max-dollars", "0.001")
+    assert (done.status, " of 3 runs are left: --max-dollars 0.00" in done.stderr) == (1, True), done.stderr
     with pytest.raises(UserError, match=r'key "price_per_hour": --max-dollars needs it in "set"'):
         run(shop, load(shop, set={"price_per_hour": None}), max_dollars=5.0)
 
