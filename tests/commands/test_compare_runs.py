@@ -243,7 +243,7 @@ def test_no_text_of_a_list_of_prices_moves_a_terminal(tmp_path: Path) -> None:
     shown_whole(compare(tmp_path, "b", "--machines").stdout)
 
 
-def test_a_hundred_runs_take_less_than_two_seconds(tmp_path: Path) -> None:
+def test_a_hundred_runs_are_read_in_a_second(tmp_path: Path) -> None:
     for number in range(100):
         run = RunFolder(tmp_path, f"run-{number}", {"learning_rate": 0.001 * (number + 1)})
         run.add_checkpoint(BEST, "best").add_checkpoint(LATEST, "latest").test_loss(2.5 + number / 1000)
@@ -254,8 +254,8 @@ def test_a_hundred_runs_take_less_than_two_seconds(tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     lines = compare(tmp_path).stdout.splitlines()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    # Of processor time: the machine may have other work.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
+    # Of processor time, without imports: the machine may have other work.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
     assert sum(line.startswith("run-") for line in lines) >= 100
 
 
