@@ -171,7 +171,7 @@ class MicrobatchSearcher:
         if self._step is None:
             self._step = self._build_step()
         elif self.compiles:
-            torch._dynamo.reset()  # a size has a program of its own, as in training
+            torch.compiler.reset()  # a size has a program of its own, as in training
         step, context = self._step, self.experiment.model.context_length
         tokens = self.tokens.read(self.experiment.config.start_train_token, microbatch_size * context + 1)
         microbatch = Microbatch(tokens, context)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import TorchDynamoException  # torch.compiler has no public name for its errors
 from torch.nn.parallel import DistributedDataParallel
 
 from gpt import GPTModel
@@ -115,7 +115,7 @@ class OptimizerStep:
         """Make the gradients those of no microbatch."""
         if self.is_wrapped:  # they are views of DDP's buckets, which stay
             if gradients := [each.grad for each in self.bare_model.parameters() if each.grad is not None]:
-                torch._foreach_zero_(gradients)
+                torch._foreach_zero_(gradients)  # private: one kernel for all tensors has no public name
         else:  # nobody's buffers: the next backward pass brings its own, and nothing has to be set to zero and added
             self.bare_model.zero_grad(set_to_none=True)
 

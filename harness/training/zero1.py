@@ -113,6 +113,7 @@ class StatePartition:
                     work.wait()
         for each, pack in zip(small, packed, strict=True):
             if pack is not None:
+                # Private: one kernel for all tensors has no public name.
                 torch._foreach_copy_(each, list(pack.split([view.numel() for view in each])))
 
     def gather(
