@@ -1,11 +1,11 @@
-"""Measure training on one GPU, in a session of ten minutes.
+"""Measure training on one GPU, in ten minutes.
 
     uv run bench/on_gpu.py                         # all stages, the most decisive first
     uv run bench/on_gpu.py step --microbatch 13    # one stage alone
 
-Each stage is a process with a time limit of its own; one that fails does not end the session. The same command goes on
-with stages that have failed, or for which no time was left. All rows go into one JSON file (--out) and into tables in a
-Markdown file beside it. --tiny rehearses on any machine.
+Each stage is a process with a time limit of its own; if one fails, the next ones run all the same. Run again, the
+command repeats only the stages that failed or had no time left. All rows go into one JSON file (--out) and into tables
+in a Markdown file beside it. --tiny rehearses on any machine.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ STAGES = {
 }
 
 
-def run_session(bench: Workbench, passed_on: list[str], seconds: float) -> None:
+def run_stages(bench: Workbench, passed_on: list[str], seconds: float) -> None:
     """Run the stages that are not done yet, each in a process of its own, as long as there is time; then write the
     tables."""
     deadline = time.monotonic() + seconds
-    done = {row["what"] for row in bench.rows() if row["stage"] == "session" and row["status"] == 0}
+    done = {row["what"] for row in bench.rows() if row["stage"] == "stages" and row["status"] == 0}
     for stage, limit in SESSION.items():
         left = deadline - time.monotonic()
         if stage in done:
             continue
         if left < LEAST_SECONDS:
-            bench.add("session", what=stage, status="no time left")
+            bench.add("stages", what=stage, status="no time left")
             continue
         began = time.monotonic()
         # Its own group of processes, so that training that it has started ends with it.
@@ -81,7 +81,7 @@ def run_session(bench: Workbench, passed_on: list[str], seconds: float) -> None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        bench.add("session", what=stage, status=status, seconds=time.monotonic() - began)
+        bench.add("stages", what=stage, status=status, seconds=time.monotonic() - began)
     print(f"\n{bench.write_tables()}", flush=True)
 
 
@@ -89,7 +89,7 @@ def run_session(bench: Workbench, passed_on: list[str], seconds: float) -> None:
 @click.argument("stage", required=False, type=click.Choice([*STAGES, "step"]))
 @click.option("--out", type=click.Path(path_type=Path), default=Path("on_gpu.json"), show_default=True)
 @click.option("--work", type=click.Path(path_type=Path), default=Path("/tmp/on_gpu"), show_default=True)
-@click.option("--seconds", type=float, default=570.0, show_default=True, help="For the session.")
+@click.option("--seconds", type=float, default=570.0, show_default=True, help="For all stages together.")
 @click.option("--tiny", is_flag=True, help="Shapes that a CPU computes in no time.")
 @click.option("--microbatch", type=int, default=64, show_default=True, help="Of a step.")
 @click.option("--drop-rate", type=float, default=0.1, show_default=True, help="Of a step.")
@@ -101,7 +101,7 @@ def main(
     bench.work.mkdir(parents=True, exist_ok=True)
     if stage is None:
         passed_on = ["--out", str(bench.out), "--work", str(bench.work), *(["--tiny"] if tiny else [])]
-        run_session(bench, passed_on, seconds)
+        run_stages(bench, passed_on, seconds)
     elif stage == "step":
         keys = {key: json.loads(value) for key, _, value in (each.partition("=") for each in settings)}
         training.measure_step(bench, keys, **step)

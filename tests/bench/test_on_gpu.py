@@ -81,12 +81,12 @@ def test_a_rehearsal(bench: Workbench, tmp_path: Path) -> None:
     from the one that starts it, which saves loading torch."""
     for stage in SESSION:
         if stage not in REHEARSED:
-            bench.add("session", what=stage, status=0, seconds=1.0)
+            bench.add("stages", what=stage, status=0, seconds=1.0)
     command = [str(ROOT / "bench" / "on_gpu.py"), "--tiny", "--seconds", str(SESSION_SECONDS)]
     command += ["--out", str(bench.out), "--work", str(bench.work)]
     process = warm_server().spawn(command, tmp_path, {**os.environ}, FORK_PYTHONS)
     assert process.wait(SESSION_SECONDS) == 0, process.communicate(1)
-    assert [(row["what"], row["status"]) for row in rows_of(bench, "session")[-4:]] == [(each, 0) for each in REHEARSED]
+    assert [(row["what"], row["status"]) for row in rows_of(bench, "stages")[-4:]] == [(each, 0) for each in REHEARSED]
     (step,) = rows_of(bench, "step")
     assert (step["status"], step["microbatch"]) == (0, 4)
     assert step["tokens_per_second"] > 0
