@@ -30,7 +30,7 @@ from bench.gpu.workbench import Workbench
 
 LEAST_SECONDS = 15.0  # no stage is begun with less
 # Stage and options, and its limit in seconds: the most decisive first, since time may run out.
-SESSION = {
+LIMIT_SECONDS = {
     "machine": 60,
     "ceilings": 90,
     "step": 180,
@@ -63,7 +63,7 @@ def run_stages(bench: Workbench, passed_on: list[str], seconds: float) -> None:
     tables."""
     deadline = time.monotonic() + seconds
     done = {row["what"] for row in bench.rows() if row["stage"] == "stages" and row["status"] == 0}
-    for stage, limit in SESSION.items():
+    for stage, limit in LIMIT_SECONDS.items():
         left = deadline - time.monotonic()
         if stage in done:
             continue

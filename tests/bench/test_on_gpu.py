@@ -10,7 +10,7 @@ import pytest
 
 from bench.gpu import kernels
 from bench.gpu.workbench import Row, Workbench
-from bench.on_gpu import SESSION, main
+from bench.on_gpu import LIMIT_SECONDS, main
 from harness.runs.train_config import TrainConfig
 from tests.support.launch import ROOT
 from tests.support.warm import FORK_PYTHONS, warm_server
@@ -28,7 +28,7 @@ def rows_of(bench: Workbench, stage: str) -> list[Row]:
     return [row for row in bench.rows() if row["stage"] == stage]
 
 
-@pytest.mark.parametrize("stage", SESSION)
+@pytest.mark.parametrize("stage", LIMIT_SECONDS)
 def test_every_stage_of_the_session_can_be_read(stage: str) -> None:
     options = main.make_context("on_gpu.py", stage.split()).params
     settings = {key: json.loads(value) for key, _, value in (each.partition("=") for each in options["settings"])}
@@ -79,7 +79,7 @@ def test_the_tables_have_all_rows(bench: Workbench) -> None:
 def test_a_rehearsal(bench: Workbench, tmp_path: Path) -> None:
     """A session that goes on after another one, word for word as on a GPU, but for the shapes. Each process is forked
     from the one that starts it, which saves loading torch."""
-    for stage in SESSION:
+    for stage in LIMIT_SECONDS:
         if stage not in REHEARSED:
             bench.add("stages", what=stage, status=0, seconds=1.0)
     command = [str(ROOT / "bench" / "on_gpu.py"), "--tiny", "--seconds", str(SESSION_SECONDS)]
