@@ -1,4 +1,4 @@
-"""Many runs from one file: make them, plan them, run them, or have them chosen one by one."""
+"""Many runs from one file: make them, plan them, run them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import shlex
 import sys
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from harness.common.errors import UserError, one_line_errors
 from harness.common.options import POSITIVE, RUNS_DIR, Group
-
-if TYPE_CHECKING:
-    from harness.sweeps.run import SweepRunner
 
 SWEEP = click.argument("sweep", type=click.Path(path_type=Path), metavar="SWEEP.json")
 DATASETS_DIR = click.argument("datasets_dir", type=click.Path(path_type=Path))
@@ -96,6 +93,7 @@ def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | N
     with checkpoints. What a run prints goes to sweep.log in its folder.
     """
     with one_line_errors():
+        from harness.common.exit import survive_closed_output
         from harness.common.lock import RunLock
         from harness.sweeps.derived_runs import write_runs
         from harness.sweeps.file import load_sweep
@@ -111,7 +109,10 @@ def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | N
             raise UserError(f"{runs_dir}: {shortage}")
         write_runs(missing)
         say(f"Sweep {found.name}: {len(runner.waiting):,} of {len(found.runs):,} runs are to be trained")
-        train(runner)
+        survive_closed_output(runner.hang_up)
+        if runner.waiting:
+            say("What they print goes to sweep.log in their folders.")
+        runner.run(say, show if sys.stdout.isatty() else None)
         runner.leave()
         names = [run.name for run in found.runs]
         pattern = f"{found.name}-*"
@@ -120,60 +121,6 @@ def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | N
         place = "" if runs_dir == Path("runs") else f" --runs-dir {shlex.quote(str(runs_dir))}"
         say(f"\nNext:\n  uv run test_loss.py {shlex.quote(str(datasets_dir))} {' '.join(names)}{place}")
         say(f"  uv run compare_runs.py {' '.join(names)} --baseline {found.runs[0].name}{place}")
-
-
-@main.command("search", short_help="Choose and train runs, one after the other.")
-@SWEEP
-@DATASETS_DIR
-@click.option("--trials", type=click.IntRange(1, 1000), help="So many in all. Default: the file's.")
-@click.option("--no-pruning", is_flag=True, help="Train every trial to its end.")
-@GROUPS
-@PROCESSES
-@MAX_DOLLARS
-@RUNS_DIR
-def search(
-    sweep: Path,
-    datasets_dir: Path,
-    runs_dir: Path,
-    trials: int | None,
-    no_pruning: bool,
-    max_dollars: float | None,
-    **machine: Any,
-) -> None:
-    """Make and train the trials of a SWEEP.json with "search": Optuna chooses each by what the earlier ones came to.
-
-    \b
-        {"base": "quickstart-gpt2", "trials": 20,
-         "search": {"learning_rate": {"min": 0.0003, "max": 0.01, "log": true},
-                    "lr_schedule": ["cosine", "wsd"]}}
-
-    A trial that does worse than half of the finished ones did is ended early. The same command goes on after whatever
-    has ended it. Needs the extra `sweep`: uv run --extra sweep sweep_runs.py search ...
-    """
-    with one_line_errors():
-        from harness.common.lock import RunLock
-        from harness.sweeps.plan import Planner
-        from harness.sweeps.search import SearchRunner, describe_best, load_search
-
-        found = load_search(sweep, runs_dir, trials)
-        RunLock.take(runs_dir / f".sweep-{found.name}.lock", f"used for the sweep {found.name}")
-        planner, pruning = Planner(datasets_dir, runs_dir, **machine), None if no_pruning else found.sweep.pruning
-        runner = SearchRunner(found, planner, TRAIN, max_dollars=max_dollars, pruning=pruning)
-        say(f"Search {found.name}: {found.count:,} trials, {runner.describe_start()}")
-        train(runner)
-        for line in describe_best(found, list(runner.results.values())):
-            say(line)
-        runner.leave()
-
-
-def train(runner: SweepRunner) -> None:
-    """Run what is left; on a terminal, with a line that says how far the runs are."""
-    from harness.common.exit import survive_closed_output
-
-    survive_closed_output(runner.hang_up)
-    if runner.waiting or runner.unmade:
-        say("What they print goes to sweep.log in their folders.")
-    runner.run(say, show if sys.stdout.isatty() else None)
 
 
 def say(text: str) -> None:
@@ -190,15 +137,11 @@ def show(text: str) -> None:
 @SWEEP
 @RUNS_DIR
 def status(sweep: Path, runs_dir: Path) -> None:
-    """Print how far each run of SWEEP.json is; of a search, the best first."""
+    """Print how far each run of SWEEP.json is."""
     with one_line_errors():
-        from harness.sweeps.file import load_sweep, read_sweep
-        from harness.sweeps.search import describe_search, load_search
+        from harness.sweeps.file import load_sweep
         from harness.sweeps.status import count_states, status_lines, status_of
 
-        if read_sweep(sweep).is_search:
-            click.echo(describe_search(load_search(sweep, runs_dir)))
-            return
         found = load_sweep(sweep, runs_dir)
         statuses = [status_of(run) for run in found.runs]
         click.echo(f"Sweep {found.name} in {runs_dir}: {count_states(statuses)}\n")

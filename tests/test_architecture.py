@@ -72,7 +72,6 @@ PLACES = {
     ("torch.nn.parallel", "torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed"): {
         "harness.training.step"
     },
-    ("optuna",): {"harness.sweeps.search"},
 }
 # Whatever --plan, --schema and a refusal of the command need.
 BEFORE_TORCH = [
@@ -91,10 +90,9 @@ BEFORE_TORCH = [
     "harness.comparison.against_baseline",
     "harness.comparison.charts",
     "harness.sweeps.run",
-    "harness.sweeps.search",
 ]
 HELP_SECONDS = 0.5  # of a processor: those on the clock are the machine's business
-SLOW = {"torch", "matplotlib", "transformers", "openai", "lm_eval", "pyarrow", "huggingface_hub", "optuna"}
+SLOW = {"torch", "matplotlib", "transformers", "openai", "lm_eval", "pyarrow", "huggingface_hub"}
 
 
 @cache

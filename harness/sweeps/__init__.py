@@ -1,1 +1,1 @@
-"""Sweeps: runs derived from a base, their plan, their execution, and searches."""
+"""Sweeps: runs derived from a base, their plan and their execution."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, JsonValue
 
 from harness.common.errors import RunError, UserError
 from harness.common.files import check_name, draft_folder, sync
@@ -69,15 +69,6 @@ class Difference(BaseModel):
     here: JsonValue
 
 
-class TrialRecord(BaseModel):
-    """A run's trial in a search: its number, from 0, and the point chosen for it."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
-
-    number: int = Field(ge=0)
-    point: dict[str, JsonValue]
-
-
 class Derivation(BaseModel):
     """A derived.json. `differs` was worked out when the run was made; the base may have been changed since."""
 
@@ -86,7 +77,6 @@ class Derivation(BaseModel):
     parent: str
     sweep: str | None = None  # by whose file it was made; None: by derive_run.py
     differs: dict[str, Difference] = {}
-    trial: TrialRecord | None = None  # None, and not written: of no search
 
 
 @dataclass(frozen=True)
@@ -181,11 +171,9 @@ def unknown_key(keys: Iterable[str]) -> str | None:
     return f"key {quoted(key)}: {said}"
 
 
-def derive(
-    base: Base, name: str, changes: Changes, sweep: str | None = None, trial: TrialRecord | None = None
-) -> DerivedRun:
+def derive(base: Base, name: str, changes: Changes, sweep: str | None = None) -> DerivedRun:
     """The run that `base` becomes under the name `name` with some keys changed; null leaves a key out, so that its
-    default holds. `sweep` and `trial` say what it was made for. Nothing is written.
+    default holds. `sweep`: name of the sweep that it is made for. Nothing is written.
 
     Raises UserError, naming the file that would be wrong, for what could not be trained.
     """
@@ -205,8 +193,7 @@ def derive(
         for key, value in settings.items()
         if base.configs[key] != value and (key != "initial_weights" or key in changes)
     }
-    made_for = {} if trial is None else {"trial": trial}
-    derivation = Derivation(parent=base.run.path.name, sweep=sweep, differs=differs, **made_for)
+    derivation = Derivation(parent=base.run.path.name, sweep=sweep, differs=differs)
     return DerivedRun(run, model, train, *configs, derivation)
 
 

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from harness.common.errors import UserError
 from harness.common.files import check_name
@@ -52,48 +52,10 @@ SHORT = {
 
 ENTRY_NAME = "name"  # of an entry of `together`: no setting, but what its runs are called
 Settings = dict[str, JsonValue]
-SEARCH_KEYS = {"search", "trials", "objective", "pruning", "sampler_seed"}
-OTHER_TEXT = "it says what the loss is measured on, so that trials would not compare"
-# Keys that cannot be searched for the lowest validation loss, and why.
-NOT_SEARCHED = {
-    "random_seed": "the lowest loss would be the luckiest seed's; vary it in a sweep",
-    "microbatch_size": f'{OTHER_TEXT}; search "global_batch_size"',
-    "minibatch_size": f'{OTHER_TEXT}; search "global_batch_size"',
-    **dict.fromkeys(("dataset", "vocab_size", "context_length", "validation_batches", "start_val_token"), OTHER_TEXT),
-    "validation_interval": 'it says when the loss is measured, not what it is; give one in "set"',
-}
-
-
-class Pruning(BaseModel):
-    """Condition for pruning a trial of a search: its lowest validation loss so far is above the median that the
-    finished trials had after as many tokens."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-
-    after_trials: int = Field(default=5, ge=1, le=LARGEST_POINTS)
-    after_share: float = Field(default=0.3, ge=0, le=1)  # of a trial's tokens
-
-
-class Range(BaseModel):
-    """Numbers from `min` to `max`, both included: equally likely before anything is known, or their logarithms."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-
-    min: int | float
-    max: int | float
-    log: bool = False
-    step: Annotated[int | float | None, Field(gt=0)] = None  # None: 1 for whole numbers, any for others
-
-
-Domain = Annotated[  # told apart before they are checked, so that an error is about the one that was meant
-    Annotated[Range, Tag("dict")] | Annotated[list[JsonValue], Tag("list")],
-    Discriminator(lambda raw: "list" if isinstance(raw, list) else "dict"),
-]
 
 
 class Sweep(BaseModel):
-    """A SWEEP.json: every combination of `vary`'s values and `together`'s entries is a run; or, with `search`, each of
-    `trials` runs is chosen by the results of the earlier ones."""
+    """A SWEEP.json: every combination of `vary`'s values and `together`'s entries is a run."""
 
     model_config = ConfigDict(title="SWEEP.json", frozen=True, strict=True, extra="forbid")
 
@@ -102,11 +64,6 @@ class Sweep(BaseModel):
     set: Settings = {}  # alike in all runs, but where an entry of `together` changes them
     vary: dict[str, list[JsonValue]] = {}
     together: list[Settings] = []
-    search: dict[str, Domain] = {}
-    trials: int | None = Field(default=None, ge=1, le=LARGEST_POINTS)
-    objective: Literal["final_validation_loss", "best_validation_loss"] = "final_validation_loss"
-    pruning: Pruning = Pruning()
-    sampler_seed: int = Field(default=0, ge=0, lt=2**63)
 
     @model_validator(mode="before")
     @classmethod
@@ -114,6 +71,8 @@ class Sweep(BaseModel):
         """A setting beside "vary" was meant to be in it. "$schema" is for editors."""
         if not isinstance(raw, dict):
             return raw
+        if "search" in raw:
+            raise ValueError('key "search": no longer supported; list the values in "vary" or "together"')
         for key in raw:
             if key not in cls.model_fields and (key in MODEL_KEYS or key in TRAIN_KEYS):
                 raise ValueError(
@@ -124,12 +83,9 @@ class Sweep(BaseModel):
     @model_validator(mode="after")
     def _possible(self) -> Sweep:
         together = dict.fromkeys(key for entry in self.together for key in entry if key != ENTRY_NAME)
-        for place, keys in (("set", self.set), ("together", together), ("vary", self.vary), ("search", self.search)):
+        for place, keys in (("set", self.set), ("together", together), ("vary", self.vary)):
             if wrong := unknown_key([*keys]):
                 raise ValueError(f'in "{place}": {wrong}')
-        if self.is_search:
-            self._check_search()
-            return self
         if not self.vary and not self.together:
             raise ValueError('keys "vary" and "together": give at least one of them; derive_run.py makes a single run')
         for key, values in self.vary.items():
@@ -159,26 +115,6 @@ class Sweep(BaseModel):
         twice = [name for name, count in Counter(names).items() if count > 1]
         if twice:
             raise ValueError(f'in "together": key "name": {quoted(twice[0])} is given twice; give each its own')
-
-    @property
-    def is_search(self) -> bool:
-        return bool(SEARCH_KEYS & self.model_fields_set)
-
-    def _check_search(self) -> None:
-        if not self.search:
-            raise ValueError('key "search": name at least one key of model.json or train.json to choose values for')
-        for key in ("vary", "together"):
-            if getattr(self, key):
-                raise ValueError(
-                    f'keys "search" and "{key}": leave one of them out; a search chooses every value itself'
-                )
-        if self.trials is None:
-            raise ValueError('key "trials": missing; give the number of runs that the search makes')
-        for key in self.search:
-            if key in NOT_SEARCHED:
-                raise ValueError(f'in "search": key "{key}": cannot be searched: {NOT_SEARCHED[key]}')
-            if key in self.set:
-                raise ValueError(f'key "{key}": given in "set" and in "search"; keep one')
 
     @property
     def count(self) -> int:
@@ -244,23 +180,19 @@ class SweepRuns:
         return found
 
 
-def read_sweep(path: Path) -> Sweep:
-    """Read a SWEEP.json. Raises UserError naming the file, the key and the remedy."""
-    return parse_config(Sweep, read_json_object(path), path)
-
-
 def load_sweep(path: Path, runs_dir: Path) -> SweepRuns:
     """Read a SWEEP.json and derive its runs, each checked as a run is; nothing is written.
 
     Raises UserError naming the file, the key and the remedy.
     """
-    sweep = read_sweep(path)
-    if sweep.is_search:
-        raise UserError(
-            f'{path}: key "search": makes its runs one by one as it trains them: '
-            f"`sweep_runs.py search {path} DATASETS_DIR`"
-        )
-    name, base = name_and_base(sweep, path, runs_dir)
+    sweep = parse_config(Sweep, read_json_object(path), path)
+    name = path.stem if sweep.name is None else sweep.name
+    with explained(f'{path}: key "name" (or else the file\'s): '):
+        if len(name) > LONGEST_NAME:
+            raise UserError(f"longer than {LONGEST_NAME} characters")
+        check_name(name, "sweep")
+    with explained(f'{path}: key "base": '):
+        base = Base.load(runs_dir, sweep.base)
     runs: dict[str, DerivedRun] = {}  # by their settings
     for label, point in zip(sweep.labels(), sweep.points(), strict=True):
         changes = {key: value for key, value in {**sweep.set, **point}.items() if key != ENTRY_NAME}
@@ -272,14 +204,3 @@ def load_sweep(path: Path, runs_dir: Path) -> SweepRuns:
                 f"{path}: makes {twin.name} and {run.name}, which would be the same run; remove one of their values"
             )
     return SweepRuns(path, name, runs_dir, list(runs.values()))
-
-
-def name_and_base(sweep: Sweep, path: Path, runs_dir: Path) -> tuple[str, Base]:
-    """The sweep's name and the run to derive from. Raises UserError."""
-    name = path.stem if sweep.name is None else sweep.name
-    with explained(f'{path}: key "name" (or else the file\'s): '):
-        if len(name) > LONGEST_NAME:
-            raise UserError(f"longer than {LONGEST_NAME} characters")
-        check_name(name, "sweep")
-    with explained(f'{path}: key "base": '):
-        return name, Base.load(runs_dir, sweep.base)

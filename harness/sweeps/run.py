@@ -71,15 +71,10 @@ class Attempt:
     began: float = field(default_factory=time.monotonic)
     is_stopped: bool = False
 
-    def stop(self, mark: str = "") -> None:
-        """Ask the process, once, to end with a checkpoint. The log has `mark` before: if this process is killed in
-        between, the run's status is known."""
-        if not self.is_stopped:
-            self.is_stopped = True
-            if mark:
-                self.log.write(mark.encode())
-                self.log.flush()
-            self.process.terminate()
+    def stop(self) -> None:
+        """Ask the process to end with a checkpoint."""
+        self.is_stopped = True
+        self.process.terminate()
 
 
 def _end_with_parent() -> None:
@@ -93,8 +88,7 @@ class SweepRunner:
     """Trains the runs that are not finished; those with a file that cannot be read are left as they are.
 
     `planner` says what is left of a run, `max_dollars` limits what all of `runs` may cost together, with what they have
-    cost before. `unmade` is the number of further runs that have not even been made. `reason` says why runs are left,
-    and `signal` is the one that has ended the sweep.
+    cost before. `reason` says why runs are left, and `signal` is the one that has ended the sweep.
     """
 
     def __init__(
@@ -117,7 +111,6 @@ class SweepRunner:
         self.dollars = {each.run.name: each.dollars for each in statuses}
         self.attempts: list[Attempt] = []
         self.is_idle = True  # nothing has been started so far
-        self.unmade = 0
         self.reason = ""
         self.signal = 0
         self._said_waiting: set[str] = set()
@@ -127,14 +120,13 @@ class SweepRunner:
         what it showed before: how far the runs are. Without it, `say` says so now and then."""
         handle_stopping_signals(self._note_signal)
         looked = said = time.monotonic()
-        while self.attempts or ((self.waiting or self.unmade) and not self.reason):
+        while self.attempts or (self.waiting and not self.reason):
             self._stop_if_due(say)
             if not self.reason:
-                self.start_what_can(say)
+                self._start_what_can(say)
             time.sleep(POLL_SECONDS)
             now = time.monotonic()
             if self.attempts and now - looked >= LOOK_SECONDS:
-                self.watch(say)
                 looked, lines = now, [self._look_at(attempt) for attempt in self.attempts]
                 if show is not None:
                     show("; ".join(lines))
@@ -143,7 +135,7 @@ class SweepRunner:
                     for line in lines:
                         say(line)
             for attempt in [each for each in self.attempts if each.process.poll() is not None]:
-                self.end(attempt, say)
+                self._end(attempt, say)
 
     def _note_signal(self, number: int, frame: FrameType | None = None) -> None:
         self.signal = self.signal or number
@@ -152,9 +144,6 @@ class SweepRunner:
         """Note SIGHUP, unless it is ignored, since the output has no reader any more."""
         if not ignores_hangup():
             self._note_signal(signal.SIGHUP)
-
-    def watch(self, say: Say) -> None:
-        """Hook that is called now and then, with `attempts` under way."""
 
     def _spent(self) -> float:
         """Dollars so far: each run's own, by the price of the whole machine, which the groups share."""
@@ -167,7 +156,7 @@ class SweepRunner:
             progress = read_progress(attempt.run.run.metrics)
         if self.max_dollars is not None:
             self.dollars[name] = status_of(attempt.run).dollars
-        place = f"run {self.runs.index(attempt.run) + 1:,} of {len(self.runs) + self.unmade:,}"
+        place = f"run {self.runs.index(attempt.run) + 1:,} of {len(self.runs):,}"
         return f"{place}, {name}: {describe_progress(progress, attempt.tokens)}"
 
     def _stop_if_due(self, say: Say) -> None:
@@ -183,7 +172,7 @@ class SweepRunner:
         for attempt in going_on:
             attempt.stop()
 
-    def start_what_can(self, say: Say) -> None:
+    def _start_what_can(self, say: Say) -> None:
         """Start waiting runs on what is free."""
         while self.free and not self.reason:
             run = next((run for run in self.waiting if self._can_start(run, say)), None)
@@ -251,7 +240,7 @@ class SweepRunner:
         expected = f", about {planned.seconds:,.0f} s" if planned and planned.seconds is not None else ""
         say(f"{run.name}: started{f' on {name}' if name else ''}{expected}")
 
-    def end(self, attempt: Attempt, say: Say) -> None:
+    def _end(self, attempt: Attempt, say: Say) -> None:
         """Note how a run's process has ended. The exit status of one that failed goes into its log."""
         self.attempts.remove(attempt)
         self.free.append(attempt.group)
@@ -264,7 +253,7 @@ class SweepRunner:
             say(f"{name}: finished, {status.said}")
         elif not attempt.is_stopped:
             say(f"{name}: failed with exit status {code} after {seconds:,.0f} s")
-        elif status.state != "pruned":
+        else:
             say(f"{name}: stopped after {seconds:,.0f} s; the same command continues it")
         with suppress(OSError), attempt.log:  # a full disk, say: no reason to end the other runs
             if not is_finished and not attempt.is_stopped:
@@ -275,15 +264,15 @@ class SweepRunner:
         signal has ended them, and RunError if some failed, are left or are damaged."""
         statuses = [status_of(run) for run in self.runs]
         unfinished = [each for each in statuses if not each.is_done]
-        said = count_states(statuses, self.unmade)
-        if self.is_idle and not unfinished and not self.unmade:
+        said = count_states(statuses)
+        if self.is_idle and not unfinished:
             said = "Nothing to do: all runs are finished" + (" or pruned" if "pruned" in said else "")
         reason = f" ({self.reason})" if self.reason else ""
         print("\n".join([f"\n{said}{reason}", *status_lines(unfinished)]), flush=True)
         if self.signal:
             raise RunStopped(self.signal)
-        states, of = [each.state for each in unfinished], f"of {len(statuses) + self.unmade:,} runs"
-        left = len(states) - states.count("damaged") + self.unmade
+        states, of = [each.state for each in unfinished], f"of {len(statuses):,} runs"
+        left = len(states) - states.count("damaged")
         if left and self.reason:
             raise RunError(f"{left:,} {of} are left: {self.reason}")
         if left:

@@ -61,10 +61,9 @@ def status_of(run: DerivedRun) -> Status:
     return Status(run, state, said, record.dollars.get("total", 0.0), summary)
 
 
-def count_states(statuses: Sequence[Status], unmade: int = 0) -> str:
-    """List the number of runs in each state; `unmade`: number of further runs that have not even been made."""
-    counts = Counter({"not made": unmade})
-    counts.update(each.state for each in statuses)
+def count_states(statuses: Sequence[Status]) -> str:
+    """List the number of runs in each state."""
+    counts = Counter(each.state for each in statuses)
     return ", ".join(f"{counts[state]:,} {state}" for state in get_args(StateWord) if counts[state])
 
 

@@ -23,7 +23,6 @@ from harness.model.config import load_model_config
 from harness.runs.train_config import load_train_config
 from harness.sweeps.derived_runs import MODEL_KEYS, TRAIN_KEYS, Base, derive, write_runs
 from harness.sweeps.file import LONGEST_LABEL, SweepRuns, labels, load_sweep
-from harness.sweeps.search import load_search
 from tests.support.isolation import ROOT, SHIPPED_RUNS
 from tests.support.launch import Workshop
 from tests.support.sweeping import command
@@ -171,11 +170,8 @@ def test_the_documented_files_are_sweeps_of_the_shipped_runs(tmp_path: Path) -> 
     counts = []
     for file in files:
         (tmp_path / "lr.json").write_text(file)
-        if '"search"' in file:
-            counts.append(load_search(tmp_path / "lr.json", SHIPPED_RUNS).count)
-        else:
-            counts.append(len(load_sweep(tmp_path / "lr.json", SHIPPED_RUNS).runs))
-    assert counts == [6, 4, 14]
+        counts.append(len(load_sweep(tmp_path / "lr.json", SHIPPED_RUNS).runs))
+    assert counts == [6, 4]
 
 
 # What it refuses
@@ -188,6 +184,7 @@ def test_the_documented_files_are_sweeps_of_the_shipped_runs(tmp_path: Path) -> 
         ({"set": {"n_layer": 3}, "vary": {"random_seed": [1]}}, 'in "set": key "n_layer": unknown; did you mean "n_l'),
         ({"together": [{"lr": 1.0}]}, 'in "together": key "lr": unknown; did you mean "learning_rate"'),
         ({"varry": {}, "vary": {"random_seed": [1]}}, 'key "varry": unknown; did you mean "vary"?'),
+        ({"search": {}, "trials": 3}, 'key "search": no longer supported; list the values in "vary" or "together"'),
         ({"learning_rate": [1.0]}, 'key "learning_rate": belongs in "set" (one value for all runs) or in "vary"'),
         ({"vary": {"random_seed": 1}}, 'key "vary.random_seed": input should be a valid list, not 1'),
         ({"vary": {"random_seed": []}}, 'key "vary.random_seed": has no values'),
