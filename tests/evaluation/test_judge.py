@@ -483,7 +483,6 @@ def test_the_guides_example_needs_no_account(bench: Bench) -> None:
     write_responses(bench.folder / "ift-responses.json", bench.models[0])
     (shown,) = re.findall(r"`uv run (tests/support/fake_judge\.py\s[^`]*)`", GUIDE)
     script, *options = shown.replace("runs/quickstart/ift-responses.json", "ift-responses.json").split()
-    assert "--model word-counter --base-url http://127.0.0.1:8000/v1" in " ".join(GUIDE.split())
     shop = Workshop(bench.folder)
     command = [str(ROOT / script), *options, "--port", "0"]
     server = shop.fork(command, {})
