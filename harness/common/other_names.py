@@ -46,7 +46,7 @@ COUNTERPARTS = {
     },
 }
 
-NO_TRACKER = "there is no tracker here: metrics.jsonl holds every number; remove it"
+NO_TRACKER = "not a setting here: metrics.jsonl holds every number; remove it"
 WITHOUT_KEY = {
     **dict.fromkeys(("wandb_log", "wandb_project", "wandb_run_name", "report_to"), NO_TRACKER),
     **dict.fromkeys(("backend", "device"), "not a setting here: nccl on GPUs, gloo on CPUs; remove it"),

@@ -13,12 +13,13 @@ from harness.common.messages import quoted
 from harness.model.config import ModelConfig
 
 NOTEBOOK = "notebook"
-# Keys of model.json, and their values that a format computes.
+# Options of model.json that some format computes; of all others it computes the default alone.
+COMPUTED = {
+    *("tie_weights", "position", "norm", "mlp", "qk_norm", "n_kv_heads", "rope_base", "norm_gain", "linear_bias"),
+    *("head_dim", "mlp_dim", "initialisation", "moe"),
+}
 BOTH: dict[str, tuple[Any, ...]] = {
-    "logit_softcap": (None,),
-    "value_embeddings": (None,),
-    "embedding_skip": (False,),
-    "bigram_embedding": (None,),
+    key: (default,) for key, default in ModelConfig.defaults().items() if key not in COMPUTED
 }
 GPT2 = {"position": ("learned",), "norm": ("layernorm",), "qk_norm": (False,), **BOTH}
 LLAMA = {"position": ("rope",), "norm": ("rmsnorm",), "mlp": ("swiglu",), **BOTH, "moe": (None,)}

@@ -17,6 +17,8 @@ from typing import Any
 from harness.data.loader import BatchLayout
 from harness.model.config import ModelConfig
 from harness.runs.optimizer_state import is_muons, newton_schulz_flops
+from harness.runs.throughput import KERNEL_KEYS
+from harness.runs.train_config import TrainConfig
 
 UNCERTAINTY = 0.2  # of an estimated speed, either way: a judgement, until more was measured
 LARGEST_MACHINE = 8  # GPUs that NVLink joins; a network between machines is another arithmetic
@@ -72,14 +74,12 @@ DEVICES = (
     GpuSpec("H200", 989e12, 0.60, 190e12, 4.8e12, 400e9, "nvidia 141gb hbm3e sxm5 sxm"),
     GpuSpec("B200", 2.25e15, 0.55, 200e12, 8.0e12, 800e9, "nvidia 180gb 192gb hbm3e sxm"),
 )
-# Values of train.json whose price nobody knows yet.
-UNKNOWN_PRICE: dict[str, Any] = {
-    "precision": "fp32",
-    "compile": False,
-    "activation_checkpointing": True,
-    "deterministic": True,
-    "residual_precision": "bf16",
-    "coordinate_descent_tuning": True,
+# Values of train.json's keys that affect speed whose price is known besides the default's.
+PRICED: dict[str, tuple[Any, ...]] = {
+    "optimizer": ("muon",),
+    "shard_optimizer": (True,),
+    "precision": ("bf16", "fp16"),
+    "compile": (True,),
 }
 NO_KEYS: Mapping[str, Any] = MappingProxyType({})
 
@@ -94,9 +94,10 @@ def why_not(train: Mapping[str, Any], world_size: int, model: ModelConfig | None
     """Reason why the estimate does not cover train.json, the number of ranks or the model; None if it covers all."""
     if model is not None and model.moe is not None:
         return '"moe" in model.json is not covered'
-    for key, value in UNKNOWN_PRICE.items():
-        if key in train and train[key] == value:
-            return f'"{key}": {json.dumps(value)} is not covered'
+    for key in KERNEL_KEYS:
+        priced = (TrainConfig.model_fields[key].default, *PRICED.get(key, ()))
+        if key in train and key != "bucket_mb" and train[key] not in priced:
+            return f'"{key}": {json.dumps(train[key])} is not covered'
     if world_size > LARGEST_MACHINE:
         return f"{world_size} ranks are more than one machine of {LARGEST_MACHINE} GPUs"
     return None

@@ -8,13 +8,10 @@ if TYPE_CHECKING:
     from harness.planning.experiment import Position
     from harness.runs.train_config import TrainConfig
 
-# In the order in which it is done.
-AFTER_A_STEP = ("report", "validation", "benchmarks", "sample", "checkpoint", "weights_check")
-
 
 def due_after(step: int, position: Position, config: TrainConfig, *, first: str = "report") -> set[str]:
-    """The entries of AFTER_A_STEP, from `first` on, that are due after a global step."""
-    intervals = {
+    """The work, from `first` on, that is due after a global step."""
+    intervals = {  # in the order in which it is done
         "report": config.report_interval,
         "validation": config.validation_interval,
         "benchmarks": config.benchmark_interval,
@@ -26,7 +23,8 @@ def due_after(step: int, position: Position, config: TrainConfig, *, first: str 
     # A validation or a checkpoint waits for the device anyway, and records the loss up to this step.
     if due & {"validation", "checkpoint"}:
         due.add("report")
-    return due & set(AFTER_A_STEP[AFTER_A_STEP.index(first) :])
+    names = list(intervals)
+    return due & set(names[names.index(first) :])
 
 
 def times_due(steps: range, every: int) -> int:

@@ -58,6 +58,7 @@ class Schedule:
             return linear(step - self.warmup_steps, self.total_steps - self.warmup_steps, self.min_ratio)
         if self.shape == "wsd":
             return linear_decay(step - (self.total_steps - self.decay_steps), self.decay_steps, self.min_ratio)
+        assert self.shape == "constant", self.shape
         return 1.0
 
 

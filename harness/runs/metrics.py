@@ -88,10 +88,7 @@ class SampleEvent(Event):
     text: str = ""
 
 
-KINDS: dict[str, type[Event]] = {
-    str(kind.model_fields["event"].default): kind
-    for kind in (TrainEvent, ValidationEvent, CheckpointEvent, BenchmarkEvent, SampleEvent)
-}
+KINDS: dict[str, type[Event]] = {str(kind.model_fields["event"].default): kind for kind in Event.__subclasses__()}
 
 
 def parse_event(line: str | bytes) -> Event | None:

@@ -38,7 +38,7 @@ def moment_bytes(optimizer: str, parameters: int) -> int:
 
 def optimizer_state_bytes(config: TrainConfig, model: ModelConfig) -> int:
     """Bytes of the state of train.json's optimizer, over all ranks together."""
-    muons = 0
-    if config.optimizer == "muon":
-        muons = sum(math.prod(shape) for name, shape in model.tensor_shapes().items() if is_muons(name, shape))
+    if config.optimizer != "muon":
+        return moment_bytes(config.optimizer, model.parameters)
+    muons = sum(math.prod(shape) for name, shape in model.tensor_shapes().items() if is_muons(name, shape))
     return moment_bytes("muon", muons) + moment_bytes("adamw", model.parameters - muons)

@@ -16,7 +16,7 @@ from harness.common.options import TrainOptions
 from harness.common.units import GIB, amount_text
 from harness.planning.machines import hourly_price
 from harness.planning.plan import Plan, make_plan, planned_start
-from harness.planning.planned_speed import PlannedSpeed, plan_speed
+from harness.planning.planned_speed import BENCHMARK_KEYS, PlannedSpeed, plan_speed
 from harness.runs.throughput import KERNEL_KEYS
 from harness.sweeps.derived_runs import DerivedRun, explained
 from harness.sweeps.file import SweepRuns
@@ -70,8 +70,7 @@ class Planner:
         with explained(f"{run.name}: "):
             experiment.check_together()
             plan = make_plan(experiment, self.processes, planned_start(experiment, self.processes, None))
-        keys = (*KERNEL_KEYS, "benchmark_tasks", "benchmark_interval")
-        train = {key: run.settings[key] for key in keys}
+        train = {key: run.settings[key] for key in (*KERNEL_KEYS, *BENCHMARK_KEYS)}
         shape = json.dumps([run.model_config.model_dump(mode="json"), vars(plan.layout), train])
         if shape not in self.speeds:
             self.speeds[shape] = plan_speed(experiment, plan.layout, self.options)

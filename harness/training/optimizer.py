@@ -76,6 +76,7 @@ def build_optimizer(
         partition = StatePartition()
     if config.optimizer == "adamw":
         return AdamW(model, config, partition)
+    assert config.optimizer == "muon", config.optimizer
     if precision is not None and precision.name == "fp16":
         raise UserError(
             'train.json: key "optimizer": "muon" does not run in fp16, which "precision": '

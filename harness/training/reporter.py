@@ -150,7 +150,7 @@ class Reporter:
         self._last_report = (tokens, seconds)
         mfu = self.throughput.mfu(tokens_per_second / self.world.size)
         rates = {"tokens_per_second": round(tokens_per_second, 1), "mfu": mfu}
-        self._append(TrainEvent, state, **metric_values(metrics), learning_rate=learning_rate, **rates)
+        self.record(TrainEvent, state, **metric_values(metrics), learning_rate=learning_rate, **rates)
         shown = {"loss": f"{metrics.loss:.3f}", "tps": f"{tokens_per_second:,.0f}", "lr": f"{learning_rate:.2g}"}
         shown["norm"] = f"{metrics.gradient_norm:.2f}"
         left = self._seconds_left(state)
@@ -167,7 +167,7 @@ class Reporter:
     def validation(self, loss: float, state: TrainState) -> None:
         if not self.world.is_main:
             return
-        self._append(ValidationEvent, state, loss=loss)
+        self.record(ValidationEvent, state, loss=loss)
         self.console.say(f"global step {state.global_step}: validation loss {loss:.3f}")
         self.chart.draw()
 
@@ -176,7 +176,7 @@ class Reporter:
         if not self.world.is_main or not scores:
             return
         for score in scores:
-            self._append(BenchmarkEvent, state, **asdict(score))
+            self.record(BenchmarkEvent, state, **asdict(score))
         said = ", ".join(f"{score.task} {score.metric} {score.value:.4g}" for score in scores)
         self.console.say(f"global step {state.global_step}: {said}")
         self.chart.draw()
@@ -187,13 +187,13 @@ class Reporter:
         if sample.failure:
             self.console.say(f"global step {state.global_step}: no sample: {sample.failure}")
             return
-        self._append(SampleEvent, state, text=sample.text)
+        self.record(SampleEvent, state, text=sample.text)
         self.console.say(f"global step {state.global_step}: {sample.text}")
 
     def checkpoint(self, state: TrainState) -> None:
         if not self.world.is_main:
             return
-        self._append(CheckpointEvent, state, is_best=state.is_best)
+        self.record(CheckpointEvent, state, is_best=state.is_best)
         if not self.prepared.experiment.config.validates:
             self.chart.draw()
 
@@ -229,7 +229,10 @@ class Reporter:
             write_summary(self.run, summary)
             self.chart.finish(LAST_CHART_SECONDS)
 
-    def _append(self, kind: type[Event], state: TrainState, **values: Any) -> None:
+    def record(self, kind: type[Event], state: TrainState, **values: Any) -> None:
+        """A line of metrics."""
+        if not self.world.is_main:
+            return
         place: dict[str, Any] = {"global_step": state.global_step, "tokens_seen": state.tokens_seen}
         self.metrics.append(kind(**place, seconds=round(self.clock.total, 3), **values))
 
