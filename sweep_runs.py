@@ -168,7 +168,7 @@ def search(
 
 def train(runner: SweepRunner) -> None:
     """Run what is left; on a terminal, with a line that says how far the runs are."""
-    from harness.common.exit import survive_closed_output
+    from harness.common.errors import survive_closed_output
 
     survive_closed_output(runner.hang_up)
     if runner.waiting or runner.unmade:

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
 
-from harness.common.errors import UserError, say_last, tell_soon
-from harness.common.exit import STOPPING_SIGNALS, described, handle_stopping_signals
+from harness.common.errors import STOPPING_SIGNALS, UserError, described, handle_stopping_signals, say_last, tell_soon
 from harness.common.libraries import usable_cores
 from harness.common.messages import quoted
 from harness.common.processes import ENDING_SECONDS, PARENT

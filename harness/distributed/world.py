@@ -15,9 +15,8 @@ import torch.distributed as dist
 
 from harness.common.device import choose_device, device_name
 from harness.common.errors import PeerError, RunError, UserError
-from harness.common.freed_memory import give_back_under_a_limit
 from harness.common.libraries import usable_cores
-from harness.common.memory import refuse_full_device
+from harness.common.memory import give_back_under_a_limit, refuse_full_device
 from harness.distributed import rendezvous
 from harness.distributed.environment import read_ranking
 from harness.distributed.rendezvous import leaving_with_peers
