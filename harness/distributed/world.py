@@ -62,13 +62,12 @@ class World:
             give_back_under_a_limit()
         if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it
             torch.set_num_threads(max(1, usable_cores() // here.local_world_size))
-        numbers = here.rank, here.local_rank, here.world_size, here.local_world_size
         if here.world_size == 1:
-            return cls(*numbers, device)
+            return cls(*here, device)
         timeout = collective_timeout_seconds()
         control, heartbeats = rendezvous.join(here, device, timeout)
         watchdog = Watchdog(here.rank, timeout, is_stopping, device_progress(device))
-        world = cls(*numbers, device, watchdog, control)
+        world = cls(*here, device, watchdog, control)
         watchdog.start(heartbeats, world.size, world.barrier)
         return world
 
