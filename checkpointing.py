@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from harness.common.errors import SPEAKER_PATIENCE_SECONDS, UserError
-from harness.common.freed_memory import keep_if_ample
-from harness.common.memory import free_memory
+from harness.common.memory import free_memory, keep_if_ample
 from harness.data.loader import Microbatch, TokenLoader
 from harness.distributed.replicas import describe_divergence, weight_checksums
 from harness.distributed.watchdog import Place

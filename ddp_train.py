@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.common.errors import RunStopped, UserError, one_line_errors
-from harness.common.exit import survive_closed_output
+from harness.common.errors import RunStopped, UserError, one_line_errors, survive_closed_output
 from harness.common.libraries import configure_libraries, load
 from harness.common.options import POSITIVE, RUNS_DIR, Command, TrainOptions
 from harness.common.processes import exit_when_launcher_dies

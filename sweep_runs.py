@@ -93,7 +93,7 @@ def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | N
     with checkpoints. What a run prints goes to sweep.log in its folder.
     """
     with one_line_errors():
-        from harness.common.exit import survive_closed_output
+        from harness.common.errors import survive_closed_output
         from harness.common.lock import RunLock
         from harness.sweeps.derived_runs import write_runs
         from harness.sweeps.file import load_sweep

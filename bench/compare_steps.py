@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,45 @@ from safetensors.numpy import save_file
 # `python bench/...` puts bench/ on the path, not the repository root.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.contestants import LEARNING_RATE, OWN, ROOT, Case
 from harness.common.libraries import SETTINGS
+from harness.model.config import ModelConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+LEARNING_RATE = 4e-4
+OWN = "ddp-pretrain"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model and batch, and where ddp_train.py finds its run: RUN and DATASETS_DIR."""
+
+    layers: int
+    emb_dim: int
+    heads: int
+    context: int
+    vocabulary: int
+    microbatch: int  # sequences of a rank's step
+    run: str = ""
+    datasets: str = ""
+
+    @property
+    def title(self) -> str:
+        tokens = f"{self.microbatch} × {self.context} tokens"
+        return f"{self.layers} × {self.emb_dim}, vocabulary {self.vocabulary:,}, {tokens}"
+
+    def model_config(self, *, tied: bool) -> ModelConfig:
+        """The model of all contestants, with biases everywhere, since transformers' model always has them."""
+        return ModelConfig(
+            vocab_size=self.vocabulary,
+            context_length=self.context,
+            emb_dim=self.emb_dim,
+            n_heads=self.heads,
+            n_layers=self.layers,
+            drop_rate=0.0,
+            qkv_bias=True,
+            tie_weights=tied,
+        )
+
 
 SHAPES = (
     Case(2, 128, 4, 128, 4096, 8),  # quickstart-gpt2's
@@ -45,6 +83,7 @@ PEERS = ("nanogpt", "upstream", "transformers")
 PRECISIONS = (("fp32", ""), ("auto", ""), ("auto", " bf16"))  # ours, and what follows the peer's name
 WARM_UP = 3
 STEPS = 3000  # of a run, which ends when the race does
+CONTESTANT = "from bench.compare_steps import contend; contend()"
 Row = dict[str, Any]
 
 
@@ -63,7 +102,7 @@ class Player:
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115, it lives as long as the processes
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "bench.contestants", name, json.dumps(asdict(case))],
+                [sys.executable, "-c", CONTESTANT, name, json.dumps(asdict(case))],
                 cwd=ROOT,
                 env={**os.environ, **shared, **place},
                 stdin=subprocess.PIPE,
@@ -207,6 +246,122 @@ def _free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
+
+
+# The contestants: a process for each rank, which takes a step for each line on its standard input ---------------------
+
+
+class Turns:
+    """Take steps on request, and answer with their seconds by the clock and of all this process's threads."""
+
+    def __init__(self) -> None:
+        self._answers = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # other output is no answer
+        self._begun: tuple[float, float] | None = None
+
+    def next(self) -> None:
+        """End the turn, if there is one, and wait for the next."""
+        now = time.perf_counter(), time.process_time()
+        if self._begun is not None:
+            wall, processor = (end - begin for end, begin in zip(now, self._begun, strict=True))
+            print(json.dumps({"wall": wall, "processor": processor}), file=self._answers, flush=True)
+        if not sys.stdin.readline():
+            os._exit(0)
+        self._begun = time.perf_counter(), time.process_time()
+
+
+def ours(case: Case, turns: Turns) -> None:
+    """Run ddp_train.py as a user does; a turn is all that its loop does from one step's beginning to the next one's."""
+    from harness.training.step import OptimizerStep
+
+    run_step: Callable[..., Any] = OptimizerStep.run
+
+    def run_in_turn(*arguments: Any) -> Any:
+        turns.next()
+        return run_step(*arguments)
+
+    OptimizerStep.run = run_in_turn  # type: ignore[assignment, method-assign]
+    run = Path(case.run)
+    sys.argv = ["ddp_train.py", run.name, case.datasets, "--runs-dir", str(run.parent)]
+    runpy.run_path(str(ROOT / "ddp_train.py"), run_name="__main__")
+
+
+def peer(name: str, case: Case, turns: Turns) -> None:
+    """Train as the peers' programs do: autocast if asked for, clipping to norm 1.0, AdamW, DDP where there are ranks.
+    "upstream" has torch's plain AdamW and reads the loss at each step; the others have the fused one."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    torch.manual_seed(42)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    program, _, precision = name.partition(" ")
+    model, loss = peers_model(program, case)
+    trained: nn.Module = loss
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        dist.init_process_group("gloo")
+        trained = nn.parallel.DistributedDataParallel(loss)
+    parameters = list(model.parameters())
+    is_upstream = program == "upstream"
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.1, fused=None if is_upstream else True)
+    for inputs_BxT, targets_BxT in _batches(case):
+        turns.next()
+        with torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext():
+            value = trained(inputs_BxT, targets_BxT)
+        optimizer.zero_grad()
+        value.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        if is_upstream:
+            value.item()
+
+
+def peers_model(program: str, case: Case) -> tuple[Any, Any]:
+    """A peer's model, and the module that returns its mean loss of (inputs, targets)."""
+    import torch.nn.functional as F
+    from torch import Tensor, nn
+
+    from bench.references import NanoGPT, NotebookModel, transformers_peer
+    from gpt import GPTModel
+
+    config = case.model_config(tied=program != "upstream")
+    model: nn.Module
+    if program == "transformers":
+        model = transformers_peer(GPTModel(config))
+    else:
+        model = (NotebookModel if program == "upstream" else NanoGPT)(config)
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+            if program == "transformers":
+                # `labels` alone would be shifted inside, and the last position of each sequence would predict nothing.
+                return self.model(inputs, labels=targets, shift_labels=targets, use_cache=False).loss
+            return F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
+
+    return model, Loss()
+
+
+def _batches(case: Case) -> Iterator[tuple[Any, Any]]:
+    """Inputs and targets (each microbatch × context) without end."""
+    import torch
+
+    generator = torch.Generator().manual_seed(int(os.environ.get("RANK", "0")))
+    while True:
+        tokens = torch.randint(case.vocabulary, (case.microbatch, case.context + 1), generator=generator)
+        yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def contend() -> None:
+    """Be a rank of the program sys.argv[1] on the Case sys.argv[2], given as JSON."""
+    name, case, turns = sys.argv[1], Case(**json.loads(sys.argv[2])), Turns()
+    if name == OWN:
+        ours(case, turns)
+    else:
+        peer(name, case, turns)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,22 @@
 """Other formulations of the same model, as their authors train them: what ours is measured against.
 
-Written independently of gpt.py, with their authors' names for the tensors.
+Those written out here are independent of gpt.py and have their authors' names for the tensors.
 """
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt import ModelConfig
+from gpt import GPTModel, ModelConfig
+from harness.hf.formats import GPT2_PREFIX, PEER_HEAD, common_config, gpt2_config, gpt2_tensors
+
+if TYPE_CHECKING:
+    import transformers
 
 
 class Norm(nn.Module):
@@ -137,3 +142,22 @@ class NanoGPT(nn.Module):
         for block in self.h:
             x = block(x)
         return self.lm_head(self.ln_f(x))
+
+
+def transformers_peer(model: GPTModel, attention: str = "sdpa") -> transformers.GPT2LMHeadModel:
+    """Hugging Face's GPT-2 on the CPU, in training mode, with the shape, dropout and weights of `model`; `attention` is
+    its attn_implementation.
+
+    Where `model` has no query, key and value biases, the peer's (it always has them) are zero.
+    """
+    import transformers
+
+    settings = {**gpt2_config(model.config), **common_config(model.config, 0, "float32")}
+    settings |= {"bos_token_id": None, "eos_token_id": None, "attn_implementation": attention}
+    del settings["model_type"], settings["architectures"]
+    peer = transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings))
+    tensors = gpt2_tensors(model)
+    peer.load_state_dict({PEER_HEAD: tensors[f"{GPT2_PREFIX}wte.weight"], **tensors})
+    peer.loss_type = "ForCausalLM"
+    peer.train()
+    return peer

@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 
 from bench import compare_steps
-from bench.contestants import Case, peers_model
+from bench.compare_steps import Case, peers_model
 
 TINY = Case(1, 16, 2, 8, 64, 2)
 

@@ -18,9 +18,9 @@ LARGEST_BYTES = 2**30
 CHUNK_BYTES = 2**20
 
 
-def local_copy(file_or_url: str, check: Callable[[Path], object], folder: Path | None = None) -> Path:
-    """The path itself, or for an http(s) address the file in `folder` (by default this user's cache) that holds its
-    contents, downloaded if it is not there yet.
+def local_copy(file_or_url: str, check: Callable[[Path], object]) -> Path:
+    """The path itself, or for an http(s) address the file in this user's cache that holds its contents, downloaded if
+    it is not there yet.
 
     Raises UserError if it cannot be had, or if `check(path)` does so for what has been downloaded (a page that asks to
     log in, say); no such file and no part of one is left under the name.
@@ -28,8 +28,7 @@ def local_copy(file_or_url: str, check: Callable[[Path], object], folder: Path |
     address = urlsplit(file_or_url)
     if address.scheme not in {"http", "https"}:
         return Path(file_or_url)
-    if folder is None:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddp-pretrain"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddp-pretrain"
     name = PurePosixPath(address.path).name or "file"
     path = folder / f"{hashlib.sha256(file_or_url.encode()).hexdigest()[:16]}-{name}"
     if path.is_file():

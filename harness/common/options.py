@@ -41,6 +41,20 @@ MODEL = click.argument("model", nargs=-1, required=True, metavar="RUN[:CHECKPOIN
 POSITIVE = FiniteNumber(min=0, min_open=True, max=1e12)
 
 
+# Of TrainOptions, by name.
+BELONG_WITH = {
+    "find": ("memory_limit_gib", "write"),
+    "plan": ("assume_world_size", "assume_tps", "assume_tps_with_validation", "assume_device"),
+}
+NOT_TOGETHER = (
+    ("plan", "find"),
+    ("assume_tps", "assume_tps_with_validation"),
+    ("assume_device", "assume_tps"),
+    ("assume_device", "assume_tps_with_validation"),
+    ("restart", "find"),
+)
+
+
 @dataclass(frozen=True)
 class TrainOptions:
     """The options of ddp_train.py, by their names."""
@@ -59,24 +73,16 @@ class TrainOptions:
 
     def check(self, checkpoint: str | None) -> None:
         """Raises UserError for options that mean nothing together, or with a CHECKPOINT."""
-        if self.plan and self.find:
-            raise UserError("--plan and -f: give one of them")
-        belongs: dict[str, dict[str, object]] = {
-            "-f": {"memory_limit_gib": self.memory_limit_gib, "write": self.write},
-            "--plan": {"assume_world_size": self.assume_world_size},
-        }
-        for needed, is_given in (("-f", self.find), ("--plan", self.plan)):
-            for option, value in belongs[needed].items():
-                if value and not is_given:
-                    raise UserError(f"--{option.replace('_', '-')} belongs with {needed}")
-        for option in () if self.plan else ("assume_tps", "assume_tps_with_validation", "assume_device"):
-            if getattr(self, option):
-                raise UserError(f"--{option.replace('_', '-')} belongs with --plan")
-        if self.assume_tps and self.assume_tps_with_validation:
-            raise UserError("--assume-tps and --assume-tps-with-validation: give one of them")
-        if self.assume_device and (self.assume_tps or self.assume_tps_with_validation):
-            raise UserError("--assume-device and --assume-tps: give one of them")
-        if self.restart and self.find:
-            raise UserError("--restart and -f: give one of them")
+        for needed, options in BELONG_WITH.items():
+            for name in options:
+                if getattr(self, name) and not getattr(self, needed):
+                    raise UserError(f"{_as_typed(name)} belongs with {_as_typed(needed)}")
+        for one, other in NOT_TOGETHER:
+            if getattr(self, one) and getattr(self, other):
+                raise UserError(f"{_as_typed(one)} and {_as_typed(other)}: give one of them")
         if checkpoint is not None and (self.restart or self.find):
             raise UserError("a CHECKPOINT to continue from goes with neither --restart nor -f")
+
+
+def _as_typed(name: str) -> str:
+    return "-f" if name == "find" else f"--{name.replace('_', '-')}"

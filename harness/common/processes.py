@@ -18,8 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.common.errors import tell_soon
-from harness.common.exit import EXIT
+from harness.common.errors import EXIT, tell_soon
 
 ENDED_STATES = "ZX"  # zombie, dead
 # The pid of the ddp_train.py that has started this rank (distributed/environment.py).

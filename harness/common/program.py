@@ -1,4 +1,5 @@
-"""The program that computed a result: the versions of its libraries, and the commit of its own sources."""
+"""The program and the machine that compute a result: the versions of the libraries, the commit of the program's own
+sources, and the names of the GPUs, without torch."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # What decides the numbers of a run, and what reads and writes its files.
 LIBRARIES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "tiktoken", "pydantic")
 GIT_SECONDS = 10.0
+DRIVER_FILES = Path("/proc/driver/nvidia/gpus")
 
 
 @cache
@@ -55,3 +57,18 @@ def program_commit(root: Path = ROOT) -> str | None:
         )
         return result.stdout.strip() or None
     return None
+
+
+def gpu_names() -> list[str]:
+    """The names of this machine's NVIDIA GPUs; none if CUDA_VISIBLE_DEVICES hides them, or there is no driver."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return []
+    return [name for path in sorted(DRIVER_FILES.glob("*/information")) if (name := _gpu_model(path))]
+
+
+def _gpu_model(path: Path) -> str:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return dict(line.partition(":")[::2] for line in lines).get("Model", "").strip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,7 +55,5 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float] | Non
     """Slope and intercept of the least-squares line through (x, y) points; None for fewer than two different x."""
     if len({x for x, _ in points}) < 2:
         return None
-    mean_x = sum(x for x, _ in points) / len(points)
-    mean_y = sum(y for _, y in points) / len(points)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
-    return slope, mean_y - slope * mean_x
+    slope, intercept = statistics.linear_regression(*zip(*points, strict=True))
+    return slope, intercept

@@ -115,49 +115,25 @@ def diagnose(heartbeats: Heartbeats, now: float, *, stuck: float, silent: float,
     After so many seconds something is a fault: no progress inside `Watchdog.guard` (`stuck`), no heartbeat from a rank
     or no answer from the store (`silent`), the end of a process, which may have told the reason itself (`gone`).
     """
-    return (
-        _find_gone(heartbeats, now, gone)
-        or _find_lost_contact(heartbeats, now, silent)
-        or _find_silent(heartbeats, now, silent)
-        or _find_stuck(heartbeats, now, stuck)
-    )
-
-
-def _find_gone(heartbeats: Heartbeats, now: float, timeout: float) -> Fault | None:
-    gone = [
-        rank
-        for rank, last in enumerate(heartbeats.last)
-        if last.gone_since is not None and now - last.gone_since >= timeout
+    last = heartbeats.last
+    ended = [rank for rank, each in enumerate(last) if each.gone_since is not None and now - each.gone_since >= gone]
+    if ended:
+        return Fault(f"{_names(heartbeats, ended)} ended suddenly", ended)
+    # Rank 0 holds the store, or the torchrun beside it does. Of a rank that is gone more is known in a moment.
+    if (seconds := now - heartbeats.contact) > silent and last[0].gone_since is None:
+        store = last[0].heartbeat.process
+        if not store.is_neighbour_of(heartbeats.process):
+            return Fault(f"no connection to rank 0's machine ({store.host}) for {seconds:.0f} s", [0])
+        return Fault(f"{_names(heartbeats, [0])}, or its torchrun, gave no answer for {seconds:.0f} s: frozen", [0])
+    # Silence counts up to the store's last answer, since without contact nobody can be heard.
+    quiet = [
+        rank for rank, each in enumerate(last) if heartbeats.contact - each.at > silent and each.gone_since is None
     ]
-    return Fault(f"{_names(heartbeats, gone)} ended suddenly", gone) if gone else None
-
-
-def _find_lost_contact(heartbeats: Heartbeats, now: float, timeout: float) -> Fault | None:
-    """The store does not answer: rank 0 holds it, or the torchrun beside it does."""
-    seconds = now - heartbeats.contact
-    # Of a rank that is gone more is known in a moment.
-    if seconds <= timeout or heartbeats.last[0].gone_since is not None:
-        return None
-    process = heartbeats.last[0].heartbeat.process
-    if process.is_neighbour_of(heartbeats.process):
-        text = f"{_names(heartbeats, [0])}, or its torchrun, gave no answer for {seconds:.0f} s: frozen"
-    else:
-        text = f"no connection to rank 0's machine ({process.host}) for {seconds:.0f} s"
-    return Fault(text, [0])
-
-
-def _find_silent(heartbeats: Heartbeats, now: float, timeout: float) -> Fault | None:
-    silent = [
-        rank
-        for rank, last in enumerate(heartbeats.last)
-        # Without contact nobody can be heard; and of one that is gone more is known in a moment.
-        if heartbeats.contact - last.at > timeout and last.gone_since is None
-    ]
-    if not silent:
-        return None
-    seconds = max(now - heartbeats.last[rank].at for rank in silent)
-    names = _names(heartbeats, silent)
-    return Fault(f"{names} gave no sign for {seconds:.0f} s: frozen, gone, or its machine is cut off", silent)
+    if quiet:
+        seconds = max(now - last[rank].at for rank in quiet)
+        names = _names(heartbeats, quiet)
+        return Fault(f"{names} gave no sign for {seconds:.0f} s: frozen, gone, or its machine is cut off", quiet)
+    return _find_stuck(heartbeats, now, stuck)
 
 
 def _find_stuck(heartbeats: Heartbeats, now: float, timeout: float) -> Fault | None:

@@ -15,12 +15,10 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from types import FrameType
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
-from harness.common.errors import UserError, say_last, tell_soon
-from harness.common.exit import STOPPING_SIGNALS, described, handle_stopping_signals
+from harness.common.errors import STOPPING_SIGNALS, UserError, described, handle_stopping_signals, say_last, tell_soon
 from harness.common.libraries import usable_cores
 from harness.common.messages import quoted
 from harness.common.processes import ENDING_SECONDS, PARENT
@@ -35,8 +33,7 @@ POLL_SECONDS = 0.05
 STOPPING_SECONDS = 2.0  # in which ranks that have been asked to stop follow the first one
 
 
-@dataclass(frozen=True)
-class Ranking:
+class Ranking(NamedTuple):
     """One process among all (`rank` of `world_size`), and among those of its machine."""
 
     rank: int = 0

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -49,28 +48,23 @@ TIMED_OUT_TEXT = "Timed out waiting"
 NO_FULL_MESH_TEXT = "connectFullMesh failed"  # gloo: a rank could not be reached at the address it gave
 
 
-@dataclass(frozen=True)
-class ProcessGroups:
-    """The channels between ranks after the rendezvous. torch.distributed itself keeps the group of gradients, on the
-    ranks' devices."""
-
-    control: Any  # a group on the CPU, whose waits may be as long as any work of another rank
-    heartbeats: Any  # a store over a connection of its own, for the watchdog's threads
-
-
-def join(here: Ranking, device: torch.device, timeout_seconds: float) -> ProcessGroups:
+def join(here: Ranking, device: torch.device, timeout_seconds: float) -> tuple[Any, Any]:
     """Find the other ranks and connect to all of them; returns when all are there.
 
-    Raises RunError or PeerError if one does not come, or cannot be reached.
+    torch.distributed itself keeps the group of gradients, on the ranks' devices. Returned are a group on the CPU, whose
+    waits may be as long as any work of another rank, and a store over a connection of its own, for the watchdog.
+    Raises RunError or PeerError if a rank does not come, or cannot be reached.
     """
-    if here.world_size == here.local_world_size:
-        _listen_on_loopback()
+    loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
+    if here.world_size == here.local_world_size and loopback:  # all on this machine; the user's settings are kept
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, min(loopback))
     # torch.accelerator reports cuda on any CUDA build, GPU or not: the backend follows the device we chose.
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_seconds + BACKSTOP_SECONDS)
     with leaving_with_peers():  # the store is in torchrun's process, which may be killed meanwhile
         with _long_wait_told(here):
-            store = _own_store(timeout) if STORE_DESCRIPTOR in os.environ else _store_of_environment(timeout)
+            store = _open_store(timeout)
             restart_id = agree_on_restart_id(store, here.rank, here.world_size, timeout.total_seconds())
         dist.init_process_group(
             backend,
@@ -81,11 +75,19 @@ def join(here: Ranking, device: torch.device, timeout_seconds: float) -> Process
             device_id=device if device.type == "cuda" else None,
         )
         control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
-    return ProcessGroups(control, PrefixStore(restart_id, _own_connection()))
+    return control, PrefixStore(restart_id, TCPStore(*_address(), is_master=False, wait_for_workers=False))
 
 
-def _store_of_environment(timeout: timedelta) -> Any:
-    """The store at MASTER_ADDR and MASTER_PORT, which rank 0 may have to open. Raises RunError if the port is taken."""
+def _address() -> tuple[str, int]:
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+
+def _open_store(timeout: timedelta) -> Any:
+    """The store at MASTER_ADDR and MASTER_PORT, which rank 0 may have to open: of ranks that `run_ranks` has started,
+    behind a socket that was open before. Raises RunError if the port is taken."""
+    if STORE_DESCRIPTOR in os.environ:
+        socket_number = int(os.environ[STORE_DESCRIPTOR])
+        return TCPStore(*_address(), None, True, timeout, wait_for_workers=False, master_listen_fd=socket_number)
     try:
         return next(rendezvous("env://", timeout=timeout))[0]
     except dist.DistNetworkError as error:
@@ -138,24 +140,6 @@ def _await(store: Any, key: str, rank: int, deadline: float) -> None:
 
 def _absence(rank: int) -> RunError:
     return RunError(f"rank {rank} has not joined the others in time; look for its own error, or its machine's")
-
-
-def _listen_on_loopback() -> None:
-    """Bind to loopback, as all ranks are on this machine; the user's own settings are kept."""
-    loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback else ():
-        os.environ.setdefault(variable, min(loopback))
-
-
-def _own_store(timeout: timedelta) -> TCPStore:
-    """The store of ranks that `run_ranks` has started: rank 0 keeps it, behind a socket that was open before."""
-    address, descriptor = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), int(os.environ[STORE_DESCRIPTOR])
-    return TCPStore(*address, None, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
-
-
-def _own_connection() -> TCPStore:
-    """The store at which the ranks met, over a connection that only the watchdog's threads use."""
-    return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
 
 
 @contextmanager

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from harness.common.errors import RunStopped
-from harness.common.exit import EXIT, handle_stopping_signals, ignores_hangup
+from harness.common.errors import EXIT, RunStopped, handle_stopping_signals, ignores_hangup
 from harness.common.processes import is_launcher_gone, on_launcher_death
 from harness.distributed.watchdog import Place
 

@@ -21,8 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from harness.common.errors import UserError, tell_soon
-from harness.common.exit import EXIT
+from harness.common.errors import EXIT, UserError, tell_soon
 from harness.common.processes import ProcessName, is_launcher_gone
 from harness.distributed.diagnosis import IDLE, Fault, Heartbeat, Heartbeats, LastHeartbeat, diagnose
 

@@ -15,9 +15,8 @@ import torch.distributed as dist
 
 from harness.common.device import choose_device, device_name
 from harness.common.errors import PeerError, RunError, UserError
-from harness.common.freed_memory import give_back_under_a_limit
 from harness.common.libraries import usable_cores
-from harness.common.memory import refuse_full_device
+from harness.common.memory import give_back_under_a_limit, refuse_full_device
 from harness.distributed import rendezvous
 from harness.distributed.environment import read_ranking
 from harness.distributed.rendezvous import leaving_with_peers
@@ -27,14 +26,6 @@ T = TypeVar("T")
 Leaf = TypeVar("Leaf")
 
 LEAVING_SECONDS = 30.0
-
-
-@dataclass(frozen=True)
-class RankResult:
-    """The result of one rank's part of shared work, or its error."""
-
-    value: Any = None
-    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -71,14 +62,13 @@ class World:
             give_back_under_a_limit()
         if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it
             torch.set_num_threads(max(1, usable_cores() // here.local_world_size))
-        numbers = here.rank, here.local_rank, here.world_size, here.local_world_size
         if here.world_size == 1:
-            return cls(*numbers, device)
+            return cls(*here, device)
         timeout = collective_timeout_seconds()
-        groups = rendezvous.join(here, device, timeout)
+        control, heartbeats = rendezvous.join(here, device, timeout)
         watchdog = Watchdog(here.rank, timeout, is_stopping, device_progress(device))
-        world = cls(*numbers, device, watchdog, groups.control)
-        watchdog.start(groups.heartbeats, world.size, world.barrier)
+        world = cls(*here, device, watchdog, control)
+        watchdog.start(heartbeats, world.size, world.barrier)
         return world
 
     def leave(self) -> None:
@@ -193,22 +183,23 @@ class World:
         return self._on_some(work, mine=self.is_local_main)[self.rank - self.local_rank]
 
     def _on_some(self, work: Callable[[], T], *, mine: bool) -> list[Any]:
-        result, raised = RankResult(), None
+        """Run `work` on the ranks where `mine` is true; every rank's result, by rank."""
+        value, raised = None, None
         if mine:
             try:
-                result = RankResult(value=work())
+                value = work()
             except (UserError, RunError) as error:
-                result, raised = RankResult(error=str(error)), error
+                raised = error
             except Exception as error:
-                self.gather(RankResult(error=repr(error)))
+                self.gather((None, repr(error)))
                 raise
-        results = self.gather(result)
+        results = self.gather((value, None if raised is None else str(raised)))
         if raised is not None:
             raise raised
-        for other in results:
-            if other.error is not None:
-                raise PeerError(other.error)
-        return [each.value for each in results]
+        for _, reason in results:
+            if reason is not None:
+                raise PeerError(reason)
+        return [each for each, _ in results]
 
 
 def _replace_leaves(tree: Any, kind: type[Leaf], function: Callable[[Leaf], Any]) -> Any:

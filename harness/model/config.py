@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -21,8 +21,10 @@ LARGEST_LAYERS = 10_000
 LARGEST_LISTED = 64  # numbers of heads that an error offers
 # Beyond them a cap leaves nothing of the logits in half precision, or is no number in fp32. Gemma 2's is 30.
 SOFTCAPS = (0.01, 10_000)
-SIZES = ("vocab_size", "context_length", "emb_dim", "n_layers")
-SIZES_OF_LEVERS = ("mlp_dim", "head_dim", "value_embeddings", "bigram_embedding")
+SIZES = (
+    *("vocab_size", "context_length", "emb_dim", "n_layers"),
+    *("mlp_dim", "head_dim", "value_embeddings", "bigram_embedding"),  # null where they are not used
+)
 ROPE_BASE = 10_000.0  # Su et al., arXiv:2104.09864
 MLP_GROWTH = 4  # GPT-2's
 LARGEST_EXPERTS = 1024
@@ -31,24 +33,31 @@ EMBEDDING, HEAD = "tok_emb.weight", "out_head.weight"
 Shapes = dict[str, tuple[int, ...]]  # of tensors, by name
 
 
-class DropRates(BaseModel):
-    """Dropout at each of the four places where GPT-2 has it."""
+class Part(BaseModel):
+    """Base class of an object inside model.json; the error for an unknown key lists the known ones."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    key: ClassVar[str]  # of model.json, that has the object
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, raw: Any) -> Any:
+        unknown = [each for each in raw if each not in cls.model_fields] if isinstance(raw, dict) else []
+        if unknown:
+            known = ", ".join(name for name, field in cls.model_fields.items() if not field.exclude)
+            raise ValueError(f'key "{cls.key}": {quoted(unknown[0])} is not one of its keys: {known}')
+        return raw
+
+
+class DropRates(Part):
+    """Dropout at each of the four places where GPT-2 has it."""
+
+    key: ClassVar[str] = "drop_rate"
 
     embedding: float = Field(default=0.0, ge=0, lt=1, description="On the sum of the embeddings.")
     attention_weights: float = Field(default=0.0, ge=0, lt=1, description="On the weights after the softmax.")
     attention_output: float = Field(default=0.0, ge=0, lt=1, description="On what attention adds to the residuals.")
     mlp_output: float = Field(default=0.0, ge=0, lt=1, description="On what the feed-forward layer adds to them.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_places(cls, raw: Any) -> Any:
-        unknown = [key for key in raw if key not in cls.model_fields] if isinstance(raw, dict) else []
-        if unknown:
-            places = ", ".join(cls.model_fields)
-            raise ValueError(f'key "drop_rate": {quoted(unknown[0])} is not one of its places: {places}')
-        return raw
 
     @classmethod
     def everywhere(cls, rate: float) -> DropRates:
@@ -70,41 +79,17 @@ DropRate = Annotated[
 ]
 
 
-# What one expert, or none, would be, and what to do instead.
-FEWER_THAN_TWO = {
-    "num_experts": 'for a dense model leave out "moe"',
-    "num_active_experts": "the weight of one alone is always 1, from which the router learns nothing",
-}
-
-
-class ExpertCounts(BaseModel):
+class ExpertCounts(Part):
     """The number of experts that replace a block's feed-forward layer, and the number of them that each token goes
-    through."""
+    through: two or more, since the weight of one alone is always 1, from which the router learns nothing."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    key: ClassVar[str] = "moe"
 
     num_experts: int = Field(ge=2, le=LARGEST_EXPERTS, description="Feed-forward layers in each block.")
     num_active_experts: int = Field(ge=2, le=LARGEST_EXPERTS, description="How many of them each token goes through.")
     log_moe_balance_file: str | None = Field(
         default=None, exclude=True, description="The notebook's log; without effect: metrics.jsonl has the load."
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _sensible_keys(cls, raw: Any) -> Any:
-        if isinstance(raw, cls):
-            return raw
-        if not isinstance(raw, dict):
-            like = '{"num_experts": 8, "num_active_experts": 2}'
-            raise ValueError(f'key "moe": must be an object like {like}, or null for none, not {quoted(raw)}')
-        unknown = [key for key in raw if key not in cls.model_fields]
-        if unknown:
-            keys = ", ".join(FEWER_THAN_TWO)
-            raise ValueError(f'key "moe": {quoted(unknown[0])} is not one of its keys: {keys}{_meant(unknown[0])}')
-        for key, remedy in FEWER_THAN_TWO.items():
-            if type(raw.get(key)) is int and raw[key] < 2:
-                raise ValueError(f'key "moe.{key}": must be 2 or more, not {quoted(raw[key])}: {remedy}')
-        return raw
 
     @model_validator(mode="after")
     def _enough_experts(self) -> ExpertCounts:
@@ -116,18 +101,13 @@ class ExpertCounts(BaseModel):
         return self
 
 
-def _meant(key: str) -> str:
-    """A hint at train.json's key for the balancing loss, if the unknown `key` seems to mean it; else empty."""
-    return '; the balancing loss has "moe_router_loss_scale" in train.json' if "loss" in key or "aux" in key else ""
-
-
 class ModelConfig(RunFile):
     """The shape of a model: the contents of `runs/<name>/model.json`."""
 
     model_config = ConfigDict(title="model.json")
     other_keys: ClassVar[dict[str, dict[str, Any]]] = {"depth": {"type": "integer", "minimum": 1, "description": DEPTH}}
     replaceable_keys: ClassVar[set[str]] = {"emb_dim", "n_heads", "n_layers", "drop_rate", "qkv_bias"}  # by depth
-    null_for_none: ClassVar[set[str]] = {"logit_softcap", "value_embeddings", "bigram_embedding"}
+    null_for_none: ClassVar[set[str]] = {"logit_softcap", "value_embeddings", "bigram_embedding", "moe"}
 
     vocab_size: Count = Field(ge=2, description="Token ids are 0 .. vocab_size - 1.")
     context_length: Count = Field(ge=1, description="Tokens the model sees at once.")
@@ -209,15 +189,8 @@ class ModelConfig(RunFile):
 
     @model_validator(mode="after")
     def _possible(self) -> ModelConfig:
-        _check_heads(self)
-        _check_options(self)
-        _check_value_embeddings(self)
-        if self.parameters > LARGEST_PARAMETERS:
-            *sizes, last = map(quoted, [*SIZES, *(key for key in SIZES_OF_LEVERS if getattr(self, key) is not None)])
-            raise ValueError(
-                f"keys {', '.join(sizes)} and {last}: a model of {self.parameters:,} parameters; there can be "
-                f"{LARGEST_PARAMETERS:,}"
-            )
+        for fault in _faults(self):
+            raise ValueError(fault)
         return self
 
     @classmethod
@@ -351,54 +324,39 @@ def _numbers(shapes: Iterable[tuple[int, ...]]) -> int:
     return sum(map(math.prod, shapes))
 
 
-def _check_heads(config: ModelConfig) -> None:
+def _faults(config: ModelConfig) -> Iterator[str]:
+    """Describe, with a remedy each, the combinations of keys that no model can have."""
     width, heads, kv_heads = config.emb_dim, config.n_heads, config.n_kv_heads
     if config.head_dim is None and width % heads:
         below = width // heads * heads
-        nearest = [str(multiple) for multiple in (below, below + heads) if multiple]
-        raise ValueError(
-            f'key "emb_dim": {width} is not a multiple of n_heads ({heads}); the nearest: {" and ".join(nearest)}; '
-            "or give head_dim"
-        )
+        nearest = " and ".join(str(multiple) for multiple in (below, below + heads) if multiple)
+        yield f'key "emb_dim": {width} is not a multiple of n_heads ({heads}); the nearest: {nearest}; or give head_dim'
     if kv_heads is not None and heads % kv_heads:
-        divisors = [str(each) for each in range(1, min(heads, LARGEST_LISTED) + 1) if heads % each == 0]
-        raise ValueError(
-            f'key "n_kv_heads": {kv_heads} does not divide n_heads ({heads}); use one of {", ".join(divisors)}'
-        )
+        divisors = ", ".join(str(each) for each in range(1, min(heads, LARGEST_LISTED) + 1) if heads % each == 0)
+        yield f'key "n_kv_heads": {kv_heads} does not divide n_heads ({heads}); use one of {divisors}'
     if config.position == "rope" and config.head_width % 2:
-        raise ValueError(
-            f'key "position": "rope" turns pairs, and heads of {config.head_width} are odd; make head_dim even, or '
-            "change emb_dim or n_heads"
-        )
-
-
-def _check_options(config: ModelConfig) -> None:
+        odd = f'key "position": "rope" turns pairs, and heads of {config.head_width} are odd'
+        yield f"{odd}; make head_dim even, or change emb_dim or n_heads"
     if config.qkv_bias and not config.linear_bias:
-        raise ValueError(
-            'keys "qkv_bias" and "linear_bias": with "linear_bias": false no linear layer has biases; let qkv_bias be '
-            "false, too"
-        )
-    if config.logit_softcap is not None and config.logit_softcap < SOFTCAPS[0]:
-        raise ValueError(
-            f'key "logit_softcap": input should be from {SOFTCAPS[0]} to {SOFTCAPS[1]:,}; null for none, not '
-            f"{quoted(config.logit_softcap)}"
-        )
+        without = 'keys "qkv_bias" and "linear_bias": with "linear_bias": false no linear layer has biases'
+        yield f"{without}; let qkv_bias be false, too"
+    softcap = config.logit_softcap
+    if softcap is not None and softcap < SOFTCAPS[0]:
+        least, most = SOFTCAPS
+        yield f'key "logit_softcap": input should be from {least} to {most:,}; null for none, not {quoted(softcap)}'
     if config.rope_base is not None and config.position != "rope":
-        raise ValueError('key "rope_base": belongs with "position": "rope"; remove it, or change position')
+        yield 'key "rope_base": belongs with "position": "rope"; remove it, or change position'
     if config.norm_gain is not None and config.norm != "rmsnorm" and not config.qk_norm:
-        raise ValueError(
-            'key "norm_gain": belongs with "norm": "rmsnorm" or "qk_norm": true; remove it, or change one of them'
-        )
-
-
-def _check_value_embeddings(config: ModelConfig) -> None:
+        yield 'key "norm_gain": belongs with "norm": "rmsnorm" or "qk_norm": true; remove it, or change one of them'
     tables, layers = config.value_embeddings, config.n_layers
     if tables is not None and tables != layers and 2 * tables > layers:
-        raise ValueError(
-            f'key "value_embeddings": {tables} for the first blocks and the last are too many for {layers} blocks; use '
-            + (f"at most {layers // 2}, or " if layers > 1 else "")
-            + f"{layers} (one for each block)"
-        )
+        too_many = f"{tables} for the first blocks and the last are too many for {layers} blocks"
+        fewer = f"at most {layers // 2}, or " if layers > 1 else ""
+        yield f'key "value_embeddings": {too_many}; use {fewer}{layers} (one for each block)'
+    if config.parameters > LARGEST_PARAMETERS:
+        *sizes, last = (quoted(key) for key in SIZES if getattr(config, key) is not None)
+        number = f"a model of {config.parameters:,} parameters; there can be {LARGEST_PARAMETERS:,}"
+        yield f"keys {', '.join(sizes)} and {last}: {number}"
 
 
 def load_model_config(path: Path) -> ModelConfig:

@@ -59,14 +59,9 @@ def token_cross_entropies(
 ) -> Tensor:
     """The N cross-entropies whose mean `linear_cross_entropy` is, for a model that is measured: without gradients, and
     not for a compiler."""
+    dtype, cap = _matmul_dtype(features_NxC), softcap or 0.0
     losses_N, _, _ = _row_losses(
-        features_NxC,
-        weight_VxC,
-        targets_N,
-        _matmul_dtype(features_NxC),
-        needs_grad=False,
-        compiled=False,
-        softcap=softcap or 0.0,
+        features_NxC, weight_VxC, targets_N, dtype, needs_grad=False, compiled=False, softcap=cap
     )
     return losses_N
 

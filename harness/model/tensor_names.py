@@ -62,14 +62,8 @@ def _without_wrapper(offered: dict[str, Offered]) -> dict[str, Offered]:
 
 
 def check_tensors(offered: Mapping[str, TensorKind], wanted: Mapping[str, tuple[int, ...]], source: Path) -> None:
-    """Raises UserError, naming `source` and what differs, if a file offers another model's tensors."""
-    faults = _differences(offered, wanted)
-    if faults:
-        raise UserError(f"{source}: not this model: {abbreviated(faults, SHOWN_DIFFERENCES, separator='; ')}")
-
-
-def _differences(offered: Mapping[str, TensorKind], wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Describe how the file's tensors differ from the model's: in the model's order, then those only in the file."""
+    """Raises UserError, naming `source` and what differs, if a file offers another model's tensors: differences in the
+    model's order, then the tensors that are only in the file."""
     faults = []
     for name, shape in wanted.items():
         if name not in offered:
@@ -78,7 +72,9 @@ def _differences(offered: Mapping[str, TensorKind], wanted: Mapping[str, tuple[i
             faults.append(f"tensor {name} is {list(offered[name].shape)} in the file, {list(shape)} in model.json")
         elif offered[name].dtype not in LOADABLE:
             faults.append(f"tensor {name} is {offered[name].dtype}; weights are fp32, fp16 or bf16")
-    return faults + [f"tensor {name} is not in model.json's shape" for name in sorted(offered.keys() - wanted.keys())]
+    faults += [f"tensor {name} is not in model.json's shape" for name in sorted(offered.keys() - wanted.keys())]
+    if faults:
+        raise UserError(f"{source}: not this model: {abbreviated(faults, SHOWN_DIFFERENCES, separator='; ')}")
 
 
 def check_weights_file(path: Path, config: ModelConfig) -> None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.common.errors import UserError
-from harness.common.gpu_names import gpu_names
 from harness.common.options import TrainOptions
+from harness.common.program import gpu_names
 from harness.common.units import GIB
 from harness.data.dataset import Dataset, check_token_ids, is_present, neighbour_remark
 from harness.data.loader import BatchLayout, BatchSchedule

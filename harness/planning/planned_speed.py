@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.common.errors import UserError
-from harness.common.gpu_names import gpu_names
 from harness.common.json_files import parse_config
 from harness.common.options import TrainOptions
+from harness.common.program import gpu_names
 from harness.data.loader import BatchLayout
 from harness.model.config import ModelConfig
 from harness.planning.estimated_speed import (

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.common.errors import UserError
-from harness.common.gpu_names import gpu_names
 from harness.common.options import TrainOptions
+from harness.common.program import gpu_names
 from harness.common.units import GIB, amount_text
 from harness.planning.machines import hourly_price
 from harness.planning.plan import Plan, make_plan, planned_start

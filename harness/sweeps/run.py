@@ -19,8 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from harness.common.errors import RunError, RunStopped, UserError
-from harness.common.exit import handle_stopping_signals, ignores_hangup
+from harness.common.errors import RunError, RunStopped, UserError, handle_stopping_signals, ignores_hangup
 from harness.common.libraries import usable_cores
 from harness.common.lock import is_held
 from harness.common.units import amount_text

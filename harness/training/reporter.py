@@ -14,8 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from harness.common.errors import say_last
-from harness.common.exit import described
+from harness.common.errors import described, say_last
 from harness.common.memory import peak_bytes
 from harness.common.program import program_commit, program_versions
 from harness.common.units import GIB

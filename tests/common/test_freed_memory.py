@@ -20,7 +20,7 @@ PROGRAM = """
 import json, resource, sys
 if sys.argv[1] == "limited":
     resource.setrlimit(resource.RLIMIT_DATA, (2**34, 2**34))
-from harness.common.freed_memory import give_back_under_a_limit, keep_if_ample
+from harness.common.memory import give_back_under_a_limit, keep_if_ample
 give_back_under_a_limit()
 import torch
 keep_if_ample(2**30 if sys.argv[1] == "scarce" else 2**40)
@@ -77,7 +77,7 @@ def test_a_run_keeps_what_its_steps_free(tmp_path: Path) -> None:
 # What is free at the heap's end (mallinfo2's `keepcost`) after much was taken there and freed.
 CUSHION = """
 import ctypes
-from harness.common.freed_memory import give_back_at_once
+from harness.common.memory import give_back_at_once
 class MallInfo(ctypes.Structure):
     names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
     _fields_ = [(name, ctypes.c_size_t) for name in names.split()]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.common import gpu_names as module
-from harness.common.gpu_names import gpu_names
+from harness.common import program
+from harness.common.program import gpu_names
 
 INFORMATION = """Model: \t\t {name}
 IRQ:   \t\t 0
@@ -18,7 +18,7 @@ Bus Type: \t PCIe
 
 @pytest.fixture(autouse=True)
 def no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "DRIVER_FILES", tmp_path)
+    monkeypatch.setattr(program, "DRIVER_FILES", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 

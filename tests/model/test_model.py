@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.hf_weights import peer_of
+from bench.references import transformers_peer
 from gpt import GPTModel, ModelConfig, TransformerBlock
 
 SOURCE = Path("other/model.safetensors")
@@ -58,7 +58,7 @@ def random_tokens(config: ModelConfig, batch: int = 2, seed: int = 3) -> Tensor:
 def test_logits_are_those_of_hugging_faces_gpt2(attention: str, tied: bool, qkv_bias: bool) -> None:
     config = shape(tie_weights=tied, qkv_bias=qkv_bias)
     model = random_model(config).eval()
-    peer = peer_of(model, attention).eval()
+    peer = transformers_peer(model, attention).eval()
     tokens = random_tokens(config)
     with torch.no_grad():
         ours, theirs = model(tokens), peer(tokens).logits
@@ -71,7 +71,7 @@ def test_logits_are_those_of_hugging_faces_gpt2(attention: str, tied: bool, qkv_
 def test_loss_and_gradients_are_those_of_hugging_faces_gpt2() -> None:
     config = shape(qkv_bias=True)
     model = random_model(config)
-    peer = peer_of(model)
+    peer = transformers_peer(model)
     tokens, targets = random_tokens(config), random_tokens(config, seed=4)
     loss = model(tokens, targets)
     theirs = F.cross_entropy(peer(tokens).logits.flatten(0, 1), targets.flatten())

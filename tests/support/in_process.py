@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from harness.common.exit import EXIT, STOPPING_SIGNALS, Exit
+from harness.common.errors import EXIT, STOPPING_SIGNALS, Exit
 from harness.training.chart_process import ChartProcess
 from tests.support.launch import Result, Workshop
 

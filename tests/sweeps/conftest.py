@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from harness.common.exit import STOPPING_SIGNALS
+from harness.common.errors import STOPPING_SIGNALS
 from harness.sweeps import run as sweep_run
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.common import gpu_names
+from harness.common import program
 from harness.common.errors import UserError
 from harness.sweeps.derived_runs import write_runs
 from harness.sweeps.plan import Planner, SweepPlan, describe_sweep_plan, plan_sweep
@@ -168,7 +168,7 @@ def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for index in range(4):
         (tmp_path / "gpus" / str(index)).mkdir(parents=True)
         (tmp_path / "gpus" / str(index) / "information").write_text("Model: \t NVIDIA H100\n")
-    monkeypatch.setattr(gpu_names, "DRIVER_FILES", tmp_path / "gpus")
+    monkeypatch.setattr(program, "DRIVER_FILES", tmp_path / "gpus")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 

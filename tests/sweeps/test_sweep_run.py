@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-from harness.common.errors import RunError, RunStopped, UserError
-from harness.common.exit import STOPPING_SIGNALS
+from harness.common.errors import STOPPING_SIGNALS, RunError, RunStopped, UserError
 from harness.common.files import sha256
 from harness.common.json_files import read_json_object
 from harness.runs.metrics import MetricsFile, TrainEvent
