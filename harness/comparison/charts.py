@@ -10,7 +10,7 @@ from pathlib import Path
 
 from harness.common.errors import UserError, printable
 from harness.common.files import atomic_file
-from harness.common.messages import abbreviated, nearest
+from harness.common.messages import abbreviated
 from harness.comparison.against_baseline import BaselineComparison
 from harness.comparison.arms import find_arms
 from harness.comparison.basis import Basis, training_basis, validation_basis
@@ -38,8 +38,6 @@ KINDS: tuple[tuple[str, type[Event], BasisOf], ...] = (
     ("validation", ValidationEvent, validation_basis),
     ("training", TrainEvent, training_basis),
 )
-
-
 # Labels of the axes, by their names.
 AXES = {
     "tokens": "tokens seen",
@@ -49,16 +47,6 @@ AXES = {
     "flops": "FLOPs of training",
 }
 PLAIN_AXES = ("hours", "dollars")  # whose numbers take no prefix such as M
-
-
-def choose_axis(name: str) -> str:
-    """Raise UserError for a name that is none of AXES."""
-    if name in AXES:
-        return name
-    near = nearest(name, list(AXES))
-    raise UserError(
-        f'--over: no axis "{name}"; there is {", ".join(AXES)}' + (f"; did you mean {near}?" if near else "")
-    )
 
 
 @dataclass(frozen=True)
