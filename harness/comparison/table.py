@@ -32,20 +32,19 @@ MOST_COLUMNS = 10  # of the text
 HASH_CHARACTERS = 8
 LARGEST_SHOWN = 1e15
 PREFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
-# The columns of the text in their order, with a short heading, and the keys in the order of their importance: what does
-# not fit in one block is in --json and --html only.
+# The columns of the text with a short heading, the most important first: those that do not fit in one block are in
+# --json and --html only.
 HEADINGS = {
     "state": "state",
-    "parameters": "params",
-    "tokens": "tokens",
-    "validation_loss": "val loss",
     "test_loss": "test loss",
-    "bits_per_byte": "bits per byte",
-    "tokens_per_second": "tokens per second",
-    "hours": "hours",
+    "validation_loss": "val loss",
     "dollars": "cost $",
+    "hours": "hours",
+    "tokens_per_second": "tokens per second",
+    "tokens": "tokens",
+    "bits_per_byte": "bits per byte",
+    "parameters": "params",
 }
-IMPORTANT = ("state", *LOSSES[:2], "dollars", "hours", "tokens_per_second", "tokens", "bits_per_byte", "parameters")
 
 
 @dataclass(frozen=True)
@@ -339,26 +338,27 @@ def below_lines(table: RunsTable, alike: Sequence[Column]) -> Iterator[str]:
 
 
 def _fitting(table: RunsTable, names: Sequence[str]) -> list[Column]:
-    """The columns that fit beside the names, in the order of HEADINGS: what the table is sorted by, then the most
-    important ones, then further results."""
-    further = [each.key for each in (*TRAINED, *SPENT) if each.key not in HEADINGS]
+    """The columns that fit beside the names: the state, what the table is sorted by, those of HEADINGS in their order,
+    then scores and benchmarks."""
+    order = [*HEADINGS]
+    omitted = {each.key for each in (*TRAINED, *SPENT)}.difference(order)
 
-    def importance(column: Column) -> tuple[bool, int]:
-        rank = IMPORTANT.index(column.quantity) if column.quantity in IMPORTANT else len(IMPORTANT)
-        return column.title != table.sorted_by, rank
+    def importance(column: Column) -> tuple[bool, bool, int]:
+        rank = order.index(column.quantity) if column.quantity in order else len(order)
+        return column.key != "state", column.title != table.sorted_by, rank
 
+    columns = [each for each in table.columns if each.quantity not in omitted or each.title == table.sorted_by]
+    columns = sorted((each for each in columns if not each.is_setting and not each.is_alike), key=importance)
     chosen: list[Column] = []
     room = WIDTH - max(map(len, [*names, "run"]))
-    for column in sorted(table.columns, key=importance):
-        is_result = column.quantity not in further or column.title == table.sorted_by
-        if is_result and not column.is_setting and not column.is_alike and len(chosen) + 1 < MOST_COLUMNS:
-            # The numbers of remarks are given later: two digits each are enough.
-            texts = _padded([_marked(cell, dict.fromkeys([cell.remark], 12)) for cell in column.cells])
-            width = len(GAP) + max(map(len, [*texts, *_heading(column).split()]))
-            chosen += [column] if width <= room else []
-            room -= width if width <= room else 0
-    order = [*HEADINGS]
-    return sorted(chosen, key=lambda each: order.index(each.quantity) if each.quantity in order else len(order))
+    for column in columns:
+        # The numbers of remarks are given later: two digits each are enough.
+        texts = _padded([_marked(cell, dict.fromkeys([cell.remark], 12)) for cell in column.cells])
+        width = len(GAP) + max(map(len, [*texts, *_heading(column).split()]))
+        if width <= room and len(chosen) + 1 < MOST_COLUMNS:
+            chosen.append(column)
+            room -= width
+    return chosen
 
 
 def _heading(column: Column) -> str:
