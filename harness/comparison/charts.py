@@ -197,21 +197,16 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str) -
         axes.set_ylim(low, high)
         for number, curve in enumerate(chart.curves):
             colour, line, marker = SHADES[number % 3], LINES[number // 3 % 4], MARKERS[number // 3 % 4]
-            axes.plot(curve.x, curve.y, color=colour, linestyle=line, lw=1.5)
-            every = max(1, len(curve.x) // MOST_MARKERS)
-            for at in sorted({*range(0, len(curve.x), every), len(curve.x) - 1}):
-                if low <= curve.y[at] <= high:  # markers of their own, so that one on the frame's edge is whole
-                    point = (curve.x[at], curve.y[at])
-                    axes.plot(*point, color=colour, marker=marker, markersize=4, clip_on=False, zorder=3)
             label = f"{_plain(curve.label)}: {curve.y[-1]:.3f}" + (f" ({curve.runs} runs)" if curve.runs > 1 else "")
-            axes.plot([], [], label=label, color=colour, linestyle=line, marker=marker, markersize=4, lw=1.5)
+            every, last = max(1, len(curve.x) // MOST_MARKERS), len(curve.x) - 1
+            marked = sorted({*range(0, last, every), last})
+            axes.plot(curve.x, curve.y, line, c=colour, lw=1.5, marker=marker, ms=4, markevery=marked, label=label)
             if curve.low:
                 axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.18, linewidth=0)
         for name, loss in references.items():
             arrow = "↓ " if loss < low else "↑ " if loss > high else ""
-            if not arrow:
-                axes.axhline(loss, color=FAINT, linewidth=1, linestyle=(0, (1, 2)))
-            axes.plot([], [], color=FAINT, linestyle=(0, (1, 2)), label=f"{arrow}{_plain(name)}: {loss:.3f}")
+            label = f"{arrow}{_plain(name)}: {loss:.3f}"
+            axes.axhline(loss, label=label, color=FAINT, linewidth=1, linestyle=(0, (1, 2)))
         axes.set_xlabel(AXES[chart.axis])
         axes.set_ylabel(f"{chart.kind} loss (nats per token)")
         plain = FuncFormatter(lambda x, _: f"{x:,.6f}".rstrip("0").rstrip("."))
