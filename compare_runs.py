@@ -49,6 +49,7 @@ def main(
     things never stand in one column.
     """
     with one_line_errors():
+        from harness.common.files import check_writable, replace_text
         from harness.common.messages import abbreviated
         from harness.comparison.against_baseline import compare_with
         from harness.comparison.charts import chart_note, charts_of, write_png
@@ -59,7 +60,20 @@ def main(
         from harness.planning.machines import PRICES
         from harness.runs.directory import RunDirectory
 
-        _check_options(runs, machines, prices, html, chart, reference, as_json)
+        if prices is not None and not machines:
+            raise UserError("--prices belongs with --machines")
+        if machines and as_json:
+            raise UserError("--machines and --json: give one of them")
+        if machines and not runs:
+            raise UserError("--machines: name the runs to project; measured speeds of other runs are used anyway")
+        if reference and not (html or chart):
+            raise UserError("--reference belongs with --html or --chart")
+        if chart is not None and chart.suffix.lower() != ".png":
+            raise UserError(f"--chart {chart}: a PNG is drawn; give the file that ending")
+        for path in filter(None, [chart, html]):
+            check_writable(path.absolute().parent)
+            if path.is_dir():
+                raise UserError(f"{path}: is a folder; name a file")
         references = _read_references(reference)
         if baseline is not None:
             baseline = RunDirectory.find(runs_dir, baseline).path.name
@@ -87,7 +101,6 @@ def main(
             line = f"never trained, and not shown unless they are named: {names}"
             click.echo("\n".join(paragraph(line)), err=as_json)
         if html is not None:
-            from harness.common.files import replace_text
             from harness.comparison.page import render
 
             command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
@@ -103,34 +116,6 @@ def main(
             for problem in drawn.problems:
                 click.echo("\n".join(paragraph(f"not drawn: {problem}")), err=True)
             click.echo(f"Drew {chart}", err=True)
-
-
-def _check_options(
-    runs: tuple[str, ...],
-    machines: bool,
-    prices: Path | None,
-    html: Path | None,
-    chart: Path | None,
-    reference: tuple[str, ...],
-    as_json: bool,
-) -> None:
-    """Raise UserError for options that contradict each other, or lack the runs they need."""
-    from harness.common.files import check_writable
-
-    if prices is not None and not machines:
-        raise UserError("--prices belongs with --machines")
-    if machines and as_json:
-        raise UserError("--machines and --json: give one of them")
-    if machines and not runs:
-        raise UserError("--machines: name the runs to project; measured speeds of other runs are used anyway")
-    if reference and not (html or chart):
-        raise UserError("--reference belongs with --html or --chart")
-    if chart is not None and chart.suffix.lower() != ".png":
-        raise UserError(f"--chart {chart}: a PNG is drawn; give the file that ending")
-    for path in filter(None, [chart, html]):
-        check_writable(path.absolute().parent)
-        if path.is_dir():
-            raise UserError(f"{path}: is a folder; name a file")
 
 
 def _read_references(reference: tuple[str, ...]) -> dict[str, float]:
