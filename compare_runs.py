@@ -15,6 +15,7 @@ from harness.common.options import Command
 
 PATH = click.Path(path_type=Path)
 LARGEST_LOSS = 1000.0  # of a reference
+AXIS = click.Choice(["tokens", "steps", "hours", "dollars", "flops"])
 
 
 @click.command(cls=Command)
@@ -26,7 +27,7 @@ LARGEST_LOSS = 1000.0  # of a reference
 @click.option("--prices", type=PATH, help="With --machines: your list of them, like harness/planning/machines.json.")
 @click.option("--html", type=PATH, help="Write a page to look at and to send: table, curves, verdicts, in one file.")
 @click.option("--chart", type=PATH, help="Draw the losses of the runs into this PNG.")
-@click.option("--over", default="tokens", show_default=True, help="What the chart draws them over: steps, hours, ...")
+@click.option("--over", type=AXIS, default="tokens", show_default=True, help="What the chart draws them over.")
 @click.option("--reference", multiple=True, metavar="LABEL=LOSS", help="A line across the chart and the page's.")
 @click.option("--json", "as_json", is_flag=True, help="Everything as JSON.")
 def main(
@@ -48,9 +49,10 @@ def main(
     things never stand in one column.
     """
     with one_line_errors():
+        from harness.common.files import check_writable, replace_text
         from harness.common.messages import abbreviated
         from harness.comparison.against_baseline import compare_with
-        from harness.comparison.charts import chart_note, charts_of, choose_axis, write_png
+        from harness.comparison.charts import chart_note, charts_of, write_png
         from harness.comparison.fits import fits
         from harness.comparison.machines import machine_lines
         from harness.comparison.records import find_runs, read_records
@@ -58,8 +60,21 @@ def main(
         from harness.planning.machines import PRICES
         from harness.runs.directory import RunDirectory
 
-        _check_options(runs, machines, prices, html, chart, reference, as_json)
-        axis, references = choose_axis(over), _read_references(reference)
+        if prices is not None and not machines:
+            raise UserError("--prices belongs with --machines")
+        if machines and as_json:
+            raise UserError("--machines and --json: give one of them")
+        if machines and not runs:
+            raise UserError("--machines: name the runs to project; measured speeds of other runs are used anyway")
+        if reference and not (html or chart):
+            raise UserError("--reference belongs with --html or --chart")
+        if chart is not None and chart.suffix.lower() != ".png":
+            raise UserError(f"--chart {chart}: a PNG is drawn; give the file that ending")
+        for path in filter(None, [chart, html]):
+            check_writable(path.absolute().parent)
+            if path.is_dir():
+                raise UserError(f"{path}: is a folder; name a file")
+        references = _read_references(reference)
         if baseline is not None:
             baseline = RunDirectory.find(runs_dir, baseline).path.name
         records = read_records(runs_dir, (*runs, *filter(None, [baseline])) if runs else ())
@@ -86,14 +101,14 @@ def main(
             line = f"never trained, and not shown unless they are named: {names}"
             click.echo("\n".join(paragraph(line)), err=as_json)
         if html is not None:
-            from harness.comparison.page import write_page
+            from harness.comparison.page import render
 
             command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
             made = f"Made {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())} by: uv run {command}"
-            write_page(html, table, comparison, references, baseline, made)
+            replace_text(html, render(table, comparison, references, baseline, made))
             click.echo(f"Wrote {html}", err=True)
         if chart is not None:
-            [drawn] = charts_of(everything, [axis], baseline)
+            [drawn] = charts_of(everything, [over], baseline)
             if not drawn.curves:
                 problems = abbreviated(drawn.problems, most=3, separator="; ")
                 raise UserError(f"--chart: nothing to draw: {problems}")
@@ -101,34 +116,6 @@ def main(
             for problem in drawn.problems:
                 click.echo("\n".join(paragraph(f"not drawn: {problem}")), err=True)
             click.echo(f"Drew {chart}", err=True)
-
-
-def _check_options(
-    runs: tuple[str, ...],
-    machines: bool,
-    prices: Path | None,
-    html: Path | None,
-    chart: Path | None,
-    reference: tuple[str, ...],
-    as_json: bool,
-) -> None:
-    """Raise UserError for options that contradict each other, or lack the runs they need."""
-    from harness.common.files import check_writable
-
-    if prices is not None and not machines:
-        raise UserError("--prices belongs with --machines")
-    if machines and as_json:
-        raise UserError("--machines and --json: give one of them")
-    if machines and not runs:
-        raise UserError("--machines: name the runs to project; measured speeds of other runs are used anyway")
-    if reference and not (html or chart):
-        raise UserError("--reference belongs with --html or --chart")
-    if chart is not None and chart.suffix.lower() != ".png":
-        raise UserError(f"--chart {chart}: a PNG is drawn; give the file that ending")
-    for path in filter(None, [chart, html]):
-        check_writable(path.absolute().parent)
-        if path.is_dir():
-            raise UserError(f"{path}: is a folder; name a file")
 
 
 def _read_references(reference: tuple[str, ...]) -> dict[str, float]:

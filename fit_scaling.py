@@ -46,13 +46,16 @@ def main(runs: tuple[str, ...], points: Path | None, **options: Any) -> None:
     L(N, D) = E + A/N^alpha + B/D^beta, each with its 95% interval. Runs that have not finished are named and left out.
     """
     with one_line_errors():
+        from harness.common.files import check_writable
         from harness.scaling.data import CostLaw
         from harness.scaling.isoflop import fit_isoflop
         from harness.scaling.laws import LawFit, best_split, fit_law, predict
         from harness.scaling.report import Analysis, as_json, describe
 
-        if options["chart"]:
-            check_chart(options["chart"])
+        if chart := options["chart"]:
+            if chart.suffix.lower() not in FORMATS:
+                raise UserError(f"--chart {chart}: name a file that ends in {', '.join(FORMATS)}")
+            check_writable(chart.parent)  # before long work
         given = load_points(runs, points, options["runs_dir"]).without_highest(options["drop_highest"])
         cost = CostLaw.of(given)
         plans = [plan_of(text, options["runs_dir"], cost) for text in options["predict"]]
@@ -66,23 +69,14 @@ def main(runs: tuple[str, ...], points: Path | None, **options: Any) -> None:
             splits = [best_split(law, given, cost, flops) for flops in options["budget"]]
         asked = bool(plans or options["budget"])
         analysis = Analysis(given, cost, isoflop, law, predictions, splits, asked)
-        if options["chart"]:
+        if chart:
             from harness.scaling.charts import draw_scaling_chart
 
-            draw_scaling_chart(analysis, options["chart"])
+            draw_scaling_chart(analysis, chart)
         if options["json"]:
             click.echo(json.dumps(as_json(analysis), indent=2, ensure_ascii=False, allow_nan=False))
         else:
             click.echo(describe(analysis))
-
-
-def check_chart(chart: Path) -> None:
-    """Raises UserError, before long work, for a chart that cannot be written."""
-    from harness.common.files import check_writable
-
-    if chart.suffix.lower() not in FORMATS:
-        raise UserError(f"--chart {chart}: name a file that ends in {', '.join(FORMATS)}")
-    check_writable(chart.parent)
 
 
 def load_points(runs: tuple[str, ...], points: Path | None, runs_dir: Path) -> Points:
@@ -109,8 +103,16 @@ def plan_of(text: str, runs_dir: Path, cost: CostLaw) -> Plan:
     from harness.scaling.laws import Plan
 
     if "=" in text:
-        parameters, tokens = (plan_number(text, key) for key in ("parameters", "tokens"))
-        return Plan("", parameters, tokens, cost.flops(parameters, tokens))
+        parts = dict(part.partition("=")[::2] for part in text.replace(" ", "").split(","))
+        if parts.keys() != {"parameters", "tokens"}:
+            raise UserError(f"--predict {text}: write parameters=NUMBER,tokens=NUMBER, or the name of a run")
+        numbers: dict[str, float] = {}
+        for key in ("parameters", "tokens"):
+            try:
+                numbers[key] = QUANTITY.convert(parts[key], None, None)
+            except click.BadParameter:
+                raise UserError(f"--predict {text}: {key} must be a number greater than 0, and at most 1e40") from None
+        return Plan("", **numbers, flops=cost.flops(**numbers))
     run = RunDirectory.find(runs_dir, text)
     model, train = load_model_config(run.model_json), load_train_config(run.train_json)
     if model.moe is not None:
@@ -120,17 +122,6 @@ def plan_of(text: str, runs_dir: Path, cost: CostLaw) -> Plan:
         said = f'key "{train.budget}": {getattr(train, train.budget)} names no number'
         raise UserError(f"{run.train_json}: {said}; give parameters=,tokens=")
     return Plan(run.path.name, model.parameters, wanted, float(model.flops_per_token) * wanted)
-
-
-def plan_number(text: str, key: str) -> float:
-    """A number in `parameters=1e9,tokens=2e10`. Raises UserError."""
-    parts = dict(part.partition("=")[::2] for part in text.replace(" ", "").split(","))
-    if parts.keys() != {"parameters", "tokens"}:
-        raise UserError(f"--predict {text}: write parameters=NUMBER,tokens=NUMBER, or the name of a run")
-    try:
-        return float(QUANTITY.convert(parts[key], None, None))
-    except click.BadParameter:
-        raise UserError(f"--predict {text}: {key} must be a number greater than 0, and at most 1e40") from None
 
 
 if __name__ == "__main__":

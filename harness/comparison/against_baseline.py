@@ -117,7 +117,7 @@ def _compare(
             if isinstance(of_run, Inconclusive):
                 reason = of_run.reason
             else:
-                reason = f"measured on {' and '.join(each.basis.words_beside([basis]) for each in of_run)}"
+                reason = f"measured on {' and '.join(each.basis.words for each in of_run)}"
             left_out.setdefault(reason, []).append(record.name)
     notes += [f"{abbreviated(names)}: not compared by {loss}: {reason}" for reason, names in left_out.items()]
     title = f"Against {own} ({baseline.runs} {'run' if baseline.runs == 1 else 'runs'}), by {loss} on {basis.words}:"

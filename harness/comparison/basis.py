@@ -4,7 +4,7 @@ may stand in one column where their bases are equal."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from harness.comparison.inconclusive import Inconclusive
@@ -16,17 +16,10 @@ from harness.runs.results import AnyResult, BenchmarkResult, InstructionResult, 
 
 @dataclass(frozen=True)
 class Basis:
-    """The text or task that a number was measured on; `words` are for a reader, and `detail` is what else distinguishes
-    it from a basis of the same words."""
+    """The text or task that a number was measured on; `words` are for a reader."""
 
     identity: Hashable
     words: str = field(compare=False)
-    detail: str = field(default="", compare=False)
-
-    def words_beside(self, others: Iterable[Basis]) -> str:
-        """The words, with the detail where another basis has the same words."""
-        is_alike = any(self != other and self.words == other.words for other in others)
-        return f"{self.words}, {self.detail}" if is_alike and self.detail else self.words
 
 
 @dataclass(frozen=True)
@@ -77,9 +70,10 @@ def validation_basis(record: RunRecord) -> Basis | None:
 
 def loss_basis(result: LossResult) -> Basis:
     """The basis of a test loss: the same tokens, cut into the same windows, in the same precision."""
+    tokenizer = result.text.tokenizer
     words = f"{_text_words(result.text)}, in {result.precision}"
-    detail = f"with another tokenizer ({_short(result.text.tokenizer)})"
-    return Basis(("loss", result.text.content, result.precision), words, detail)
+    words += "" if tokenizer == "gpt2" else f", tokenizer {_short(tokenizer)}"
+    return Basis(("loss", result.text.content, result.precision), words)
 
 
 def bits_bases(results: Sequence[LossResult]) -> dict[Basis, Basis]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from harness.common.errors import UserError, printable
 from harness.common.files import atomic_file
-from harness.common.messages import abbreviated, nearest
+from harness.common.messages import abbreviated
 from harness.comparison.against_baseline import BaselineComparison
 from harness.comparison.arms import find_arms
 from harness.comparison.basis import Basis, training_basis, validation_basis
@@ -38,8 +38,6 @@ KINDS: tuple[tuple[str, type[Event], BasisOf], ...] = (
     ("validation", ValidationEvent, validation_basis),
     ("training", TrainEvent, training_basis),
 )
-
-
 # Labels of the axes, by their names.
 AXES = {
     "tokens": "tokens seen",
@@ -49,16 +47,6 @@ AXES = {
     "flops": "FLOPs of training",
 }
 PLAIN_AXES = ("hours", "dollars")  # whose numbers take no prefix such as M
-
-
-def choose_axis(name: str) -> str:
-    """Raise UserError for a name that is none of AXES."""
-    if name in AXES:
-        return name
-    near = nearest(name, list(AXES))
-    raise UserError(
-        f'--over: no axis "{name}"; there is {", ".join(AXES)}' + (f"; did you mean {near}?" if near else "")
-    )
 
 
 @dataclass(frozen=True)
@@ -209,21 +197,16 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str) -
         axes.set_ylim(low, high)
         for number, curve in enumerate(chart.curves):
             colour, line, marker = SHADES[number % 3], LINES[number // 3 % 4], MARKERS[number // 3 % 4]
-            axes.plot(curve.x, curve.y, color=colour, linestyle=line, lw=1.5)
-            every = max(1, len(curve.x) // MOST_MARKERS)
-            for at in sorted({*range(0, len(curve.x), every), len(curve.x) - 1}):
-                if low <= curve.y[at] <= high:  # markers of their own, so that one on the frame's edge is whole
-                    point = (curve.x[at], curve.y[at])
-                    axes.plot(*point, color=colour, marker=marker, markersize=4, clip_on=False, zorder=3)
             label = f"{_plain(curve.label)}: {curve.y[-1]:.3f}" + (f" ({curve.runs} runs)" if curve.runs > 1 else "")
-            axes.plot([], [], label=label, color=colour, linestyle=line, marker=marker, markersize=4, lw=1.5)
+            every, last = max(1, len(curve.x) // MOST_MARKERS), len(curve.x) - 1
+            marked = sorted({*range(0, last, every), last})
+            axes.plot(curve.x, curve.y, line, c=colour, lw=1.5, marker=marker, ms=4, markevery=marked, label=label)
             if curve.low:
                 axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.18, linewidth=0)
         for name, loss in references.items():
             arrow = "↓ " if loss < low else "↑ " if loss > high else ""
-            if not arrow:
-                axes.axhline(loss, color=FAINT, linewidth=1, linestyle=(0, (1, 2)))
-            axes.plot([], [], color=FAINT, linestyle=(0, (1, 2)), label=f"{arrow}{_plain(name)}: {loss:.3f}")
+            label = f"{arrow}{_plain(name)}: {loss:.3f}"
+            axes.axhline(loss, label=label, color=FAINT, linewidth=1, linestyle=(0, (1, 2)))
         axes.set_xlabel(AXES[chart.axis])
         axes.set_ylabel(f"{chart.kind} loss (nats per token)")
         plain = FuncFormatter(lambda x, _: f"{x:,.6f}".rstrip("0").rstrip("."))

@@ -81,10 +81,9 @@ class Quantity:
         """The run's measurements, or the reason for none."""
         try:
             found = self.measure(record)
-            is_finite = not isinstance(found, int | float) or math.isfinite(found)
+            if isinstance(found, int | float) and not math.isfinite(found):
+                raise OverflowError
         except OverflowError:
-            is_finite = False
-        if not is_finite:
             return Inconclusive("worked out from numbers that are too large")
         if found is None or isinstance(found, Inconclusive):
             is_new = record.state.word == "never trained"
@@ -118,16 +117,12 @@ def quantities(records: Sequence[RunRecord]) -> list[Quantity]:
     results = (
         Quantity("test_loss", "test loss", NATS, ".3f", test_losses, "test_loss", LESS),
         Quantity("bits_per_byte", "bits per byte", "", ".3f", bits, "", LESS),
-        INSTRUCTION_SCORE,
+        Quantity("instruction_score", "instruction score", "of 100", ".2f", _scores, "instruction_score", MORE),
     )
     return [*TRAINED, *results, *_benchmarks(records), *SPENT]
 
 
 # Training
-
-
-def _parameters(record: RunRecord) -> Number:
-    return record.shape.parameters if record.shape else None
 
 
 def _active_parameters(record: RunRecord) -> Number:
@@ -137,10 +132,6 @@ def _active_parameters(record: RunRecord) -> Number:
 
 def _flops(record: RunRecord, tokens: float | None) -> float | None:
     return record.shape.flops_per_token * tokens if record.shape and tokens else None
-
-
-def _own_flops(record: RunRecord) -> Number:
-    return _flops(record, record.tokens_seen)
 
 
 def _reported_flops(reported: Reported, record: RunRecord) -> float | None:
@@ -172,11 +163,11 @@ VALIDATION_LOSS = Quantity(
     "validation_loss", "validation loss", NATS, ".3f", _validation_loss, "final_validation_loss", LESS
 )
 TRAINED = (
-    Quantity("parameters", "parameters", "", COUNT, _parameters),
+    Quantity("parameters", "parameters", "", COUNT, lambda run: run.shape.parameters if run.shape else None),
     Quantity("active_parameters", "active parameters", "", COUNT, _active_parameters),
     Quantity("global_batch", "global batch", "sequences", ",.0f", lambda run: run.global_batch, "global_batch_size"),
     Quantity("tokens", "tokens", "", COUNT, lambda run: run.tokens_seen, "tokens_seen"),
-    Quantity("flops", "training FLOPs", "", ".2e", _own_flops, _reported_flops),
+    Quantity("flops", "training FLOPs", "", ".2e", lambda run: _flops(run, run.tokens_seen), _reported_flops),
     Quantity("train_loss", "train loss", NATS, ".3f", _train_loss, "final_train_loss", LESS),
     VALIDATION_LOSS,
     Quantity("best_validation_loss", "best validation loss", NATS, ".3f", _best_loss, "", LESS),
@@ -232,7 +223,7 @@ def _bits_per_byte(bases: dict[Basis, Basis], record: RunRecord) -> Values:
     return found or _no_result(record, LossResult)
 
 
-def _instruction_scores(record: RunRecord) -> Values:
+def _scores(record: RunRecord) -> Values:
     found = []
     for result, basis, remark in chosen_results(record, record.results.of(InstructionResult), judging_basis):
         interval = "" if None in (result.low, result.high) else f"({result.low:.1f} to {result.high:.1f})"
@@ -286,10 +277,6 @@ def _error(standard_error: float | None) -> str:
     return "" if standard_error is None else f"±{standard_error:.2g}"
 
 
-INSTRUCTION_SCORE = Quantity(
-    "instruction_score", "instruction score", "of 100", ".2f", _instruction_scores, "instruction_score", MORE
-)
-
 # Speed, time and cost
 
 
@@ -320,34 +307,26 @@ def _without_validation(spent: Mapping[str, float]) -> float | None:
     return spent["total"] - spent.get("validation", 0.0) if {"total", "training"} <= spent.keys() else None
 
 
-def _seconds(record: RunRecord) -> Number:
-    return record.seconds.get("total")
-
-
-def _training_seconds(record: RunRecord) -> Number:
-    return _without_validation(record.seconds)
-
-
-def _dollars(record: RunRecord) -> Number:
-    """Dollars of the whole run, as summary.json has them."""
+def _dollars(record: RunRecord, *, with_validation: bool = True) -> Number:
+    """Dollars of the run, as summary.json has them."""
     if "total" in record.seconds and "total" not in record.dollars:
         return Inconclusive("no price_per_hour in its train.json")
-    return record.dollars.get("total")
+    return record.dollars.get("total") if with_validation else _without_validation(record.dollars)
 
 
-def _training_dollars(record: RunRecord) -> Number:
-    dollars = _dollars(record)
-    return dollars if isinstance(dollars, Inconclusive) else _without_validation(record.dollars)
+def _seconds(record: RunRecord, *, with_validation: bool = True) -> Number:
+    return record.seconds.get("total") if with_validation else _without_validation(record.seconds)
 
 
 TIME, COST = "time without validation", "cost without validation"
 UNVALIDATED_SECONDS, UNVALIDATED_DOLLARS = "seconds_without_validation", "dollars_without_validation"
+UNVALIDATED_TIME, UNVALIDATED_COST = (partial(each, with_validation=False) for each in (_seconds, _dollars))
 SPENT = (
     Quantity("tokens_per_second", "training speed", "tokens/s", ",.0f", _speed, "training_speed", MORE),
     Quantity("mfu", "MFU", "%", ".1f", _mfu, _reported_mfu, MORE),
     Quantity("peak_memory", "peak memory", "GiB/device", ".2f", _peak_memory, "", LESS),
     Quantity("hours", "time", "h", ",.3f", _seconds, "train_seconds", LESS, 3600),
-    Quantity("hours_without_validation", TIME, "h", ",.3f", _training_seconds, UNVALIDATED_SECONDS, LESS, 3600),
+    Quantity("hours_without_validation", TIME, "h", ",.3f", UNVALIDATED_TIME, UNVALIDATED_SECONDS, LESS, 3600),
     Quantity("dollars", "cost", "$", MONEY, _dollars, "train_dollars", LESS),
-    Quantity("dollars_without_validation", COST, "$", MONEY, _training_dollars, UNVALIDATED_DOLLARS, LESS),
+    Quantity("dollars_without_validation", COST, "$", MONEY, UNVALIDATED_COST, UNVALIDATED_DOLLARS, LESS),
 )

@@ -8,8 +8,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from harness.common.errors import RunError, printable
-from harness.common.files import replace_text
+from harness.common.errors import printable
 from harness.comparison.against_baseline import BaselineComparison
 from harness.comparison.charts import AXES, chart_note, charts_of, svg
 from harness.comparison.fits import fits
@@ -18,21 +17,6 @@ from harness.comparison.table import LOSSES, Column, RunsTable, below_lines, is_
 from harness.runs.results import Result
 
 TEMPLATE = "page.html.j2"
-
-
-def write_page(
-    path: Path,
-    table: RunsTable,
-    comparison: BaselineComparison | None,
-    references: Mapping[str, float],
-    baseline: str | None = None,
-    made: str = "",
-) -> None:
-    """Write the page, replacing one that is there in one rename. Raises RunError if that fails."""
-    try:
-        replace_text(path, render(table, comparison, references, baseline, made))
-    except OSError as error:
-        raise RunError(f"{path}: cannot write the page: {error.strerror}") from None
 
 
 def render(

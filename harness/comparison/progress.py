@@ -1,4 +1,4 @@
-"""Progress of a run: the last lines of its metrics.jsonl, read from the file's end."""
+"""Progress of a run: the last lines of its metrics.jsonl, parsed from the file's end."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from pathlib import Path
 
 from harness.common.errors import UserError
 from harness.runs.metrics import BenchmarkEvent, Event, TrainEvent, ValidationEvent, parse_event
-
-BLOCK_BYTES = 2**16  # about 200 lines
 
 
 @dataclass(frozen=True)
@@ -99,29 +97,15 @@ def last_training(path: Path, with_bytes: bytes = b"") -> Iterator[Event]:
     ends at a later step. None where there is no file, or `with_bytes` is not in it; what is no event, such as a line
     that a crash cut off, is left out. Raises UserError if the file cannot be read."""
     try:
-        if not path.is_file() or (with_bytes and with_bytes not in path.read_bytes()):
-            return
-        following: int | None = None
-        for line in _lines_from_end(path):
-            event = parse_event(line)
-            if event is None:
-                continue
-            if following is not None and event.global_step > following:
-                return
-            following = event.global_step
-            yield event
+        content = path.read_bytes() if path.is_file() else b""
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def _lines_from_end(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        start = file.seek(0, 2)
-        rest = b""  # of a line whose beginning has not been read yet
-        while start > 0:
-            size = min(BLOCK_BYTES, start)
-            start -= size
-            file.seek(start)
-            rest, *lines = (file.read(size) + rest).split(b"\n")
-            yield from reversed(lines)
-        yield rest
+    following: int | None = None
+    for line in reversed(content.split(b"\n") if with_bytes in content else []):
+        event = parse_event(line)
+        if event is None:
+            continue
+        if following is not None and event.global_step > following:
+            return
+        following = event.global_step
+        yield event

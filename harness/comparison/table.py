@@ -13,7 +13,7 @@ from typing import Any
 from harness.common.errors import UserError, printable
 from harness.common.messages import nearest
 from harness.common.units import amount_text
-from harness.comparison.basis import Basis, Group, Values, comparable_groups
+from harness.comparison.basis import Group, Values, comparable_groups
 from harness.comparison.columns import COUNT, MONEY, NATS, SPENT, TRAINED, Quantity, quantities
 from harness.comparison.inconclusive import Inconclusive
 from harness.comparison.progress import percent_done
@@ -32,20 +32,19 @@ MOST_COLUMNS = 10  # of the text
 HASH_CHARACTERS = 8
 LARGEST_SHOWN = 1e15
 PREFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
-# The columns of the text in their order, with a short heading, and the keys in the order of their importance: what does
-# not fit in one block is in --json and --html only.
+# The columns of the text with a short heading, the most important first: those that do not fit in one block are in
+# --json and --html only.
 HEADINGS = {
     "state": "state",
-    "parameters": "params",
-    "tokens": "tokens",
-    "validation_loss": "val loss",
     "test_loss": "test loss",
-    "bits_per_byte": "bits per byte",
-    "tokens_per_second": "tokens per second",
-    "hours": "hours",
+    "validation_loss": "val loss",
     "dollars": "cost $",
+    "hours": "hours",
+    "tokens_per_second": "tokens per second",
+    "tokens": "tokens",
+    "bits_per_byte": "bits per byte",
+    "parameters": "params",
 }
-IMPORTANT = ("state", *LOSSES[:2], "dollars", "hours", "tokens_per_second", "tokens", "bits_per_byte", "parameters")
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,11 @@ class Column:
     cells: tuple[Cell, ...]
     about: str = ""
     lower_is_better: bool | None = None
-    is_text: bool = False
     is_setting: bool = False
+
+    @property
+    def is_text(self) -> bool:
+        return not all(cell.value is None or is_number(cell.value) for cell in self.cells)
 
     @property
     def quantity(self) -> str:
@@ -96,12 +98,10 @@ class RunsTable:
     @classmethod
     def of(cls, records: Sequence[RunRecord]) -> RunsTable:
         """Build the table with rows in the order of `records`."""
-        columns, absent = [*_state_column(records), *_setting_columns(records)], []
-        for quantity in quantities(records):
-            found = _quantity_columns(quantity, records)
-            columns += found
-            absent += [] if found else [quantity.title]
-        return cls(tuple(records), tuple(columns), tuple(absent))
+        found = [(quantity, _quantity_columns(quantity, records)) for quantity in quantities(records)]
+        columns = [*_state_column(records), *_setting_columns(records)]
+        columns += [column for _, those in found for column in those]
+        return cls(tuple(records), tuple(columns), tuple(quantity.title for quantity, those in found if not those))
 
     def sorted(self, key: str | None) -> RunsTable:
         """Sort by a column, the best or lowest first and empty cells last, or by "name"; None: by the first of LOSSES
@@ -120,9 +120,10 @@ class RunsTable:
         return self._reordered(order, losses[0].title) if losses else self.sorted("name")
 
     def _column(self, key: str) -> Column:
+        found = next((column for column in self.columns if column.key == key), None)
+        if found is not None:
+            return found
         keys = [column.key for column in self.columns]
-        if key in keys:
-            return self.columns[keys.index(key)]
         titled = next((column.key for column in self.columns if column.title == key), None)
         near = titled or nearest(key, [*keys, "name"])
         hint = f"did you mean {near}?" if near else f"there are: name, {', '.join(keys)}"
@@ -176,7 +177,7 @@ def _state_column(records: Sequence[RunRecord]) -> list[Column]:
         is_partial = word in ("going on", "stopped") and wanted and seen
         text = f"{word}, {percent_done(seen or 0, wanted or 1)}" if is_partial else word
         cells.append(Cell(word, text, record.state.detail))
-    return [Column("state", "state", "", tuple(cells), is_text=True)]
+    return [Column("state", "state", "", tuple(cells))]
 
 
 def machine_of(record: RunRecord) -> str | None:
@@ -192,10 +193,9 @@ def _setting_columns(records: Sequence[RunRecord]) -> list[Column]:
     for record in records:
         splits = [split for split in record.dataset.values() if isinstance(split, Mapping)]
         hashes = [str(split.get("sha256"))[:HASH_CHARACTERS] for split in splits]
-        reported = record.reported.machine if record.reported else None
         facts = {
             "dataset_content": " ".join(hashes) or None,
-            "machine": machine_of(record) or reported,
+            "machine": machine_of(record) or (record.reported.machine if record.reported else None),
             "torch": record.torch,
         }
         known = {**(ModelConfig.defaults() if record.model else {}), **record.model, **record.train}
@@ -204,8 +204,7 @@ def _setting_columns(records: Sequence[RunRecord]) -> list[Column]:
     for key in dict.fromkeys(key for each in settings for key in each):
         if len({_as_text(each[key]) for each in settings if key in each}) > 1:
             cells = [_setting_cell(each, key, record) for each, record in zip(settings, records, strict=True)]
-            is_text = not all(cell.value is None or is_number(cell.value) for cell in cells)
-            columns.append(Column(key, key, "", tuple(cells), is_text=is_text, is_setting=True))
+            columns.append(Column(key, key, "", tuple(cells), is_setting=True))
     return columns
 
 
@@ -227,11 +226,8 @@ def _quantity_columns(quantity: Quantity, records: Sequence[RunRecord]) -> list[
     values = [quantity.values(record) for record in records]
     groups = comparable_groups(values)
     shown = [group for number, group in enumerate(groups) if number == 0 or len(group[1]) > 1]
-    columns = []
-    for group in shown:
-        reasons = [_why_not_in(group, quantity, of_run, shown) for of_run in values]
-        columns.append(_column(quantity, group, reasons))
-    columns = _numbered(columns)
+    why_not = [_why_not_in(quantity, of_run, shown) for of_run in values]
+    columns = _numbered([_column(quantity, group, why_not) for group in shown])
     reasons = ["not reported"] * len(records)
     if not columns:  # an own run says why it has no number
         for row, (record, own) in enumerate(zip(records, values, strict=True)):
@@ -258,14 +254,13 @@ def _column(quantity: Quantity, group: Group, reasons: Sequence[str], *, is_repo
     return Column(quantity.key, quantity.title, quantity.unit, tuple(cells), about, quantity.lower_is_better)
 
 
-def _why_not_in(group: Group, quantity: Quantity, of_run: Values, shown: Sequence[Group]) -> str:
-    """The reason why a run has no number in a group's column."""
+def _why_not_in(quantity: Quantity, of_run: Values, shown: Sequence[Group]) -> str:
+    """The reason why a run has no number in one of the columns of these groups."""
     if isinstance(of_run, Inconclusive):
         return of_run.reason
-    bases: list[Basis] = [basis for basis, _ in shown]
-    if any(measurement.basis in bases for measurement in of_run):
+    if any(measurement.basis == basis for measurement in of_run for basis, _ in shown):
         return f"its {quantity.title} is in another column: measured on another basis"
-    found = [f"{number_text(each.value, quantity.style)} on {each.basis.words_beside(bases)}" for each in of_run]
+    found = [f"{number_text(each.value, quantity.style)} on {each.basis.words}" for each in of_run]
     return f"its {quantity.title} does not compare: {'; '.join(found)}"
 
 
@@ -339,26 +334,27 @@ def below_lines(table: RunsTable, alike: Sequence[Column]) -> Iterator[str]:
 
 
 def _fitting(table: RunsTable, names: Sequence[str]) -> list[Column]:
-    """The columns that fit beside the names, in the order of HEADINGS: what the table is sorted by, then the most
-    important ones, then further results."""
-    further = [each.key for each in (*TRAINED, *SPENT) if each.key not in HEADINGS]
+    """The columns that fit beside the names: the state, what the table is sorted by, those of HEADINGS in their order,
+    then scores and benchmarks."""
+    order = [*HEADINGS]
+    omitted = {each.key for each in (*TRAINED, *SPENT)}.difference(order)
 
-    def importance(column: Column) -> tuple[bool, int]:
-        rank = IMPORTANT.index(column.quantity) if column.quantity in IMPORTANT else len(IMPORTANT)
-        return column.title != table.sorted_by, rank
+    def importance(column: Column) -> tuple[bool, bool, int]:
+        rank = order.index(column.quantity) if column.quantity in order else len(order)
+        return column.key != "state", column.title != table.sorted_by, rank
 
+    columns = [each for each in table.columns if each.quantity not in omitted or each.title == table.sorted_by]
+    columns = sorted((each for each in columns if not each.is_setting and not each.is_alike), key=importance)
     chosen: list[Column] = []
     room = WIDTH - max(map(len, [*names, "run"]))
-    for column in sorted(table.columns, key=importance):
-        is_result = column.quantity not in further or column.title == table.sorted_by
-        if is_result and not column.is_setting and not column.is_alike and len(chosen) + 1 < MOST_COLUMNS:
-            # The numbers of remarks are given later: two digits each are enough.
-            texts = _padded([_marked(cell, dict.fromkeys([cell.remark], 12)) for cell in column.cells])
-            width = len(GAP) + max(map(len, [*texts, *_heading(column).split()]))
-            chosen += [column] if width <= room else []
-            room -= width if width <= room else 0
-    order = [*HEADINGS]
-    return sorted(chosen, key=lambda each: order.index(each.quantity) if each.quantity in order else len(order))
+    for column in columns:
+        # The numbers of remarks are given later: two digits each are enough.
+        texts = _padded([_marked(cell, dict.fromkeys([cell.remark], 12)) for cell in column.cells])
+        width = len(GAP) + max(map(len, [*texts, *_heading(column).split()]))
+        if width <= room and len(chosen) + 1 < MOST_COLUMNS:
+            chosen.append(column)
+            room -= width
+    return chosen
 
 
 def _heading(column: Column) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from harness.common.statistics import Estimate
 from harness.comparison.inconclusive import Inconclusive
 from harness.scaling.data import FLOPS_PER_PARAMETER, CostLaw, Points
-from harness.scaling.isoflop import IsoFlop, Profile
+from harness.scaling.isoflop import IsoFlop, Optimum
 from harness.scaling.laws import HUBER_DELTA, STARTS, LawFit, Prediction, Split
 
 WIDTH = 80
@@ -107,23 +107,18 @@ def _describe_isoflop(isoflop: IsoFlop | Inconclusive) -> list[str]:
         return [title, *_wrapped(f"The best sizes: {isoflop}")]
     lines = [title, "  FLOPs      points  best size, 95 % interval     tokens  loss    scatter"]
     for profile in isoflop.profiles:
-        lines += _describe_profile(profile)
+        head, optimum = f"  {power(profile.flops):<9} {len(profile.members):>7}  ", profile.optimum
+        if isinstance(optimum, Inconclusive):
+            text = textwrap.wrap(str(optimum), WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
+        else:
+            best, tokens = _shortened(optimum.parameters), short(optimum.tokens.value)
+            text = [f"{head}{best:<26}  {tokens:>7}  {optimum.loss.value:.3f}   {profile.scatter:.4f}"]
+        lines += text
     if isoflop.alone:
         lines.append(f"  {_count(isoflop.alone)} {'is' if isoflop.alone == 1 else 'are'} in no profile")
     if isinstance(isoflop.laws, Inconclusive):
         return [*lines, *_wrapped(f"Growth of the best size with FLOPs C: {isoflop.laws}")]
     return lines + [f"  best {name:<10} ∝ C^{_interval(law.exponent)}" for name, law in isoflop.laws.items()]
-
-
-def _describe_profile(profile: Profile) -> list[str]:
-    head = f"  {power(profile.flops):<9} {len(profile.members):>7}  "
-    optimum = profile.optimum
-    if isinstance(optimum, Inconclusive):
-        text = textwrap.wrap(str(optimum), WIDTH - len(head))
-        return [head + text[0], *(" " * len(head) + line for line in text[1:])]
-    best = _shortened(optimum.parameters)
-    loss = f"{optimum.loss.value:.3f}   {profile.scatter:.4f}"
-    return [f"{head}{best:<26}  {short(optimum.tokens.value):>7}  {loss}"]
 
 
 def _shortened(value: Estimate) -> str:
@@ -180,8 +175,8 @@ def _describe_answers(analysis: Analysis) -> list[str]:
             f"  best split of {power(split.flops)} FLOPs: loss {_interval(split.prediction.loss)}",
             f"    parameters {_shortened(split.parameters)}",
             f"    tokens     {_shortened(split.tokens)}",
+            *_describe_beyond(split.prediction),
         ]
-        lines += _describe_beyond(split.prediction)
     return lines
 
 
@@ -204,7 +199,15 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         if isinstance(laws, dict):
             laws = {f"{name}_exponent": each.exponent for name, each in laws.items()}
         profiles = {
-            "profiles": [_json_of_profile(each, points) for each in isoflop.profiles],
+            "profiles": [
+                {
+                    "flops": each.flops,
+                    "scatter": each.scatter,
+                    "runs": [points.names[index] for index in each.members],
+                    **_plain(each.optimum),
+                }
+                for each in isoflop.profiles
+            ],
             "in_no_profile": isoflop.alone,
             "power_laws": laws,
         }
@@ -235,13 +238,6 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
     return values
 
 
-def _json_of_profile(profile: Profile, points: Points) -> dict[str, Any]:
-    runs = [points.names[index] for index in profile.members]
-    optimum = profile.optimum
-    found = {"inconclusive": optimum.reason} if isinstance(optimum, Inconclusive) else vars(optimum)
-    return {"flops": profile.flops, "scatter": profile.scatter, "runs": runs, **found}
-
-
 def _json_of_loss(prediction: Prediction) -> dict[str, Any]:
     return {"loss": prediction.loss, "beyond_the_points": prediction.beyond}
 
@@ -250,7 +246,7 @@ def _plain(value: Any) -> Any:
     """A value for JSON: results as objects, and null for a number that is not finite."""
     if isinstance(value, Inconclusive):
         return {"inconclusive": value.reason}
-    if isinstance(value, Estimate):
+    if isinstance(value, Estimate | Optimum):
         value = vars(value)
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}

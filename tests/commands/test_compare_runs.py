@@ -270,10 +270,6 @@ def test_a_hundred_runs_are_read_in_a_second(tmp_path: Path) -> None:
         (["a", "--machines", "--json"], "--machines and --json: give one of them"),
         (["a", "--reference", "GPT-2=3.5"], "--reference belongs with --html or --chart"),
         (["a", "--chart", "x.png", "--reference", "GPT-2"], 'must be LABEL=LOSS, such as "GPT-2 small=3.500"'),
-        (
-            ["a", "--chart", "x.png", "--over", "hour"],
-            'no axis "hour"; there is tokens, steps, hours, dollars, flops; did',
-        ),
         (["a", "--chart", "x.png"], "--chart: nothing to draw: "),
         (["a", "--prices", "x"], "--prices belongs with --machines"),
         (["a", "--machines", "--prices", "nothing.json"], "nothing.json: no such file"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from harness.comparison.against_baseline import BaselineComparison, compare_with
@@ -136,7 +135,7 @@ def test_a_chart_says_which_losses_verdicts_are_by_where_it_shows_others(tmp_pat
 
 
 def test_the_picture_has_its_signs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Signs for the cut top and a far reference, a note, whole markers, and labels that are no formulas."""
+    """Signs for the cut top and a far reference, a note, and labels that are no formulas."""
     import matplotlib.pyplot as plt  # here, since every process that runs tests loads this file
 
     figures: list[Any] = []
@@ -152,8 +151,5 @@ def test_the_picture_has_its_signs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert labels == ["_a: 3.000", "↓ far: 1.000", r"A$\frac{$: 3.500"]
     assert (axes.get_ylabel(), figure.get_supxlabel()) == ("validation loss (nats per token)", "a note")
     assert [label.get_text() for label in axes.get_xticklabels()][:3] == ["0", "0.01", "0.02"]
-    markers = [line for line in axes.lines if not line.get_clip_on()]
-    places = [np.concatenate([line.get_xdata(), line.get_ydata()]).tolist() for line in markers]
-    assert places == [[0.02, 4.0], [0.05, 3.0]]
     assert (tmp_path / "c.png").stat().st_size > 1000
     plt.close(figure)

@@ -11,7 +11,7 @@ import pytest
 
 from harness.common.errors import UserError
 from harness.common.lock import RunLock, is_held
-from harness.comparison.progress import BLOCK_BYTES, read_progress
+from harness.comparison.progress import read_progress
 from harness.comparison.records import RunRecord, read_records
 from harness.runs.metrics import SampleEvent, read_metrics
 from tests.support.compared_runs import LATEST, RunFolder
@@ -96,14 +96,13 @@ def test_of_a_restarted_run_the_last_training_alone_counts(tmp_path: Path) -> No
 
 
 def test_the_files_end_is_what_the_whole_file_says(tmp_path: Path) -> None:
-    """Over more than one block, with a line that a crash cut off."""
+    """With a line that a crash cut off."""
     run = RunFolder(tmp_path, "a").train_to(*range(400))
     path = run.directory.metrics
     with path.open("a") as file:
-        for number in range(300):
+        for number in range(3):
             file.write(SampleEvent(global_step=399, text="x" * number).model_dump_json() + "\n")
         file.write('{"event": "train", "glo')
-    assert path.stat().st_size > 2 * BLOCK_BYTES
     progress = read_progress(path)
     assert progress is not None
     assert progress.global_step == read_metrics(path)[-1].global_step == 399

@@ -272,11 +272,11 @@ def test_one_block_has_the_most_important_columns_and_a_line_the_others(tmp_path
     b = RunFolder(tmp_path, "second", {"learning_rate": 0.1}).finish(tokens_seen=1_000_000).test_loss(2.4)
     lines = list(table_lines(table_of(a, b).sorted(None)))
     assert lines[:5] == [
-        "                               bits  tokens",
-        "                  val   test    per     per         cost",
-        "run     tokens   loss   loss   byte  second  hours     $",
-        "second      1M  2.600  2.400  1.200      50  0.100  3.60",
-        "first    12.8k  2.600  2.500  1.250      50  0.100  3.60",
+        "                                   tokens           bits",
+        "         test    val  cost            per            per",
+        "run      loss   loss     $  hours  second  tokens   byte",
+        "second  2.400  2.600  3.60  0.100      50      1M  1.200",
+        "first   2.500  2.600  3.60  0.100      50   12.8k  1.250",
     ]
     assert "  second: learning_rate 0.1" in lines
     text = " ".join(" ".join(lines).split())
