@@ -4,17 +4,16 @@ a card that describes it.
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 import shutil
 import signal
 import sys
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import huggingface_hub
 from filelock import FileLock, Timeout
@@ -22,9 +21,10 @@ from huggingface_hub.hf_api import RepoSibling
 
 from harness.common.errors import UserError
 from harness.common.files import rename_whole
-from harness.common.hub import CARD, IGNORED_FILES, HubWork, find_fault, hide_bars_from_files, list_files, upload
+from harness.common.hub import CARD, HubWork, hide_bars_from_files, list_files, upload
 from harness.common.units import GIB
 from harness.data.dataset import Dataset, SplitMeta
+from harness.data.preparation.hub_source import download
 from harness.data.preparation.splits import SPLITS
 from harness.data.preparation.work import is_dataset_file
 
@@ -61,32 +61,11 @@ def _fetch(work: HubWork, partial: Path) -> None:
     revision, files = list_files(work)
     _clear_leftovers(partial, {partial / file.rfilename for file in files})
     _check_space(work, partial, files)
-
-    def fetch(**options: Any) -> None:
-        # Pinned to one commit, so that a push in between does not mix versions.
-        place: dict[str, Any] = {"repo_type": "dataset", "revision": revision, "local_dir": partial}
-        work.call(lambda: huggingface_hub.snapshot_download(work.name, **place, **options))
-
-    fetch(ignore_patterns=IGNORED_FILES)
-    if faults := _delete_faulty(partial, files):
-        for path, fault in faults.items():
-            print(f"{path}: {fault}; downloading it again", file=sys.stderr, flush=True)
-        # Forced, or a bad copy in HF_HOME's cache would be taken.
-        fetch(allow_patterns=[glob.escape(path) for path in faults], force_download=True)
-        for path, fault in _delete_faulty(partial, [file for file in files if file.rfilename in faults]).items():
-            problem = f"{path} is not what the Hub describes, even downloaded twice: {fault}"
-            raise work.failed(problem, f"try again later; or {work.by_hand}")
+    # The small ones first; all of one commit, so that a push in between does not mix versions.
+    for file in sorted(files, key=lambda file: file.size or 0):
+        download(work, file, revision, partial)
     shutil.rmtree(partial / ".cache")
     rename_whole(partial, lambda: work.folder)
-
-
-def _delete_faulty(partial: Path, files: Collection[RepoSibling]) -> dict[str, str]:
-    """Delete the files whose hashes are not the Hub's; their paths and what is wrong with them."""
-    faults = {file.rfilename: find_fault(partial / file.rfilename, file) for file in files}
-    found = {path: fault for path, fault in faults.items() if fault}
-    for path in found:
-        (partial / path).unlink(missing_ok=True)
-    return found
 
 
 def _clear_leftovers(partial: Path, wanted: set[Path]) -> None:

@@ -17,6 +17,7 @@ from harness.common.files import replace_text
 from harness.common.json_files import Count, parse_config, read_json_object
 from harness.common.messages import quoted
 from harness.data.tokenizers.load import load_tokenizer
+from harness.data.tokenizers.tokenizer import END_OF_TEXT
 from harness.hf.formats import (
     GPT2_PREFIX,
     NOTEBOOK_KEYS,
@@ -202,17 +203,12 @@ def _bring_tokenizer(source: Path, draft: Path, vocab_size: int) -> tuple[str, s
 
 def _from_vocabulary(source: Path, path: Path) -> None:
     """GPT-2's own two files as one tokenizer.json."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    from harness.data.tokenizers.tokenizer import END_OF_TEXT
+    from tokenizers import AddedToken, ByteLevelBPETokenizer
 
     try:
-        bpe = models.BPE.from_file(str(source / "vocab.json"), str(source / "merges.txt"))
+        backend: Any = ByteLevelBPETokenizer.from_file(str(source / "vocab.json"), str(source / "merges.txt"))
     except Exception as error:  # the library raises nothing more precise
         raise UserError(f"{source}: vocab.json and merges.txt are not a tokenizer: {str(error)[:100]}") from None
-    backend: Any = Tokenizer(bpe)
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
     replace_text(path, backend.to_str(pretty=False) + "\n")
 

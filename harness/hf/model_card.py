@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
+from jinja2 import Environment, StrictUndefined
 
 from harness.evaluation.instruct.responses import Instruction
 from harness.evaluation.loss import TestLoss
@@ -18,6 +21,7 @@ from harness.runs.summary import RunSummary
 
 CHART = "training-run-chart.png"
 NOT_RECORDED = "not recorded"
+TEMPLATE = Path(__file__).with_name("model_card.md.j2")
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,23 @@ class ModelFacts:
 
 def model_card(facts: ModelFacts) -> str:
     """The repository's README.md."""
-    front = ["---", _front_matter(facts).to_yaml(), "---", ""]
-    return "\n".join([*front, *_summary(facts), *_use(facts), *_results(facts), *_training(facts), ""])
+    environment = Environment(trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
+    environment.filters |= {"code": _code, "indented": lambda text: textwrap.indent(text, "    ")}
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        facts=facts,
+        config=facts.config,
+        meta={"fine_tuned_from": None, "imported_from": None, "data": None, **facts.meta},
+        front_matter=_front_matter(facts).to_yaml(),
+        name=json.dumps(facts.name),
+        tokens=facts.number("tokens_seen"),
+        prompt=Instruction("…", "", "").prompt.rstrip("\n"),
+        brings_code=facts.model_type == OWN_TYPE,
+        losses=[row for row in _losses(facts) if row[1] is not None],
+        chart=CHART,
+        rows=list(_training_rows(facts)),
+        shape=json.dumps(facts.config.model_dump(mode="json"), indent=2),
+        train=json.dumps(facts.train, indent=2),
+    )
 
 
 def _front_matter(facts: ModelFacts) -> ModelCardData:
@@ -81,91 +100,32 @@ def _front_matter(facts: ModelFacts) -> ModelCardData:
     )
 
 
-def _summary(facts: ModelFacts) -> Iterator[str]:
-    config, tokens = facts.config, facts.number("tokens_seen")
-    yield from (f"# {facts.name.split('/')[-1]}", "")
-    seen = f" on {tokens:,} tokens of {_code(facts.dataset)}" if tokens and facts.dataset else ""
-    if facts.meta.get("fine_tuned_from"):
-        data = facts.meta.get("data")
-        on = f" of {_code(data.get('file'))}" if isinstance(data, dict) else ""
-        yield f"A GPT-2-class model of {config.parameters:,} parameters, fine-tuned on the instructions{on}"
-        yield f"from {_code(facts.meta['fine_tuned_from'])}. It expects them in Alpaca's form:"
-        yield from ("", *_indented_text(Instruction("…", "", "").prompt), "")
-        return
-    yield f"A GPT-2-class base model of {config.parameters:,} parameters, pre-trained{seen}: it continues text,"
-    yield "and has not been taught to follow instructions or to refuse anything."
-    if facts.meta.get("imported_from"):
-        yield f"Its weights were imported from {_code(facts.meta['imported_from'])}."
-    yield ""
-
-
-def _use(facts: ModelFacts) -> Iterator[str]:
-    yield from ("## How to use it", "", "```python")
-    yield "from transformers import AutoModelForCausalLM, AutoTokenizer"
-    yield ""
-    yield f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(facts.name)})"
-    trust = ", trust_remote_code=True" if facts.model_type == OWN_TYPE else ""
-    yield f"model = AutoModelForCausalLM.from_pretrained({json.dumps(facts.name)}{trust})"
-    yield 'inputs = tokenizer("Every effort moves you", return_tensors="pt")'
-    yield "output = model.generate(**inputs, max_new_tokens=40, do_sample=True, top_k=25)"
-    yield "print(tokenizer.decode(output[0]))"
-    yield from ("```", "", f"It sees at most {facts.config.context_length:,} tokens at once.", "")
-
-
-def _results(facts: ModelFacts) -> Iterator[str]:
-    losses = [
-        ("training", facts.number("train_loss"), _trained_on(facts)),
-        ("validation", facts.number("val_loss"), _validated_on(facts)),
-    ]
+def _losses(facts: ModelFacts) -> Iterator[tuple[str, float | None, str]]:
+    """Each loss with the text that it was measured on. A checkpoint's training loss is a mean over the steps before
+    it."""
+    trained_on = validated_on = NOT_RECORDED
+    if facts.dataset:
+        keys = ("start_train_token", "start_val_token", "validation_batches", "microbatch_size")
+        start, first, batches, rows = (_count(facts.train.get(key)) for key in keys)
+        seen = _count(facts.meta.get("tokens_seen"))
+        where = f" of tokens {start:,} to {start + seen:,}" if start is not None and seen else ""
+        trained_on = f"{_code(facts.dataset)}, train split, the last steps{where}"
+        where = ""
+        if first is not None and batches and rows:
+            where = f", tokens {first:,} to {first + batches * rows * facts.config.context_length:,}"
+        validated_on = f"{_code(facts.dataset)}, validation split{where}, at the last validation"
+    yield "training", facts.number("train_loss"), trained_on
+    yield "validation", facts.number("val_loss"), validated_on
     if facts.test:
         on = f"{_code(facts.test.text.dataset)}, {facts.test.text.split} split"
-        losses.append(("test", facts.test.loss, on))
-        if facts.test.bits_per_byte is not None:
-            about = "" if facts.test.is_exact else " (approximate)"
-            losses.append((f"test, bits per byte of text{about}", facts.test.bits_per_byte, on))
-    known = [(what, value, on) for what, value, on in losses if value is not None]
-    if not known:
-        return
-    yield from ("## Results", "", "| loss | nats per token, if not said otherwise | on |", "|---|---|---|")
-    yield from (f"| {what} | {value:.3f} | {on} |" for what, value, on in known)
-    yield ""
-    if facts.has_chart:
-        yield from (f"![Losses over the training]({CHART})", "")
-
-
-def _trained_on(facts: ModelFacts) -> str:
-    """The training loss of a checkpoint is a mean over the steps before it, on what they learnt from."""
-    if not facts.dataset:
-        return NOT_RECORDED
-    start, seen = _count(facts.train.get("start_train_token")), _count(facts.meta.get("tokens_seen"))
-    where = f" of tokens {start:,} to {start + seen:,}" if start is not None and seen else ""
-    return f"{_code(facts.dataset)}, train split, the last steps{where}"
-
-
-def _validated_on(facts: ModelFacts) -> str:
-    if not facts.dataset:
-        return NOT_RECORDED
-    keys = ("start_val_token", "validation_batches", "microbatch_size")
-    start, batches, rows = (_count(facts.train.get(key)) for key in keys)
-    where = ""
-    if start is not None and batches and rows:
-        where = f", tokens {start:,} to {start + batches * rows * facts.config.context_length:,}"
-    return f"{_code(facts.dataset)}, validation split{where}, at the last validation"
+        yield "test", facts.test.loss, on
+        about = "" if facts.test.is_exact else " (approximate)"
+        yield f"test, bits per byte of text{about}", facts.test.bits_per_byte, on
 
 
 def _count(value: Any) -> int | None:
     """A number of tokens or batches in a file that another program may have written."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
-
-
-def _training(facts: ModelFacts) -> Iterator[str]:
-    yield from ("## Training", "", "| | |", "|---|---|")
-    yield from (f"| {what} | {value} |" for what, value in _training_rows(facts))
-    yield from ("", "The shape of the model (model.json):", "")
-    yield from _indented(facts.config.model_dump(mode="json"))
-    if facts.train:
-        yield from ("", "How it was trained (train.json, with defaults filled in):", "")
-        yield from _indented(facts.train)
 
 
 def _training_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
@@ -190,14 +150,6 @@ def _training_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
 def _phases(amounts: Mapping[str, float], form: str) -> str:
     parts = ", ".join(f"{phase} {form.format(amount)}" for phase, amount in amounts.items() if phase != "total")
     return f"{form.format(amounts.get('total', sum(amounts.values())))} ({parts})"
-
-
-def _indented(value: Any) -> Iterator[str]:
-    return _indented_text(json.dumps(value, indent=2))
-
-
-def _indented_text(text: str) -> Iterator[str]:
-    return (f"    {line}".rstrip() for line in text.splitlines())
 
 
 def _code(text: Any) -> str:

@@ -7,8 +7,8 @@ import itertools
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,14 @@ from harness.common.files import version_of
 from harness.common.libraries import usable_cores
 from harness.common.messages import abbreviated, is_hub_name
 from harness.data.preparation.encode import Encoded, encoder_processes
-from harness.data.preparation.new_tokenizer import TokenizerChoice, sample_texts
-from harness.data.preparation.pipeline import Preparation, Recipe
+from harness.data.preparation.new_tokenizer import bring_tokenizer, check_tokenizer, sample_texts
+from harness.data.preparation.pipeline import Preparation, Recipe, Show
 from harness.data.preparation.splits import Split, SplitSizes, write_dataset_meta
 from harness.data.preparation.stream import StreamSize
 from harness.data.preparation.text_input import TextFile, TextFormat, TextSource, find_text, short_name
 from harness.data.preparation.token_input import find_shards, import_shards
 from harness.data.preparation.work import WorkFolder, check_target
+from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
 from harness.data.tokenizers.tokenizer import Tokenizer
 
@@ -77,8 +78,7 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
     if source.ignored:
         names = printable(abbreviated(source.ignored))
         print(f"not read, as no text by their names, or links to folders: {names}", file=sys.stderr, flush=True)
-    choice = TokenizerChoice(options["tokenizer"], options["train_tokenizer"])
-    fingerprint = choice.check()
+    fingerprint = check_tokenizer(options["tokenizer"])
     # The options that decide the bytes: interrupted work resumes with the same ones only.
     keys = [
         *("text_column", "document_separator", "replace_invalid", "include", "tokenizer", "train_tokenizer"),
@@ -92,16 +92,21 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
     begun_with = {"input": abbreviated(inputs), **deciding, "tokenizer_file_sha256": fingerprint}
     files = [[file.name, file.version] for file in source.files]
     journal = work.resume_or_begin(begun_with, files, restart=options["restart"])
-    name = choice.bring(partial(sample_texts, source, recipe), work.dataset)
+    vocab_size = options["train_tokenizer"]
+
+    def train(path: Path) -> None:
+        train_bpe(iter(sample_texts(source, recipe)), vocab_size, path)
+
+    name = bring_tokenizer(options["tokenizer"] or "gpt2", work.dataset, train if vocab_size else None)
     size = sum(file.size for file in source.files)
     place, workers = _place(name, work), options["workers"] or min(usable_cores(), 1 + size // BYTES_PER_WORKER)
-    with encoder_processes(place, workers) as encoder, ReadingProgress(source.files) as progress:
+    with encoder_processes(place, workers) as encoder, reading_progress(source.files) as show:
         try:
             tokenizer = load_tokenizer(place)
         except UserError as error:
             hint = "; or give --train-tokenizer 4096, which needs no network" if name == "gpt2" else ""
             raise UserError(f"{error}{hint}") from None
-        splits = Preparation(work, source, recipe, journal).run(tokenizer, encoder, workers, progress.show)
+        splits = Preparation(work, source, recipe, journal).run(tokenizer, encoder, workers, show)
     empty = journal.here.empty
     return splits, tokenizer, name, {**source.origin, **deciding, "tokenizer": name, "empty_documents": empty}
 
@@ -121,21 +126,18 @@ def _find_source(inputs: Sequence[str], options: Mapping[str, Any], work: Path) 
 
 
 def _from_shards(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, Any]) -> Made:
-    choice = TokenizerChoice(options["tokenizer"], None)
-    begun_with = {
-        "input": abbreviated(inputs),
-        **{key: options[key] for key in ("from_bin", "token_dtype", "tokenizer")},
-        "tokenizer_file_sha256": choice.check(),
-    }
+    keys, given = ("from_bin", "token_dtype", "tokenizer"), options["tokenizer"]
+    deciding = {key: options[key] for key in keys}
+    begun_with = {"input": abbreviated(inputs), **deciding, "tokenizer_file_sha256": check_tokenizer(given)}
     by_split = find_shards(inputs, options["token_dtype"])
     shards = list(itertools.chain.from_iterable(by_split.values()))
     if untold := [shard for shard in shards if not shard.is_told]:
         names = printable(abbreviated([shard.path.name for shard in untold]))
-        what = f"{untold[0].dtype.name} tokens of {printable(choice.name or 'GPT-2')}"
+        what = f"{untold[0].dtype.name} tokens of {printable(options['tokenizer'] or 'GPT-2')}"
         print(f"no header, read as {what} (--token-dtype, --tokenizer): {names}", file=sys.stderr, flush=True)
     files = [[str(shard.path), version_of(shard.path.stat())] for shard in shards]
     work.resume_or_begin(begun_with, files, restart=options["restart"])
-    name = choice.bring(list, work.dataset)  # no texts: a known one is not trained
+    name = bring_tokenizer(given or "gpt2", work.dataset)
     tokenizer = load_tokenizer(_place(name, work))
     splits = [import_shards(split, own, tokenizer, work.dataset) for split, own in sorted(by_split.items())]
     return splits, tokenizer, name, {"shards": [shard.path.name for shard in shards]}
@@ -150,36 +152,29 @@ def _unescaped(text: str) -> str:
     return text.replace("\\\\", "\0").replace("\\n", "\n").replace("\\r", "\r").replace("\\t", "\t").replace("\0", "\\")
 
 
-class ReadingProgress:
-    """Documents, tokens, tokens/s and time left: a bar of the input's bytes on a terminal, else a line now and then."""
+@contextmanager
+def reading_progress(files: Sequence[TextFile]) -> Iterator[Show]:
+    """Yield the function that reports a batch and the size of all there is so far: documents, tokens, tokens/s and time
+    left, as a bar of the input's bytes on a terminal, else a line now and then."""
+    before = [0, *itertools.accumulate(file.size for file in files)]
+    is_terminal, began = sys.stderr.isatty(), time.monotonic()
+    shape: dict[str, Any] = {"bar_format": BAR_FORMAT, "dynamic_ncols": True}
+    if not is_terminal:
+        shape = {"bar_format": LINE_FORMAT, "file": io.StringIO(), "mininterval": SECONDS_BETWEEN_LINES}
+    with tqdm(total=before[-1], **shape) as bar:
+        shown, first_tokens = began, -1  # of an earlier process; known with the first batch
 
-    def __init__(self, files: Sequence[TextFile]) -> None:
-        self._before = [0, *itertools.accumulate(file.size for file in files)]
-        self._began = self._shown = time.monotonic()
-        self._bar: tqdm | None = None
-        self._first_tokens = 0  # of an earlier process
+        def show(encoded: Encoded, size: StreamSize) -> None:
+            nonlocal shown, first_tokens
+            now, position = time.monotonic(), before[encoded.batch.file] + encoded.batch.position
+            if first_tokens < 0:
+                bar.initial, first_tokens = position, size.tokens
+            speed = (size.tokens - first_tokens) / max(now - began, 1e-9)
+            documents, tokens, speed_ = (tqdm.format_sizeof(each) for each in (size.documents, size.tokens, speed))
+            bar.set_postfix_str(f"{documents} documents, {tokens} tokens, {speed_} tokens/s", refresh=False)
+            bar.update(position - bar.n)
+            if not is_terminal and now - shown >= SECONDS_BETWEEN_LINES:
+                shown = now
+                print(bar, flush=True)
 
-    def show(self, encoded: Encoded, size: StreamSize) -> None:
-        """Report a batch; `size` counts all there is so far."""
-        now, is_terminal = time.monotonic(), sys.stderr.isatty()
-        position = self._before[encoded.batch.file] + encoded.batch.position
-        if self._bar is None:
-            shape: dict[str, Any] = {"bar_format": BAR_FORMAT, "dynamic_ncols": True}
-            if not is_terminal:
-                shape = {"bar_format": LINE_FORMAT, "file": io.StringIO(), "mininterval": SECONDS_BETWEEN_LINES}
-            self._bar = tqdm(total=self._before[-1], initial=position, **shape)
-            self._first_tokens = size.tokens
-        speed = (size.tokens - self._first_tokens) / max(now - self._began, 1e-9)
-        documents, tokens, speed_ = (tqdm.format_sizeof(each) for each in (size.documents, size.tokens, speed))
-        self._bar.set_postfix_str(f"{documents} documents, {tokens} tokens, {speed_} tokens/s", refresh=False)
-        self._bar.update(position - self._bar.n)
-        if not is_terminal and now - self._shown >= SECONDS_BETWEEN_LINES:
-            self._shown = now
-            print(self._bar, flush=True)
-
-    def __enter__(self) -> ReadingProgress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        yield show

@@ -148,11 +148,10 @@ def encode_batches(batches: Iterable[Batch], encoder: Encoder, at_once: int) -> 
     try:
         while True:
             try:
-                batch = next(source)
-            except StopIteration:
-                break
+                batch = next(source, None)
             except Exception as error:
-                failure = error
+                failure, batch = error, None
+            if batch is None:
                 break
             waiting.append((batch, encoder([(piece.text, piece.ends) for piece in batch.pieces])))
             if len(waiting) >= 2 * at_once:

@@ -1,11 +1,13 @@
-"""Text files of a dataset on the Hugging Face Hub, as a source of documents."""
+"""Files of a dataset on the Hugging Face Hub, verified; and those with text as a source of documents."""
 
 from __future__ import annotations
 
 import fnmatch
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,25 +34,36 @@ class HubText(TextSource):
 
     @contextmanager
     def at_hand(self, file: TextFile) -> Iterator[TextFile]:
-        """Download the file and compare it with the Hub's hash; delete it at the end if it is in `downloads`."""
-        path = self._download(file.name, again=False)
-        if find_fault(path, self.described[file.number]):
-            path = self._download(file.name, again=True)
-        if fault := find_fault(path, self.described[file.number]):
-            raise self.work.failed(f"{file.name} is not what the Hub describes: {fault}", f"try again later; {AGAIN}")
+        """Download the file; delete it at the end if it is in `downloads`."""
+        path = download(self.work, self.described[file.number], self.commit, self.downloads)
         try:
             yield replace(file, path=path)
         finally:
             if self.downloads is not None:
                 path.unlink(missing_ok=True)
 
-    def _download(self, name: str, *, again: bool) -> Path:
-        place: dict[str, Any] = {"repo_type": "dataset", "revision": self.commit, "local_dir": self.downloads}
-        path = self.work.call(lambda: huggingface_hub.hf_hub_download(self.name, name, force_download=again, **place))
-        return Path(path)
-
     def sampled(self, most: int) -> list[TextFile]:
         return self.files[:1]  # more would have to be downloaded before their turn
+
+
+def download(work: HubWork, file: RepoSibling, commit: str, folder: Path | None) -> Path:
+    """A file of a dataset at one commit, as the Hub describes it, in `folder` or, for None, in huggingface_hub's cache.
+    One that is there already is taken; one with another hash is downloaded again once. Raises UserError."""
+    place: dict[str, Any] = {"repo_type": "dataset", "revision": commit, "local_dir": folder}
+
+    def fetch(*, anew: bool) -> Path:
+        get = partial(huggingface_hub.hf_hub_download, work.name, file.rfilename, force_download=anew, **place)
+        return Path(work.call(get))
+
+    path = fetch(anew=False)
+    if fault := find_fault(path, file):
+        print(f"{file.rfilename}: {fault}; downloading it again", file=sys.stderr, flush=True)
+        path = fetch(anew=True)  # or a bad copy in HF_HOME's cache would be taken
+        if fault := find_fault(path, file):
+            path.unlink(missing_ok=True)
+            problem = f"{file.rfilename} is not what the Hub describes, even downloaded twice: {fault}"
+            raise work.failed(problem, f"try again later; or {work.by_hand}")
+    return path
 
 
 def find_on_hub(name: str, include: Sequence[str], revision: str | None, downloads: Path | None) -> HubText:

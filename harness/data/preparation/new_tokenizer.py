@@ -1,12 +1,10 @@
-"""The tokenizer of a new data set: one that is known, one from a file, or one trained on a sample of the text, which
-is taken here, too.
-"""
+"""The tokenizer of a new data set: a known one, one from a file, or one trained on a sample of the text."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +15,6 @@ from harness.data.preparation.encode import batches
 from harness.data.preparation.pipeline import Recipe
 from harness.data.preparation.splits import SplitSizes, draws
 from harness.data.preparation.text_input import Piece, TextSource
-from harness.data.tokenizers.bpe import train_bpe
 from harness.data.tokenizers.load import load_tokenizer
 from harness.data.tokenizers.tiktoken_files import SUFFIX, encoding_file, known_encodings
 
@@ -25,53 +22,39 @@ SAMPLE_CHARACTERS = 2**26
 SAMPLED_FILES = 16
 
 
-@dataclass(frozen=True)
-class TokenizerChoice:
-    """The user's choice of tokenizer: a name or a file, or a number of tokens to train."""
+def check_tokenizer(name: str | None) -> str | None:
+    """The SHA-256 of the file that --tokenizer names, if it is one. Raises UserError for what is no tokenizer."""
+    if name is not None and Path(name).is_file():
+        load_tokenizer(Path(name))
+        return sha256(Path(name))
+    if name is not None and name not in (known := known_encodings()):
+        raise UserError(f"--tokenizer {name}: no such file, and no encoding of tiktoken; there is {', '.join(known)}")
+    return None
 
-    name: str | None
-    trained_size: int | None
 
-    def check(self) -> str | None:
-        """The SHA-256 of the user's file, if it is one. Raises UserError for what is no tokenizer."""
-        if self.name is not None and Path(self.name).is_file():
-            load_tokenizer(Path(self.name))
-            return sha256(Path(self.name))
-        if self.name is not None and self.name not in known_encodings():
-            raise UserError(
-                f"--tokenizer {self.name}: no such file, and no encoding of tiktoken; there is "
-                f"{', '.join(known_encodings())}"
-            )
-        return None
+def bring_tokenizer(given: str, folder: Path, train: Callable[[Path], None] | None = None) -> str:
+    """Put a tokenizer's file into the dataset's folder, unless it is GPT-2's: its name in meta.json. It is the one that
+    `train` writes to a path, if there is that function, else the one that --tokenizer names.
 
-    def bring(self, sample: Callable[[], list[str]], folder: Path) -> str:
-        """Put the tokenizer's file into the dataset's folder, if it has one: what meta.json calls it.
-
-        `sample` gives the texts to train one on, and is called for that alone.
-
-        An interrupted call leaves no part of a file, and a file that is there is taken: the same options made it.
-        Raises UserError for a text with too few different words.
-        """
-        if self.trained_size is None and (self.name or "gpt2") == "gpt2":
-            return "gpt2"
-        given = Path(str(self.name))
-        if self.trained_size is not None:
-            name = "tokenizer.json"
-        elif not given.is_file():
-            name = f"{self.name}{SUFFIX}"
-        else:
-            name = given.name if given.name.endswith(SUFFIX) else "tokenizer.json"
-        if not (folder / name).exists():
-            # The name's end tells the format; without a process's number, what a killed one left is found again.
-            with atomic_file(folder / name, folder / f".{name}") as draft:
-                if self.trained_size is not None:
-                    train_bpe(iter(sample()), self.trained_size, draft)
-                elif given.is_file():
-                    shutil.copyfile(given, draft)
-                else:
-                    draft.write_text(encoding_file(str(self.name)), encoding="utf-8")
-                load_tokenizer(draft)
-        return name
+    An interrupted call leaves no part of a file, and a file that is there is taken: the same options made it. Raises
+    UserError for a text with too few different words.
+    """
+    write: Callable[[Path], object]
+    if train:
+        name, write = "tokenizer.json", train
+    elif given == "gpt2":
+        return "gpt2"
+    elif Path(given).is_file():
+        name = Path(given).name if given.endswith(SUFFIX) else "tokenizer.json"
+        write = partial(shutil.copyfile, given)
+    else:
+        name, write = f"{given}{SUFFIX}", lambda draft: draft.write_text(encoding_file(given), encoding="utf-8")
+    if not (folder / name).exists():
+        # The name's end tells the format; without a process's number, what a killed one left is found again.
+        with atomic_file(folder / name, folder / f".{name}") as draft:
+            write(draft)
+            load_tokenizer(draft)
+    return name
 
 
 def sample_texts(source: TextSource, recipe: Recipe) -> list[str]:

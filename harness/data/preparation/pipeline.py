@@ -116,8 +116,6 @@ class Preparation:
     def _shuffled(self, stream: TokenStream, seed: int) -> TokenStream:
         target = TokenStream(self.work.path / "shuffled.tokens", stream.dtype)
         if self.journal.phase == "held out":
-            target.open_at(StreamSize())
-            target.close()
             shuffle(stream, target, seed)
             self._enter("shuffled")
         target.size = stream.size

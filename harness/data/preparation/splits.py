@@ -8,7 +8,7 @@ not held out are appended to the training stream in the end, in the order of the
 file without being copied. Of a small text all documents are in the pool, and so in this order.
 
 In the order that is given, splits are ranges of one stream: its ends are copied, and what remains is for training.
-token_shards.py, whose input comes split, uses the meta.json alone.
+token_input.py, whose input comes split, uses the meta.json alone.
 """
 
 from __future__ import annotations

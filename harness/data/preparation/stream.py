@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -150,54 +150,40 @@ def copy(source: BinaryIO, target: BinaryIO, length: int) -> None:
 
 BUCKET_BYTES = 2**26  # small enough that the system keeps one in its cache while it is read in random order
 MOST_BUCKETS = 256  # open files
-ENTRY_DTYPE = np.dtype(("<u8", 3))  # key, tokens, bytes of text
 
 
 def shuffle(stream: TokenStream, target: TokenStream, seed: int) -> None:
-    """Write the documents of `stream` into the empty `target` in an order that is uniformly random by `seed`.
+    """Write the documents of `stream` to `target` in an order that is uniformly random by `seed`.
 
     Each document has a random 64-bit key. They are dealt out into buckets by their keys' first bits, in one pass, and
-    each bucket is then read in the order of its keys. Takes twice the stream's space on the disk in addition to its
-    own.
+    each bucket is then read in the order of its keys; of equal keys, the document that came first. Takes twice the
+    stream's space on the disk in addition to its own.
     """
     folder = target.path.with_suffix(".buckets")
     shutil.rmtree(folder, ignore_errors=True)  # an interrupted shuffle's
     folder.mkdir()
-    length = max(stream.size.documents * ENTRY_DTYPE.itemsize, stream.size.tokens * stream.dtype.itemsize)
+    length = max(stream.size.documents * INDEX_DTYPE.itemsize, stream.size.tokens * stream.dtype.itemsize)
     bits = max(0, min(MOST_BUCKETS, -(-length // BUCKET_BYTES)) - 1).bit_length()
-    _deal(stream, folder, bits, seed)
-    with target.path.open("ab") as tokens, target.index_path.open("ab") as index:
-        for bucket in range(2**bits):
-            _gather(folder / str(bucket), tokens, index)
-    shutil.rmtree(folder)
-    target.size = stream.size
-
-
-def _deal(stream: TokenStream, folder: Path, bits: int, seed: int) -> None:
-    random = np.random.Philox(key=seed)  # its raw numbers are the same in every version of numpy
-    with ExitStack() as stack:
-        tokens, entries = (
-            [stack.enter_context((folder / f"{bucket}{kind}").open("wb")) for bucket in range(2**bits)]
-            for kind in (".tokens", ".entries")
-        )
-        source = stack.enter_context(stream.path.open("rb"))
+    # The raw numbers are the same in every version of numpy.
+    keys = np.random.Philox(key=seed).random_raw(stream.size.documents)
+    owners = keys >> np.uint64(64 - bits) if bits else np.zeros_like(keys)
+    buckets = [TokenStream(folder / f"{number}.tokens", stream.dtype) for number in range(2**bits)]
+    for each in (target, *buckets):
+        each.open_at(StreamSize())
+    first = 0
+    with stream.path.open("rb") as source:
         source.seek(HEADER_BYTES)
         for sizes in stream.documents():
-            keys = random.random_raw(len(sizes))
-            table = np.column_stack([keys, sizes.astype(np.uint64)]).astype("<u8")
-            places = (keys >> np.uint64(64 - bits)).tolist() if bits else [0] * len(keys)
-            for place, length, entry in zip(places, (sizes[:, 0] * stream.dtype.itemsize).tolist(), table, strict=True):
-                copy(source, tokens[place], length)
-                entries[place].write(entry.tobytes())
-
-
-def _gather(bucket: Path, tokens: BinaryIO, index: BinaryIO) -> None:
-    """Append a bucket's documents in the order of their keys; of equal keys, the one that came first."""
-    table = np.fromfile(bucket.with_suffix(".entries"), ENTRY_DTYPE).reshape(-1, 3)
-    itemsize = bucket.with_suffix(".tokens").stat().st_size // max(1, int(table[:, 1].sum()))
-    lengths = table[:, 1].astype(np.int64) * itemsize
-    order = np.argsort(table[:, 0], kind="stable")
-    copy_documents(bucket.with_suffix(".tokens"), lengths, order, tokens)
-    index.write(table[order, 1:].astype(INDEX_DTYPE.base).tobytes())
-    for suffix in (".tokens", ".entries"):
-        os.unlink(bucket.with_suffix(suffix))
+            bytes_of = (sizes[:, 0] * stream.dtype.itemsize).tolist()
+            numbers = owners[first : first + len(sizes)].tolist()
+            for number, document, length in zip(numbers, sizes, bytes_of, strict=True):
+                copy(source, buckets[number]._tokens, length)
+                buckets[number]._index.write(document.tobytes())
+            first += len(sizes)
+    for number, bucket in enumerate(buckets):
+        bucket.close()
+        sizes = np.concatenate([np.zeros((0, 2), np.int64), *bucket.documents()])
+        target.append_documents(bucket, sizes, np.argsort(keys[owners == number], kind="stable"))
+        bucket.delete()
+    target.close()
+    shutil.rmtree(folder)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,34 +68,27 @@ def encoding_file(name: str) -> str:
 
 def load_file(path: Path) -> Tokenizer:
     """An encoding from a file. Raises UserError if it is missing or damaged."""
-    with _explained(path):
-        return _tokenizer(read_encoding(path), str(path))
-
-
-def read_encoding(name_or_file: str | Path) -> Any:
-    """tiktoken's own object for a name or a file. Raises UserError as `load_encoding` and `load_file` do."""
-    import tiktoken
-
-    if isinstance(name_or_file, str):
-        return _get(name_or_file)
-    with _explained(name_or_file):
-        content = json.loads(name_or_file.read_text(encoding="utf-8"))
-        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in content["ranks"].items()}
-        special = {str(token): int(rank) for token, rank in content["special_tokens"].items()}
-        return tiktoken.Encoding(
-            str(content["name"]), pat_str=str(content["pattern"]), mergeable_ranks=ranks, special_tokens=special
-        )
-
-
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    """Turn what the contents of a file can be guilty of into UserError."""
     try:
-        yield
+        return _tokenizer(read_encoding(path), str(path))
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: not an encoding of tiktoken as this tool writes it: {str(error)[:100]}") from None
+
+
+def read_encoding(name_or_file: str | Path) -> Any:
+    """tiktoken's own object for a name, or for a file that `load_file` accepts. Raises UserError like
+    `load_encoding`."""
+    import tiktoken
+
+    if isinstance(name_or_file, str):
+        return _get(name_or_file)
+    content = json.loads(name_or_file.read_text(encoding="utf-8"))
+    ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in content["ranks"].items()}
+    special = {str(token): int(rank) for token, rank in content["special_tokens"].items()}
+    return tiktoken.Encoding(
+        str(content["name"]), pat_str=str(content["pattern"]), mergeable_ranks=ranks, special_tokens=special
+    )
 
 
 def _get(name: str) -> Any:

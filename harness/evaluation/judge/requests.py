@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -243,23 +243,29 @@ def judge(models: Sequence[Responses], settings: JudgeSettings, cache_path: Path
     then is in the cache.
     """
     prompts = [(_cache_key(settings, prompt), prompt) for prompt in _prompts(models, settings)]
+    names = {key: set(prompt.names) for key, prompt in prompts}
     scores_QxRxM = np.full((len(models[0].responses), settings.repeats, len(models)), np.nan)
     unanswered = []
     with JudgeCache(cache_path) as cache:
+
+        def valid_answers() -> dict[str, dict[str, float]]:
+            """Scores by name, by the prompts' keys."""
+            asked = [record for record in cache.records if record.key in names]
+            return {each.key: each.scores for each in asked if each.scores and each.scores.keys() == names[each.key]}
+
         known = len(cache.records)
-        answers = _answers(prompts, cache)
+        answers = valid_answers()
         missing = {key: prompt for key, prompt in prompts if key not in answers}
         # Without any, neither a key nor the openai package is needed.
         reasons = ask_all(missing, JudgeClient(settings), cache, kept=len(answers)) if missing else {}
-        answers = _answers(prompts, cache)
+        answers = valid_answers()
         for key, prompt in prompts:
             if key in answers:
                 for model, score in prompt.by_model(answers[key]).items():
                     scores_QxRxM[prompt.question, prompt.repeat, model] = score
             else:
                 unanswered.append(Unanswered(prompt.question + 1, prompt.repeat + 1, reasons[key]))
-        keys = {key for key, _ in prompts}
-        spent = Tokens.of([record for record in cache.records if record.key in keys])
+        spent = Tokens.of([record for record in cache.records if record.key in names])
         labels = tuple(model.model for model in models)
         return Judgement(labels, scores_QxRxM, tuple(unanswered), spent, Tokens.of(cache.records[known:]))
 
@@ -284,16 +290,6 @@ def _cache_key(settings: JudgeSettings, prompt: Prompt) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _answers(prompts: Sequence[tuple[str, Prompt]], cache: JudgeCache) -> dict[str, dict[str, float]]:
-    """Scores by name of the valid answers to these prompts, by key."""
-    names = {key: set(prompt.names) for key, prompt in prompts}
-    return {
-        record.key: record.scores
-        for record in cache.records
-        if record.scores is not None and record.scores.keys() == names.get(record.key)
-    }
-
-
 def ask_all(prompts: Mapping[str, Prompt], client: JudgeClient, cache: JudgeCache, *, kept: int) -> dict[str, str]:
     """Ask all prompts, by their cache keys; valid answers are then in the cache. `kept` others are there already.
 
@@ -312,25 +308,23 @@ def ask_all(prompts: Mapping[str, Prompt], client: JudgeClient, cache: JudgeCach
 
     pool = ThreadPoolExecutor(settings.parallel)
     futures: dict[Future[str | None], str] = {pool.submit(ask, key): key for key in prompts}
-    pending = set(futures)
+    bar: dict[str, Any] = {"unit": "answer", "disable": not sys.stderr.isatty(), "dynamic_ncols": True}
     try:
-        with tqdm(total=len(prompts), unit="answer", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
-            while pending:
-                done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                reasons |= {futures[future]: reason for future in done if (reason := future.result()) is not None}
-                bar.update(len(done))
-                is_hopeless = not kept and not any(record.scores for record in cache.records[known:])
-                if is_hopeless and len(reasons) >= HOPELESS_QUESTIONS:
-                    raise RunError(
-                        f"{settings.name}: no valid answer to any of the first {len(reasons)} questions (the last one: "
-                        f"{[*reasons.values()][-1]}); try another judge"
-                    )
+        for future in tqdm(as_completed(futures), total=len(futures), **bar):
+            if (reason := future.result()) is not None:
+                reasons[futures[future]] = reason
+            is_hopeless = not kept and not any(record.scores for record in cache.records[known:])
+            if is_hopeless and len(reasons) >= HOPELESS_QUESTIONS:
+                raise RunError(
+                    f"{settings.name}: no valid answer to any of the first {len(reasons)} questions (the last one: "
+                    f"{reason}); try another judge"
+                )
     except KeyboardInterrupt:
         raise RunStopped(signal.SIGINT) from None
     except Exception as error:
         stop.set()
         pool.shutdown(wait=False, cancel_futures=True)
-        wait([future for future in pending if future.running()], timeout=IN_FLIGHT_SECONDS)
+        wait([future for future in futures if future.running()], timeout=IN_FLIGHT_SECONDS)
         if not isinstance(error, UnavailableError):
             raise
         kept += sum(record.scores is not None for record in cache.records[known:])
