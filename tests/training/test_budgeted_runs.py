@@ -69,15 +69,6 @@ def test_a_ramp_continues_to_the_bit(shop: Workshop) -> None:
     assert tokens == {step: sum(BATCHES[: step + 1]) for step in tokens}
 
 
-@pytest.mark.slow
-def test_a_ramp_continues_on_another_number_of_ranks(shop: Workshop) -> None:
-    run = shop.add_run("other", **RAMP)
-    shop.train("other", ranks=1, prelude=STOP.format(step=6), expect=128 + 15)
-    shop.train("other", ranks=2)
-    meta, _ = end_of(run)
-    assert (meta["global_step"], meta["tokens_seen"]) == (13, sum(BATCHES))
-
-
 def test_scaled_rates_are_trained_with_printed_and_recorded(shop: Workshop) -> None:
     """A scaled run is that of files with the scaled numbers, to the bit."""
     both = {"min_train_tokens": None, "train_steps": 4, "precision": "fp32", "report_interval": 1}
