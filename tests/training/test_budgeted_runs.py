@@ -32,13 +32,6 @@ BATCHES = [32] * 5 + [64] * 3 + [128] * 6
 STOP = "from tests.support.faults import *\nbefore(STEP, tell(SIGTERM), rank=0, step={step})\n"
 
 
-@pytest.fixture
-def shop(tmp_path: Path) -> Workshop:
-    made = Workshop(tmp_path)
-    made.add_dataset(tokens=20_000)
-    return made
-
-
 def end_of(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The latest checkpoint's meta.json, and the summary."""
     meta = json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())
