@@ -168,17 +168,12 @@ def test_run_files_that_cannot_be_read(shop: Workshop, file: str) -> None:
     refused(shop.attempt(), f"r/{file}", "directory")
 
 
+# One of each kind; all of them: runs/test_config.py.
 KEYS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("train.json", {"microbatch_size": None}, ['key "microbatch_size": missing']),
     ("train.json", {"lerning_rate": 0.1}, ['key "lerning_rate": unknown', 'did you mean "learning_rate"?']),
-    ("train.json", {"microbatch_size": 0}, ['key "microbatch_size"', "greater than or equal to 1"]),
-    ("train.json", {"min_train_tokens": "many"}, ['key "min_train_tokens"', '"many"']),
     ("train.json", {"optimizer": "muon", "precision": "fp16"}, ['"optimizer"', '"precision"', '"muon"', 'use "bf16"']),
-    ("train.json", {"muon_momentum": 0.9}, ['key "muon_momentum": belongs with "optimizer": "muon"; remove it']),
-    ("train.json", {"global_batch_size": 8}, ["gradient_accumulation_steps", "global_batch_size"]),
     ("model.json", {"vocab_sise": 64}, ['key "vocab_sise": unknown', 'did you mean "vocab_size"?']),
-    ("model.json", {"n_heads": 3}, ["emb_dim", "n_heads"]),
-    ("model.json", {"emb_dim": None}, ['key "emb_dim": missing']),
     ("model.json", {"position": "rope", "head_dim": 3}, ['key "position"', "make head_dim even"]),
 ]
 
@@ -201,6 +196,7 @@ IMPOSSIBLE: list[tuple[str, dict[str, Any], list[str]]] = [
     ("late validation", {"start_val_token": 404}, ["validation split", "wanted 501", "there are 500"]),
     ("warm-up", {"warmup_steps": 21}, ["warmup_steps", "21 steps", "20 global steps"]),
     ("batch", {"gradient_accumulation_steps": None, "global_batch_size": 5}, ['"global_batch_size"', "multiple"]),
+    ("balance", {"moe_router_loss_scale": 0.01}, ['belongs with "moe" in model.json; remove it']),
 ]
 
 
@@ -349,6 +345,9 @@ def test_a_checkpoint_of_something_else(trained: Workshop) -> None:
         (["-f", "--memory-limit-gib", "1e300"], ["--memory-limit-gib"]),
         (["--plan", "--assume-tps", "nan"], ["--assume-tps"]),
         (["--plan", "--assume-tps", "inf"], ["--assume-tps"]),
+        (["--plan", "--assume-device", "H100", "--assume-tps", "9"], ["--assume-device and --assume-tps: give one"]),
+        (["--assume-device", "H100"], ["--assume-device belongs with --plan"]),
+        (["--plan", "--assume-device", "A100"], ['unknown device "A100"; known: A100 40GB, A100 80GB']),
     ],
     ids=" ".join,
 )

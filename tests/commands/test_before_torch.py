@@ -109,10 +109,6 @@ def test_schema(shop: Workshop, option: str) -> None:
     assert json.loads(quickly(shop, "--schema", option).stdout)["title"] == f"{option}.json"
 
 
-def test_plan(shop: Workshop, there: tuple[str, ...]) -> None:
-    assert "global steps" in quickly(shop, "r", *there, "--plan").stdout
-
-
 def test_plan_of_a_run_that_has_checkpoints(shop: Workshop, there: tuple[str, ...]) -> None:
     assert shop.attempt().status == 0
     train = shop.runs / "r" / "train.json"

@@ -48,11 +48,9 @@ def screen(master: int) -> list[str]:
     return [line.rpartition("\r")[2] for line in text.decode().replace("\r\n", "\n").split("\n")]
 
 
-def test_a_run_on_a_terminal(tmp_path: Path, terminal: tuple[int, str]) -> None:
+def test_a_run_on_a_terminal(shop: Workshop, terminal: tuple[int, str]) -> None:
     """The bar begins below what is said before it, and leaves the summary and the next commands to stand alone."""
     master, name = terminal
-    shop = Workshop(tmp_path)
-    shop.add_dataset()
     shop.add_run(price_per_hour=10.32)
     finish(shop.start(ranks=1, prelude=ENTER.format(name=name)), expect=0, timeout=60)
     lines = screen(master)
@@ -73,10 +71,8 @@ def test_a_run_on_a_terminal(tmp_path: Path, terminal: tuple[int, str]) -> None:
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_a_stream_that_is_closed_from_the_beginning(tmp_path: Path, stream: str) -> None:
+def test_a_stream_that_is_closed_from_the_beginning(shop: Workshop, stream: str) -> None:
     """Python then has None in its place."""
-    shop = Workshop(tmp_path)
-    shop.add_dataset()
     run = shop.add_run()
     finish(shop.start(ranks=1, prelude=f"import sys\nsys.{stream} = None\n"), expect=0, timeout=60)
     assert (run / "summary.json").exists()

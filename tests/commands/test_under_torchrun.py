@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -12,9 +11,8 @@ from tests.support.torchrun import Torchrun
 
 
 @pytest.mark.slow
-def test_the_last_words_are_ours(tmp_path: Path) -> None:
+def test_the_last_words_are_ours(shop: Workshop) -> None:
     """torchrun ends with a page of its own: a traceback, and a box that says which rank has failed."""
-    shop = Workshop(tmp_path)
     run = shop.add_run(report_intervall=3)
     result = shop.torchrun("r", expect=1)
     line = f'error: {run}/train.json: key "report_intervall": unknown; did you mean "report_interval"?'
@@ -24,10 +22,8 @@ def test_the_last_words_are_ours(tmp_path: Path) -> None:
     assert set(lines[-1]) == {"="}, "the lower edge of its box"
 
 
-def test_a_rank_that_is_killed_ends_the_job_in_one_line(tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_ends_the_job_in_one_line(shop: Workshop) -> None:
     """Nobody else can say it; the other rank is told to end, and the same command continues."""
-    shop = Workshop(tmp_path)
-    shop.add_dataset()
     job = Torchrun(shop, shop.add_run(), are_forked=True, by_processes=True)
     result = finish([job.start("before(STEP, kill, rank=1, step=8)")], expect=137, timeout=60)
     (line,) = result.stderr.split("\n", 1)[-1].splitlines()
@@ -39,9 +35,7 @@ def test_a_rank_that_is_killed_ends_the_job_in_one_line(tmp_path: Path) -> None:
     assert "continuing from" in again.stdout
 
 
-def test_a_defect_of_one_rank_ends_the_job_with_its_status(tmp_path: Path) -> None:
-    shop = Workshop(tmp_path)
-    shop.add_dataset()
+def test_a_defect_of_one_rank_ends_the_job_with_its_status(shop: Workshop) -> None:
     job = Torchrun(shop, shop.add_run(), are_forked=True, by_processes=True)
     result = finish([job.start("before(STEP, fail, rank=1, step=8)")], expect=1, timeout=60)
     assert result.stderr.count("Traceback") == 1

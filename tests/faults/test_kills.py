@@ -72,13 +72,16 @@ def straight(shop: Workshop, call: Call) -> Path:
     return run
 
 
-def operations_of(shop: Workshop, call: Call) -> list[str]:
-    """The file operations of a call, in a run that nothing happens to."""
-    path, name = shop.path / call.run_name("operations"), call.run_name("dry")
-    run = shop.add_run(name, **SETTINGS | call.settings)
-    shop.train(name, prelude=file_operations.prelude(call.name, call.number, "log", path))
-    assert_same_end(straight(shop, call), run)
-    return path.read_text().splitlines()
+def operations_of(shop: Workshop, calls: Sequence[Call]) -> list[list[str]]:
+    """The file operations of each of the calls, in one run that nothing happens to. They have the same settings."""
+    paths, name = [shop.path / call.run_name("operations") for call in calls], calls[0].run_name("dry")
+    run = shop.add_run(name, **SETTINGS | calls[0].settings)
+    logs = [
+        file_operations.prelude(call.name, call.number, "log", path) for call, path in zip(calls, paths, strict=True)
+    ]
+    shop.train(name, prelude="".join(logs))
+    assert_same_end(straight(shop, calls[0]), run)
+    return [path.read_text().splitlines() for path in paths]
 
 
 def kill_at(shop: Workshop, call: Call, operation: int) -> None:
@@ -99,8 +102,7 @@ def kill_at(shop: Workshop, call: Call, operation: int) -> None:
 def kill_everywhere(shop: Workshop, calls: Sequence[Call], each_of: int) -> None:
     """Kill at each operation of the calls, or at one of so many."""
     places = []
-    for call in calls:
-        names = operations_of(shop, call)
+    for call, names in zip(calls, operations_of(shop, calls), strict=True):
         assert len(names) > (20 if call != END else 3), names
         places += [(call, number) for number in range(len(names))]
     places = places[each_of // 2 :: each_of]

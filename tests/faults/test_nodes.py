@@ -25,7 +25,7 @@ TIMEOUT_SECONDS = 8
 END_SECONDS = TIMEOUT_SECONDS + 30
 START_SECONDS = 150  # Python and torch start on each rank, on two cores that may be busy
 SETTINGS: dict[str, Any] = {
-    "min_train_tokens": 128 * 200,
+    "min_train_tokens": 128 * 140,
     "validation_interval": 80,
     "report_interval": 5,
     "learning_rate": 0.01,
@@ -110,6 +110,7 @@ def test_trains_on_two_nodes(pair: Pair, tmp_path: Path, exhaustive: bool) -> No
     """Two ranks on each: the dataset comes once to each node, results are written by rank 0 alone."""
     hubs = [host.at_home(FakeHub) for host in pair.hosts]  # each on its host's own loopback
     with hubs[0], hubs[1], pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pair.first.shop, "draws", True)
         for host, hub in zip(pair.hosts, hubs, strict=True):
             host.shop.add_run("r", dataset=NAME, min_train_tokens=2560)
             hub.add_dataset(NAME, corpus())
@@ -138,7 +139,7 @@ def test_stopped_and_continued(pair: Pair, start: Start, straight: Path, exhaust
     for told in cases:
         run = add_run(pair, f"stopped-{'-'.join(map(str, told))}")
         processes = start(run.name)
-        await_step(run, 30, processes)
+        await_step(run, 20, processes)
         for index in told:
             processes[index].terminate()
         ends = wait_for(processes, timeout=END_SECONDS)
@@ -194,7 +195,7 @@ def test_network_cut(pair: Pair, start: Start, straight: Path, exhaustive: bool)
     for cut in cuts:
         run = add_run(pair, f"cut-{cut.__name__}")
         processes = start(run.name)
-        await_step(run, 30, processes)
+        await_step(run, 20, processes)
         began = time.monotonic()
         cut()
         say_why(wait_for(processes, timeout=END_SECONDS))
@@ -209,7 +210,7 @@ def test_a_node_vanishes(pair: Pair, start: Start, straight: Path, exhaustive: b
     for lost in cases:
         run = add_run(pair, f"vanished-{lost}")
         processes = start(run.name)
-        await_step(run, 30, processes)
+        await_step(run, 20, processes)
         began = time.monotonic()
         pair.hosts[lost].crash()
         ends = wait_for(processes, timeout=END_SECONDS)
@@ -228,7 +229,7 @@ def test_restarted_by_torchrun(pair: Pair, straight: Path, exhaustive: bool) -> 
     for number, (struck, c10d) in enumerate(cases):
         run = add_run(pair, f"restarted-{number}")
         processes = pair.torchrun(run.name, "--max-restarts=2", c10d=c10d)
-        await_step(run, 30, processes)
+        await_step(run, 20, processes)
         (worker,) = pair.hosts[struck].workers()
         os.kill(worker, signal.SIGKILL)
         ends = wait_for(processes, timeout=START_SECONDS)

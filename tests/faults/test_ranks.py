@@ -143,8 +143,8 @@ def test_infected_losses(shop: Workshop, exhaustive: bool) -> None:
 
 @pytest.fixture
 def patient(shop: Workshop) -> Workshop:
-    """Jobs whose ranks wait for a stuck one for three seconds."""
-    return Workshop(shop.path, {"COLLECTIVE_TIMEOUT_SECONDS": str(TIMEOUT_SECONDS)})
+    """Jobs whose ranks wait for a stuck one for three seconds. FAULTS draws charts where it is to be slow."""
+    return Workshop(shop.path, {"COLLECTIVE_TIMEOUT_SECONDS": str(TIMEOUT_SECONDS)}, draws=True)
 
 
 SLOW_SECONDS = 8

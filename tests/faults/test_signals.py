@@ -106,7 +106,8 @@ def test_told_anywhere(shop: Workshop, straight: Path, exhaustive: bool) -> None
 def test_long_steps(shop: Workshop, straight: Path) -> None:
     """A step more could take longer than torchrun waits."""
     run = shop.add_run("long", **SETTINGS)
-    slow = "before(FORWARD, lambda: pause(1.2)() if 2 <= Now.step <= 4 else None)\n"  # two microbatches a step
+    slow = "import harness.distributed.signals as s\ns.LONG_STEP_SECONDS = 1\n"
+    slow += "before(FORWARD, lambda: pause(0.6)() if 2 <= Now.step <= 4 else None)\n"  # two microbatches a step
     result = shop.train("long", prelude=FAULTS + slow + "before(UPDATE, tell(SIGTERM), rank=1, step=4)", expect=143)
     assert assert_stopped(run, result, signal.SIGTERM) == 4
     shop.train("long", prelude=FAULTS)

@@ -345,7 +345,7 @@ def trained_run(shop: Workshop) -> Path:
 
 def test_a_run_goes_to_the_hub_and_comes_back(tmp_path: Path, hub: FakeHub) -> None:
     """Its dataset names no tokenizer: GPT-2's, which a model of 64 tokens cannot have; it gets one of its own."""
-    shop = Workshop(tmp_path)
+    shop = Workshop(tmp_path, draws=True)
     run = trained_run(shop)
     best = Path((run / "checkpoints" / "best").resolve())
     config = ModelConfig(**json.loads((run / "model.json").read_text()))

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.configs import WriteModel, WriteTrain, model_in, train_in
-from tests.support.launch import Workshop
 
 
 @pytest.fixture
@@ -20,11 +19,3 @@ def train(tmp_path: Path) -> WriteTrain:
 def model(tmp_path: Path) -> WriteModel:
     """Writes and loads a model.json with some keys changed."""
     return model_in(tmp_path)
-
-
-@pytest.fixture
-def shop(tmp_path: Path) -> Workshop:
-    """A folder for runs, with a small data set."""
-    made = Workshop(tmp_path)
-    made.add_dataset()
-    return made

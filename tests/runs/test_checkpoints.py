@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import re
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -261,38 +259,6 @@ def test_hashes_cannot_lead_out_of_the_checkpoint(folder: Path, tmp_path: Path) 
         checkpoints.verify_checkpoint(path)
 
 
-class Malicious:
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Path.touch, (self.mark,))
-
-
-@pytest.mark.parametrize("file", ["optimizer.pt", "scaler.pt", "train_state.pt"])
-@pytest.mark.parametrize("form", ["torch", "pickle"])
-def test_a_checkpoint_never_executes(folder: Path, tmp_path: Path, file: str, form: str) -> None:
-    """Even one whose hashes are right: it may come from somebody else."""
-    path, mark = save_checkpoint(folder, a_checkpoint()), tmp_path / "executed"
-    with (path / file).open("wb") as stream:
-        if form == "torch":
-            torch.save({"state": Malicious(mark)}, stream)
-        else:
-            pickle.dump({"state": Malicious(mark)}, stream)
-    with suppress(RuntimeError), (path / file).open("rb") as stream:
-        torch.load(stream, weights_only=False)  # it is not a state dict, which shows after it has been unpickled
-    assert mark.exists(), "the file would do it, if it were let"
-    mark.unlink()
-    meta = read_meta(path)
-    meta.sha256[file] = sha256(path / file)
-    write_meta(path, meta)
-    checkpoints.verify_checkpoint(path)
-    with pytest.raises(UserError, match=f"{file}: not a readable state file") as caught:
-        checkpoints.load_checkpoint(path)
-    assert "\n" not in str(caught.value)
-    assert not mark.exists()
-
-
 def test_find_refuses_what_leads_out(folder: Path, tmp_path: Path) -> None:
     save_steps(folder, [1])
     outside = save_checkpoint(tmp_path / "other", a_checkpoint(2))
@@ -306,17 +272,6 @@ def test_find_refuses_what_leads_out(folder: Path, tmp_path: Path) -> None:
     (folder / "latest").symlink_to(outside)
     with pytest.raises(UserError, match="leads out of"):
         checkpoints.choose_start(folder, None)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [*("../other/latest", "..", ".", "", "/etc", "/tmp/x", "a/b", ".saving-1", "latest\n", "la test", "x\0y")],
-)
-def test_find_refuses_what_is_no_name(folder: Path, name: str) -> None:
-    save_steps(folder, [1])
-    with pytest.raises(UserError, match="must be a plain name") as caught:
-        checkpoints.find_checkpoint(folder, name)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_dangling_latest_is_an_error_not_a_new_start(folder: Path) -> None:
@@ -415,9 +370,7 @@ checkpoints._write_files = write_without_memory
 """
 
 
-def test_a_save_without_memory_does_not_blame_the_disk(tmp_path: Path) -> None:
-    shop = Workshop(tmp_path)
-    shop.add_dataset()
+def test_a_save_without_memory_does_not_blame_the_disk(shop: Workshop) -> None:
     run = shop.add_run()
     result = shop.train(ranks=1, expect=1, prelude=STARVED)
     (line,) = result.error_lines

@@ -17,13 +17,6 @@ NEW_KEYS = {"foreign_tokens", "device", "microbatch_size", "accumulation_steps"}
 NEW_KEYS |= {"measured_from_step", "measured_from_tokens", "measured_from_seconds"}
 
 
-@pytest.fixture
-def shop(tmp_path: Path) -> Workshop:
-    made = Workshop(tmp_path)
-    made.add_dataset()
-    return made
-
-
 def summary_of(run: Path) -> dict[str, Any]:
     return read_json_object(run / "summary.json")
 

@@ -280,41 +280,6 @@ def test_under_torchrun_one_rank_speaks(shop: Workshop) -> None:
     assert results[1].stdout == ""
 
 
-@pytest.mark.parametrize(
-    ("model", "train", "options", "words"),
-    [
-        ({}, {"min_train_tokens": 4000}, {}, ["train split of local/letters is too short", "4,033", "4,000"]),
-        ({}, {"warmup_steps": 100}, {}, ["warmup_steps", "100 steps", "20 global steps"]),
-        ({"vocab_size": 60}, {}, {}, ["train.safetensors", "token id 63", "vocabulary of 60"]),
-        ({}, {"validation_batches": 1000}, {}, ["validation split", "too short", "32,001", "500"]),
-        ({}, {}, {"assume_device": "A100"}, ['unknown device "A100"; known: A100 40GB, A100 80GB']),
-    ],
-    ids=["short", "warm-up", "vocabulary", "validation", "device"],
-)
-def test_what_cannot_work_is_refused(
-    shop: Workshop, model: dict[str, Any], train: dict[str, Any], options: dict[str, Any], words: list[str]
-) -> None:
-    shop.add_run(model=model, **train)
-    with pytest.raises(UserError) as refused:
-        plan(shop, **options)
-    assert all(word in str(refused.value) for word in words), refused.value
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["--plan", "--assume-device", "H100", "--assume-tps", "9"], "--assume-device and --assume-tps: give one"),
-        (["--assume-device", "H100"], "--assume-device belongs with --plan"),
-        (["--assume-tps", "100"], "--assume-tps belongs with --plan"),
-    ],
-)
-def test_options_that_belong_with_a_plan(shop: Workshop, arguments: list[str], line: str) -> None:
-    shop.add_run()
-    result = shop.attempt(*arguments)
-    assert (result.status, result.stdout, len(result.stderr.splitlines())) == (2, "", 1)
-    assert result.stderr.startswith(f"error: {line}")
-
-
 # Speeds that were measured
 
 

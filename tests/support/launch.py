@@ -54,10 +54,14 @@ TRAIN: dict[str, Any] = {
 
 @dataclass
 class Workshop:
-    """A folder with runs and datasets of a test's own."""
+    """A folder with runs and datasets of a test's own.
+
+    No charts are drawn unless it `draws`: the process that draws takes longer than the small runs.
+    """
 
     path: Path
     environment: dict[str, str] = field(default_factory=dict)
+    draws: bool = False
 
     @property
     def runs(self) -> Path:
@@ -118,7 +122,7 @@ class Workshop:
 
     def fork(self, command: list[str], variables: dict[str, str], prelude: str = "") -> WarmProcess:
         """Start one of the root's scripts in a process that has imported torch already."""
-        return warm_server().spawn(command, self.path, self._environment(variables), prelude)
+        return warm_server().spawn(command, self.path, self._environment(variables), prelude, draws=self.draws)
 
     def torchrun(
         self, *arguments: str, ranks: int = 2, expect: int | None = 0, timeout: float = PATIENCE_SECONDS

@@ -83,7 +83,8 @@ class Host:
         inherited = {key: value for key, value in os.environ.items() if key not in launcher}
         own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **self.shop.environment}
         entrance = ENTER.format(kinds=("net", "uts", "mnt"), pid=self.holder.pid) + f"os.chdir({str(self.work)!r})\n"
-        return warm_server().spawn(list(command), self.work, inherited | own | variables, entrance + FORK_PYTHONS)
+        environment, prelude = inherited | own | variables, entrance + FORK_PYTHONS
+        return warm_server().spawn(list(command), self.work, environment, prelude, draws=self.shop.draws)
 
     def training(self, name: str) -> list[str]:
         """The command that trains the run `name`."""

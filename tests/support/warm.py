@@ -26,15 +26,6 @@ from typing import Any
 from harness.common.files import umask
 
 ROOT = Path(__file__).resolve().parents[2]
-# Tests that look at charts: elsewhere none is drawn, since the process that draws takes as long as the small runs.
-DRAWING = tuple(
-    f"/test_{name}.py"
-    for name in (
-        *("training", "benchmarks_in_training", "continuation", "chart_process", "convert_hf", "ranks", "nodes"),
-        *("full_disks", "measuring", "microbatch_search"),
-    )
-)
-
 FORK_PYTHONS = "from tests.support.forking import fork_pythons\nfork_pythons()\n"
 
 # For each line on standard input one process, watched over by another that writes down its pid and how it ended.
@@ -142,22 +133,26 @@ class WarmServer:
     count: int = 0
     writing: threading.Lock = field(default_factory=threading.Lock)
 
-    def spawn(self, command: list[str], cwd: Path, environment: dict[str, str], prelude: str = "") -> WarmProcess:
-        """Fork a process that runs `command` (a script and its arguments), after the Python source `prelude`.
+    def spawn(
+        self, command: list[str], cwd: Path, environment: dict[str, str], prelude: str = "", *, draws: bool = False
+    ) -> WarmProcess:
+        """Fork a process that runs `command` (a script and its arguments), after the Python source `prelude`. A run
+        draws its chart if the process `draws`.
 
         Threads may call this at the same time.
         """
         with self.writing:
-            return self._spawn(command, cwd, environment, prelude)
+            return self._spawn(command, cwd, environment, prelude, draws)
 
-    def _spawn(self, command: list[str], cwd: Path, environment: dict[str, str], prelude: str) -> WarmProcess:
+    def _spawn(
+        self, command: list[str], cwd: Path, environment: dict[str, str], prelude: str, draws: bool
+    ) -> WarmProcess:
         self.count += 1
         base = self.path / str(self.count)
         for suffix in (".out", ".err"):  # there also if it is killed before it writes
             base.with_suffix(suffix).touch()
         job: dict[str, Any] = {"script": command[0], "arguments": command[1:], "cwd": str(cwd), "base": str(base)}
-        job |= {"environment": environment, "prelude": prelude, "umask": umask()}
-        job["draws"] = any(file in os.environ.get("PYTEST_CURRENT_TEST", "") for file in DRAWING)
+        job |= {"environment": environment, "prelude": prelude, "umask": umask(), "draws": draws}
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()

@@ -32,13 +32,6 @@ BATCHES = [32] * 5 + [64] * 3 + [128] * 6
 STOP = "from tests.support.faults import *\nbefore(STEP, tell(SIGTERM), rank=0, step={step})\n"
 
 
-@pytest.fixture
-def shop(tmp_path: Path) -> Workshop:
-    made = Workshop(tmp_path)
-    made.add_dataset(tokens=20_000)
-    return made
-
-
 def end_of(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The latest checkpoint's meta.json, and the summary."""
     meta = json.loads((run / "checkpoints" / "latest" / "meta.json").read_text())
@@ -67,15 +60,6 @@ def test_a_ramp_continues_to_the_bit(shop: Workshop) -> None:
     assert [start for start, _ in windows] == list(range(7, 7 + sum(BATCHES), 16))
     tokens = {event["global_step"]: event["tokens_seen"] for event in metrics(straight) if event["event"] == "train"}
     assert tokens == {step: sum(BATCHES[: step + 1]) for step in tokens}
-
-
-@pytest.mark.slow
-def test_a_ramp_continues_on_another_number_of_ranks(shop: Workshop) -> None:
-    run = shop.add_run("other", **RAMP)
-    shop.train("other", ranks=1, prelude=STOP.format(step=6), expect=128 + 15)
-    shop.train("other", ranks=2)
-    meta, _ = end_of(run)
-    assert (meta["global_step"], meta["tokens_seen"]) == (13, sum(BATCHES))
 
 
 def test_scaled_rates_are_trained_with_printed_and_recorded(shop: Workshop) -> None:

@@ -20,28 +20,28 @@ from tests.support.configs import model_in, train_in
 from tests.support.launch import Workshop
 
 SHORT = {"min_train_tokens": 256, "validation_interval": None, "validation_batches": None, "checkpoint_interval": 99}
-# "auto" compiles, with a compiler that fails, and without what earlier processes have compiled. Of two ranks the first
-# has no use for a C++ compiler, and so nothing to complain of.
-BROKEN = """
+# "auto" compiles.
+WANTED = """
 import os, torch
-import torch._inductor.config as inductor
 from harness.model import kernels
 from tests.support.faults import own_rank
 kernels.should_compile = lambda setting, device: setting is not False
-inductor.cpp.cxx = "false"
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.abspath(f"cache-{os.getpid()}")
 compile_module = torch.nn.Module.compile
-if int(os.environ.get("WORLD_SIZE", "1")) > 1 and own_rank() == 0:
-    torch.nn.Module.compile = lambda self: compile_module(self, backend="eager")
+"""
+# Inductor without a C++ compiler, and without what earlier processes have compiled.
+BROKEN = f"""{WANTED}
+import torch._inductor.config as inductor
+inductor.cpp.cxx = "false"
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.abspath("cache")
+"""
+# Of two ranks the second has a compiler that fails. Neither makes machine code.
+BROKEN_ON_RANK_1 = f"""{WANTED}
+def broken(graph, inputs):
+    raise RuntimeError("no such instruction")
+backend = broken if own_rank() == 1 else "eager"
+torch.nn.Module.compile = lambda self: compile_module(self, backend=backend)
 """
 NOTE = "note: the model is not compiled, and trains more slowly: compiling failed: "
-
-
-@pytest.fixture(name="shop")
-def _shop(tmp_path: Path) -> Workshop:
-    shop = Workshop(tmp_path)
-    shop.add_dataset()
-    return shop
 
 
 class FakeCompiler:
@@ -103,8 +103,8 @@ def weights(run: Path) -> bytes:
 def test_all_ranks_step_down_if_one_cannot_compile(shop: Workshop) -> None:
     """A rank that trained compiled code would exchange other buckets than one that does not."""
     run, eager = shop.add_run("r", **SHORT), shop.add_run("eager", **SHORT, compile=False)
-    result = shop.train("r", prelude=BROKEN)
-    assert result.stdout.count(NOTE) == 1, result.stdout
+    result = shop.train("r", prelude=BROKEN_ON_RANK_1)
+    assert result.stdout.count(f"{NOTE}RuntimeError: no such instruction") == 1, result.stdout
     assert "Traceback" not in result.stderr
     shop.train("eager")
     assert weights(run) == weights(eager)
@@ -112,7 +112,7 @@ def test_all_ranks_step_down_if_one_cannot_compile(shop: Workshop) -> None:
 
 @pytest.mark.slow
 def test_what_train_json_demands_is_refused_in_one_line(shop: Workshop) -> None:
-    shop.add_run("r", **SHORT, compile=True)
+    shop.add_run("r", **SHORT, compile=True, model={"n_layers": 1})
     result = shop.train("r", ranks=1, prelude=BROKEN, expect=2)
     (line,) = result.error_lines
     assert line.startswith('error: train.json: key "compile": the model cannot be compiled here: ')
@@ -122,13 +122,10 @@ def test_what_train_json_demands_is_refused_in_one_line(shop: Workshop) -> None:
 
 # Compiled by torch.compile's front, which cuts the model at DDP's buckets, but not to machine code, the loss's kernel
 # included: that takes minutes (tests/model/test_linear_cross_entropy.py has that kernel's).
-COMPILED = """
-import torch
-from harness.model import cross_entropy, kernels
+COMPILED = f"""{WANTED}
+from harness.model import cross_entropy
 kernel = torch.compile(cross_entropy.fused_kernel, dynamic=False, fullgraph=True, backend="eager")
 cross_entropy._compile = lambda: kernel
-kernels.should_compile = lambda setting, device: True
-compile_module = torch.nn.Module.compile
 torch.nn.Module.compile = lambda self: compile_module(self, backend="eager")
 """
 

@@ -84,17 +84,6 @@ def test_trains_to_the_loss_of_fp32(shop: Workshop, fp32_loss: float, keys: dict
     assert loss != fp32_loss, "it was computed in another precision"
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="TF32 is a precision of CUDA's matrix units")
-def test_tf32_trains_to_the_loss_of_fp32(shop: Workshop) -> None:
-    losses = []
-    for name, setting in (("tf32", "1"), ("whole", "0")):
-        shop.environment["NVIDIA_TF32_OVERRIDE"] = setting
-        losses.append(final_loss(shop, name, precision="fp32"))
-    del shop.environment["NVIDIA_TF32_OVERRIDE"]
-    assert losses[0] == pytest.approx(losses[1], abs=TOLERANCE)
-
-
 def checkpoint(wanted: str = "auto", **values: Any) -> CheckpointMeta:
     return CheckpointMeta(global_step=3, train={"precision": wanted}, **values)
 

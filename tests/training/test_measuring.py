@@ -73,13 +73,11 @@ def test_a_window_with_nan_reports_nan_and_valid_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_no_line_waits_for_the_disk_but_a_checkpoint_comes_after_its_lines(tmp_path: Path, in_background: bool) -> None:
+def test_no_line_waits_for_the_disk_but_a_checkpoint_comes_after_its_lines(shop: Workshop, in_background: bool) -> None:
     """The training thread only opens and writes for a line; a checkpoint is published after metrics.jsonl is synced."""
-    shop = Workshop(tmp_path)
-    shop.add_dataset()
     shop.add_run(async_checkpoint=in_background)
     save = "background save" if in_background else "save"
-    files = {call: tmp_path / call for call in ("metrics", save)}
+    files = {call: shop.path / call for call in ("metrics", save)}
     shop.train(
         "r", ranks=1, prelude="".join(file_operations.prelude(call, 0, "log", path) for call, path in files.items())
     )

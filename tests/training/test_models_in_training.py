@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from gpt import GPTModel
 from harness.data.loader import BatchLayout
@@ -222,23 +221,6 @@ def test_it_is_sampled_tuned_and_exported_with_its_code(tmp_path: Path) -> None:
     assert "epoch 1: training loss" in tuned.stdout + tuned.stderr
     said = convert(tmp_path, "export", str(tmp_path / "c"), str(tmp_path / "out")).stdout
     assert "with code of its own" in said
-
-
-def test_the_routers_loss_belongs_with_experts(tmp_path: Path) -> None:
-    shop = Workshop(tmp_path)
-    shop.add_dataset()
-    shop.add_run(moe_router_loss_scale=0.01)
-    for arguments in ([], ["--plan"]):
-        result = shop.attempt(*arguments)
-        assert result.status == 2
-        (line,) = result.error_lines
-        assert 'r/train.json: key "moe_router_loss_scale": belongs with "moe" in model.json; remove it' in line
-
-
-@pytest.mark.parametrize("value", [-0.1, "0.1", True])
-def test_the_routers_loss_is_a_number_from_zero(value: Any) -> None:
-    with pytest.raises(ValidationError, match=r"(?s)moe_router_loss_scale.*Input should be"):
-        TrainConfig.model_validate({**SEED_TRAIN, "moe_router_loss_scale": value})
 
 
 @pytest.mark.parametrize(("given", "active", "scale"), [({}, 2, 0.005), ({}, 4, 0.0025), ({"own": 0.0}, 2, 0.0)])

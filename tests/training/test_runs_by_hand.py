@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from signal import SIGTERM
 from typing import Any
 
@@ -147,13 +146,6 @@ class Part:
         if self.last is None:
             return ""
         return f"from tests.support.faults import *\nbefore(STEP, tell(SIGTERM), rank=0, step={self.last})\n"
-
-
-@pytest.fixture
-def shop(tmp_path: Path) -> Workshop:
-    made = Workshop(tmp_path)
-    made.add_dataset(tokens=20_000)
-    return made
 
 
 def start_and_end(shop: Workshop, train: dict[str, Any], parts: Sequence[Part]) -> Iterator[GPTModel]:
