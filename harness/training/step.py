@@ -85,6 +85,8 @@ class OptimizerStep:
     def accumulate(self, microbatches: Sequence[Microbatch], *, exchange: bool = True) -> tuple[Tensor, Tensor | None]:
         """Forward and backward over the microbatches; the mean gradient over them, and with `exchange` over the ranks,
         is then in `.grad`. Returns the loss of each, and how many tokens each expert got, if there are any."""
+        if self.is_wrapped:
+            self._forget_exchanged(accumulates=len(microbatches) > 1)
         losses: list[Tensor] = []
         expert_tokens: list[Tensor] = []
         for number, microbatch in enumerate(microbatches, start=1):
@@ -112,12 +114,19 @@ class OptimizerStep:
         self.forget_gradients()
 
     def forget_gradients(self) -> None:
-        """Make the gradients those of no microbatch."""
-        if self.is_wrapped:  # they are views of DDP's buckets, which stay
-            if gradients := [each.grad for each in self.bare_model.parameters() if each.grad is not None]:
-                torch._foreach_zero_(gradients)  # private: one kernel for all tensors has no public name
-        else:  # nobody's buffers: the next backward pass brings its own, and nothing has to be set to zero and added
+        """Free the gradients of a bare model. Those of a wrapped one are views of DDP's buckets, which stay."""
+        if not self.is_wrapped:
             self.bare_model.zero_grad(set_to_none=True)
+
+    def _forget_exchanged(self, *, accumulates: bool) -> None:
+        """Make the gradients in DDP's buckets those of no microbatch. Where several add up they become zero: a gradient
+        that is not there would be made beside its bucket. A single one is left out: DDP copies it into the bucket and
+        divides it by the number of ranks at once, in place of adding it to zeros and dividing the sum."""
+        gradients = [each.grad for each in self.bare_model.parameters() if each.grad is not None]
+        if not accumulates:
+            self.bare_model.zero_grad(set_to_none=True)
+        elif gradients:
+            torch._foreach_zero_(gradients)  # private: one kernel for all tensors has no public name
 
     def settle_compilation(self, microbatch: Microbatch, setting: bool | Literal["auto"], world: World) -> None:
         """Compile what `choose_kernels` has marked, by a pass that leaves nothing but random numbers drawn.
