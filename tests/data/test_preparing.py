@@ -383,7 +383,7 @@ def test_a_worker_that_dies_is_one_line_and_the_work_goes_on(preparer: Preparer,
     arguments = [preparer.path / "texts", "datasets/me/x", "--workers", 2, *SMALL]
     process = mine.start(*arguments)
     os.kill(workers_of(process)[0], signal.SIGKILL)
-    _, error = process.communicate(timeout=30)
+    _, error = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "a tokenizing process has ended by itself" in error
     assert len(error.splitlines()) == 1
@@ -416,7 +416,7 @@ def test_no_worker_stays_behind(preparer: Preparer, tmp_path: Path, signal_numbe
         os.killpg(process.pid, signal_number)
     else:
         process.send_signal(signal_number)
-    _, error = process.communicate(timeout=30)  # until nobody holds standard error any more
+    _, error = process.communicate(timeout=120)  # until nobody holds standard error any more
     assert process.returncode in {-signal_number, 130}
     if signal_number == signal.SIGINT:
         assert error == "stopped by SIGINT; to continue, run the same command again\n"
