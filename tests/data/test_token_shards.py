@@ -153,6 +153,7 @@ def test_token_shards_are_gpt2s_if_nothing_else_is_said(preparer: Preparer) -> N
         ("train.bin", b"", "train would have no tokens"),
         ("train.bin", shard([300]), "token id 300 is beyond the tokenizer's 300"),
         ("train.bin", bytes(3), "3 bytes are no whole number of uint16"),
+        ("train.bin", np.arange(40, dtype="<u4").tobytes(), "every second token is 0: they are wider"),
         ("train.bin", shard([1])[:8], "damaged: it ends within its header"),
         ("train.npy", np.array([5, -1], np.int32), "token id -1 is beyond the tokenizer's 300"),
         ("train.npy", np.zeros((3, 4), np.uint16), "uint16 in 2 dimensions"),

@@ -53,6 +53,9 @@ class TokenShard:
             yield block
 
 
+FEWEST_NUMBERS = 16  # at a file's beginning, for a judgement of their width
+
+
 def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
     """`stated_dtype` is what the user says of files without a header; None: uint16.
 
@@ -70,6 +73,11 @@ def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
             raise UserError(
                 f"{path}: no header tells what it holds, and {size:,} bytes are no whole number of {dtype.name}; it is "
                 "damaged, or no file of tokens"
+            )
+        upper_halves = np.frombuffer(head[: len(head) // 4 * 4], "<u2")[1::2]  # if the numbers were of 32 bits or more
+        if stated_dtype is None and len(upper_halves) >= FEWEST_NUMBERS and (upper_halves == 0).mean() > 0.5:
+            raise UserError(
+                f"{path}: read as uint16, every second token is 0: they are wider; give --token-dtype uint32"
             )
         return TokenShard(path, dtype, 0, size // dtype.itemsize, is_told=False)
     if len(head) < SHARD_HEADER_BYTES:
