@@ -122,10 +122,9 @@ class OptimizerStep:
         """Make the gradients in DDP's buckets those of no microbatch. Where several add up they become zero: a gradient
         that is not there would be made beside its bucket. A single one is left out: DDP copies it into the bucket and
         divides it by the number of ranks at once, in place of adding it to zeros and dividing the sum."""
-        gradients = [each.grad for each in self.bare_model.parameters() if each.grad is not None]
         if not accumulates:
             self.bare_model.zero_grad(set_to_none=True)
-        elif gradients:
+        elif gradients := [each.grad for each in self.bare_model.parameters() if each.grad is not None]:
             torch._foreach_zero_(gradients)  # private: one kernel for all tensors has no public name
 
     def settle_compilation(self, microbatch: Microbatch, setting: bool | Literal["auto"], world: World) -> None:

@@ -170,8 +170,8 @@ def reading_progress(files: Sequence[TextFile]) -> Iterator[Show]:
             if first_tokens < 0:
                 bar.initial, first_tokens = position, size.tokens
             speed = (size.tokens - first_tokens) / max(now - began, 1e-9)
-            documents, tokens, speed_ = (tqdm.format_sizeof(each) for each in (size.documents, size.tokens, speed))
-            bar.set_postfix_str(f"{documents} documents, {tokens} tokens, {speed_} tokens/s", refresh=False)
+            counts = [tqdm.format_sizeof(each) for each in (size.documents, size.tokens, speed)]
+            bar.set_postfix_str("{} documents, {} tokens, {} tokens/s".format(*counts), refresh=False)
             bar.update(position - bar.n)
             if not is_terminal and now - shown >= SECONDS_BETWEEN_LINES:
                 shown = now
