@@ -63,10 +63,12 @@ def limit_memory(device: torch.device, limit_gib: float | None, local_size: int)
     CUDA: the caching allocator's fraction of the device, which is what a device of `limit_gib` would have left beside
     what is taken now outside the allocator (CUDA itself, exchange buffers, other processes) and CUDA_RESERVE_BYTES.
     CPU: all of a process's writable memory but HEADROOM_BYTES. Without a `limit_gib`: the whole device, or on the CPU
-    this process's share of the memory that is free now.
+    this process's share of the memory that is free now. Raises UserError on a CPU under another system than Linux.
     """
     if device.type == "cuda":
         return _limit_cuda_memory(device, limit_gib)
+    if sys.platform != "linux":
+        raise UserError("-f on a CPU needs Linux: no other system limits a process's writable memory (RLIMIT_DATA)")
     used = _status_bytes("VmData")
     limit = limit_gib * GIB if limit_gib is not None else used + free_memory() / local_size
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)

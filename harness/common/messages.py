@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 SHOWN_CHARACTERS = 60
-ALIKE = 0.75  # of difflib's ratio: half of it, and `epochs` is like `eps`
+ALIKE = 0.76  # of difflib's ratio: half of it, and `epochs` is like `eps`
 
 
 def quoted(value: Any) -> str:
@@ -23,11 +23,22 @@ def quoted(value: Any) -> str:
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
     """The known name that was probably meant: one that differs by a typing error or an omitted part; None if there is
-    none. A merely similar name does not count: it may be another program's word for something else."""
+    none. A name with a word of its own does not count (`mlp_ratio` beside `min_lr_ratio`): it may be another program's
+    for something else."""
     if len(name) > SHOWN_CHARACTERS:  # no slip of the finger, and slow to compare
         return None
+
+    def is_meant(candidate: str) -> bool:
+        typed, right = name.replace("_", ""), candidate.replace("_", "")
+        blocks = difflib.SequenceMatcher(None, typed, right).get_matching_blocks()
+        if sum(block.size for block in blocks) >= max(len(typed), len(right)) - 1:  # one letter differs
+            return True
+        parts = candidate.split("_")
+        return all(difflib.get_close_matches(word, parts, n=1, cutoff=ALIKE) for word in name.split("_"))
+
     swapped = [each for each in known if sorted(each) == sorted(name)]  # in a short name a large part of it
-    return next(iter(swapped or difflib.get_close_matches(name, known, n=1, cutoff=ALIKE)), None)
+    alike = difflib.get_close_matches(name, filter(is_meant, known), n=1, cutoff=ALIKE)
+    return next(iter(swapped or alike), None)
 
 
 def abbreviated(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:

@@ -56,9 +56,9 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
         groups.setdefault(name if isinstance(of_run, Inconclusive) else "\n".join(of_run), []).append(name)
     arms = []
     for members in groups.values():
-        by_seed: dict[Any, str] = {}
+        by_seed: dict[str, str] = {}
         for name in sorted(members, key=lambda name: name != baseline):
-            by_seed.setdefault(finished[name].train.get(SEED, TrainConfig.model_fields[SEED].default), name)
+            by_seed.setdefault(json.dumps(finished[name].train.get(SEED, TrainConfig.model_fields[SEED].default)), name)
         arms.append(tuple(name for name in members if name in by_seed.values()))
         if repeated := [name for name in members if name not in by_seed.values()]:
             notes.append(f"{abbreviated(repeated)}: same seed and settings as another run of the arm, counted once")
@@ -97,7 +97,10 @@ def settings_of(record: RunRecord) -> tuple[str, str] | Inconclusive:
             return Inconclusive(f'the initial_weights "{weights}" are in its own folder, and another run\'s may differ')
     sequences = train.pop("global_batch_size")
     if sequences is not None:  # the other way of saying it
-        train["gradient_accumulation_steps"] = sequences // (train["microbatch_size"] * known["world_size"])
+        microbatch = train.get("microbatch_size")
+        if not isinstance(microbatch, int) or microbatch < 1:
+            return Inconclusive("its microbatch_size was not recorded")
+        train["gradient_accumulation_steps"] = sequences // (microbatch * known["world_size"])
     train["checkpoint_interval"] = train["checkpoint_interval"] or train["validation_interval"]
     deciding = {key: value for key, value in train.items() if key not in {SEED, *WITHOUT_EFFECT}}
     settings = [_with_defaults(ModelConfig, model), deciding, dataset]

@@ -75,7 +75,14 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
     """A chart over each axis, of the runs whose losses are of the text that most of them were measured on: validation
     losses, or, where no run has enough of those, training losses. Arms are called as in the verdicts against the run
     `baseline`."""
-    events = {record.name: [*last_training(record.directory.metrics)][::-1] for record in records}
+    events: dict[str, list[Event]] = {}
+    reasons: dict[str, list[str]] = {}
+    for record in records:
+        try:
+            events[record.name] = [*last_training(record.directory.metrics)][::-1]
+        except UserError as error:
+            reasons[f"in no chart: {error}"] = [record.name]
+    records = [record for record in records if record.name in events]
 
     def has_curve(kind: tuple[str, type[Event], BasisOf]) -> bool:
         _, of_kind, basis_of = kind
@@ -89,7 +96,6 @@ def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str |
         return [Chart(axis, kind, [], ["the text that losses were measured on is not recorded"]) for axis in axes]
     main = max(known, key=known.count)
     drawn: dict[str, RunRecord] = {}
-    reasons: dict[str, list[str]] = {}
     for record in records:
         is_off = kind == "validation" and record.train and record.train.get("validation_interval") is None
         if bases[record.name] != main:
@@ -117,21 +123,24 @@ def _chart(
     losses: Mapping[str, Sequence[Event]],
     reasons: Mapping[str, Sequence[str]],
 ) -> Chart:
-    """The curves along one axis: the mean of each group's runs, point by point, up to the end of its shortest run."""
-    places, found = {}, {reason: [*names] for reason, names in reasons.items()}
+    """The curves along one axis: the mean of each group's runs at the steps that all of them have a loss of."""
+    points, found = {}, {reason: [*names] for reason, names in reasons.items()}
     for name, record in drawn.items():
         try:
-            places[name] = [_place(event, axis, record) for event in losses[name]]
+            points[name] = {
+                event.global_step: (_place(event, axis, record), float(event.loss))  # type: ignore[attr-defined]
+                for event in losses[name]
+            }
         except UserError as error:
             found.setdefault(str(error), []).append(name)
     curves = []
     for label, names in groups.items():
-        members = [name for name in names if name in places]
-        if members:
-            xs = list(zip(*(places[name] for name in members), strict=False))
-            ys = list(zip(*([float(event.loss) for event in losses[name]] for name in members), strict=False))  # type: ignore[attr-defined]
+        members = [points[name] for name in names if name in points]
+        steps = [step for step in members[0] if all(step in each for each in members)] if members else []
+        if steps:
+            xs, ys = ([[each[step][part] for each in members] for step in steps] for part in (0, 1))
             band = ([min(each) for each in ys], [max(each) for each in ys]) if len(members) > 1 else ([], [])
-            mean_x, mean_y = ([sum(each) / len(each) for each in points] for points in (xs, ys))
+            mean_x, mean_y = ([sum(each) / len(each) for each in of_steps] for of_steps in (xs, ys))
             curves.append(Curve(label, mean_x, mean_y, *band, runs=len(members)))
     problems = [f"{abbreviated(names)}: {reason}" for reason, names in found.items()]
     return Chart(axis, kind, sorted(curves, key=lambda curve: curve.y[-1]), problems)

@@ -185,7 +185,10 @@ def log_tail(run: RunDirectory) -> list[str]:
 
 def last_end(run: RunDirectory) -> tuple[Literal["failed", "pruned"], int] | None:
     """Last end that the sweep noted in the run's log: failed, with the exit status, or pruned, with the global step.
-    None where the log has neither."""
+    None where the log has neither, or where the run was continued without the sweep since."""
+    with suppress(OSError):
+        if run.metrics.stat().st_mtime > run.sweep_log.stat().st_mtime:
+            return None
     marks = [found for line in log_tail(run) if (found := SWEEP_MARK.fullmatch(line))]
     if not marks or marks[-1][1] is None:
         return None

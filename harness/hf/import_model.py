@@ -80,8 +80,8 @@ class Gpt2Config(BaseModel):
     n_embd: Count = Field(ge=1)
     n_head: Count = Field(ge=1)
     n_layer: Count = Field(ge=1)
-    n_inner: int | None = None
-    activation_function: Literal["gelu_new", "gelu_pytorch_tanh"] = "gelu_new"
+    n_inner: Count | None = Field(default=None, ge=1)
+    activation_function: Literal["gelu_new", "gelu_pytorch_tanh", "relu2"] = "gelu_new"
     layer_norm_epsilon: float = Field(default=EPSILON, ge=EPSILON, le=EPSILON)
     scale_attn_weights: Literal[True] = True
     scale_attn_by_inverse_layer_idx: Literal[False] = False
@@ -96,8 +96,6 @@ class Gpt2Config(BaseModel):
     def _widths(self) -> Gpt2Config:
         if self.n_embd % self.n_head:
             raise ValueError(f'key "n_embd": {self.n_embd} is not a multiple of n_head, {self.n_head}')
-        if self.n_inner not in (None, 4 * self.n_embd):
-            raise ValueError(f'key "n_inner": {self.n_inner} is not four times n_embd, as ours is')
         return self
 
 
@@ -108,7 +106,10 @@ def gpt2_shape(raw: dict[str, Any], source: Path) -> dict[str, Any]:
     Raises UserError, naming the key, if the model computes something that ours do not.
     """
     theirs = parse_config(Gpt2Config, raw, source)
-    return {
+    others: dict[str, Any] = {"mlp": "relu2"} if theirs.activation_function == "relu2" else {}
+    if theirs.n_inner not in (None, 4 * theirs.n_embd):
+        others["mlp_dim"] = theirs.n_inner
+    return others | {
         "vocab_size": theirs.vocab_size,
         "context_length": theirs.n_positions,
         "emb_dim": theirs.n_embd,

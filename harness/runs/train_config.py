@@ -260,10 +260,17 @@ class TrainConfig(RunFile):
         return next(key for key in BUDGETS if getattr(self, key) is not None)
 
     @property
-    def sequences(self) -> int | None:
-        """Sequences of the global batch over all ranks, the last of a ramp; None if train.json counts accumulation
+    def global_batches(self) -> list[int]:
+        """Sequences of each global batch over all ranks, several in a ramp; none if train.json counts accumulation
         steps."""
-        return self.batch_ramp[-1][1] if self.batch_ramp else self.global_batch_size
+        if self.batch_ramp:
+            return [size for _, size in self.batch_ramp]
+        return [] if self.global_batch_size is None else [self.global_batch_size]
+
+    @property
+    def sequences(self) -> int | None:
+        """Sequences of the last global batch; None if train.json counts accumulation steps."""
+        return self.global_batches[-1] if self.global_batches else None
 
     def accumulation_steps(self, world_size: int, sequences: int | None = None) -> int:
         """Microbatches that each of `world_size` ranks runs per optimizer step, of a global batch of `sequences`; None:

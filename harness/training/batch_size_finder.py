@@ -255,7 +255,7 @@ class MicrobatchSearcher:
         fit = (
             f"{line[0] / GIB:.3f} GiB per sequence + {line[1] / GIB:.3f} GiB fixed" if line else "too few sizes to tell"
         )
-        data = ", limited by the data" if is_all_data else ""
+        data = ", limited by the data or the global batch" if is_all_data else ""
         limit = f"limit {self.limit.gib:.2f} GiB, of which {self.limit.note}{data}"
         print(f"Memory: {fit} (from {len(self.peaks)} peaks; {limit})")
         print(f"Search: {self._tried} sizes, {time.monotonic() - self._began:,.0f} s", flush=True)
@@ -329,8 +329,15 @@ def keep_search(experiment: Experiment, search: MicrobatchSearch) -> None:
 
 
 def largest_with_data(experiment: Experiment, world: World, dataset: Dataset) -> int:
-    """Sequences in the largest microbatch of which the train split has one global batch. UserError if there is none."""
+    """Sequences in the largest microbatch of which the train split has one global batch, and which is no larger than
+    each rank's part of a global batch that train.json sets. Raises UserError if there is none."""
     config, tokens = experiment.config, dataset.split("train")
+    if undivided := [size for size in config.global_batches if size % world.size]:
+        key = "batch_ramp" if config.batch_ramp else "global_batch_size"
+        raise UserError(
+            f'{experiment.run.train_json}: key "{key}": {undivided[0]} sequences are not a multiple of '
+            f"{world.size} ranks; change one of them"
+        )
     per_sequence = world.size * config.gradient_accumulation_steps * experiment.model.context_length
     ceiling = (len(tokens) - config.start_train_token - 1) // per_sequence
     if ceiling < 1:
@@ -338,7 +345,7 @@ def largest_with_data(experiment: Experiment, world: World, dataset: Dataset) ->
             f"the train split of {config.dataset} is too short for one global batch: wanted "
             f"{config.start_train_token + per_sequence + 1:,} tokens, but there are {len(tokens):,}"
         )
-    return ceiling
+    return min([ceiling, *(size // world.size for size in config.global_batches)])
 
 
 def remark_on_validation(experiment: Experiment, microbatch_size: int, world: World, dataset: Dataset) -> None:
@@ -355,16 +362,10 @@ def remark_on_validation(experiment: Experiment, microbatch_size: int, world: Wo
 def write_microbatch_size(experiment: Experiment, found: int, world_size: int) -> int:
     """Put the largest usable microbatch of at most `found` into train.json; that number.
 
-    With a `global_batch_size` or a `batch_ramp` a usable one divides it evenly over the ranks. Raises RunError if there
-    is none.
+    With a `global_batch_size` or a `batch_ramp` a usable one divides each rank's part of it.
     """
-    path, config = experiment.run.train_json, experiment.config
-    wanted = [size for _, size in config.batch_ramp or []] or [config.global_batch_size or 0]
-    size = next((n for n in range(found, 0, -1) if all(each % (n * world_size) == 0 for each in wanted)), 0)
-    if not size:
-        key = "batch_ramp" if config.batch_ramp else "global_batch_size"
-        sizes = ", ".join(map(str, wanted))
-        raise RunError(f"{path}: no microbatch divides {key} {sizes} over {world_size} ranks")
+    path, batches = experiment.run.train_json, experiment.config.global_batches
+    size = next(n for n in range(found, 0, -1) if all(each % (n * world_size) == 0 for each in batches))
     text = path.read_text(encoding="utf-8")
     pattern = r'("(?:micro|mini)batch_size"\s*:\s*)\d+'
     replace_text(path, re.sub(pattern, lambda match: match.group(1) + json.dumps(size), text, count=1))

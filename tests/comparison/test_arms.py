@@ -126,6 +126,7 @@ DROPPING: dict[str, Any] = {"model": {"drop_rate": 0.1}}
     ("changes", "reason"),
     [
         ({"torch": None, "content": None}, "these were not recorded: dataset, torch"),
+        ({"global_batch_size": 32, "left_out": ["microbatch_size"]}, "its microbatch_size was not recorded"),
         ({"initial_weights": "/a/model.safetensors"}, "random_seed changes nothing in it: "),
         (
             {"initial_weights": "start.safetensors", **DROPPING},

@@ -51,6 +51,9 @@ def test_replicates_are_one_curve_with_a_band_and_the_lowest_comes_first(tmp_pat
     assert (second.label, second.runs) == ("a", 2)
     assert second.y == pytest.approx([4.2, 4.0, 3.9])
     assert (second.low[0], second.high[0]) == (4.1, 4.3)
+    lines = b.directory.metrics.read_text().splitlines(keepends=True)
+    b.directory.metrics.write_text("".join(line for line in lines if '"global_step": 10,' not in line))
+    assert chart_of(a, b, axis="steps").curves[0].x == [0, 20], "at other steps there is no mean of both"
 
 
 def test_the_baselines_curve_is_called_as_in_the_verdicts(tmp_path: Path) -> None:
@@ -85,6 +88,23 @@ def test_what_is_not_drawn_is_said_with_its_reason(tmp_path: Path) -> None:
     assert chart.problems == ['free: no "price_per_hour" in train.json, so that losses have no dollars']
     unknown = chart_of(RunFolder(tmp_path, "f").train_to(0, 10))
     assert (unknown.curves, unknown.problems) == ([], ["the text that losses were measured on is not recorded"])
+
+
+def test_a_file_that_cannot_be_read_keeps_no_other_run_from_being_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readable, locked = trained(tmp_path, "a"), trained(tmp_path, "locked")
+    read = Path.read_bytes
+
+    def refuse(path: Path) -> bytes:
+        if path == locked.directory.metrics:
+            raise PermissionError(13, "Permission denied")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    chart = chart_of(readable, locked)
+    assert [each.label for each in chart.curves] == ["a"]
+    assert chart.problems == [f"locked: in no chart: {locked.directory.metrics}: cannot be read: Permission denied"]
 
 
 def test_training_losses_where_no_run_has_validated_twice(tmp_path: Path) -> None:

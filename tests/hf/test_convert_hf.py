@@ -64,7 +64,8 @@ def small(**changes: Any) -> ModelConfig:
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, GPTModel]:
     """A checkpoint "c" and its exported folder "out". Tests read them."""
     path = tmp_path_factory.mktemp("exported")
-    model = write_checkpoint(path / "c", small(tie_weights=request.param, qkv_bias=request.param))
+    others: dict[str, Any] = {"qkv_bias": True, "mlp": "relu2", "mlp_dim": 100} if request.param else {}
+    model = write_checkpoint(path / "c", small(tie_weights=request.param, **others))
     convert(path, "export", "c", "out")
     return path, model
 
@@ -255,7 +256,7 @@ def test_an_older_folder_with_masks_no_prefix_and_two_tokenizer_files(tmp_path: 
         ("layer_norm_epsilon", 1e-6),
         ("scale_attn_by_inverse_layer_idx", True),
         ("scale_attn_weights", False),
-        ("n_inner", 100),
+        ("n_inner", 0),
         ("n_layer", "two"),
         ("n_layer", 2.0),
         ("n_layer", -1),

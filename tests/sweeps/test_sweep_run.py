@@ -259,6 +259,9 @@ def test_every_command_has_the_same_word_for_a_run(shop: Workshop) -> None:
     assert runs["s-seed1"]["values"]["dollars"]["value"] == 0.0049
     assert "global step 5, 26 %, loss 2.000" in told["s-seed2"]
     assert "    error: out of memory" in status.splitlines()
+    os.utime(folders[2] / "metrics.jsonl", (time.time() + 60,) * 2)
+    status = sweep_command(shop, "status").stdout
+    assert "\ns-seed3  stopped " in status, "it was continued by hand since"
 
 
 def test_a_run_under_way_is_shown_with_the_time_left(shop: Workshop) -> None:

@@ -193,9 +193,10 @@ def test_the_answer_fits_and_the_next_does_not(first: tuple[int, Result], base_g
     assert fixed + per_sequence * (number + 2) > base_gib + ROOM, "nor less: it misleads about other cards"
 
 
-def test_write_changes_one_number_and_nothing_else(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("global_batch", "found", "written"), [(12, 5, 3), (8, 4, 4)])
+def test_write_changes_one_number_and_nothing_else(tmp_path: Path, global_batch: int, found: int, written: int) -> None:
     """No limit, but few data after the slice's start: 10 sequences for 2 ranks are 5 each; a global batch of 12
-    sequences allows 3 of them. The sample prompt comes first, and looks like the key."""
+    sequences allows 3 of them, and one of 8 no more than 4. The sample prompt comes first, and looks like the key."""
     shop = Workshop(tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
     shop.add_dataset(tokens=100 + 16 * 10 + 1)
     run = shop.add_run()
@@ -203,16 +204,16 @@ def test_write_changes_one_number_and_nothing_else(tmp_path: Path) -> None:
         '{\n  "dataset":"local/letters", "sample_prompt": "\\"microbatch_size\\": 7 \\u00e9 é", "sample_interval": 7,\n'
     )
     odd += '\n\t"microbatch_size"  :   1 ,"min_train_tokens" : -1,"start_train_token":100,"checkpoint_interval": 7,\n'
-    odd += '"global_batch_size": 12}'
+    odd += f'"global_batch_size": {global_batch}}}'
     (run / "train.json").write_text(odd, encoding="utf-8")
     model = (run / "model.json").read_bytes()
     result = search(shop, "--write", limit=None, ranks=2)
-    assert answer(result) == 5
+    assert answer(result) == found
     assert "limited by the data" in result.stdout
-    assert "microbatch_size is now 3" in result.stdout
-    written = (run / "train.json").read_text(encoding="utf-8")
-    assert written == odd.replace('"microbatch_size"  :   1 ', '"microbatch_size"  :   3 ')
-    assert load_train_config(run / "train.json").accumulation_steps(2) == 2
+    assert f"microbatch_size is now {written}" in result.stdout
+    text = (run / "train.json").read_text(encoding="utf-8")
+    assert text == odd.replace('"microbatch_size"  :   1 ', f'"microbatch_size"  :   {written} ')
+    assert load_train_config(run / "train.json").accumulation_steps(2) == global_batch // (2 * written)
     assert (run / "model.json").read_bytes() == model
     assert {path.name for path in run.iterdir()} == {"model.json", "train.json", "results"}
 
