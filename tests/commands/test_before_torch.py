@@ -70,9 +70,10 @@ def test_a_misspelt_key(shop: Workshop, there: tuple[str, ...], file: str, optio
     assert f'r/{file}: key "lerning_rate": unknown' in line
 
 
-def test_a_builtin_dataset_that_there_is_not(shop: Workshop, there: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("options", [(), ("--plan",)], ids=str)
+def test_a_builtin_dataset_that_there_is_not(shop: Workshop, there: tuple[str, ...], options: tuple[str, ...]) -> None:
     shop.add_run(dataset="builtin/python-stdlb")
-    result = quickly(shop, "r", *there)
+    result = quickly(shop, "r", *there, *options)
     assert result.status == 2
     assert 'key "dataset": no builtin/python-stdlb; there is builtin/python-stdlib' in result.stderr
 
@@ -137,9 +138,10 @@ def test_leftovers_of_a_launcher(shop: Workshop, arguments: list[str], variables
     assert result.stderr.startswith(f"error: environment: {words}")
 
 
-def test_leftovers_that_are_complete(shop: Workshop) -> None:
+@pytest.mark.parametrize("rank", "01")
+def test_leftovers_that_are_complete(shop: Workshop, rank: str) -> None:
     """They cannot be told from a rank that is early: it says for whom it waits."""
-    variables = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [str(ROOT / "ddp_train.py"), "r", str(shop.datasets), "--runs-dir", str(shop.runs)]
     process = shop.fork(command, variables, "import harness.distributed.rendezvous as r\nr.WAITING_SECONDS = 0.2\n")
@@ -149,7 +151,7 @@ def test_leftovers_that_are_complete(shop: Workshop) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.kill()
-    assert said.startswith(f"rank 1 waits for the other 1 of 2 at 127.0.0.1:{variables['MASTER_PORT']}; ")
+    assert said.startswith(f"rank {rank} waits for the other 1 of 2 at 127.0.0.1:{variables['MASTER_PORT']}; ")
     assert "unset RANK" in said
 
 

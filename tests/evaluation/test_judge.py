@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from dataclasses import replace
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -166,9 +167,11 @@ def test_a_judge_that_fails_for_a_while(bench: Bench) -> None:
     assert len(bench.lines()) == QUESTIONS
 
 
-def test_retry_after_is_waited_for(bench: Bench) -> None:
+@pytest.mark.parametrize("is_date", [False, True])
+def test_retry_after_is_waited_for(bench: Bench, is_date: bool) -> None:
+    """In seconds, or until a date, which is of a whole second."""
     bench.models = make_models(1)
-    bench.judge.faults = [status(429, retry_after="0.7")]
+    bench.judge.faults = [status(429, retry_after=formatdate(time.time() + 2, usegmt=True) if is_date else "0.7")]
     bench.assert_true(bench.run())
     first, second = bench.judge.requests
     assert second.at >= first.at + 0.7

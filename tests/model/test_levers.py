@@ -1,4 +1,4 @@
-"""Each lever of model.json against another implementation: transformers' Llama, Qwen 3 and Gemma 2, or its formula."""
+"""Each lever of model.json against another implementation: transformers' Llama or Qwen 3, or its formula."""
 
 from __future__ import annotations
 

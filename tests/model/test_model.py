@@ -1,4 +1,4 @@
-"""gpt.py against the truth: Hugging Face's GPT-2, torch's FLOP counter, and the public tensor names."""
+"""gpt.py against Hugging Face's GPT-2."""
 
 from __future__ import annotations
 

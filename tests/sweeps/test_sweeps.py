@@ -316,11 +316,14 @@ def test_a_failure_half_way_leaves_nothing(shop: Workshop, monkeypatch: pytest.M
 
 def test_derive_run(shop: Workshop) -> None:
     asked = ["base", "new", "--set", "learning_rate=0.003", "--set", "dataset=local/other", "--set", "tie_weights=true"]
+    asked += ["--set", "betas=[0.9, 0.98]"]
     done = command(shop, "derive_run.py", *asked)
     assert done.status == 0, done.stderr
     assert "learning_rate: 0.0015 -> 0.003" in done.stdout
+    assert "-> [0.9, 0.98]" in done.stdout
     train = load_train_config(shop.runs / "new" / "train.json")
     assert (train.learning_rate, train.dataset, train.random_seed) == (0.003, "local/other", 7)
+    assert train.betas == (0.9, 0.98)
     assert load_model_config(shop.runs / "new" / "model.json").tie_weights is True
     derived = json.loads((shop.runs / "new" / "derived.json").read_text())
     assert (derived["parent"], derived["sweep"]) == ("base", None)

@@ -1,4 +1,4 @@
-"""Charts are drawn beside the training, the last state at the end, and none once training is gone."""
+"""Charts are drawn in a process beside training; the last one shows the end of the run."""
 
 from __future__ import annotations
 

@@ -152,6 +152,7 @@ def answer(result: Result) -> int:
     """N of a search that went well; what was printed must be consistent with it."""
     assert result.status == 0, result.stdout + result.stderr
     assert result.error_lines == []
+    assert "leaked" not in result.stderr
     found = re.findall(r"^Max microbatch size was (\d+)$", result.stdout, re.MULTILINE)
     assert len(found) == 1, result.stdout
     tried = probes(result)
