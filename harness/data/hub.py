@@ -111,7 +111,7 @@ def _alone_in(partial: Path) -> Iterator[None]:
     finally:
         with suppress(OSError):
             partial.rmdir()  # fails unless the folder is empty; the next call resumes from its files
-        Path(lock.lock_file).unlink(missing_ok=True)  # while the lock is held; a waiting process creates a new lock file
+        Path(lock.lock_file).unlink(missing_ok=True)  # while the lock is held; a waiting process creates a new file
         lock.release()
 
 

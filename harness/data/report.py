@@ -48,7 +48,7 @@ def survey(tokens: TokenFile, tokenizer: Tokenizer) -> SplitFacts:
         facts.documents += len(ends)
         facts.longest = max(facts.longest, int(np.diff(ends, prepend=-1 - unfinished).max(initial=0)))
         unfinished = len(block) - 1 - int(ends[-1]) if len(ends) else unfinished + len(block)
-    facts.longest = max(facts.longest, unfinished)  # an unfinished document at the end, which `documents` does not count
+    facts.longest = max(facts.longest, unfinished)  # a document without its end, which `documents` does not count
     return facts
 
 
