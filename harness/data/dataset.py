@@ -199,8 +199,8 @@ def dataset_folder(datasets_dir: Path, name: str) -> Path:
 
 
 def neighbour(datasets_dir: Path, name: str) -> str | None:
-    """Return the name of the dataset on this machine that `name` was probably meant for, or None. It is similar to
-    `name`, or equal to `name` without the owner."""
+    """Return the name of the dataset on this machine that `name` was probably meant for, or None. Its name is
+    similar to `name`, or is `name` with an owner before it."""
     folders = [path.parent for path in sorted(datasets_dir.glob("*/*/train.safetensors"))]
     names = [f"{path.parent.name}/{path.name}" for path in folders if not path.name.startswith(".")]
     return nearest(name, names) or next((each for each in names if each.partition("/")[2] == name), None)

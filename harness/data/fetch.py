@@ -33,7 +33,7 @@ def ensure_dataset(datasets_dir: Path, name: str, splits: list[str]) -> None:
                     download_dataset(name, folder)
         finally:
             with suppress(OSError):
-                folder.parent.rmdir()  # fails unless it is empty, i.e. no dataset was written
+                folder.parent.rmdir()  # fails unless the folder is empty because no dataset was written
     if not is_present(datasets_dir, name, splits):
         raise UserError(f"{folder}: the dataset came without {' and '.join(splits)}")
     Dataset.open(datasets_dir, name)

@@ -93,9 +93,10 @@ def _check_space(work: HubWork, partial: Path, files: list[RepoSibling]) -> None
 
 @contextmanager
 def _alone_in(partial: Path) -> Iterator[None]:
-    """Create the partial folder and lock it, so that processes of one machine download a dataset in turn."""
+    """Create the partial folder and lock it, so that only one process of this machine at a time downloads the
+    dataset."""
     if partial.is_symlink():
-        raise UserError(f"{partial}: is a link, and files in the folder behind it would be deleted; remove the link")
+        raise UserError(f"{partial}: is a link, and files behind it would be deleted; remove the link")
     partial.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(partial.with_suffix(".lock"))
     try:
@@ -117,8 +118,8 @@ def _alone_in(partial: Path) -> Iterator[None]:
 
 @contextmanager
 def _leaving_at_once(name: str) -> Iterator[None]:
-    """End the process immediately on SIGINT and SIGTERM: huggingface_hub would first finish its current files, which
-    can be gigabytes.
+    """End the process immediately on SIGINT and SIGTERM, because huggingface_hub would first finish its current files,
+    which can be gigabytes.
 
     A kill at any moment is safe in the body, because the final folder does not exist until it is complete.
     """
@@ -127,7 +128,7 @@ def _leaving_at_once(name: str) -> Iterator[None]:
         print(f'\nstopped: dataset "{name}": {AGAIN}', file=sys.stderr, flush=True)
         os._exit(128 + number)
 
-    is_main = threading.current_thread() is threading.main_thread()  # only it can set signal handlers
+    is_main = threading.current_thread() is threading.main_thread()  # no other thread can set handlers
     before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM) if is_main}
     try:
         yield

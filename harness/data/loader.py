@@ -98,8 +98,8 @@ class BatchSchedule:
         """Return the smallest number of steps that read at least `wanted` tokens. If `wanted` is -1, return the largest
         number of steps for which there are enough tokens.
 
-        `available` is the number of tokens in the file from the starting token on. The last target is one token beyond
-        those that the steps read. Raises UserError with the wanted and the available number if there are too few.
+        `available` is the number of tokens in the file from the starting token on. One token more than the steps read
+        is needed, as the last target. Raises UserError with the wanted and the available number if there are too few.
         """
         steps = self.steps_within(available - 1) if wanted == -1 else self.steps_for(wanted)
         needed = self.tokens_before(max(steps, 1) if wanted == -1 else steps) + 1

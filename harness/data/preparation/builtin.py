@@ -71,7 +71,7 @@ def read_documents() -> dict[str, str]:
         # sys.stdlib_module_names lacks the modules that Linux distributions and builds add to the folder.
         is_module = relative.parts[0].removesuffix(".py") in sys.stdlib_module_names
         if is_module and not SKIPPED_FOLDERS.intersection(relative.parts[:-1]):
-            with suppress(OSError, UnicodeDecodeError):  # a few files are not UTF-8
+            with suppress(OSError, UnicodeDecodeError):  # a few files are unreadable or not UTF-8
                 path_of_text.setdefault(path.read_bytes().decode("utf-8"), relative.as_posix())
     path_of_text.pop("", None)
     if not path_of_text:

@@ -47,7 +47,7 @@ def make_dataset(inputs: Sequence[str], target: Path, options: Mapping[str, Any]
     RunError or RunStopped if the same command can resume the work later.
     """
     work = WorkFolder(target)
-    check_target(target, overwrite=True)  # before `open` creates folders
+    check_target(target, overwrite=True)  # before `work.open` creates folders
     work.open()
     try:
         check_target(target, overwrite=options["overwrite"])
@@ -166,7 +166,7 @@ def reading_progress(files: Sequence[TextFile]) -> Iterator[Show]:
     if not is_terminal:
         shape = {"bar_format": LINE_FORMAT, "file": io.StringIO(), "mininterval": SECONDS_BETWEEN_LINES}
     with tqdm(total=before[-1], **shape) as bar:
-        shown, first_tokens = began, -1  # first_tokens: excluded from tokens/s; set with the first batch
+        shown, first_tokens = began, -1  # first_tokens: tokens of an earlier process, set by the first batch
 
         def show(encoded: Encoded, size: StreamSize) -> None:
             nonlocal shown, first_tokens

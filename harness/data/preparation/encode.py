@@ -61,7 +61,7 @@ def batches(pieces: Iterable[Piece], file: int = 0, documents: int = 0) -> Itera
     """
     gathered: list[Piece] = []
     characters = empty = position = 0
-    is_open = False  # a document has begun, with text, and not ended
+    is_open = False  # the current document has already had text
     for piece in _in_short_pieces(pieces):
         room = BATCH_CHARACTERS
         if piece.file != file:  # a good place to resume from, but many small files should share a batch
@@ -85,7 +85,7 @@ def _in_short_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
     not change the tokens."""
     rest = ""
     for piece in pieces:
-        if not piece.text and not piece.ends:  # it marks the end of a file
+        if not piece.text and not piece.ends:  # the piece marks the end of a file
             yield piece
             continue
         text, rest = rest + piece.text, ""

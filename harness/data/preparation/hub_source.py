@@ -30,7 +30,7 @@ class HubText(TextSource):
     work: HubWork
     commit: str
     described: list[RepoSibling]  # the Hub's descriptions of `files`, in the same order
-    downloads: Path | None  # folder for each file while it is read; None: huggingface_hub's cache, which keeps files
+    downloads: Path | None  # folder for each file while it is read; None: huggingface_hub's cache, which keeps it
 
     @contextmanager
     def at_hand(self, file: TextFile) -> Iterator[TextFile]:
@@ -47,9 +47,9 @@ class HubText(TextSource):
 
 
 def download(work: HubWork, file: RepoSibling, commit: str, folder: Path | None) -> Path:
-    """Download a file of a dataset at one commit to `folder`, or to huggingface_hub's cache if that is None, and return
-    its path. An existing file is used. A file that does not match the Hub's description (size, hash) is downloaded once
-    more. Raises UserError if the file cannot be downloaded or still does not match."""
+    """Download a file of a dataset at one commit to `folder`, or to huggingface_hub's cache if `folder` is None, and
+    return its path. An existing file is used. A file whose hash is not the Hub's is downloaded once more. Raises
+    UserError if the file cannot be downloaded, or if its hash is still wrong."""
     place: dict[str, Any] = {"repo_type": "dataset", "revision": commit, "local_dir": folder}
 
     def fetch(*, anew: bool) -> Path:

@@ -81,8 +81,8 @@ def sample_texts(source: TextSource, recipe: Recipe) -> list[str]:
 
 
 def _without_drawn(pieces: list[Piece], sizes: SplitSizes) -> list[str]:
-    """Return the texts of the train split, given all pieces of a text in the seeded order; an empty list if there are
-    too few documents to make the splits of whole documents."""
+    """Return the texts of the train split, given all pieces of a text, for --split-order seeded. Return an empty list
+    if there are too few documents to make the splits of whole documents."""
     ends = np.array([piece.ends for piece in pieces], bool)
     documents = np.cumsum(ends) - ends
     lengths = np.bincount(documents, [len(piece.text.encode()) for piece in pieces]).astype(np.int64)

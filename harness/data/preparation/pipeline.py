@@ -43,7 +43,7 @@ class Preparation:
         """Do all steps that remain, and return the splits, whose files are then complete. `show` is called after each
         batch.
 
-        Raises UserError if the text has too few documents or is wrong, RunError if reading or encoding it fails.
+        Raises UserError if the text is wrong or too short for the splits, RunError if reading or encoding it fails.
         """
         dtype = token_dtype(tokenizer.vocab_size)
         stream, pool = (TokenStream(self.work.path / f"{name}.tokens", dtype) for name in ("text", "pool"))
@@ -78,7 +78,7 @@ class Preparation:
         try:
             in_batches = batches(pieces, here.file, here.documents)
             for encoded in encode_batches(in_batches, encoder, workers):
-                numbers = np.cumsum(encoded.ends) - encoded.ends  # of each piece's document, from 0 in each batch
+                numbers = np.cumsum(encoded.ends) - encoded.ends  # document number of each piece within the batch
                 in_pool = self.recipe.sizes.in_pool(total.documents, len(numbers))[numbers]
                 stream.append(encoded, ~in_pool)
                 pool.append(encoded, in_pool)

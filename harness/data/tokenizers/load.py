@@ -17,7 +17,7 @@ def load_tokenizer(name_or_file: str | Path) -> Tokenizer:
     encoding of tiktoken as `tiktoken_files.encoding_file` writes it.
 
     Raises UserError if GPT-2's vocabulary can be neither found nor downloaded, if the file is missing or damaged, or
-    if encoding and decoding with it changes text.
+    if text changes when the tokenizer encodes and decodes it.
     """
     from harness.data.tokenizers import bpe, tiktoken_files
 

@@ -101,7 +101,7 @@ def _get(name: str) -> Any:
     except (OSError, ValueError) as error:  # requests' errors are OSErrors; a wrong checksum is a ValueError
         folder = os.environ.get("TIKTOKEN_CACHE_DIR")
         where = f"in TIKTOKEN_CACHE_DIR={folder}" if folder else "on this machine (TIKTOKEN_CACHE_DIR is not set)"
-        reason = getattr(error, "strerror", None) or type(error).__name__  # requests' messages are paragraphs
+        reason = getattr(error, "strerror", None) or type(error).__name__  # requests' messages are very long
         what = "GPT-2's vocabulary" if name == "gpt2" else f"the vocabulary of {name}"
         raise UserError(
             f"{what} is not {where} and cannot be downloaded ({reason}); connect to the network once, or set "
