@@ -1,4 +1,4 @@
-"""Derive a run from another one: the same two files with some keys changed."""
+"""Derive a run from another run: copy model.json and train.json with some keys changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from harness.common.options import RUNS_DIR, Command
 
 
 def parse_settings(texts: tuple[str, ...]) -> dict[str, Any]:
-    """KEY=VALUE of the command line, several times: a value is JSON, or else a string. Raises UserError."""
+    """Parse the KEY=VALUE texts of --set. A value that is valid JSON is parsed as JSON, any other value is a string.
+    Raises UserError if a text is not KEY=VALUE or a key is given twice."""
     settings: dict[str, Any] = {}
     for text in texts:
         key, sign, value = text.partition("=")
@@ -39,11 +40,12 @@ def parse_settings(texts: tuple[str, ...]) -> dict[str, Any]:
     "--datasets-dir", type=click.Path(path_type=Path), default=Path("datasets"), show_default=True, help="DATASETS_DIR"
 )
 def main(base: str, new: str, settings: tuple[str, ...], runs_dir: Path, datasets_dir: Path) -> None:
-    """Make the run NEW like BASE, with some keys changed.
+    """Create the run NEW as a copy of BASE with some keys changed.
 
-    VALUE is JSON, or else text; null leaves the key out. NEW gets a derived.json that names BASE and what differs.
-    With another dataset that is in DATASETS_DIR, the vocabulary becomes that one's, and tokens and validation batches
-    at most what it has. Several runs at once are a sweep: sweep_runs.py.
+    VALUE is parsed as JSON if it is valid JSON, otherwise it is text; null removes the key. The file derived.json in
+    NEW records BASE and the keys that differ. If --set dataset names a dataset in DATASETS_DIR, NEW also gets that
+    dataset's vocabulary, and at most as many training tokens and validation batches as the dataset has.
+    To derive several runs at once, use sweep_runs.py.
 
     \b
         uv run derive_run.py quickstart mine --set dataset=me/my-texts

@@ -1,10 +1,10 @@
-"""Make a token dataset of any text.
+"""Make a token dataset from any text.
 
     uv run prepare_datasets.py my-texts datasets/me/my-texts
     uv run prepare_datasets.py HuggingFaceFW/fineweb datasets/me/fineweb --include "sample/10BT/*" --delete-after
 
 INPUT is a folder, a file or a glob of parquet, JSON lines or text files, or the name of a dataset on the Hugging Face
-Hub; OUTPUT_DIR is DATASETS_DIR/owner/name. An interrupted preparation is continued by the same command.
+Hub; OUTPUT_DIR is DATASETS_DIR/owner/name. To resume an interrupted preparation, run the same command again.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from harness.common.options import Command, FiniteNumber
 if TYPE_CHECKING:
     from harness.data.preparation.splits import Split
 
-GO_WITH = {  # the other options that mean something with these
+GO_WITH = {  # option: the other options that can be combined with it
     "verify": {"push_to_hub", "public"},
     "describe": set(),
     "from_bin": {"token_dtype", "tokenizer", "description", "overwrite", "restart", "push_to_hub", "public"},
 }
 FRACTION = FiniteNumber(min=0, max=1, max_open=True)
-FEW_DOCUMENTS = 10  # of a split whose loss tells of these documents rather than of the text
+FEW_DOCUMENTS = 10  # with fewer documents, a split's loss measures those documents rather than the whole text
 
 
 @click.command(cls=Command, context_settings={"max_content_width": 120})
@@ -52,12 +52,12 @@ FEW_DOCUMENTS = 10  # of a split whose loss tells of these documents rather than
     type=click.Choice(["seeded", "given"]),
     default="seeded",
     show_default=True,
-    help="Hold out documents that are drawn, the same each time, or the last ones (by number, not by length).",
+    help="Hold out documents drawn with a fixed seed, or the last ones (by number, not by length).",
 )
 @click.option(
     "--shuffle-seed",
     type=click.IntRange(0, 2**63 - 1),
-    help="Shuffle also more than 16,384 documents.",
+    help="Shuffle texts of more than 16,384 documents, too, with this seed.",
 )
 @click.option("--description", default="", help="What the dataset is, for meta.json and its card.")
 @click.option(
@@ -77,16 +77,16 @@ FEW_DOCUMENTS = 10  # of a split whose loss tells of these documents rather than
 )
 @click.option("--verify", metavar="DIR", type=click.Path(path_type=Path), help="Check a dataset folder, make nothing.")
 @click.option("--describe", metavar="DIR", type=click.Path(path_type=Path), help="Print what is in a dataset folder.")
-@click.option("--push-to-hub", metavar="OWNER/NAME", help="Upload the dataset, or with --verify that in DIR; private.")
+@click.option("--push-to-hub", metavar="OWNER/NAME", help="Upload the new dataset, or DIR with --verify; private.")
 @click.option("--public", is_flag=True, help="Let everyone see what is uploaded.")
 def main(inputs: tuple[str, ...], output_dir: Path | None, **options: Any) -> None:
-    """Make a token dataset of INPUT in OUTPUT_DIR (DATASETS_DIR/owner/name).
+    """Make a token dataset from INPUT in OUTPUT_DIR (DATASETS_DIR/owner/name).
 
     INPUT is a folder, a file or a glob of parquet, JSON lines (.jsonl) or text (.txt) files, also with .gz or .zst, or
-    several of these, or the name of a dataset on the Hugging Face Hub. An interrupted preparation is continued by the
-    same command.
+    several of these, or the name of a dataset on the Hugging Face Hub. To resume an interrupted preparation, run the
+    same command again.
 
-    Each document ends with the token <|endoftext|>. Inside a document that name is ordinary text.
+    Each document ends with the token <|endoftext|>. Inside a document, <|endoftext|> is ordinary text.
     """
     with one_line_errors():
         check_options(inputs, output_dir, options)
@@ -114,7 +114,7 @@ def main(inputs: tuple[str, ...], output_dir: Path | None, **options: Any) -> No
 
 
 def check_options(inputs: Sequence[str], output_dir: Path | None, options: dict[str, Any]) -> None:
-    """Raises UserError for what does not go together."""
+    """Raise UserError if a value is invalid, or if arguments and options cannot be combined."""
     for value in (*inputs, str(output_dir), *filter(None, map(str, options.values()))):
         if not is_unicode(value):
             raise UserError(f"{printable(value)}: not valid UTF-8")
@@ -128,7 +128,7 @@ def check_options(inputs: Sequence[str], output_dir: Path | None, options: dict[
         raise UserError("--public belongs with --push-to-hub")
     mode = looking[0] if looking else "from_bin" if options["from_bin"] else ""
     source = click.get_current_context().get_parameter_source
-    names = {key: f"--{key.replace('_', '-')}" for key in options}  # as they are typed
+    names = {key: f"--{key.replace('_', '-')}" for key in options}  # as the user types them
     given = [key for key in options if source(key) is ParameterSource.COMMANDLINE]
     if strange := [names[key] for key in given if mode and key not in {mode, *GO_WITH[mode]}]:
         raise UserError(f"{abbreviated(strange)}: not with {names[mode]}")
@@ -143,10 +143,10 @@ def check_options(inputs: Sequence[str], output_dir: Path | None, options: dict[
 
 
 def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> None:
-    """Make the dataset, or finish one that was interrupted, and say what is in it."""
+    """Make the dataset, or resume its interrupted preparation; print its splits and the commands to train on it."""
     from harness.data.preparation.command import make_dataset
 
-    if ".." in output_dir.parts:  # so that its last two parts are owner/name
+    if ".." in output_dir.parts:  # resolve the path, so that its last two parts are owner/name
         output_dir = Path(os.path.realpath(output_dir))
     splits, vocab_size = make_dataset(inputs, output_dir, options)
     for split in splits:
@@ -163,14 +163,14 @@ def make(inputs: Sequence[str], output_dir: Path, options: dict[str, Any]) -> No
 
 
 def remarks(splits: Sequence[Split], options: dict[str, Any]) -> Iterator[str]:
-    """A line for a document that dominates training, and for each split that is held out, of few documents or of
-    another share than asked for."""
+    """Yield a line if one document dominates training, and a line for each held-out split that has few documents or a
+    share of the text that differs by more than a tenth from the requested one."""
     total = sum(split.bytes for split in splits)
     longest, tokens = splits[0].longest_document, splits[0].tokens
     if longest > tokens / 10:
         yield (
-            f"one document has {longest / tokens:.0%} of train's tokens and is trained on in one piece: losses will "
-            "show it; --document-separator cuts files into documents"
+            f"one document has {longest / tokens:.0%} of train's tokens; training reads it in one stretch, so the loss "
+            "will follow its contents; --document-separator cuts files into documents"
         )
     for split in splits:
         asked, share = options.get(f"{split.name}_fraction"), split.bytes / total
@@ -182,8 +182,8 @@ def remarks(splits: Sequence[Split], options: dict[str, Any]) -> Iterator[str]:
 
 
 def next_steps(folder: Path) -> Iterator[str]:
-    """The commands that train a model like the quickstart's on a dataset folder. A name has two parts, owner/name: one
-    that has not yet needs a place where it has."""
+    """Yield the commands that train a model like the quickstart's on a dataset folder. Training names a dataset by
+    owner/name, so a folder given without an owner must first be moved to datasets/me/."""
     if len(folder.parts) == 1:
         place = Path("datasets", "me", folder)
         yield f"mkdir -p {place.parent} && mv {folder} {place}"

@@ -1,3 +1,3 @@
-"""Token data sets: fetched from the Hub or built, verified, and read as the microbatches that each rank trains on.
-`preparation/` makes them of text or of token files; `tokenizers/` turns text into tokens and back.
+"""Token datasets: downloaded from the Hub or built here, verified, and read as the microbatches of each rank.
+`preparation/` makes datasets from text or token files; `tokenizers/` converts text to tokens and back.
 """

@@ -1,5 +1,5 @@
-"""Dataset folders as training finds them: where they are, what their meta.json says, their token files, and whether a
-model has embeddings for all of their tokens. loader.py reads the files as microbatches.
+"""Dataset folders as training reads them: their path, meta.json and token files, and the check that a model has an
+embedding for every token id. loader.py reads microbatches from the token files.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from harness.common.messages import nearest, quoted
 SPLITS = ("train", "validation", "test")
 TOKEN_DTYPES = {"U16": "uint16", "U32": "uint32"}
 SCAN_CHUNK_TOKENS = 2**24
-LONGEST_NAME = 96  # on the Hub; a file system allows 255, a download's hidden folder has a longer one
+LONGEST_NAME = 96  # the Hub's limit; the hidden folder of a download has a longer name, and file systems allow 255
 FINGERPRINT_SAMPLES = 64
 FINGERPRINT_SAMPLE_TOKENS = 4096
 
 
 class SplitMeta(BaseModel):
-    """A dataset's description of one split, all of it optional."""
+    """Entry of one split in meta.json. Every key is optional."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -40,13 +40,14 @@ class SplitMeta(BaseModel):
 
 
 class DatasetMeta(BaseModel):
-    """A dataset folder's meta.json. Datasets of the lab notebook have the first three keys only: they are GPT-2's."""
+    """Contents of a dataset folder's meta.json. Datasets of the lab notebook have only the first three keys, and their
+    tokens are GPT-2's."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
     description: str = ""
     token_dtype: str | None = None
-    files: dict[str, str] | list[str] = Field(default_factory=list)  # the notebook's: {"train": "train.safetensors"}
+    files: dict[str, str] | list[str] = Field(default_factory=list)  # in the notebook: {"train": "train.safetensors"}
     tokenizer: str = "gpt2"
     vocab_size: Count | None = None
     eot_token: Count | None = None
@@ -54,14 +55,15 @@ class DatasetMeta(BaseModel):
 
 
 class TokenFile:
-    """One split on disk: a 1-D tensor `tokens`, memory-mapped read-only; reading copies just the tokens asked for.
+    """Safetensors file of one split: a 1-D tensor `tokens`, memory-mapped read-only. `read` copies only the requested
+    tokens.
 
-    safetensors' numpy view is used, not its torch one: that maps the file writable, which counts a 20 GiB dataset
-    against the memory limits of every rank.
+    The file is opened with safetensors' numpy framework, because its torch framework maps the file writable, which
+    counts a 20 GiB dataset against the memory limit of every rank.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises UserError if the file is missing, damaged or holds something else."""
+        """Open the file. Raises UserError if it is missing, damaged or not a token file."""
         self.path = path
         try:
             self._tokens = safe_open(path, "numpy").get_slice("tokens")
@@ -79,20 +81,20 @@ class TokenFile:
         return self._length
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """`count` tokens from position `start`, in the file's own dtype; fewer at the file's end."""
-        end = min(start + count, len(self))  # a safetensors slice does not clamp, and refuses to be empty
+        """Return `count` tokens from position `start` on, in the file's dtype; fewer at the end of the file."""
+        end = min(start + count, len(self))  # safetensors does not clamp a slice to the length, and rejects empty ones
         return self._tokens[start:end] if start < end else np.empty(0, self.dtype)
 
     def largest_token(self) -> int:
-        """The largest token id in the file (-1 if it is empty), reading all of it once."""
+        """Return the largest token id in the file, or -1 if the file is empty. Reads the whole file once."""
         return max(
             (int(self.read(at, SCAN_CHUNK_TOKENS).max()) for at in range(0, len(self), SCAN_CHUNK_TOKENS)),
             default=-1,
         )
 
     def fingerprint(self) -> str:
-        """SHA-256 of the length and of samples spread over the whole file: another tokenisation, order or selection of
-        documents shows in it, and 20 GiB take milliseconds."""
+        """Return the SHA-256 of the dtype, the length and samples spread over the whole file. It changes with the
+        tokenization, the order and the selection of documents, and takes milliseconds for 20 GiB."""
         digest = hashlib.sha256(f"{self.dtype} {len(self)}".encode())
         for at in np.linspace(0, max(0, len(self) - FINGERPRINT_SAMPLE_TOKENS), FINGERPRINT_SAMPLES).astype(int):
             digest.update(self.read(int(at), FINGERPRINT_SAMPLE_TOKENS).tobytes())
@@ -101,7 +103,7 @@ class TokenFile:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A dataset folder that is on this machine."""
+    """Dataset folder on this machine."""
 
     name: str
     folder: Path
@@ -109,12 +111,14 @@ class Dataset:
 
     @classmethod
     def open(cls, datasets_dir: Path, name: str) -> Dataset:
-        """Raises UserError if the folder or its meta.json is not what DATASETS_DIR/<name> must be."""
+        """Open DATASETS_DIR/<name>. Raises UserError if the name or meta.json is invalid, or if the folder is missing
+        or incomplete."""
         return cls.at(dataset_folder(datasets_dir, name), name)
 
     @classmethod
     def at(cls, folder: Path, name: str | None = None) -> Dataset:
-        """The dataset in a folder, wherever that is. Raises UserError if it is none."""
+        """Open the dataset in any folder; `name` defaults to the last two parts of its path. Raises UserError if the
+        folder is missing or incomplete, or if meta.json is invalid."""
         if not folder.is_dir():
             raise UserError(f"{folder}: {'is a file, not a folder' if folder.exists() else 'no such folder'}")
         meta_path = folder / "meta.json"
@@ -143,32 +147,33 @@ class Dataset:
 
     @property
     def tokenizer(self) -> str | Path:
-        """ "gpt2", or the path of the tokenizer file."""
+        """Tokenizer for `load_tokenizer`: "gpt2", or the path of the tokenizer file."""
         if self.meta.tokenizer == "gpt2":
             return "gpt2"
         return self.folder / check_name(self.meta.tokenizer, f"{self.folder}/meta.json: tokenizer")
 
     def bytes_per_token(self, split: str) -> float | None:
-        """Mean UTF-8 bytes of text that a token of the split stands for, where meta.json knows."""
+        """Return the mean number of UTF-8 bytes of text per token of the split, or None if meta.json has no counts."""
         counts = self.meta.splits.get(split, SplitMeta())
         return counts.bytes / counts.tokens if counts.bytes and counts.tokens else None
 
     def fingerprint(self) -> dict[str, Any]:
-        """Identity among datasets of the same name: tokens and a sampled hash of train and of validation."""
+        """Return what tells this dataset from others of the same name: the number of tokens and a sampled hash of the
+        train and the validation split."""
         files = {split: self.split(split) for split in ("train", "validation") if self.has_split(split)}
         return {split: {"tokens": len(file), "sha256": file.fingerprint()} for split, file in files.items()}
 
 
 def _is_file(folder: Path, name: str) -> bool:
-    """True if there is a file of that name in the folder or below it."""
+    """Return True if `name` is the relative path of a file in the folder."""
     try:
         return ".." not in Path(name).parts and not Path(name).is_absolute() and (folder / name).is_file()
-    except OSError:  # a name too long for the file system
+    except OSError:  # the name is too long for the file system
         return False
 
 
 def check_dataset_name(name: str) -> tuple[str, str]:
-    """The owner and the short name in `name`. Raises UserError for a name of another form."""
+    """Return the owner and the short name of a dataset. Raises UserError if `name` is not a valid owner/name."""
     parts = name.split("/")
     if len(parts) != 2:
         raise UserError(f"dataset {quoted(name)}: must be owner/name, as on the Hugging Face Hub")
@@ -179,7 +184,8 @@ def check_dataset_name(name: str) -> tuple[str, str]:
 
 
 def dataset_folder(datasets_dir: Path, name: str) -> Path:
-    """DATASETS_DIR/owner/name. Raises UserError for a name of another form, or for a file in the folder's place."""
+    """Return the path DATASETS_DIR/owner/name. Raises UserError if `name` is not a valid owner/name, if one of the
+    folders is a file, or if a link leads out of DATASETS_DIR."""
     try:
         owner, short = check_dataset_name(name)
     except UserError as error:
@@ -193,23 +199,24 @@ def dataset_folder(datasets_dir: Path, name: str) -> Path:
 
 
 def neighbour(datasets_dir: Path, name: str) -> str | None:
-    """The data set on this machine that a name which is none of theirs was probably meant for: one of a similar name,
-    or of the same without its owner."""
+    """Return the name of the dataset on this machine that `name` was probably meant for, or None. Its name is
+    similar to `name`, or is `name` with an owner before it."""
     folders = [path.parent for path in sorted(datasets_dir.glob("*/*/train.safetensors"))]
     names = [f"{path.parent.name}/{path.name}" for path in folders if not path.name.startswith(".")]
     return nearest(name, names) or next((each for each in names if each.partition("/")[2] == name), None)
 
 
 def neighbour_remark(datasets_dir: Path, name: str) -> str | None:
-    """A remark on a data set that is not on this machine, where one of a similar name is."""
+    """Return a "did you mean" remark if the dataset is not on this machine and one with a similar name is, or None."""
     near = neighbour(datasets_dir, name)
     return None if near in (None, name) else f'"{name}" is not in {datasets_dir}; did you mean "{near}"?'
 
 
 def is_present(datasets_dir: Path, name: str, splits: list[str]) -> bool:
-    """True if the folder holds the wanted splits, so that nothing needs to be fetched.
+    """Return True if the dataset's folder holds the files of `splits`, False if it is missing or empty.
 
-    Raises UserError if it holds something, but not those: a user's own files are not touched.
+    Raises UserError if the folder holds other files but lacks one of the splits, because the dataset must not be
+    downloaded into a folder with the user's own files.
     """
     folder = dataset_folder(datasets_dir, name)
     if not folder.exists() or not any(folder.iterdir()):
@@ -224,10 +231,10 @@ def is_present(datasets_dir: Path, name: str, splits: list[str]) -> bool:
 
 
 def check_token_ids(dataset: Dataset, split: str, vocab_size: int) -> None:
-    """Find a token id the model has no embedding for, before training does.
+    """Raise UserError if the split holds a token id for which the model has no embedding, on which training would fail.
 
-    The scan's result is remembered beside the dataset folders (never inside a user's own). Raises UserError naming the
-    file, the id, and the vocabulary that the whole dataset needs.
+    The message names the file, the token id, and the vocab_size that the whole dataset needs. The result of scanning
+    the file is kept in DATASETS_DIR/.scans, never in the dataset's folder, which may be the user's own.
     """
     tokens = dataset.split(split)
     if vocab_size > np.iinfo(tokens.dtype).max:
@@ -241,27 +248,29 @@ def check_token_ids(dataset: Dataset, split: str, vocab_size: int) -> None:
 
 
 def needed_vocabulary(dataset: Dataset) -> int:
-    """The smallest vocab_size for every token of the dataset: what meta.json says, and what the splits hold."""
+    """Return the smallest vocab_size that covers meta.json's vocab_size and eot_token and all token ids in the
+    splits."""
     found = [dataset.meta.vocab_size or 0, (dataset.meta.eot_token or 0) + 1]
     for split in SPLITS:
         if dataset.has_split(split):
-            with suppress(UserError):  # a file that cannot be read is reported where it is used
+            with suppress(UserError):  # an unreadable file is reported where training opens it
                 found.append(_remembered_largest(dataset, dataset.split(split)) + 1)
     return max(found)
 
 
 def _remembered_largest(dataset: Dataset, tokens: TokenFile) -> int:
-    """The largest token id in the file: from an earlier run's scan if the file is unchanged, else from a scan now."""
+    """Return the largest token id in the file: from the saved result of an earlier scan if the file has not changed
+    since, otherwise from a new scan, whose result is saved."""
     memory = dataset.folder.parent.parent / ".scans" / f"{dataset.name.replace('/', '--')}--{tokens.path.stem}.json"
     status = tokens.path.stat()
     key = [status.st_size, status.st_mtime_ns]
-    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):  # not scanned yet, or not written by us
+    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):  # no saved result, or not by this tool
         known = json.loads(memory.read_text())
         largest = known["largest_token"]
         if known["file"] == key and isinstance(largest, int) and -1 <= largest <= np.iinfo(tokens.dtype).max:
             return largest
     largest = tokens.largest_token()
-    with suppress(OSError):  # a read-only datasets folder: scan again next time
+    with suppress(OSError):  # DATASETS_DIR is read-only: the next run scans again
         memory.parent.mkdir(exist_ok=True)
         with atomic_file(memory) as draft:
             draft.write_text(json.dumps({"file": key, "largest_token": largest}))

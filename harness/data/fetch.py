@@ -1,4 +1,4 @@
-"""Bringing a dataset to this machine: used as it is, built, or downloaded."""
+"""Make sure that a dataset is on this machine: use the existing folder, build the dataset, or download it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from harness.data.dataset import Dataset, dataset_folder, is_present, neighbour
 
 
 def ensure_dataset(datasets_dir: Path, name: str, splits: list[str]) -> None:
-    """Make sure that DATASETS_DIR/<name> holds the splits. A folder that does is left alone, with no network call."""
+    """Make sure that DATASETS_DIR/<name> holds the splits: build or download the dataset if the folder is missing or
+    empty. A folder that holds the splits is left unchanged, without a network call. Raises UserError if the folder is
+    incomplete or the dataset cannot be obtained."""
     folder = dataset_folder(datasets_dir, name)
     if not is_present(datasets_dir, name, splits):
         try:
@@ -31,15 +33,15 @@ def ensure_dataset(datasets_dir: Path, name: str, splits: list[str]) -> None:
                     download_dataset(name, folder)
         finally:
             with suppress(OSError):
-                folder.parent.rmdir()  # only if it is empty: nothing has come
+                folder.parent.rmdir()  # fails unless the folder is empty because no dataset was written
     if not is_present(datasets_dir, name, splits):
         raise UserError(f"{folder}: the dataset came without {' and '.join(splits)}")
     Dataset.open(datasets_dir, name)
 
 
 def check_obtainable(datasets_dir: Path, name: str, splits: list[str], *, ask_hub: bool) -> None:
-    """Raise UserError, as `ensure_dataset` would, for a dataset that is not on this machine and cannot be had, as far
-    as is known without a download: by the Hub's answer, with `ask_hub`, else without the network."""
+    """Raise UserError if a dataset is not on this machine and `ensure_dataset` could not obtain it. With `ask_hub`,
+    ask the Hub for the dataset's list of files; otherwise make no network call. Downloads nothing."""
     if is_present(datasets_dir, name, splits):
         return
     if name.startswith("builtin/"):
@@ -54,8 +56,8 @@ def check_obtainable(datasets_dir: Path, name: str, splits: list[str], *, ask_hu
 
 @contextmanager
 def _neighbour_named(datasets_dir: Path, name: str) -> Iterator[None]:
-    """Have an error begin with the data set here that was probably meant, if there is one: the Hub's answer, or a
-    network's that is not there, tells nothing of a slip of the finger."""
+    """Prefix a UserError of the body with the name of the dataset on this machine that was probably meant, if there is
+    one, because the Hub's or the network's error does not point to a typing error."""
     try:
         yield
     except UserError as error:
@@ -65,7 +67,7 @@ def _neighbour_named(datasets_dir: Path, name: str) -> Iterator[None]:
 
 
 def _builder(name: str) -> Callable[[Path], None]:
-    """The function that makes a builtin dataset. Raises UserError if there is none of that name."""
+    """Return the function that builds a builtin dataset. Raises UserError if no builtin dataset has that name."""
     from harness.data.preparation.builtin import BUILTIN_DATASETS
 
     if name not in BUILTIN_DATASETS:

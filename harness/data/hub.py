@@ -1,5 +1,5 @@
-"""A dataset repository on the Hugging Face Hub: downloaded and verified into a local folder, or uploaded from one with
-a card that describes it.
+"""Dataset repositories on the Hugging Face Hub: download and verify one, or upload a dataset folder with a card that
+describes it.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ AGAIN = "running the same command again resumes with the files still missing"
 
 
 def reading(name: str, folder: Path) -> HubWork:
-    """The Hub's dataset `name` as the source of DATASETS_DIR/<name>, which is `folder`."""
+    """Return the `HubWork` that downloads the Hub's dataset `name` to `folder`, which is DATASETS_DIR/<name>."""
     by_hand = f"put the dataset's files into {folder}"
     return HubWork(name, "dataset", folder, 'the "dataset" key in train.json', by_hand, AGAIN)
 
 
 def download_dataset(name: str, folder: Path) -> None:
-    """Download the dataset repository `name` (owner/name), verify it, and put it at `folder` in one rename.
+    """Download the dataset repository `name` (owner/name), verify its files, and move them to `folder` in one rename.
 
-    `folder` does not exist yet or is an empty directory. Until everything is verified the files lie in a hidden sibling
-    folder, from which the next call resumes. HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE and HF_TOKEN count, as everywhere
-    with huggingface_hub. SIGINT and SIGTERM end the process at once while this runs. Raises UserError.
+    `folder` must not exist yet, or be empty. Until all files are verified they are kept in a hidden folder beside
+    `folder`, from which the next call resumes. HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE and HF_TOKEN apply as everywhere
+    in huggingface_hub. SIGINT and SIGTERM end the process immediately while this runs. Raises UserError if the dataset
+    cannot be downloaded or written.
     """
     work = reading(name, folder)
     partial = folder.parent / f".{folder.name}.partial"
@@ -50,7 +51,7 @@ def download_dataset(name: str, folder: Path) -> None:
         with _leaving_at_once(name), _alone_in(partial):
             if not (folder.is_dir() and any(folder.iterdir())):
                 _fetch(work, partial)
-            else:  # another process was faster
+            else:  # another process has downloaded the dataset in the meantime
                 shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise work.failed_here(error) from None
@@ -61,7 +62,7 @@ def _fetch(work: HubWork, partial: Path) -> None:
     revision, files = list_files(work)
     _clear_leftovers(partial, {partial / file.rfilename for file in files})
     _check_space(work, partial, files)
-    # The small ones first; all of one commit, so that a push in between does not mix versions.
+    # Small files first. All files are of one commit, so that a push during the download does not mix versions.
     for file in sorted(files, key=lambda file: file.size or 0):
         download(work, file, revision, partial)
     shutil.rmtree(partial / ".cache")
@@ -69,12 +70,12 @@ def _fetch(work: HubWork, partial: Path) -> None:
 
 
 def _clear_leftovers(partial: Path, wanted: set[Path]) -> None:
-    """Delete what an earlier, interrupted download left and this one cannot use.
+    """Delete files that an interrupted download left in the folder and that this download cannot use.
 
-    huggingface_hub writes every file under a name of its own until it is whole, and never comes back to it.
+    huggingface_hub writes each file under a new temporary name until it is complete, and never reuses such a file.
     """
     for path in [path for path in partial.rglob("*") if path.is_symlink()]:
-        path.unlink()  # a download makes none, and what is written or deleted through one lies elsewhere
+        path.unlink()  # no download makes links, and writing or deleting through a link would change other folders
     for path in [path for path in partial.rglob("*") if not path.is_dir()]:
         other_version = path not in wanted and not path.is_relative_to(partial / ".cache")
         if path.suffix == ".incomplete" or other_version:
@@ -92,9 +93,10 @@ def _check_space(work: HubWork, partial: Path, files: list[RepoSibling]) -> None
 
 @contextmanager
 def _alone_in(partial: Path) -> Iterator[None]:
-    """Make the partial folder and hold it: two processes of one machine that want the same dataset take turns."""
+    """Create the partial folder and lock it, so that only one process of this machine at a time downloads the
+    dataset."""
     if partial.is_symlink():
-        raise UserError(f"{partial}: is a link, but what is left over in it would be deleted; remove the link")
+        raise UserError(f"{partial}: is a link, and files behind it would be deleted; remove the link")
     partial.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(partial.with_suffix(".lock"))
     try:
@@ -103,29 +105,30 @@ def _alone_in(partial: Path) -> Iterator[None]:
         print(f"another process is downloading {partial}; waiting for it", file=sys.stderr, flush=True)
         lock.acquire()
     except OSError:
-        pass  # some network file systems have no locks; there the caller has to see to it
+        pass  # some network file systems have no locks; there the user must start one download at a time
     partial.mkdir(exist_ok=True)
     try:
         yield
     finally:
         with suppress(OSError):
-            partial.rmdir()  # only if it is empty: what has arrived is gone on with
-        Path(lock.lock_file).unlink(missing_ok=True)  # while it is held: whoever waits for it makes another
+            partial.rmdir()  # fails unless the folder is empty; the next call resumes from its files
+        Path(lock.lock_file).unlink(missing_ok=True)  # while the lock is held; a waiting process creates a new file
         lock.release()
 
 
 @contextmanager
 def _leaving_at_once(name: str) -> Iterator[None]:
-    """Leave on SIGINT and SIGTERM without waiting: huggingface_hub would first finish the files under way (gigabytes).
+    """End the process immediately on SIGINT and SIGTERM, because huggingface_hub would first finish its current files,
+    which can be gigabytes.
 
-    A kill at any instant is safe here, because nothing is under the final name before it is whole.
+    A kill at any moment is safe in the body, because the final folder does not exist until it is complete.
     """
 
     def leave(number: int, _frame: object) -> NoReturn:
         print(f'\nstopped: dataset "{name}": {AGAIN}', file=sys.stderr, flush=True)
         os._exit(128 + number)
 
-    is_main = threading.current_thread() is threading.main_thread()  # Python sets signal handlers there only
+    is_main = threading.current_thread() is threading.main_thread()  # no other thread can set handlers
     before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM) if is_main}
     try:
         yield
@@ -138,10 +141,11 @@ def _leaving_at_once(name: str) -> Iterator[None]:
 
 
 def upload_dataset(dataset: Dataset, name: str, *, public: bool) -> str:
-    """Upload the dataset's files as one commit to the dataset repository `name`, made if it is not there; its address.
+    """Upload the dataset's files as one commit to the dataset repository `name`, and return the repository's address.
 
-    All other files in the folder are the user's own. A repository that is there keeps being private or public. What the
-    Hub has already is not sent again. Raises UserError.
+    A missing repository is created, public if `public` is true; an existing one stays private or public as it is.
+    Other files in the folder are the user's own and are not uploaded. Files that the Hub already has are not sent
+    again. Raises UserError if the upload fails.
     """
     again = f"prepare_datasets.py --verify {dataset.folder} --push-to-hub {name} sends what is missing"
     work = HubWork(
@@ -152,7 +156,8 @@ def upload_dataset(dataset: Dataset, name: str, *, public: bool) -> str:
     paths = [dataset.folder / "meta.json", *map(dataset.split_path, splits), *tokenizer]
     files: dict[str, Path | bytes] = {path.name: path for path in paths if path.exists()}
     files[CARD] = card(dataset, name).encode()
-    # Of an earlier dataset in the repository: a test split that is now trained on, or another tokenizer.
+    # Dataset files of an earlier upload are removed if the new dataset lacks them: a test split whose documents are
+    # now trained on, or another tokenizer.
     return upload(work, files, f"{dataset.name}: {', '.join(splits)}", public=public, is_replaced=is_dataset_file)
 
 
@@ -182,7 +187,7 @@ Where it came from:
 
 
 def card(dataset: Dataset, name: str) -> str:
-    """The repository's README.md: front matter that the Hub reads, and what a person wants to know."""
+    """Return the repository's README.md: front matter for the Hub, and a description for readers."""
     meta, rows = dataset.meta, []
     for split in SPLITS:
         if dataset.has_split(split):

@@ -1,6 +1,7 @@
-"""Microbatches of a split for each rank: a split, from a starting token on, is a row of microbatches, and one formula
-(`TokenLoader.microbatches`) says which of them a rank takes at a global step. Nothing else is remembered between steps,
-so that a run can continue anywhere: the size of a step's batch follows from the tokens before it (`BatchSchedule`).
+"""Microbatches of a split for each rank. From a starting token on, a split is a sequence of microbatches, and one
+formula (`TokenLoader.microbatches`) gives the microbatches that a rank reads at a global step. The data loader keeps no
+state between steps, so a run can resume at any step. Where the size of the global batch changes during a run, it
+depends only on the number of tokens before the step (`BatchSchedule`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class BatchLayout:
 
 @dataclass(frozen=True)
 class Stage:
-    """Steps that are alike in their batch: from `first_step` on, before which there are `tokens_before` tokens."""
+    """Consecutive steps with the same batch layout, from step `first_step` on. All steps before `first_step` together
+    read `tokens_before` tokens."""
 
     first_step: int
     tokens_before: int
@@ -49,9 +51,9 @@ class Stage:
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """The global batch of every step from a starting token on. Steps and tokens count from there."""
+    """Batch layout of every step from a starting token on. Steps and tokens are counted from that starting token."""
 
-    stages: tuple[Stage, ...]  # in order; the last has no end
+    stages: tuple[Stage, ...]  # in order; the last one does not end
 
     @classmethod
     def constant(cls, layout: BatchLayout) -> BatchSchedule:
@@ -59,43 +61,45 @@ class BatchSchedule:
 
     @classmethod
     def ramp(cls, layouts: Sequence[tuple[int, BatchLayout]], tokens_seen: int) -> BatchSchedule:
-        """Each layout holds for the steps that begin once so many tokens of the run have been seen; the schedule starts
-        where `tokens_seen` have been."""
+        """Return the schedule of a run that has seen `tokens_seen` tokens at the schedule's start. Each entry of
+        `layouts` is (tokens, layout): the layout applies to steps that begin after the run has seen `tokens` tokens."""
         current = max(index for index, (seen, _) in enumerate(layouts) if seen <= tokens_seen)
         stages = [Stage(0, 0, layouts[current][1])]
         for seen, layout in layouts[current + 1 :]:
             last = stages[-1]
-            # Steps of the stage before until so many tokens have been seen; none if its last step went beyond them.
+            # Steps of the previous stage until the run has seen `seen` tokens. The number is 0 if the run has already
+            # seen them when that stage begins; this stage then replaces it.
             steps = max(0, -(-(seen - tokens_seen - last.tokens_before) // last.layout.global_tokens))
             here = Stage(last.first_step + steps, last.tokens_before + steps * last.layout.global_tokens, layout)
             stages = [*(stages if steps else stages[:-1]), here]
         return cls(tuple(stages))
 
     def at(self, step: int) -> BatchLayout:
-        """The batch of a step."""
+        """Return the batch layout of a step."""
         return self._stage(step).layout
 
     def tokens_before(self, step: int) -> int:
-        """The tokens of all steps before this one."""
+        """Return the number of tokens that all steps before `step` read."""
         stage = self._stage(step)
         return stage.tokens_before + (step - stage.first_step) * stage.layout.global_tokens
 
     def steps_within(self, tokens: int) -> int:
-        """The largest number of steps that see at most so many tokens."""
+        """Return the largest number of steps that read at most `tokens` tokens."""
         stages = self.stages
         stage = stages[max(0, bisect_right(stages, tokens, key=lambda stage: stage.tokens_before) - 1)]
         return stage.first_step + max(0, tokens - stage.tokens_before) // stage.layout.global_tokens
 
     def steps_for(self, tokens: int) -> int:
-        """The smallest number of steps that see at least so many tokens."""
+        """Return the smallest number of steps that read at least `tokens` tokens."""
         steps = self.steps_within(tokens)
         return steps if self.tokens_before(steps) >= tokens else steps + 1
 
     def num_steps(self, wanted: int, available: int) -> int:
-        """The smallest number of steps that see at least `wanted` tokens; -1 wanted: as many as there are tokens for.
+        """Return the smallest number of steps that read at least `wanted` tokens. If `wanted` is -1, return the largest
+        number of steps for which there are enough tokens.
 
-        `available` counts the tokens in the file from the slice's start; one more than the steps see is needed, as the
-        last target. Raises UserError saying how many tokens were wanted and how many there are.
+        `available` is the number of tokens in the file from the starting token on. One token more than the steps read
+        is needed, as the last target. Raises UserError with the wanted and the available number if there are too few.
         """
         steps = self.steps_within(available - 1) if wanted == -1 else self.steps_for(wanted)
         needed = self.tokens_before(max(steps, 1) if wanted == -1 else steps) + 1
@@ -109,14 +113,14 @@ class BatchSchedule:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """A microbatch as it lies in the file: B·T tokens and one more, since targets are inputs shifted by one."""
+    """Microbatch as consecutive tokens of the file: B·T + 1 tokens, because targets are inputs shifted by one."""
 
     tokens: np.ndarray
     context_length: int
 
     def to(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets, (B, T) each, as int64 on `device`."""
-        import torch  # here, since looking into a dataset does without it
+        """Return inputs and targets, (B, T) int64 each, on `device`."""
+        import torch  # imported here, because commands that only inspect a dataset do not need torch
 
         tokens = torch.from_numpy(self.tokens.astype(np.int64))
         if device.type == "cuda":
@@ -125,8 +129,8 @@ class Microbatch:
 
 
 class TokenLoader:
-    """Consecutive microbatches of a split from a starting token, of one size; `batches` says how many of them a step
-    takes, if that changes."""
+    """Data loader of a split: consecutive microbatches of one size from a starting token on. `batches` gives each
+    step's batch layout if the number of microbatches per step changes."""
 
     def __init__(
         self, tokens: TokenFile, start_token: int, layout: BatchLayout, batches: BatchSchedule | None = None
@@ -137,14 +141,16 @@ class TokenLoader:
         self.batches = batches or BatchSchedule.constant(layout)
 
     def microbatch(self, index: int) -> Microbatch:
-        """Microbatch `index`, counted from the start token."""
+        """Return microbatch number `index`, counted from the starting token."""
         size = self.layout.microbatch_tokens
         return Microbatch(self.tokens.read(self.start_token + index * size, size + 1), self.layout.context_length)
 
     def microbatches(self, steps_from_start: int, rank: int) -> list[Microbatch]:
-        """The microbatches of `rank` in the step that is `steps_from_start` after the one at the start token: in
-        accumulation step a of A, microbatch (n + a)·world_size + rank, with n the accumulation steps before this step:
-        steps_from_start·A, if A was the same in all of them."""
+        """Return the microbatches that `rank` reads in step `steps_from_start`, counted from the starting token.
+
+        In accumulation step a, the rank reads microbatch (n + a)·world_size + rank, where n is the number of
+        accumulation steps in all earlier steps: steps_from_start·A if every step has A accumulation steps.
+        """
         size, tokens_before = self.layout.world_size, self.batches.tokens_before(steps_from_start)
         before = tokens_before // (size * self.layout.microbatch_tokens)
         steps = self.batches.at(steps_from_start).accumulation_steps

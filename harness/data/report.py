@@ -1,4 +1,4 @@
-"""Looking into a dataset folder: is it what its meta.json says, and what is in it?"""
+"""Check a dataset folder against its meta.json, and summarize its contents."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ class SplitFacts:
     tokens: int = 0
     bytes: int = 0
     documents: int = 0
-    largest: int = -1
-    longest: int = 0  # document, in tokens
+    largest: int = -1  # token id; -1 if there are no tokens
+    longest: int = 0  # length of the longest document, in tokens
 
 
 def survey(tokens: TokenFile, tokenizer: Tokenizer) -> SplitFacts:
-    """Count a split's tokens, documents and bytes of text. Bytes are 0 where a token is beyond the vocabulary."""
+    """Count a split's tokens, documents and bytes of text. The bytes are incomplete if a token id is beyond the
+    vocabulary."""
     facts = SplitFacts(tokens=len(tokens))
     byte_lengths = tokenizer.token_byte_lengths()
     unfinished = 0  # tokens since the last end-of-text
@@ -47,13 +48,13 @@ def survey(tokens: TokenFile, tokenizer: Tokenizer) -> SplitFacts:
         facts.documents += len(ends)
         facts.longest = max(facts.longest, int(np.diff(ends, prepend=-1 - unfinished).max(initial=0)))
         unfinished = len(block) - 1 - int(ends[-1]) if len(ends) else unfinished + len(block)
-    facts.longest = max(facts.longest, unfinished)  # a part of a document: documents are counted by their ends
+    facts.longest = max(facts.longest, unfinished)  # a document without its end, which `documents` does not count
     return facts
 
 
 def verify(dataset: Dataset) -> list[str]:
-    """Compare every split with meta.json: hash, dtype, range of token ids, and counts. Returns what was found right, a
-    line each. Raises RunError with everything that is wrong, UserError where a file cannot be read at all."""
+    """Compare every split with meta.json: hash, dtype, range of token ids, and counts. Return a line for each correct
+    split. Raises RunError with everything that is wrong, UserError if a file cannot be read at all."""
     tokenizer = load_tokenizer(dataset.tokenizer)
     right: list[str] = []
     wrong = list(_tokenizer_faults(dataset, tokenizer))
@@ -102,7 +103,7 @@ def _faults(dataset: Dataset, split: str, tokenizer: Tokenizer) -> Iterator[str]
 
 
 def describe(dataset: Dataset) -> Iterator[str]:
-    """The dataset's card for a terminal, line by line."""
+    """Yield a summary of the dataset for a terminal, line by line."""
     tokenizer = load_tokenizer(dataset.tokenizer)
     yield from textwrap.wrap(f"{dataset.name}: {printable(dataset.meta.description) or 'no description'}", COLUMNS)
     name = dataset.meta.tokenizer

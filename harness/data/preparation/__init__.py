@@ -1,3 +1,3 @@
-"""Making a token data set: text files, parquet, Hub data sets or token files in; tokenized, shuffled and split
-safetensors out, in a work folder that an interrupted preparation continues.
+"""Preparation of a token dataset from text files, parquet files, a Hub dataset or token files. Text is tokenized,
+shuffled and written as one safetensors file per split, in a work folder from which an interrupted preparation resumes.
 """

@@ -1,4 +1,4 @@
-"""Making a dataset folder, of text or of token shards, as prepare_datasets.py's options ask for."""
+"""Make a dataset folder from text or from token shards, according to the options of prepare_datasets.py."""
 
 from __future__ import annotations
 
@@ -31,21 +31,23 @@ from harness.data.tokenizers.load import load_tokenizer
 from harness.data.tokenizers.tokenizer import Tokenizer
 
 SECONDS_BETWEEN_LINES = 10.0
-BYTES_PER_WORKER = 2**22  # of input: less is encoded before another process has started
+BYTES_PER_WORKER = 2**22  # of input; fewer bytes are encoded before another process has started
 BAR_FORMAT = "{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 LINE_FORMAT = "{percentage:3.0f}% {elapsed}<{remaining}{postfix}"
 
-Made = tuple[list[Split], Tokenizer, str, dict[str, Any]]  # the tokenizer's name in meta.json, and the text's origin
+# The splits, the tokenizer, its name in meta.json, and "source" in meta.json: where the text or the tokens came from.
+Made = tuple[list[Split], Tokenizer, str, dict[str, Any]]
 
 
 def make_dataset(inputs: Sequence[str], target: Path, options: Mapping[str, Any]) -> tuple[list[Split], int]:
-    """Make the dataset folder `target`, or finish one that was interrupted; its splits and the vocabulary's size.
+    """Make the dataset folder `target`, or resume its interrupted preparation. Return the splits and the vocabulary
+    size.
 
-    `options` are prepare_datasets.py's, by their names. Raises UserError if nothing could be done, RunError and
-    RunStopped if the same command can go on from there.
+    `options` are the options of prepare_datasets.py by name. Raises UserError if an option or the input is wrong,
+    RunError or RunStopped if the same command can resume the work later.
     """
     work = WorkFolder(target)
-    check_target(target, overwrite=True)  # before anything is made there
+    check_target(target, overwrite=True)  # before `work.open` creates folders
     work.open()
     try:
         check_target(target, overwrite=options["overwrite"])
@@ -79,7 +81,7 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
         names = printable(abbreviated(source.ignored))
         print(f"not read, as no text by their names, or links to folders: {names}", file=sys.stderr, flush=True)
     fingerprint = check_tokenizer(options["tokenizer"])
-    # The options that decide the bytes: interrupted work resumes with the same ones only.
+    # The options that determine the bytes of the dataset. Interrupted work resumes only with the same values of these.
     keys = [
         *("text_column", "document_separator", "replace_invalid", "include", "tokenizer", "train_tokenizer"),
         *("validation_fraction", "test_fraction", "split_order", "shuffle_seed"),
@@ -88,7 +90,7 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
     if options["replace_invalid"]:
         deciding["replace_invalid"] = "any"
     if options["split_order"] == "given":
-        del deciding["split_order"]  # it was the only one once, and had no key
+        del deciding["split_order"]  # earlier versions had only this order, and recorded no key for it
     begun_with = {"input": abbreviated(inputs), **deciding, "tokenizer_file_sha256": fingerprint}
     files = [[file.name, file.version] for file in source.files]
     journal = work.resume_or_begin(begun_with, files, restart=options["restart"])
@@ -112,7 +114,8 @@ def _from_text(inputs: Sequence[str], work: WorkFolder, options: Mapping[str, An
 
 
 def _find_source(inputs: Sequence[str], options: Mapping[str, Any], work: Path) -> TextSource:
-    """The local files under these names, or else a dataset on the Hub. Raises UserError if there is neither."""
+    """Return the local files that `inputs` names, or the files of the Hub dataset of that name if there are no such
+    local files. Raises UserError if there is neither."""
     if len(inputs) == 1 and not Path(inputs[0]).exists() and is_hub_name(inputs[0]):
         from harness.data.preparation.hub_source import find_on_hub
 
@@ -148,21 +151,22 @@ def _place(tokenizer: str, work: WorkFolder) -> str | Path:
 
 
 def _unescaped(text: str) -> str:
-    r"""Replace \n, \r, \t and \\ by what they stand for, since few shells let one type them."""
+    r"""Replace \n, \r, \t and \\ by the characters that they stand for, because most shells pass them unchanged."""
     return text.replace("\\\\", "\0").replace("\\n", "\n").replace("\\r", "\r").replace("\\t", "\t").replace("\0", "\\")
 
 
 @contextmanager
 def reading_progress(files: Sequence[TextFile]) -> Iterator[Show]:
-    """Yield the function that reports a batch and the size of all there is so far: documents, tokens, tokens/s and time
-    left, as a bar of the input's bytes on a terminal, else a line now and then."""
+    """Yield a function that is called with each encoded batch and the total size so far, and reports documents, tokens,
+    tokens/s and the time left. On a terminal it draws a bar of the input bytes that have been read; elsewhere it prints
+    a line every SECONDS_BETWEEN_LINES."""
     before = [0, *itertools.accumulate(file.size for file in files)]
     is_terminal, began = sys.stderr.isatty(), time.monotonic()
     shape: dict[str, Any] = {"bar_format": BAR_FORMAT, "dynamic_ncols": True}
     if not is_terminal:
         shape = {"bar_format": LINE_FORMAT, "file": io.StringIO(), "mininterval": SECONDS_BETWEEN_LINES}
     with tqdm(total=before[-1], **shape) as bar:
-        shown, first_tokens = began, -1  # of an earlier process; known with the first batch
+        shown, first_tokens = began, -1  # first_tokens: tokens of an earlier process, set by the first batch
 
         def show(encoded: Encoded, size: StreamSize) -> None:
             nonlocal shown, first_tokens

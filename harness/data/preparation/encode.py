@@ -1,10 +1,11 @@
-"""Pieces of documents to tokens: gathered into batches, each encoded by one of several processes, in the text's order.
+"""Encode pieces of documents as tokens. The pieces are gathered into batches, one of several processes encodes each
+batch, and the results are in the order of the text.
 
-The batches depend on the text alone, never on the number of workers: so does every token.
+The batches, and so the tokens, depend only on the text, never on the number of workers.
 
-Threads of one process would do, since tiktoken lets go of the interpreter's lock; but two of them reached 0.6 of what
-two processes do (docs/LOG.md): they wait for each other inside the library. A little text has one thread beside the
-reader's, which starts at once.
+Threads could be used instead of processes, because tiktoken releases the GIL. But two threads reached only 0.6 of the
+speed of two processes (docs/LOG.md), because they wait for each other inside the library. A small text is encoded by
+one thread beside the thread that reads, because a thread starts faster than a process.
 """
 
 from __future__ import annotations
@@ -33,37 +34,37 @@ from harness.data.tokenizers.tokenizer import Tokenizer
 BATCH_CHARACTERS = 2**20
 BATCH_PIECES = 4096
 LONGEST_PIECE = 2**20  # characters; longer texts are cut
-CUT_SEARCH = 2**16  # characters before a piece's end in which a good place is looked for; without one it is cut anyway
+CUT_SEARCH = 2**16  # characters at a piece's end that are searched for a place between words to cut the text
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Pieces in their order, and where in the input they end."""
+    """Consecutive pieces of the text, and the position in the input where they end."""
 
     pieces: list[Piece]
     file: int  # number of the file that is read next
-    documents: int  # of that file that have been read by then, those without text too
-    empty: int  # documents without text, in this batch
-    position: int  # bytes of that file that have been read by then
+    documents: int  # documents of that file that have been read at the batch's end, including those without text
+    empty: int  # documents without text in this batch
+    position: int  # bytes of that file that have been read at the batch's end
 
     @property
     def is_whole(self) -> bool:
-        """True if a document ends with the batch: work can be resumed from here."""
+        """True if the batch ends at the end of a document. Interrupted work can resume there."""
         return not self.pieces or self.pieces[-1].ends
 
 
 def batches(pieces: Iterable[Piece], file: int = 0, documents: int = 0) -> Iterator[Batch]:
-    """About a mebibyte of text at a time. Documents without any text are counted and left out.
+    """Yield batches of about BATCH_CHARACTERS characters. Documents without any text are counted and left out.
 
-    The pieces begin in `file`, of which `documents` have been read before. An empty piece of the next file that ends
-    nothing tells that a file has ended.
+    The pieces begin in file number `file`, after its first `documents` documents. In `pieces`, the end of a file is
+    marked by a piece with the next file's number, no text and `ends` False.
     """
     gathered: list[Piece] = []
     characters = empty = position = 0
-    is_open = False  # the document has had text
+    is_open = False  # the current document has already had text
     for piece in _in_short_pieces(pieces):
         room = BATCH_CHARACTERS
-        if piece.file != file:  # a good place to go on from, but many small files want to be one batch
+        if piece.file != file:  # a good place to resume from, but many small files should share a batch
             file, documents, room = piece.file, 0, BATCH_CHARACTERS // 16
         position = piece.position
         documents += piece.ends
@@ -80,10 +81,11 @@ def batches(pieces: Iterable[Piece], file: int = 0, documents: int = 0) -> Itera
 
 
 def _in_short_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Yield the text in pieces of at most LONGEST_PIECE characters, cut where every tokenizer here cuts it, too."""
+    """Yield the text in pieces of at most LONGEST_PIECE characters, cut between words if possible, so that cutting does
+    not change the tokens."""
     rest = ""
     for piece in pieces:
-        if not piece.text and not piece.ends:  # it tells of a file's end
+        if not piece.text and not piece.ends:  # the piece marks the end of a file
             yield piece
             continue
         text, rest = rest + piece.text, ""
@@ -95,14 +97,14 @@ def _in_short_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
         text = text[start:] if start else text
         if piece.ends:
             yield piece._replace(text=text)
-        else:  # the next piece may tell where this one can be cut
+        else:  # a cut here could be inside a word, so the rest is joined with the next piece
             rest = text
 
 
 def _cutting_place(text: str, start: int, end: int) -> int:
-    """The last place to cut up to `end`: before a space after something visible, since no pattern that splits text into
-    words (GPT-2's, cl100k's, o200k's) has a word across that; before a line's end after a letter or a digit, likewise.
-    Without one, `end` itself."""
+    """Return the last place up to `end` where cutting the text does not change its tokens, or `end` if there is none
+    near it. Such a place is before a space that follows a visible character, or before a line break that follows a
+    letter or digit: no pattern that splits text into words (GPT-2's, cl100k's, o200k's) has a word across it."""
     for at in range(end, max(start, end - CUT_SEARCH), -1):
         before, after = text[at - 1], text[at]
         if (after == " " and not before.isspace()) or (after in "\r\n" and before.isalnum()):
@@ -114,12 +116,12 @@ def _cutting_place(text: str, start: int, end: int) -> int:
 
 
 Arrays = tuple[np.ndarray, np.ndarray]
-Encoder = Callable[[list[tuple[str, bool]]], Future[Arrays]]  # `encode_texts` elsewhere
+Encoder = Callable[[list[tuple[str, bool]]], Future[Arrays]]  # `encode_texts` in another process or thread
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A batch as tokens; each document's last token is end-of-text."""
+    """Batch encoded as tokens. The last token of each document is end-of-text."""
 
     batch: Batch
     tokens: np.ndarray  # (tokens,) of the dataset's dtype
@@ -128,15 +130,16 @@ class Encoded:
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smaller of uint16 and uint32 that holds every token id."""
+    """Return uint16 if it holds every token id, otherwise uint32."""
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
 def encode_batches(batches: Iterable[Batch], encoder: Encoder, at_once: int) -> Iterator[Encoded]:
-    """Encode the batches in order, `at_once` at a time, as many again waiting.
+    """Yield the batches encoded, in order. Up to 2·`at_once` batches are submitted at a time: `at_once` for the
+    processes or threads to encode, and as many to wait.
 
-    The result does not depend on their number. Raises what reading the batches raises, after what came before it;
-    RunError if encoding failed or a process is gone, UserError for what is wrong with tokenizer or text.
+    The result does not depend on `at_once`. An error in reading `batches` is raised after the batches before it have
+    been yielded. Raises RunError if encoding fails or a process dies, UserError if the tokenizer or the text is wrong.
     """
     waiting: deque[tuple[Batch, Future[Arrays]]] = deque()
 
@@ -168,7 +171,7 @@ def encode_batches(batches: Iterable[Batch], encoder: Encoder, at_once: int) -> 
 
 
 def encode_texts(tokenizer: Tokenizer, texts: list[tuple[str, bool]]) -> Arrays:
-    """The tokens and sizes of `Encoded`. A text comes with True if a document ends with it."""
+    """Return the fields `tokens` and `sizes` of `Encoded`. Each text is paired with True if a document ends with it."""
     dtype = token_dtype(tokenizer.vocab_size)
     eot = np.array([tokenizer.eot_token], dtype)
     parts: list[np.ndarray] = []
@@ -185,26 +188,27 @@ def encode_texts(tokenizer: Tokenizer, texts: list[tuple[str, bool]]) -> Arrays:
 
 @contextmanager
 def encoder_processes(name_or_file: str | Path, count: int) -> Iterator[Encoder]:
-    """Processes that encode with a tokenizer, and end with this one, however it ends; a thread in place of only one."""
+    """Yield an encoder that runs in `count` processes, or in a thread if `count` is 1. The processes end with this
+    process, even if it is killed."""
     context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of libraries hold
     pool: Executor = ThreadPoolExecutor(1) if count == 1 else ProcessPoolExecutor(count, context, _begin)
     try:
         if count > 1:
             with _without_interrupts():
                 for _ in range(count):
-                    pool.submit(os.getpid)  # it starts a process
+                    pool.submit(os.getpid)  # makes the pool start a process
         yield lambda texts: pool.submit(_encode, name_or_file, texts)
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def _encode(name_or_file: str | Path, texts: list[tuple[str, bool]]) -> Arrays:
-    """`encode_texts` in one of the processes, with errors that can travel between them."""
+    """Run `encode_texts` in a worker. Raises only UserError and RunError, which can be sent to another process."""
     try:
         return encode_texts(_loaded(name_or_file), texts)
     except UserError:
         raise
-    except BaseException as error:  # a library's panic is not an Exception
+    except BaseException as error:  # a panic of a Rust library is not an Exception
         raise RunError(
             f"tokenizing failed: {type(error).__name__}: {error}; correct the text or the tokenizer and run the same "
             "command again"
@@ -215,13 +219,13 @@ _loaded = cache(load_tokenizer)
 
 
 def _begin() -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are what works in parallel
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes already run in parallel
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that started it is killed: the pool's pipes are open in each of its processes,
-    which would wait for ever."""
+    """Exit when the parent process has ended. A worker of a killed parent would otherwise wait forever, because the
+    pool's pipes are kept open by all workers."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -230,11 +234,14 @@ def _end_with_parent() -> None:
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Processes started meanwhile leave Ctrl-C, which reaches all of a terminal's, to the one that started them: they
-    inherit that it is blocked. Here it is noted, by whichever thread it comes, and waits until the end: a process that
-    is half started would complain."""
+    """Block SIGINT in the processes that the body starts, and delay it in this process until the end of the body.
+
+    Ctrl-C sends SIGINT to all processes of a terminal, but only this process should handle it. The started processes
+    inherit the blocked signal. In this process, SIGINT is recorded whichever thread receives it, and KeyboardInterrupt
+    is raised at the end, because a process that is only half started would print an error.
+    """
     noted: list[int] = []
-    resource_tracker.ensure_running()  # it would be started with the first process, and unblock signals then
+    resource_tracker.ensure_running()  # otherwise starting the first process starts it, which unblocks SIGINT
     handler = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -1,4 +1,4 @@
-"""Files of a dataset on the Hugging Face Hub, verified; and those with text as a source of documents."""
+"""Download and verify files of a dataset on the Hugging Face Hub, and read its text files as a source of documents."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from harness.common.hub import HubWork, find_fault, list_files
 from harness.common.messages import abbreviated
 from harness.data.preparation.text_input import TextFile, TextSource, is_surely_text, text_suffix
 
-AGAIN = "running the same command again goes on where it stopped"
+AGAIN = "running the same command again resumes where it stopped"
 
 
 @dataclass(frozen=True)
 class HubText(TextSource):
-    """A dataset's files at one commit. Each is downloaded when it is its turn."""
+    """Text files of a Hub dataset at one commit. Each file is downloaded when it is about to be read."""
 
     work: HubWork
     commit: str
-    described: list[RepoSibling]  # the files, as the Hub describes them
-    downloads: Path | None  # where files are kept while they are read; None: in huggingface_hub's cache, for good
+    described: list[RepoSibling]  # the Hub's descriptions of `files`, in the same order
+    downloads: Path | None  # folder for each file while it is read; None: huggingface_hub's cache, which keeps it
 
     @contextmanager
     def at_hand(self, file: TextFile) -> Iterator[TextFile]:
-        """Download the file; delete it at the end if it is in `downloads`."""
+        """Download the file and yield it with its path. At the end, delete the file if `downloads` is a folder."""
         path = download(self.work, self.described[file.number], self.commit, self.downloads)
         try:
             yield replace(file, path=path)
@@ -43,12 +43,13 @@ class HubText(TextSource):
                 path.unlink(missing_ok=True)
 
     def sampled(self, most: int) -> list[TextFile]:
-        return self.files[:1]  # more would have to be downloaded before their turn
+        return self.files[:1]  # further files would have to be downloaded before they are read
 
 
 def download(work: HubWork, file: RepoSibling, commit: str, folder: Path | None) -> Path:
-    """A file of a dataset at one commit, as the Hub describes it, in `folder` or, for None, in huggingface_hub's cache.
-    One that is there already is taken; one with another hash is downloaded again once. Raises UserError."""
+    """Download a file of a dataset at one commit to `folder`, or to huggingface_hub's cache if `folder` is None, and
+    return its path. An existing file is used. A file whose hash is not the Hub's is downloaded once more. Raises
+    UserError if the file cannot be downloaded, or if its hash is still wrong."""
     place: dict[str, Any] = {"repo_type": "dataset", "revision": commit, "local_dir": folder}
 
     def fetch(*, anew: bool) -> Path:
@@ -58,7 +59,7 @@ def download(work: HubWork, file: RepoSibling, commit: str, folder: Path | None)
     path = fetch(anew=False)
     if fault := find_fault(path, file):
         print(f"{file.rfilename}: {fault}; downloading it again", file=sys.stderr, flush=True)
-        path = fetch(anew=True)  # or a bad copy in HF_HOME's cache would be taken
+        path = fetch(anew=True)  # otherwise the damaged copy in HF_HOME's cache would be used again
         if fault := find_fault(path, file):
             path.unlink(missing_ok=True)
             problem = f"{file.rfilename} is not what the Hub describes, even downloaded twice: {fault}"
@@ -67,7 +68,8 @@ def download(work: HubWork, file: RepoSibling, commit: str, folder: Path | None)
 
 
 def find_on_hub(name: str, include: Sequence[str], revision: str | None, downloads: Path | None) -> HubText:
-    """The text files of a dataset on the Hub. Raises UserError if it cannot be reached, or has no such files."""
+    """Return the text files of a dataset on the Hub. Raises UserError if the dataset cannot be reached, or has no text
+    files (that match `include`)."""
     folder = downloads or Path(constants.HF_HUB_CACHE)
     work = HubWork(name, "dataset", folder, "INPUT", "download its files, and give their folder as INPUT", AGAIN)
     try:

@@ -1,4 +1,4 @@
-"""The tokenizer of a new data set: a known one, one from a file, or one trained on a sample of the text."""
+"""Tokenizer of a new dataset: a known encoding, a tokenizer file, or a BPE trained on a sample of the text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ SAMPLED_FILES = 16
 
 
 def check_tokenizer(name: str | None) -> str | None:
-    """The SHA-256 of the file that --tokenizer names, if it is one. Raises UserError for what is no tokenizer."""
+    """Check the value of --tokenizer. Return the SHA-256 of the tokenizer file that it names, or None if it names no
+    file. Raises UserError if it is neither a tokenizer file nor an encoding of tiktoken."""
     if name is not None and Path(name).is_file():
         load_tokenizer(Path(name))
         return sha256(Path(name))
@@ -33,11 +34,12 @@ def check_tokenizer(name: str | None) -> str | None:
 
 
 def bring_tokenizer(given: str, folder: Path, train: Callable[[Path], None] | None = None) -> str:
-    """Put a tokenizer's file into the dataset's folder, unless it is GPT-2's: its name in meta.json. It is the one that
-    `train` writes to a path, if there is that function, else the one that --tokenizer names.
+    """Write the tokenizer's file into the dataset's folder, except for GPT-2's, and return the tokenizer's name for
+    meta.json. If `train` is given, it writes a newly trained tokenizer to a path; otherwise the tokenizer is `given`,
+    the value of --tokenizer.
 
-    An interrupted call leaves no part of a file, and a file that is there is taken: the same options made it. Raises
-    UserError for a text with too few different words.
+    An interrupted call leaves no partial file. An existing file is used, because the same options made it. Raises
+    UserError if the text has too few different words to train on.
     """
     write: Callable[[Path], object]
     if train:
@@ -50,7 +52,8 @@ def bring_tokenizer(given: str, folder: Path, train: Callable[[Path], None] | No
     else:
         name, write = f"{given}{SUFFIX}", lambda draft: draft.write_text(encoding_file(given), encoding="utf-8")
     if not (folder / name).exists():
-        # The name's end tells the format; without a process's number, what a killed one left is found again.
+        # The draft's name keeps its suffix, which tells `load_tokenizer` the format. It contains no process id, so the
+        # next call removes the draft of a killed process.
         with atomic_file(folder / name, folder / f".{name}") as draft:
             write(draft)
             load_tokenizer(draft)
@@ -58,8 +61,9 @@ def bring_tokenizer(given: str, folder: Path, train: Callable[[Path], None] | No
 
 
 def sample_texts(source: TextSource, recipe: Recipe) -> list[str]:
-    """All of a small text but for what the splits hold out; of a large one 64 Mi characters, from the beginnings of a
-    few files spread over it. Raises what reading raises."""
+    """Return the text to train a tokenizer on. Of a small text it is everything except the held-out splits. Of a large
+    text it is SAMPLE_CHARACTERS characters, from the beginnings of a few files spread over the text. Raises what
+    reading the files raises."""
     files = source.sampled(SAMPLED_FILES)
     is_small = sum(file.size for file in files) <= SAMPLE_CHARACTERS
     most = SAMPLE_CHARACTERS if is_small else SAMPLE_CHARACTERS // len(files)
@@ -71,13 +75,14 @@ def sample_texts(source: TextSource, recipe: Recipe) -> list[str]:
     is_all = len(files) == len(source.files) and characters < most
     if is_all and recipe.sizes.order == "seeded" and (left := _without_drawn(pieces, recipe.sizes)):
         return left
-    if recipe.shuffle_seed is None and (is_all or recipe.sizes.order == "given"):  # the last ones are held out
+    if recipe.shuffle_seed is None and (is_all or recipe.sizes.order == "given"):  # the last documents are held out
         pieces = list(_cut_to(pieces, round(characters * (1 - recipe.sizes.validation - recipe.sizes.test))))
     return [piece.text for piece in pieces]
 
 
 def _without_drawn(pieces: list[Piece], sizes: SplitSizes) -> list[str]:
-    """The texts for training, of all pieces of a text; none where the splits are not made of whole documents."""
+    """Return the texts of the train split, given all pieces of a text, for --split-order seeded. Return an empty list
+    if there are too few documents to make the splits of whole documents."""
     ends = np.array([piece.ends for piece in pieces], bool)
     documents = np.cumsum(ends) - ends
     lengths = np.bincount(documents, [len(piece.text.encode()) for piece in pieces]).astype(np.int64)
@@ -90,7 +95,7 @@ def _without_drawn(pieces: list[Piece], sizes: SplitSizes) -> list[str]:
 
 
 def _cut_to(pieces: Iterable[Piece], characters: int) -> Iterator[Piece]:
-    """The first so many characters of all pieces together."""
+    """Yield the pieces with the first `characters` characters of all pieces; the last of them is shortened."""
     for piece in pieces:
         yield piece._replace(text=piece.text[:characters])
         characters -= len(piece.text)

@@ -1,4 +1,4 @@
-"""The steps from text to a dataset folder that appears whole, through work that can be interrupted at any point."""
+"""Steps that turn text into the files of a dataset's splits. They can be interrupted at any point and resumed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from harness.data.preparation.text_input import TextFormat, TextSource
 from harness.data.preparation.work import Journal, Mark, Phase, WorkFolder
 from harness.data.tokenizers.tokenizer import Tokenizer
 
-COMMIT_TOKENS = 2**24  # between two notes of how far the work has come: some seconds
+COMMIT_TOKENS = 2**24  # between two saves of the journal; they take some seconds to encode
 
 Show = Callable[[Encoded, StreamSize], None]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The options that, with text and tokenizer, decide a dataset's bytes."""
+    """Options that determine a dataset's bytes, together with the text and the tokenizer."""
 
     form: TextFormat = field(default_factory=TextFormat)
     sizes: SplitSizes = field(default_factory=SplitSizes)
@@ -32,7 +32,7 @@ class Recipe:
 
 @dataclass
 class Preparation:
-    """One dataset on its way."""
+    """Preparation of one dataset from text, new or resumed."""
 
     work: WorkFolder
     source: TextSource
@@ -40,9 +40,10 @@ class Preparation:
     journal: Journal
 
     def run(self, tokenizer: Tokenizer, encoder: Encoder, workers: int, show: Show) -> list[Split]:
-        """Do what is left to do: the splits' files are whole when this returns. `show` is called after each batch.
+        """Do all steps that remain, and return the splits, whose files are then complete. `show` is called after each
+        batch.
 
-        Raises UserError and RunError.
+        Raises UserError if the text is wrong or too short for the splits, RunError if reading or encoding it fails.
         """
         dtype = token_dtype(tokenizer.vocab_size)
         stream, pool = (TokenStream(self.work.path / f"{name}.tokens", dtype) for name in ("text", "pool"))
@@ -77,7 +78,7 @@ class Preparation:
         try:
             in_batches = batches(pieces, here.file, here.documents)
             for encoded in encode_batches(in_batches, encoder, workers):
-                numbers = np.cumsum(encoded.ends) - encoded.ends  # of the pieces' documents
+                numbers = np.cumsum(encoded.ends) - encoded.ends  # document number of each piece within the batch
                 in_pool = self.recipe.sizes.in_pool(total.documents, len(numbers))[numbers]
                 stream.append(encoded, ~in_pool)
                 pool.append(encoded, in_pool)
@@ -94,7 +95,7 @@ class Preparation:
                 show(encoded, total)
             self.journal.phase = "read"
             save()
-        except (UserError, RunError, KeyboardInterrupt):  # what is done is done
+        except (UserError, RunError, KeyboardInterrupt):  # keep the work that is done
             with suppress(OSError):
                 save()
             raise
@@ -111,7 +112,7 @@ class Preparation:
         stream.close()
         self.journal.here = replace(self.journal.here, size=stream.size, pool=StreamSize())
         self._enter("held out")
-        pool.delete()  # there is none in work that an earlier version began
+        pool.delete()  # `delete` accepts missing files: work that an earlier version began has no pool
 
     def _shuffled(self, stream: TokenStream, seed: int) -> TokenStream:
         target = TokenStream(self.work.path / "shuffled.tokens", stream.dtype)

@@ -1,14 +1,16 @@
-"""The splits of a dataset: which documents are for training, for testing and for validation, their files, and the
-meta.json that tells of them.
+"""Splits of a dataset: choose the documents for train, test and validation, write the splits' files, and write the
+meta.json that describes them.
 
-Documents are held out by a number that is drawn for each, until the splits have their shares of the text's bytes: the
-tokenizer, which may be trained on the rest, changes nothing about that. Tens of millions of documents are not sorted:
-the few that may be held out go into a stream of their own while the text is read, the pool, and those of them that are
-not held out are appended to the training stream in the end, in the order of their numbers. That stream then becomes a
-file without being copied. Of a small text all documents are in the pool, and so in this order.
+In the seeded order, a pseudorandom number (the draw) is computed for each document. Documents are held out in the order
+of their draws until the held-out splits have their shares of the text's bytes. The shares are of bytes instead of
+tokens, so that the choice does not depend on the tokenizer, which may be trained on the remaining documents. Tens of
+millions of documents are not sorted. Instead, while the text is read, the few documents that may be held out are
+written to a stream of their own, the pool. At the end, the pool's documents that are not held out are appended to the
+training stream, in the order of their draws. The training stream then becomes the file of the train split without being
+copied. All documents of a small text are in the pool, so they are all shuffled into the order of their draws.
 
-In the order that is given, splits are ranges of one stream: its ends are copied, and what remains is for training.
-token_input.py, whose input comes split, uses the meta.json alone.
+In the given order, splits are ranges of one stream: the ranges at its end are copied to the files of the held-out
+splits, and the rest is the train split. token_input.py, whose input is already split, uses only the meta.json.
 """
 
 from __future__ import annotations
@@ -35,37 +37,40 @@ from harness.data.preparation.stream import (
 )
 from harness.data.tokenizers.tokenizer import Tokenizer
 
-SPLITS = ("train", "test", "validation")  # in the order of a text's documents
+SPLITS = ("train", "test", "validation")  # in the order of their documents in a stream
 LINE_END_SEARCH = 4096  # tokens
 COUNTED_AT_ONCE = 2**22  # tokens
 DRAWING_KEY = 0
-POOL_DOCUMENTS = 2**14  # all of no more than these are in the pool, so that a small text's shares are met, too
-POOL_SHARE = 4  # of what is to be held out: a few very long documents may make up most of a text
+POOL_DOCUMENTS = 2**14  # a text of at most this many documents is all in the pool, so that its shares are met, too
+POOL_SHARE = 4  # the pool's size in held-out shares; more than 1, since a few very long documents may be most of a text
 
 
 @dataclass(frozen=True)
 class SplitSizes:
-    """Shares of the text; the rest is for training."""
+    """Shares of the text for the held-out splits. The rest of the text is the train split."""
 
     validation: float = 0.01
     test: float = 0.0
-    order: Literal["seeded", "given"] = "seeded"  # held out: documents that are drawn, or the last ones
+    order: Literal["seeded", "given"] = "seeded"  # hold out documents by their draws, or the last ones
 
     def held_out(self) -> dict[str, float]:
-        """The parts by name, in the order of the text's documents, without empty ones."""
+        """Return the share of each held-out split by name, without empty splits, in the order of SPLITS."""
         return {name: share for name, share in (("test", self.test), ("validation", self.validation)) if share}
 
     def in_pool(self, first: int, count: int) -> np.ndarray:
-        """(count,) bool: true for those of the documents from number `first` on that may be held out."""
+        """Return (count,) bool: True for each of `count` documents, from number `first` on, that may be held out and so
+        belongs to the pool."""
         share = self.validation + self.test
         limit = np.maximum(POOL_SHARE * share, POOL_DOCUMENTS / np.arange(first + 1, first + 1 + count))
         return (draws(first, count) < limit) & (self.order == "seeded")
 
     def choose(self, draws: np.ndarray, lengths: np.ndarray, total: int) -> dict[str, np.ndarray]:
-        """The documents to hold out, by split, of those with these draws and lengths, in a text of length `total`.
+        """Return the documents to hold out by split, as indices into `draws` and `lengths`, which describe the pool's
+        documents. `total` is the length of the whole text.
 
-        In the order of their draws, each goes into a split that comes nearer to its share by it; hence no document more
-        than twice as long as a split is held out. Validation comes first, so that a test split hardly changes it.
+        In the order of their draws, each document goes into the first split that it brings closer to its share, if
+        there is one. Hence no document more than twice as long as a split is held out. Validation is the first split,
+        so that adding a test split hardly changes the validation split.
         """
         wanted = {name: share * total for name, share in reversed(self.held_out().items())}
         chosen: dict[str, list[int]] = {name: [] for name in wanted}
@@ -79,29 +84,30 @@ class SplitSizes:
 
 
 def draws(first: int, count: int) -> np.ndarray:
-    """(count,) float64, uniform in [0, 1): the draws of the documents from number `first` on, those without text not
-    counted. Their numbers alone decide them, and the raw numbers are the same in every version of numpy."""
-    words = 4  # that Philox makes of each count
+    """Return the draws of `count` documents from number `first` on: (count,) float64, uniform in [0, 1). Documents
+    without text have no number. A draw depends only on the document's number. Philox's raw words are used because they
+    are the same in every version of numpy."""
+    words = 4  # raw words that Philox makes from each counter value
     raw = np.random.Philox(key=DRAWING_KEY, counter=first // words).random_raw(first % words + count)
     return (raw[first % words :] >> np.uint64(11)) * 2.0**-53
 
 
 @dataclass(frozen=True)
 class Split:
-    """A range of a stream, and what is in it. `bytes` is UTF-8 text without separators."""
+    """Range of a token stream, with counts of its contents. `bytes` counts UTF-8 text without end-of-text tokens."""
 
     name: str
     start: int
     tokens: int
     documents: int
     bytes: int
-    longest_document: int = 0  # in tokens; 0 where that is not known
+    longest_document: int = 0  # in tokens; 0 if unknown
 
 
 def hold_out(pool: TokenStream, stream: TokenStream, sizes: SplitSizes, folder: Path) -> list[Split]:
-    """Write the held-out splits' files of documents in the pool, and append its other documents to the stream: the
-    splits, the stream being the first; an empty list, and the stream has all of them, if a split would get no document.
-    """
+    """Write the held-out splits' files from documents in the pool, and append the pool's other documents to `stream`.
+    Return the splits; the first one is train, the whole stream. If a held-out or the train split would get no document,
+    append all documents of the pool to `stream`, write no files, and return an empty list."""
     documents = np.concatenate([np.zeros((0, 2), np.int64), *pool.documents()])
     length = int(sum(block[:, 1].sum() for block in (documents, *stream.documents())))
     total = (pool.size + stream.size).documents
@@ -120,8 +126,8 @@ def hold_out(pool: TokenStream, stream: TokenStream, sizes: SplitSizes, folder: 
 
 
 def _write_split(pool: TokenStream, documents: np.ndarray, name: str, places: np.ndarray, folder: Path) -> Split:
-    """Write a split's file of the documents at `places`, in the order of their draws, so that any part of the split is
-    a sample of the whole text."""
+    """Write a split's file with the documents at `places` in the pool, and return the split. The documents are in the
+    order of their draws, so that any part of the split is a sample of the whole text."""
     tokens, length = documents[places].sum(axis=0).tolist()
     with token_file(folder / f"{name}.safetensors", pool.dtype, tokens) as file:
         copy_documents(pool.path, documents[:, 0] * pool.dtype.itemsize, places, file, HEADER_BYTES)
@@ -129,10 +135,11 @@ def _write_split(pool: TokenStream, documents: np.ndarray, name: str, places: np
 
 
 def assign_splits(stream: TokenStream, sizes: SplitSizes, tokenizer: Tokenizer) -> list[Split]:
-    """Train, test and validation, in this order: the last documents are for validation, those before them for testing.
+    """Return train, test and validation as ranges of the stream, in this order: the last documents are the validation
+    split, and the documents before them the test split.
 
-    Where there are too few documents for that (one book), the last tokens are, from the beginning of a line on.
-    Raises UserError if a split would have no text at all.
+    If there are too few documents for that (one book), the splits are ranges of tokens that begin at the beginning of a
+    line. Raises UserError if a split would have no text at all.
     """
     counts = {name: round(share * stream.size.documents) for name, share in sizes.held_out().items()}
     counts = {"train": stream.size.documents - sum(counts.values()), **counts}
@@ -148,7 +155,7 @@ def assign_splits(stream: TokenStream, sizes: SplitSizes, tokenizer: Tokenizer) 
 
 
 def by_documents(stream: TokenStream, counts: dict[str, int]) -> list[Split]:
-    """The stream's documents in order, so many for each split."""
+    """Return the splits as consecutive ranges of the stream, each with its number of documents in `counts`."""
     ends = np.cumsum(list(counts.values()))
     totals = np.zeros((len(counts), 2), np.int64)
     first = 0
@@ -176,7 +183,8 @@ def _by_tokens(stream: TokenStream, sizes: SplitSizes, tokenizer: Tokenizer) -> 
 
 
 def _next_line(stream: TokenStream, start: int, tokenizer: Tokenizer) -> int:
-    """The first position from `start` on that follows the end of a line or of a document, if there is one near."""
+    """Return the first position after `start` that follows the end of a line or of a document, or `start` if there is
+    none within LINE_END_SEARCH tokens."""
     for at, token in enumerate(_tokens_at(stream, start, LINE_END_SEARCH).tolist(), start + 1):
         if at < stream.size.tokens and (token == tokenizer.eot_token or tokenizer.decode([token]).endswith("\n")):
             return at
@@ -184,7 +192,7 @@ def _next_line(stream: TokenStream, start: int, tokenizer: Tokenizer) -> int:
 
 
 def _counted(stream: TokenStream, name: str, start: int, end: int, tokenizer: Tokenizer) -> Split:
-    """The range as a split, its documents and bytes counted."""
+    """Return the range as a split, after counting its documents and bytes."""
     lengths = tokenizer.token_byte_lengths()
     documents = length = 0
     for at in range(start, end, COUNTED_AT_ONCE):
@@ -195,13 +203,14 @@ def _counted(stream: TokenStream, name: str, start: int, end: int, tokenizer: To
 
 
 def _tokens_at(stream: TokenStream, start: int, count: int) -> np.ndarray:
-    """`count` tokens of the stream from `start` on; fewer at its end."""
+    """Return `count` tokens of the stream from `start` on, or fewer at its end."""
     count = max(0, min(count, stream.size.tokens - start))
     return np.fromfile(stream.path, stream.dtype, count, offset=HEADER_BYTES + start * stream.dtype.itemsize)
 
 
 def write_splits(stream: TokenStream, splits: list[Split], folder: Path) -> None:
-    """Write each split of the stream to a file in `folder`. Existing files are kept, so that it can be called again."""
+    """Write each split of the stream to a file in `folder`. Existing files are kept, so that an interrupted call can be
+    repeated. The stream's own file becomes train.safetensors."""
     train, *others = splits
     width = stream.dtype.itemsize
     for split in others:
@@ -212,7 +221,7 @@ def write_splits(stream: TokenStream, splits: list[Split], folder: Path) -> None
                 copy(source, file, split.tokens * width)
     sync(folder)
     path = folder / "train.safetensors"
-    if not path.exists():  # only now: it cuts off what the others were copied from
+    if not path.exists():  # last, because it cuts off the tokens of the other splits
         write_header(stream.path, stream.dtype, train.tokens)
         stream.path.rename(path)
         sync(folder)
@@ -227,9 +236,9 @@ def write_dataset_meta(
     description: str,
     source: Mapping[str, object],
 ) -> None:
-    """Describe the splits in `folder`, in its meta.json; `source` is where the text came from.
+    """Write `folder`/meta.json, which describes the splits. `source` says where the text came from.
 
-    Nothing in it depends on when or where it was made: the same text gives the same bytes.
+    Nothing in the file depends on when or where it was made, so the same text gives the same bytes.
     """
     files = [f"{split.name}.safetensors" for split in splits]
     meta = {

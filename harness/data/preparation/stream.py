@@ -1,7 +1,8 @@
-"""A token file on its way: tokens of documents one after another, and beside it how long each document is.
+"""Token file that is being written: the tokens of all documents one after another, and an index file beside it with
+the size of each document.
 
-The token file is a safetensors file from its first byte on but for the header, whose place is kept free: the number of
-tokens is known only at the end.
+The token file has the layout of a safetensors file, but its header is left blank until the end, because only then is
+the number of tokens known.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ import numpy as np
 from harness.common.files import atomic_file, sync
 from harness.data.preparation.encode import Encoded
 
-HEADER_BYTES = 256  # the 8 of the header's length included; tokens that follow are aligned
+HEADER_BYTES = 256  # including the 8 bytes of the header's length; the tokens after it are aligned
 SAFETENSORS_DTYPES = {"uint16": "U16", "uint32": "U32"}
-INDEX_DTYPE = np.dtype(("<i8", 2))  # tokens with end-of-text, UTF-8 bytes of text
+INDEX_DTYPE = np.dtype(("<i8", 2))  # of a document: tokens with end-of-text, UTF-8 bytes of text
 COPIED_BYTES = 2**23
 DOCUMENTS_PER_READ = 2**16
 
@@ -31,7 +32,7 @@ DOCUMENTS_PER_READ = 2**16
 class StreamSize:
     """Size of a stream, in documents and tokens."""
 
-    documents: int = 0  # whole ones
+    documents: int = 0  # complete documents
     tokens: int = 0
 
     def __add__(self, other: StreamSize) -> StreamSize:
@@ -39,17 +40,18 @@ class StreamSize:
 
 
 class TokenStream:
-    """Appending to the two files, and reading them."""
+    """Token file and index file of a sequence of documents, for appending and reading."""
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
         self.path = path
         self.index_path = path.with_suffix(".documents")
         self.dtype = np.dtype(dtype)
         self.size = StreamSize()
-        self._open = np.zeros(2, np.int64)  # tokens and bytes of the document that is not whole yet
+        self._open = np.zeros(2, np.int64)  # tokens and bytes so far of an incomplete document at the end
 
     def open_at(self, size: StreamSize) -> None:
-        """Open the files for appending after `size`, and cut off the rest. Raises OSError if they are shorter."""
+        """Open the files for appending after `size`, and cut off everything beyond `size`. Raises OSError if a file is
+        shorter than `size`."""
         self.size = size
         for path, length in (
             (self.path, HEADER_BYTES + size.tokens * self.dtype.itemsize),
@@ -63,8 +65,8 @@ class TokenStream:
         self._index = self.index_path.open("ab")
 
     def append(self, encoded: Encoded, chosen: np.ndarray | None = None) -> None:
-        """Add a batch's tokens and the sizes of the documents that ended with them. `chosen`, (pieces,) bool: add these
-        pieces only."""
+        """Append a batch's tokens, and the sizes of the documents that end in it. If `chosen`, (pieces,) bool, is
+        given, append only the pieces for which it is True."""
         tokens, sizes, ends = encoded.tokens, encoded.sizes, encoded.ends
         if chosen is not None and not chosen.all():
             tokens, sizes, ends = tokens[np.repeat(chosen, sizes[:, 0])], sizes[chosen], ends[chosen]
@@ -78,13 +80,14 @@ class TokenStream:
         self.size = StreamSize(self.size.documents + len(documents), self.size.tokens + len(tokens))
 
     def append_documents(self, source: TokenStream, sizes: np.ndarray, places: np.ndarray) -> None:
-        """Add the documents of another stream at these places among all of its, (documents, 2) `sizes`."""
+        """Append the documents of another stream whose numbers are `places`, in that order. `sizes`, (documents, 2),
+        are the sizes of all documents of that stream."""
         copy_documents(source.path, sizes[:, 0] * self.dtype.itemsize, places, self._tokens, HEADER_BYTES)
         self._index.write(sizes[places].astype(INDEX_DTYPE.base).tobytes())
         self.size += StreamSize(len(places), int(sizes[places, 0].sum()))
 
     def flush(self) -> None:
-        """Have everything on the disk itself."""
+        """Flush both files to the disk with fsync."""
         for file in (self._tokens, self._index):
             file.flush()
             os.fsync(file.fileno())
@@ -94,12 +97,12 @@ class TokenStream:
         self._index.close()
 
     def delete(self) -> None:
-        """Remove both files, if they are there."""
+        """Delete both files if they exist."""
         for path in (self.path, self.index_path):
             path.unlink(missing_ok=True)
 
     def documents(self) -> Iterator[np.ndarray]:
-        """The sizes of the documents in order, many at a time: (documents, 2) int64, tokens and bytes."""
+        """Yield the sizes of the documents in order, in blocks of (documents, 2) int64: tokens and bytes."""
         with self.index_path.open("rb") as file:
             while block := file.read(DOCUMENTS_PER_READ * INDEX_DTYPE.itemsize):
                 yield np.frombuffer(block, "<i8").reshape(-1, 2)
@@ -107,7 +110,8 @@ class TokenStream:
 
 @contextmanager
 def token_file(path: Path, dtype: np.dtype, tokens: int) -> Iterator[BinaryIO]:
-    """A token file that appears whole when the body has written its tokens."""
+    """Yield a file to which the body writes `tokens` tokens. It gets its header and the name `path` after the body; if
+    the body fails, `path` is unchanged."""
     with atomic_file(path, path.with_suffix(".draft")) as draft:
         with draft.open("wb") as file:
             file.write(bytes(HEADER_BYTES))
@@ -116,7 +120,8 @@ def token_file(path: Path, dtype: np.dtype, tokens: int) -> Iterator[BinaryIO]:
 
 
 def write_header(path: Path, dtype: np.dtype, tokens: int) -> None:
-    """Make a file with a free header and `tokens` tokens, cut after them, a safetensors file."""
+    """Fill in the blank header of a file that holds `tokens` tokens, and cut off anything after these tokens. The file
+    is then a valid safetensors file."""
     length = tokens * dtype.itemsize
     entry: dict[str, Any] = {"dtype": SAFETENSORS_DTYPES[dtype.name], "shape": [tokens], "data_offsets": [0, length]}
     text = json.dumps({"tokens": entry}, separators=(",", ":")).encode()
@@ -128,10 +133,11 @@ def write_header(path: Path, dtype: np.dtype, tokens: int) -> None:
 
 
 def copy_documents(source: Path, lengths: np.ndarray, order: np.ndarray, target: BinaryIO, start: int = 0) -> None:
-    """Append the documents that lie in a file from byte `start` on, each `lengths` bytes long, in this order."""
+    """Append documents of the file `source` to `target`. `source` holds documents of `lengths` bytes from byte `start`
+    on; `order` has the numbers of the documents to append."""
     starts = start + np.cumsum(lengths) - lengths
     with source.open("rb", buffering=0) as file:
-        for at in range(0, len(order), DOCUMENTS_PER_READ):  # as Python numbers, all of them would take half a GiB
+        for at in range(0, len(order), DOCUMENTS_PER_READ):  # in blocks: as Python integers, all would take half a GiB
             chosen = order[at : at + DOCUMENTS_PER_READ]
             for place, length in zip(starts[chosen].tolist(), lengths[chosen].tolist(), strict=True):
                 file.seek(place)
@@ -139,7 +145,7 @@ def copy_documents(source: Path, lengths: np.ndarray, order: np.ndarray, target:
 
 
 def copy(source: BinaryIO, target: BinaryIO, length: int) -> None:
-    """Append so many bytes, from where `source` stands."""
+    """Append `length` bytes from the current position of `source` to `target`."""
     while length > 0:
         block = source.read(min(length, COPIED_BYTES))
         if not block:
@@ -148,23 +154,23 @@ def copy(source: BinaryIO, target: BinaryIO, length: int) -> None:
         length -= len(block)
 
 
-BUCKET_BYTES = 2**26  # small enough that the system keeps one in its cache while it is read in random order
-MOST_BUCKETS = 256  # open files
+BUCKET_BYTES = 2**26  # small enough that a bucket stays in the system's file cache while it is read in random order
+MOST_BUCKETS = 256  # limits the number of open files
 
 
 def shuffle(stream: TokenStream, target: TokenStream, seed: int) -> None:
-    """Write the documents of `stream` to `target` in an order that is uniformly random by `seed`.
+    """Write the documents of `stream` to `target` in a uniformly random order that `seed` determines.
 
-    Each document has a random 64-bit key. They are dealt out into buckets by their keys' first bits, in one pass, and
-    each bucket is then read in the order of its keys; of equal keys, the document that came first. Takes twice the
-    stream's space on the disk in addition to its own.
+    Each document gets a random 64-bit key. One pass distributes the documents over bucket files by the first bits of
+    their keys. Then each bucket is read in the order of the keys; documents with equal keys keep their order. Besides
+    the stream's own disk space, this needs twice as much.
     """
     folder = target.path.with_suffix(".buckets")
-    shutil.rmtree(folder, ignore_errors=True)  # an interrupted shuffle's
+    shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted shuffle
     folder.mkdir()
     length = max(stream.size.documents * INDEX_DTYPE.itemsize, stream.size.tokens * stream.dtype.itemsize)
     bits = max(0, min(MOST_BUCKETS, -(-length // BUCKET_BYTES)) - 1).bit_length()
-    # The raw numbers are the same in every version of numpy.
+    # Philox's raw numbers are the same in every version of numpy.
     keys = np.random.Philox(key=seed).random_raw(stream.size.documents)
     owners = keys >> np.uint64(64 - bits) if bits else np.zeros_like(keys)
     buckets = [TokenStream(folder / f"{number}.tokens", stream.dtype) for number in range(2**bits)]

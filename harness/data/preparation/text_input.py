@@ -1,6 +1,6 @@
-"""Text files, on this machine here, and the documents in them, read in bounded memory.
+"""Text files on this machine, and their documents, read in bounded memory.
 
-A document may be longer than memory is large: it comes in pieces.
+A document may be larger than memory, so it is read in pieces.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from harness.common.messages import abbreviated, nearest, quoted
 
 COMPRESSIONS = (".gz", ".zst")
 TOKEN_SUFFIXES = (".bin", ".npy")
-SMALL_BYTES = 2**26  # of files that are all learnt from, however many they are
+SMALL_BYTES = 2**26  # a tokenizer is trained on all files if they have at most this many bytes together
 READ_BYTES = 2**20
 MOST_ROWS = 64  # of a parquet file at a time
 NOT_TEXT = (
@@ -36,35 +36,35 @@ NOT_TEXT = (
 
 @dataclass(frozen=True)
 class TextFile:
-    """One input file: its name in messages and in the journal, and where its bytes are."""
+    """Input file: its name in messages and in the journal, and its path on the disk."""
 
     number: int
     name: str
     path: Path
     size: int
-    version: str  # another one: another content
+    version: str  # changes if the file's contents change
 
 
 class Piece(NamedTuple):
-    """A document, or a part of one, and whether the document ends with it."""
+    """Document, or part of a document."""
 
     text: str
-    ends: bool
-    file: int  # its number
-    position: int  # bytes of the file that have been read by then
+    ends: bool  # True if the document ends with this piece
+    file: int  # number of the file
+    position: int  # bytes of the file that have been read at the piece's end
 
 
 @dataclass(frozen=True)
 class TextFormat:
-    """Format of the documents in the files."""
+    """Format of the documents in the input files."""
 
     text_column: str = "text"  # the column of a parquet file, the key of a JSON line
-    separator: str | None = None  # what stands between the documents of a text file; None: each file is one document
-    errors: Literal["strict", "replace"] = "strict"  # what is not UTF-8 is an error, or becomes U+FFFD
+    separator: str | None = None  # string between the documents of a text file; None: each file is one document
+    errors: Literal["strict", "replace"] = "strict"  # invalid UTF-8 is an error, or is read as U+FFFD
 
 
 def text_suffix(name: str) -> str | None:
-    """The suffix in READERS that a file's name has before that of a compression; None if it has none of them."""
+    """Return the suffix of a file's name, without a compression's suffix after it, or None if READERS lacks it."""
     suffixes = [suffix.lower() for suffix in Path(name).suffixes]
     if suffixes and suffixes[-1] in COMPRESSIONS:
         suffixes.pop()
@@ -72,7 +72,8 @@ def text_suffix(name: str) -> str | None:
 
 
 def is_surely_text(name: str) -> bool:
-    """True if a file is read without being named. A .json file may hold anything but lines of JSON."""
+    """Return True if the name of a file in an input folder or Hub dataset shows that it is text. A .json file is read
+    only if the user names it, because it may hold something other than lines of JSON."""
     return text_suffix(name) not in {None, ".json"}
 
 
@@ -81,31 +82,32 @@ def is_surely_text(name: str) -> bool:
 
 @dataclass(frozen=True)
 class TextSource:
-    """Text files in a fixed order, here of this machine."""
+    """Text files in a fixed order. In this class they are on this machine; `HubText` downloads them."""
 
     name: str  # as the user typed it
     files: list[TextFile]
-    origin: Mapping[str, object]  # of the text, for meta.json
-    ignored: list[str]  # a folder's files that are not read, since they do not look like text
+    origin: Mapping[str, object]  # where the text came from, for meta.json
+    ignored: list[str]  # files in input folders that are not read, because of their names, and links to folders
 
     @contextmanager
     def at_hand(self, file: TextFile) -> Iterator[TextFile]:
-        """The file with a path where it can be read, as long as the context lasts."""
+        """Yield the file with a path at which it can be read until the end of the context."""
         yield file
 
     def sampled(self, most: int) -> list[TextFile]:
-        """Files to learn from: all that are small together, at most so many spread over all, or as few as is cheap."""
+        """Return the files to train a tokenizer on: all files if they are small together, otherwise at most `most`
+        files, spread over all of them."""
         is_small = sum(file.size for file in self.files) <= SMALL_BYTES
         return self.files if is_small else self.files[:: -(-len(self.files) // most)]
 
     def read_file(self, file: TextFile, form: TextFormat) -> Iterator[Piece]:
-        """The documents of one file. Raises what `read_documents` raises."""
+        """Yield the documents of one file in pieces. Raises what `read_documents` raises."""
         with self.at_hand(file) as at_hand:
             yield from read_documents(at_hand, form)
 
     def read(self, form: TextFormat, file: int = 0, documents: int = 0) -> Iterator[Piece]:
-        """All documents from document number `documents` of file number `file` on; after each file, an empty piece with
-        the next one's number. Raises what `read_documents` raises."""
+        """Yield all documents in pieces, from document number `documents` of file number `file` on. After each file,
+        yield an empty piece with the next file's number. Raises what `read_documents` raises."""
         for each in self.files[file:]:
             pieces = self.read_file(each, form)
             for _ in range(documents if each.number == file else 0):
@@ -116,15 +118,15 @@ class TextSource:
 
 
 def short_name(inputs: Sequence[str]) -> str:
-    """The names of files and folders without where they are."""
+    """Return the names of the input files and folders without their paths, joined and abbreviated."""
     return abbreviated([Path(each).name for each in inputs])
 
 
 def find_text(patterns: Sequence[str]) -> TextSource:
-    """The files that folders, files and globs stand for, in the order of their names.
+    """Return the input files for `patterns` (folders, files and globs), sorted by name.
 
-    A folder is searched to its depth for files whose names tell what they are; files that are given, or that a glob
-    names, are text unless their names tell otherwise. Raises UserError if one of the patterns stands for none.
+    A folder is searched recursively for files whose suffix is that of a text format. Files that are given by name or
+    match a glob are read as plain text if they have no such suffix. Raises UserError if a pattern gives no file.
     """
     found: dict[str, Path] = {}
     others = []
@@ -140,7 +142,8 @@ def find_text(patterns: Sequence[str]) -> TextSource:
 
 
 def _find(pattern: str) -> tuple[dict[str, Path], list[str]]:
-    """The files by their names, which are relative to the folder if it is one; and the folder's other files."""
+    """Return the files for one pattern by name, and the names of other files if the pattern is a folder. Names in a
+    folder are relative to it. Raises UserError if there are no files."""
     place = Path(pattern)
     others: list[str] = []
     if place.is_dir():
@@ -150,7 +153,7 @@ def _find(pattern: str) -> tuple[dict[str, Path], list[str]]:
             is_hidden = any(part.startswith(".") for part in relative.parts)
             if is_file and not is_hidden and is_surely_text(path.name):
                 named[relative.as_posix()] = path
-            elif (is_file and not is_hidden) or (path.is_symlink() and not is_file):  # links are not followed
+            elif (is_file and not is_hidden) or (path.is_symlink() and not is_file):  # folder links are not followed
                 others.append(relative.as_posix())
     else:
         paths = [place] if place.is_file() else [Path(each) for each in glob.glob(pattern, recursive=True)]
@@ -168,8 +171,8 @@ def _find(pattern: str) -> tuple[dict[str, Path], list[str]]:
 
 
 def read_documents(file: TextFile, form: TextFormat) -> Iterator[Piece]:
-    """The documents of a file, in order. Raises UserError for a column that is not there, RunError for a file that is
-    damaged or not UTF-8, with how far it could be read."""
+    """Yield the documents of a file in order, in pieces. Raises UserError if the text column is missing, and RunError
+    if the file is damaged or not UTF-8, with the position of the fault or the number of documents before it."""
     documents = 0
     try:
         for piece in READERS[text_suffix(file.path.name) or ".txt"](file, form):
@@ -193,15 +196,16 @@ def _read_parquet(file: TextFile, form: TextFormat) -> Iterator[Piece]:
     import pyarrow.parquet
 
     try:
-        # Without pre_buffer and with a buffer of its own, a row group is read page by page, not as a whole.
+        # With pre_buffer off and a buffer_size, pyarrow reads a row group page by page instead of as a whole.
         with pyarrow.parquet.ParquetFile(file.path, pre_buffer=False, buffer_size=READ_BYTES) as table:
             _check_column(file, form, table.schema_arrow)
             rows, total = 0, max(1, table.metadata.num_rows)
-            # Parquet numbers leaves: a column of structures before the text's counts as several.
+            # Parquet numbers leaf columns: a struct column before the text column counts as several.
             column = [table.schema.column(at).path for at in range(len(table.schema))].index(form.text_column)
             for group in range(table.metadata.num_row_groups):
-                # Rows of about READ_BYTES at a time: of books fewer than of comments. Long documents among many short
-                # ones, or a dictionary of few long ones, do not show in a group's size: hence a limit.
+                # Read rows of about READ_BYTES together, so fewer rows of books than of comments. MOST_ROWS is a limit,
+                # because the mean size of a group's rows does not show a few long documents among many short ones, or
+                # a dictionary with a few long values.
                 facts = table.metadata.row_group(group)
                 mean = facts.column(column).total_uncompressed_size // max(1, facts.num_rows)
                 at_once = max(1, min(MOST_ROWS, READ_BYTES // max(1, mean)))
@@ -216,7 +220,7 @@ def _read_parquet(file: TextFile, form: TextFormat) -> Iterator[Piece]:
                         rows += 1
                         yield Piece(text or "", True, file.number, file.size * rows // total)
     except pyarrow.ArrowException as error:
-        raise EOFError(str(error)) from None  # damaged, in one of many ways
+        raise EOFError(str(error)) from None  # pyarrow reports damage in many ways
 
 
 def _check_column(file: TextFile, form: TextFormat, schema: Any) -> None:
@@ -234,7 +238,7 @@ def _check_column(file: TextFile, form: TextFormat, schema: Any) -> None:
 
 
 def _missing_column(where: str, column: str, names: list[str]) -> UserError:
-    """The error for a text column that is not there, with those that are."""
+    """Return the error for a missing text column; it lists the existing columns."""
     hint = f"--text-column {nearest(column, names) or 'NAME'}"
     return UserError(f"{where}: no column {quoted(column)}; there is {abbreviated(names, 20) or 'none'}: give {hint}")
 
@@ -249,13 +253,13 @@ def _read_json_lines(file: TextFile, form: TextFormat) -> Iterator[Piece]:
 
 def _text_of_line(where: str, form: TextFormat, line: bytes) -> str:
     try:
-        # Faster than json, and in a third of the memory: a line of 100 MB with one emoji in it would twice become a
-        # string of four bytes a character.
+        # Faster than json, with a third of the memory: json would turn a line of 100 MB that contains one emoji into a
+        # string of 4 bytes per character, and do so twice.
         text = pydantic_core.from_json(line, cache_strings="none")[form.text_column]
         if isinstance(text, str):
             return text
     except (ValueError, LookupError, TypeError):
-        pass  # something is unusual, and the way below tells what
+        pass  # something is unusual; the slower code below finds out what
     try:
         value = json.loads(line.decode("utf-8-sig", errors=form.errors))
     except UnicodeDecodeError as error:
@@ -284,7 +288,7 @@ def _text_of_line(where: str, form: TextFormat, line: bytes) -> str:
 
 
 def _read_text(file: TextFile, form: TextFormat) -> Iterator[Piece]:
-    """Blocks of the file; a document ends at each separator and at the file's end."""
+    """Yield the file in blocks, as pieces. A document ends at each separator and at the end of the file."""
     separator, rest, is_open, at_start = form.separator, "", False, True
     with _opened(file.path) as (stream, raw):
         for block in _decoded(stream, file, form):
@@ -296,7 +300,7 @@ def _read_text(file: TextFile, form: TextFormat) -> Iterator[Piece]:
                 for text in documents:
                     yield Piece(text, True, file.number, raw.tell())
                     is_open = False
-            kept = len(separator) - 1 if separator else 0  # it may be the beginning of a separator
+            kept = len(separator) - 1 if separator else 0  # characters that may be the beginning of a separator
             if len(rest) > kept:
                 yield Piece(rest[: len(rest) - kept], False, file.number, raw.tell())
                 rest, is_open = rest[len(rest) - kept :], True
@@ -305,13 +309,13 @@ def _read_text(file: TextFile, form: TextFormat) -> Iterator[Piece]:
 
 
 def _decoded(stream: BinaryIO, file: TextFile, form: TextFormat) -> Iterator[str]:
-    """Blocks of the stream's text. Raises RunError, with the place, for what is not UTF-8."""
+    """Yield the stream's text in blocks. Raises RunError with the position of invalid UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")(form.errors)
     at, is_last = 0, False
     while not is_last:
         block = stream.read(READ_BYTES)
         is_last = not block
-        pending = len(decoder.getstate()[0])  # bytes of a character that the last block cut
+        pending = len(decoder.getstate()[0])  # bytes of a character that began in the previous block
         try:
             yield decoder.decode(block, is_last)
         except UnicodeDecodeError as error:
@@ -322,7 +326,7 @@ def _decoded(stream: BinaryIO, file: TextFile, form: TextFormat) -> Iterator[str
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """The uncompressed bytes of a file, and the file itself, whose position tells how much has been read."""
+    """Yield the uncompressed byte stream of a file, and the file itself, whose position shows how much was read."""
     with path.open("rb") as raw:
         if path.suffix.lower() == ".gz":
             yield cast(BinaryIO, gzip.GzipFile(fileobj=raw)), raw

@@ -1,11 +1,12 @@
-"""Token shards of other programs as a dataset's splits, which the files' names tell.
+"""Token shards of other programs, imported as the splits of a dataset. A shard's file name contains its split.
 
 llm.c and modded-nanogpt write shards: a header of 256 int32 (magic, version, number of tokens), then the tokens, uint16
 or, for Llama 3, uint32 (https://github.com/karpathy/llm.c, dev/data/data_common.py, MIT). build-nanogpt saves NumPy
 arrays (https://github.com/karpathy/build-nanogpt, fineweb.py, MIT). nanoGPT writes uint16 without a header
-(https://github.com/karpathy/nanoGPT, data/openwebtext/prepare.py, MIT), which does not say what the numbers are.
+(https://github.com/karpathy/nanoGPT, data/openwebtext/prepare.py, MIT), so the file does not say what its numbers are.
 
-There are as many documents as end-of-text tokens, which nanoGPT writes after each document, and the others before it.
+The number of documents is the number of end-of-text tokens. nanoGPT writes an end-of-text token after each document,
+the other programs write one before each document.
 """
 
 from __future__ import annotations
@@ -28,23 +29,24 @@ from harness.data.tokenizers.tokenizer import Tokenizer
 
 NUMPY_MAGIC = b"\x93NUMPY"
 SHARD_HEADER_BYTES = 1024
-SHARDS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # magic: version, tokens
+SHARDS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # magic: (version, dtype of the tokens)
 BLOCK_TOKENS = 2**22
 SPLIT_WORDS = {"train": "train", "val": "validation", "validation": "validation", "test": "test"}
 
 
 @dataclass(frozen=True)
 class TokenShard:
-    """The place of a file's tokens, and their dtype."""
+    """Position, number and dtype of the tokens in a file."""
 
     path: Path
     dtype: np.dtype
-    offset: int  # bytes before the first
+    offset: int  # bytes before the first token
     tokens: int
-    is_told: bool = True  # by the file itself
+    is_told: bool = True  # True if the file itself states the dtype
 
     def blocks(self) -> Iterator[np.ndarray]:
-        """The tokens in order, (≤ BLOCK_TOKENS,) of `dtype`. Raises UserError if the file has been cut meanwhile."""
+        """Yield the tokens in order, in blocks of (≤ BLOCK_TOKENS,) of `dtype`. Raises UserError if the file has become
+        shorter in the meantime."""
         for at in range(0, self.tokens, BLOCK_TOKENS):
             count = min(BLOCK_TOKENS, self.tokens - at)
             block = np.fromfile(self.path, self.dtype, count, offset=self.offset + at * self.dtype.itemsize)
@@ -53,13 +55,14 @@ class TokenShard:
             yield block
 
 
-FEWEST_NUMBERS = 16  # at a file's beginning, for a judgement of their width
+FEWEST_NUMBERS = 16  # needed at a file's beginning to judge whether its numbers are wider than uint16
 
 
 def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
-    """`stated_dtype` is what the user says of files without a header; None: uint16.
+    """Return the shard in a file. `stated_dtype` is the dtype that the user gives for files without a header; None
+    means uint16.
 
-    Raises UserError for a file that is not whole.
+    Raises UserError if the file is damaged or not a file of tokens.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -71,13 +74,13 @@ def open_shard(path: Path, stated_dtype: str | None) -> TokenShard:
         dtype = np.dtype(stated_dtype or "uint16").newbyteorder("<")
         if size % dtype.itemsize:
             raise UserError(
-                f"{path}: no header tells what it holds, and {size:,} bytes are no whole number of {dtype.name}; it is "
-                "damaged, or no file of tokens"
+                f"{path}: has no known header, and {size:,} bytes are no whole number of {dtype.name} tokens; it is "
+                "damaged, or not a file of tokens"
             )
-        upper_halves = np.frombuffer(head[: len(head) // 4 * 4], "<u2")[1::2]  # if the numbers were of 32 bits or more
+        upper_halves = np.frombuffer(head[: len(head) // 4 * 4], "<u2")[1::2]  # if the numbers have 32 bits
         if stated_dtype is None and len(upper_halves) >= FEWEST_NUMBERS and (upper_halves == 0).mean() > 0.5:
             raise UserError(
-                f"{path}: read as uint16, every second token is 0: they are wider; give --token-dtype uint32"
+                f"{path}: read as uint16, every second token is 0: they are wider than that; give --token-dtype uint32"
             )
         return TokenShard(path, dtype, 0, size // dtype.itemsize, is_told=False)
     if len(head) < SHARD_HEADER_BYTES:
@@ -104,16 +107,17 @@ def _open_array(path: Path) -> TokenShard:
         raise UserError(f"{path}: no NumPy array of tokens, or damaged ({reason})") from None
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise UserError(
-            f"{path}: holds {array.dtype} in {array.ndim} dimensions; tokens are whole numbers in an array of one"
+            f"{path}: holds {array.dtype} in {array.ndim} dimensions; tokens must be integers in a 1-D array"
         )
     return TokenShard(path, array.dtype, array.offset, len(array))
 
 
 def find_shards(patterns: Sequence[str], stated_dtype: str | None) -> dict[str, list[TokenShard]]:
-    """The token files that folders, files and globs stand for, in the order of their names, by the split that the
-    names tell. `stated_dtype` is what the user says of files without a header, if anything.
+    """Return the token files for `patterns` (folders, files and globs) by the split in their names, sorted by path.
+    `stated_dtype` is the same as for `open_shard`.
 
-    Raises UserError if there are none, if one is none, or if a name tells of no split or cannot go into meta.json.
+    Raises UserError if a pattern gives no file, if there is no shard for training, if a file is not a shard, or if a
+    name contains no split or is not valid UTF-8, so that meta.json could not list it.
     """
     found: set[Path] = set()
     for pattern in patterns:
@@ -132,7 +136,7 @@ def find_shards(patterns: Sequence[str], stated_dtype: str | None) -> dict[str, 
         words = path.stem.lower().replace("-", "_").split("_")
         split = next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), None)
         if split is None:
-            raise UserError(f"{path}: the name tells of no split; rename it to something_train_000001.bin or _val_")
+            raise UserError(f"{path}: the name tells of no split; rename it like x_train_000001.bin (or _val_, _test_)")
         shards.setdefault(split, []).append(open_shard(path, stated_dtype))
     if "train" not in shards:
         raise UserError(f"{abbreviated(patterns)}: no shard for training (train.bin, something_train_000001.npy)")
@@ -140,16 +144,17 @@ def find_shards(patterns: Sequence[str], stated_dtype: str | None) -> dict[str, 
 
 
 def import_shards(split: str, shards: Sequence[TokenShard], tokenizer: Tokenizer, folder: Path) -> Split:
-    """Write the shards' tokens, one after another and unchanged, as the folder's `split`.
+    """Write the tokens of all shards, one after another and unchanged, to the file of `split` in `folder`, and return
+    the split.
 
-    Raises UserError for tokens that are not the tokenizer's, and if there are none.
+    Raises UserError if a token id is not in the tokenizer's vocabulary, or if there are no tokens.
     """
     dtype = token_dtype(tokenizer.vocab_size)
     for shard in shards:
         if shard.dtype.itemsize < dtype.itemsize:
             raise UserError(
                 f"{shard.path}: holds {shard.dtype.name} tokens, but the tokenizer has {tokenizer.vocab_size:,}, which "
-                "need more; give the --tokenizer that the shards were made with"
+                "need a wider dtype; give the --tokenizer that the shards were made with"
             )
     total = sum(shard.tokens for shard in shards)
     if not total:

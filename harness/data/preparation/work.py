@@ -1,5 +1,6 @@
-"""The hidden folder beside a dataset's place, in which the dataset grows until it is whole, and the journal of its
-progress, with which a killed preparation continues with the same bytes.
+"""Work folder and journal of a preparation. The dataset is made in a hidden folder beside its final path until it is
+complete. The journal in the folder records the progress, so that a killed preparation resumes and writes the same bytes
+as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ Phase = Literal["reading", "read", "held out", "shuffled", "shared out"]
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
-    """Raises UserError if something is in the way of a new dataset folder, or if train.json could not name it."""
-    # One part alone will get its owner when it is put where training looks for it.
+    """Raise UserError if a new dataset folder cannot be made at `target`, or if train.json could not name it."""
+    # A target of one part, without an owner, is accepted: the user moves it to DATASETS_DIR/owner/name later.
     for part in target.parts if len(target.parts) == 1 else target.absolute().parts[-2:]:
         check_name(part, f"{target}: the dataset's owner/name, its last two folders:")
     *_, above, owner, name = ("", *target.absolute().parts)
-    if len(target.parts) > 1 and owner == "datasets" != above:  # that is DATASETS_DIR
+    if len(target.parts) > 1 and owner == "datasets" != above:  # `owner` is DATASETS_DIR
         wanted = target.parent / "me" / name
         raise UserError(f"{target}: has no owner, but training looks for DATASETS_DIR/owner/name; give {wanted}")
     if target.is_symlink() or (target.exists() and not target.is_dir()):
@@ -48,24 +49,24 @@ def check_target(target: Path, *, overwrite: bool) -> None:
 
 
 def is_dataset_file(name: str) -> bool:
-    """True if this tool or the Hub puts a file of that name into a dataset."""
+    """Return True if this tool or the Hub writes files of that name into a dataset's folder."""
     return name in DATASET_FILES or name.endswith(TOKENIZER_SUFFIXES)
 
 
 def _not_of_a_dataset(folder: Path) -> list[str]:
-    """Names in a folder other than those that this tool and the Hub put into a dataset."""
+    """Return the names in a folder that are not files of a dataset."""
     return sorted(path.name for path in folder.iterdir() if path.is_dir() or not is_dataset_file(path.name))
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A place in the input, at the end of a document, and how long the streams are there."""
+    """Position in the input at the end of a document, and the sizes of the streams at that position."""
 
-    file: int = 0  # the number of the file that is read next
-    documents: int = 0  # of it that have been read, those without text too
+    file: int = 0  # number of the file that is read next
+    documents: int = 0  # documents of that file that have been read, including those without text
     empty: int = 0  # documents without text so far, in all files
     size: StreamSize = field(default_factory=StreamSize)
-    pool: StreamSize = field(default_factory=StreamSize)  # of the documents that splits are drawn from
+    pool: StreamSize = field(default_factory=StreamSize)  # of the pool of documents that may be held out
 
     @property
     def total(self) -> StreamSize:
@@ -74,27 +75,28 @@ class Mark:
 
 @dataclass
 class Journal:
-    """The state after the last whole step; everything later is cut off when work is resumed."""
+    """State of the work after its last completed step. When work is resumed, later output is cut off."""
 
-    options: dict[str, Any]  # what the work was begun with
+    options: dict[str, Any]  # the options with which the work was begun
     phase: Phase = "reading"
     here: Mark = field(default_factory=Mark)
-    file_start: Mark = field(default_factory=Mark)  # the last one that was at the beginning of a file
+    file_start: Mark = field(default_factory=Mark)  # the last mark at the beginning of a file
     splits: list[Split] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
-        """Write the journal; it is on the disk when this returns."""
+        """Write the journal. It is on the disk when this function returns."""
         replace_text(path, json.dumps(asdict(self)) + "\n")
 
     @property
     def has_begun(self) -> bool:
-        """True if there is any work to lose."""
+        """True if tokens have been written, so that deleting the folder would lose work."""
         return bool(self.here.total.tokens)
 
     def take_options(self, options: dict[str, Any], folder: Path) -> None:
-        """Raise UserError if the unfinished work was begun with other options, naming those.
+        """Check `options` against those with which the work was begun, and adopt them. Raises UserError naming the
+        options that differ.
 
-        replace_invalid can be added later, too: so far all text was UTF-8.
+        replace_invalid may be added, because all text that has been read without it was valid UTF-8.
         """
         keys = [key for key in {**self.options, **options} if self.options.get(key) != options.get(key)]
         if options.get("replace_invalid"):
@@ -108,20 +110,23 @@ class Journal:
         self.options = options
 
     def check_files(self, now: list[list[str]], known: list[list[str]], folder: Path) -> None:
-        """Go back to a file's beginning if it has changed. Raises UserError if one that was read to its end has."""
+        """Compare the names and versions of the input files with those of the interrupted work. If the file that was
+        being read has changed, go back to its beginning. Raises UserError if a file that was read to its end has
+        changed."""
         at = self.here.file
         changed = next((each for each in range(at) if now[each : each + 1] != known[each : each + 1]), None)
         if changed is not None:
             raise UserError(
-                f"{known[changed][0]}: has been read, and has since changed or gone, or another file comes before it "
-                f"now: what is in {folder} cannot be continued; begin again with --restart"
+                f"{known[changed][0]}: has been read, but has since been changed or removed, or follows a new file; "
+                f"the work in {folder} cannot be resumed; begin again with --restart"
             )
         if now[at : at + 1] != known[at : at + 1]:
             self.here = self.file_start
 
 
 def _read(kind: Any, path: Path) -> Any:
-    """The contents of a JSON file as this type; None if there is none. Raises UserError if it is damaged."""
+    """Return the contents of a JSON file as type `kind`, or None if there is no file. Raises UserError if the file is
+    damaged."""
     try:
         return TypeAdapter(kind).validate_json(path.read_bytes())
     except FileNotFoundError:
@@ -131,7 +136,7 @@ def _read(kind: Any, path: Path) -> Any:
 
 
 class WorkFolder:
-    """The hidden folder beside the target where the dataset grows; one process at a time."""
+    """Hidden folder beside the target in which the dataset is made, by one process at a time."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -140,15 +145,15 @@ class WorkFolder:
         self.lock = self.path / ".lock"
         self.journal = self.path / "journal.json"
         self.known_files = self.path / "files.json"
-        # Path of an older dataset of that name while the new one takes its place.
+        # Path of an older dataset while the new one is renamed to `target`.
         self.replaced = target.parent / f".{target.name}.replaced"
-        self._made: list[Path] = []  # by `open`, around it; the innermost first
+        self._made: list[Path] = []  # parent folders that `open` created; the innermost first
 
     def open(self) -> None:
-        """Make it, or take what an interrupted process left. Raises UserError if another process works in it, or if it
-        is not ours."""
+        """Create the folder, or reuse the folder of an interrupted process, and lock it. Raises UserError if another
+        process works in the folder, or if it was not made by this tool."""
         if self.path.is_symlink():
-            raise UserError(f"{self.path}: is a link, but what is left over in it would be deleted; remove the link")
+            raise UserError(f"{self.path}: is a link, and files behind it would be deleted; remove the link")
         try:
             self._made = [folder for folder in self.path.parents if not folder.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
@@ -157,9 +162,9 @@ class WorkFolder:
         if not self.lock.exists() and any(self.path.iterdir()):
             raise UserError(f"{self.path}: is needed for unfinished work, but holds something else; move it away")
         RunLock.take(self.lock, "made")
-        # Finish what a kill in `put_in_place` left half done.
+        # Repair the state that a kill during `put_in_place` can leave.
         if self.journal.exists() and self.replaced.exists() and not self.target.exists():
-            self.replaced.rename(self.target)  # until the new one is put there again
+            self.replaced.rename(self.target)  # until `put_in_place` replaces it again
         elif self.journal.exists() and not self.dataset.exists():
             self._delete_replaced()
             self._clear()
@@ -169,7 +174,8 @@ class WorkFolder:
             shutil.rmtree(self.replaced)
 
     def _clear(self) -> None:
-        """Delete what is in it but for the lock, the journal first: without the journal there is nothing to resume."""
+        """Delete the folder's contents except the lock. The journal goes first, because without a journal no later
+        process resumes from the rest."""
         self.journal.unlink(missing_ok=True)
         for entry in self.path.iterdir():
             if entry.is_dir() and not entry.is_symlink():
@@ -178,17 +184,18 @@ class WorkFolder:
                 entry.unlink()
 
     def _remove(self) -> None:
-        """Delete the folder, the lock last: by it a later process knows what a kill leaves behind."""
+        """Delete the folder. The lock goes last, because it shows a later process that the folder was made by this
+        tool."""
         self._clear()
         self.lock.unlink()
         self.path.rmdir()
 
     def resume_or_begin(self, begun_with: dict[str, Any], files: list[list[str]], *, restart: bool) -> Journal:
-        """The journal of the work that was interrupted here, or of new work with these options on these `files`, their
-        names and versions. With `restart` it is new work in any case.
+        """Return the journal of the interrupted work in this folder, or of new work if there is none or `restart` is
+        true. `begun_with` are the options, and `files` the names and versions of the input files.
 
-        Raises UserError if that work had other options, and has come further than its beginning, or if what it has
-        read has changed.
+        Interrupted work that has written no tokens is replaced by new work if options or files differ. If it has
+        written tokens, raises UserError if its options differ, or if a file that it has read to its end has changed.
         """
         if restart:
             self._clear()
@@ -207,8 +214,7 @@ class WorkFolder:
         return journal
 
     def leave(self) -> None:
-        """Remove the folder if there is nothing in it that would be missed, and those around it that were made for
-        it."""
+        """Delete the folder if no tokens have been written, and then the empty parent folders that `open` created."""
         journal = _read(Journal, self.journal)
         if journal is None or not journal.has_begun:
             with suppress(OSError):
@@ -217,7 +223,8 @@ class WorkFolder:
                     folder.rmdir()  # only if it is empty
 
     def put_in_place(self) -> None:
-        """Give the dataset its name; an older one of that name is deleted when the new one has it."""
+        """Rename the finished dataset to `target`, and delete the work folder. An older dataset at `target` is deleted
+        after the rename."""
 
         def make_room() -> Path:
             if self.target.exists() and any(self.target.iterdir()):

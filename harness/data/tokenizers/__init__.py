@@ -1,1 +1,3 @@
-"""Text to token ids and back: GPT-2's vocabulary and its kin from tiktoken's files, and byte-level BPE trained here."""
+"""Tokenizers, which convert text to token ids and back: GPT-2's and other encodings of tiktoken, and byte-level BPEs
+trained by this tool.
+"""

@@ -1,6 +1,6 @@
-"""Byte-level BPEs in a tokenizer.json: loaded, and trained on text.
+"""Byte-level BPEs in a tokenizer.json: loading, and training on text.
 
-tokenizers is imported where it is used: a command's --help does not need it.
+The library `tokenizers` is imported where it is used, because a command's --help does not need it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ SMALLEST_VOCABULARY = 257  # every byte, and end-of-text
 
 
 def load_file(path: Path) -> Tokenizer:
-    """The tokenizer in a file. Raises UserError if the file is missing or damaged, or holds something else."""
+    """Return the tokenizer in a tokenizer.json. Raises UserError if the file is missing, damaged or not a byte-level
+    BPE."""
     import tokenizers
 
     try:
@@ -32,13 +33,13 @@ def load_file(path: Path) -> Tokenizer:
         raise UserError(f"{path}: not a readable tokenizer file: {' '.join(str(error).split())[:200]}") from None
     backend.no_truncation()
     backend.no_padding()
-    backend.encode_special_tokens = True  # that is: as text
+    backend.encode_special_tokens = True  # as ordinary text, despite the option's name
     eot = next((token for name in ENDS_OF_TEXT if (token := backend.token_to_id(name)) is not None), None)
     if eot is None:
         raise UserError(f"{path}: has no {END_OF_TEXT} token; use a tokenizer trained by this tool")
 
     def encode(text: str) -> np.ndarray:
-        [encoding] = backend.encode_batch_fast([text], add_special_tokens=False)  # it counts no offsets
+        [encoding] = backend.encode_batch_fast([text], add_special_tokens=False)  # "fast": without offsets
         return np.array(encoding.ids, np.uint32)
 
     special = {token for token, added in backend.get_added_tokens_decoder().items() if added.special}
@@ -59,8 +60,8 @@ def _bytes_of_tokens(backend: Any, path: Path) -> list[bytes]:
 
 
 def character_of_byte() -> dict[int, str]:
-    """GPT-2's way to write bytes in a tokenizer.json: a printable Latin-1 character stands for itself, and the others,
-    in order, are the characters from U+0100 on."""
+    """Return the character that stands for each byte in a tokenizer.json, as defined by GPT-2. A printable Latin-1
+    character stands for its own byte; the other bytes, in order, are the characters from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + at) for at, byte in enumerate(others)}
@@ -69,8 +70,8 @@ def character_of_byte() -> dict[int, str]:
 def train_bpe(texts: Iterator[str], vocab_size: int, path: Path) -> None:
     """Train a byte-level BPE with exactly `vocab_size` tokens, end-of-text being token 0, and save it as `path`.
 
-    Pieces are those of GPT-2 (no merges across words), and the same texts give the same file. Raises UserError if the
-    texts are too few for so many tokens.
+    The text is split into words by GPT-2's pattern, and no token spans two words. The same texts give the same file.
+    Raises UserError if the texts are too few for so many tokens.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers

@@ -1,6 +1,6 @@
-"""tiktoken's encodings: GPT-2's by its name, others by a file that a dataset carries along.
+"""Encodings of tiktoken: GPT-2's is loaded by name, others from a file in the dataset's folder.
 
-tiktoken is imported where it is used: a command's --help does not need it.
+tiktoken is imported where it is used, because a command's --help does not need it.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ SUFFIX = ".tiktoken.json"
 
 
 def known_encodings() -> list[str]:
-    """The names that tiktoken knows."""
+    """Return the names of tiktoken's encodings."""
     import tiktoken
 
     return sorted(tiktoken.list_encoding_names())
 
 
 def load_encoding(name: str) -> Tokenizer:
-    """An encoding by its name. Raises UserError if its vocabulary is neither on this machine nor to be downloaded."""
+    """Return the tokenizer of a tiktoken encoding. Raises UserError if its vocabulary is not on this machine and cannot
+    be downloaded."""
     return _tokenizer(_get(name), name)
 
 
 def load_encoding_offline(name: str) -> Tokenizer | None:
-    """An encoding whose vocabulary is on this machine already, else None: nothing is downloaded."""
+    """Return the tokenizer of a tiktoken encoding, or None if its vocabulary is not on this machine. Downloads
+    nothing."""
     import tiktoken.load
 
     def refuse(blobpath: str) -> bytes:
@@ -49,13 +51,13 @@ def load_encoding_offline(name: str) -> Tokenizer | None:
 
 
 def encoding_file(name: str) -> str:
-    """An encoding as the text of a file, so that it travels with what was made with it.
+    """Return the text of a file that describes an encoding. The file is kept with the dataset that was made with it.
 
-    JSON: name, pattern (how text is split into words), special_tokens, and ranks: tokens in base64 with their ids.
-    Raises UserError like `load_encoding`.
+    The text is JSON with the keys name, pattern (the regular expression that splits text into words), special_tokens,
+    and ranks (tokens in base64 with their ids). Raises UserError like `load_encoding`.
     """
     encoding = _get(name)
-    _tokenizer(encoding, name)  # it has what is needed
+    _tokenizer(encoding, name)  # raises UserError if the encoding has no end-of-text token
     ranks = sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1])
     content = {
         "name": name,
@@ -67,7 +69,7 @@ def encoding_file(name: str) -> str:
 
 
 def load_file(path: Path) -> Tokenizer:
-    """An encoding from a file. Raises UserError if it is missing or damaged."""
+    """Return the tokenizer of an encoding file. Raises UserError if the file is missing or damaged."""
     try:
         return _tokenizer(read_encoding(path), str(path))
     except OSError as error:
@@ -77,8 +79,8 @@ def load_file(path: Path) -> Tokenizer:
 
 
 def read_encoding(name_or_file: str | Path) -> Any:
-    """tiktoken's own object for a name, or for a file that `load_file` accepts. Raises UserError like
-    `load_encoding`."""
+    """Return the tiktoken.Encoding with a name (str), or from a file that `load_file` accepts (Path). Raises UserError
+    like `load_encoding` for a name; errors of reading a file are not converted."""
     import tiktoken
 
     if isinstance(name_or_file, str):
@@ -99,7 +101,7 @@ def _get(name: str) -> Any:
     except (OSError, ValueError) as error:  # requests' errors are OSErrors; a wrong checksum is a ValueError
         folder = os.environ.get("TIKTOKEN_CACHE_DIR")
         where = f"in TIKTOKEN_CACHE_DIR={folder}" if folder else "on this machine (TIKTOKEN_CACHE_DIR is not set)"
-        reason = getattr(error, "strerror", None) or type(error).__name__  # requests' own messages are paragraphs
+        reason = getattr(error, "strerror", None) or type(error).__name__  # requests' messages are very long
         what = "GPT-2's vocabulary" if name == "gpt2" else f"the vocabulary of {name}"
         raise UserError(
             f"{what} is not {where} and cannot be downloaded ({reason}); connect to the network once, or set "
@@ -111,7 +113,7 @@ def _tokenizer(encoding: Any, where: str) -> Tokenizer:
     special = encoding._special_tokens
     if END_OF_TEXT not in special:
         raise UserError(f"{where}: has no {END_OF_TEXT} token, which separates documents")
-    token_bytes = [b""] * encoding.n_vocab  # some encodings have gaps
+    token_bytes = [b""] * encoding.n_vocab  # some encodings have unused ids, which stay empty
     for token, rank in encoding._mergeable_ranks.items():
         token_bytes[rank] = token
     for text, rank in special.items():

@@ -1,4 +1,4 @@
-"""Every tokenizer behind one small interface: GPT-2's, other encodings of tiktoken, and trained byte-level BPEs."""
+"""Common interface of all tokenizers: GPT-2's, other encodings of tiktoken, and trained byte-level BPEs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 class Tokenizer:
-    """Text to token ids and back without loss.
+    """Tokenizer that converts text to token ids and back without loss.
 
-    Special tokens named inside a text are ordinary text: else a page about GPT-2 would end where it says <|endoftext|>,
-    and anybody's text could end a document. The lab notebook's program takes them for the special ones.
+    The name of a special token inside a text is encoded as ordinary text. Otherwise a page about GPT-2 would end at its
+    first <|endoftext|>, and the author of any text could end a document. The lab notebook's program encodes such a name
+    as the special token.
     """
 
     def __init__(
@@ -26,7 +27,8 @@ class Tokenizer:
         special_tokens: Collection[int],
         encode: Callable[[str], np.ndarray],
     ) -> None:
-        """`token_bytes[i]` is what token `i` decodes to; `special_tokens` stand for no text; `load_tokenizer` calls."""
+        """Store the vocabulary: token `i` decodes to `token_bytes[i]`, and the ids in `special_tokens` stand for no
+        text. Use `load_tokenizer` to create a tokenizer."""
         self.vocab_size = len(token_bytes)
         self.eot_token = eot_token
         self._token_bytes = token_bytes
@@ -34,11 +36,12 @@ class Tokenizer:
         self._encode = encode
 
     def encode(self, text: str) -> list[int]:
-        """Raises UserError for a lone surrogate, which has no UTF-8."""
+        """Return the token ids of a text. Raises UserError for a lone surrogate, which UTF-8 cannot encode."""
         return self.encode_to_numpy(text).tolist()
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
-        """`encode` as (tokens,) uint32. Threads can do it at the same time: most of it runs without Python's lock."""
+        """Return the token ids of a text as (tokens,) uint32. Threads can encode in parallel, because most of the work
+        runs without the GIL. Raises UserError like `encode`."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -46,7 +49,7 @@ class Tokenizer:
         return self._encode(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens`, with U+FFFD where a cut left part of a character.
+        """Return the text of `tokens`, with U+FFFD where the tokens hold only part of a character's bytes.
 
         Raises UserError for an id that is not in the vocabulary.
         """
@@ -56,14 +59,16 @@ class Tokenizer:
             raise UserError(f"token ids must be between 0 and {self.vocab_size - 1} to be decoded") from None
 
     def decode_stream(self, tokens: Iterable[int]) -> Iterator[str]:
-        """`decode`, piece by piece: a character is yielded with the token that completes it."""
+        """Yield the text of each token in turn. A character is yielded with the token that completes it; an incomplete
+        character at the end is yielded as U+FFFD."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         for token in tokens:
             yield decoder.decode(self._token_bytes[_not_negative(token)])
         yield decoder.decode(b"", final=True)
 
     def token_byte_lengths(self) -> np.ndarray:
-        """(vocab_size,) int64: the bytes of text each token stands for; end-of-text and other special tokens: 0."""
+        """Return the number of bytes of text per token, (vocab_size,) int64. End-of-text and other special tokens have
+        0."""
         lengths = np.array([len(text) for text in self._token_bytes], dtype=np.int64)
         lengths[list(self._special_tokens)] = 0
         return lengths
