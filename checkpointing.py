@@ -1,7 +1,8 @@
-"""Saving a run's checkpoints, and resuming from one so that training is the same to the last bit.
+"""Save a run's checkpoints, and resume from one so that training is the same to the last bit.
 
-A checkpoint holds the weights, the states of the optimizer and the gradient scaler, every rank's random state and
-unreported losses, and in meta.json the progress of training. harness/runs/checkpoints.py reads and writes the files.
+A checkpoint holds the weights, the states of the optimizer and the gradient scaler, every rank's random state and its
+losses since the last report, and in meta.json the progress of training. harness/runs/checkpoints.py reads and writes
+the files.
 """
 
 from __future__ import annotations
@@ -107,8 +108,8 @@ class Checkpointer:
         return Checkpoint(**self.world.broadcast(lambda: vars(checkpoints.load_checkpoint(path))))
 
     def _load_states(self, saved: Checkpoint, path: Path) -> None:
-        """Load all states of a checkpoint; its weights are loaded before. A checkpoint of the lab notebook, the program
-        that this format comes from, has neither random states nor unreported losses."""
+        """Load the states of optimizer and scaler, the random states and the unreported losses. A checkpoint of the lab
+        notebook, the program that this format comes from, has neither random states nor unreported losses."""
         seed, first_step = self.config.random_seed, self.prepared.position.first_step
         states = OptimizerStates(saved.optimizer, saved.scaler)
         try:
@@ -133,10 +134,10 @@ class Checkpointer:
         self.reporter.checkpoint(state)
 
     def save_interrupted(self, state: TrainState, during: str | None) -> None:
-        """Save a checkpoint of the last completed step after a signal, unless there is one. `during` names the
-        evaluation that the signal interrupted ("validation" or "benchmarks"), or is None. meta.json records it, and the
-        resumed run does it and what follows it again. metrics.jsonl gets no line for this checkpoint, so that it equals
-        that of a run that never stopped."""
+        """Save a checkpoint of the last completed step after a signal, unless that step is already saved. `during`
+        names the evaluation that the signal interrupted ("validation" or "benchmarks"), or is None. meta.json records
+        it, so that the resumed run repeats that evaluation and does what follows it. metrics.jsonl gets no line for
+        this checkpoint, so that the file equals that of a run that never stopped."""
         if during or state.global_step != self.saved_step:
             self._save(state, during=during)
         self.finish()
@@ -162,7 +163,7 @@ class Checkpointer:
 
     @contextmanager
     def saving_to_the_end(self) -> Iterator[None]:
-        """If the body raises, wait up to SPEAKER_PATIENCE_SECONDS for a background save to end, then raise the body's
+        """Wait up to SPEAKER_PATIENCE_SECONDS for a background save to end if the body raises, then raise the body's
         error."""
         try:
             yield
@@ -241,7 +242,7 @@ def finish_already_trained(prepared: PreparedRun, world: World, *, named: bool) 
 
 def rewind(run: RunDirectory, path: Path, meta: CheckpointMeta) -> None:
     """Set the run's links and metrics back to the checkpoint `path`, even if the process that saved it was killed
-    between its files. Everything later is moved to a folder below `aside/`. Rank 0 only."""
+    before it had updated them. Everything later is moved to a folder below `aside/`. Rank 0 only."""
     make_aside = cache(run.new_aside)  # one folder for everything, made only if something is moved
     run.set_measurements_aside(meta.global_step, make_aside)
     if checkpoints.rewind_to(run.checkpoints, path, make_aside):
@@ -261,8 +262,8 @@ def capture_ranks(meter: LossMeter, world: World) -> dict[str, Any]:
 
 
 def seed_for_rank(seed: int, rank: int, step: int = 0) -> None:
-    """Seed this rank's random generator, for dropout. Every rank, and every first global step `step` of a resumed run,
-    has another seed."""
+    """Seed this rank's random generator, which dropout uses. The result differs by seed, by rank and by `step`, the
+    first global step of a resumed run."""
     torch.manual_seed((seed + (rank + 1) * RANK_STRIDE + step * RANK_STRIDE**2) % 2**63)
 
 
@@ -273,7 +274,7 @@ def restore_ranks(saved: dict[str, Any], meter: LossMeter, world: World, *, seed
     Raises UserError if `saved` is not such a state.
     """
     with state_errors_as_user_errors("train_state.pt"):
-        if not isinstance(saved, dict):  # a tensor indexed with "ranks" would only warn
+        if not isinstance(saved, dict):  # indexing a tensor with "ranks" would warn, not raise
             raise ValueError("not a table of states")
         ranks = [(rank["window"], rank["random"]) for rank in saved["ranks"]]
         if not ranks:

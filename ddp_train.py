@@ -86,8 +86,8 @@ class Trainer:
         self.reporter.console.advance()
 
     def after_step(self, step: int, *, first: str = "report") -> None:
-        """Do the work that is due after global step `step`, beginning with `first` (a name of `due_after`). The
-        checkpoint comes last, because it records the results of the other work."""
+        """Do the work that is due after global step `step`, beginning with `first` (a name that `due_after` returns).
+        The checkpoint comes last, because it records the results of the other work."""
         due = due_after(step, self.prepared.position, self.prepared.experiment.config, first=first)
         if "report" in due:
             self.report(step)
@@ -195,7 +195,7 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
         if to_start:
             run_ranks(to_start)
         configure_libraries()
-        if here.rank == 0:  # importing torch and connecting the ranks take seconds
+        if here.rank == 0:  # printed before torch is imported and the ranks connect, which takes seconds
             count = here.world_size
             print(f"{found.path.name}: starting {count} {'process' if count == 1 else 'processes'}", flush=True)
         load("torch")
@@ -212,13 +212,13 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
 
 
 def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions) -> None:
-    """Start or resume training. For a finished run, only complete what is missing at its end."""
+    """Start or resume training. For a finished run, complete whatever a killed process left undone."""
     from checkpointing import finish_already_trained
     from harness.distributed.world import World
     from harness.training import startup
 
     clock, stop = startup.Clock(), StopSignal()
-    world = World.join(is_stopping=stop.is_set)  # Trainer.train installs its signal handlers
+    world = World.join(is_stopping=stop.is_set)  # its signal handlers are installed later, in Trainer.train
     prepared = startup.prepare(experiment, world, clock, checkpoint, options)
     if prepared.is_finished:
         finish_already_trained(prepared, world, named=checkpoint is not None)

@@ -85,8 +85,8 @@ class AdamW:
             full = {"peak_learning_rate": rate, "full_weight_decay": decay}
             torch_groups.append({"params": own, "lr": rate, "weight_decay": decay, **full})
         self._adamw = torch.optim.AdamW(torch_groups, **settings, fused=True)
-        # Never stepped. GradScaler unscales and checks gradients through it, because it has whole gradients, which are
-        # the same on all ranks.
+        # Never stepped. GradScaler unscales and checks the gradients through this optimizer, because they are whole
+        # here and so the same on all ranks.
         self._scaled = torch.optim.SGD(list(self.parameters.values())) if self.parameters else None
 
     @property
@@ -114,8 +114,8 @@ class AdamW:
         return norm.float(), skipped
 
     def step(self, skipped: Tensor, divisor: Tensor | None) -> None:
-        """Divide the gradients by `divisor` and update this rank's shards, or do neither if `skipped` is 1. The fused
-        kernel does both by its attributes `grad_scale` and `found_inf`, as GradScaler does: see
+        """Divide the gradients by `divisor` (None: do not) and update this rank's shards, or do neither if `skipped` is
+        1. The fused kernel does both by its attributes `grad_scale` and `found_inf`, as GradScaler does: see
         torch.amp.GradScaler.step."""
         if self._partition.size > 1:
             for shard, tensor in self._own.items():

@@ -61,8 +61,8 @@ EXCHANGE_BYTES = 2**26
 # most, because the first one creates the optimizer's state.
 STEPS = {"cuda": 3, "cpu": 2}
 SEARCH_SECONDS = 600.0  # on a CPU, where a size may take minutes, no size is tried after this
-GUESS_GROWTH = 4  # each guess after the second stays this many times further from the known sizes
-# Compiling takes most of the time of a size, so that fewer sizes are tried: the answer may be too small by a 64th.
+GUESS_GROWTH = 4  # factor by which each guess after the second stays further from the sizes tried
+# Compiling takes most of the time of a size, so fewer sizes are tried, and the answer may be too small by up to a 64th.
 COMPILED_GROWTH, COMPILED_FINENESS = 8, 64
 
 
@@ -123,8 +123,8 @@ class MicrobatchSearcher:
         return found
 
     def fits(self, microbatch_size: int) -> bool:
-        """Return True if `microbatch_size` fits on every rank. On a CPU, return False without trying once
-        SEARCH_SECONDS are over. Collective."""
+        """Return True if `microbatch_size` fits on every rank. On a CPU, return False without trying it if
+        SEARCH_SECONDS are over and a size has already fitted. Collective."""
         is_late = self.world.device.type == "cpu" and time.monotonic() - self._began > SEARCH_SECONDS
         if not self.world.all_true(not (is_late and self.peaks)):
             self.remark = f"More may fit; the search has ended after {SEARCH_SECONDS:,.0f} s"
@@ -165,7 +165,8 @@ class MicrobatchSearcher:
         return peak_under_limit(self.world.device)
 
     def _train(self, microbatch_size: int) -> None:
-        """Run real optimizer steps at learning rate 0, and what else takes memory between steps of training.
+        """Run real optimizer steps at learning rate 0, and the other work of training that takes memory: validation and
+        a save.
 
         The steps run on the bare model, without collectives, so that an out-of-memory error on one rank cannot leave
         the others waiting. In training on several ranks, gradients are in DDP's buckets, which exist during every
@@ -187,8 +188,8 @@ class MicrobatchSearcher:
             result = step.run([microbatch] * (2 if meets_gradients else 1), multiplier=0.0)
             result.losses_A.tolist()  # waits for the device, which may only now report an error
             if number == 0:
-                # Skipped for a compiled model, since validation would be one more program to compile. At no point does
-                # it hold more memory than training does.
+                # Validation is skipped for a compiled model, because it would compile one more program. It never holds
+                # more memory than training does.
                 if self.experiment.config.validates and not self.compiles:
                     microbatch_losses(step.bare_model, [microbatch], step.precision)
                 if device.type == "cpu" and self.world.is_main:
@@ -218,7 +219,8 @@ class MicrobatchSearcher:
         return build_training_step(experiment, config, alone, partition=StatePartition(world.rank, world.size))
 
     def _try_in_child(self, microbatch_size: int) -> int | None:
-        """Run `_try` in a child process with limited writable memory. Returns None if the child is killed."""
+        """Run `_try` in a child process with limited writable memory. Returns its result, or None if the child was
+        killed."""
         context = multiprocessing.get_context("fork")
         receiver, sender = context.Pipe(duplex=False)
         child = context.Process(target=self._answer, args=(microbatch_size, sender), daemon=True)
@@ -306,10 +308,11 @@ def largest_that_fits(
     `fits` must be true up to some n and false beyond. It is called at most once for each n, and never for more than
     `growth` times the largest n known to fit. The answer may be too small by at most its `fineness`-th part.
 
-    `guess` returns an estimate of the answer from the measurements so far, or None. A guess is tried at a distance of
-    at least d from the sizes already known, where d is 1 for the first two guesses, then 4, 16, and so on. A guess that
-    is more than d outside the open range is not used, and none is used once the open range is narrower than 2 d. So a
-    right guess ends the search, and wrong ones add at most two calls of `fits` plus half as many as bisection needs.
+    `guess` returns an estimate of the answer from the measurements so far, or None. Before a guess is tried, it is
+    moved to at least d away from the sizes already tried, where d is 1 for the first two guesses, then 4, 16, and so
+    on. A guess that is more than d outside the range of possible answers is not used, and none is used once that range
+    is narrower than 2 d. So a right guess ends the search, and wrong ones add at most two calls of `fits` plus half as
+    many as bisection needs.
     """
     good, bad, guesses = 0, ceiling + 1, 0
     while bad - good > max(1, good // fineness):
@@ -338,8 +341,9 @@ def keep_search(experiment: Experiment, search: MicrobatchSearch) -> None:
 
 
 def largest_with_data(experiment: Experiment, world: World, dataset: Dataset) -> int:
-    """Return the sequences of the largest microbatch for which the train split has enough tokens for one global batch.
-    It is no larger than a rank's part of any global batch that train.json sets. Raises UserError if there is none."""
+    """Return the number of sequences in the largest microbatch for which the train split has enough tokens for one
+    global batch. It is no larger than a rank's part of any global batch that train.json sets. Raises UserError if there
+    is none."""
     config, tokens = experiment.config, dataset.split("train")
     if undivided := [size for size in config.global_batches if size % world.size]:
         key = "batch_ramp" if config.batch_ramp else "global_batch_size"
@@ -369,10 +373,9 @@ def remark_on_validation(experiment: Experiment, microbatch_size: int, world: Wo
 
 
 def write_microbatch_size(experiment: Experiment, found: int, world_size: int) -> int:
-    """Put the largest usable microbatch of at most `found` sequences into train.json. Returns its size.
+    """Put the largest usable microbatch size of at most `found` into train.json, and return it.
 
-    With a `global_batch_size` or a `batch_ramp`, a microbatch is usable if it divides each rank's part of every global
-    batch.
+    With a `global_batch_size` or a `batch_ramp`, a size is usable if it divides each rank's part of every global batch.
     """
     path, batches = experiment.run.train_json, experiment.config.global_batches
     size = next(n for n in range(found, 0, -1) if all(each % (n * world_size) == 0 for each in batches))

@@ -117,7 +117,7 @@ def losses_over_ranks(
 
 
 class EvaluationFailed(Exception):  # noqa: N818 - the run continues
-    """Benchmarks could not be evaluated on some rank. Raised on every rank."""
+    """Error that every rank raises if one of them could not evaluate the benchmarks."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class SharedBatches:
                 found = [evaluate(batches[index]) for index in self.shared.until_stopped(mine)]
         except Interrupted:
             pass
-        except Exception as error:  # the other ranks wait for this rank's results, or for this
+        except Exception as error:  # sent to the other ranks, which wait for this rank's results
             found = Failure.of(error)
         shares = self.exchange(found)
         return [shares[index % size][index // size] for index in range(len(batches))]
@@ -180,14 +180,15 @@ class RunBenchmarks:
     def load(cls, world: World, config: TrainConfig, step: OptimizerStep, tokenizer: Tokenizer) -> RunBenchmarks:
         """Load train.json's `benchmark_tasks`; the first process of each node downloads the data. Collective.
 
-        Raises UserError as evaluation/benchmarks/run.py does, and if the tokenizer has tokens that the model lacks.
+        Raises UserError if evaluation/benchmarks/run.py does, or if the tokenizer has tokens that the model lacks.
         """
         assert config.benchmark_tasks is not None
         model = step.bare_model
         if tokenizer.vocab_size > model.config.vocab_size:
             raise UserError(
                 f'train.json: key "benchmark_tasks": the tokenizer of {config.dataset} has {tokenizer.vocab_size:,} '
-                f"tokens, but model.json only {model.config.vocab_size:,}: the model cannot read the texts; remove the key"
+                f"tokens, but model.json only {model.config.vocab_size:,}: the model cannot read the texts; "
+                "remove the key"
             )
         scorer = Scorer(model, step.precision, tokenizer.vocab_size, config.microbatch_size)
         found: list[Benchmarks] = []

@@ -13,7 +13,7 @@ from harness.distributed.world import World
 from harness.model.config import ModelConfig
 from harness.training.step import StepResult
 
-LOAD_DIGITS = 4  # digits of each expert's load in metrics.jsonl
+LOAD_DIGITS = 4  # decimal places of each expert's load in metrics.jsonl
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,7 @@ class TrainMetrics:
     gradient_norm: float
     skipped_steps: int
     skipped_in_a_row: int
-    # Mixture of experts only, by block and expert: the number of tokens that the expert got, divided by that of an even
-    # load.
+    # Mixture of experts only, by block and expert: the expert's tokens divided by what it would get under an even load.
     expert_load: list[list[float]] | None = None
 
     @property
@@ -52,11 +51,12 @@ class TrainMetrics:
 class LossMeter:
     """Accumulates the results of steps on the device. Only a report waits for the device."""
 
-    # Columns of the fp64 tensor with all values. ROW counts the steps skipped in a row up to now.
+    # Columns of the fp64 tensor with all values. ROW counts the steps skipped in a row up to now; LONGEST_ROW is its
+    # maximum.
     SUM, COUNT, MIN, MAX, NORM, SKIPPED, ROW, LONGEST_ROW = range(8)
 
     def __init__(self, device: torch.device, model: ModelConfig | None = None) -> None:
-        """`model` gives the number of experts. None: a model without experts."""
+        """Create an empty meter. `model` gives the number of experts; None means a model without experts."""
         experts = (model.n_layers, model.moe.num_experts) if model and model.moe else (0, 0)
         self._values = self._empty().to(device)
         self._expert_tokens = torch.zeros(experts, dtype=torch.float64, device=device)
@@ -113,8 +113,8 @@ class LossMeter:
         )
 
     def _load(self, expert_tokens: list[float]) -> list[list[float]] | None:
-        """Return each expert's load, by block: its tokens divided by those of an even load. `expert_tokens` has the
-        blocks one after the other. Return None without experts."""
+        """Return the load of each expert, by block: its tokens divided by the mean over the block's experts.
+        `expert_tokens` lists the experts block after block. Returns None without experts."""
         if not expert_tokens:
             return None
         tokens_LxE = torch.tensor(expert_tokens, dtype=torch.float64).view_as(self._expert_tokens)
@@ -137,7 +137,7 @@ class LossMeter:
         """Load the combined values of all ranks, when the run was saved with another number of ranks. Called on rank 0
         only."""
         sums, counts, minima, maxima, *others = zip(*ranks, strict=True)
-        # columns of `others` before the experts' tokens
+        # Number of columns of `others` before those of the experts' tokens.
         own = len(self._values) - self.NORM
         tokens = [math.fsum(each) for each in others[own:]]
         first = [each[0] for each in others[:own]]  # rank 0's

@@ -25,7 +25,7 @@ EPSILON = 1e-7
 
 def orthogonalise(matrices_GxMxN: Tensor, dtype: torch.dtype) -> Tensor:
     """Map each matrix U·S·Vᵀ of a batch to about U·Vᵀ, computed and returned in `dtype`. M must be at most N, so that
-    the products X·Xᵀ have the smaller side. A matrix of zeros stays zero."""
+    the products X·Xᵀ are MxM, of the smaller side. A matrix of zeros stays zero."""
     a, b, c = COEFFICIENTS
     x_GxMxN = matrices_GxMxN.to(dtype)
     norms_Gx1x1 = torch.linalg.vector_norm(x_GxMxN, dim=(-2, -1), keepdim=True)
@@ -59,12 +59,13 @@ class Matrix:
         return min(self.rows, self.columns), max(self.rows, self.columns)
 
     def wide(self, flat: Tensor) -> Tensor:
-        """Return the matrix's flattened elements `flat` as a matrix that is at least as wide as high: a view."""
+        """Return `flat`, this matrix's flattened elements, as a view that is at least as wide as high."""
         matrix = flat.view(self.rows, self.columns)
         return matrix if self.rows <= self.columns else matrix.mT
 
     def of(self, parameter: Tensor) -> Tensor:
-        """Return this matrix of a tensor that has the parameter's shape: a view, at least as wide as high."""
+        """Return this matrix in `parameter`, or in a tensor of its shape, as a view that is at least as wide as
+        high."""
         return self.wide(self.shard().of(parameter))
 
     def shard(self, owner: int = 0) -> Shard:
@@ -96,7 +97,7 @@ def batches_of(matrices: list[Matrix]) -> list[list[Matrix]]:
 T = TypeVar("T")
 
 (BUFFER,) = MOMENTS["muon"]
-# Factor of the update of a matrix with this many rows and columns, by its name in torch.optim.Muon.
+# Factors of an update, as functions of the matrix's rows and columns, by their names in torch.optim.Muon.
 SCALES = {
     # Liu et al., "Muon is Scalable for LLM Training" (arXiv:2502.16982), section 2.2: the root mean square of the
     # update is about that of AdamW's, so that AdamW's learning rates and weight decay fit.
@@ -180,7 +181,8 @@ class Muon:
             if gradient is None:  # the loss does not depend on this parameter
                 return
             flat = each.shard().of(gradient)
-            flat = torch.where(kept.bool(), flat if divisor is None else flat / divisor, 0)  # infinity · 0 is NaN
+            # torch.where instead of a product, because inf · 0 is NaN.
+            flat = torch.where(kept.bool(), flat if divisor is None else flat / divisor, 0)
             average = self._momenta[each].lerp_(flat, (1 - momentum) * kept)
             numbers.append(each.wide(flat.lerp_(average, momentum)))
         updates_GxMxN = orthogonalise(torch.stack(numbers), self._dtype or numbers[0].dtype)
@@ -220,7 +222,7 @@ class Muon:
         return self._in_order(others | {name: {"step": self._steps, BUFFER: own} for name, own in self._whole.items()})
 
     def _in_order(self, values: dict[str, T]) -> dict[str, T]:
-        """Return `values`, which are by parameter name, in the order of the model's parameters."""
+        """Return the entries of `values`, which are by parameter name, in the order of the model's parameters."""
         return {name: values[name] for name in self._parameters if name in values}
 
     def load_named_state(self, saved: NamedState) -> None:

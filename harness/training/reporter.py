@@ -41,8 +41,8 @@ from harness.training.evaluations import Sample
 from harness.training.loss_meter import TrainMetrics, metric_values
 from harness.training.startup import PreparedRun, say
 
-# How long to wait for a chart that is still being drawn when training ends or is stopped. torchrun kills 30 seconds
-# after a signal.
+# How long to wait for a chart that is still being drawn when training ends, or is stopped. The latter is short, because
+# torchrun kills 30 seconds after a signal.
 LAST_CHART_SECONDS = 60.0
 STOPPED_CHART_SECONDS = 5.0
 
@@ -88,8 +88,8 @@ class Console:
 
 
 class Reporter:
-    """Prints and records what the training loop reports. The run's totals so far come from the TrainState that methods
-    get."""
+    """Prints and records what the training loop reports. Methods that need the run's progress so far get it as a
+    TrainState."""
 
     def __init__(self, prepared: PreparedRun, world: World) -> None:
         self.prepared = prepared
@@ -105,7 +105,8 @@ class Reporter:
         self._last_report = (prepared.position.tokens_seen, self.clock.seconds["training"])
 
     def beginning(self, precision: Precision) -> None:
-        """Print what run begins, how large it is, and from which weights if train.json names any."""
+        """Print the name, size and precision of the run that begins, and its initial weights if train.json names
+        any."""
         size = f"{self.prepared.provenance.parameters:,} parameters, {self.world.size} x {self.world.device.type}"
         say(self.world, f"{self.run.path.name}: {size}, {precision.name}, {self._steps_left()}")
         self._say_where()

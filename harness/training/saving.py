@@ -1,8 +1,8 @@
 """Writers of checkpoints, in a background thread or synchronous, and copies of tensors in host memory.
 
-New memory for each copy would delay the training thread twice. The system hands the memory out page by page while it is
-filled, and a GPU copies into pageable memory at a fraction of the bus's speed while the thread waits. A buffer that is
-kept already has its pages, and can be pinned once; the GPU then fills it asynchronously.
+New memory for each copy would delay the training thread for two reasons. The system hands the memory out page by page
+while it is filled. And a GPU copies into ordinary (pageable) memory at a fraction of the bus's speed, while the thread
+waits. A buffer that is kept already has its pages, and can be pinned once; the GPU then fills it asynchronously.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class HostCopies:
         """Return the dicts with every tensor replaced by a CPU copy, which is contiguous and has its own storage.
 
         On a GPU the copies are only enqueued: they run before all later work of the current stream, such as the next
-        step, and can be read after `wait`. A later call overwrites the copies of an earlier one.
+        step, and can be read after `wait`. With `keep`, a later call overwrites the copies of an earlier one.
         """
         tensors: list[Tensor] = []
         _replaced(tree, tensors.append)

@@ -90,7 +90,7 @@ class PreparedRun:
     meta: CheckpointMeta | None = None  # the checkpoint's meta.json; a notebook's has our keys added
     is_from_notebook: bool = False
     lock: RunLock | None = None
-    precision: str | None = None  # "auto" resolved for this run; None: not resolved yet
+    precision: str | None = None  # the run's precision; None: resolve train.json's on this device
     budget: Budget | None = None  # train.json's, resolved when the run began; None if given in tokens
     scaled: ScaledSettings = UNSCALED  # settings changed by train.json's scaling rules
 
@@ -144,9 +144,9 @@ def prepare(
 ) -> PreparedRun:
     """Take the run's lock, download its dataset, choose and verify the checkpoint to resume from, and check the plan.
 
-    `checkpoint` is a folder name, "latest" or "best", or None for the latest one if there is any. Of `options`,
-    --restart is used, and the speed with which a budget's time and cost are computed. Collective. Raises UserError or
-    RunError, saying what to do, for anything that would keep the run from finishing.
+    `checkpoint` is a folder name, "latest" or "best", or None for the latest one if there is any. `options` gives
+    --restart and the assumed speed, from which the time and cost of a budget are computed. Collective. Raises UserError
+    or RunError, saying what to do, for anything that would keep the run from finishing.
     """
     run, layout = experiment.run, experiment.layout(world.size)
     remark_on_machine(experiment, world)
@@ -155,7 +155,7 @@ def prepare(
     check_same_everywhere(experiment, world, dataset)
 
     def choose() -> tuple[Path, CheckpointMeta] | None:
-        if lock.began_before:  # torchrun restarted its workers: --restart or CHECKPOINT was done the first time
+        if lock.began_before:  # torchrun restarted its workers; their first start obeyed --restart or CHECKPOINT
             return checkpoints.open_start(run.checkpoints, None)
         return None if options.restart else checkpoints.open_start(run.checkpoints, checkpoint)
 

@@ -31,7 +31,7 @@ from harness.training.optimizer import Optimizer, build_optimizer
 from harness.training.startup import say
 from harness.training.zero1 import StatePartition
 
-REASON_CHARACTERS = 200  # of a compiler's error message, at most
+REASON_CHARACTERS = 200  # of a compiler's error, printed at most
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class OptimizerStep:
         self.device = next(model.parameters()).device
         self.before_exchange = before_exchange
         # The first parameter's gradient is computed last. A rank that has computed it waits for the others; a rank that
-        # has not is the one that they wait for.
+        # has not is behind.
         first = next(model.parameters())
         first.register_post_accumulate_grad_hook(lambda _: before_exchange())
 
@@ -81,7 +81,7 @@ class OptimizerStep:
         `decay` times the weight decays."""
         losses_A, expert_tokens = self.accumulate(microbatches)
         self.optimizer.set_multiplier(multiplier, decay)
-        norm, skipped = self.optimizer.update(self.scaler, self.max_norm)  # clips; skips a norm that is not finite
+        norm, skipped = self.optimizer.update(self.scaler, self.max_norm)  # clips; no update if not finite
         self.forget_gradients()
         return StepResult(losses_A, norm, skipped, expert_tokens)
 
@@ -187,7 +187,7 @@ def build_training_step(
 ) -> OptimizerStep:
     """Return the OptimizerStep of an experiment. Its model has new weights and the kernels that `config` asks for, and
     is wrapped in DistributedDataParallel if `world` has several ranks. `config` is the experiment's, with the run's
-    precision filled in.
+    precision in place of "auto".
 
     Collective. Raises UserError if this machine cannot compute what train.json demands.
     """

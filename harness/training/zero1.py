@@ -40,8 +40,8 @@ def check_state(saved: NamedState, shapes: StateShapes) -> None:
                 raise ValueError(f"{key} of {name} is {state[key].dtype} {list(state[key].shape)}")
 
 
-# Shards begin and end at multiples of this many elements. Kernels process at most so many at once and a tensor's last
-# few with other instructions, whose results may differ in the last bit.
+# Shards begin and end at multiples of this many elements. Kernels process up to so many elements at once, and the
+# remaining ones at a tensor's end with other instructions, whose results may differ in the last bit.
 GRAIN = 64
 MESSAGE = 2**26  # elements of state per message
 
@@ -88,8 +88,8 @@ class StatePartition:
         return [shard for shard in shards if shard.stop > shard.start]
 
     def owners(self, costs: Sequence[float]) -> list[int]:
-        """Return the owners of pieces of work that cannot be cut. The most expensive piece is assigned first, and each
-        one to the least loaded rank (Graham 1969)."""
+        """Return the rank that owns each piece of work, from the pieces' `costs`. Pieces cannot be cut: the most
+        expensive one is assigned first, each to the least loaded rank (Graham 1969)."""
         loads, owners = [0.0] * self.size, [0] * len(costs)
         for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
             owners[index] = loads.index(min(loads))
@@ -123,7 +123,7 @@ class StatePartition:
     def gather(
         self, shards: Sequence[Shard], own: Mapping[Shard, Mapping[str, Tensor]], shapes: StateShapes
     ) -> NamedState:
-        """Return the whole state on rank 0, on the CPU, and an empty dict on the other ranks. `own` is each rank's
+        """Return the whole state on rank 0, on the CPU, and an empty dict on the other ranks. `own` is this rank's
         state of its own shards. Collective. All state is fp32. A tensor without dimensions is sent with every shard."""
         shards = sorted(shards, key=lambda shard: shard.owner)  # stable: keeps the order of each owner's shards
         whole: NamedState = {}
