@@ -121,7 +121,7 @@ class Reporter:
             taken = "weights and optimizer" if saved.optimizer else "weights"
             tokens = self.prepared.position.tokens_seen
             say(self.world, f"  not written by this program: its {taken} are taken, and {tokens:,} tokens are")
-            say(self.world, "  counted as seen: its global steps times this run's batch")
+            say(self.world, "  counted as seen: its global steps, each with this run's global batch")
         then, now = saved.meta.precision, precision.name
         if then not in (None, now):
             say(self.world, f"  precision: {then} -> {now}")
