@@ -1,7 +1,8 @@
-"""Stopping and going on: what a run writes into a checkpoint, and how a later process takes it up to the same bit.
+"""Save a run's checkpoints, and resume from one so that training is the same to the last bit.
 
-A checkpoint holds the weights, the optimizer's and the gradient scaler's state, every rank's random state and losses
-not yet reported, and in meta.json where training was. harness/runs/checkpoints.py has the files.
+A checkpoint holds the weights, the states of the optimizer and the gradient scaler, every rank's random state and its
+losses since the last report, and in meta.json the progress of training. harness/runs/checkpoints.py reads and writes
+the files.
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ from harness.training.saving import AsyncWriter, HostCopies, SyncWriter
 from harness.training.startup import PreparedRun, say
 from harness.training.step import OptimizerStep
 
-# Keeps the random streams of neighbouring ranks and seeds apart: rank 1 of seed 42 is not rank 0 of seed 43.
+# Factor that keeps the seeds of neighboring ranks apart: rank 1 of seed 42 has another seed than rank 0 of seed 43.
 RANK_STRIDE = 1_000_003
 
 
 class Checkpointer:
-    """Saves the run and takes it up again. Every method is called on every rank; rank 0 reads and writes."""
+    """Saves checkpoints of the run and resumes from one. Every method is called on every rank; rank 0 reads and
+    writes."""
 
     def __init__(
         self, prepared: PreparedRun, world: World, step: OptimizerStep, meter: LossMeter, reporter: Reporter
@@ -53,23 +55,25 @@ class Checkpointer:
         self.run = prepared.experiment.run
         self.config = prepared.experiment.config
         self.writer = AsyncWriter() if self.config.async_checkpoint else SyncWriter()
-        # On a CPU a save at once needs a copy too (weights that share memory cannot be written), but not between saves.
+        # On a CPU a synchronous save needs a copy too, because weights that share memory cannot be written. That copy
+        # need not be kept between saves.
         is_kept = self.config.async_checkpoint or world.device.type == "cuda"
         self.copies = HostCopies(world.device, keep=is_kept)
         self.saved_step = prepared.position.first_step - 1
-        # The checkpoint that it began from, which keep_checkpoints does not remove.
+        # The checkpoint that this process resumed from: `keep_checkpoints` does not remove it.
         self.protected = {prepared.checkpoint.name} if prepared.checkpoint else set()
 
     # Restoring --------------------------------------------------------------------------------------------------------
 
     def restore(self, loader: TokenLoader) -> None:
-        """Put model, optimizer, random states and unreported losses where the run's checkpoint left them; without
-        one, begin: load initial weights, set earlier results aside, seed. The step is warmed up with `loader`'s first
-        microbatch.
+        """Restore model, optimizer, random states and unreported losses from the run's checkpoint. Without a
+        checkpoint, begin the run: load initial weights, move earlier results aside, and seed. In both cases warm up the
+        step with `loader`'s first microbatch.
 
-        Raises UserError if the checkpoint is another model's.
+        Raises UserError if the checkpoint belongs to another model.
         """
-        # After the weights and before all states, which a pass would change.
+        # Called after the weights are loaded and before any state is, because a forward and backward pass changes
+        # states.
         warm_up = partial(self._warm_up, loader.microbatch(0))
         if self.prepared.checkpoint is None:
             self._begin()
@@ -90,7 +94,7 @@ class Checkpointer:
             keep_if_ample(free_memory() // self.world.local_size)
 
     def _begin(self) -> None:
-        """Load the weights that train.json names, if it does, and set earlier results aside."""
+        """Load the weights that train.json's `initial_weights` names, if it is set, and move earlier results aside."""
         initial = self.config.initial_weights
         if initial is not None:
             path = self.run.path / initial
@@ -104,8 +108,8 @@ class Checkpointer:
         return Checkpoint(**self.world.broadcast(lambda: vars(checkpoints.load_checkpoint(path))))
 
     def _load_states(self, saved: Checkpoint, path: Path) -> None:
-        """All but the weights. A checkpoint of the lab notebook, the program that this format comes from, has neither
-        random states nor losses."""
+        """Load the states of optimizer and scaler, the random states and the unreported losses. A checkpoint of the lab
+        notebook, the program that this format comes from, has neither random states nor unreported losses."""
         seed, first_step = self.config.random_seed, self.prepared.position.first_step
         states = OptimizerStates(saved.optimizer, saved.scaler)
         try:
@@ -121,8 +125,8 @@ class Checkpointer:
     # Saving --------------------------------------------------------------------------------------------------------
 
     def save(self, state: TrainState) -> None:
-        """The scheduled checkpoint after the last step done; `best` points to it if its validation loss is the lowest
-        yet, or if there is no validation."""
+        """Save the scheduled checkpoint of the last completed step. The link `best` will point to it if its validation
+        loss is the lowest so far, or if the run has no validation."""
         state.begin_checkpoint()
         if self.prepared.position.is_due(state.global_step, self.config.validation_interval):
             state.record_if_best(state.val_loss)
@@ -130,15 +134,16 @@ class Checkpointer:
         self.reporter.checkpoint(state)
 
     def save_interrupted(self, state: TrainState, during: str | None) -> None:
-        """Leave a checkpoint of the last step done, wherever a signal came. `during` ("validation" or "benchmarks") is
-        then still to be done, and what comes after it. It leaves no trace in the metrics, so that those are the ones
-        of a run that never stopped."""
+        """Save a checkpoint of the last completed step after a signal, unless that step is already saved. `during`
+        names the evaluation that the signal interrupted ("validation" or "benchmarks"), or is None. meta.json records
+        it, so that the resumed run repeats that evaluation and does what follows it. metrics.jsonl gets no line for
+        this checkpoint, so that the file equals that of a run that never stopped."""
         if during or state.global_step != self.saved_step:
             self._save(state, during=during)
         self.finish()
 
     def check_weights(self, state: TrainState) -> None:
-        """Raises RunError if the ranks' weights are no longer the same."""
+        """Raise RunError if the ranks' weights are no longer the same."""
         own: list[int] = []
         if self.world.size > 1:
             with self.world.watchdog.guard(Place(state.global_step, "check")):
@@ -152,22 +157,23 @@ class Checkpointer:
             )
 
     def finish(self) -> None:
-        """Return when every checkpoint is on the disk."""
+        """Wait until every checkpoint is on disk."""
         with self.prepared.clock.phase("checkpointing"):
             self.world.on_rank0(self.writer.wait)
 
     @contextmanager
     def saving_to_the_end(self) -> Iterator[None]:
-        """Wait some seconds, if the body fails, for a save in the background to end, and raise the body's error."""
+        """Wait up to SPEAKER_PATIENCE_SECONDS for a background save to end if the body raises, then raise the body's
+        error."""
         try:
             yield
         except Exception:
-            with suppress(Exception):  # the first error is the one to tell
+            with suppress(Exception):  # an error of the save must not replace the body's
                 self.writer.wait(SPEAKER_PATIENCE_SECONDS)
             raise
 
     def _save(self, state: TrainState, *, planned: bool = False, during: str | None = None) -> None:
-        if not self.config.validates:  # a lower training loss does not mean a better model: `best` is `latest`
+        if not self.config.validates:  # a lower training loss does not mean a better model, so `best` is `latest`
             state.best_loss, state.best_step = None, state.global_step
         occasion: dict[str, Any] = {
             "is_best": state.is_best,
@@ -178,7 +184,7 @@ class Checkpointer:
         with self.prepared.clock.phase("checkpointing"):
             self.check_weights(state)
             ranks = capture_ranks(self.meter, self.world)
-            self.world.on_rank0(self.writer.wait)  # it reads the copy of the save before
+            self.world.on_rank0(self.writer.wait)  # the writer may still read the copy of the previous save
             states = capture_optimizer(self.step, self.world)
             self.world.on_rank0(lambda: self._write(states, ranks, self._meta(state, occasion)))
         self.saved_step = state.global_step
@@ -202,8 +208,8 @@ class Checkpointer:
         )
 
     def _write(self, states: OptimizerStates, ranks: dict[str, Any], meta: CheckpointMeta) -> None:
-        """Hand a copy of everything to the writer, which may be a thread. A GPU may still be at the copy of the tensors
-        then: the next step comes after it, and the writer waits for it."""
+        """Copy the tensors to host memory and submit the checkpoint to the writer, which may use a thread. A GPU may
+        not have finished the copies when this returns. The next step runs after them, and the writer waits for them."""
         tokenizer = self.prepared.dataset.tokenizer
         weights = checkpoint_views(self.model.state_dict(), self.model.config)
         copied = self.copies.copy({"weights": weights, "optimizer": states.optimizer})
@@ -218,15 +224,15 @@ class Checkpointer:
 
     def _write_checkpoint(self, checkpoint: Checkpoint) -> None:
         self.copies.wait()
-        self.reporter.metrics.make_durable()  # meta.json tells how long they are
+        self.reporter.metrics.make_durable()  # meta.json records the size of metrics.jsonl
         path = checkpoints.save_checkpoint(self.run.checkpoints, checkpoint)
         if self.config.keep_checkpoints is not None:
             checkpoints.prune(self.run.checkpoints, self.config.keep_checkpoints, {path.name} | self.protected)
 
 
 def finish_already_trained(prepared: PreparedRun, world: World, *, named: bool) -> None:
-    """A finished run: say so, and do what a process that was killed in its very last lines could not do any more.
-    `named`: the checkpoint is one that the user asked for. Collective."""
+    """Print that the run is finished, and complete what a process that was killed at its very end left undone. `named`
+    is true if the user named the checkpoint; links and metrics are then left as they are. Collective."""
     run = prepared.experiment.run
     say(world, f"{run.path.name} is finished: {prepared.position.first_step:,} global steps; --restart trains it again")
     if prepared.checkpoint and prepared.meta and not named:
@@ -235,9 +241,9 @@ def finish_already_trained(prepared: PreparedRun, world: World, *, named: bool) 
 
 
 def rewind(run: RunDirectory, path: Path, meta: CheckpointMeta) -> None:
-    """Make links and metrics those of the checkpoint `path`, wherever the process that saved it ended; what came after
-    it is kept aside. Rank 0 only."""
-    make_aside = cache(run.new_aside)  # one folder for all of it, if there is anything
+    """Set the run's links and metrics back to the checkpoint `path`, even if the process that saved it was killed
+    before it had updated them. Everything later is moved to a folder below `aside/`. Rank 0 only."""
+    make_aside = cache(run.new_aside)  # one folder for everything, made only if something is moved
     run.set_measurements_aside(meta.global_step, make_aside)
     if checkpoints.rewind_to(run.checkpoints, path, make_aside):
         run.set_pictures_aside(make_aside())
@@ -248,7 +254,7 @@ def rewind(run: RunDirectory, path: Path, meta: CheckpointMeta) -> None:
 
 
 def capture_ranks(meter: LossMeter, world: World) -> dict[str, Any]:
-    """Gather each rank's own state: its random state and its losses not yet reported. Collective."""
+    """Return every rank's random state and unreported losses. Collective."""
     random = {"cpu": torch.get_rng_state()}
     if world.device.type == "cuda":
         random["cuda"] = torch.cuda.get_rng_state(world.device)
@@ -256,17 +262,19 @@ def capture_ranks(meter: LossMeter, world: World) -> dict[str, Any]:
 
 
 def seed_for_rank(seed: int, rank: int, step: int = 0) -> None:
-    """Set a random state of this rank's own, for dropout, from global `step` on."""
+    """Seed this rank's random generator, which dropout uses. The result differs by seed, by rank and by `step`, the
+    first global step of a resumed run."""
     torch.manual_seed((seed + (rank + 1) * RANK_STRIDE + step * RANK_STRIDE**2) % 2**63)
 
 
 def restore_ranks(saved: dict[str, Any], meter: LossMeter, world: World, *, seed: int, step: int) -> None:
-    """Put this rank's own state back; with another number of ranks than before, give it a new one of its own.
+    """Restore this rank's random state and unreported losses. If the number of ranks has changed, seed this rank anew
+    and merge all unreported losses into rank 0's.
 
-    Raises UserError for a state of something else.
+    Raises UserError if `saved` is not such a state.
     """
     with state_errors_as_user_errors("train_state.pt"):
-        if not isinstance(saved, dict):  # tensor["ranks"] would warn, and not raise
+        if not isinstance(saved, dict):  # indexing a tensor with "ranks" would warn, not raise
             raise ValueError("not a table of states")
         ranks = [(rank["window"], rank["random"]) for rank in saved["ranks"]]
         if not ranks:
@@ -285,21 +293,23 @@ def restore_ranks(saved: dict[str, Any], meter: LossMeter, world: World, *, seed
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """Optimizer state by the optimizer's own names; `scaler` is the gradient scaler's, and empty without fp16."""
+    """States of the optimizer (from `Optimizer.named_state`; in a notebook's checkpoint torch's own state dict) and of
+    the gradient scaler (empty without fp16)."""
 
     optimizer: dict[str, Any]
     scaler: dict[str, Any]
 
 
 def capture_optimizer(step: OptimizerStep, world: World) -> OptimizerStates:
-    """The states to save are rank 0's; the optimizer's tensors are its own, which the next step changes. Collective."""
+    """Return the states; rank 0's are the ones to save. The optimizer's tensors are not copied, and the next step
+    changes them. Collective."""
     return OptimizerStates(step.optimizer.named_state(world), step.scaler.state_dict())
 
 
 def restore_optimizer(step: OptimizerStep, saved: OptimizerStates) -> None:
-    """Take over what `capture_optimizer` has given on rank 0; called on every rank.
+    """Load the states that `capture_optimizer` returned on rank 0. Called on every rank.
 
-    Raises UserError, naming the file, for states of something else.
+    Raises UserError, naming the file, if a state is not one of this optimizer or scaler.
     """
     with state_errors_as_user_errors("optimizer.pt"):
         step.optimizer.load_named_state(saved.optimizer)
@@ -309,7 +319,7 @@ def restore_optimizer(step: OptimizerStep, saved: OptimizerStates) -> None:
 
 
 def load_notebook_optimizer(step: OptimizerStep, saved: OptimizerStates) -> None:
-    """`restore_optimizer` of a notebook's states; without an optimizer's, it starts afresh."""
+    """Load the states of a notebook's checkpoint. If it has no optimizer state, the optimizer begins without one."""
     if saved.optimizer:
         with state_errors_as_user_errors("optimizer.pt"):
             named = optimizer_by_name(saved.optimizer, step.optimizer.state_shapes())
@@ -324,8 +334,8 @@ def _number(value: Any) -> float | int:
 
 @contextmanager
 def state_errors_as_user_errors(file: str) -> Iterator[None]:
-    """Turn what a state of unknown structure raises into UserError. Its file was read without harm, and its hash is
-    right, but it holds something else."""
+    """Turn the errors that a state of unexpected structure causes into UserError. `file` could be read and has the
+    right hash, but its content is something else."""
     try:
         yield
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:

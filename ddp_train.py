@@ -1,8 +1,8 @@
-"""Train a GPT-2-class model: a run directory in, a trained and measured model out.
+"""Train a GPT-2-class model from a run directory, and write the trained model and its measurements there.
 
-The loop is `Trainer`; what happens after a step is its `after_step`. One process per device, by --processes or under
-torchrun, or plain `python` on one. What needs torch is imported in functions: --help, --plan and errors in the run's
-files do without.
+`Trainer` is the training loop; `Trainer.after_step` does what is due after a step. Every device has one process, which
+--processes or torchrun starts; for a single device plain `python` is enough. Modules that need torch are imported
+inside functions, so that --help, --plan and errors in the run's files do not wait for torch.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class Trainer:
     checkpointer: Checkpointer
 
     def train(self) -> None:
-        """Run the steps that are left. Raises RunStopped, after a checkpoint, if a signal asked any rank to end."""
+        """Run the remaining steps. If a signal asks any rank to stop, save a checkpoint and raise RunStopped."""
         self.stop.listen()
         survive_closed_output(self.stop.hang_up)
         self.reporter.console.start()
         steps = range(self.prepared.position.first_step, self.prepared.position.total_steps)
         try:
-            if self.prepared.interrupted_in:  # a signal came in the middle of what follows the last step
+            if self.prepared.interrupted_in:  # a signal interrupted the work after the last step
                 self.after_step(self.state.global_step, first=self.prepared.interrupted_in)
             for step in self.stop.steps(self.world, steps, between=self.checkpointer.writer.check):
                 self.train_step(step)
@@ -72,8 +72,9 @@ class Trainer:
             raise
 
     def train_step(self, step: int) -> None:
-        """One update of the weights: forward and backward over this rank's microbatches, gradients exchanged with the
-        last of them, clipped and applied (`OptimizerStep.run`). The device may still be at it afterwards."""
+        """Update the weights once: run forward and backward over this rank's microbatches, exchange the gradients
+        during the last one, clip them and apply them (`OptimizerStep.run`). A GPU may still be computing when this
+        returns."""
         with self.prepared.clock.phase("training"), self.world.watchdog.guard(Place(step, "step")):
             done = step - self.prepared.position.first_step
             microbatches = self.loader.microbatches(done, self.world.rank)
@@ -85,7 +86,8 @@ class Trainer:
         self.reporter.console.advance()
 
     def after_step(self, step: int, *, first: str = "report") -> None:
-        """Do what is due after a step, from `first` on; all of it before the checkpoint, which includes the results."""
+        """Do the work that is due after global step `step`, beginning with `first` (a name that `due_after` returns).
+        The checkpoint comes last, because it records the results of the other work."""
         due = due_after(step, self.prepared.position, self.prepared.experiment.config, first=first)
         if "report" in due:
             self.report(step)
@@ -102,13 +104,13 @@ class Trainer:
         if "checkpoint" in due:
             self.checkpointer.save(self.state)
             if step != self.prepared.position.last_step:
-                self.stop.raise_if_set(self.world)  # a save takes long, and torchrun kills after 30 seconds
+                self.stop.raise_if_set(self.world)  # a save is slow, and torchrun kills 30 s after a signal
         elif "weights_check" in due:
             self.checkpointer.check_weights(self.state)
 
     def report(self, step: int) -> None:
-        """Wait for the device, and report the losses since the last report. Raises RunError if too many gradients in a
-        row were not finite."""
+        """Wait for the device, then report the losses since the last report. Raises RunError if the gradients of too
+        many steps in a row were not finite."""
         with self.prepared.clock.phase("training"):
             with self.world.watchdog.guard(Place(step, "report")):
                 self.meter.synchronize()
@@ -119,7 +121,7 @@ class Trainer:
 
 
 def print_schema(context: click.Context, _: click.Parameter, kind: str | None) -> None:
-    """click's callback: print the JSON Schema of train.json or model.json, if it is asked for, and end."""
+    """Print the JSON Schema of train.json or model.json and exit; return if `kind` is None. A click callback."""
     if kind is None:
         return
     from harness.common.json_files import json_schema
@@ -142,9 +144,9 @@ def print_schema(context: click.Context, _: click.Parameter, kind: str | None) -
 @click.option("--write", is_flag=True, help="With -f: put the result into train.json.")
 @click.option("--plan", is_flag=True, help="Print what the command would do and cost; no training, no download.")
 @click.option("--assume-tps", type=POSITIVE, help="With --plan: tokens per second of training alone.")
-@click.option("--assume-tps-with-validation", type=POSITIVE, help="The same, validation's time counted.")
+@click.option("--assume-tps-with-validation", type=POSITIVE, help="With --plan: tokens per second, with validation.")
 @click.option("--assume-world-size", type=click.IntRange(min=1), help="With --plan: as if there were N ranks.")
-@click.option("--assume-device", help="With --plan: as if on such GPUs, like H100: an estimated speed.")
+@click.option("--assume-device", help="With --plan: estimate the speed on such a GPU, like H100.")
 @click.option("--restart", is_flag=True, help="Move earlier results to RUN/aside and start again.")
 @RUNS_DIR
 @click.option(
@@ -159,8 +161,8 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
     """Train RUN (a folder in runs/ with model.json and train.json) on its dataset, kept in DATASETS_DIR.
 
     The same command starts a run, continues an unfinished one from its latest checkpoint, and does nothing to a
-    finished one. CHECKPOINT is a folder name in runs/RUN/checkpoints, `latest` or `best`: training continues there, and
-    what came after it is moved aside.
+    finished one. CHECKPOINT is a folder name in runs/RUN/checkpoints, `latest` or `best`: training continues from it,
+    and later results are moved to runs/RUN/aside.
 
     \b
     On all GPUs of a machine, or of several with torchrun on each:
@@ -179,11 +181,11 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
         from harness.runs.directory import RunDirectory
 
         take_signals()
-        here = read_ranking()  # first: a launcher's leftovers would make this another run than was meant
+        here = read_ranking()  # first: stale RANK variables would make this a different job
         to_start = ranks_to_start(options.processes)
         found = RunDirectory.find(options.runs_dir, run)
         experiment = Experiment.load(found, datasets_dir)
-        experiment.check_dataset(ask_hub=not options.plan and here.local_rank == 0)  # one process a machine asks
+        experiment.check_dataset(ask_hub=not options.plan and here.local_rank == 0)  # one process per machine asks
         if options.plan:
             from harness.planning.plan import print_plan
 
@@ -193,7 +195,7 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
         if to_start:
             run_ranks(to_start)
         configure_libraries()
-        if here.rank == 0:  # the next line takes seconds, in which torch is loaded and the ranks meet
+        if here.rank == 0:  # printed before torch is imported and the ranks connect, which takes seconds
             count = here.world_size
             print(f"{found.path.name}: starting {count} {'process' if count == 1 else 'processes'}", flush=True)
         load("torch")
@@ -210,13 +212,13 @@ def main(run: str, datasets_dir: Path, checkpoints: tuple[str, ...], **given: An
 
 
 def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions) -> None:
-    """Start, continue, or find that there is nothing left to do."""
+    """Start or resume training. For a finished run, complete whatever a killed process left undone."""
     from checkpointing import finish_already_trained
     from harness.distributed.world import World
     from harness.training import startup
 
     clock, stop = startup.Clock(), StopSignal()
-    world = World.join(is_stopping=stop.is_set)  # it listens from Trainer.train on
+    world = World.join(is_stopping=stop.is_set)  # its signal handlers are installed later, in Trainer.train
     prepared = startup.prepare(experiment, world, clock, checkpoint, options)
     if prepared.is_finished:
         finish_already_trained(prepared, world, named=checkpoint is not None)
@@ -233,8 +235,8 @@ def train(experiment: Experiment, checkpoint: str | None, options: TrainOptions)
 
 
 def build_trainer(prepared: PreparedRun, world: World, stop: StopSignal) -> Trainer:
-    """Model, optimizer, data and all that the loop drives, made once and in order. Collective."""
-    load("torch._dynamo")  # optimizers and the wrap for several ranks would at their first use
+    """Return the Trainer with all its parts (model, optimizer, data loader and so on), each built once. Collective."""
+    load("torch._dynamo")  # imported here, not at the first use of an optimizer or DistributedDataParallel
     import torch
 
     from checkpointing import Checkpointer

@@ -1,3 +1,2 @@
-"""The ranks of a run: what the launcher says of this one, how all meet, what they tell one another outside the exchange
-of gradients, how one that is stuck or gone is noticed and named, and how all stop together.
-"""
+"""The ranks of a run: the launcher's environment variables, the rendezvous, collectives other than the gradient
+exchange, detection of ranks that are stuck or gone, and stopping all ranks together."""

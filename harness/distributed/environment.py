@@ -1,9 +1,10 @@
-"""This process's place among the ranks, which the environment says, and ranks that it starts itself: without torch.
+"""Place of this process among the ranks, read from the environment, and ranks that this process starts itself. Does not
+load torch.
 
 torchrun sets RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, and MASTER_ADDR and MASTER_PORT, where the ranks meet
-(torch.distributed's `env://`); so does `run_ranks`, and so may whoever starts ranks in another way. Without any of them
-this is the only process. A part of them is a leftover: the run would be another than was meant, or wait for ranks that
-never come.
+(torch.distributed's `env://`). `run_ranks` sets them, too, and any other launcher may. If none is set, this is the only
+process. If only some are set, they are left over from another job and are refused, because the run would be a different
+one than intended, or wait for ranks that never come.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from harness.common.libraries import usable_cores
 from harness.common.messages import quoted
 from harness.common.processes import ENDING_SECONDS, PARENT
 
-# In the order of Ranking's fields.
+# In the order of the fields of Ranking.
 COUNTS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 RENDEZVOUS_ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 LARGEST_PORT = 65535
-RANKS_PER_CORE = 8  # each has half a gigabyte of libraries; beyond that a number is a mistake
-STORE_DESCRIPTOR = "DDP_TRAIN_STORE"  # the socket, open in rank 0, at which ranks of `run_ranks` meet
+RANKS_PER_CORE = 8  # each rank loads half a gigabyte of libraries; a larger number is a mistake
+STORE_DESCRIPTOR = "DDP_TRAIN_STORE"  # descriptor, in rank 0, of the open socket for the store of `run_ranks`
 POLL_SECONDS = 0.05
-STOPPING_SECONDS = 2.0  # in which ranks that have been asked to stop follow the first one
+STOPPING_SECONDS = 2.0  # how long ranks that were asked to stop may take after the first one has failed
 
 
 class Ranking(NamedTuple):
-    """One process among all (`rank` of `world_size`), and among those of its machine."""
+    """Number of a process among all ranks (`rank` of `world_size`), and among the ranks of its machine."""
 
     rank: int = 0
     local_rank: int = 0
@@ -43,8 +44,8 @@ class Ranking(NamedTuple):
 
 
 def read_ranking() -> Ranking:
-    """Read the ranking from the launcher's variables. Raises UserError if one is missing or not a number, or if they
-    contradict one another."""
+    """Return the ranking in the launcher's variables, or that of a single process if none is set. Raises UserError if
+    one is missing or not a number, or if they contradict one another."""
     given = [name for name in COUNTS if name in os.environ]
     if not given:
         return Ranking()
@@ -74,9 +75,10 @@ def _stray(fault: str) -> UserError:
 
 
 def ranks_to_start(processes: int | None) -> int:
-    """The number of ranks that this process has to start for --processes; 0 if it is a rank itself, or the only one.
+    """Return the number of ranks that this process must start for --processes, or 0 if it is a rank itself or the only
+    process.
 
-    Raises UserError in a rank of another launcher's.
+    Raises UserError in a rank that another launcher started.
     """
     if processes is None or PARENT in os.environ:
         return 0
@@ -86,10 +88,12 @@ def ranks_to_start(processes: int | None) -> int:
 
 
 def run_ranks(count: int) -> NoReturn:
-    """Run this process's command in `count` ranks on this machine, pass signals on to them, and end as they do.
+    """Run this process's command in `count` ranks on this machine, forward signals to them, and exit when all have
+    ended.
 
-    Each rank has a session of its own, so that Ctrl-C in a terminal comes to this process alone. The exit status is
-    that of the first rank that failed, as a shell has it. Raises UserError for more ranks than this machine can start.
+    Each rank has a process group of its own, so that Ctrl-C in a terminal reaches only this process. The exit status is
+    that of the first rank that failed, or 128 + the signal's number if a signal ended it. Raises UserError if this
+    machine cannot start so many ranks.
     """
     if count > (most := RANKS_PER_CORE * usable_cores()):
         raise UserError(f"--processes {count}: at most {most} here, {RANKS_PER_CORE} for each core; give fewer")
@@ -101,7 +105,8 @@ def run_ranks(count: int) -> NoReturn:
         for rank in ranks:
             rank.send_signal(number)
 
-    # Held back until this process has ranks to pass them on to, and in each rank until it can end in one line.
+    # Signals are blocked until this process has ranks to forward them to, and in each rank until it can end with one
+    # line.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING_SIGNALS)
     handle_stopping_signals(pass_on)
     with socket.create_server(("127.0.0.1", 0)) as store:
@@ -109,7 +114,7 @@ def run_ranks(count: int) -> NoReturn:
             ranks.append(_start_rank(rank, count, store))
     take_signals()
     failed = _wait(ranks, asked)
-    if asked and (ranks[0].returncode or 0) < 0:  # before it could say so
+    if asked and (ranks[0].returncode or 0) < 0:  # rank 0 was ended before it could print this
         say_last(f"\nstopped by {described(asked[0])}; to continue, run the same command again")
     elif failed and failed.returncode < 0:
         name = signal.Signals(-failed.returncode).name
@@ -123,7 +128,7 @@ def _start_rank(rank: int, count: int, store: socket.socket) -> subprocess.Popen
     host, port = store.getsockname()
     shared = {PARENT: os.getpid(), "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "RANK": rank, "LOCAL_RANK": rank}
     variables = {**shared, "MASTER_ADDR": host, "MASTER_PORT": port}
-    if rank == 0:  # with the socket, which nobody else can have taken when the rank gets there
+    if rank == 0:  # Rank 0 inherits the open socket, so that no other process can take the port before rank 0 uses it.
         variables[STORE_DESCRIPTOR] = store.fileno()
     return subprocess.Popen(
         [sys.executable, *sys.argv],
@@ -134,7 +139,8 @@ def _start_rank(rank: int, count: int, store: socket.socket) -> subprocess.Popen
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], asked: list[int]) -> subprocess.Popen[bytes] | None:
-    """The first rank that failed, once all have ended: after it, the others are told to end, and then made to."""
+    """Wait for all ranks to end, and return the first one that failed, or None. Once one has failed, the others get
+    SIGTERM, and after ENDING_SECONDS SIGKILL."""
     failed, since, due = None, 0.0, [(0.0, signal.SIGTERM), (ENDING_SECONDS, signal.SIGKILL)]
     while True:
         running = [rank for rank in ranks if rank.poll() is None]
@@ -150,5 +156,5 @@ def _wait(ranks: list[subprocess.Popen[bytes]], asked: list[int]) -> subprocess.
 
 
 def take_signals() -> None:
-    """Let signals that ask to stop come through, which `run_ranks` has held back."""
+    """Unblock the signals that ask to stop, which `run_ranks` has blocked."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING_SIGNALS)

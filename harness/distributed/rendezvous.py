@@ -1,9 +1,10 @@
-"""Rendezvous of the ranks that were started together, and of no others, and errors of the connections between them.
+"""Rendezvous of the ranks that were started together, excluding any others, and errors of the connections between them.
 
-torchrun may start a job's ranks several times (--max-restarts), and keeps one store for all these starts: stale entries
-of an earlier start, such as addresses at which no process listens any more, would be taken for today's.
-TORCHELASTIC_RESTART_COUNT cannot distinguish the starts, because every node counts its own. So rank 0 makes up an id
-for each start; a rank asks for it under a random name of its own, and so can get no answer that was meant for another.
+torchrun may start a job's ranks several times (--max-restarts), and keeps one store for all these starts. Without care,
+stale entries of an earlier start, such as addresses at which no process listens any more, would be read as current
+ones. TORCHELASTIC_RESTART_COUNT cannot distinguish the starts, because every node counts its own. So rank 0 makes up an
+id for each start. Every other rank requests the id under a random name of its own, and therefore cannot get an answer
+that was meant for another start.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from harness.distributed.watchdog import LONGEST_TIMEOUT_SECONDS
 
 POLL_SECONDS = 0.02
 CONTROL_TIMEOUT = timedelta(seconds=LONGEST_TIMEOUT_SECONDS)
-# The watchdog, which can say more and knows what may take long, comes first: these are for what it does not look at.
+# Added to the timeout of exchanges, so that the watchdog comes first, which can say more and knows which work may take
+# long. The timeout itself is for exchanges that the watchdog does not guard.
 BACKSTOP_SECONDS = 3600.0
-WAITING_SECONDS = 15.0  # without a word
-# The process at the other end has closed its connection.
+WAITING_SECONDS = 15.0  # after these, a rank prints which ranks it waits for
+# Texts of errors that mean that the process at the other end has closed its connection or cannot be reached.
 PEER_GONE_TEXTS = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -49,17 +51,17 @@ NO_FULL_MESH_TEXT = "connectFullMesh failed"  # gloo: a rank could not be reache
 
 
 def join(here: Ranking, device: torch.device, timeout_seconds: float) -> tuple[Any, Any]:
-    """Find the other ranks and connect to all of them; returns when all are there.
+    """Find the other ranks and connect to all of them. Returns when all are connected.
 
-    torch.distributed itself keeps the group of gradients, on the ranks' devices. Returned are a group on the CPU, whose
-    waits may be as long as any work of another rank, and a store over a connection of its own, for the watchdog.
-    Raises RunError or PeerError if a rank does not come, or cannot be reached.
+    Initializes the default process group of torch.distributed, which exchanges gradients on the ranks' devices. Returns
+    a process group on the CPU, whose waits may last as long as any work of another rank, and a store with a connection
+    of its own, for the watchdog. Raises RunError or PeerError if a rank does not join or cannot be reached.
     """
     loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
-    if here.world_size == here.local_world_size and loopback:  # all on this machine; the user's settings are kept
+    if here.world_size == here.local_world_size and loopback:  # all ranks are here; keeps the user's settings
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, min(loopback))
-    # torch.accelerator reports cuda on any CUDA build, GPU or not: the backend follows the device we chose.
+    # Chosen by the device, because torch.accelerator reports cuda on any CUDA build, even without a GPU.
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_seconds + BACKSTOP_SECONDS)
     with leaving_with_peers():  # the store is in torchrun's process, which may be killed meanwhile
@@ -83,8 +85,8 @@ def _address() -> tuple[str, int]:
 
 
 def _open_store(timeout: timedelta) -> Any:
-    """The store at MASTER_ADDR and MASTER_PORT, which rank 0 may have to open: of ranks that `run_ranks` has started,
-    behind a socket that was open before. Raises RunError if the port is taken."""
+    """Return the store at MASTER_ADDR and MASTER_PORT. Rank 0 opens it, unless torchrun has. If `run_ranks` started
+    rank 0, it opens the store on a socket that it inherited open. Raises RunError if the port is taken."""
     if STORE_DESCRIPTOR in os.environ:
         socket_number = int(os.environ[STORE_DESCRIPTOR])
         return TCPStore(*_address(), None, True, timeout, wait_for_workers=False, master_listen_fd=socket_number)
@@ -99,9 +101,10 @@ def _open_store(timeout: timedelta) -> Any:
 
 
 def agree_on_restart_id(store: Any, rank: int, size: int, timeout_seconds: float) -> str:
-    """An id that all `size` ranks of this start of the job have, and no other start's. Returns when all are there.
+    """Return an id that all `size` ranks of this start of the job share, and no other start has. Rank 0 returns when
+    all ranks have received the id.
 
-    Raises RunError naming a rank that has not come in time.
+    Raises RunError naming a rank that has not joined in time.
     """
     deadline = time.monotonic() + timeout_seconds
     if rank == 0:
@@ -115,7 +118,8 @@ def agree_on_restart_id(store: Any, rank: int, size: int, timeout_seconds: float
 
 
 def _hand_out_restart_id(store: Any, size: int, deadline: float) -> str:
-    """Answer every request there is, old ones too, until each rank says that it has received the id."""
+    """Answer every request for the id, including those of earlier starts, until every rank confirms that it has
+    received it."""
     restart_id, answered = secrets.token_hex(8), set()
     for rank in range(1, size):
         while not store.check([f"{restart_id}/received/{rank}"]):
@@ -144,7 +148,8 @@ def _absence(rank: int) -> RunError:
 
 @contextmanager
 def _long_wait_told(here: Ranking) -> Iterator[None]:
-    """Say for whom this rank waits, if that takes long: variables that another job has left would keep it for hours."""
+    """Print which ranks this one waits for, if the body takes long. With variables left over from another job, it would
+    otherwise wait silently for hours."""
     text = (
         f"rank {here.rank} waits for the other {here.world_size - 1} of {here.world_size} at "
         f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}; for a single process: "
@@ -152,7 +157,7 @@ def _long_wait_told(here: Ranking) -> Iterator[None]:
     )
     timer = threading.Timer(WAITING_SECONDS, lambda: print(text, file=sys.stderr, flush=True))
     timer.daemon = True
-    if not is_launched():  # which starts all ranks
+    if not is_launched():  # not needed with a launcher, which starts all ranks
         timer.start()
     try:
         yield
@@ -165,17 +170,17 @@ def _long_wait_told(here: Ranking) -> Iterator[None]:
 
 @contextmanager
 def leaving_with_peers() -> Iterator[None]:
-    """Turn the error of an exchange whose other side is gone into PeerError: the rank that failed has the reason. Or
-    into RunError, where none is known to have failed, or could be reached at all."""
+    """Turn the error of an exchange with a rank that is gone into PeerError, because the rank that failed prints the
+    reason. Raises RunError instead if no rank is known to have failed, or a rank could not be reached at all."""
     try:
         yield
     except RuntimeError as error:
         text = str(error)
-        if NO_FULL_MESH_TEXT in text:  # a name that leads to an address of its own machine, such as Debian's 127.0.1.1
+        if NO_FULL_MESH_TEXT in text:  # a host name that resolves to a loopback address, such as Debian's 127.0.1.1
             raise RunError(
                 f"a rank cannot be reached at the address that {socket.gethostname()} or another machine gave for "
                 "itself; set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) on every machine to the interface that they "
-                "share, as eth0"
+                "share, such as eth0"
             ) from None
         if TIMED_OUT_TEXT in text:
             raise RunError("timed out waiting for another rank in an exchange; no rank was found stuck") from None

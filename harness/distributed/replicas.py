@@ -1,4 +1,5 @@
-"""Check that the ranks' weights are still equal, bit for bit, as they must be: all apply the same gradient."""
+"""Check that the weights of all ranks are still equal, bit for bit. They must be, because all ranks apply the same
+gradient."""
 
 from __future__ import annotations
 
@@ -7,12 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-PIECE = 2**22  # numbers at a time: torch widens a whole operand before it sums
+PIECE = 2**22  # elements summed at a time, because torch converts a whole operand to int64 before it sums
 
 
 @torch.no_grad()
 def weight_checksums(model: nn.Module) -> list[int]:
-    """The sum of the bit patterns of each parameter (fp32), in order. Waits for the device."""
+    """Return the sum of the bit patterns of each parameter (fp32), in order. Waits for the device."""
     return torch.stack([_sum_of_bits(parameter) for parameter in model.parameters()]).tolist()
 
 
@@ -22,7 +23,8 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
 
 
 def describe_divergence(checksums: Sequence[list[int]], model: nn.Module) -> str | None:
-    """Describe which ranks' weights differ from those of most, and in which tensor first; None if all are equal."""
+    """Return a text that says which ranks' weights differ from the majority's, and in which tensor first, or None if
+    all are equal."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, each in enumerate(checksums):
         groups.setdefault(tuple(each), []).append(rank)

@@ -1,7 +1,7 @@
-"""Ending a run in good order when a signal asks for it, or when the launcher of its ranks has been killed.
+"""Orderly end of a run when a signal asks for it, or when the launcher of its ranks has been killed.
 
-`StopSignal` is what one rank knows; ranks agree on it between two steps, and `RunStopped` is then raised on all of
-them at the same place.
+`StopSignal` holds the signal that one rank has received. The ranks exchange their signals between two steps, and
+`RunStopped` is then raised on all of them at the same place.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ LONG_STEP_SECONDS = 2
 
 
 class StopSignal:
-    """Remembers that a signal came.
+    """The signal that asked this process to stop, or 0 if there was none.
 
-    The handler only takes a note: a collective there could run in the middle of another one.
+    The signal handler only stores its number, because a collective in the handler could run in the middle of another
+    one.
     """
 
     def __init__(self) -> None:
@@ -42,15 +43,16 @@ class StopSignal:
         on_launcher_death(self.hang_up)
 
     def hang_up(self) -> None:
-        """Stop as for SIGHUP: nobody is left who could stop this process or read its output."""
+        """Stop as for SIGHUP when nobody is left to stop this process or read its output. A process that ignores SIGHUP
+        stops only if its launcher is gone."""
         if is_launcher_gone() or not ignores_hangup():
             self.signal = signal.SIGHUP
 
     def steps(self, world: World, steps: range, between: Callable[[], None]) -> Iterator[int]:
-        """The steps one by one, `between()` being called before each. Collective.
+        """Yield the steps, calling `between()` before each. Collective.
 
-        Raises RunStopped before the same step on all ranks, if any of them was asked to stop. Ranks find that out
-        while the step before computes, and wait for nothing.
+        Raises RunStopped before the same step on all ranks if any rank was asked to stop. The ranks exchange their
+        signals while the previous step computes, so that none waits for the exchange.
         """
         agreed, seconds = world.async_max(self.signal, 0), 0.0
         for step in steps:
@@ -61,14 +63,15 @@ class StopSignal:
             agreed, began = world.async_max(self.signal, int(seconds)), time.monotonic()
             yield step
             seconds = time.monotonic() - began
-            # torchrun kills after 30 seconds, and another such step may be too long. It is the same on all ranks; they
-            # have waited for one another, and lose nothing by asking.
+            # After a long step exchange the signals at once, because torchrun kills 30 seconds after a signal and the
+            # next step may take longer. `longest` is the same on all ranks. After a long step the ranks have waited for
+            # one another anyway, so the exchange costs nothing.
             if longest >= LONG_STEP_SECONDS and step != steps[-1]:
                 self.raise_if_set(world)
         agreed()
 
     def raise_if_set(self, world: World, during: str | None = None) -> None:
-        """Raises RunStopped, on every rank, if any of them was asked to stop by now. Collective."""
+        """Raise RunStopped on every rank if any rank has been asked to stop. Collective."""
         signal_number = max(world.gather(self.signal))
         if signal_number:
             raise RunStopped(signal_number, during)
@@ -78,14 +81,14 @@ class StopSignal:
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error
-    """This rank leaves its pieces undone, because a rank was asked to stop. The others hear of it when all exchange
-    their results: see `raise_if_interrupted`."""
+    """Exception that makes this rank leave its remaining pieces undone, because a rank was asked to stop. The other
+    ranks learn of it when all ranks exchange their results (`raise_if_interrupted`)."""
 
 
 @dataclass(frozen=True)
 class SharedWork:
-    """Who works on the pieces of something: rank 0 alone, or all, each on every world-size-th piece; and the signal
-    that interrupts them."""
+    """Assignment of work in pieces, and the signal that interrupts it. Rank 0 does all pieces, or with `shared` each
+    rank does every world-size-th piece."""
 
     world: World
     shared: bool
@@ -93,14 +96,15 @@ class SharedWork:
     place: Place
 
     def guarded(self, indexes: range) -> AbstractContextManager[object]:
-        """The watchdog's guard, for a rank that has pieces to work on and does not only wait."""
+        """Return the watchdog's guard if this rank has pieces to do. Otherwise mark the rank as idle and return a null
+        context."""
         if indexes:
             return self.world.watchdog.guard(self.place)
         self.world.watchdog.idle(self.place)
         return contextlib.nullcontext()
 
     def until_stopped(self, indexes: Iterable[int]) -> Iterator[int]:
-        """The indexes one by one. Raises Interrupted if this rank, or another one as far as is known, was asked to
+        """Yield the indexes. Raises Interrupted if this rank, or another one as far as this rank knows, was asked to
         stop."""
         for index in indexes:
             if self.stop.signal or self.world.watchdog.is_anyone_stopping():
@@ -109,6 +113,6 @@ class SharedWork:
             self.world.watchdog.beat()
 
     def raise_if_interrupted(self, results: Sequence[object]) -> None:
-        """Raises RunStopped if one of all ranks' results is None: of a rank that was interrupted. Collective."""
+        """Raise RunStopped if one of all ranks' results is None, which stands for an interrupted rank. Collective."""
         if any(each is None for each in results):
             self.stop.raise_if_set(self.world, during=self.place.name)

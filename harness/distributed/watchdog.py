@@ -1,13 +1,13 @@
-"""Noticing ranks that are stuck, silent or gone, and ending this process with a line that names them.
+"""Detection of ranks that are stuck, silent or gone. It ends this process with a line that names them.
 
-A gradient exchange waits for a rank that does not come, and cannot say which one that is. So every rank sends the
-others heartbeats that say how far it is, through the store at which they met; threads of their own do that, and judge,
-whatever the main thread waits for. Long work of one rank (a download, a save, a validation that goes on) is no fault:
-only time without progress inside `guard` counts.
+A gradient exchange waits for a missing rank and cannot say which one it is. So every rank sends the others heartbeats
+with its progress, through the store of the rendezvous. Threads send the heartbeats and judge those of other ranks, even
+while the main thread waits. Long work of a single rank (a download, a save, a validation) is not a fault: only time
+without progress inside `guard` counts.
 
-On CUDA the main thread only enqueues work, and runs ahead of a device that hangs. So with each milestone that it
-passes it records an event behind that work, and the milestone counts once the device has got to the event. On the CPU
-it counts at once.
+On CUDA the main thread only enqueues work, and continues to do so when the device hangs. So at each milestone it
+records a CUDA event behind that work, and the milestone counts once the device has reached the event. On the CPU a
+milestone counts at once.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ LONGEST_TIMEOUT_SECONDS = 7 * 86400.0
 TIMEOUT_VARIABLE = "COLLECTIVE_TIMEOUT_SECONDS"
 POLL_SECONDS = 2.0
 POLLS_IN_TIMEOUT = 5
-# A rank that ends because of an error tells it itself, and its peers' main threads hear of it: let them speak first.
+# A rank that ends with an error prints it, and the main threads of its peers notice the lost connection. The watchdog
+# waits this long, so that they can print first.
 GONE_PATIENCE_SECONDS = 5.0
 SILENT_EXIT_SECONDS = 2.0
 
 
-# What ranks do in a global step and may be stuck in, in this order, and how it is told.
+# Places of a global step where a rank can be stuck, in order, and their names in messages.
 PLACES = {
     "step": "global step {}",
     "report": "the device's work of global step {}",
@@ -50,14 +51,14 @@ PLACES = {
 
 @dataclass(frozen=True)
 class Place:
-    """The work of a rank in global step `step`: the one of PLACES called `name`."""
+    """Place `name` (a key of PLACES) of global step `step`, where a rank is working."""
 
     step: int
     name: str
 
     @property
     def order(self) -> int:
-        """Grows from place to place, and is the same on all ranks."""
+        """Number that grows from place to place and is the same on all ranks."""
         return len(PLACES) * self.step + list(PLACES).index(self.name)
 
     def __str__(self) -> str:
@@ -66,37 +67,37 @@ class Place:
 
 @dataclass(frozen=True)
 class Milestone:
-    """A point in the work of a step that a rank passes."""
+    """Point in the work of a step that a rank passes."""
 
     place: str
-    progress: list[int]  # the rank with less of it is behind
-    is_guarded: bool  # whether this rank may not stand still here
-    at: float  # when the main thread got there, by time.monotonic
+    progress: list[int]  # [Place.order, parts done]: a rank with a smaller list is behind
+    is_guarded: bool  # true if standing still here is a fault
+    at: float  # when the main thread reached it, by time.monotonic
 
 
 @dataclass(frozen=True)
 class Standing:
-    """The place and progress of a rank, main thread and device together."""
+    """Place and progress of a rank, from its main thread and its device together."""
 
     place: str
     progress: list[int]
-    stalled: float | None  # seconds without progress; None where the rank may take its time
+    stalled: float | None  # seconds without progress; None where standing still is no fault
 
 
 class Progress:
-    """The milestones of one rank. Any thread may call any method."""
+    """Milestones that this rank has passed. Any thread may call any method."""
 
     def __init__(self, record: Callable[[], Callable[[], bool]] | None = None) -> None:
-        """`record` marks the end of what the device has been given so far, and returns a function that says whether
-        the device has got there; None where the main thread itself computes."""
+        """`record` marks the end of the work that the device has been given so far, and returns a function that says
+        whether the device has finished it. None if the main thread itself computes."""
         self._record = record
-        self._lock = threading.RLock()  # a signal's handler may come in between
+        self._lock = threading.RLock()  # reentrant, because a signal handler may interrupt a method
         self._reached = Milestone("the start", [-1, 0], False, time.monotonic())
-        self._since = self._reached.at  # of the last progress
-        self._ahead: deque[tuple[Milestone, Callable[[], bool]]] = deque()  # the device has not got there yet
+        self._since = self._reached.at  # time of the last progress
+        self._ahead: deque[tuple[Milestone, Callable[[], bool]]] = deque()  # not reached by the device yet
 
     def reach(self, place: str, progress: list[int], *, is_guarded: bool) -> None:
-        """The main thread passes a milestone."""
+        """Record that the main thread passes a milestone."""
         milestone = Milestone(place, progress, is_guarded, time.monotonic())
         is_done = self._record() if self._record else None
         with self._lock:
@@ -106,7 +107,7 @@ class Progress:
                 self._ahead.append((milestone, is_done))
 
     def standing(self) -> Standing:
-        """The place and progress of this rank now."""
+        """Return the place and progress of this rank now."""
         with self._lock:
             now = time.monotonic()
             while self._ahead and self._ahead[0][1]():
@@ -118,28 +119,29 @@ class Progress:
             return Standing(following.place, reached.progress, now - max(self._since, following.at))
 
     def forgive(self) -> None:
-        """This process was frozen: what stood still meanwhile counts from now on."""
+        """Restart the count of seconds without progress, because this process was frozen."""
         with self._lock:
             self._since = time.monotonic()
 
 
 def device_progress(device: torch.device) -> Progress:
-    """The progress of a rank that computes on `device`."""
+    """Return the Progress of a rank that computes on `device`."""
     if device.type != "cuda":
         return Progress()
     import torch
 
     def record() -> Callable[[], bool]:
-        """Put an event behind the work of the calling thread's stream; the function says whether the device is there,
-        also in another thread."""
+        """Record an event behind the work of the calling thread's stream. Returns a function that says whether the
+        device has reached the event; any thread may call it."""
         event = torch.cuda.Event()
         event.record()
 
         def is_done() -> bool:
-            torch.cuda.set_device(device)  # each thread has a current device, and another rank's is not to be touched
+            # the current device is per thread, and the default one may belong to another rank
+            torch.cuda.set_device(device)
             try:
                 return event.query()
-            except RuntimeError:  # the device has failed: the main thread meets the same error, and tells it
+            except RuntimeError:  # the device has failed: the main thread gets the same error and prints it
                 return False
 
         return is_done
@@ -148,9 +150,9 @@ def device_progress(device: torch.device) -> Progress:
 
 
 class Watchdog:
-    """Watches all ranks from this one. `beat` and `guard` are for the main thread, and cost next to nothing.
+    """Watches all ranks from this one. The main thread calls `beat` and `guard`, which cost next to nothing.
 
-    One that is not started, as in a world of one process, watches nobody.
+    A watchdog that is not started, as in a world of one process, watches no rank.
     """
 
     def __init__(
@@ -160,15 +162,15 @@ class Watchdog:
         is_stopping: Callable[[], bool] = lambda: False,
         progress: Progress | None = None,
     ) -> None:
-        """`is_stopping` says whether a signal has asked this rank to stop; another thread than the main one asks.
-        `progress` is that of the rank's device; None: the main thread's own."""
+        """`is_stopping` returns True if a signal has asked this rank to stop; the watchdog's threads call it.
+        `progress` is that of the rank's device. None: the main thread itself computes."""
         self.rank = rank
         self.timeout = timeout_seconds
         self.heartbeats = Heartbeats(ProcessName.own(), time.monotonic())
         self._is_stopping = is_stopping
         self._progress = progress or Progress()
         self._place: Place | None = None
-        self._parts = 0  # done at the place
+        self._parts = 0  # parts done at `_place`
         self._is_guarded = False
         self._ended = threading.Event()
         self._leaving = False
@@ -176,7 +178,7 @@ class Watchdog:
 
     @contextmanager
     def guard(self, place: Place) -> Iterator[None]:
-        """Inside, standing still for longer than the timeout is a fault."""
+        """Treat it as a fault if this rank makes no progress in the body for longer than the timeout."""
         self._pass(place, 0, is_guarded=True)
         try:
             yield
@@ -184,11 +186,13 @@ class Watchdog:
             self.idle(place)
 
     def idle(self, place: Place) -> None:
-        """This rank has nothing left to do at a place, and may take its time, or waits for the others."""
+        """Record that this rank has finished its work at `place`. From now on it may take its time or wait for other
+        ranks."""
         self._pass(place, IDLE, is_guarded=False)
 
     def beat(self) -> None:
-        """The main thread has got a part further inside the place it is at; the same parts on all ranks."""
+        """Record that the main thread has finished another part of the work at its place. The parts are the same on all
+        ranks."""
         if self._place is not None:
             self._pass(self._place, self._parts + 1, is_guarded=self._is_guarded)
 
@@ -197,23 +201,23 @@ class Watchdog:
         self._progress.reach(str(place), [place.order, parts], is_guarded=is_guarded)
 
     def start(self, store: Any, size: int, barrier: Callable[[], object]) -> None:
-        """Begin to watch `size` ranks. `barrier` returns when every rank has called it."""
+        """Start to watch `size` ranks. `barrier` returns when every rank has called it."""
         keys = [f"heartbeat/{rank}" for rank in range(size)]
         self._send = lambda heartbeat: store.set(keys[self.rank], heartbeat.encode())
         self._send(self._heartbeat(0))
         barrier()
         self.heartbeats.contact = now = time.monotonic()
         self.heartbeats.last = [LastHeartbeat(Heartbeat.decode(text), now) for text in store.multi_get(keys)]
-        # Apart, because a store behind a cut network answers a call neither with a value nor with an error.
+        # In its own thread, because a call of a store behind a cut network neither returns nor raises.
         threading.Thread(target=self._exchange, args=(store, keys), daemon=True, name="watchdog-heartbeats").start()
         threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
 
     def is_anyone_stopping(self) -> bool:
-        """True if a signal has asked any rank to stop, as far as is known by now."""
+        """Return True if a signal has asked any rank to stop, according to the heartbeats received so far."""
         return self.heartbeats.is_anyone_stopping()
 
     def stop(self) -> None:
-        """No more heartbeats, and no more judging; what is under way may still end."""
+        """Stop sending and judging heartbeats. A heartbeat that is being sent or judged may still be finished."""
         self._ended.set()
 
     def _heartbeat(self, number: int) -> Heartbeat:
@@ -227,9 +231,9 @@ class Watchdog:
         return min(POLL_SECONDS, self.timeout / POLLS_IN_TIMEOUT)
 
     def _exchange(self, store: Any, keys: list[str]) -> None:
-        """Send this rank's heartbeats and fetch the others'."""
+        """Send this rank's heartbeats and receive those of all ranks, until the watchdog is stopped."""
         number = 0
-        # torchrun keeps the store: if it has been killed, the ranks end soon, and tell why themselves.
+        # torchrun holds the store. If torchrun has been killed, the ranks end soon and print the reason themselves.
         while not self._ended.wait(self._pause) and not is_launcher_gone():
             number += 1
             try:
@@ -240,11 +244,11 @@ class Watchdog:
             self.heartbeats.receive(received, time.monotonic())
 
     def _watch(self) -> None:
-        """Look at the heartbeats now and then, and end this process when they show a fault."""
+        """Check the heartbeats regularly, and end this process if `diagnose` finds a fault."""
         looked = time.monotonic()
         while not self._ended.wait(self._pause) and not is_launcher_gone():
             now = time.monotonic()
-            if now - looked > self.timeout / 2:  # it was this process that was frozen
+            if now - looked > self.timeout / 2:  # this process itself was frozen
                 self.heartbeats.forgive_freeze(now, grace_seconds=self.timeout / 2)
                 self._progress.forgive()
             looked = now
@@ -257,29 +261,30 @@ class Watchdog:
                 self._leave(fault)
 
     def _leave(self, fault: Fault) -> None:
-        """End this process; of each machine's ranks one says why."""
+        """End this process because of `fault`. One rank of each machine prints the reason."""
         EXIT.is_explained = True
         neighbours = self.heartbeats.neighbours()
         speakers = [rank for rank in neighbours if rank not in fault.ranks] or neighbours
         if self.rank == speakers[0]:
             tell_soon(f"{fault.text}; run the same command again to continue")
         else:
-            # The launcher ends all ranks once one has left: let the line be written first.
+            # The launcher ends all ranks once one has left, so wait until the other rank has printed the line.
             time.sleep(SILENT_EXIT_SECONDS)
-        # Apart, because a store behind a cut network does not answer. Those who hear of it end without a word.
+        # In its own thread, because a store behind a cut network does not answer. Ranks of this machine that receive
+        # this heartbeat end without printing anything.
         self._leaving = True
         threading.Thread(target=self._announce, daemon=True).start()
         time.sleep(self._pause + 0.2)
         os._exit(1)
 
     def _announce(self) -> None:
-        with suppress(RuntimeError):  # the store may be what is gone
+        with suppress(RuntimeError):  # the store itself may be gone
             self._send(self._heartbeat(IDLE))
 
 
 def collective_timeout_seconds() -> float:
-    """Seconds that a rank may stand still in an exchange, from the environment or the default. Raises UserError if the
-    variable is not a number of seconds in range."""
+    """Return the seconds that a rank may stand still in an exchange, from COLLECTIVE_TIMEOUT_SECONDS or the default.
+    Raises UserError if the variable is not a number of seconds in range."""
     text = os.environ.get(TIMEOUT_VARIABLE, str(DEFAULT_TIMEOUT_SECONDS))
     try:
         seconds = float(text)

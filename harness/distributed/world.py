@@ -1,4 +1,4 @@
-"""This process among the others: who it is, and what all of them do together."""
+"""This process and the other ranks of its job: its rank and device, and the operations that all ranks do together."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LEAVING_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """Placeholder of a tensor in a tree of dicts, lists and tuples that travels pickled."""
+    """Placeholder for a tensor in a tree of dicts, lists and tuples that is sent pickled."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -38,7 +38,8 @@ class TensorSlot:
 
 @dataclass(frozen=True)
 class World:
-    """This process among the others. Without a launcher the world is one process and every wait returns at once."""
+    """This process among all ranks. Every rank must call the methods that exchange data, and functions marked
+    "Collective". Without a launcher the world is one process and every wait returns at once."""
 
     rank: int
     local_rank: int
@@ -52,8 +53,8 @@ class World:
     def join(cls, is_stopping: Callable[[], bool] = lambda: False) -> World:
         """Join the world that the launcher's environment variables describe and choose this process's device.
 
-        `is_stopping` says whether a signal has asked this rank to stop; other ranks' watchdogs learn it.
-        Raises UserError if there is no device for it, or the variables are impossible.
+        `is_stopping` returns True if a signal has asked this rank to stop; the watchdogs of other ranks receive its
+        value. Raises UserError if there is no device for this process, or the variables contradict one another.
         """
         here = read_ranking()
         device = choose_device(here.local_rank, here.local_world_size)
@@ -72,8 +73,9 @@ class World:
         return world
 
     def leave(self) -> None:
-        """Leave the world after every rank has got here. The last thing that a process does: if its connections
-        cannot be closed, it ends after LEAVING_SECONDS all the same, with exit status 0."""
+        """Leave the world after every rank has called this. It must be the last thing that a process does: if its
+        connections cannot be closed within LEAVING_SECONDS, the process ends without closing them, with exit status
+        0."""
         if self.size > 1:
             self.barrier()
             self.watchdog.stop()
@@ -94,12 +96,12 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Does the job's work: validation, checkpoints, charts, progress."""
+        """True on the rank that does the work of the whole job: checkpoints, charts, progress, unshared validation."""
         return self.rank == 0
 
     @property
     def is_local_main(self) -> bool:
-        """Does the node's work: directories, downloads."""
+        """True on the rank that does the work of its node: directories, downloads."""
         return self.local_rank == 0
 
     def barrier(self) -> None:
@@ -107,7 +109,7 @@ class World:
         self.gather(None)
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's `value` (small, picklable), by rank, on every rank."""
+        """Return the `value` of every rank, by rank, on every rank. Values must be small and picklable."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -116,12 +118,12 @@ class World:
         return values
 
     def all_true(self, value: bool) -> bool:
-        """True if it is true on every rank."""
+        """Return True if `value` is true on every rank."""
         return all(self.gather(value))
 
     def exchange_once(self, count: int) -> None:
-        """Exchange `count` bytes as gradients are exchanged, and wait for them, so that all buffers that this needs on
-        the device are there. Collective."""
+        """All-reduce `count` bytes as gradients are all-reduced, and wait for the result, so that all buffers that an
+        exchange needs on the device are allocated. Collective."""
         if self.size > 1:
             numbers = torch.zeros(count // 4, device=self.device)
             with leaving_with_peers():
@@ -129,7 +131,8 @@ class World:
                 numbers[0].item()  # waits for the device
 
     def async_max(self, *numbers: int) -> Callable[[], list[int]]:
-        """Start finding the maximum over all ranks of each of `numbers`; the function waits for it and returns it."""
+        """Start to compute the maximum over all ranks of each of `numbers`. Returns a function that waits for the
+        maxima and returns them."""
         largest = torch.tensor(numbers)
         pending = None
         if self.size > 1:
@@ -144,21 +147,24 @@ class World:
         return result
 
     def collective_error(self, message: str) -> RunError:
-        """The error of a conclusion that every rank has come to, so that one of them tells it."""
+        """Return the error to raise when every rank has found the same failure: RunError on rank 0, which prints it,
+        and PeerError on the others."""
         return RunError(message) if self.is_main else PeerError(message)
 
     def on_rank0(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 while the others wait; its (small) result on every rank.
+        """Run `work` on rank 0 while the others wait. Returns its result, which must be small and picklable, on every
+        rank.
 
         An error of rank 0 is raised there; the others raise PeerError, so that the whole job ends.
         """
         return self._on_some(work, mine=self.is_main)[0]
 
     def broadcast(self, work: Callable[[], Any]) -> Any:
-        """Run `work` on rank 0; its result (dicts, lists and tuples of tensors and plain values) on every rank, on the
-        CPU. Each tensor travels by itself, as bytes; the rest is small and travels pickled.
+        """Run `work` on rank 0, and return its result on every rank, on the CPU. The result consists of dicts, lists
+        and tuples of tensors and plain values. Each tensor is sent separately, as bytes; the rest must be small and is
+        sent pickled.
 
-        An error of rank 0 is raised as `on_rank0` has it.
+        An error of rank 0 is raised as in `on_rank0`.
         """
         tensors: list[torch.Tensor] = []
 
@@ -167,7 +173,7 @@ class World:
             return TensorSlot(tuple(tensor.shape), tensor.dtype)
 
         outline = self.on_rank0(lambda: _replace_leaves(work(), torch.Tensor, take_out))
-        own = iter(tensors)  # in the order of the tree; none but on rank 0
+        own = iter(tensors)  # in the order of the tree; empty except on rank 0
 
         def send_or_receive(slot: TensorSlot) -> torch.Tensor:
             tensor = next(own) if self.is_main else torch.empty(slot.shape, dtype=slot.dtype)
@@ -179,11 +185,13 @@ class World:
         return _replace_leaves(outline, TensorSlot, send_or_receive)
 
     def on_each_node(self, work: Callable[[], T]) -> T:
-        """Run `work` on each node's first process while the others wait; the node's own result on every rank."""
+        """Run `work` on the first process of each node while the others wait. Returns on every rank the result of its
+        own node."""
         return self._on_some(work, mine=self.is_local_main)[self.rank - self.local_rank]
 
     def _on_some(self, work: Callable[[], T], *, mine: bool) -> list[Any]:
-        """Run `work` on the ranks where `mine` is true; every rank's result, by rank."""
+        """Run `work` on the ranks where `mine` is true. Returns the results of all ranks, by rank (None where `mine` is
+        false)."""
         value, raised = None, None
         if mine:
             try:
@@ -203,7 +211,7 @@ class World:
 
 
 def _replace_leaves(tree: Any, kind: type[Leaf], function: Callable[[Leaf], Any]) -> Any:
-    """A new tree with `function` of each leaf of type `kind` in its place, called in the order of the tree."""
+    """Return a new tree with `function(leaf)` in place of each leaf of type `kind`, called in the order of the tree."""
     if isinstance(tree, kind):
         return function(tree)
     if isinstance(tree, dict):
@@ -214,7 +222,8 @@ def _replace_leaves(tree: Any, kind: type[Leaf], function: Callable[[Leaf], Any]
 
 
 def _end_without_leaving(rank: int) -> None:
-    """A machine that is paid by the hour must not wait for a device or a network that does not answer any more."""
+    """End this process with status 0 although its connections are open. A machine that is paid by the hour must not
+    wait for a device or a network that no longer answers."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, AttributeError):  # closed, or None: it was closed from the beginning
             stream.flush()

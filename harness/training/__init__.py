@@ -1,3 +1,2 @@
-"""The parts that the loop in ddp_train.py drives: start-up, the optimizer step, losses, evaluations on all ranks, and
-the report. It may import every package; none imports it.
-"""
+"""Parts that the training loop in ddp_train.py uses: start-up, the optimizer step, losses, evaluations on all ranks,
+and reports. No other package of `harness` imports this one."""

@@ -1,4 +1,4 @@
-"""AdamW, of all parameters or of those that another optimizer leaves to it."""
+"""AdamW for all parameters, or for those that another optimizer does not update."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from harness.training.zero1 import NamedState, Shard, StatePartition, StateShape
 def measure_gradients(
     parameters: Iterable[nn.Parameter], max_norm: float | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Scalars on the device: the norm over all gradients; 1.0 if it is not finite, else 0.0 (fp32); and the divisor
-    (fp32) that brings the norm to at most `max_norm`, None where nothing is clipped. The divisor's epsilon is that of
-    torch.nn.utils.clip_grad_norm_."""
+    """Return three scalars on the device: the norm over all gradients; 1.0 if it is not finite, else 0.0 (fp32); and
+    the divisor (fp32) that reduces the norm to at most `max_norm`, or None if `max_norm` is None. The divisor's epsilon
+    is that of torch.nn.utils.clip_grad_norm_."""
     norm = torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
     divisor = None if max_norm is None else torch.clamp((norm + 1e-6) / max_norm, min=1.0).float()
     return norm, (~torch.isfinite(norm)).float(), divisor
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Trained parameters by name, each once: a head that shares the token embedding has the embedding's name."""
+    """Return the trained parameters by name, each once: a head tied to the token embedding is listed under the
+    embedding's name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def adamw_groups(
     model: nn.Module, config: TrainConfig, parameters: dict[str, nn.Parameter]
 ) -> dict[tuple[float, float], dict[str, nn.Parameter]]:
-    """Some of the model's parameters, with their names, by peak rate and weight decay."""
+    """Return `parameters` in groups, by peak learning rate and weight decay."""
     embeddings: set[Tensor] = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     groups: dict[tuple[float, float], dict[str, nn.Parameter]] = {}
     for name, parameter in parameters.items():
@@ -50,10 +51,11 @@ def adamw_groups(
 
 
 class AdamW:
-    """AdamW (Loshchilov & Hutter, arXiv:1711.05101) in torch's fused kernel, which can skip a step on the device.
+    """AdamW (Loshchilov & Hutter, arXiv:1711.05101) with torch's fused kernel, which can skip a step on the device.
 
-    Weight decay is on every parameter, or with `decay_all_parameters: false` on matrices only. This rank keeps the
-    moments of its shards in `partition`: slices of the flattened parameters, as many numbers on each rank.
+    Weight decay applies to every parameter, or with `decay_all_parameters: false` to matrices only. This rank keeps
+    only the moments of its shards in `partition`. A shard is a slice of a flattened parameter, and every rank's shards
+    have about the same number of elements in all.
     """
 
     def __init__(
@@ -63,13 +65,13 @@ class AdamW:
         partition: StatePartition | None = None,
         parameters: dict[str, nn.Parameter] | None = None,
     ) -> None:
-        """Optimise all parameters that are trained, or those given."""
+        """Optimize `parameters`, or if None all trained parameters of the model."""
         groups = adamw_groups(model, config, trained_parameters(model) if parameters is None else parameters)
         self._partition = partition or StatePartition()
         self._peak = self.learning_rate = config.learning_rate
         self.parameters = {name: parameter for group in groups.values() for name, parameter in group.items()}
         self.shards = self._partition.cut({name: parameter.numel() for name, parameter in self.parameters.items()})
-        # The tensors that torch's optimizer updates: parameters themselves, or views of parts of them.
+        # The tensors that torch's optimizer updates: whole parameters, or views of parts of them.
         self._own: dict[Shard, Tensor] = {}
         for shard in self.shards:
             if shard.owner == self._partition.rank:
@@ -83,12 +85,13 @@ class AdamW:
             full = {"peak_learning_rate": rate, "full_weight_decay": decay}
             torch_groups.append({"params": own, "lr": rate, "weight_decay": decay, **full})
         self._adamw = torch.optim.AdamW(torch_groups, **settings, fused=True)
-        # Of whole gradients, which all ranks have alike: what GradScaler decides by.
+        # Never stepped. GradScaler unscales and checks the gradients through this optimizer, because they are whole
+        # here and so the same on all ranks.
         self._scaled = torch.optim.SGD(list(self.parameters.values())) if self.parameters else None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """torch's: dicts of `params`, `lr`, `weight_decay` and so on."""
+        """Parameter groups of the torch optimizer: dicts of `params`, `lr`, `weight_decay` and so on."""
         return self._adamw.param_groups
 
     def set_multiplier(self, multiplier: float, decay: float = 1.0) -> None:
@@ -111,8 +114,9 @@ class AdamW:
         return norm.float(), skipped
 
     def step(self, skipped: Tensor, divisor: Tensor | None) -> None:
-        """Divide the gradients and update this rank's own, or neither, by the fused kernels' own ways to do so, which
-        GradScaler uses too: see torch.amp.GradScaler.step."""
+        """Divide the gradients by `divisor` (None: do not) and update this rank's shards, or do neither if `skipped` is
+        1. The fused kernel does both by its attributes `grad_scale` and `found_inf`, as GradScaler does: see
+        torch.amp.GradScaler.step."""
         if self._partition.size > 1:
             for shard, tensor in self._own.items():
                 gradient = self.parameters[shard.name].grad
@@ -125,7 +129,7 @@ class AdamW:
         del self._adamw.found_inf  # type: ignore[attr-defined]
         if divisor is not None:
             del self._adamw.grad_scale  # type: ignore[attr-defined]
-        if self._partition.size > 1:  # nobody holds gradients that the step forgets
+        if self._partition.size > 1:  # drop references to gradients that the caller frees
             for tensor in self._own.values():
                 tensor.grad = None
 
@@ -140,7 +144,7 @@ class AdamW:
         if self._partition.size > 1:
             own = {shard: state[tensor] for shard, tensor in self._own.items()}
             return self._partition.gather(self.shards, own, self.state_shapes()) if self._has_state else {}
-        if not world.is_main:  # every rank has all of it
+        if not world.is_main:  # every rank has the whole state
             return {}
         return {
             shard.name: {key: value.detach() for key, value in state[tensor].items()}
@@ -150,7 +154,7 @@ class AdamW:
 
     def load_named_state(self, saved: NamedState) -> None:
         check_state(saved, self.state_shapes())
-        # Group by group, as torch numbers them.
+        # torch numbers parameters group by group.
         tensors = [tensor for group in self.param_groups for tensor in group["params"]]
         index = {tensor: index for index, tensor in enumerate(tensors)}
         state = {index[tensor]: self._own_state(shard, saved[shard.name]) for shard, tensor in self._own.items()}
@@ -159,9 +163,10 @@ class AdamW:
         self._has_state = True
 
     def _own_state(self, shard: Shard, saved: dict[str, Tensor]) -> dict[str, Tensor]:
-        # By the very strings that torch uses: pickle tells a string from its equal, and so do the file's bytes.
+        # Use the same string objects as torch for the keys. pickle stores an equal string that is another object
+        # differently, so the bytes of the file would differ.
         whole = {key: saved[key] for key in ("step", *MOMENTS["adamw"])}
         if self._partition.size == 1:
             return whole
-        # Copies: views would keep all of it.
+        # Clone: views would keep the whole tensors in memory.
         return {key: (shard.of(value) if value.dim() else value).clone() for key, value in whole.items()}

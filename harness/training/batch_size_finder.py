@@ -1,8 +1,9 @@
-"""The largest microbatch that fits into a device's memory (ddp_train.py -f).
+"""Search for the largest microbatch that fits into a device's memory (ddp_train.py -f).
 
-Sizes grow until one does not fit, then the rest is bisected, with guesses by a line through the peaks so far. Each size
-is tried by real optimizer steps of the run's model on its own data, under a limit and on all ranks at once: on a GPU in
-this process, and on a CPU in a child, which a library may end in any way where it gets no memory.
+The size grows until one does not fit. Then the search bisects, helped by guesses from a line through the peaks measured
+so far. Each size is tried with real optimizer steps of the run's model on its own data, under a memory limit and on all
+ranks at once. On a GPU the steps run in this process. On a CPU they run in a child process, because a library that gets
+no memory may end its process in any way.
 """
 
 from __future__ import annotations
@@ -54,22 +55,22 @@ from harness.training.startup import choose_precision, fetch_dataset, remark_on_
 from harness.training.step import OptimizerStep, build_training_step, explain_failed_compilation
 from harness.training.zero1 import StatePartition
 
-# NCCL makes its buffers, of up to a GiB or more, when it is first used: so many bytes are exchanged before.
+# Bytes exchanged before the search, because NCCL allocates its buffers, up to a GiB or more, when it is first used.
 EXCHANGE_BYTES = 2**26
-# On a GPU memory has settled after three steps. On a CPU the second has all there is: the optimizer's state comes into
-# being in the first.
+# Optimizer steps per tried size. On a GPU the memory in use settles after three. On a CPU the second step uses the
+# most, because the first one creates the optimizer's state.
 STEPS = {"cuda": 3, "cpu": 2}
 SEARCH_SECONDS = 600.0  # on a CPU, where a size may take minutes, no size is tried after this
-GUESS_GROWTH = 4  # each guess after the second keeps this many times further from the known sizes
-# Compiling takes most of a size's time: fewer sizes, and up to a 64th of the answer is left to the reserve.
+GUESS_GROWTH = 4  # factor by which each guess after the second stays further from the sizes tried
+# Compiling takes most of the time of a size, so fewer sizes are tried, and the answer may be too small by up to a 64th.
 COMPILED_GROWTH, COMPILED_FINENESS = 8, 64
 
 
 def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None, *, write: bool) -> None:
-    """Find and print the largest microbatch that fits, under a limit if one is given; with `write`, put it into
-    train.json. Collective.
+    """Find and print the largest microbatch that fits, under `memory_limit_gib` if it is given. With `write`, put it
+    into train.json. Collective.
 
-    Raises RunError if not even one sequence fits, UserError for data that does not fit the run.
+    Raises RunError if not even one sequence fits, and UserError if the data does not fit the run.
     """
     world, config = World.join(), experiment.config
     remark_on_machine(experiment, world)
@@ -92,7 +93,7 @@ def report_max_microbatch(experiment: Experiment, memory_limit_gib: float | None
 
 
 class MicrobatchSearcher:
-    """Tries microbatches on every rank at once, and remembers what fitted."""
+    """Tries microbatches on every rank at once, and records the peaks of those that fit."""
 
     def __init__(self, experiment: Experiment, world: World, dataset: Dataset, limit: MemoryLimit) -> None:
         config = experiment.config
@@ -100,7 +101,7 @@ class MicrobatchSearcher:
         self.tokens = dataset.split("train")
         self.compiles = should_compile(config.compile, world.device)
         self.accumulation_steps = 2 if config.sequences is not None else config.gradient_accumulation_steps
-        self.peaks: list[tuple[float, float]] = []  # (sequences, bytes) of what fitted
+        self.peaks: list[tuple[float, float]] = []  # (sequences, peak bytes) of each size that fits
         self.smallest_failed: int | None = None
         self.remark = ""
         self._tried = 0
@@ -108,7 +109,7 @@ class MicrobatchSearcher:
         self._step: OptimizerStep | None = None
 
     def find(self, ceiling: int) -> int:
-        """Return the largest microbatch that fits, at most `ceiling`. Collective.
+        """Return the largest microbatch of at most `ceiling` sequences that fits. Collective.
 
         Raises RunError if not even one sequence fits.
         """
@@ -122,14 +123,16 @@ class MicrobatchSearcher:
         return found
 
     def fits(self, microbatch_size: int) -> bool:
-        """True if a size fits on every rank; False without a try once the time is up. Collective."""
+        """Return True if `microbatch_size` fits on every rank. On a CPU, return False without trying it if
+        SEARCH_SECONDS are over and a size has already fitted. Collective."""
         is_late = self.world.device.type == "cpu" and time.monotonic() - self._began > SEARCH_SECONDS
         if not self.world.all_true(not (is_late and self.peaks)):
             self.remark = f"More may fit; the search has ended after {SEARCH_SECONDS:,.0f} s"
             return False
         say(self.world, f"trying {microbatch_size} ...")
         own = self._try_in_child(microbatch_size) if self.world.device.type == "cpu" else self._try(microbatch_size)
-        release_memory(self.world.device)  # here no traceback holds the tensors that did not fit
+        # Not in `_try`, where the traceback still refers to the tensors that did not fit.
+        release_memory(self.world.device)
         fits, self._tried = self.world.all_true(own is not None), self._tried + 1
         if fits and own is not None:
             self.peaks.append((microbatch_size, own))
@@ -139,20 +142,22 @@ class MicrobatchSearcher:
         return fits
 
     def guess(self) -> int | None:
-        """Estimate the largest size that fits on every rank by a line through the peaks. Collective."""
+        """Return an estimate of the largest size that fits on every rank, from a line through the peaks, or None.
+        Collective."""
         line = fit_line(self.peaks)
         own = (self.limit.usable_bytes - line[1]) / line[0] if line and line[0] > 0 else 0.0
         return min(self.world.gather(int(own) if 0 < own < 2**31 else 0)) or None
 
     def _try(self, microbatch_size: int) -> int | None:
-        """Peak of this rank's memory in bytes in training with this size; None if it does not fit."""
+        """Return the peak bytes of this rank's memory when it trains with this size, or None if the size does not
+        fit."""
         begin_peak(self.world.device)
         try:
             self._train(microbatch_size)
         except (RuntimeError, MemoryError, OSError, ImportError, RunError) as error:
             if is_out_of_memory(error):
                 if self._step is not None:
-                    self._step.forget_gradients()  # which the next size would have to fit beside
+                    self._step.forget_gradients()  # or they would take memory from the next size
                 return None
             if explained := explain_nondeterminism(error) or explain_failed_compilation(error):
                 raise UserError(explained) from None
@@ -160,18 +165,20 @@ class MicrobatchSearcher:
         return peak_under_limit(self.world.device)
 
     def _train(self, microbatch_size: int) -> None:
-        """Take real steps that change nothing, and do what takes memory between steps.
+        """Run real optimizer steps at learning rate 0, and the other work of training that takes memory: validation and
+        a save.
 
-        The steps run on the bare model, without collectives: an out-of-memory on one rank cannot leave the others
-        waiting in one. On several ranks gradients lie in the buckets of their exchange, which are there in every
-        forward pass; the bare model has gradients there from the second microbatch on, so that two are tried even where
-        training has one. DDP's second set of buckets, while it arranges them anew, is there without activations.
+        The steps run on the bare model, without collectives, so that an out-of-memory error on one rank cannot leave
+        the others waiting. In training on several ranks, gradients are in DDP's buckets, which exist during every
+        forward pass. The bare model has gradients during a forward pass only from the second microbatch on, so two
+        microbatches are run even where training has one. DDP briefly has a second set of buckets when it rearranges
+        them; it is not counted, because no activations exist at that time.
         """
         device = self.world.device
         if self._step is None:
             self._step = self._build_step()
         elif self.compiles:
-            torch.compiler.reset()  # a size has a program of its own, as in training
+            torch.compiler.reset()  # each size is compiled separately, as in training
         step, context = self._step, self.experiment.model.context_length
         tokens = self.tokens.read(self.experiment.config.start_train_token, microbatch_size * context + 1)
         microbatch = Microbatch(tokens, context)
@@ -179,17 +186,18 @@ class MicrobatchSearcher:
         kept = None
         for number in range(STEPS[device.type]):
             result = step.run([microbatch] * (2 if meets_gradients else 1), multiplier=0.0)
-            result.losses_A.tolist()  # waits for the device, where an error would come up
+            result.losses_A.tolist()  # waits for the device, which may only now report an error
             if number == 0:
-                # Compiled, it would be one more program; at each point it holds no more than training holds there.
+                # Validation is skipped for a compiled model, because it would compile one more program. It never holds
+                # more memory than training does.
                 if self.experiment.config.validates and not self.compiles:
                     microbatch_losses(step.bare_model, [microbatch], step.precision)
                 if device.type == "cpu" and self.world.is_main:
                     kept = self._save(step)
-        del kept  # a save in the background holds it during the steps that follow
+        del kept  # a background save holds the copy during the following steps
 
     def _save(self, step: OptimizerStep) -> object:
-        """Copy and write the tensors of a checkpoint; the copy, if training keeps it."""
+        """Copy and write the tensors of a checkpoint. Returns the copy if training keeps it, else None."""
         keep = self.experiment.config.async_checkpoint
         weights = checkpoint_views(step.bare_model.state_dict(), step.bare_model.config)
         tree = {"weights": weights, "optimizer": step.optimizer.named_state(self.world)}
@@ -203,7 +211,7 @@ class MicrobatchSearcher:
     def _build_step(self) -> OptimizerStep:
         experiment, world = self.experiment, self.world
         latest = None
-        with suppress(UserError, RunError):  # training will report it
+        with suppress(UserError, RunError):  # training will report the error
             latest = choose_start(experiment.run.checkpoints, None)
         name = choose_precision(experiment.config, world.device, read_meta(latest) if latest else None)
         config = experiment.config.model_copy(update={"precision": name})
@@ -211,7 +219,8 @@ class MicrobatchSearcher:
         return build_training_step(experiment, config, alone, partition=StatePartition(world.rank, world.size))
 
     def _try_in_child(self, microbatch_size: int) -> int | None:
-        """`_try` in a child process whose writable memory is limited."""
+        """Run `_try` in a child process with limited writable memory. Returns its result, or None if the child was
+        killed."""
         context = multiprocessing.get_context("fork")
         receiver, sender = context.Pipe(duplex=False)
         child = context.Process(target=self._answer, args=(microbatch_size, sender), daemon=True)
@@ -219,7 +228,7 @@ class MicrobatchSearcher:
         sender.close()
         try:
             answer = receiver.recv()
-        except EOFError:  # ended by a library without memory, or by the system's out-of-memory killer
+        except EOFError:  # a library that got no memory, or the system's out-of-memory killer, ended the child
             answer = None
         finally:
             child.kill()
@@ -229,11 +238,11 @@ class MicrobatchSearcher:
         return answer
 
     def _answer(self, microbatch_size: int, sender: Connection) -> None:
-        """Send what `_try` returns, or raises; in the child."""
+        """Run `_try` in the child process, and send the parent its result or its error."""
         parent = multiprocessing.parent_process()
         assert parent is not None
         threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
-        silence = os.open(os.devnull, os.O_WRONLY)  # libraries complain in their own ways
+        silence = os.open(os.devnull, os.O_WRONLY)  # hides what libraries print when memory runs out
         for stream in (1, 2):
             os.dup2(silence, stream)
         limit_cpu_memory(self.limit)
@@ -245,7 +254,7 @@ class MicrobatchSearcher:
             sender.send(RuntimeError(traceback.format_exc()))
 
     def report(self, found: int, *, is_all_data: bool) -> None:
-        """Print the answer and the memory behind it, and record the search in the run's folder. Rank 0 only."""
+        """Print the answer and the memory behind it, and write the search into the run's folder. Rank 0 only."""
         print(f"Max microbatch size was {found}")
         if self.remark:
             print(self.remark)
@@ -281,7 +290,7 @@ class MicrobatchSearcher:
 
 
 def _end_with(sentinel: int) -> None:
-    """End this process when the one whose sentinel it is has ended."""
+    """End this process as soon as the process with this sentinel (the parent) has ended."""
     wait([sentinel])
     os._exit(1)
 
@@ -294,14 +303,16 @@ def largest_that_fits(
     growth: int = 2,
     fineness: float = math.inf,
 ) -> int:
-    """Return the largest n of 1 .. ceiling for which `fits(n)`, or 0: grow until one does not fit, then bisect.
+    """Return the largest n in 1 .. ceiling for which `fits(n)` is true, or 0: grow until one does not fit, then bisect.
 
-    `fits` must be true up to some n and false beyond; it is asked about each n at most once, and never about more than
-    `growth` times what fits. The answer may be too small by its `fineness`-th part.
+    `fits` must be true up to some n and false beyond. It is called at most once for each n, and never for more than
+    `growth` times the largest n known to fit. The answer may be too small by at most its `fineness`-th part.
 
-    `guess` may say, from what was measured so far, what the answer will be. The guess is tried, then its neighbour,
-    then what is 4, 16, ... away from the known sizes, up to the middle; a guess that is further off than that is not
-    believed. So a right guess ends the search, and wrong ones add at most two questions and half of bisecting's.
+    `guess` returns an estimate of the answer from the measurements so far, or None. Before a guess is tried, it is
+    moved to at least d away from the sizes already tried, where d is 1 for the first two guesses, then 4, 16, and so
+    on. A guess that is more than d outside the range of possible answers is not used, and none is used once that range
+    is narrower than 2 d. So a right guess ends the search, and wrong ones add at most two calls of `fits` plus half as
+    many as bisection needs.
     """
     good, bad, guesses = 0, ceiling + 1, 0
     while bad - good > max(1, good // fineness):
@@ -321,7 +332,8 @@ def largest_that_fits(
 
 
 def keep_search(experiment: Experiment, search: MicrobatchSearch) -> None:
-    """Write it into the run's folder. That it cannot be written is a warning: its answer has been printed."""
+    """Write the search into the run's folder. If it cannot be written, only warn, because the answer has been printed
+    already."""
     try:
         write_result(experiment.run, search)
     except RunError as error:
@@ -329,8 +341,9 @@ def keep_search(experiment: Experiment, search: MicrobatchSearch) -> None:
 
 
 def largest_with_data(experiment: Experiment, world: World, dataset: Dataset) -> int:
-    """Sequences in the largest microbatch of which the train split has one global batch, and which is no larger than
-    each rank's part of a global batch that train.json sets. Raises UserError if there is none."""
+    """Return the number of sequences in the largest microbatch for which the train split has enough tokens for one
+    global batch. It is no larger than a rank's part of any global batch that train.json sets. Raises UserError if there
+    is none."""
     config, tokens = experiment.config, dataset.split("train")
     if undivided := [size for size in config.global_batches if size % world.size]:
         key = "batch_ramp" if config.batch_ramp else "global_batch_size"
@@ -349,8 +362,8 @@ def largest_with_data(experiment: Experiment, world: World, dataset: Dataset) ->
 
 
 def remark_on_validation(experiment: Experiment, microbatch_size: int, world: World, dataset: Dataset) -> None:
-    """Say what else training with this microbatch wants: a microbatch that fits the memory may be too large for the
-    validation split."""
+    """Print a note if the validation split is too short for this microbatch, although the microbatch fits into
+    memory."""
     config = experiment.config.model_copy(update={"microbatch_size": microbatch_size})
     changed = replace(experiment, config=config)
     try:
@@ -360,9 +373,9 @@ def remark_on_validation(experiment: Experiment, microbatch_size: int, world: Wo
 
 
 def write_microbatch_size(experiment: Experiment, found: int, world_size: int) -> int:
-    """Put the largest usable microbatch of at most `found` into train.json; that number.
+    """Put the largest usable microbatch size of at most `found` into train.json, and return it.
 
-    With a `global_batch_size` or a `batch_ramp` a usable one divides each rank's part of it.
+    With a `global_batch_size` or a `batch_ramp`, a size is usable if it divides each rank's part of every global batch.
     """
     path, batches = experiment.run.train_json, experiment.config.global_batches
     size = next(n for n in range(found, 0, -1) if all(each % (n * world_size) == 0 for each in batches))

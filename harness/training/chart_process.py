@@ -1,5 +1,6 @@
-"""The chart of a run that trains, drawn beside the training: half a second of Python code in the process itself would
-keep a GPU waiting for its next kernels, also in a thread, which holds the interpreter's lock."""
+"""Charts of a run during training, drawn in a separate process. In the training process, half a second of Python code
+would keep a GPU waiting for its next kernels, even in a thread, because the thread would hold the interpreter's
+lock."""
 
 from __future__ import annotations
 
@@ -17,15 +18,17 @@ WORKER = [sys.executable, "-m", "harness.runs.chart_worker"]
 
 
 class ChartProcess:
-    """Draws a run's chart in one process at a time. Whatever goes wrong is a warning: a picture never ends a run."""
+    """Draws a run's chart in one process at a time. Every failure is only a warning, because a chart must not end a
+    run."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._process: subprocess.Popen[str] | None = None
-        self._is_stale = False  # the run has gone on since the process began
+        self._is_stale = False  # the metrics have changed since the process began
 
     def draw(self) -> None:
-        """Begin to draw the run so far, and return at once; `finish` does it if a chart is still being drawn."""
+        """Start to draw the run so far, and return at once. If a chart is still being drawn, do nothing: `finish` will
+        draw the newest state."""
         self._is_stale = self._process is not None and self._process.poll() is None
         if self._is_stale:
             return
@@ -38,13 +41,13 @@ class ChartProcess:
                 stdout=subprocess.PIPE,
                 text=True,
                 env={**os.environ, "PYTHONPATH": path},
-                start_new_session=True,  # Ctrl-C is for the training
+                start_new_session=True,  # Ctrl-C must reach only the training process
             )
         except (OSError, ValueError) as error:
             self._warn(getattr(error, "strerror", None) or str(error))
 
     def finish(self, seconds: float) -> None:
-        """Return when the newest state is drawn, or has failed, or after so many seconds."""
+        """Wait until the newest state is drawn or drawing has failed, for at most `seconds`."""
         deadline = time.monotonic() + seconds
         while self._process is not None:
             try:
@@ -60,7 +63,7 @@ class ChartProcess:
                 self.draw()
 
     def _close(self) -> None:
-        """Take note of how a process has ended."""
+        """Wait for the process to end, and warn if it has failed."""
         if self._process is not None:
             reason, _ = self._process.communicate()
             if status := self._process.returncode:

@@ -1,4 +1,4 @@
-"""Evaluations during training, shared out among the ranks: validation loss and benchmarks."""
+"""Evaluations during training: validation loss and benchmarks, divided among the ranks, and samples of text."""
 
 from __future__ import annotations
 
@@ -31,17 +31,19 @@ SAMPLE_TOKENS = 50
 
 @dataclass(frozen=True)
 class Sample:
-    """Text that the model has generated; or the reason why it could not, which does not end a run."""
+    """Text that the model has generated, or in `failure` the reason why it could not. A failure does not end the
+    run."""
 
     text: str
     failure: str = ""
 
 
 class Evaluations:
-    """Measurements of the model after a step. Every method is called on every rank, and returns the same there."""
+    """Measurements of the model after a step. Every method is called on every rank and returns the same result on all
+    ranks."""
 
     def __init__(self, prepared: PreparedRun, world: World, step: OptimizerStep, stop: StopSignal) -> None:
-        """Collective. Raises UserError if train.json's benchmarks cannot be had."""
+        """Load train.json's benchmarks, if it names any. Collective. Raises UserError if they cannot be loaded."""
         self.world = world
         self.config = prepared.experiment.config
         self.dataset = prepared.dataset
@@ -54,9 +56,11 @@ class Evaluations:
             self.run_benchmarks = RunBenchmarks.load(world, self.config, step, load_tokenizer(self.dataset.tokenizer))
 
     def validation_loss(self, step: int) -> float:
-        """Mean loss over train.json's validation slice, on rank 0 alone or shared out.
+        """Return the mean loss over train.json's validation slice, computed by rank 0 alone or by all ranks
+        (`validation_ranks`).
 
-        Raises RunStopped, on every rank, if any was asked to stop meanwhile: torchrun kills after 30 seconds.
+        Raises RunStopped on every rank if any rank was asked to stop meanwhile, because torchrun kills ranks 30 seconds
+        after a signal.
         """
         count, start_token = self.config.validation_batches, self.config.start_val_token
         assert count is not None
@@ -66,9 +70,9 @@ class Evaluations:
         return mean(losses_over_ranks(self.model, loader, count, self.precision, work))
 
     def benchmark_scores(self, step: int) -> list[Score]:
-        """The scores of train.json's benchmarks. If they cannot be had, that is a warning, and there are none.
+        """Return the scores of train.json's benchmarks. If they cannot be computed, warn and return an empty list.
 
-        Raises RunStopped, on every rank, if any was asked to stop meanwhile.
+        Raises RunStopped on every rank if any rank was asked to stop meanwhile.
         """
         assert self.run_benchmarks is not None, "loaded before the first step"
         try:
@@ -79,7 +83,7 @@ class Evaluations:
             return []
 
     def sample(self) -> Sample:
-        """Text with which the current model continues train.json's `sample_prompt`. Collective."""
+        """Return text with which the current model continues train.json's `sample_prompt`. Collective."""
         prompt = self.config.sample_prompt
         assert prompt is not None
 
@@ -87,7 +91,7 @@ class Evaluations:
             tokenizer, sampling = load_tokenizer(self.dataset.tokenizer), Sampling(seed=self.config.random_seed)
             try:
                 return Sample(continue_text(self.model, tokenizer, prompt, SAMPLE_TOKENS, sampling))
-            except RunError as error:  # whether the run goes on is for others to decide
+            except RunError as error:  # a failed sample must not end the run
                 return Sample("", str(error))
 
         return self.world.on_rank0(sample)
@@ -96,8 +100,9 @@ class Evaluations:
 def losses_over_ranks(
     model: nn.Module, loader: TokenLoader, count: int, precision: Precision, work: SharedWork
 ) -> list[float]:
-    """The losses of the loader's first `count` microbatches, in their order, so that their sum is the same however they
-    are shared out. The same on every rank. Raises RunStopped, on every rank, if any was asked to stop meanwhile."""
+    """Return the losses of the loader's first `count` microbatches, the same list on every rank. The list has the
+    loader's order, so that its sum does not depend on how the ranks divided the work. Raises RunStopped on every rank
+    if any rank was asked to stop meanwhile."""
     world = work.world
     mine = range(world.rank, count, world.size) if work.shared else range(count if world.is_main else 0)
     losses: list[float] | None = None
@@ -111,13 +116,13 @@ def losses_over_ranks(
     return [parts[index % world.size][index // world.size] for index in range(count)]
 
 
-class EvaluationFailed(Exception):  # noqa: N818 - the run goes on
-    """Benchmarks could not be evaluated, on any rank; raised on all of them."""
+class EvaluationFailed(Exception):  # noqa: N818 - the run continues
+    """Error that every rank raises if one of them could not evaluate the benchmarks."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank's reason for having no results, sent to the others in their place."""
+    """Reason why a rank has no results. The rank sends it to the other ranks in place of the results."""
 
     reason: str
 
@@ -128,13 +133,15 @@ class Failure:
 
 
 class SharedBatches:
-    """Scorer's `each_batch` for all ranks: each takes every world-size-th batch, and gets the results of all."""
+    """`each_batch` of a Scorer for all ranks: each rank evaluates every world-size-th batch and receives the results of
+    all."""
 
     def __init__(self, work: SharedWork) -> None:
         self.shared = work
 
     def __call__(self, evaluate: Callable[[Any], Any], batches: Sequence[Any]) -> list[Any]:
-        """Raises RunStopped or EvaluationFailed, on every rank, if a rank was asked to stop, or failed."""
+        """Return `evaluate(batch)` for each of `batches`, in order, on every rank. On every rank raises RunStopped if a
+        rank was asked to stop, and EvaluationFailed if a rank failed."""
         rank, size = self.shared.world.rank, self.shared.world.size
         mine = range(rank, len(batches), size)
         found: list[Any] | Failure | None = None
@@ -143,14 +150,15 @@ class SharedBatches:
                 found = [evaluate(batches[index]) for index in self.shared.until_stopped(mine)]
         except Interrupted:
             pass
-        except Exception as error:  # the others wait for what this rank has to say
+        except Exception as error:  # sent to the other ranks, which wait for this rank's results
             found = Failure.of(error)
         shares = self.exchange(found)
         return [shares[index % size][index // size] for index in range(len(batches))]
 
     def exchange(self, value: Any) -> list[Any]:
-        """Every rank's value. A Failure among them ends the evaluation on all ranks, so that none waits for another
-        in an exchange that does not come; None is of one that was interrupted."""
+        """Return every rank's value. Raises EvaluationFailed on every rank if one of the values is a Failure, so that
+        no rank waits for another in a later exchange. Raises RunStopped if one is None, which an interrupted rank
+        sends."""
         values = self.shared.world.gather(value)
         failures = [each for each in values if isinstance(each, Failure)]
         if failures:
@@ -166,20 +174,21 @@ class RunBenchmarks:
     benchmarks: Benchmarks
     scorer: Scorer
     tokenizer: Tokenizer
-    examples: int  # of each task
+    examples: int  # per task
 
     @classmethod
     def load(cls, world: World, config: TrainConfig, step: OptimizerStep, tokenizer: Tokenizer) -> RunBenchmarks:
-        """Load train.json's `benchmark_tasks`; each node's first process brings the data. Collective.
+        """Load train.json's `benchmark_tasks`; the first process of each node downloads the data. Collective.
 
-        Raises UserError as evaluation/benchmarks/run.py does, and for a tokenizer with tokens that the model has not.
+        Raises UserError if evaluation/benchmarks/run.py does, or if the tokenizer has tokens that the model lacks.
         """
         assert config.benchmark_tasks is not None
         model = step.bare_model
         if tokenizer.vocab_size > model.config.vocab_size:
             raise UserError(
                 f'train.json: key "benchmark_tasks": the tokenizer of {config.dataset} has {tokenizer.vocab_size:,} '
-                f"tokens, and model.json {model.config.vocab_size:,}: their texts could not be read; remove the key"
+                f"tokens, but model.json only {model.config.vocab_size:,}: the model cannot read the texts; "
+                "remove the key"
             )
         scorer = Scorer(model, step.precision, tokenizer.vocab_size, config.microbatch_size)
         found: list[Benchmarks] = []
@@ -189,15 +198,15 @@ class RunBenchmarks:
         return cls(found[0] if found else load(tasks), scorer, tokenizer, config.benchmark_examples)
 
     def scores(self, work: SharedWork) -> list[Score]:
-        """The scores of what train.json names, the same on every rank.
+        """Return the scores of train.json's `benchmark_tasks`, the same on every rank.
 
-        Collective. Raises, on every rank, RunStopped if any was asked to stop meanwhile, and EvaluationFailed if the
-        scores cannot be had.
+        Collective. On every rank raises RunStopped if any rank was asked to stop meanwhile, and EvaluationFailed if the
+        scores cannot be computed.
         """
         sharing = SharedBatches(work)
         try:
             results = run(self.benchmarks, self.scorer.sharing(sharing), self.tokenizer, limit=self.examples)
-        except (EvaluationFailed, RunError):  # known to all ranks, or another rank is gone
+        except (EvaluationFailed, RunError):  # all ranks know this error already, or another rank is gone
             raise
         except Exception as error:
             sharing.exchange(Failure.of(error))
@@ -207,7 +216,8 @@ class RunBenchmarks:
 
 
 def _main_scores(results: dict[str, Any], names: list[str]) -> Iterator[Score]:
-    """The score of each group that has one of its own, else those of its tasks."""
+    """Yield the scores of each named task or group; for a group that has none of its own, yield those of its
+    members."""
     for name in names:
         own = scores(results, name)
         yield from own or _main_scores(results, results["group_subtasks"].get(name, []))

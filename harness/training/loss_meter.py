@@ -1,4 +1,4 @@
-"""The losses of the steps between two reports, gathered on the device and reported for all ranks together."""
+"""Losses of the steps between two reports, accumulated on the device and reported for all ranks together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness.distributed.world import World
 from harness.model.config import ModelConfig
 from harness.training.step import StepResult
 
-LOAD_DIGITS = 4  # of each expert's load in metrics.jsonl
+LOAD_DIGITS = 4  # decimal places of each expert's load in metrics.jsonl
 
 
 @dataclass(frozen=True)
@@ -27,19 +27,19 @@ class TrainMetrics:
     gradient_norm: float
     skipped_steps: int
     skipped_in_a_row: int
-    # Of a mixture of experts, by block and expert: the tokens that it got, over what each would get of an even load.
+    # Mixture of experts only, by block and expert: the expert's tokens divided by what it would get under an even load.
     expert_load: list[list[float]] | None = None
 
     @property
     def load_range(self) -> tuple[float, float] | None:
-        """The load of the expert that is used least in its block, and of the one that is used most."""
+        """Smallest and largest load of any expert in any block; None without experts."""
         if self.expert_load is None:
             return None
         return min(map(min, self.expert_load)), max(map(max, self.expert_load))
 
     def check_skipped_steps(self, step: int, max_skipped_steps: int, world: World) -> None:
-        """Raises RunError if too many steps in a row were skipped. Every rank has the same metrics, and so comes to the
-        same end."""
+        """Raise RunError if too many steps in a row were skipped. Every rank has the same metrics, and so all of them
+        raise."""
         if self.skipped_in_a_row >= max_skipped_steps:
             raise world.collective_error(
                 f"gradients were not finite in {self.skipped_in_a_row} steps in a row up to global step {step} "
@@ -49,13 +49,14 @@ class TrainMetrics:
 
 
 class LossMeter:
-    """Gathers steps' results on the device, without waiting for any of them, until a report asks."""
+    """Accumulates the results of steps on the device. Only a report waits for the device."""
 
-    # Columns of the tensor that holds it all, fp64.
+    # Columns of the fp64 tensor with all values. ROW counts the steps skipped in a row up to now; LONGEST_ROW is its
+    # maximum.
     SUM, COUNT, MIN, MAX, NORM, SKIPPED, ROW, LONGEST_ROW = range(8)
 
     def __init__(self, device: torch.device, model: ModelConfig | None = None) -> None:
-        """`model` gives the number of experts; None: a model without experts."""
+        """Create an empty meter. `model` gives the number of experts; None means a model without experts."""
         experts = (model.n_layers, model.moe.num_experts) if model and model.moe else (0, 0)
         self._values = self._empty().to(device)
         self._expert_tokens = torch.zeros(experts, dtype=torch.float64, device=device)
@@ -85,11 +86,12 @@ class LossMeter:
             self._expert_tokens = self._expert_tokens + step.expert_tokens
 
     def synchronize(self) -> None:
-        """Wait until the device has done the steps that were added."""
+        """Wait until the device has finished all steps added so far."""
         self._values = self._values.cpu().to(self._values.device)
 
     def reduce(self, world: World) -> TrainMetrics:
-        """Wait for the device, combine what all ranks have added, and begin anew; the same on every rank."""
+        """Wait for the device, combine the values of all ranks, and reset the meter. Returns the same metrics on every
+        rank. Collective."""
         ranks = world.gather(self.state())
         columns = list(zip(*ranks, strict=True))
         sums, counts, minima, maxima, norms, skipped, rows, longest = columns[: len(self._values)]
@@ -98,7 +100,7 @@ class LossMeter:
         following[self.ROW] = rows[0]
         self._values = following.to(self._values.device)
         self._expert_tokens = torch.zeros_like(self._expert_tokens)
-        # A gradient is the same on every rank, so that rank 0 speaks for its norm and for what was skipped.
+        # Gradients are the same on every rank, so that rank 0's norm and skipped steps are those of all.
         return TrainMetrics(
             loss=_total(sums) / sum(counts),
             loss_min=math.nan if math.isnan(_total(sums)) else min(minima),
@@ -111,18 +113,19 @@ class LossMeter:
         )
 
     def _load(self, expert_tokens: list[float]) -> list[list[float]] | None:
-        """So many tokens of each expert, one block after the other, over those of an even load."""
+        """Return the load of each expert, by block: its tokens divided by the mean over the block's experts.
+        `expert_tokens` lists the experts block after block. Returns None without experts."""
         if not expert_tokens:
             return None
         tokens_LxE = torch.tensor(expert_tokens, dtype=torch.float64).view_as(self._expert_tokens)
         return (tokens_LxE / tokens_LxE.mean(1, keepdim=True)).tolist()
 
     def state(self) -> list[float]:
-        """This rank's unreported part, for a checkpoint between two reports."""
+        """Return this rank's values since the last report, for a checkpoint between two reports."""
         return [*self._values.tolist(), *self._expert_tokens.flatten().tolist()]
 
     def load_state(self, values: list[float]) -> None:
-        """Raises ValueError for anything else than what `state` has given."""
+        """Load what `state` returned. Raises ValueError if the number of values is wrong."""
         own, device = len(self._values), self._values.device
         if len(values) != own + self._expert_tokens.numel():
             raise ValueError(f"{len(values)} numbers where there should be {own + self._expert_tokens.numel()}")
@@ -131,11 +134,13 @@ class LossMeter:
         self._expert_tokens = tokens.view_as(self._expert_tokens)
 
     def load_merged(self, ranks: list[list[float]]) -> None:
-        """Take over the unreported parts of ranks of a world of another size."""
+        """Load the combined values of all ranks, when the run was saved with another number of ranks. Called on rank 0
+        only."""
         sums, counts, minima, maxima, *others = zip(*ranks, strict=True)
-        own = len(self._values) - self.NORM  # of the others: what is rank 0's; the rest are experts' tokens
+        # Number of columns of `others` before those of the experts' tokens.
+        own = len(self._values) - self.NORM
         tokens = [math.fsum(each) for each in others[own:]]
-        first = [each[0] for each in others[:own]]
+        first = [each[0] for each in others[:own]]  # rank 0's
         self.load_state([math.fsum(sums), sum(counts), min(minima), max(maxima), *first, *tokens])
 
 
@@ -144,7 +149,7 @@ def _total(sums: tuple[float, ...]) -> float:
 
 
 def metric_values(metrics: TrainMetrics) -> dict[str, Any]:
-    """The metrics as metrics.jsonl has it."""
+    """Return the metrics as the keys and values of a line in metrics.jsonl."""
     values = asdict(metrics)
     del values["microbatches"], values["skipped_in_a_row"], values["expert_load"]
     if metrics.expert_load is not None and metrics.load_range is not None:

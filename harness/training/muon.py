@@ -1,4 +1,4 @@
-"""Muon, for the matrices of the blocks; AdamW has the rest."""
+"""Muon for the matrices of the transformer blocks, with AdamW for all other parameters."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from harness.training.zero1 import NamedState, Shard, StatePartition, StateShape
 
 # Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (https://kellerjordan.github.io/posts/muon/),
 # and torch.optim.Muon: the quintic a·x + b·x³ + c·x⁵ whose slope at zero is largest among those that keep singular
-# values near 1. Five steps take all that are not tiny to between 0.7 and 1.2.
+# values near 1. Five steps bring all singular values that are not tiny to between 0.7 and 1.2.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPSILON = 1e-7
 
 
 def orthogonalise(matrices_GxMxN: Tensor, dtype: torch.dtype) -> Tensor:
-    """Map each matrix U·S·Vᵀ of a batch to about U·Vᵀ, computed and returned in `dtype`. M is at most N: the products
-    are of the smaller side. A matrix of zeros stays so."""
+    """Map each matrix U·S·Vᵀ of a batch to about U·Vᵀ, computed and returned in `dtype`. M must be at most N, so that
+    the products X·Xᵀ are MxM, of the smaller side. A matrix of zeros stays zero."""
     a, b, c = COEFFICIENTS
     x_GxMxN = matrices_GxMxN.to(dtype)
     norms_Gx1x1 = torch.linalg.vector_norm(x_GxMxN, dim=(-2, -1), keepdim=True)
@@ -37,32 +37,35 @@ def orthogonalise(matrices_GxMxN: Tensor, dtype: torch.dtype) -> Tensor:
     return x_GxMxN
 
 
-# Small matrices of one block and shape are orthogonalised together, up to so many numbers: one at a time they would
-# hardly occupy a device. Which ones go together does not depend on the number of ranks, lest the last bit do.
+# Matrices of the same block and shape are orthogonalized together, up to this many elements, because one small matrix
+# at a time would hardly occupy a device. The batches do not depend on the number of ranks, so that the last bits of the
+# results do not either.
 BATCH_NUMBERS = 2**20
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix that is orthogonalised: a parameter, or as many of its rows as are one tensor in checkpoints."""
+    """Matrix that is orthogonalized: a whole parameter, or the rows of a fused parameter that are one tensor in
+    checkpoints."""
 
     name: str  # of the parameter
-    start: int  # its first number in the flattened parameter
+    start: int  # index of its first element in the flattened parameter
     rows: int
     columns: int
 
     @property
     def sides(self) -> tuple[int, int]:
-        """The shape, the smaller side first."""
+        """The shape, with the smaller side first."""
         return min(self.rows, self.columns), max(self.rows, self.columns)
 
     def wide(self, flat: Tensor) -> Tensor:
-        """Its numbers as a matrix that is at least as wide as high: a view."""
+        """Return `flat`, this matrix's flattened elements, as a view that is at least as wide as high."""
         matrix = flat.view(self.rows, self.columns)
         return matrix if self.rows <= self.columns else matrix.mT
 
     def of(self, parameter: Tensor) -> Tensor:
-        """The matrix in a tensor of the parameter's shape: a view, at least as wide as high."""
+        """Return this matrix in `parameter`, or in a tensor of its shape, as a view that is at least as wide as
+        high."""
         return self.wide(self.shard().of(parameter))
 
     def shard(self, owner: int = 0) -> Shard:
@@ -70,7 +73,7 @@ class Matrix:
 
 
 def matrices_of(name: str, parameter: nn.Parameter, model: nn.Module) -> list[Matrix]:
-    """A parameter as the matrices that it is in checkpoints: query, key and value each by itself."""
+    """Return the matrices that a parameter has in checkpoints: query, key and value are one each."""
     found, start = [], 0
     for part in split_fused(name, parameter.detach(), model.config).values():  # type: ignore[arg-type]
         found.append(Matrix(name, start, *part.shape))
@@ -79,7 +82,8 @@ def matrices_of(name: str, parameter: nn.Parameter, model: nn.Module) -> list[Ma
 
 
 def batches_of(matrices: list[Matrix]) -> list[list[Matrix]]:
-    """Matrices that are orthogonalised together: of one block and shape, and together not too large."""
+    """Return the matrices in batches that are orthogonalized together. A batch has matrices of one block and shape,
+    with at most BATCH_NUMBERS elements in all, or a single larger matrix."""
     alike: dict[tuple[str, int, int], list[Matrix]] = {}
     for matrix in matrices:
         alike.setdefault((matrix.name.split(".")[1], *matrix.sides), []).append(matrix)
@@ -93,21 +97,21 @@ def batches_of(matrices: list[Matrix]) -> list[list[Matrix]]:
 T = TypeVar("T")
 
 (BUFFER,) = MOMENTS["muon"]
-# Update scales of a matrix of A rows and B columns, by their names in torch.optim.Muon.
+# Factors of an update, as functions of the matrix's rows and columns, by their names in torch.optim.Muon.
 SCALES = {
-    # Liu et al., "Muon is Scalable for LLM Training" (arXiv:2502.16982), section 2.2: the update's root mean square is
-    # about that of AdamW's, whose rates and decay then fit.
+    # Liu et al., "Muon is Scalable for LLM Training" (arXiv:2502.16982), section 2.2: the root mean square of the
+    # update is about that of AdamW's, so that AdamW's learning rates and weight decay fit.
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
-    # Keller Jordan's, as COEFFICIENTS.
+    # From Keller Jordan's article, like COEFFICIENTS.
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
 }
 
 
 class Muon:
-    """Momentum whose Nesterov form is orthogonalised (Jordan et al. 2024), with decoupled weight decay. Formulas, names
-    and order of operations are those of torch.optim.Muon, which keeps its momentum as an average, not a sum.
+    """Muon (Jordan et al. 2024): momentum whose Nesterov form is orthogonalized, with decoupled weight decay. Formulas,
+    names and order of operations are those of torch.optim.Muon, which keeps the momentum as an average, not as a sum.
 
-    In `partition`, this rank orthogonalises whole batches of matrices and keeps their momentum.
+    This rank orthogonalizes the batches of matrices that `partition` assigns to it, and keeps their momentum.
     """
 
     def __init__(
@@ -117,7 +121,7 @@ class Muon:
         dtype: torch.dtype | None = None,
         partition: StatePartition | None = None,
     ) -> None:
-        """`dtype` is what matrices are orthogonalised in; None for the parameters'."""
+        """Matrices are orthogonalized in `dtype`, or if None in the parameters' dtype."""
         self._partition, self._dtype, self._config = partition or StatePartition(), dtype, config
         self._parameters = trained_parameters(model)
         self._muons = {name: each for name, each in self._parameters.items() if is_muons(name, each.shape)}
@@ -130,9 +134,9 @@ class Muon:
         shared = list(zip(batches, owners, strict=True))
         self._shards = [each.shard(owner) for batch, owner in shared for each in batch]
         self._batches = [batch for batch, owner in shared if owner == self._partition.rank]
-        self._momenta: dict[Matrix, Tensor] = {}  # flat, of this rank's matrices
-        self._whole: dict[str, Tensor] = {}  # where nothing is shared out: what those are views of
-        self._steps: Tensor | None = None  # that were not skipped, fp32, on the device; None before the first
+        self._momenta: dict[Matrix, Tensor] = {}  # of this rank's matrices, flattened
+        self._whole: dict[str, Tensor] = {}  # without sharding: the tensors that `_momenta` are views of
+        self._steps: Tensor | None = None  # number of steps not skipped, fp32, on the device; None before the first
         self._scale = SCALES[config.muon_update_scale]
         self.set_multiplier(1.0)
 
@@ -161,7 +165,7 @@ class Muon:
         assert self._steps is not None
         dtype = next(iter(self._muons.values())).dtype
         kept = (1 - skipped).to(dtype)
-        # Rises linearly from MUON_FIRST_MOMENTUM, if there is a warm-up.
+        # The momentum rises linearly from MUON_FIRST_MOMENTUM, if there is a warm-up.
         full, steps = self._config.muon_momentum, self._config.muon_momentum_warmup_steps
         part = torch.ones_like(self._steps) if steps is None else (self._steps / steps).clamp(max=1)
         momentum = full - (full - MUON_FIRST_MOMENTUM) * (1 - part.to(dtype))
@@ -170,14 +174,15 @@ class Muon:
         self._steps += kept
 
     def _step_batch(self, batch: list[Matrix], kept: Tensor, momentum: Tensor, divisor: Tensor | None) -> None:
-        """Update matrices, or with `kept` of 0 leave them and their momentum as they are."""
+        """Update a batch of matrices, or if `kept` is 0 leave the matrices and their momentum unchanged."""
         numbers: list[Tensor] = []
         for each in batch:
             gradient = self._muons[each.name].grad
-            if gradient is None:  # the loss does not depend on it
+            if gradient is None:  # the loss does not depend on this parameter
                 return
             flat = each.shard().of(gradient)
-            flat = torch.where(kept.bool(), flat if divisor is None else flat / divisor, 0)  # infinity · 0 is no number
+            # torch.where instead of a product, because inf · 0 is NaN.
+            flat = torch.where(kept.bool(), flat if divisor is None else flat / divisor, 0)
             average = self._momenta[each].lerp_(flat, (1 - momentum) * kept)
             numbers.append(each.wide(flat.lerp_(average, momentum)))
         updates_GxMxN = orthogonalise(torch.stack(numbers), self._dtype or numbers[0].dtype)
@@ -187,7 +192,7 @@ class Muon:
             weight_MxN -= update_MxN.to(weight_MxN.dtype) * (self._rate * self._scale(each.rows, each.columns) * kept)
 
     def _make_state(self) -> None:
-        """Momentum of zero, of each parameter or, where it is shared out, of each own matrix."""
+        """Allocate momentum of zero for each parameter or, with sharding, for each matrix of this rank."""
         if self._partition.size == 1:
             self._whole = {name: torch.zeros_like(parameter.detach()) for name, parameter in self._muons.items()}
         for matrix in [each for batch in self._batches for each in batch]:
@@ -212,12 +217,12 @@ class Muon:
             }
             shapes = {name: shape for name, shape in self.state_shapes().items() if name in self._muons}
             return self._in_order(others | self._partition.gather(self._shards, own, shapes))
-        if not world.is_main:  # every rank has all of it
+        if not world.is_main:  # every rank has the whole state
             return {}
         return self._in_order(others | {name: {"step": self._steps, BUFFER: own} for name, own in self._whole.items()})
 
     def _in_order(self, values: dict[str, T]) -> dict[str, T]:
-        """Sort `values` by name in the model's order."""
+        """Return the entries of `values`, which are by parameter name, in the order of the model's parameters."""
         return {name: values[name] for name in self._parameters if name in values}
 
     def load_named_state(self, saved: NamedState) -> None:

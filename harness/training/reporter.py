@@ -1,6 +1,6 @@
-"""The output of a run while it trains: a bar or plain lines, metrics.jsonl, the chart, the summary at the end.
+"""Output of a run during training: a progress bar or plain lines, metrics.jsonl, the chart, and the summary at the end.
 
-Every rank calls the same methods; rank 0 alone does anything.
+Every rank calls the same methods; only rank 0 writes anything.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ from harness.training.evaluations import Sample
 from harness.training.loss_meter import TrainMetrics, metric_values
 from harness.training.startup import PreparedRun, say
 
-# For a chart that is still being drawn when training ends, or is stopped: torchrun kills 30 seconds after a signal.
+# How long to wait for a chart that is still being drawn when training ends, or is stopped. The latter is short, because
+# torchrun kills 30 seconds after a signal.
 LAST_CHART_SECONDS = 60.0
 STOPPED_CHART_SECONDS = 5.0
 
 
 class Console:
-    """Progress over global steps, and the newest numbers: a bar on a terminal, plain lines elsewhere."""
+    """Progress over global steps and the newest numbers: a bar on a terminal, plain lines elsewhere."""
 
     def __init__(self, total: int, done: int, *, visible: bool) -> None:
         self.total = total
@@ -56,9 +57,9 @@ class Console:
         self._bar: Any = None
 
     def start(self) -> None:
-        """Show the bar from now on, if there is a terminal. Earlier messages stand on lines of their own."""
+        """Show the bar from now on, if standard error is a terminal. Messages printed before keep their own lines."""
         if self.visible and sys.stderr is not None and sys.stderr.isatty():
-            # The time left is among the numbers; what else tqdm shows would push them off a screen of 80 columns.
+            # The numbers include the time left. tqdm's other fields would push them off a screen of 80 columns.
             layout = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
             self._bar = tqdm(total=self.total, initial=self._done, dynamic_ncols=True, bar_format=layout)
 
@@ -87,7 +88,8 @@ class Console:
 
 
 class Reporter:
-    """Writes down what the loop tells it. The numbers of the run so far are in the TrainState that comes with it."""
+    """Prints and records what the training loop reports. Methods that need the run's progress so far get it as a
+    TrainState."""
 
     def __init__(self, prepared: PreparedRun, world: World) -> None:
         self.prepared = prepared
@@ -103,7 +105,8 @@ class Reporter:
         self._last_report = (prepared.position.tokens_seen, self.clock.seconds["training"])
 
     def beginning(self, precision: Precision) -> None:
-        """Say what begins here, and from which weights."""
+        """Print the name, size and precision of the run that begins, and its initial weights if train.json names
+        any."""
         size = f"{self.prepared.provenance.parameters:,} parameters, {self.world.size} x {self.world.device.type}"
         say(self.world, f"{self.run.path.name}: {size}, {precision.name}, {self._steps_left()}")
         self._say_where()
@@ -111,14 +114,14 @@ class Reporter:
             say(self.world, f"  starting from {initial}")
 
     def continuing(self, path: Path, saved: Checkpoint, precision: Precision) -> None:
-        """Say where the run resumes, and what is not as it was when `path` was saved."""
+        """Print where the run resumes, and what has changed since the checkpoint `path` was saved."""
         say(self.world, f"{self.run.path.name}: continuing from {path.name}, {self._steps_left()} to go")
         self._say_where()
         if self.prepared.is_from_notebook:
             taken = "weights and optimizer" if saved.optimizer else "weights"
             tokens = self.prepared.position.tokens_seen
             say(self.world, f"  not written by this program: its {taken} are taken, and {tokens:,} tokens are")
-            say(self.world, "  counted as seen: its global steps, with this run's batch")
+            say(self.world, "  counted as seen: its global steps, each with this run's global batch")
         then, now = saved.meta.precision, precision.name
         if then not in (None, now):
             say(self.world, f"  precision: {then} -> {now}")
@@ -134,14 +137,15 @@ class Reporter:
         return f"{steps:,} global steps of {' to '.join(dict.fromkeys([sizes[0], sizes[-1]]))} tokens"
 
     def _say_where(self) -> None:
-        """Say, with several machines, which one has the results and where rank 0 must start to continue."""
+        """Print, if there are several machines, which one has the results and where rank 0 must start to resume the
+        run."""
         if not self.world.is_one_machine:
             place = f"{socket.gethostname()}:{self.run.path.resolve()}"
             say(self.world, f"  results and checkpoints are written by rank 0 alone, to {place}; to continue later,")
             say(self.world, "  start rank 0 where that folder is")
 
     def training(self, metrics: TrainMetrics, state: TrainState, learning_rate: float) -> None:
-        """A line of metrics, and the newest numbers for whoever watches."""
+        """Write a line of metrics, and show the newest numbers on the console."""
         if not self.world.is_main:
             return
         tokens, seconds = state.tokens_seen, self.clock.now()["training"]
@@ -171,7 +175,7 @@ class Reporter:
         self.chart.draw()
 
     def benchmarks(self, scores: Sequence[Score], state: TrainState) -> None:
-        """A line of metrics for each score."""
+        """Write a line of metrics for each score, and print the scores."""
         if not self.world.is_main or not scores:
             return
         for score in scores:
@@ -197,7 +201,7 @@ class Reporter:
             self.chart.draw()
 
     def stopped(self, signal_number: int, state: TrainState) -> None:
-        """Say why the run ends here, and how to go on."""
+        """Print why the run ends here and how to resume it."""
         self.console.close()
         if not self.world.is_main:
             return
@@ -209,7 +213,7 @@ class Reporter:
         say_last(f"stopped by {described(signal_number)} {done}; {remedy}")
 
     def summary(self, state: TrainState) -> None:
-        """Write and print the summary, and return when the last chart is drawn. Collective."""
+        """Write and print the summary, and wait until the last chart is drawn. Collective."""
         self.console.close()
         if self.world.is_main:
             self.chart.draw()
@@ -229,14 +233,14 @@ class Reporter:
             self.chart.finish(LAST_CHART_SECONDS)
 
     def record(self, kind: type[Event], state: TrainState, **values: Any) -> None:
-        """A line of metrics."""
+        """Write a line of metrics."""
         if not self.world.is_main:
             return
         place: dict[str, Any] = {"global_step": state.global_step, "tokens_seen": state.tokens_seen}
         self.metrics.append(kind(**place, seconds=round(self.clock.total, 3), **values))
 
     def _seconds_left(self, state: TrainState) -> float:
-        """Projected for the rest of the run, at the pace since this process started."""
+        """Return the projected seconds for the rest of the run, at the pace since this process started."""
         seconds = self.clock.now()
         here = sum(seconds[phase] - self._seconds_at_start[phase] for phase in seconds if phase != "setup")
         done = state.tokens_seen - self.prepared.position.tokens_seen
@@ -244,17 +248,17 @@ class Reporter:
 
 
 def peak_gib(world: World) -> float:
-    """Peak memory of a device, the largest of all ranks, in GiB. Collective."""
+    """Return the peak memory of a device in GiB, the largest of all ranks. Collective."""
     return max(world.gather(peak_bytes(world.device))) / GIB
 
 
-# Keys that `program_and_settings` records, and a finished run's checkpoint gives back.
+# Keys that `program_and_settings` records in checkpoints, and that `restore_summary` reads from meta.json.
 RECORDED = ("versions", "commit", "budget", "scaled", "active_parameters", "moe_router_loss_scale")
 
 
 def program_and_settings(prepared: PreparedRun) -> dict[str, Any]:
-    """The program's versions and commit and, where there are such, the resolved values of train.json's budget and
-    scaling rules and of a mixture of experts: for checkpoints and the summary."""
+    """Return the program's versions and commit, for checkpoints and the summary. Where they exist, also return the
+    resolved values of train.json's budget, of its scaling rules and of a mixture of experts."""
     experiment = prepared.experiment
     resolved: dict[str, Any] = {"budget": prepared.budget, "scaled": prepared.scaled.values or None}
     if experiment.model.moe:
@@ -270,12 +274,13 @@ def throughput_on(prepared: PreparedRun, device_name: str) -> Throughput:
 
 
 def restore_summary(prepared: PreparedRun, world: World) -> None:
-    """Write the summary of a finished run whose process ended before it could, from the last checkpoint. Collective."""
+    """Write the summary of a finished run from its last checkpoint, if the run's process ended before it could.
+    Collective."""
     meta, run = prepared.meta, prepared.experiment.run
-    if meta is None or run.summary.exists() or not meta.seconds:  # nothing of it was trained here
+    if meta is None or run.summary.exists() or not meta.seconds:  # no `seconds`: a notebook's checkpoint
         return
     provenance = Provenance(meta.model or {}, prepared.experiment.model.parameters, meta.train, meta.dataset or {})
-    device = meta.device or world.device_name  # like the layout, not necessarily that of today
+    device = meta.device or world.device_name  # the device and layout of the training, not of this process
     summary = summarise(
         *(run.path.name, meta.state(), provenance),
         seconds=dict.fromkeys(PHASES, 0.0) | meta.seconds,

@@ -1,8 +1,8 @@
-"""Checkpoints written while training goes on, or at once, and the copies of their tensors in the host's memory.
+"""Writers of checkpoints, in a background thread or synchronous, and copies of tensors in host memory.
 
-Fresh memory for each copy costs the training thread twice: the system hands it out page by page while it is filled, and
-a GPU copies into ordinary (pageable) memory at a fraction of the bus's speed, the thread waiting. A buffer that is kept
-has its pages, and can be pinned once: then the GPU fills it by itself.
+New memory for each copy would delay the training thread for two reasons. The system hands the memory out page by page
+while it is filled. And a GPU copies into ordinary (pageable) memory at a fraction of the bus's speed, while the thread
+waits. A buffer that is kept already has its pages, and can be pinned once; the GPU then fills it asynchronously.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ from harness.common.units import GIB
 
 
 class SyncWriter:
-    """Does the work when it is asked to."""
+    """Runs submitted work at once, in the calling thread."""
 
     def submit(self, work: Callable[[], None]) -> None:
         work()
 
     def check(self) -> None:
-        """Raise what work that was submitted earlier has raised since."""
+        """Raise the error of submitted work, if any has failed."""
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when nothing is left to do; raises like `check`."""
+        """Wait until the submitted work is done, for at most `timeout` seconds. Raises like `check`."""
 
 
 class AsyncWriter(SyncWriter):
-    """Does one piece of work at a time in a thread of its own."""
+    """Runs one piece of work at a time, in a background thread."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Begin the work; returns once any earlier one has ended, and raises if that failed."""
+        """Wait for earlier work to end, then start the work in a thread. If the earlier work failed, raises its error
+        instead."""
         self.wait()
         self._thread = threading.Thread(target=self._run, args=(work,), daemon=True, name="checkpoint-writer")
         self._thread.start()
@@ -61,43 +62,47 @@ class AsyncWriter(SyncWriter):
         self.check()
 
 
-# Each tensor begins at a multiple of so many bytes: of a cache line, and so of every element's size.
+# Offsets in the buffer are multiples of this many bytes: of a cache line, and so of every element size.
 ALIGNMENT = 64
 
 
 class HostCopies:
-    """CPU copies of nested dicts with tensors in them; rank 0's alone. Holds as many bytes as these take (for AdamW
-    three times the weights; pinned, torch rounds that up to a power of two), from the first copy to the end of the
-    process, or with `keep=False` until the copy is dropped."""
+    """CPU copies of nested dicts of tensors. Only rank 0 uses it.
+
+    Its buffer has the size of the tensors (for AdamW three times the weights; torch rounds pinned memory up to a power
+    of two). The buffer is allocated at the first copy and kept until the process ends, or with `keep=False` until the
+    copy is dropped.
+    """
 
     def __init__(self, device: torch.device, *, keep: bool) -> None:
         self._device = device
         self._keep = keep
         self._buffer: Tensor | None = None
-        self._copied: Any = None  # the event after the copies of the last call
+        self._copied: Any = None  # CUDA event recorded after the last copies
 
     def copy(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """Return the dicts with a copy on the CPU in each tensor's place: contiguous, each with a storage of its own.
+        """Return the dicts with every tensor replaced by a CPU copy, which is contiguous and has its own storage.
 
-        On a GPU the copies are only enqueued: they precede all later work of the current stream, such as the next step,
-        and can be read after `wait`. The copies of an earlier call are overwritten.
+        On a GPU the copies are only enqueued: they run before all later work of the current stream, such as the next
+        step, and can be read after `wait`. With `keep`, a later call overwrites the copies of an earlier one.
         """
         tensors: list[Tensor] = []
         _replaced(tree, tensors.append)
         places = iter(self._places(tensors))
         copied = _replaced(tree, lambda tensor: next(places).copy_(tensor, non_blocking=True))
         if self._device.type == "cuda":
-            self._copied = torch.cuda.Event(blocking=True)  # whoever waits for it sleeps
+            self._copied = torch.cuda.Event(blocking=True)  # a waiting thread sleeps instead of polling
             self._copied.record()
         return copied
 
     def wait(self) -> None:
-        """Return when the last `copy` has been done; for the thread that reads it."""
+        """Wait until the last `copy` is complete; called by the thread that reads it."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def _places(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Room for each tensor, in one buffer. torch.save writes whole storages: each place is a storage of its own."""
+        """Return an uninitialized tensor in the buffer for each of `tensors`. Each has its own storage, because
+        torch.save would otherwise write the whole buffer for each."""
         starts, end = [], 0
         for tensor in tensors:
             starts.append(end)
@@ -109,10 +114,10 @@ class HostCopies:
         ]
 
     def _room(self, size: int) -> Tensor:
-        """A buffer of at least so many bytes."""
+        """Return a buffer of at least `size` bytes."""
         if self._buffer is not None and self._buffer.nbytes >= size:
             return self._buffer
-        self._buffer = buffer = None  # before there is another
+        self._buffer = buffer = None  # frees the old buffer before a new one is allocated
         if self._device.type == "cuda" and self._keep:
             try:
                 buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -132,7 +137,7 @@ class HostCopies:
 
 
 def _replaced(tree: dict[str, Any], function: Any) -> dict[str, Any]:
-    """Replace each tensor of nested dicts by `function` of it, in order; returns new dicts."""
+    """Return new nested dicts with `function(tensor)` in place of every tensor, called in order."""
     return {
         key: _replaced(value, function) if isinstance(value, dict) else function(value) for key, value in tree.items()
     }

@@ -1,4 +1,4 @@
-"""Everything that can refuse a run, before anything is built: its lock, its data, its checkpoint and its plan."""
+"""Checks that can refuse a run before anything is built: of its lock, its dataset, its checkpoint and its plan."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ from harness.runs.train_config import TrainConfig
 
 @dataclass
 class Clock:
-    """Seconds spent in each phase, over all parts of a run that was continued."""
+    """Seconds that a run has spent in each phase, including the time before it was resumed."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     _phase: str = "setup"
     _since: float = field(default_factory=time.perf_counter)
 
     def add(self, earlier: dict[str, float]) -> None:
-        """Count the seconds that earlier parts of the run took, too."""
+        """Add the seconds by phase that the run took before it was resumed."""
         for phase in self.seconds:
             self.seconds[phase] += earlier.get(phase, 0.0)
 
     def enter(self, phase: str) -> str:
-        """Count time for `phase` from now on; the phase that ends."""
+        """Count time for `phase` from now on. Returns the phase that was counted until now."""
         now = time.perf_counter()
         self.seconds[self._phase] += now - self._since
         ended, self._phase, self._since = self._phase, phase, now
@@ -68,7 +68,7 @@ class Clock:
             self.enter(before)
 
     def now(self) -> dict[str, float]:
-        """Seconds by phase up to this moment."""
+        """Return the seconds of each phase up to now."""
         self.enter(self._phase)
         return dict(self.seconds)
 
@@ -79,41 +79,41 @@ class Clock:
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """The inputs of a process's training: all is checked, and nothing is built yet."""
+    """Inputs of training in this process. All are checked; nothing is built yet."""
 
     experiment: Experiment
     dataset: Dataset
     layout: BatchLayout
     position: Position
-    clock: Clock  # has the seconds of earlier parts of the run
-    checkpoint: Path | None = None  # to continue from
-    meta: CheckpointMeta | None = None  # what it says of itself; a notebook's with what ours would say
+    clock: Clock  # includes the seconds before the run was resumed
+    checkpoint: Path | None = None  # to resume from; None: start from scratch
+    meta: CheckpointMeta | None = None  # the checkpoint's meta.json; a notebook's has our keys added
     is_from_notebook: bool = False
     lock: RunLock | None = None
-    precision: str | None = None  # what "auto" means for this run; None: what the device is best at
-    budget: Budget | None = None  # what train.json's came to when the run began, if that is not in tokens
-    scaled: ScaledSettings = UNSCALED  # what its scaling rules make of its settings
+    precision: str | None = None  # the run's precision; None: resolve train.json's on this device
+    budget: Budget | None = None  # train.json's, resolved when the run began; None if given in tokens
+    scaled: ScaledSettings = UNSCALED  # settings changed by train.json's scaling rules
 
     @property
     def provenance(self) -> Provenance:
-        """The model, settings and dataset that a checkpoint belongs to."""
+        """The model, settings and dataset that this run's checkpoints record."""
         return self.experiment.provenance(self.dataset)
 
     @property
     def step_config(self) -> TrainConfig:
-        """train.json with the precision that it comes to, and what its scaling rules make of it."""
+        """train.json with its precision resolved and its scaling rules applied."""
         config = self.scaled.apply(self.experiment.config)
         return config if self.precision is None else config.model_copy(update={"precision": self.precision})
 
     @property
     def batches(self) -> BatchSchedule:
-        """The global batches of the steps from here on."""
+        """Schedule of the global batches, beginning with the first step of this process."""
         return self.experiment.batches(self.layout, self.position.tokens_seen)
 
     @property
     def interrupted_in(self) -> str | None:
-        """The evaluation that a signal interrupted after the last step: "validation" or "benchmarks"; it and what
-        follows it are still due."""
+        """Evaluation after the last step that a signal interrupted: "validation", "benchmarks" or None. It is still
+        due, and so is what follows it."""
         return self.meta.due if self.meta else None
 
     @property
@@ -121,16 +121,18 @@ class PreparedRun:
         return self.meta is not None and self.position.is_finished and self.interrupted_in is None
 
     def note_begun(self) -> None:
-        """Record that the run resumes if torchrun starts it again from now on. Rank 0 only."""
+        """Record in the run's lock file that training has begun, so that a restart by torchrun resumes it. Rank 0
+        only."""
         assert self.lock is not None
         self.lock.note_begun()
 
     def state(self, world: World) -> TrainState:
-        """The state of training at this start."""
+        """Return the TrainState that training starts with: the checkpoint's, or a new one."""
         if self.meta is None:
             return TrainState()
         state, now = self.meta.state(), Conditions(world.size, world.device_name, self.provenance.train)
-        if not same_conditions(self.meta.conditions, now):  # the speed is that of today's batch on today's machine
+        # The speed is measured only with the current batch and machine.
+        if not same_conditions(self.meta.conditions, now):
             state.measure_from_here(self.clock.seconds["training"])
         if self.is_from_notebook or not comparable_losses(self.meta, self.provenance):
             state.forget_best()
@@ -140,11 +142,11 @@ class PreparedRun:
 def prepare(
     experiment: Experiment, world: World, clock: Clock, checkpoint: str | None, options: TrainOptions
 ) -> PreparedRun:
-    """Take the run's lock, fetch its data, choose and verify the checkpoint to continue from, and check the plan.
+    """Take the run's lock, download its dataset, choose and verify the checkpoint to resume from, and check the plan.
 
-    `checkpoint` is a folder's name, "latest" or "best"; None for the latest, if there is one. Of `options`, --restart
-    and the speed that a budget is reckoned with are looked at. Collective. Raises
-    UserError or RunError, with the remedy, for whatever would keep the run from its end.
+    `checkpoint` is a folder name, "latest" or "best", or None for the latest one if there is any. `options` gives
+    --restart and the assumed speed, from which the time and cost of a budget are computed. Collective. Raises UserError
+    or RunError, saying what to do, for anything that would keep the run from finishing.
     """
     run, layout = experiment.run, experiment.layout(world.size)
     remark_on_machine(experiment, world)
@@ -153,7 +155,7 @@ def prepare(
     check_same_everywhere(experiment, world, dataset)
 
     def choose() -> tuple[Path, CheckpointMeta] | None:
-        if lock.began_before:  # torchrun has restarted its workers: what the user asked for was done the first time
+        if lock.began_before:  # torchrun restarted its workers; their first start obeyed --restart or CHECKPOINT
             return checkpoints.open_start(run.checkpoints, None)
         return None if options.restart else checkpoints.open_start(run.checkpoints, checkpoint)
 
@@ -164,7 +166,8 @@ def prepare(
     if path and meta:
         meta = upgrade_notebook_meta(path, meta, experiment.provenance(dataset), experiment.batches(layout))
         clock.add(meta.seconds)
-    # The plan's checks are the run's: short data, unknown tokens, a long warm-up or a full disk end it here.
+    # make_plan and check_disk also check the run: they raise for short data, unknown tokens, a long warm-up or a full
+    # disk.
     plan = world.on_each_node(lambda: make_plan(experiment, world.size, meta))
     world.on_rank0(lambda: plan.check_disk(run.path))
     world.on_rank0(lambda: say_plan(experiment, plan, options))
@@ -188,8 +191,8 @@ def prepare(
 
 
 def say_plan(experiment: Experiment, plan: Plan, options: TrainOptions) -> None:
-    """Print what train.json's budget, ramp and scaling rules come to, and what is odd, before anything is spent on it.
-    Rank 0 only."""
+    """Print what train.json's budget, batch ramp and scaling rules resolve to, and any remark on the dataset, before
+    training starts. Rank 0 only."""
     if plan.position is None or plan.position.is_finished:
         return
     if plan.dataset_remark:
@@ -200,8 +203,9 @@ def say_plan(experiment: Experiment, plan: Plan, options: TrainOptions) -> None:
 
 
 def choose_precision(config: TrainConfig, device: torch.device, meta: CheckpointMeta | None) -> str:
-    """The precision of a run, alike on all ranks: with "auto" a run keeps the one that it was begun in as long as it
-    stays on the CPU, or on GPUs, since another processor must not change its numbers unasked."""
+    """Return the name of the run's precision. With "auto", a resumed run keeps the precision that it began with, so
+    that another processor does not change its numbers unasked. It is chosen anew if the run moves between CPU and GPU,
+    or if this GPU does not support it."""
     best = Precision.for_training(config.precision, device).name
     if config.precision != "auto" or meta is None or meta.device is None or meta.train.get("precision") != "auto":
         return best
@@ -211,18 +215,20 @@ def choose_precision(config: TrainConfig, device: torch.device, meta: Checkpoint
     begun = meta.precision or (Precision.resolve("auto", device).name if was_on_cpu else best)
     try:
         return Precision.resolve(begun, device).name
-    except UserError:  # another GPU, which does not compute it
+    except UserError:  # another GPU, which does not support it
         return best
 
 
 def fetch_dataset(world: World, datasets_dir: Path, name: str, splits: list[str]) -> Dataset:
-    """The dataset with the wanted splits, on every rank; each node's first process brings it if it is not there."""
+    """Return the dataset with the wanted splits on every rank. The first process of each node downloads it if it is
+    missing."""
     world.on_each_node(lambda: ensure_dataset(datasets_dir, name, splits))
     return Dataset.open(datasets_dir, name)
 
 
 def check_same_everywhere(experiment: Experiment, world: World, dataset: Dataset) -> None:
-    """Raises UserError, on every rank, if a rank's machine has other files than rank 0's. Collective."""
+    """Raise UserError on every rank if a rank's machine has other run files or another dataset than rank 0's.
+    Collective."""
     machines = world.gather((socket.gethostname(), experiment.provenance(dataset)))
     (first_host, expected), *others = machines
     files = (("model", experiment.run.model_json), ("train", experiment.run.train_json), ("dataset", "dataset"))
@@ -237,28 +243,29 @@ def check_same_everywhere(experiment: Experiment, world: World, dataset: Dataset
 
 
 def refuse_wrong_machine(world: World, run: RunDirectory) -> None:
-    """Raises UserError if another machine than rank 0's has later checkpoints of this run, which would start again."""
+    """Raise UserError if another machine than rank 0's has later checkpoints of this run, because rank 0 would train
+    those steps again. Collective."""
     steps = [at for at, _ in checkpoints.list_checkpoints(run.checkpoints)]
     (newest, _), *others = world.gather((max(steps, default=-1), socket.gethostname()))
     found, host = max(others, default=(newest, ""))
     if found > newest:
         raise UserError(
             f"{run.checkpoints}: {host} has checkpoints up to step {found:,}, but rank 0 is on another machine, which "
-            f"{f'ends at step {newest:,}' if newest >= 0 else 'has none'}: start rank 0 on {host}, copy them, or use "
-            "--restart"
+            f"{f'has none after step {newest:,}' if newest >= 0 else 'has none'}: start rank 0 on {host}, copy them, "
+            "or use --restart"
         )
 
 
 def remark_on_machine(experiment: Experiment, world: World) -> None:
-    """Say what a user would want to know of the machine before paying for hours of it. Collective.
+    """Print what a user would want to know about the machine before paying for hours of it. Collective.
 
-    Raises UserError if it cannot compute as train.json demands.
+    Raises UserError if this machine cannot compute what train.json demands.
     """
     config, device = experiment.config, world.device
     precision = Precision.resolve(config.precision, device)
     should_compile(config.compile, device)
     remarks = [idle_gpus(device, world.local_size), not_compiled(config.compile, device)]
-    if precision.name != "fp32":  # kernels that round it are for half precision only
+    if precision.name != "fp32":  # only half-precision kernels round the dropout rate
         remarks.append(rounded_dropout(experiment.model.drop_rates.attention_weights, device))
     remarks.append(unknown_peak(world.device_name))
     for remark in (*remarks, *world.gather(taken_by_others(device))):
@@ -267,27 +274,27 @@ def remark_on_machine(experiment: Experiment, world: World) -> None:
 
 
 def next_commands(experiment: Experiment) -> str:
-    """The commands that tell whether a trained model is any good, to be typed as they stand."""
+    """Return the commands that test a trained model, ready to be pasted into a shell."""
     run, data = experiment.run.path, shlex.quote(str(experiment.datasets_dir))
     where = "" if run.parent == Path("runs") else f" --runs-dir {shlex.quote(str(run.parent))}"
     return f"\nNext:\n  uv run test_smoke.py {run.name}{where}\n  uv run test_loss.py {data} {run.name}{where}"
 
 
 def say(world: World, text: str) -> None:
-    """Print a line once for all ranks."""
+    """Print a line on rank 0 only."""
     if world.is_main:
         click.echo(text)
 
 
 @contextmanager
 def explained_failures(microbatch_size: int, stop: StopSignal) -> Iterator[None]:
-    """Turn an out-of-memory on this rank, an operation that `deterministic` cannot have, or another rank's end into a
-    line that says what to do, or into silence."""
+    """Turn an out-of-memory error on this rank, or an operation that `deterministic` does not allow, into an error that
+    says what to do. Turn the loss of another rank into PeerError, or into RunStopped after a signal."""
     try:
         with leaving_with_peers():
             yield
     except PeerError:
-        if stop.signal:  # torchrun has told us to go already
+        if stop.signal:  # torchrun has already asked this rank to stop
             raise RunStopped(stop.signal) from None
         raise
     except (RuntimeError, MemoryError) as error:

@@ -1,4 +1,4 @@
-"""One optimizer step on a model as train.json has it trained: wrapped for several ranks, compiled, or neither."""
+"""One optimizer step on a model, which may be wrapped in DistributedDataParallel, compiled, both or neither."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from harness.training.optimizer import Optimizer, build_optimizer
 from harness.training.startup import say
 from harness.training.zero1 import StatePartition
 
-REASON_CHARACTERS = 200  # of a compiler's error
+REASON_CHARACTERS = 200  # of a compiler's error, printed at most
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of a step, on the device: no thread has waited for it yet."""
+    """Result of a step. Its tensors are on the device, which may still be computing them."""
 
     losses_A: Tensor  # this rank's cross-entropy of each microbatch, fp64
     gradient_norm: Tensor
     skipped: Tensor
-    expert_tokens: Tensor | None = None  # of a mixture of experts: how many this rank's tokens each has got (LxE)
+    expert_tokens: Tensor | None = None  # mixture of experts only: number of this rank's tokens that each got (LxE)
 
 
 class OptimizerStep:
@@ -55,13 +55,15 @@ class OptimizerStep:
         config: TrainConfig,
         before_exchange: Callable[[], None] = lambda: None,
     ) -> None:
-        """`model(inputs, targets)` returns the terms whose sum is minimised; the first, the mean cross-entropy, is
-        reported. Its parameters' device is where everything happens.
+        """`model(inputs, targets)` returns a tensor of loss terms. Their sum is minimized; the first term, the mean
+        cross-entropy, is reported. Everything is on the device of the model's parameters.
 
-        `before_exchange` is called where this rank has done its own work of a step and goes on with the others.
+        `before_exchange` is called when this rank has finished a part of its own work and may next wait for other
+        ranks: before the backward pass that exchanges gradients, and whenever a backward pass has computed the first
+        parameter's gradient.
         """
         self.model = model
-        self.bare_model: Any = getattr(model, "module", model)  # what is saved, evaluated and sampled from
+        self.bare_model: Any = getattr(model, "module", model)  # unwrapped: it is saved, evaluated and sampled from
         self.is_wrapped = isinstance(model, DistributedDataParallel)
         self.optimizer = optimizer
         self.precision = precision
@@ -69,22 +71,24 @@ class OptimizerStep:
         self.scaler = precision.scaler()
         self.device = next(model.parameters()).device
         self.before_exchange = before_exchange
-        # The first parameter's gradient comes last: a rank that has it waits for the others, one without is behind.
+        # The first parameter's gradient is computed last. A rank that has computed it waits for the others; a rank that
+        # has not is behind.
         first = next(model.parameters())
         first.register_post_accumulate_grad_hook(lambda _: before_exchange())
 
     def run(self, microbatches: Sequence[Microbatch], multiplier: float, decay: float = 1.0) -> StepResult:
-        """One step over this rank's microbatches at `multiplier` times the peak learning rates and `decay` times the
-        weight decays."""
+        """Run one optimizer step over this rank's microbatches, with `multiplier` times the peak learning rates and
+        `decay` times the weight decays."""
         losses_A, expert_tokens = self.accumulate(microbatches)
         self.optimizer.set_multiplier(multiplier, decay)
-        norm, skipped = self.optimizer.update(self.scaler, self.max_norm)  # clips, and skips what is not finite
+        norm, skipped = self.optimizer.update(self.scaler, self.max_norm)  # clips; no update if not finite
         self.forget_gradients()
         return StepResult(losses_A, norm, skipped, expert_tokens)
 
     def accumulate(self, microbatches: Sequence[Microbatch], *, exchange: bool = True) -> tuple[Tensor, Tensor | None]:
-        """Forward and backward over the microbatches; the mean gradient over them, and with `exchange` over the ranks,
-        is then in `.grad`. Returns the loss of each, and how many tokens each expert got, if there are any."""
+        """Run forward and backward over the microbatches. Afterwards `.grad` holds the mean gradient over them and,
+        with `exchange`, over all ranks. Returns the loss of each microbatch, and the number of tokens of each expert
+        (None without experts)."""
         if self.is_wrapped:
             self._forget_exchanged(accumulates=len(microbatches) > 1)
         losses: list[Tensor] = []
@@ -92,7 +96,7 @@ class OptimizerStep:
         for number, microbatch in enumerate(microbatches, start=1):
             inputs_BxT, targets_BxT = microbatch.to(self.device)
             is_exchanged = exchange and number == len(microbatches)
-            # Off before the forward: DDP decides there whether this backward exchanges gradients.
+            # `no_sync` includes the forward pass, in which DDP decides whether the backward pass exchanges gradients.
             with nullcontext() if is_exchanged or not self.is_wrapped else self.model.no_sync():  # type: ignore[operator]
                 with self.precision.autocast():
                     terms = self.model(inputs_BxT, targets_BxT)
@@ -105,40 +109,45 @@ class OptimizerStep:
         return torch.stack(losses), torch.stack(expert_tokens).sum(0) if expert_tokens else None
 
     def warm_up(self, microbatch: Microbatch) -> None:
-        """One forward and backward pass whose gradients are thrown away, before the first step or any restored state.
+        """Run one forward and backward pass and discard its gradients. Called before the first step and before any
+        state is restored.
 
-        It compiles what is compiled, and lets DDP arrange its buckets in the order gradients come in, which it does
-        after the first exchange: a continued run then adds up gradients in the same order as one that never stopped.
+        The pass compiles the model if it is to be compiled. It also lets DDP arrange its buckets in the order in which
+        gradients are computed, which DDP does after its first exchange. Without this pass, a resumed run would add up
+        the gradients of its first step in another order than a run that never stopped.
         """
         self.accumulate([microbatch])
         self.forget_gradients()
 
     def forget_gradients(self) -> None:
-        """Free the gradients of a bare model. Those of a wrapped one are views of DDP's buckets, which stay."""
+        """Free the gradients of a bare model. Those of a wrapped model are views of DDP's buckets, which are kept."""
         if not self.is_wrapped:
             self.bare_model.zero_grad(set_to_none=True)
 
     def _forget_exchanged(self, *, accumulates: bool) -> None:
-        """Make the gradients in DDP's buckets those of no microbatch. Where several add up they become zero: a gradient
-        that is not there would be made beside its bucket. A single one is left out: DDP copies it into the bucket and
-        divides it by the number of ranks at once, in place of adding it to zeros and dividing the sum."""
+        """Remove the last step's gradients from DDP's buckets. If several microbatches will be added up, set them to
+        zero, because a gradient of None would be allocated outside its bucket. For a single microbatch set them to
+        None: DDP then copies the new gradient into the bucket and divides it by the number of ranks in one pass,
+        instead of adding it to zeros and dividing the sum."""
         if not accumulates:
             self.bare_model.zero_grad(set_to_none=True)
         elif gradients := [each.grad for each in self.bare_model.parameters() if each.grad is not None]:
-            torch._foreach_zero_(gradients)  # private: one kernel for all tensors has no public name
+            torch._foreach_zero_(gradients)  # private: no public function zeroes all tensors in one kernel
 
     def settle_compilation(self, microbatch: Microbatch, setting: bool | Literal["auto"], world: World) -> None:
-        """Compile what `choose_kernels` has marked, by a pass that leaves nothing but random numbers drawn.
+        """Compile the model, if `choose_kernels` has marked it, by one forward and backward pass. The pass changes
+        nothing but the random state.
 
-        If that fails on any rank, with train.json's `compile` "auto" all ranks go on without, and say so once. With
-        true: raises UserError on all of them. Collective, for ranks with the same model.
+        If compiling fails on any rank and train.json's `compile` is "auto", all ranks continue without it and rank 0
+        prints a note. If `compile` is true, raises UserError on all ranks. Collective; all ranks must have the same
+        model.
         """
         if not is_compiled(self.bare_model):
             return
         failure = None
         try:
             self.accumulate([microbatch], exchange=False)
-            self.model.zero_grad(set_to_none=True)  # as they were: DDP has not made them views of its buckets yet
+            self.model.zero_grad(set_to_none=True)  # None, as before: DDP has not made them views of its buckets yet
         except TorchDynamoException as error:
             if is_out_of_memory(error) or explain_nondeterminism(error):
                 raise
@@ -153,7 +162,7 @@ class OptimizerStep:
 
 
 def explain_failed_compilation(error: BaseException) -> str | None:
-    """A line for a compiler's error; None for another one."""
+    """Return a one-line message for an error of torch.compile, or None for any other error."""
     return _cannot_be_compiled(_reason(error)) if isinstance(error, TorchDynamoException) else None
 
 
@@ -162,7 +171,7 @@ def _cannot_be_compiled(reason: str) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of a compiler's error that is not torch's own preamble, cut to REASON_CHARACTERS."""
+    """Return the first line of a compiler's error that is not torch's own preamble, cut to REASON_CHARACTERS."""
     lines = [line.strip() for line in str(error).splitlines()]
     said = [line for line in lines if line and not line.endswith("raised:")] or [type(error).__name__]
     return said[0][:REASON_CHARACTERS]
@@ -176,10 +185,11 @@ def build_training_step(
     partition: StatePartition,
     before_exchange: Callable[[], None] = lambda: None,
 ) -> OptimizerStep:
-    """The step of an experiment on a model with new weights, with the kernels that `config` asks for, its gradients
-    exchanged between the ranks of `world`. `config` is the experiment's, with the precision that the run has.
+    """Return the OptimizerStep of an experiment. Its model has new weights and the kernels that `config` asks for, and
+    is wrapped in DistributedDataParallel if `world` has several ranks. `config` is the experiment's, with the run's
+    precision in place of "auto".
 
-    Collective. Raises UserError if this machine cannot compute it as train.json demands.
+    Collective. Raises UserError if this machine cannot compute what train.json demands.
     """
     precision = Precision.for_training(config.precision, world.device)
     model = GPTModel(
@@ -207,9 +217,9 @@ def build_step(
     before_exchange: Callable[[], None] = lambda: None,
     partition: StatePartition | None = None,
 ) -> OptimizerStep:
-    """The step that train.json describes for `model`; `trained` is the model as it is trained, wrapped or the same.
-    `partition` is that of the optimizer's state, if train.json has it sharded. Raises UserError for what this device
-    cannot do."""
+    """Return the OptimizerStep that train.json describes. `trained` is `model` itself or its DistributedDataParallel
+    wrapper. `partition` says how the optimizer's state is divided, if train.json shards it. Raises UserError if this
+    device cannot do what train.json demands."""
     device = next(model.parameters()).device
     precision = Precision.for_training(config.precision, device)
     precision.allow_tf32()

@@ -1,8 +1,9 @@
-"""The optimizer's state split over the ranks under `shard_optimizer` (ZeRO, stage 1: Rajbhandari et al.,
-arXiv:1910.02054), and the state by parameter name, which is what checkpoints hold however it is split.
+"""Optimizer state divided among the ranks under `shard_optimizer` (ZeRO, stage 1: Rajbhandari et al.,
+arXiv:1910.02054). Also the state by parameter name, which checkpoints hold however it is divided.
 
-Parameters and gradients are whole on every rank. Of each parameter, shards of its flattened numbers have an owner, the
-only rank that keeps their state. It updates them, and gives them to the others, in place.
+Parameters and gradients are whole on every rank. Each parameter is flattened and cut into shards. Every shard has an
+owner, the only rank that keeps its optimizer state. The owner updates the shard's weights in place and broadcasts them
+to the other ranks.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from harness.distributed.rendezvous import leaving_with_peers
 from harness.distributed.world import World
 from harness.runs.optimizer_state import SMALL_PIECE
 
-# By parameter name, then by the optimizer's own word for it ("exp_avg"): tensors, or their shapes.
+# Tensors of optimizer state, or their shapes: by parameter name, then by the optimizer's key ("exp_avg").
 NamedState = dict[str, dict[str, Tensor]]
 StateShapes = dict[str, dict[str, torch.Size]]
 
 
 def check_state(saved: NamedState, shapes: StateShapes) -> None:
-    """Raises ValueError if a state is not one of just these parameters and shapes, in fp32: fused kernels would read
-    beyond it."""
+    """Raise ValueError if `saved` does not have exactly the parameters, keys and shapes in `shapes`, in fp32, because
+    fused kernels would read beyond smaller tensors."""
     if saved.keys() != shapes.keys():
-        raise ValueError("the parameters are others than the model's")
+        raise ValueError("the parameters are not the model's")
     for name, wanted in shapes.items():
         state = saved[name]
         if state.keys() != wanted.keys():
@@ -39,15 +40,15 @@ def check_state(saved: NamedState, shapes: StateShapes) -> None:
                 raise ValueError(f"{key} of {name} is {state[key].dtype} {list(state[key].shape)}")
 
 
-# Numbers in a row that are never parted: kernels take so many at once or fewer, and what is left at a tensor's end by
-# other instructions, whose results may be others in the last bit.
+# Shards begin and end at multiples of this many elements. Kernels process up to so many elements at once, and the
+# remaining ones at a tensor's end with other instructions, whose results may differ in the last bit.
 GRAIN = 64
-MESSAGE = 2**26  # numbers of state in one message
+MESSAGE = 2**26  # elements of state per message
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Numbers `start` to `stop` of a flattened parameter, and the rank that owns them."""
+    """Elements `start` to `stop` of a flattened parameter, and the rank that owns them."""
 
     name: str
     start: int
@@ -55,27 +56,29 @@ class Shard:
     owner: int = 0
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The shard of a tensor of the parameter's shape: a view, flat."""
+        """Return this shard of `tensor`, which has the parameter's shape, as a flat view."""
         return tensor.detach().view(-1)[self.start : self.stop]
 
 
 @dataclass(frozen=True)
 class StatePartition:
-    """This rank among those that share an optimizer's state. A world of one, and one that shares nothing, is one rank
-    that owns everything; `is_connected` is false where one process tries what a rank among others would keep."""
+    """Division of an optimizer's state among `size` ranks, and this rank's number. Without sharding it is one rank that
+    owns everything. `is_connected` is false if the ranks exchange no state, as in -f, where each rank by itself
+    measures the memory of its part."""
 
     rank: int = 0
     size: int = 1
     is_connected: bool = False
-    control: Any = None  # the group on the CPU
+    control: Any = None  # the process group on the CPU
 
     @classmethod
     def for_world(cls, world: World) -> StatePartition:
-        """The partition over all ranks of the world."""
+        """Return the partition over all ranks of `world`."""
         return cls(world.rank, world.size, world.size > 1, world.control)
 
     def cut(self, sizes: Mapping[str, int]) -> list[Shard]:
-        """Parameters of such sizes cut so that each rank owns the same number of numbers, to within GRAIN."""
+        """Return the shards of parameters with the given sizes. Every rank owns the same number of elements, to within
+        GRAIN."""
         total, before, shards = sum(sizes.values()), 0, []
         for name, size in sizes.items():
             bounds = [total * rank // self.size - before for rank in range(self.size + 1)]
@@ -85,8 +88,8 @@ class StatePartition:
         return [shard for shard in shards if shard.stop > shard.start]
 
     def owners(self, costs: Sequence[float]) -> list[int]:
-        """An owner for each of several works that cannot be cut: the most expensive first, each to the least loaded
-        rank (Graham 1969)."""
+        """Return the rank that owns each piece of work, from the pieces' `costs`. Pieces cannot be cut: the most
+        expensive one is assigned first, each to the least loaded rank (Graham 1969)."""
         loads, owners = [0.0] * self.size, [0] * len(costs)
         for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
             owners[index] = loads.index(min(loads))
@@ -95,7 +98,8 @@ class StatePartition:
 
     @torch.no_grad()
     def exchange(self, shards: Iterable[Shard], parameters: Mapping[str, nn.Parameter]) -> None:
-        """Give every rank the owners' numbers of all shards. Collective; the device may still be at it afterwards."""
+        """Broadcast every shard of `parameters` from its owner, in place. Collective. A GPU may still be copying when
+        this returns."""
         if self.size == 1:
             return
         views: list[list[Tensor]] = [[] for _ in range(self.size)]
@@ -113,15 +117,15 @@ class StatePartition:
                     work.wait()
         for each, pack in zip(small, packed, strict=True):
             if pack is not None:
-                # Private: one kernel for all tensors has no public name.
+                # Private, because no public function copies all tensors in one kernel.
                 torch._foreach_copy_(each, list(pack.split([view.numel() for view in each])))
 
     def gather(
         self, shards: Sequence[Shard], own: Mapping[Shard, Mapping[str, Tensor]], shapes: StateShapes
     ) -> NamedState:
-        """The whole state on rank 0, on the CPU, from every rank's `own` of its shards; nothing on the others.
-        Collective. All of it is of fp32; what has no dimensions comes with each shard."""
-        shards = sorted(shards, key=lambda shard: shard.owner)  # stable: each owner's in order
+        """Return the whole state on rank 0, on the CPU, and an empty dict on the other ranks. `own` is this rank's
+        state of its own shards. Collective. All state is fp32. A tensor without dimensions is sent with every shard."""
+        shards = sorted(shards, key=lambda shard: shard.owner)  # stable: keeps the order of each owner's shards
         whole: NamedState = {}
         for owner, theirs in groupby(shards, key=lambda shard: shard.owner):
             places = [(shard, key, bool(shape)) for shard in theirs for key, shape in shapes[shard.name].items()]
@@ -138,8 +142,8 @@ class StatePartition:
         return {name: whole[name] for name in shapes if name in whole}
 
     def _send_to_rank0(self, owner: int, tensors: Sequence[Tensor], count: int) -> Tensor | None:
-        """The owner's tensors on rank 0, flattened into one; None on other ranks. Sent through the CPU group, since the
-        device's memory may be full."""
+        """Return the owner's tensors on rank 0, flattened into one of `count` elements, or None on other ranks. They
+        are sent through the CPU group, since the device's memory may be full."""
         if self.rank == owner:
             numbers = torch.cat([tensor.detach().reshape(-1).cpu() for tensor in tensors])
         elif self.rank == 0:
