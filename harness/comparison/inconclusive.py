@@ -1,5 +1,5 @@
-"""Result for a question that the data cannot answer: too few windows for an interval, too few points for a fit, no
-speed."""
+"""Result of a question that the data cannot answer, such as an interval from too few windows or a fit to too few
+points."""
 
 from __future__ import annotations
 

@@ -58,8 +58,9 @@ def text_noise(values: np.ndarray) -> Estimate | Inconclusive:
     """Return the mean of `values` (one per window, [windows], in the order of the text) and its standard error over
     other text of the same kind. Returns Inconclusive if a value is not finite or there are too few windows.
 
-    The standard error is that of the means of 8 contiguous batches (Schmeiser 1982, Operations Research 30: 556).
-    Neighboring windows resemble each other, because they are often from one document; long batches hardly do.
+    The standard error is computed from the means of 8 contiguous batches (Schmeiser 1982, Operations Research 30: 556).
+    Neighboring windows resemble each other, because they are often from one document. The means of long batches hardly
+    do.
     """
     values = values.astype(np.float64)
     if not np.isfinite(values).all():
@@ -143,4 +144,4 @@ def _power(shift: float, runs: int) -> float:
     df, noncentrality = 2 * runs - 2, shift * math.sqrt(runs / 2)
     critical = special.stdtrit(df, 1 - ALPHA / 2)
     within = special.nctdtr(df, noncentrality, critical) - special.nctdtr(df, noncentrality, -critical)
-    return float(1 - np.nan_to_num(within))  # it is NaN at single points far out, where it is nearly 0
+    return float(1 - np.nan_to_num(within))  # `within` is NaN at single points far out, where it is nearly 0

@@ -60,7 +60,7 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a comparison needs of one run. A field that could not be read is empty, and `problems` has a line for it."""
+    """Record of one run for a comparison. A field that could not be read is empty, and `problems` has a line for it."""
 
     name: str
     directory: RunDirectory

@@ -21,7 +21,7 @@ from harness.comparison.records import RunRecord
 from harness.model.config import ModelConfig
 from harness.runs.budget import wanted_tokens
 
-LOSSES = ("test_loss", "validation_loss", "bits_per_byte", "train_loss")  # runs are sorted by the first by default
+LOSSES = ("test_loss", "validation_loss", "bits_per_byte", "train_loss")  # default sort keys, the first one first
 WIDTH = 80
 GAP = "  "
 LONGEST_NAME = 34  # of a run; a longer name is cut in its middle
@@ -49,8 +49,8 @@ HEADINGS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """A value and its text, None and "" if there is no value. `remark` is the reason for that, or what a reader must
-    know about the value."""
+    """A value and its text. If there is no value, they are None and "", and `remark` is the reason. Otherwise `remark`
+    is what a reader must know about the value, if anything."""
 
     value: Any
     text: str
@@ -142,8 +142,8 @@ def is_number(value: object) -> bool:
 
 
 def number_text(value: float, style: str) -> str:
-    """Return a number as text in a format, as money or as a count. An implausibly large number becomes a power of
-    ten."""
+    """Return a number as text. `style` is a format specification, MONEY or COUNT. An implausibly large number becomes a
+    power of ten."""
     if abs(value) >= LARGEST_SHOWN:
         return format(value, ".2e")
     if style == MONEY:
