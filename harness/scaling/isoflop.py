@@ -190,7 +190,7 @@ def _optimum(
     value = _minima(parabola.coefficients[None], parabola.middle, flops, cost)[0]
     if not np.log(sizes.min()) <= value[0] <= np.log(sizes.max()):
         side = "smaller" if value[0] < np.log(sizes.min()) else "larger"
-        return Inconclusive(f"the lowest loss is outside the range of sizes; train {side} ones")
+        return Inconclusive(f"the lowest loss lies outside the sizes; train {side} ones")
     if minima_Bx3 is None:
         return Inconclusive("3 sizes determine a parabola exactly, so that its uncertainty is unknown; train a 4th")
     is_there = np.isfinite(minima_Bx3).all(axis=1)
