@@ -79,8 +79,8 @@ class RunRecord:
 
     @classmethod
     def read(cls, run: RunDirectory) -> RunRecord:
-        """Read a run's folder. No content of a file raises an exception. A run whose files cannot be read has the state
-        "damaged", with the reason as its detail."""
+        """Read a run's folder. No content of a file raises an exception. If a file that decides the run's state cannot
+        be read, the state is "damaged", with the reason as its detail."""
         return _Reader(run).record()
 
     @property

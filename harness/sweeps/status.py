@@ -1,5 +1,5 @@
-"""Status of each run of a sweep, judged by the contents of its folder. All commands and the runner use this module, so
-that they agree."""
+"""Status of each run of a sweep, judged by the contents of its folder. All sweep commands use this module, so that they
+agree."""
 
 from __future__ import annotations
 
