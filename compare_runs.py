@@ -1,4 +1,4 @@
-"""Comparison of runs: which one was better, how sure that is, and what each cost."""
+"""Comparison of runs: which one was better, how certain that is, and what each one cost."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from harness.common.errors import UserError, one_line_errors
 from harness.common.options import Command
 
 PATH = click.Path(path_type=Path)
-LARGEST_LOSS = 1000.0  # of a reference
+LARGEST_LOSS = 1000.0  # nats per token; a --reference must be below it
 AXIS = click.Choice(["tokens", "steps", "hours", "dollars", "flops"])
 
 
 @click.command(cls=Command)
 @click.argument("runs", nargs=-1, metavar="[RUN]...")
 @click.option("--runs-dir", type=PATH, default=Path("runs"), show_default=True)
-@click.option("--baseline", metavar="RUN", help="Is any other arm better than the one of RUN, and how sure is that?")
-@click.option("--sort", metavar="KEY", help="A column, as --json names it, or name. Default: the best loss first.")
-@click.option("--machines", is_flag=True, help="What each RUN would take and cost on other machines.")
-@click.option("--prices", type=PATH, help="With --machines: your list of them, like harness/planning/machines.json.")
-@click.option("--html", type=PATH, help="Write a page to look at and to send: table, curves, verdicts, in one file.")
+@click.option("--baseline", metavar="RUN", help="Test whether other settings are better or worse than that of RUN.")
+@click.option("--sort", metavar="KEY", help="Sort by a column's key in --json, or by name. Default: best loss first.")
+@click.option("--machines", is_flag=True, help="Estimate time and cost of each RUN on other machines.")
+@click.option("--prices", type=PATH, help="With --machines: your price list, like harness/planning/machines.json.")
+@click.option("--html", type=PATH, help="Write table, curves and verdicts as one HTML file, which can be sent.")
 @click.option("--chart", type=PATH, help="Draw the losses of the runs into this PNG.")
-@click.option("--over", type=AXIS, default="tokens", show_default=True, help="What the chart draws them over.")
-@click.option("--reference", multiple=True, metavar="LABEL=LOSS", help="A line across the chart and the page's.")
-@click.option("--json", "as_json", is_flag=True, help="Everything as JSON.")
+@click.option("--over", type=AXIS, default="tokens", show_default=True, help="X axis of the chart.")
+@click.option("--reference", multiple=True, metavar="LABEL=LOSS", help="Draw a line at this loss into the charts.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def main(
     runs: tuple[str, ...],
     runs_dir: Path,
@@ -43,10 +43,11 @@ def main(
     reference: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Compare RUNs, names of folders in --runs-dir, patterns like 'lr-*', or paths; without one, all that were trained.
+    """Compare RUNs: names of folders in --runs-dir, patterns like 'lr-*', or paths. Without a RUN, compare all runs
+    that have been trained.
 
-    A table with a row for each: what was asked of it as far as it differs, what came out, and what it cost. Unlike
-    things never stand in one column.
+    Prints a table with a row for each run: results, speed, time and cost, and below it the settings that differ.
+    Numbers share a column only if they were measured on the same text or task.
     """
     with one_line_errors():
         from harness.common.files import check_writable, replace_text
@@ -69,7 +70,7 @@ def main(
         if reference and not (html or chart):
             raise UserError("--reference belongs with --html or --chart")
         if chart is not None and chart.suffix.lower() != ".png":
-            raise UserError(f"--chart {chart}: a PNG is drawn; give the file that ending")
+            raise UserError(f"--chart {chart}: must end in .png")
         for path in filter(None, [chart, html]):
             check_writable(path.absolute().parent)
             if path.is_dir():
@@ -78,7 +79,7 @@ def main(
         if baseline is not None:
             baseline = RunDirectory.find(runs_dir, baseline).path.name
         records = read_records(runs_dir, (*runs, *filter(None, [baseline])) if runs else ())
-        # Shipped runs that nobody trained here would fill the table.
+        # Runs that ship with the repository and were never trained here would fill the table.
         trained = [record for record in records if record.state.word != "never trained" or record.name == baseline]
         left_out = [] if runs or not trained else [record for record in records if record not in trained]
         table = RunsTable.of([record for record in records if record not in left_out]).sorted(sort)
@@ -119,7 +120,7 @@ def main(
 
 
 def _read_references(reference: tuple[str, ...]) -> dict[str, float]:
-    """Losses by their labels. Raises UserError for what is not LABEL=LOSS."""
+    """Return the losses by label. Raises UserError for a text that is not LABEL=LOSS."""
     found = {}
     for text in reference:
         label, _, number = text.rpartition("=")

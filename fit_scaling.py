@@ -25,15 +25,21 @@ FORMATS = (".png", ".pdf", ".svg")
     "--points", type=click.Path(path_type=Path), help="In place of RUNS, a CSV file: parameters, flops, loss, (tokens)."
 )
 @click.option("--drop-highest", type=click.IntRange(0), default=0, metavar="K", help="Leave out the K highest losses.")
-@click.option("--predict", multiple=True, metavar="PLAN", help="Loss of parameters=N,tokens=D, or of a run's files.")
-@click.option("--budget", type=QUANTITY, multiple=True, help="The best size and tokens for so many FLOPs.")
+@click.option("--predict", multiple=True, metavar="PLAN", help="Predict the loss of parameters=N,tokens=D or a run.")
+@click.option("--budget", type=QUANTITY, multiple=True, help="Print the best size and tokens for these FLOPs.")
 @click.option(
-    "--tolerance", type=FiniteNumber(0, 1), default=0.05, show_default=True, help="Of FLOPs in a profile, each way."
+    "--tolerance",
+    type=FiniteNumber(0, 1),
+    default=0.05,
+    show_default=True,
+    help="Largest relative deviation of FLOPs from the middle of a profile.",
 )
-@click.option("--least-sizes", type=click.IntRange(3), default=4, show_default=True, help="That make a profile.")
-@click.option("--resamples", type=click.IntRange(100, 100_000), default=1000, show_default=True, help="For intervals.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the resamples.")
-@click.option("--chart", type=click.Path(path_type=Path), help="Draw it all into this file (png, pdf or svg).")
+@click.option("--least-sizes", type=click.IntRange(3), default=4, show_default=True, help="Sizes that a profile needs.")
+@click.option(
+    "--resamples", type=click.IntRange(100, 100_000), default=1000, show_default=True, help="Resamples for intervals."
+)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the resamples.")
+@click.option("--chart", type=click.Path(path_type=Path), help="Draw all results into this file (png, pdf or svg).")
 @click.option("--json", is_flag=True, help="Print JSON.")
 @click.option(
     "--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Folder of the runs."
@@ -42,8 +48,8 @@ def main(runs: tuple[str, ...], points: Path | None, **options: Any) -> None:
     """Fit scaling laws to the final validation losses of RUNS: names of
     folders in runs/, or patterns like 'ladder-*'.
 
-    IsoFLOP profiles (the best size at each compute), power laws of the best size and tokens, and the law
-    L(N, D) = E + A/N^alpha + B/D^beta, each with its 95% interval. Runs that have not finished are named and left out.
+    Prints isoFLOP profiles (the best size at each compute), power laws of the best size and tokens, and the law
+    L(N, D) = E + A/N^alpha + B/D^beta, all with 95% intervals. Runs that have not finished are named and left out.
     """
     with one_line_errors():
         from harness.common.files import check_writable
@@ -55,7 +61,7 @@ def main(runs: tuple[str, ...], points: Path | None, **options: Any) -> None:
         if chart := options["chart"]:
             if chart.suffix.lower() not in FORMATS:
                 raise UserError(f"--chart {chart}: name a file that ends in {', '.join(FORMATS)}")
-            check_writable(chart.parent)  # before long work
+            check_writable(chart.parent)  # before the fits, which take long
         given = load_points(runs, points, options["runs_dir"]).without_highest(options["drop_highest"])
         cost = CostLaw.of(given)
         plans = [plan_of(text, options["runs_dir"], cost) for text in options["predict"]]
@@ -80,7 +86,7 @@ def main(runs: tuple[str, ...], points: Path | None, **options: Any) -> None:
 
 
 def load_points(runs: tuple[str, ...], points: Path | None, runs_dir: Path) -> Points:
-    """The points of either source. Raises UserError for both or neither."""
+    """Return the points of RUNS or of the CSV file. Raises UserError if both or neither are given."""
     from harness.runs.directory import RunDirectory
     from harness.scaling.data import points_of_runs, read_points
 
@@ -91,11 +97,12 @@ def load_points(runs: tuple[str, ...], points: Path | None, runs_dir: Path) -> P
     if not runs:
         raise UserError("give the runs to fit, or --points with a CSV file")
     folders = {run.path.resolve(): run for name in runs for run in RunDirectory.find_all(runs_dir, name)}
-    return points_of_runs(list(folders.values()))  # each once
+    return points_of_runs(list(folders.values()))  # each run once
 
 
 def plan_of(text: str, runs_dir: Path, cost: CostLaw) -> Plan:
-    """The run that --predict asks about: `parameters=1e9,tokens=2e10`, or a run's name. Raises UserError."""
+    """Return the plan that --predict gives, as `parameters=1e9,tokens=2e10` or as the name of a run. Raises UserError
+    if the text, the run or one of its files is wrong."""
     from harness.model.config import load_model_config
     from harness.runs.budget import stated_tokens
     from harness.runs.directory import RunDirectory

@@ -16,10 +16,10 @@ from harness.common.options import POSITIVE, RUNS_DIR, Group
 SWEEP = click.argument("sweep", type=click.Path(path_type=Path), metavar="SWEEP.json")
 DATASETS_DIR = click.argument("datasets_dir", type=click.Path(path_type=Path))
 GROUPS = click.option(
-    "--groups", type=click.IntRange(1, 64), default=1, show_default=True, help="So many runs at a time."
+    "--groups", type=click.IntRange(1, 64), default=1, show_default=True, help="Number of runs to train at a time."
 )
 PROCESSES = click.option(
-    "--processes", type=click.IntRange(1, 1024), help="Of each run. Default: a group's GPUs, or 1 without GPUs."
+    "--processes", type=click.IntRange(1, 1024), help="Of each run. Default: one per GPU of a group, or 1 without GPUs."
 )
 MAX_DOLLARS = click.option("--max-dollars", type=POSITIVE, help="Stop before all runs together have cost more.")
 CLEAR_LINE = "\r\x1b[2K"
@@ -37,13 +37,13 @@ def main() -> None:
     """
 
 
-@main.command("make", short_help="Write the folders of all its runs.")
+@main.command("make", short_help="Write the folders of all runs.")
 @SWEEP
 @RUNS_DIR
 def make(sweep: Path, runs_dir: Path) -> None:
-    """Write a folder for each run of SWEEP.json beside its base: all, or none.
+    """Write a folder for each run of SWEEP.json, beside the folder of the base run: all of them, or none.
 
-    Those that are there already are left as they are; a folder of the same name with another run in it is refused.
+    Runs that exist already are not changed. It is an error if a folder of the same name holds another run.
     """
     with one_line_errors():
         from harness.sweeps.derived_runs import write_runs
@@ -65,11 +65,12 @@ def make(sweep: Path, runs_dir: Path) -> None:
 @GROUPS
 @PROCESSES
 @click.option("--assume-tps", type=POSITIVE, help="Tokens per second of training alone.")
-@click.option("--assume-tps-with-validation", type=POSITIVE, help="Tokens per second, validation's time counted.")
-@click.option("--assume-device", help="As if the processes' devices were such GPUs, like H100: an estimated speed.")
+@click.option("--assume-tps-with-validation", type=POSITIVE, help="Tokens per second, including time of validation.")
+@click.option("--assume-device", help="Estimate the speed as if each process had such a GPU, like H100.")
 @RUNS_DIR
 def plan(sweep: Path, datasets_dir: Path, runs_dir: Path, **machine: Any) -> None:
-    """Print what is left of SWEEP.json's runs, and what it will take. Nothing is trained, nor need they be made."""
+    """Print which runs of SWEEP.json are left to train, and their time, cost and disk space. Nothing is trained. The
+    run folders need not exist yet."""
     with one_line_errors():
         from harness.sweeps.file import load_sweep
         from harness.sweeps.plan import Planner, describe_sweep_plan, plan_sweep
@@ -78,7 +79,7 @@ def plan(sweep: Path, datasets_dir: Path, runs_dir: Path, **machine: Any) -> Non
         click.echo(describe_sweep_plan(plan_sweep(load_sweep(sweep, runs_dir), planner), runs_dir))
 
 
-@main.command("run", short_help="Make its runs, and train what is not finished.")
+@main.command("run", short_help="Make missing runs, and train unfinished ones.")
 @SWEEP
 @DATASETS_DIR
 @GROUPS
@@ -86,11 +87,11 @@ def plan(sweep: Path, datasets_dir: Path, runs_dir: Path, **machine: Any) -> Non
 @MAX_DOLLARS
 @RUNS_DIR
 def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | None, **machine: Any) -> None:
-    """Make the runs of SWEEP.json that are missing, and train what is not finished: one run after the other, or
+    """Make the runs of SWEEP.json that are missing, and train those that are not finished: one run after the other, or
     --groups at a time.
 
-    The same command goes on after whatever has ended it. A run that fails does not stop the others. Ctrl-C stops them
-    with checkpoints. What a run prints goes to sweep.log in its folder.
+    If the sweep ends early, run the same command again to resume it. A run that fails does not stop the others. Ctrl-C
+    stops all runs, each with a checkpoint. The output of a run is written to sweep.log in its folder.
     """
     with one_line_errors():
         from harness.common.errors import survive_closed_output
@@ -111,7 +112,7 @@ def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | N
         say(f"Sweep {found.name}: {len(runner.waiting):,} of {len(found.runs):,} runs are to be trained")
         survive_closed_output(runner.hang_up)
         if runner.waiting:
-            say("What they print goes to sweep.log in their folders.")
+            say("The output of each run is written to sweep.log in its folder.")
         runner.run(say, show if sys.stdout.isatty() else None)
         runner.leave()
         names = [run.name for run in found.runs]
@@ -124,20 +125,20 @@ def run_(sweep: Path, datasets_dir: Path, runs_dir: Path, max_dollars: float | N
 
 
 def say(text: str) -> None:
-    """Print a line, on a terminal in place of one that was shown."""
+    """Print a line. On a terminal, it replaces the line that `show` has written."""
     print(f"{CLEAR_LINE}{text}" if sys.stdout.isatty() else text, flush=True)
 
 
 def show(text: str) -> None:
-    """Show a line in place of the terminal's last."""
+    """Replace the last line on the terminal with this text, cut to the terminal's width."""
     print(f"{CLEAR_LINE}{text[: get_terminal_size().columns - 1]}", end="", flush=True)
 
 
-@main.command("status", short_help="What is finished, going on, failed.")
+@main.command("status", short_help="Print the state of each run.")
 @SWEEP
 @RUNS_DIR
 def status(sweep: Path, runs_dir: Path) -> None:
-    """Print how far each run of SWEEP.json is."""
+    """Print the state and the progress of each run of SWEEP.json."""
     with one_line_errors():
         from harness.sweeps.file import load_sweep
         from harness.sweeps.status import count_states, status_lines, status_of

@@ -1,1 +1,1 @@
-"""Comparing finished and running runs: records, columns, replicates, noise, verdicts, charts and the page."""
+"""Comparison of finished and running runs: records, columns, replicates, noise, verdicts, charts and the page."""

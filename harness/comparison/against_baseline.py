@@ -1,4 +1,4 @@
-"""Every arm of an experiment against one baseline: which loss is compared, and the verdicts in lines for a reader."""
+"""Comparison of every arm of an experiment with one baseline: choice of the loss to compare, and verdicts as text."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ from harness.runs.results import LossResult, read_window_losses
 
 @dataclass(frozen=True)
 class BaselineComparison:
-    """Verdicts against one baseline: `title` says what is compared, `closing` how many seeds it takes, `notes` what was
-    left out, `loss` which loss the verdicts use. `verdicts` is empty if nothing compares."""
+    """Verdicts on the other arms against one baseline. `title` says what is compared, or why nothing can be compared.
+    `closing` says how many seeds would be needed, `notes` has remarks such as which runs were left out, and `loss` is
+    "test loss" or "validation loss". `verdicts` is empty if nothing can be compared."""
 
     title: str
     verdicts: list[Verdict] = field(default_factory=list)
@@ -39,7 +40,7 @@ class BaselineComparison:
     loss: str = ""
 
     def lines(self) -> list[str]:
-        """Paragraphs for a reader, one string each."""
+        """Return the comparison as text, one string per paragraph."""
         sentences = [verdict.sentence for verdict in self.verdicts]
         return [self.title, *sentences, *filter(None, [self.closing]), *self.notes]
 
@@ -66,8 +67,9 @@ class BaselineComparison:
 
 
 def compare_with(baseline: str, records: Sequence[RunRecord]) -> BaselineComparison:
-    """Compare every arm with that of the run `baseline`, by test loss on the text measured for most runs, or else by
-    the last validation loss."""
+    """Compare every arm with the arm of the run `baseline`. Uses the test losses on the text that most runs were
+    measured on, among them a run of the baseline's arm. If there is no such text, uses the last validation losses in
+    the same way."""
     arms = find_arms(records, baseline)
     own = arms.arm_of(baseline)
     if own is None:
@@ -96,7 +98,8 @@ def _compare(
     values: Sequence[Values],
     records: Sequence[RunRecord],
 ) -> BaselineComparison:
-    """Compare the arms by the losses of `members`, which are on the basis; `values` has the runs' losses on others."""
+    """Compare the arms by the losses in `members`, which are measurements on `basis`, by row of `records`. `values` has
+    all measurements of each row; they give the reasons for runs that are left out."""
     notes: list[str] = []
     found = {records[row].name: (records[row], each) for row, each in members.items()}
     built = {}
@@ -125,8 +128,9 @@ def _compare(
 
 
 def _windows(records: Sequence[RunRecord], basis: Basis, notes: list[str]) -> list[np.ndarray] | None:
-    """The loss of each window of the text, [windows] for each run, of the checkpoint that the table shows; None where
-    they are not kept. A file that cannot be read is one of the `notes`."""
+    """Return the loss of each window of the text, an array [windows] per run, for the checkpoint that the table shows.
+    Returns None if these losses are missing for a run. If a file of losses cannot be read, adds a line to `notes` and
+    returns None."""
     windows = []
     for record in records:
         chosen = chosen_results(record, record.results.of(LossResult), loss_basis)

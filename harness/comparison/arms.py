@@ -1,5 +1,5 @@
-"""Arms of an experiment: finished runs that are replicates of each other, alike in all that decides how training comes
-out but for `random_seed`."""
+"""Arms of an experiment: groups of finished runs that differ only in `random_seed` and in settings that do not affect
+the result. The runs of an arm are replicates of each other."""
 
 from __future__ import annotations
 
@@ -23,25 +23,27 @@ from harness.runs.train_config import Affects, TrainConfig, keys_affecting
 SEED = "random_seed"
 SEED_ENDING = re.compile(r"[-_.]?(?:random[-_]?)?seed[-_=.]?\d+$")
 WITHOUT_EFFECT = keys_affecting(Affects.NOTHING)
-# Where the same configuration gives other roundings, and other dropout on another number of ranks.
+# The same configuration rounds differently with another torch, device or number of ranks. The number of ranks also
+# changes dropout.
 SURROUNDINGS = {"torch": "torch", "device": "device", "world_size": "number of ranks"}
 
 
 @dataclass(frozen=True)
 class Arms:
-    """Names of runs by the name of their arm, with remarks on runs that are in none or not where one might think."""
+    """Arms by name: `runs` has the names of the runs in each arm. `notes` has remarks on runs that are in no arm, or
+    not in the arm where one might expect them."""
 
     runs: dict[str, tuple[str, ...]]
     notes: list[str] = field(default_factory=list)
 
     def arm_of(self, run: str) -> str | None:
-        """The name of the arm that the run is in."""
+        """Return the name of the arm that contains the run, or None if no arm does."""
         return next((arm for arm, runs in self.runs.items() if run in runs), None)
 
 
 def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms:
-    """Group the runs that have finished into arms, in their order. Of runs with equal seeds in an arm the first counts,
-    or the run `baseline`."""
+    """Group the finished runs into arms, in the order of `records`. Of several runs with the same seed in one arm, only
+    the first counts, or the run `baseline` if it is one of them."""
     unfinished: dict[str, list[str]] = {}
     for record in records:
         if record.summary is None:
@@ -67,8 +69,9 @@ def find_arms(records: Sequence[RunRecord], baseline: str | None = None) -> Arms
 
 
 def _named(arms: Sequence[tuple[str, ...]], runs: set[str], baseline: str | None) -> dict[str, tuple[str, ...]]:
-    """The arms by their names: what its runs are called without their seed if nothing else is called so, else the name
-    of its first run, or of the baseline."""
+    """Return the arms by name. An arm of several runs is named after them without the seed, if these names then agree
+    and no run or other arm has that name. Otherwise it has the name of its first run, or of the baseline if it contains
+    the baseline."""
     stems = []
     for arm in arms:
         shared = {SEED_ENDING.sub("", name) for name in arm}
@@ -81,8 +84,9 @@ def _named(arms: Sequence[tuple[str, ...]], runs: set[str], baseline: str | None
 
 
 def settings_of(record: RunRecord) -> tuple[str, str] | Inconclusive:
-    """Two JSON texts, equal for replicates: the settings that decide the result; torch, device and number of ranks.
-    Inconclusive if one of them was not recorded, so that no replicate is known."""
+    """Return two JSON texts that are equal for replicates: the settings that affect the result, and torch, device and
+    number of ranks. Returns Inconclusive if replicates cannot be recognized: a setting was not recorded, or
+    `initial_weights` are given and make the seed ineffective or may differ between runs."""
     dataset, model = record.dataset or None, record.model
     known = {"dataset": dataset, **{key: getattr(record, key) for key in SURROUNDINGS}}
     missing = [SURROUNDINGS.get(key, key) for key, value in known.items() if value is None]
@@ -96,7 +100,7 @@ def settings_of(record: RunRecord) -> tuple[str, str] | Inconclusive:
         if not path.is_absolute() and ".." not in path.parts:
             return Inconclusive(f'the initial_weights "{weights}" are in its own folder, and another run\'s may differ')
     sequences = train.pop("global_batch_size")
-    if sequences is not None:  # the other way of saying it
+    if sequences is not None:  # another way to give gradient_accumulation_steps
         microbatch = train.get("microbatch_size")
         if not isinstance(microbatch, int) or microbatch < 1:
             return Inconclusive("its microbatch_size was not recorded")
@@ -108,8 +112,8 @@ def settings_of(record: RunRecord) -> tuple[str, str] | Inconclusive:
 
 
 def _with_defaults(schema: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values, with defaults for keys that an earlier version did not write; keys that this version has no more
-    change nothing where they were off."""
+    """Return `values` with the schema's defaults for keys that an earlier version did not write. Leaves out keys that
+    this version no longer has if their value is None or False, because such a feature was off."""
     defaults = {key: each.default for key, each in schema.model_fields.items() if each.default is not PydanticUndefined}
     known = {key: value for key, value in values.items() if key in schema.model_fields or value not in (None, False)}
     return {**defaults, **known}
@@ -118,7 +122,8 @@ def _with_defaults(schema: type[BaseModel], values: Mapping[str, Any]) -> dict[s
 def _near_misses(
     settings: Mapping[str, tuple[str, str] | Inconclusive], records: Mapping[str, RunRecord], names: Sequence[str]
 ) -> list[str]:
-    """A note for each set of runs, of the arms that begin with `names`, that differ in their surroundings only."""
+    """Return a note for each set of runs that differ only in torch, device or number of ranks. `names` has the first
+    run of each arm."""
     alike: dict[str, list[str]] = {}
     for name in names:
         of_run = settings[name]

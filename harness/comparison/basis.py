@@ -1,5 +1,5 @@
-"""The basis of a measurement: the text or task, identified by content hashes, never by names. Numbers of different runs
-may stand in one column where their bases are equal."""
+"""The basis of a measurement: the text or task that was measured, identified by hashes of its content instead of names.
+Numbers of different runs share a column of the table only if their bases are equal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from harness.runs.results import AnyResult, BenchmarkResult, InstructionResult, 
 
 @dataclass(frozen=True)
 class Basis:
-    """The text or task that a number was measured on; `words` are for a reader."""
+    """The text or task that a number was measured on. Bases with equal `identity` are equal; `words` describe the basis
+    to a reader."""
 
     identity: Hashable
     words: str = field(compare=False)
@@ -24,21 +25,22 @@ class Basis:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One number of one run."""
+    """One number that was measured in one run."""
 
     value: float
     basis: Basis
-    remark: str = ""  # needed to read the number right
+    remark: str = ""  # what a reader must know about the number
     error: str = ""  # its uncertainty, such as "±0.012"
 
 
-MEASURED_TOO = "; measured, too: "  # in a remark on a result of the best checkpoint
-Values = Sequence[Measurement] | Inconclusive  # of one run, one measurement for each basis
-Group = tuple[Basis, dict[int, Measurement]]  # measurements on one basis, by the position of their runs
+MEASURED_TOO = "; measured, too: "  # in a remark on the best checkpoint, before the names of others
+Values = Sequence[Measurement] | Inconclusive  # measurements of one run, one per basis, or why there are none
+Group = tuple[Basis, dict[int, Measurement]]  # measurements on one basis, by the index of the run
 
 
 def comparable_groups(values: Sequence[Values]) -> list[Group]:
-    """Group measurements of runs by their basis: the largest group first, then in the order of the runs."""
+    """Group the measurements of runs by basis. `values` has one entry per run. The largest group comes first; groups of
+    the same size are in the order of the runs."""
     groups: dict[Basis, dict[int, Measurement]] = {}
     for position, of_run in enumerate(values):
         for measurement in [] if isinstance(of_run, Inconclusive) else of_run:
@@ -47,7 +49,8 @@ def comparable_groups(values: Sequence[Values]) -> list[Group]:
 
 
 def training_basis(record: RunRecord) -> Basis | None:
-    """The text of a run's training losses; None if its content is not recorded."""
+    """Return the basis of a run's training losses: train split and context length. None if the split's hash is not
+    recorded."""
     split, context = record.dataset.get("train"), record.model.get("context_length")
     digest = split.get("sha256") if isinstance(split, dict) else None
     if not isinstance(digest, str):
@@ -57,7 +60,7 @@ def training_basis(record: RunRecord) -> Basis | None:
 
 
 def validation_basis(record: RunRecord) -> Basis | None:
-    """The text of a run's validation losses; None if its content is not recorded."""
+    """Return the basis of a run's validation losses, or None if their text is not recorded."""
     text = validation_text(record.model, record.train, record.dataset)
     if text is None:
         return None
@@ -69,7 +72,8 @@ def validation_basis(record: RunRecord) -> Basis | None:
 
 
 def loss_basis(result: LossResult) -> Basis:
-    """The basis of a test loss: the same tokens, cut into the same windows, in the same precision."""
+    """Return the basis of a test loss. Test losses have the same basis if the tokens, their division into windows, and
+    the precision are the same."""
     tokenizer = result.text.tokenizer
     words = f"{_text_words(result.text)}, in {result.precision}"
     words += "" if tokenizer == "gpt2" else f", tokenizer {_short(tokenizer)}"
@@ -77,11 +81,13 @@ def loss_basis(result: LossResult) -> Basis:
 
 
 def bits_bases(results: Sequence[LossResult]) -> dict[Basis, Basis]:
-    """The bases of bits per byte, by those of the losses: the same slice, or the same text in other tokens.
+    """Return the basis of bits per byte for each basis of a test loss. Bits per byte compare on the same slice of
+    tokens, and also on the same text in other tokens.
 
-    Whether two data sets with different tokenizers are the same text is not recorded. They count as it if both were
-    measured from the first token of the split of the same name, and over the same number of bytes except for what does
-    not fill a window.
+    Results do not record whether two datasets with different tokenizers hold the same text. They count as the same text
+    if both were measured in the same precision and from the first token of a split of the same name, and if their
+    numbers of bytes differ by at most one window. The last tokens of a split that do not fill a window are not
+    measured.
     """
     bases: dict[Basis, Basis] = {}
     representatives: list[LossResult] = []
@@ -117,7 +123,8 @@ def _text_words(text: Text) -> str:
 
 
 def judging_basis(result: InstructionResult) -> Basis:
-    """The basis of an instruction score: one judging, or, for answers judged alone, the same judge and prompt."""
+    """Return the basis of an instruction score. Scores compare if the answers were judged together, or if each model's
+    answers were judged alone with the same judge, prompt, questions and number of repeats."""
     identity = (result.judge, result.base_url, result.prompt, result.questions_sha256, result.repeats)
     words = f"{result.questions} questions ({_short(result.questions_sha256)}), judge {result.judge}"
     if len(result.judged_with) > 1:
@@ -127,7 +134,7 @@ def judging_basis(result: InstructionResult) -> Basis:
 
 
 def benchmark_basis(result: BenchmarkResult) -> Basis:
-    """The basis of a benchmark's scores: the same number of shots, examples, lm-eval and precision."""
+    """Return the basis of a benchmark's scores: number of shots, examples, version of lm-eval, and precision."""
     shots = "the task's own shots" if result.num_fewshot is None else f"{result.num_fewshot} shots"
     examples = "all examples" if result.limit is None else f"the first {result.limit} examples"
     identity = (result.num_fewshot, result.limit, result.lm_eval, result.precision)
@@ -136,8 +143,8 @@ def benchmark_basis(result: BenchmarkResult) -> Basis:
 
 
 def training_benchmark_basis(record: RunRecord, event: BenchmarkEvent) -> Basis:
-    """The basis of a score evaluated while training, which compares with no other kind: lm-eval's version is not
-    recorded."""
+    """Return the basis of a benchmark score that was evaluated while training. It never equals the basis of a score by
+    evaluate_benchmarks.py, because training does not record lm-eval's version."""
     examples = f"{event.examples:,}" if event.examples else "an unknown number of"
     words = f"{examples} examples, in {record.trained_in}, lm-eval's version not recorded"
     return Basis(("benchmarks while training", event.examples or record.name, record.trained_in), words)
@@ -146,8 +153,10 @@ def training_benchmark_basis(record: RunRecord, event: BenchmarkEvent) -> Basis:
 def chosen_results(
     record: RunRecord, results: Sequence[AnyResult], basis_of: Callable[[AnyResult], Basis]
 ) -> list[tuple[AnyResult, Basis, str]]:
-    """One result of a run for each basis: the best checkpoint's, else the latest's, else the one of the highest step;
-    with a remark where that may surprise. Results of a training that was set aside since are left out."""
+    """Return one result of a run for each basis, as (result, basis, remark). The result is that of the best checkpoint,
+    or else of the latest, or else of the checkpoint with the highest step. The remark is empty unless a reader should
+    know which checkpoint was measured. Leaves out results of an earlier training whose checkpoints were moved to
+    aside/."""
     candidates: dict[Basis, list[AnyResult]] = {}
     for result in results:
         if result.weights.checkpoint not in record.checkpoints.aside:
@@ -167,7 +176,8 @@ def _preference(record: RunRecord, result: Result) -> tuple[bool, bool, int, str
 
 
 def _which_checkpoint(record: RunRecord, ordered: Sequence[Result]) -> str:
-    """A remark that names the checkpoint of the first result, if it is not the best or not the only one; else ""."""
+    """Return a remark that names the checkpoint of the first result, or "" if it is the best and the only one
+    measured."""
     first, *others = ordered
     is_best, is_latest, *_ = _preference(record, first)
     further = sorted({other.weights.checkpoint for other in others} - {first.weights.checkpoint})

@@ -1,4 +1,4 @@
-"""Loss curves of several runs over a common axis, drawn by matplotlib; replicates are one curve with a band."""
+"""Loss curves of several runs over a common axis, drawn by matplotlib. Replicates share one curve with a band."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from harness.runs.metrics import Event, TrainEvent, ValidationEvent
 from harness.runs.throughput import cost
 
 LEAST_POINTS = 2
-# The losses of the first part of an axis are near ln(vocabulary), and would squeeze the rest into the lower edge.
+# First part of the axis, as a fraction. Losses there are near ln(vocabulary), and would squeeze the rest of the curves
+# into the lower edge.
 WARM_PART = 0.2
 HEADROOM = 0.06
-CUT_RATIO = 2.0  # times the losses after that part: if the whole curves take no more height, nothing is cut off
-LEAST_REACH = 0.1  # nats; a reference further off than the curves' range, or this, is only named
+CUT_RATIO = 2.0  # nothing is cut off if whole curves are at most this many times as high as the rest of them
+LEAST_REACH = 0.1  # nats; references further from the curves than this and than the curves' range are only named
 MOST_MARKERS = 12  # along a curve
-LARGEST_LOSS = 1e6  # nats per token: beyond it a run has diverged
-# Three shades that differ in lightness, four ways to draw a line: twelve curves are told apart in greyscale, too.
+LARGEST_LOSS = 1e6  # nats per token; a run with a larger loss has diverged
+# Three shades that differ in lightness times four line styles: twelve curves can be told apart, also in grayscale.
 SHADES = ("#1b2a49", "#c8553d", "#5fa8a0")
 LINES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D")
@@ -38,7 +39,7 @@ KINDS: tuple[tuple[str, type[Event], BasisOf], ...] = (
     ("validation", ValidationEvent, validation_basis),
     ("training", TrainEvent, training_basis),
 )
-# Labels of the axes, by their names.
+# Label of each axis, by the name of the axis.
 AXES = {
     "tokens": "tokens seen",
     "steps": "global steps",
@@ -46,12 +47,13 @@ AXES = {
     "dollars": "US dollars",
     "flops": "FLOPs of training",
 }
-PLAIN_AXES = ("hours", "dollars")  # whose numbers take no prefix such as M
+PLAIN_AXES = ("hours", "dollars")  # axes whose numbers are written without a prefix such as M
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Losses, in nats per token, along an axis; of several runs their mean and range."""
+    """Losses in nats per token along an axis. For several runs: their mean `y`, and their range from `low` to
+    `high`."""
 
     label: str
     x: list[float]
@@ -63,7 +65,8 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves of one kind of loss, the lowest last loss first, with a line for each reason why a run is not drawn."""
+    """Curves of one kind of loss, sorted by their last loss, the lowest first. `problems` has a line for each reason
+    why runs are not drawn."""
 
     axis: str
     kind: str  # "validation" or "training"
@@ -72,9 +75,9 @@ class Chart:
 
 
 def charts_of(records: Sequence[RunRecord], axes: Sequence[str], baseline: str | None = None) -> list[Chart]:
-    """A chart over each axis, of the runs whose losses are of the text that most of them were measured on: validation
-    losses, or, where no run has enough of those, training losses. Arms are called as in the verdicts against the run
-    `baseline`."""
+    """Return a chart over each axis. It shows the runs whose losses are on the same text as those of most runs:
+    validation losses, or training losses if no run has enough validation losses for a curve. Arms have the same names
+    as in the verdicts against the run `baseline`."""
     events: dict[str, list[Event]] = {}
     reasons: dict[str, list[str]] = {}
     for record in records:
@@ -123,7 +126,8 @@ def _chart(
     losses: Mapping[str, Sequence[Event]],
     reasons: Mapping[str, Sequence[str]],
 ) -> Chart:
-    """The curves along one axis: the mean of each group's runs at the steps that all of them have a loss of."""
+    """Return the chart over one axis. The curve of a group is the mean of its runs at those steps where all of them
+    have a loss."""
     points, found = {}, {reason: [*names] for reason, names in reasons.items()}
     for name, record in drawn.items():
         try:
@@ -147,7 +151,8 @@ def _chart(
 
 
 def _place(event: Event, axis: str, record: RunRecord) -> float:
-    """The place of an event on an axis. Raises UserError if the price or the FLOPs per token are not known."""
+    """Return the position of an event on an axis. Raises UserError if the price or the FLOPs per token are not
+    known."""
     price, seconds = record.train.get("price_per_hour"), event.seconds or 0.0
     if axis == "steps":
         return event.global_step
@@ -165,13 +170,13 @@ def _place(event: Event, axis: str, record: RunRecord) -> float:
 
 
 def _losses(events: Sequence[Event], kind: type[Event]) -> list[Event]:
-    """The events of a kind that have a loss that can be drawn."""
+    """Return the events of one kind whose loss is recorded and small enough to draw."""
     found = [event for event in events if isinstance(event, kind)]
     return [event for event in found if (loss := getattr(event, "loss", None)) is not None and abs(loss) < LARGEST_LOSS]
 
 
 def chart_note(comparison: BaselineComparison | None, chart: Chart) -> str:
-    """A note that names the verdicts' loss, if it is not the one that is drawn; else ""."""
+    """Return a note that names the loss of the verdicts if the chart draws another loss, or else ""."""
     drawn = f"{chart.kind} loss"
     if comparison is None or comparison.loss in ("", drawn):
         return ""
@@ -179,26 +184,27 @@ def chart_note(comparison: BaselineComparison | None, chart: Chart) -> str:
 
 
 def write_png(chart: Chart, path: Path, references: Mapping[str, float], note: str = "") -> None:
-    """Draw a chart into a picture, which replaces one that is there in one rename."""
+    """Draw a chart into a PNG file. An existing file is replaced atomically, by renaming."""
     drawn = _draw(chart, references, note, "png")
     with atomic_file(path.resolve()) as draft:
         draft.write_bytes(drawn)
 
 
 def svg(chart: Chart, references: Mapping[str, float]) -> str:
-    """Draw a chart as an <svg> element whose text is text; matplotlib escapes it."""
+    """Return a chart as an <svg> element. Its labels are text instead of outlines; matplotlib escapes them."""
     text = _draw(chart, references, "", "svg").decode()
     return text[text.index("<svg") :]
 
 
 def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str) -> bytes:
-    """Draw the curves with a dotted line for each reference (label: loss); one that is far off is only named, with an
-    arrow. Replicates have a band from the lowest to the highest. `note` stands below."""
-    import matplotlib  # here, since other commands than a drawing one need not wait for it
+    """Draw the curves, with a dotted line for each reference (label: loss), and return the contents of a file of type
+    `kind`. A reference outside the shown range is only named in the legend, with an arrow. Replicates have a band from
+    their lowest loss to their highest. `note` is printed below the axes."""
+    import matplotlib  # imported here, so that commands that draw nothing do not wait for it
     import matplotlib.pyplot as plt
     from matplotlib.ticker import EngFormatter, FuncFormatter
 
-    matplotlib.use("Agg")  # machines without a display
+    matplotlib.use("Agg")  # for machines without a display
     figure, axes = plt.subplots(figsize=(10, 6), dpi=150, layout="constrained")
     try:
         low, high = shown_range(chart.curves, references)
@@ -227,12 +233,12 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str) -
         axes.set_title(cut, loc="left", fontsize=9, color=FAINT)
         legend = axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
         for text in legend.get_texts():
-            text.set_parse_math(False)  # $ is no formula here
+            text.set_parse_math(False)  # a $ in a label does not begin a formula
         if note:
             figure.supxlabel(note, x=0.02, ha="left", fontsize=9, color=FAINT, parse_math=False)
         drawn = io.BytesIO()
         with warnings.catch_warnings(), plt.rc_context({"svg.fonttype": "none"}):
-            warnings.filterwarnings("ignore", "Glyph .* missing from font")  # drawn as boxes
+            warnings.filterwarnings("ignore", "Glyph .* missing from font")  # such glyphs are drawn as boxes
             empty = {"Software": None} if kind == "png" else dict.fromkeys(("Creator", "Date", "Format", "Type"))
             figure.savefig(drawn, format=kind, metadata=empty)
     finally:
@@ -241,15 +247,17 @@ def _draw(chart: Chart, references: Mapping[str, float], note: str, kind: str) -
 
 
 def _plain(text: str) -> str:
-    """A label that a terminal and a legend take: matplotlib leaves out labels that begin with an underscore."""
+    """Return a label without control characters, cut to LONGEST_LABEL. A leading underscore gets a space in front of
+    it, because matplotlib leaves labels that begin with an underscore out of the legend."""
     plain = printable(text)
     plain = plain if len(plain) <= LONGEST_LABEL else f"{plain[: LONGEST_LABEL - 1]}…"
     return f" {plain}" if plain.startswith("_") else plain
 
 
 def shown_range(curves: Sequence[Curve], references: Mapping[str, float]) -> tuple[float, float]:
-    """The lowest and the highest loss to show: of the whole curves, or, where their first, steep part would take more
-    than half of the height, of the rest; and of the references that are near."""
+    """Return the lowest and the highest loss to show. The range holds the whole curves, or only the rest of each curve
+    if the steep first part would take more than half of the height. It also holds the references that are near the
+    curves."""
     settled = [y for curve in curves for x, y in zip(curve.x, curve.y, strict=True) if x >= WARM_PART * curve.x[-1]]
     settled += [low for curve in curves for low in curve.low[-1:]]
     whole = [*settled, *(y for curve in curves for y in curve.y)]

@@ -1,4 +1,4 @@
-"""The numbers that a comparison tells of each run: one quantity for each column, and the reason for a missing one."""
+"""Quantities that a comparison shows for each run, one per column, with the reason for each missing number."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from harness.runs.results import BenchmarkResult, InstructionResult, LossResult,
 from harness.runs.throughput import peak_flops
 
 NATS = "nats/token"
-MONEY, COUNT = "money", "count"  # styles of amounts that may be a fraction of a cent, and of counts such as 163M
+MONEY, COUNT = "money", "count"  # number styles: amounts down to fractions of a cent; counts such as 163M
 LESS, MORE = True, False  # values of lower_is_better
-ANY_BASIS = Basis("any", "")  # of what needs no common basis: tokens, seconds, dollars
-SCORES = {"train_loss", "validation_loss", "test_loss", "instruction_score"}  # by different sources they do not compare
+ANY_BASIS = Basis("any", "")  # of quantities that always compare: tokens, seconds, dollars
+SCORES = {"train_loss", "validation_loss", "test_loss", "instruction_score"}  # comparable within one source only
 MEASURED_BY = {
     LossResult: "not measured by test_loss.py",
     InstructionResult: "not judged by judge_ift.py",
@@ -38,7 +38,7 @@ MEASURED_BY = {
 }
 UNKNOWN = "not recorded"
 DIVERGED = "its test loss is not finite"
-# The reason for a missing number, by the quantity's key; of others, "not recorded".
+# The reason for a missing number, by the key of the quantity. Quantities without an entry have UNKNOWN.
 MISSING = {
     **dict.fromkeys(("parameters", "active_parameters"), "model not known"),
     **dict.fromkeys(("train_loss", "validation_loss", "best_validation_loss"), "not recorded, or not finite"),
@@ -47,7 +47,7 @@ MISSING = {
     "mfu": "peak of the device not known",
     "peak_memory": "recorded at the end of a run",
 }
-# lm-eval's metrics, as it registers them; lines of metrics.jsonl do not record the direction.
+# The better direction of lm-eval's metrics, as lm-eval registers it, because metrics.jsonl does not record it.
 LOWER_IS_BETTER = {
     **dict.fromkeys(("acc", "acc_norm", "acc_bytes", "acc_mutual_info", "acc_all"), MORE),
     **dict.fromkeys(("exact_match", "f1", "mcc", "bleu", "chrf", "likelihood"), MORE),
@@ -57,7 +57,7 @@ Number = float | Inconclusive | None  # None: not recorded
 
 
 def _basis(key: str, record: RunRecord) -> Basis | None:
-    """The basis of a run's own number; None if it is not recorded."""
+    """Return the basis of a number that the run itself recorded, or None if the basis is not recorded."""
     if key in ("validation_loss", "best_validation_loss"):
         return validation_basis(record)
     return training_basis(record) if key == "train_loss" else ANY_BASIS
@@ -65,20 +65,21 @@ def _basis(key: str, record: RunRecord) -> Basis | None:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A column's heading and source: `measure` gives a run's own number, or the reason for none; `report` the one that
-    others reported, as the name of a figure or property, or a function."""
+    """The heading of a column and the source of its numbers. `measure` returns a run's own number, or the reason why it
+    has none. `report` gives the number that others reported: the name of a figure in reported.json, the name of a
+    property of `Reported`, or a function."""
 
     key: str  # in --sort and --json
     title: str
     unit: str
-    style: str  # of format(), MONEY or COUNT
+    style: str  # a format specification, MONEY or COUNT
     measure: Callable[[RunRecord], Number | Values]
     report: str | Callable[[Reported, RunRecord], float | None] = ""
     lower_is_better: bool | None = None
-    divisor: int = 1  # of what is measured and reported, for the column's unit
+    divisor: int = 1  # turns measured and reported numbers into the column's unit
 
     def values(self, record: RunRecord) -> Values:
-        """The run's measurements, or the reason for none."""
+        """Return the run's measurements, or the reason why it has none."""
         try:
             found = self.measure(record)
             if isinstance(found, int | float) and not math.isfinite(found):
@@ -96,7 +97,7 @@ class Quantity:
         return [Measurement(found / self.divisor if self.divisor > 1 else found, basis)]
 
     def reported(self, record: RunRecord) -> Values:
-        """The figure that somebody reported of the run."""
+        """Return the number that the run's reported.json gives, or Inconclusive if it gives none."""
         reported, report = record.reported, self.report
         if reported is None:
             return Inconclusive("not reported")
@@ -111,7 +112,8 @@ class Quantity:
 
 
 def quantities(records: Sequence[RunRecord]) -> list[Quantity]:
-    """All quantities of these runs, in the order of columns: what was trained, the results, and what was spent."""
+    """Return all quantities of these runs in the order of their columns: what was trained, the results, then speed,
+    time and cost."""
     bases = bits_bases([result for record in records for result in record.results.of(LossResult)])
     bits = partial(_bits_per_byte, bases)
     results = (
@@ -126,7 +128,7 @@ def quantities(records: Sequence[RunRecord]) -> list[Quantity]:
 
 
 def _active_parameters(record: RunRecord) -> Number:
-    """Parameters that a token goes through; all of a dense model's."""
+    """Return the number of parameters that a token passes through; in a dense model, these are all parameters."""
     return record.shape.active_parameters if record.shape else None
 
 
@@ -144,7 +146,7 @@ def _train_loss(record: RunRecord) -> Number:
 
 
 def _validation_loss(record: RunRecord) -> Number:
-    """The last validation loss."""
+    """Return the last validation loss, None if it is not recorded, or Inconclusive if validation was off."""
     summary, progress = record.summary, record.progress
     value = summary.final_validation_loss if summary else progress.validation_loss if progress else None
     if value is None and record.train and record.train.get("validation_interval") is None:
@@ -175,7 +177,8 @@ TRAINED = (
 
 
 def final_validation_losses(record: RunRecord) -> Values:
-    """The validation loss for a verdict: NaN for one of a finished run that is not finite."""
+    """Return the last validation loss for a verdict. It is NaN if a finished run ended with a loss that is not
+    finite."""
     found, summary = VALIDATION_LOSS.values(record), record.summary
     is_off = record.train.get("validation_interval") is None
     if summary is None or is_off or "final_validation_loss" not in summary.model_fields_set:
@@ -194,7 +197,7 @@ def _no_result(record: RunRecord, kind: type[Result]) -> Inconclusive:
 
 
 def all_test_losses(record: RunRecord) -> Values:
-    """Test losses of a run, one for each text, NaN for a loss that is not finite."""
+    """Return the test losses of a run, one per text. A loss that is not finite is NaN."""
     chosen = chosen_results(record, record.results.of(LossResult), loss_basis)
     measured = [
         Measurement(math.nan if result.loss is None else result.loss, basis, remark) for result, basis, remark in chosen
@@ -203,7 +206,7 @@ def all_test_losses(record: RunRecord) -> Values:
 
 
 def test_losses(record: RunRecord) -> Values:
-    """Test losses of a run that are finite, one for each text."""
+    """Return the finite test losses of a run, one per text."""
     measured = all_test_losses(record)
     if isinstance(measured, Inconclusive):
         return measured
@@ -233,7 +236,8 @@ def _scores(record: RunRecord) -> Values:
 
 
 def _benchmarks(records: Sequence[RunRecord]) -> list[Quantity]:
-    """A quantity for each metric of each benchmark: by evaluate_benchmarks.py, and by evaluation while training."""
+    """Return a quantity for each metric of each benchmark by evaluate_benchmarks.py, and another for each metric
+    evaluated while training."""
     found: dict[str, Quantity] = {}
     scores = [each for record in records for result in record.results.of(BenchmarkResult) for each in result.scores]
     for each in scores:
@@ -291,7 +295,8 @@ def _mfu(record: RunRecord) -> Number:
 
 
 def _reported_mfu(reported: Reported, record: RunRecord) -> float | None:
-    """Percentage computed from the reported speed: model FLOPs over the devices' peak (PaLM, arXiv:2204.02311)."""
+    """Return the MFU in percent, computed from the reported speed: model FLOPs over the devices' peak (PaLM,
+    arXiv:2204.02311). None if the speed, the peak or the model is not known."""
     speed, peak = reported.training_speed, peak_flops(reported.device)
     if speed is None or peak is None or record.shape is None:
         return None
@@ -303,12 +308,12 @@ def _peak_memory(record: RunRecord) -> Number:
 
 
 def _without_validation(spent: Mapping[str, float]) -> float | None:
-    """Total seconds or dollars less those of validation; None where the phases are not recorded."""
+    """Return the total seconds or dollars minus those of validation, or None if the phases are not recorded."""
     return spent["total"] - spent.get("validation", 0.0) if {"total", "training"} <= spent.keys() else None
 
 
 def _dollars(record: RunRecord, *, with_validation: bool = True) -> Number:
-    """Dollars of the run, as summary.json has them."""
+    """Return the dollars of the run: those in summary.json, or computed from its seconds and price per hour."""
     if "total" in record.seconds and "total" not in record.dollars:
         return Inconclusive("no price_per_hour in its train.json")
     return record.dollars.get("total") if with_validation else _without_validation(record.dollars)

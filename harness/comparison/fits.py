@@ -1,4 +1,4 @@
-"""Curves through the few points of a table of runs: loss over the global batch, and memory over the microbatch."""
+"""Curves fitted to the runs of a table: loss over the global batch, and memory over the microbatch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from harness.comparison.table import RunsTable
 from harness.runs.train_config import Affects, keys_affecting
 
 LEAST_BATCHES = 3
-# What may differ between runs whose losses show the effect of the batch; the machine is what a batch is chosen for.
+# Settings that may differ between the runs of the fit over the global batch. The machine may differ, because the batch
+# is chosen to suit it.
 LEFT_OPEN = {
     *keys_affecting(Affects.BATCH),
     *WITHOUT_EFFECT,
@@ -25,8 +26,8 @@ LEFT_OPEN |= {"bucket_mb", "machine", "torch"}
 
 
 def fits(table: RunsTable) -> Iterator[str]:
-    """The fits, a sentence each: of test or validation losses over three global batches or more, where nothing
-    else differs that losses depend on; and of reported microbatches."""
+    """Yield a sentence for each fit: test or validation losses over at least three global batches, and reported device
+    memory over reported microbatches. The first is inconclusive if another setting differs that losses depend on."""
     columns = {column.key: column.cells for column in table.columns}
     batches = columns.get("global_batch", ())
     if "reported_global_batch" in columns:
@@ -43,7 +44,8 @@ def fits(table: RunsTable) -> Iterator[str]:
             reason = f"Loss over the global batch: inconclusive, because {others[0]} differs, too" if others else ""
             yield reason or _batch_fit(points)
             break
-    smallest: dict[float, float] = {}  # by memory: what fits on all such devices
+    # By device memory, the smallest microbatch that is reported for it, which fits on all devices with that memory.
+    smallest: dict[float, float] = {}
     for reported in (each.reported for each in table.records if each.reported is not None):
         size, memory = reported.value("microbatch_size"), reported.memory_gib
         if size is not None and memory is not None:
@@ -57,7 +59,7 @@ def fits(table: RunsTable) -> Iterator[str]:
 
 
 def _batch_fit(points: Sequence[tuple[float, float]]) -> str:
-    """The least-squares parabola of losses over ln(sequences), and its lowest point."""
+    """Return a sentence on the least-squares parabola of losses over ln(sequences) and on its lowest point."""
     x, losses = np.log([batch for batch, _ in points]), np.array([loss for _, loss in points])
     a, b, c = np.polyfit(x, losses, 2)
     lowest, miss = -b / (2 * a), np.abs(np.polyval([a, b, c], x) - losses).max()

@@ -1,4 +1,5 @@
-"""The result that data do not give: an interval of too few windows, a fit of too few points, a speed never measured."""
+"""Result of a question that the data cannot answer, such as an interval from too few windows or a fit to too few
+points."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Inconclusive:
-    """Returned, not raised: other results may stand beside it. As text, "inconclusive, because" and the reason."""
+    """The reason why there is no result. Functions return it instead of raising, so that other results can be shown
+    beside it. As text: "inconclusive, because" and the reason."""
 
     reason: str
 

@@ -1,5 +1,6 @@
-"""The time and cost of a run's training on the machines of a price list: its tokens over a speed, times the price of an
-hour. A speed is one that was measured on such a machine with the run's model and kernels, else one reported there."""
+"""Time and cost of a run's training on the machines of a price list. The time is the run's tokens over a speed, and the
+cost is the time multiplied by the price per hour. The speed was measured on such a machine with the run's model and
+kernels, or else it was reported for the model on such a machine."""
 
 from __future__ import annotations
 
@@ -31,10 +32,11 @@ HEADINGS = ("machine", "$/h", "tokens/s", "hours", "dollars", "basis")
 
 @dataclass(frozen=True)
 class KnownSpeed:
-    """Tokens per second of training alone, at which a run was trained on a machine."""
+    """The speed at which a run was trained on a machine, in tokens per second of training alone (without validation,
+    checkpoints and set-up)."""
 
     run: str
-    basis: str  # "measured" by this program, or "reported" by somebody
+    basis: str  # "measured" by this program, or "reported" in reported.json
     device: str
     gpus: int
     microbatch_size: int
@@ -49,10 +51,11 @@ class KnownSpeed:
 
 
 def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Path = PRICES) -> Iterator[str]:
-    """The table of one run in lines of 80 columns, by the speeds in its folder and in those of `others`: measured
-    speeds before reported ones, then the cheapest machine first.
+    """Yield lines of 80 columns with a table of one run's time and cost on each machine, computed from the speeds in
+    the run's folder and in those of `others`. Measured speeds come before reported ones, then the cheapest machine
+    first.
 
-    Raises UserError for wrong files of the run or a wrong price list; unreadable files of others are passed over.
+    Raises UserError if a file of the run or the price list is wrong. Other runs whose files cannot be read are skipped.
     """
     machines, known, name = read_machines(prices), known_speeds(run), run.path.name
     for other in others:
@@ -66,9 +69,9 @@ def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Pat
     model, train, sequences, tokens = work
     yield from paragraph(
         f"{name} on other machines: {tokens:,} tokens in global batches of {sequences:,} sequences. Training alone: "
-        "validation, checkpoints and set-up come on top, and whether a microbatch fits is for -f to find."
+        "validation, checkpoints and set-up come on top, and -f finds out whether a microbatch fits."
     )
-    found: list[tuple[str, float, Machine, KnownSpeed]] = []  # with the basis and the dollars
+    found: list[tuple[str, float, Machine, KnownSpeed]] = []  # basis, dollars, machine, speed
     reasons: dict[str, list[str]] = {}
     for machine in machines:
         here = [speed for speed in known if speed.model == model and speed.is_on(machine)]
@@ -109,12 +112,12 @@ def machine_lines(run: RunDirectory, others: Sequence[RunDirectory], prices: Pat
     if len({basis for basis, *_ in found}) > 1:
         yield from paragraph("Compare machines of one basis: a reported speed is another program's.")
     for source in dict.fromkeys(f"{machine.date}: {machine.source}" for _, _, machine, _ in found):
-        yield from paragraph(f"Prices of {source}; prices change: --prices FILE takes others.")
+        yield from paragraph(f"Prices of {source}; prices change, and --prices FILE reads others.")
 
 
 def _read_work(run: RunDirectory) -> tuple[ModelConfig, Mapping[str, Any], int, int] | Inconclusive:
-    """The model, train.json with its defaults, sequences of a global batch, and tokens of a run, trained or not. Raises
-    UserError for files of the run that are wrong."""
+    """Return the model, train.json with defaults, the sequences of a global batch, and the tokens of a run, trained or
+    not. Returns Inconclusive if the tokens cannot be determined. Raises UserError if a file of the run is wrong."""
     config, model = load_train_config(run.train_json), load_model_config(run.model_json)
     summary = read_summary(run.summary) if run.summary.exists() else None
     reported = read_reported(run)
@@ -128,7 +131,7 @@ def _read_work(run: RunDirectory) -> tuple[ModelConfig, Mapping[str, Any], int, 
             if (there.microbatch_size, there.context_length) == (config.microbatch_size, model.context_length):
                 layout = there
         tokens = tokens_of_budget(config, model, batch_schedule(config, layout))
-    except UserError as error:  # a batch of more tokens than there can be
+    except UserError as error:  # the batch has more tokens than can be counted
         return Inconclusive(f"its numbers are too large: {error}")
     tokens = tokens or (summary.tokens_seen if summary else None)
     if not tokens:
@@ -137,14 +140,14 @@ def _read_work(run: RunDirectory) -> tuple[ModelConfig, Mapping[str, Any], int, 
 
 
 def known_speeds(run: RunDirectory) -> list[KnownSpeed]:
-    """The speeds in a run's folder: measured long enough to be believed, and reported. Raises UserError for files of
-    the run that are wrong."""
+    """Return the speeds in a run's folder: the measured speed, if it was measured for long enough, and the reported
+    speed. Raises UserError if a file of the run is wrong."""
     name, found = run.path.name, []
     summary = read_summary(run.summary) if run.summary.exists() else None
     speed = summary.tokens_per_second if summary else None
     is_believable = summary and summary.measured and summary.measured.is_believable and summary.accumulation_steps
     if summary and speed and is_believable and summary.model and summary.microbatch_size:
-        with suppress(UserError):  # a later version's model, with keys that this one does not know
+        with suppress(UserError):  # a later version's model, with keys that this version does not know
             model = parse_config(ModelConfig, summary.model, run.summary)
             here = (summary.device, summary.world_size, summary.microbatch_size)
             found.append(KnownSpeed(name, "measured", *here, model, summary.train, speed))

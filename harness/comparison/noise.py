@@ -1,7 +1,8 @@
-"""Noise in measured losses, and the differences that stand out from it.
+"""Noise in measured losses, and estimates of differences with their uncertainty.
 
-Two kinds: of the text that a loss was measured on, estimated from the losses of its windows; and of training, estimated
-from runs that differ in `random_seed` alone (the order of the data is the same in all of them).
+There are two kinds of noise. Text noise comes from the choice of the text that a loss is measured on, and is estimated
+from the losses of the text's windows. Training noise comes from the random seed, and is estimated from runs that differ
+in `random_seed` alone (all of them read the data in the same order).
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from harness.comparison.inconclusive import Inconclusive
 ALPHA = 0.05  # one minus the level of intervals, and the family-wise error rate
 POWER = 0.8
 DIFFERENCE_TO_DETECT = 0.01  # nats
-MOST_SEEDS = 10_000  # of an arm; above, nobody trains them
-BATCHES = 8  # of windows: more of them would be too short to be independent
+MOST_SEEDS = 10_000  # per arm; nobody trains more
+BATCHES = 8  # of windows; more batches would be too short to be independent of each other
 FEWEST_WINDOWS = 50
 
 
 class Variance(NamedTuple):
-    """An estimated variance, nats², and its degrees of freedom."""
+    """An estimated variance in nats², and its degrees of freedom."""
 
     value: float
     df: float
@@ -33,8 +34,8 @@ class Variance(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """A loss or difference of losses, in nats per token, with its standard error, whose estimate has `df` degrees of
-    freedom."""
+    """A loss or a difference of losses in nats per token, with its standard error. The standard error has `df` degrees
+    of freedom."""
 
     value: float
     error: float
@@ -42,21 +43,25 @@ class Estimate:
 
     @property
     def p(self) -> float:
-        """Two-sided p-value of the value against 0."""
+        """Two-sided p-value of the hypothesis that the true value is 0."""
         if self.error == 0:
             return 1.0 if self.value == 0 else 0.0
         return 2 * float(special.stdtr(self.df, -abs(self.value) / self.error))
 
     def interval(self, alpha: float = ALPHA) -> tuple[float, float]:
-        """Low and high end of the confidence interval at level 1 − alpha, by Student's t."""
+        """Return the low and high end of the confidence interval at level 1 − alpha, by Student's t."""
         reach = float(special.stdtrit(self.df, 1 - alpha / 2)) * self.error if self.error else 0.0
         return self.value - reach, self.value + reach
 
 
 def text_noise(values: np.ndarray) -> Estimate | Inconclusive:
-    """The mean of one value a window, [windows] in the order of the text, and its standard error over other text of the
-    kind: by the means of 8 contiguous batches (Schmeiser 1982, Operations Research 30: 556). Neighbouring windows
-    resemble each other, being of one document, and long batches hardly do."""
+    """Return the mean of `values` (one per window, [windows], in the order of the text) and its standard error over
+    other text of the same kind. Returns Inconclusive if a value is not finite or there are too few windows.
+
+    The standard error is computed from the means of 8 contiguous batches (Schmeiser 1982, Operations Research 30: 556).
+    Neighboring windows resemble each other, because they are often from one document. The means of long batches hardly
+    do.
+    """
     values = values.astype(np.float64)
     if not np.isfinite(values).all():
         return Inconclusive("the loss of a window is not finite")
@@ -67,21 +72,23 @@ def text_noise(values: np.ndarray) -> Estimate | Inconclusive:
 
 
 def pooled_variance(arms: Sequence[Sequence[float]]) -> Variance | None:
-    """The variance of a run within arms, each around its own mean: Σ squares / Σ (n − 1), which assumes that seeds
-    spread each arm alike. None if no arm has two runs."""
+    """Return the variance of a single run's loss within arms, each arm around its own mean: Σ squares / Σ (n − 1). This
+    assumes that seeds spread the losses of all arms equally. None if no arm has two runs."""
     df = sum(len(losses) - 1 for losses in arms if len(losses))
     squares = sum(float(np.var(losses)) * len(losses) for losses in arms if len(losses))
     return Variance(squares / df, df) if df > 0 else None
 
 
 def variance_of_mean(losses: Sequence[float]) -> Variance:
-    """The variance of the mean of an arm with at least two runs, from these runs alone, as Welch's test has it."""
+    """Return the variance of the mean loss of an arm with at least two runs, estimated from these runs alone, as in
+    Welch's test."""
     return Variance(float(np.var(losses, ddof=1)) / len(losses), len(losses) - 1)
 
 
 def combine(value: float, parts: Sequence[Variance]) -> Estimate:
-    """A difference whose variance is the sum of these parts: degrees of freedom by Satterthwaite (1946, Biometrics
-    Bulletin 2: 110); with the variance of each of two arms' means, that is Welch's t test (1947, Biometrika 34: 28)."""
+    """Return a difference whose variance is the sum of `parts`, with degrees of freedom by Satterthwaite (1946,
+    Biometrics Bulletin 2: 110). If the parts are the variances of two arms' means, this is Welch's t test (1947,
+    Biometrika 34: 28)."""
     variance = sum(part.value for part in parts)
     if variance == 0:
         return Estimate(value, 0.0, min(part.df for part in parts))
@@ -89,8 +96,9 @@ def combine(value: float, parts: Sequence[Variance]) -> Estimate:
 
 
 def holm(p_values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Control the family-wise error rate at ALPHA (Holm 1979, Scandinavian Journal of Statistics 6: 65): the adjusted
-    p-value of each comparison, and the alpha of its interval, which excludes zero where that p-value is below ALPHA."""
+    """Return the adjusted p-value of each comparison and the alpha for its interval, by Holm's method, which controls
+    the family-wise error rate at ALPHA (Holm 1979, Scandinavian Journal of Statistics 6: 65). The interval excludes
+    zero if the adjusted p-value is below ALPHA."""
     adjusted, alphas = [1.0] * len(p_values), [ALPHA] * len(p_values)
     highest, first_kept = 0.0, None
     for place, index in enumerate(sorted(range(len(p_values)), key=lambda each: p_values[each])):
@@ -106,16 +114,17 @@ def holm(p_values: Sequence[float]) -> tuple[list[float], list[float]]:
 def seeds_needed(
     spread: Variance, difference: float = DIFFERENCE_TO_DETECT
 ) -> tuple[int | None, int | None, int | None]:
-    """Runs in each of two arms for a two-sided t test at 5 % to detect `difference` nats with a power of 80 %: by the
-    spread of a run over seeds, and by the low and high end of that spread's 95 % chi-squared interval. None: more than
-    MOST_SEEDS."""
+    """Return the number of runs per arm with which a two-sided t test of two arms at 5 % detects `difference` nats with
+    a power of 80 %. The three numbers assume the estimated spread of a run over seeds, and the low and the high end of
+    that spread's 95 % chi-squared interval. A number above MOST_SEEDS is None."""
     low, high = (spread.df / float(special.chdtri(spread.df, tail)) for tail in (ALPHA / 2, 1 - ALPHA / 2))
     likely, fewest, most = (_runs_for(difference, math.sqrt(factor * spread.value)) for factor in (1, low, high))
     return likely, fewest, most
 
 
 def _runs_for(difference: float, deviation: float) -> int | None:
-    """The smallest number of runs in each arm with that power, by bisection."""
+    """Return the smallest number of runs per arm with a power of at least POWER, found by bisection, or None if it is
+    above MOST_SEEDS. `deviation` is the standard deviation of a run over seeds."""
     if deviation == 0:
         return 2
     low, high = 1, 2
@@ -130,9 +139,9 @@ def _runs_for(difference: float, deviation: float) -> int | None:
 
 
 def _power(shift: float, runs: int) -> float:
-    """Power of the two-sided t test of two arms with so many runs each, whose means lie `shift` standard deviations of
-    a run apart: its statistic is noncentral t."""
+    """Return the power of the two-sided t test of two arms with `runs` runs each, whose true means differ by `shift`
+    standard deviations of a run. The test statistic has a noncentral t distribution."""
     df, noncentrality = 2 * runs - 2, shift * math.sqrt(runs / 2)
     critical = special.stdtrit(df, 1 - ALPHA / 2)
     within = special.nctdtr(df, noncentrality, critical) - special.nctdtr(df, noncentrality, -critical)
-    return float(1 - np.nan_to_num(within))  # NaN at single points far out, where it is next to nothing
+    return float(1 - np.nan_to_num(within))  # `within` is NaN at single points far out, where it is nearly 0

@@ -26,8 +26,8 @@ def render(
     baseline: str | None = None,
     made: str = "",
 ) -> str:
-    """The page's text, with the curves over each axis that all of them have. Whatever comes from files is escaped:
-    names of runs are other people's, too. `made` says when and by which command the page was made."""
+    """Return the page's HTML, with a chart over each axis on which all curves can be drawn. Escapes whatever comes from
+    files, because names of runs may come from other people. `made` says when and by which command the page was made."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -61,7 +61,8 @@ def render(
 
 
 def _rank(column: Column, table: RunsTable) -> tuple[int, int]:
-    """Sort key of a column: the one that the table is sorted by, the losses, what differs, then the rest."""
+    """Return the sort key of a column: first the column that the table is sorted by, then losses, then settings that
+    differ and the state, then the rest."""
     if column.title == table.sorted_by:
         return 0, -1
     if column.quantity in LOSSES:
@@ -70,7 +71,8 @@ def _rank(column: Column, table: RunsTable) -> tuple[int, int]:
 
 
 def _provenance(record: RunRecord) -> list[str]:
-    """Folder, state, machine, torch and data of a run, then each result with its date."""
+    """Return lines with a run's folder, state, machine, torch and dataset, then a line for each result with its
+    date."""
     named = {
         "folder": record.directory.path,
         "state": f"{record.state.word} {record.state.detail}".strip(),

@@ -1,4 +1,4 @@
-"""Progress of a run: the last lines of its metrics.jsonl, parsed from the file's end."""
+"""Progress of a run, read from the end of its metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from harness.runs.metrics import BenchmarkEvent, Event, TrainEvent, ValidationEv
 
 @dataclass(frozen=True)
 class Progress:
-    """The newest numbers of a run: None for what it has not reported."""
+    """The newest numbers in a run's metrics.jsonl. A number that the run has not reported is None."""
 
     global_step: int
     tokens_seen: int
-    seconds: float | None  # in all: set-up, training, validation and checkpoints
+    seconds: float | None  # total of set-up, training, validation and checkpoints
     train_loss: float | None
     validation_loss: float | None
     tokens_per_second: float | None
@@ -26,13 +26,13 @@ class Progress:
 
 
 def percent_done(tokens_seen: int, tokens_wanted: int) -> str:
-    """Percentage of its training that an unfinished run has done, rounded down, so that none is at 100 %."""
+    """Return the percentage of its tokens that an unfinished run has seen, rounded down and at most 99 %."""
     return f"{min(99, 100 * tokens_seen // tokens_wanted)} %"
 
 
 def describe_progress(progress: Progress | None, wanted: int | None, *, goes_on: bool = True) -> str:
-    """Describe the progress of a run that sees `wanted` tokens in all, for a terminal; with the time left if
-    `goes_on`."""
+    """Return the progress of a run as text for a terminal. `wanted` is the number of tokens of the whole run, or None
+    if it is not known. If the run is still training (`goes_on`), the text includes the time left."""
     if progress is None:
         return "nothing reported yet"
     parts = [f"global step {progress.global_step:,}"]
@@ -47,7 +47,7 @@ def describe_progress(progress: Progress | None, wanted: int | None, *, goes_on:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the largest unit of which there is one at least."""
+    """Format seconds in the largest unit that fits at least once: 90 -> "2 min"."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"
@@ -55,8 +55,8 @@ def duration(seconds: float) -> str:
 
 
 def read_progress(path: Path) -> Progress | None:
-    """Read the last reports of a metrics.jsonl; None if there is no file, or no line in it is a report of this program.
-    Raises UserError if it cannot be read."""
+    """Read the newest numbers of a metrics.jsonl. Returns None if the file does not exist or no line in it is an event
+    of this program. Raises UserError if the file cannot be read."""
     last: Event | None = None
     train: TrainEvent | None = None
     validation: ValidationEvent | None = None
@@ -81,8 +81,8 @@ def read_progress(path: Path) -> Progress | None:
 
 
 def read_last_benchmarks(path: Path) -> list[BenchmarkEvent]:
-    """The scores of the last evaluation of benchmarks in the last training; none where there was none. Raises UserError
-    if the file cannot be read."""
+    """Return the scores of the last evaluation of benchmarks in the last training, or an empty list if there was none.
+    Raises UserError if the file cannot be read."""
     found: list[BenchmarkEvent] = []
     for event in last_training(path, with_bytes=b'"benchmark"'):
         if found and event.global_step != found[0].global_step:
@@ -93,9 +93,10 @@ def read_last_benchmarks(path: Path) -> list[BenchmarkEvent]:
 
 
 def last_training(path: Path, with_bytes: bytes = b"") -> Iterator[Event]:
-    """The events of the last training in a metrics.jsonl, the last one first: those back to where an earlier training
-    ends at a later step. None where there is no file, or `with_bytes` is not in it; what is no event, such as a line
-    that a crash cut off, is left out. Raises UserError if the file cannot be read."""
+    """Yield the events of the last training in a metrics.jsonl, the newest first. Stops at an event with a later global
+    step than the event after it, because that event belongs to an earlier training. Yields nothing if the file does not
+    exist or does not contain `with_bytes`. Skips lines that are not events, such as a line that a crash cut off. Raises
+    UserError if the file cannot be read."""
     try:
         content = path.read_bytes() if path.is_file() else b""
     except OSError as error:

@@ -1,5 +1,6 @@
-"""All that lies in a run's folder, read for a comparison: what was asked for, how far it came, what was measured of it
-and what others reported of such a run. Loads no torch, and nothing that a broken file could keep from being told."""
+"""Records of runs for a comparison, read from a run's folder: configuration, progress, results, and figures that others
+reported. Loads no torch. A broken file becomes a line in the record's `problems`, and the other files are still
+read."""
 
 from __future__ import annotations
 
@@ -27,13 +28,13 @@ from harness.runs.summary import RunSummary, read_summary
 from harness.runs.throughput import cost_by_phase
 from harness.runs.train_config import BUDGETS, load_train_config
 
-# A run on another machine, of which only the files are to be seen, counts as going on for so long after its last line.
+# The processes of a run on another machine cannot be seen. It counts as going on for this long after its last line.
 BELIEVED_SILENCE_SECONDS = 900.0
 
 StateWord = Literal[
     "finished", "going on", "stopped", "pruned", "failed", "never trained", "not made", "damaged"
-]  # in the order in which they are counted up
-# The line with which a sweep writes into a run's log that it starts the run, or how that ended.
+]  # in the order in which a sweep's status counts them
+# The line that a sweep writes into a run's sweep.log when it starts the run, or when the run has failed or was pruned.
 SWEEP_MARK = re.compile(r"\$ .* UTC|# (failed|pruned) (?:with exit status|at global step) (-?\d+)")
 LOG_TAIL_BYTES = 8192
 Read = TypeVar("Read")
@@ -41,7 +42,7 @@ Read = TypeVar("Read")
 
 @dataclass(frozen=True)
 class State:
-    """The state of a run, by what lies in its folder; `detail` says more in one line, or nothing."""
+    """The state of a run, judged by the files in its folder. `detail` adds one line, or is ""."""
 
     word: StateWord
     detail: str = ""
@@ -49,46 +50,48 @@ class State:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The names of a run's checkpoints as far as they matter for what was measured of them."""
+    """Names of a run's checkpoints that decide which of its results count: the best, the latest, and those set
+    aside."""
 
     best: str | None = None
     latest: str | None = None
-    aside: frozenset[str] = frozenset()  # of an earlier training, set aside since
+    aside: frozenset[str] = frozenset()  # those of earlier trainings, in aside/
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run. What could not be read is empty, and `problems` has a line for it."""
+    """Record of one run for a comparison. A field that could not be read is empty, and `problems` has a line for it."""
 
     name: str
     directory: RunDirectory
     state: State
-    model: Mapping[str, Any]  # model.json with its defaults; of a finished run, as it was trained
-    train: Mapping[str, Any]  # the same of train.json
+    model: Mapping[str, Any]  # model.json with defaults; for a finished run, as recorded in summary.json
+    train: Mapping[str, Any]  # train.json, likewise
     summary: RunSummary | None = None
-    progress: Progress | None = None  # of a run that has no summary
-    meta: CheckpointMeta | None = None  # of its latest checkpoint
+    progress: Progress | None = None  # None if the run has a summary
+    meta: CheckpointMeta | None = None  # of its latest checkpoint; None if the run has a summary
     results: Results = field(default_factory=Results)
-    benchmarks: tuple[BenchmarkEvent, ...] = ()  # while training, the last time
-    trained_in: str = ""  # the precision, where there are such benchmarks
+    benchmarks: tuple[BenchmarkEvent, ...] = ()  # the last evaluation while training
+    trained_in: str = ""  # precision of the run; "" if there are no such benchmarks
     reported: Reported | None = None
     checkpoints: Checkpoints = Checkpoints()
     problems: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, run: RunDirectory) -> RunRecord:
-        """Read a run. No content of a file raises: a run that cannot be read is `damaged`, with the reason."""
+        """Read a run's folder. No content of a file raises an exception. If a file that decides the run's state cannot
+        be read, the state is "damaged", with the reason as its detail."""
         return _Reader(run).record()
 
     @property
     def dataset(self) -> Mapping[str, Any]:
-        """The name, and by split the number of tokens and a hash of them; empty where nothing says it."""
+        """Name of the dataset and, by split, the number of tokens and their hash. Empty if nothing was recorded."""
         dataset = self.summary.dataset if self.summary else self.meta.dataset if self.meta else None
         return dataset if isinstance(dataset, dict) else {}
 
     @property
     def shape(self) -> ModelConfig | None:
-        """The model's shape; None if it is not known, or not one of this version's."""
+        """Configuration of the model. None if it is not known, or if this version cannot represent it."""
         try:
             return ModelConfig.model_validate(dict(self.model))
         except ValidationError:
@@ -100,7 +103,7 @@ class RunRecord:
 
     @property
     def device(self) -> str | None:
-        """Device of one rank; None where nothing was recorded."""
+        """Device of one rank, or None if nothing was recorded."""
         return self._recorded("device")
 
     @property
@@ -116,7 +119,8 @@ class RunRecord:
 
     @property
     def global_batch(self) -> int | None:
-        """Sequences of an optimizer step over all ranks; None where the number of ranks is needed and not known."""
+        """Sequences per optimizer step over all ranks, or None if they depend on a number of ranks that is not
+        known."""
         parts = [self._recorded(key) for key in ("world_size", "microbatch_size", "accumulation_steps")]
         if None not in parts:
             return int(parts[0] * parts[1] * parts[2])
@@ -125,8 +129,8 @@ class RunRecord:
 
     @property
     def seconds(self) -> Mapping[str, float]:
-        """Seconds by phase, and in total; empty where nothing was recorded. Of a run that has not finished, the phases
-        are those up to its latest checkpoint, and the total that up to its last report."""
+        """Seconds by phase, and in total; empty if nothing was recorded. For an unfinished run, the phases are those up
+        to its latest checkpoint, and the total is that of its last report."""
         if self.summary:
             return self.summary.seconds
         phases = self.meta.seconds if self.meta else {}
@@ -137,31 +141,32 @@ class RunRecord:
 
     @property
     def dollars(self) -> Mapping[str, float]:
-        """Dollars by phase, and in total: those of the summary, else by the same function; empty without a price."""
+        """Dollars by phase, and in total: those of the summary, or else computed from `seconds` and the price per hour.
+        Empty without a price."""
         if self.summary and self.summary.dollars is not None:
             return self.summary.dollars
         price = self.train.get("price_per_hour")
         return cost_by_phase(self.seconds, price if isinstance(price, int | float) else None) or {}
 
     def _recorded(self, key: str) -> Any:
-        """Value of the summary, else of the latest checkpoint."""
+        """Return a value of the summary, or else of the latest checkpoint's meta.json, or else None."""
         source = self.summary or self.meta
         return None if source is None else getattr(source, key)
 
 
 def read_records(runs_dir: Path, names: tuple[str, ...]) -> list[RunRecord]:
-    """The records of what `find_runs` finds."""
+    """Read the records of the runs that `find_runs` returns."""
     return [RunRecord.read(run) for run in find_runs(runs_dir, names)]
 
 
 def find_runs(runs_dir: Path, names: tuple[str, ...]) -> list[RunDirectory]:
-    """The runs of these names, paths or patterns (`lr-*`), each once, or all in `runs_dir`. Raises UserError for one
-    that is not there, or if there are none."""
+    """Return the runs with these names, paths or patterns (`lr-*`), each once, or all runs in `runs_dir` if `names` is
+    empty. Raises UserError if a named run does not exist, or if there are no runs."""
     if not names:
         folders = sorted(path for path in runs_dir.iterdir() if _is_run(path)) if runs_dir.is_dir() else []
         if not folders:
             raise UserError(f"{runs_dir}: there are no runs; --runs-dir names the folder of your runs")
-        return [RunDirectory(path) for path in folders]  # whatever they are called
+        return [RunDirectory(path) for path in folders]  # names are not checked here
     found = {run.path.name: run for name in names for run in RunDirectory.find_all(runs_dir, name)}
     for run in found.values():
         if not _is_run(run.path):
@@ -174,7 +179,7 @@ def _is_run(path: Path) -> bool:
 
 
 def log_tail(run: RunDirectory) -> list[str]:
-    """The last lines of a run's sweep.log; none where there is no log."""
+    """Return the last lines of a run's sweep.log, or an empty list if there is no log."""
     try:
         with run.sweep_log.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - LOG_TAIL_BYTES))
@@ -184,8 +189,9 @@ def log_tail(run: RunDirectory) -> list[str]:
 
 
 def last_end(run: RunDirectory) -> tuple[Literal["failed", "pruned"], int] | None:
-    """Last end that the sweep noted in the run's log: failed, with the exit status, or pruned, with the global step.
-    None where the log has neither, or where the run was continued without the sweep since."""
+    """Return how the run last ended in a sweep, by its sweep.log: "failed" with the exit status, or "pruned" with the
+    global step. None if the log has no such line after the last start, or if the run was resumed without the sweep
+    since."""
     with suppress(OSError):
         if run.metrics.stat().st_mtime > run.sweep_log.stat().st_mtime:
             return None
@@ -196,7 +202,7 @@ def last_end(run: RunDirectory) -> tuple[Literal["failed", "pruned"], int] | Non
 
 
 class _Reader:
-    """Reads a run's files, and notes what is wrong with them."""
+    """Reader of a run's files. It collects what is wrong with them in `problems`."""
 
     def __init__(self, run: RunDirectory) -> None:
         self.run = run
@@ -257,8 +263,8 @@ class _Reader:
             raise UserError(f"{error}; {remedy}") from None
 
     def _asks_for_more(self, summary: RunSummary) -> bool:
-        """Return whether the run's files ask for another shape or budget than the training that has this summary had;
-        files that cannot be read ask for nothing."""
+        """Return True if model.json or train.json ask for another shape or budget than the training that `summary`
+        records. Returns False if they cannot be read."""
         with suppress(UserError, OSError):
             model, train = load_model_config(self.run.model_json), load_train_config(self.run.train_json)
             wanted = train.model_dump(include={*BUDGETS})
@@ -271,7 +277,8 @@ class _Reader:
         return read_meta(latest) if latest else None
 
     def _precision(self, train: Mapping[str, Any], summary: RunSummary | None) -> str:
-        """Precision asked for; for "auto", the one resolved in the latest checkpoint, else "auto" with the device."""
+        """Return the precision that train.json asks for. If that is "auto", return the precision in the latest
+        checkpoint, or else "auto" with the device."""
         asked = str(train.get("precision"))
         meta = self._attempt(self._latest_meta) if asked == "auto" else None
         if meta is not None and meta.precision is not None:
@@ -281,7 +288,7 @@ class _Reader:
 
     def _checkpoints(self) -> Checkpoints:
         folder = self.run.checkpoints
-        links = [Path(os.path.realpath(folder / link)) for link in (BEST, LATEST)]  # which no loop of links ends
+        links = [Path(os.path.realpath(folder / link)) for link in (BEST, LATEST)]  # realpath accepts a loop of links
         best, latest = (path.name if path.is_dir() else None for path in links)
         aside = frozenset(path.name for path in self.run.aside.glob(f"*/{folder.name}/*"))
         return Checkpoints(best, latest, aside)
@@ -303,6 +310,6 @@ class _Reader:
             return State("going on", "no report yet") if held else State("never trained")
         silent = progress.silent_seconds if progress else 0.0
         said = f"last line {duration(silent)} ago" if progress else ""
-        if held is None:  # of another machine, whose processes are not to be seen
+        if held is None:  # the lock's owner is on another machine, where its process cannot be seen
             return State("going on" if silent < BELIEVED_SILENCE_SECONDS else "stopped", f"{said}, on another machine")
         return State("going on" if held else "stopped", said)

@@ -1,4 +1,4 @@
-"""The table of runs, a row for each: in columns only numbers that compare, as text of 80 columns and as JSON."""
+"""Table with a row for each run, as text of 80 columns and as JSON. Numbers share a column only if they compare."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from harness.comparison.records import RunRecord
 from harness.model.config import ModelConfig
 from harness.runs.budget import wanted_tokens
 
-LOSSES = ("test_loss", "validation_loss", "bits_per_byte", "train_loss")  # runs are sorted by the first, unless asked
+LOSSES = ("test_loss", "validation_loss", "bits_per_byte", "train_loss")  # default sort keys, the first one first
 WIDTH = 80
 GAP = "  "
-LONGEST_NAME = 34  # of a run; a longer one is cut in its middle
-FEW_SETTINGS = 4  # so many that differ are named for each run
+LONGEST_NAME = 34  # of a run; a longer name is cut in its middle
+FEW_SETTINGS = 4  # if more differ, each run lists only its unusual values
 LONGEST_SETTING = 28
 LONGEST_WORD = 28  # of a heading
-MOST_COLUMNS = 10  # of the text
+MOST_COLUMNS = 10  # of the table as text
 HASH_CHARACTERS = 8
 LARGEST_SHOWN = 1e15
 PREFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
-# The columns of the text with a short heading, the most important first: those that do not fit in one block are in
-# --json and --html only.
+# Short headings of the columns of the table as text, the most important first. Columns that do not fit in one block
+# are in --json and --html only.
 HEADINGS = {
     "state": "state",
     "test_loss": "test loss",
@@ -49,7 +49,8 @@ HEADINGS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """A value and its text; None and "" where there is none. `remark` is the reason, or what must be known of it."""
+    """A value and its text. If there is no value, they are None and "", and `remark` is the reason. Otherwise `remark`
+    is what a reader must know about the value, if anything."""
 
     value: Any
     text: str
@@ -59,7 +60,8 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """`about` is the basis of its numbers, if that matters; `lower_is_better` is None where neither is."""
+    """One column of the table. `about` describes the basis of its numbers, or is empty. `lower_is_better` is None if
+    neither direction is better."""
 
     key: str
     title: str
@@ -75,12 +77,12 @@ class Column:
 
     @property
     def quantity(self) -> str:
-        """Key without the marks of reported figures and of a further basis."""
+        """Key without the prefix of reported figures and without the number of a further basis."""
         return self.key.removeprefix("reported_").partition(":")[0]
 
     @property
     def is_alike(self) -> bool:
-        """True if a setting or fact, not a result, has the same value in all of two runs or more."""
+        """True if the column is a setting or fact, not a result, and two runs or more all have the same value."""
         first, *others = self.cells
         is_fact = self.lower_is_better is None and first.value is not None
         return bool(others) and is_fact and all(cell == first for cell in others)
@@ -88,12 +90,12 @@ class Column:
 
 @dataclass(frozen=True)
 class RunsTable:
-    """Table of runs; `absent` names the quantities that no run has."""
+    """Table of runs. `absent` has the titles of the quantities that no run has."""
 
     records: tuple[RunRecord, ...]
     columns: tuple[Column, ...]
     absent: tuple[str, ...] = ()
-    sorted_by: str = ""  # a column's title, or nothing
+    sorted_by: str = ""  # a column's title, or ""
 
     @classmethod
     def of(cls, records: Sequence[RunRecord]) -> RunsTable:
@@ -104,9 +106,9 @@ class RunsTable:
         return cls(tuple(records), tuple(columns), tuple(quantity.title for quantity, those in found if not those))
 
     def sorted(self, key: str | None) -> RunsTable:
-        """Sort by a column, the best or lowest first and empty cells last, or by "name"; None: by the first of LOSSES
-        that two runs have, and those that lack it by the next. Raises UserError naming the nearest for a key of no
-        column."""
+        """Return the table sorted by the column `key`, the best or lowest value first and empty cells last, or by
+        "name". If `key` is None, sorts by the first column of LOSSES that two runs have; runs without this loss are
+        sorted by the next. Raises UserError naming the nearest key if no column has this key."""
         order = list(range(len(self.records)))
         if key == "name":
             return self._reordered(sorted(order, key=lambda row: self.records[row].name), "name")
@@ -135,12 +137,13 @@ class RunsTable:
 
 
 def is_number(value: object) -> bool:
-    """True for numbers except True and False, which are numbers to Python."""
+    """Return True for an int or float, but False for a bool, which is an int in Python."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def number_text(value: float, style: str) -> str:
-    """A number in a format, as money or as a count; a power of ten if it is too large to be meant."""
+    """Return a number as text. `style` is a format specification, MONEY or COUNT. An implausibly large number becomes a
+    power of ten."""
     if abs(value) >= LARGEST_SHOWN:
         return format(value, ".2e")
     if style == MONEY:
@@ -152,7 +155,8 @@ def number_text(value: float, style: str) -> str:
 
 
 def _order(column: Column, rows: Sequence[int]) -> list[int]:
-    """The rows with the best or lowest value first; those without one last; equals as they were."""
+    """Return the rows with the best or lowest value first and rows without a value last. Rows with equal values keep
+    their order."""
     values = {row: column.cells[row].value for row in rows}
     there = [row for row in rows if values[row] is not None]
     if all(is_number(values[row]) for row in there):
@@ -167,7 +171,7 @@ def _order(column: Column, rows: Sequence[int]) -> list[int]:
 
 
 def _state_column(records: Sequence[RunRecord]) -> list[Column]:
-    """Column of the runs' states; none if all have finished."""
+    """Return the column of the runs' states, or an empty list if all runs have finished."""
     if all(record.state.word == "finished" for record in records):
         return []
     cells = []
@@ -181,14 +185,15 @@ def _state_column(records: Sequence[RunRecord]) -> list[Column]:
 
 
 def machine_of(record: RunRecord) -> str | None:
-    """The devices that the run was trained on, such as "2 x NVIDIA H100"."""
+    """Return the devices that the run was trained on, such as "2 x NVIDIA H100", or None if they are not known."""
     is_known = record.device is not None and record.world_size is not None
     return f"{record.world_size} x {record.device}" if is_known else None
 
 
 def _setting_columns(records: Sequence[RunRecord]) -> list[Column]:
-    """Columns of the settings with more than one value: keys of model.json and train.json, then the data's content, the
-    machine and torch. A run that does not say a key, as one of an earlier version, does not make it differ."""
+    """Return a column for each setting with more than one value: keys of model.json and train.json, then the dataset's
+    content, the machine and torch. A run that lacks a key, such as a run of an earlier version, does not count as a
+    further value."""
     settings: list[dict[str, Any]] = []
     for record in records:
         splits = [split for split in record.dataset.values() if isinstance(split, Mapping)]
@@ -216,20 +221,21 @@ def _setting_cell(settings: Mapping[str, Any], key: str, record: RunRecord) -> C
 
 
 def _as_text(value: object) -> str:
-    """A setting as JSON writes it, a text without its quotes."""
+    """Return a setting as JSON, but a string without its quotes."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def _quantity_columns(quantity: Quantity, records: Sequence[RunRecord]) -> list[Column]:
-    """A column for each group of two or more runs that compare, or else for the first; and columns of what others have
-    reported, which never share one with a number that was measured here."""
+    """Return the columns of a quantity: one for the largest group of runs that compare, and one for each other group of
+    two runs or more. Figures that others reported have columns of their own, never mixed with numbers that were
+    measured here."""
     values = [quantity.values(record) for record in records]
     groups = comparable_groups(values)
     shown = [group for number, group in enumerate(groups) if number == 0 or len(group[1]) > 1]
     why_not = [_why_not_in(quantity, of_run, shown) for of_run in values]
     columns = _numbered([_column(quantity, group, why_not) for group in shown])
     reasons = ["not reported"] * len(records)
-    if not columns:  # an own run says why it has no number
+    if not columns:  # the user's own runs give the reason why they have no number
         for row, (record, own) in enumerate(zip(records, values, strict=True)):
             if record.reported is None and isinstance(own, Inconclusive):
                 reasons[row] = own.reason
@@ -255,7 +261,7 @@ def _column(quantity: Quantity, group: Group, reasons: Sequence[str], *, is_repo
 
 
 def _why_not_in(quantity: Quantity, of_run: Values, shown: Sequence[Group]) -> str:
-    """The reason why a run has no number in one of the columns of these groups."""
+    """Return the reason why a run has an empty cell in a column of one of the groups `shown`."""
     if isinstance(of_run, Inconclusive):
         return of_run.reason
     if any(measurement.basis == basis for measurement in of_run for basis, _ in shown):
@@ -265,7 +271,7 @@ def _why_not_in(quantity: Quantity, of_run: Values, shown: Sequence[Group]) -> s
 
 
 def _numbered(columns: Sequence[Column]) -> list[Column]:
-    """Columns of one quantity with distinct keys and titles."""
+    """Return the columns of one quantity with distinct keys and titles."""
     if len(columns) < 2:
         return list(columns)
     return [
@@ -278,8 +284,8 @@ def _numbered(columns: Sequence[Column]) -> list[Column]:
 
 
 def table_lines(table: RunsTable) -> Iterator[str]:
-    """The table in lines of 80 columns: one block of the most important columns, the settings that differ, what numbers
-    were measured on, and the reasons of empty cells."""
+    """Yield the table in lines of 80 columns: one block of the most important columns, the settings that differ, what
+    the numbers were measured on, and the reasons for empty cells."""
     remarks: dict[str, int] = {}
     names = cut_names([record.name for record in table.records])
     shown = _fitting(table, names)
@@ -305,8 +311,8 @@ def table_lines(table: RunsTable) -> Iterator[str]:
 
 
 def _setting_lines(names: Sequence[str], settings: Sequence[Column], remarks: dict[str, int]) -> Iterator[str]:
-    """The settings that differ, of each run. Where they are many, the values of most runs come first, and of each run
-    those that are others."""
+    """Yield lines with the settings that differ, for each run. If there are many such settings, the most common values
+    come first, and then for each run only the values that differ from these."""
     texts = [[f"{each.key} {''.join(_marked(cell, remarks))}" for cell in each.cells] for each in settings]
     usual: list[str] = []
     yield "Settings that differ:"
@@ -320,7 +326,8 @@ def _setting_lines(names: Sequence[str], settings: Sequence[Column], remarks: di
 
 
 def below_lines(table: RunsTable, alike: Sequence[Column]) -> Iterator[str]:
-    """Texts below the table: its sort key, columns that are alike in all runs, sources, and quantities no run has."""
+    """Yield texts below the table: its sort key, columns with the same value in all runs, sources of reported figures,
+    and quantities that no run has."""
     if table.sorted_by and len(table.records) > 1:
         yield f"Sorted by {table.sorted_by}."
     if alike:
@@ -334,8 +341,8 @@ def below_lines(table: RunsTable, alike: Sequence[Column]) -> Iterator[str]:
 
 
 def _fitting(table: RunsTable, names: Sequence[str]) -> list[Column]:
-    """The columns that fit beside the names: the state, what the table is sorted by, those of HEADINGS in their order,
-    then scores and benchmarks."""
+    """Return the columns that fit beside the names, chosen in this order: the state, the column that the table is
+    sorted by, the columns of HEADINGS, then scores and benchmarks."""
     order = [*HEADINGS]
     omitted = {each.key for each in (*TRAINED, *SPENT)}.difference(order)
 
@@ -348,7 +355,7 @@ def _fitting(table: RunsTable, names: Sequence[str]) -> list[Column]:
     chosen: list[Column] = []
     room = WIDTH - max(map(len, [*names, "run"]))
     for column in columns:
-        # The numbers of remarks are given later: two digits each are enough.
+        # Remarks are numbered later. Assume a number of two digits, which is enough.
         texts = _padded([_marked(cell, dict.fromkeys([cell.remark], 12)) for cell in column.cells])
         width = len(GAP) + max(map(len, [*texts, *_heading(column).split()]))
         if width <= room and len(chosen) + 1 < MOST_COLUMNS:
@@ -358,7 +365,7 @@ def _fitting(table: RunsTable, names: Sequence[str]) -> list[Column]:
 
 
 def _heading(column: Column) -> str:
-    """A short title, with what distinguishes reported figures and a further basis."""
+    """Return a short title, with "reported" for reported figures and with the number of a further basis."""
     if column.quantity not in HEADINGS:
         unit = "" if column.unit == NATS else column.unit
         return " ".join(word[:LONGEST_WORD] for word in printable(f"{column.title} {unit}").split())
@@ -368,20 +375,21 @@ def _heading(column: Column) -> str:
 
 
 def _marked(cell: Cell, remarks: dict[str, int]) -> tuple[str, str]:
-    """The cell's text, and its marks: r for a reported figure, and the number of its remark."""
+    """Return the cell's text and its marks: "r" for a reported figure, and the number of its remark. A new remark is
+    added to `remarks` with the next number."""
     number = f" [{remarks.setdefault(cell.remark, len(remarks) + 1)}]" if cell.remark else ""
     return cell.text or "-", f"{' r' if cell.is_reported else ''}{number}"
 
 
 def _padded(cells: Sequence[tuple[str, str]]) -> list[str]:
-    """Texts and their marks, aligned so that the numbers end at one place."""
+    """Return each text with its marks, padded so that the numbers end in the same column."""
     widest = max(len(mark) for _, mark in cells)
     return [f"{text}{mark:<{widest}}" for text, mark in cells]
 
 
 def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> Iterator[str]:
-    """Lines of a table: headings broken into words over their column; columns whose heading is in `left` are aligned to
-    the left, others to the right."""
+    """Yield the lines of a table. Headings are wrapped over their columns. Columns whose heading is in `left` are
+    aligned to the left, others to the right."""
     columns = []
     for heading, cells in zip(headings, zip(*rows, strict=True), strict=True):
         width = max(map(len, [*cells, *heading.split()]))
@@ -398,13 +406,14 @@ def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequen
 
 
 def paragraph(text: str, indent: int = 2) -> list[str]:
-    """Lines of 80 columns, safe for a terminal; those after the first are indented."""
+    """Return the text in lines of 80 columns, safe for a terminal. Lines after the first are indented."""
     following = " " * indent
     return textwrap.wrap(printable(text), WIDTH, subsequent_indent=following, break_on_hyphens=False)
 
 
 def cut_names(names: Sequence[str], most: int = LONGEST_NAME) -> list[str]:
-    """Names cut in the middle where they are long; whole, if two of them would look the same then."""
+    """Return the names, long ones cut in the middle. If two names would then look the same, all names are returned
+    whole."""
     whole = [printable(name) for name in names]
     cut = [_cut(name, most) for name in whole]
     return cut if len(set(cut)) == len(set(names)) else whole
@@ -419,8 +428,8 @@ def _cut(text: str, most: int) -> str:
 
 
 def table_json(table: RunsTable) -> dict[str, Any]:
-    """`columns` by their keys; `runs` in the table's order, each with `values` by the same keys: null where there is
-    none, with a `remark` that says why."""
+    """Return the table as JSON: `columns` by key, and `runs` in the table's order. A run has `values` by the same keys.
+    The value of an empty cell is null, with a `remark` that says why."""
     return {
         "columns": {
             column.key: {

@@ -1,4 +1,4 @@
-"""Verdicts of arms against the baseline: better, worse or inconclusive, with the reason."""
+"""Verdicts on arms against the baseline: better, worse or inconclusive, with the reason."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ Word = Literal["better", "worse", "inconclusive"]
 
 @dataclass(frozen=True)
 class Arm:
-    """A setting, tried with one run or with several that differ in `random_seed` alone. `losses` has one run each, in
-    nats per token: of the same text for all arms of a comparison. `windows`, where known for every run, has the losses
-    of that text's windows, [windows] each. `names` has the runs' names, where they are known."""
+    """A setting, trained in one run or in several runs that differ in `random_seed` alone. `losses` has the loss of
+    each run in nats per token; all arms of a comparison use the same text. `windows` has an array [windows] per run
+    with the losses of the text's windows, or is None if a run lacks them. `names` has the names of the runs, if they
+    are known."""
 
     name: str
     losses: Sequence[float]
@@ -53,12 +54,12 @@ class Arm:
 
     @cached_property
     def mean_windows(self) -> np.ndarray:
-        """The mean over runs, [windows]."""
+        """Loss of each window, averaged over runs, [windows]."""
         return np.mean([windows.astype(np.float64) for windows in self.windows or []], axis=0)
 
     @cached_property
     def variance_by_text(self) -> float | None:
-        """Variance, by the choice of text, of one run's loss against those of its replicates, nats²; None where it
+        """Variance that the choice of text gives to a run's loss relative to its replicates, in nats². None if it
         cannot be estimated."""
         if self.windows is None or self.runs < 2 or len({windows.size for windows in self.windows}) > 1:
             return None
@@ -69,53 +70,55 @@ class Arm:
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean loss of an arm less that of the baseline, in nats: negative where the arm is better."""
+    """Mean loss of an arm minus that of the baseline, in nats. Negative if the arm is better."""
 
     value: float
-    training: Estimate | None  # by the seeds alone; None: not known
-    text: Estimate | Inconclusive  # by the text alone: these very models on other text
-    both: Estimate | None  # by both kinds, or by the seeds alone where there is no estimate of the other
-    is_pooled: bool = False  # the spread over seeds is that of all arms
+    training: Estimate | None  # with training noise alone; None if it is not known
+    text: Estimate | Inconclusive  # with text noise alone: the same trained models on other text
+    both: Estimate | None  # with both kinds of noise, or with training noise alone if text noise is not known
+    is_pooled: bool = False  # the spread over seeds is estimated from all arms together
 
     @property
     def is_tested(self) -> bool:
-        """True if training noise is estimated above 0: replicates alike to the last digit do not show training without
-        noise."""
+        """True if the estimate of training noise is above 0. Replicates that are equal to the last digit do not prove
+        that training has no noise."""
         return self.training is not None and self.training.error > 0
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One arm against the baseline. Differences are the arm's loss less the baseline's, in nats: negative is better."""
+    """Verdict on one arm. Differences are the arm's loss minus the baseline's, in nats: negative is better."""
 
     arm: str
     baseline: str
     word: Word
-    sentence: str  # all of this for a reader
-    runs: tuple[int, int]  # of the arm, of the baseline
+    sentence: str  # the verdict in words
+    runs: tuple[int, int]  # numbers of runs of the arm and of the baseline
     reason: str | None = None  # why it is inconclusive
-    difference: Difference | None = None  # None: no two finite losses
-    interval: tuple[float, float] | None = None  # by all noise that is known
-    level: float | None = None  # of that interval, in per cent: 95, and more under Holm
-    adjusted_p: float | None = None  # by Holm; None: not tested
+    difference: Difference | None = None  # None if one of the arms lacks finite losses
+    interval: tuple[float, float] | None = None  # includes all noise that is known
+    level: float | None = None  # of the interval, in percent: 95, or more with Holm's correction
+    adjusted_p: float | None = None  # with Holm's correction; None if not tested
 
 
 def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
-    """A verdict on each arm, in their order, with Holm's correction for all that can be tested.
+    """Return a verdict on each arm, in the order of `arms`, with Holm's correction for all arms that can be tested.
 
-    The caller sees to it that all losses are of the same text, and that the runs of an arm are replicates
-    (harness/comparison/arms.py). Losses may be of any such kind: test, validation.
+    The caller ensures that all losses are of the same text, and that the runs of an arm are replicates
+    (harness/comparison/arms.py). The losses are of one kind, such as test losses or validation losses.
 
-    - Both arms with two runs or more: Welch's interval for seeds, and the text noise added where it is known.
-    - One of them with a single run: the pooled spread of all arms that have replicates; the sentence says so.
-      Where the single run's arm is 4 times as noisy, the interval covers 65 %, or less.
-    - No arm with replicates: inconclusive. `difference.text` still has the interval for these very models.
+    - Both arms have two runs or more: Welch's interval for training noise. Text noise is added if it is known.
+    - One of the two arms has a single run: the pooled spread of all arms that have replicates is used, and the sentence
+      says so. If the arm of the single run is 4 times as noisy, the interval covers 65 % or less.
+    - No arm has replicates: inconclusive. `difference.text` still has the interval for these trained models on other
+      text.
 
-    Intervals for 3 to 5 runs an arm cover 93.4 to 96.5 % for normal losses whose standard deviations differ by up to a
-    factor of 4; with 2 runs in an arm it is 90 to 98 %, as Welch's degrees of freedom are then hardly an estimate.
-    Under Holm, 2 to 8 arms without effect give a false alarm in 1.5 to 5 % of experiments if all have as many runs and
-    their standard deviations differ by no more than a factor of 2. The intervals of several arms that do differ hold
-    together less often than each (5 arms of 10 runs: 91 %).
+    Intervals for 3 to 5 runs per arm cover 93.4 to 96.5 % for normal losses whose standard deviations differ by up to a
+    factor of 4. With 2 runs in an arm they cover 90 to 98 %, because Welch's degrees of freedom are then a poor
+    estimate. With Holm's correction, 2 to 8 arms without effect give a false alarm in 1.5 to 5 % of experiments if all
+    arms have the same number of runs and their standard deviations differ by at most a factor of 2. If several arms do
+    differ from the baseline, it is less likely that all their intervals hold than that each one holds (5 arms of 10
+    runs: 91 %).
     """
     every = [baseline, *arms]
     differences = [difference_of(baseline, arm, every) for arm in arms]
@@ -135,7 +138,8 @@ def compare_arms(baseline: Arm, arms: Sequence[Arm]) -> list[Verdict]:
 
 
 def difference_of(baseline: Arm, arm: Arm, arms: Sequence[Arm]) -> Difference | Inconclusive:
-    """Estimate the difference of two arms, which are among `arms`. Inconclusive without finite losses."""
+    """Estimate the difference of two arms. `arms` has all arms of the comparison, for the pooled spread. Returns
+    Inconclusive if one of the two arms has no run or a loss that is not finite."""
     both = (baseline, arm)
     for each in (arm, baseline):
         if not each.runs:
@@ -163,18 +167,19 @@ def difference_of(baseline: Arm, arm: Arm, arms: Sequence[Arm]) -> Difference | 
         by_text = share * sum(variance * df for variance, df in known) / max(1, sum(df for _, df in known))
     training = combine(value, parts)
     if isinstance(text, Estimate):
-        # The spread over seeds already has what this text does to one run and not to the next.
+        # The spread over seeds already includes text noise that differs from run to run.
         parts.append(Variance(max(0.0, text.error**2 - by_text), text.df))
     return Difference(value, training, text, combine(value, parts), is_pooled=any(each.runs < 2 for each in both))
 
 
 def _replicated(arms: Sequence[Arm]) -> list[Arm]:
-    """The arms that tell of the spread over seeds; one with a loss that is not finite does not."""
+    """Return the arms that show the spread over seeds: those with at least two runs, all of whose losses are finite."""
     return [arm for arm in arms if arm.runs > 1 and arm.is_finite]
 
 
 def _diverged(arm: Arm) -> str:
-    """An arm of one run has its name."""
+    """Return the reason why an arm cannot be compared: which of its losses are not finite. An arm of one run has the
+    run's name, which is then given once."""
     lost = [name for name, loss in zip(arm.names, arm.losses, strict=False) if not np.isfinite(loss)]
     if list(arm.names) == [arm.name]:
         return f"the loss of {arm.name} is not finite"
@@ -187,7 +192,7 @@ def _diverged(arm: Arm) -> str:
 
 
 def _untested(baseline: Arm, arm: Arm, difference: Difference) -> Verdict:
-    """Verdict without an estimate of training noise; text noise may be known."""
+    """Return the verdict on an arm without an estimate of training noise. Text noise may be known."""
     reason = "training noise is unknown"
     if difference.training is not None:
         reason = "the runs of an arm are alike to the last digit, as if the seed did nothing"
@@ -204,7 +209,7 @@ def _untested(baseline: Arm, arm: Arm, difference: Difference) -> Verdict:
 def _tested(baseline: Arm, arm: Arm, difference: Difference, tests: int, adjusted_p: float, alpha: float) -> Verdict:
     assert difference.both is not None, "it is tested"
     low, high = interval = difference.both.interval(alpha)
-    level = 100 - float(f"{100 * alpha:.2g}")  # two digits of the rest: 98.3, 99.58
+    level = 100 - float(f"{100 * alpha:.2g}")  # 100 * alpha rounded to two digits: 98.3, 99.58
     facts = f"{arm.runs} and {baseline.runs} runs"
     if difference.is_pooled:
         single = " and ".join(each.name for each in (arm, baseline) if each.runs == 1)
@@ -230,7 +235,8 @@ def _tested(baseline: Arm, arm: Arm, difference: Difference, tests: int, adjuste
 
 
 def _which_noise(difference: Difference, alpha: float) -> str:
-    """Kinds of noise that could each alone explain the difference; "both kinds of noise" if neither could alone."""
+    """Return which kinds of noise could each explain the difference alone, or "both kinds of noise" if neither could
+    alone."""
     kinds = {"training noise": (difference.training, alpha), "text noise": (difference.text, 0.05)}
     found = []
     for kind, (noise, level) in kinds.items():
@@ -241,9 +247,10 @@ def _which_noise(difference: Difference, alpha: float) -> str:
 
 
 def seeds_sentences(verdicts: Sequence[Verdict], arms: Sequence[Arm]) -> str:
-    """Sentences on training noise and the number of seeds: to detect 0.01 nats, and to detect differences as large as
-    those seen, for verdicts that are inconclusive by the seeds alone. `arms` are all that are compared, the baseline
-    too. The numbers are those of a t test of two arms, without Holm's correction and text noise."""
+    """Return sentences on training noise and on the number of seeds that it takes to detect 0.01 nats. For inconclusive
+    verdicts that training noise alone can explain, they also give the seeds to detect a difference as large as the one
+    seen. `arms` are all compared arms, including the baseline. The numbers are those of a t test of two arms, without
+    Holm's correction and text noise."""
     spread = pooled_variance([arm.losses for arm in _replicated(arms)])
     if spread is None:
         return "Training noise is unknown: 3 seeds of each arm would give a first idea of it."
@@ -278,6 +285,6 @@ def _signed(number: float, interval: tuple[float, float] = (0.0, 0.0)) -> str:
 
 
 def _digits(interval: tuple[float, float]) -> int:
-    """Decimals that show two digits of half the interval's width, three at least."""
+    """Return the number of decimals that shows two digits of half the interval's width, at least 3 and at most 6."""
     half = (interval[1] - interval[0]) / 2
     return 3 if half <= 0 else min(6, max(3, 1 - math.floor(math.log10(half))))

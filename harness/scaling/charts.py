@@ -1,4 +1,5 @@
-"""A picture of scaling laws: profiles of equal FLOPs, the best size and tokens over FLOPs, and the loss over FLOPs."""
+"""Chart of scaling laws: profiles of equal FLOPs, the best size and the best number of tokens over FLOPs, and the loss
+over FLOPs."""
 
 from __future__ import annotations
 
@@ -24,19 +25,21 @@ from harness.scaling.isoflop import IsoFlop, Optimum
 from harness.scaling.laws import LawFit, bounded
 from harness.scaling.report import Analysis, power, short
 
-matplotlib.use("Agg")  # machines without a display
+matplotlib.use("Agg")  # for machines without a display
 
-# From dark to light in print without colours, too; the lightest part would vanish on white.
+# Viridis runs from dark to light, also when printed in grayscale. Its lightest part would vanish on white.
 COLOURS = matplotlib.colors.ListedColormap(matplotlib.colormaps["viridis"](np.linspace(0, 0.85, 256)))
 LINE_COLOUR, LAW_COLOUR = "#3b75af", "#a63d10"
 CURVE_POINTS = 200
 REASON_WIDTH = 44
-ROUND = ((1.0, (1, 2, 3, 5)), (1.6, (1, 2, 5)), (2.6, (1, 3)))  # numbers to write on axes of fewer powers of ten
+# First digits of the numbers that label an axis, for axes that span fewer powers of ten than the number before them.
+ROUND = ((1.0, (1, 2, 3, 5)), (1.6, (1, 2, 5)), (2.6, (1, 3)))
 QUIET = {"frameon": False, "fontsize": "small"}
 
 
 def draw_scaling_chart(analysis: Analysis, picture: Path) -> None:
-    """Draw four panels into a file of the kind its name says. One that is there is replaced in one rename."""
+    """Draw the four panels into the file `picture`, in the format of its suffix. An existing file is replaced
+    atomically, by renaming."""
     with plt.style.context("default"), plt.rc_context({"font.size": 10, "svg.fonttype": "none"}):
         figure, axes = plt.subplots(2, 2, figsize=(11, 8.5), dpi=150, layout="constrained")
         try:
@@ -52,12 +55,12 @@ def draw_scaling_chart(analysis: Analysis, picture: Path) -> None:
             figure.savefig(drawn, format=kind, metadata={"Software": None} if kind == "png" else {})
         finally:
             plt.close(figure)
-    with atomic_file(picture.resolve()) as draft:  # a link stays one
+    with atomic_file(picture.resolve()) as draft:  # a symlink stays a symlink
         draft.write_bytes(drawn.getvalue())
 
 
 def _colours(values: np.ndarray) -> ScalarMappable:
-    """Colours for sizes or FLOPs, by their logarithms."""
+    """Return a logarithmic color scale for sizes or FLOPs."""
     return ScalarMappable(LogNorm(values.min(), max(values.max(), values.min() * 1.01)), COLOURS)
 
 
@@ -72,7 +75,8 @@ def _write_reason(axes: Axes, reason: str, y: float) -> None:
 
 
 def _mark(axis: Axis, values: np.ndarray, write: Callable[[float], str]) -> None:
-    """Write a few round numbers on a logarithmic axis over these values, however many powers of ten they span."""
+    """Label a logarithmic axis over these values with a few round numbers, however many powers of ten the values
+    span."""
     decades = np.log10(values.max() / values.min())
     within = next((each for most, each in ROUND if decades < most), (1,))
     axis.set_major_locator(LogLocator(subs=within, numticks=12))
@@ -81,13 +85,15 @@ def _mark(axis: Axis, values: np.ndarray, write: Callable[[float], str]) -> None
 
 
 def _error(value: Estimate) -> list[list[float]]:
-    """Lengths to both ends of the interval, as matplotlib takes them."""
+    """Return the distances from the value to both ends of its interval, in the form of matplotlib's `xerr` and `yerr`.
+    A distance that is not finite is NaN."""
     lengths = [max(value.value - value.low, 0), max(value.high - value.value, 0)]
     return [[length if math.isfinite(length) else math.nan] for length in lengths]
 
 
 def _along(analysis: Analysis, *, predictions: bool = False) -> np.ndarray:
-    """FLOPs from below the smallest to above the largest of the points, and of predictions, if they are asked for."""
+    """Return FLOPs for a curve, from below the smallest to above the largest FLOPs of the points. With `predictions`,
+    the range also includes the predictions."""
     further = [prediction.plan.flops for prediction in analysis.predictions] if predictions else []
     flops = np.log([*analysis.points.flops, *further])
     margin = 0.15 * np.ptp(flops) + 0.05
@@ -123,7 +129,7 @@ def _draw_profiles(axes: Axes, analysis: Analysis) -> None:
 
 
 def _draw_best(axes: Axes, analysis: Analysis, quantity: str) -> None:
-    """The best size, or its tokens, over FLOPs: by the profiles, and by the law."""
+    """Draw the best size, or the best number of tokens, over FLOPs: by the profiles, and by the law."""
     isoflop, law, cost, along = analysis.isoflop, analysis.law, analysis.cost, _along(analysis)
     _title(axes, f"Best {'size' if quantity == 'parameters' else 'number of tokens'}", "FLOPs", quantity)
     axes.set_yscale("log")
@@ -148,7 +154,7 @@ def _draw_best(axes: Axes, analysis: Analysis, quantity: str) -> None:
             sizes = [each.best_size(flops, cost) for each in (law.law, law.resampled)]
             value, drawn = sizes if quantity == "parameters" else [cost.tokens(flops, size) for size in sizes]
             intervals.append(bounded(value, drawn))
-        # Left open where the interval has no bound, or goes down to zero, which no logarithmic axis has.
+        # The band is left open where the interval is unbounded or reaches zero, which a logarithmic axis cannot show.
         ends = np.array([[each.low for each in intervals], [each.high for each in intervals]])
         low, high = np.where((ends > 0) & np.isfinite(ends), ends, np.nan)
         axes.fill_between(along, low, high, color=LAW_COLOUR, alpha=0.12, linewidth=0)
@@ -161,7 +167,7 @@ def _draw_best(axes: Axes, analysis: Analysis, quantity: str) -> None:
 
 
 def _draw_losses(axes: Axes, analysis: Analysis) -> None:
-    """All points over FLOPs, and the law's loss of the best size at each."""
+    """Draw the losses of all points over FLOPs, and the law's loss at the best size for each number of FLOPs."""
     points, law, cost = analysis.points, analysis.law, analysis.cost
     _title(axes, "Loss over FLOPs", "FLOPs", "loss (nats per token)")
     colours = _colours(points.parameters)

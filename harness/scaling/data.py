@@ -16,7 +16,7 @@ from harness.runs.checkpoint_meta import validation_text
 from harness.runs.directory import RunDirectory
 from harness.runs.summary import RunSummary, read_summary
 
-FLOPS_PER_PARAMETER = 6  # and token: the rule C = 6 N D (Kaplan et al., arXiv:2001.08361, section 2.1)
+FLOPS_PER_PARAMETER = 6  # and per token: the rule C = 6 N D (Kaplan et al., arXiv:2001.08361, section 2.1)
 COLUMNS = ("parameters", "flops", "loss")
 OPTIONAL_COLUMNS = ("tokens", "name")
 SAME_SIZE = 0.01  # sizes, or token counts, less than 1 % apart count as one
@@ -30,28 +30,29 @@ class Point:
     name: str
     parameters: float
     tokens: float
-    flops: float  # of all its training
+    flops: float  # of the whole training
     loss: float  # nats per token
-    is_by_rule: bool = False  # its tokens were not given, and are flops / 6 / parameters
+    is_by_rule: bool = False  # `tokens` was not given, and is flops / 6 / parameters
 
 
 class Points:
-    """Trained models, each quantity a column [n]; `left_out` names the others, each with the reason."""
+    """Trained models as one array [n] per quantity. `left_out` names the models that are not included, each with the
+    reason."""
 
     def __init__(self, points: Sequence[Point], left_out: Sequence[str] = ()) -> None:
         self.points, self.left_out = [*points], [*left_out]
         self.names = [point.name for point in points]
         quantities = [(point.parameters, point.tokens, point.flops, point.loss) for point in points]
         self.parameters, self.tokens, self.flops, self.loss = np.array(quantities, float).reshape(-1, 4).T
-        # Points whose tokens follow from C = 6ND cannot show whether it holds.
+        # Points whose tokens are computed by the rule C = 6ND cannot show whether the rule holds.
         self.tokens_by_rule = sum(point.is_by_rule for point in points)
 
     def __len__(self) -> int:
         return len(self.points)
 
     def without_highest(self, count: int) -> Points:
-        """Drop the `count` highest losses, which are often of models far from any sensible size (Besiroglu et al.,
-        arXiv:2404.10102, leave out five). Raises UserError if that leaves none."""
+        """Return the points without the `count` highest losses, which often belong to models far from any sensible size
+        (Besiroglu et al., arXiv:2404.10102, leave out five). Raises UserError if no points would be left."""
         if not count:
             return self
         if count >= len(self):
@@ -63,23 +64,26 @@ class Points:
 
 
 def different(values: np.ndarray) -> int:
-    """Number of different sizes or token counts; those less than 1 % apart in a row count as one."""
+    """Return the number of different sizes or token counts. After sorting, a value that is less than 1 % above the
+    value before it counts as the same."""
     gaps = np.diff(np.sort(np.log(values)))
     return int(np.count_nonzero(gaps > SAME_SIZE)) + 1 if len(values) else 0
 
 
 @dataclass(frozen=True)
 class CostLaw:
-    """Cost of training: FLOPs = coefficient x parameters^exponent x tokens. The rule of thumb is 6 and 1."""
+    """Cost of training: FLOPs = coefficient x parameters^exponent x tokens. The rule of thumb C = 6ND has coefficient 6
+    and exponent 1."""
 
     coefficient: float = FLOPS_PER_PARAMETER
     exponent: float = 1.0
-    largest_error: float = 0.0  # relative, over the points that it is of
+    largest_error: float = 0.0  # relative, over the points that it was fitted to
 
     @classmethod
     def of(cls, points: Points) -> CostLaw:
-        """The rule of thumb where it is exact, or a line through the logarithms: in small models, embeddings (which
-        are looked up) and attention (which grows with the context) are parts that change with size."""
+        """Return the rule of thumb if it is exact for all points, or else fit coefficient and exponent by a line
+        through the logarithms. In small models the rule is not exact, because the shares of embeddings (which are
+        looked up) and attention (which grows with the context) change with the size."""
         ratio = points.flops / points.tokens / points.parameters
         if np.allclose(ratio, FLOPS_PER_PARAMETER, rtol=1e-6):
             return cls()
@@ -93,7 +97,7 @@ class CostLaw:
         return (self.coefficient, self.exponent) == (FLOPS_PER_PARAMETER, 1.0)
 
     def tokens(self, flops: np.ndarray | float, parameters: np.ndarray | float) -> np.ndarray:
-        """Number of tokens on which these FLOPs train models of this size; infinite for a size of 0."""
+        """Return the number of tokens on which these FLOPs train models of this size; infinite for a size of 0."""
         with np.errstate(divide="ignore", over="ignore"):
             return np.asarray(flops / (self.coefficient * np.asarray(parameters) ** self.exponent))
 
@@ -105,10 +109,10 @@ class CostLaw:
 
 
 def read_points(path: Path) -> Points:
-    """Points of a CSV file with the columns parameters, flops and loss, and perhaps tokens and name.
+    """Read points from a CSV file with the columns parameters, flops and loss, and optionally tokens and name.
 
-    Without tokens they are flops / 6 / parameters. Lines that begin with # are comments. Raises UserError naming line
-    and column; lines whose loss is not finite are left out.
+    If tokens are not given, they are flops / 6 / parameters. Lines that begin with # are comments. Lines whose loss is
+    not finite are left out. Raises UserError naming line and column.
     """
     try:
         if path.stat().st_size > LARGEST_FILE_BYTES:
@@ -147,7 +151,7 @@ def _check_columns(path: Path, columns: Sequence[str]) -> None:
     if len({*columns}) < len(columns):
         raise UserError(f"{path}: a column is named twice; rename one of {abbreviated(columns)}")
     for name in {*columns}.difference(COLUMNS, OPTIONAL_COLUMNS):
-        # A misspelt `tokens` would be ignored, and the tokens taken from the rule C = 6ND.
+        # A misspelled `tokens` column would otherwise be ignored, and the tokens computed by the rule C = 6ND.
         if meant := nearest(name, OPTIONAL_COLUMNS):
             raise UserError(f"{path}: column {name}: unknown; did you mean {meant}? Rename it, or leave it out")
 
@@ -164,7 +168,7 @@ def _point(where: str, line: int, row: dict[str, str]) -> Point:
             values[key] = float(text)
         except ValueError:
             raise UserError(f"{where}: column {key}: {text!r} is not a number") from None
-        is_diverged = key == "loss" and not math.isfinite(values[key])  # left out later
+        is_diverged = key == "loss" and not math.isfinite(values[key])  # `read_points` leaves it out
         if not is_diverged and not 0 < values[key] < 1e40:
             raise UserError(f"{where}: column {key}: {text} must be greater than 0 and less than 1e40")
     is_by_rule = "tokens" not in values
@@ -176,9 +180,10 @@ def _point(where: str, line: int, row: dict[str, str]) -> Point:
 
 
 def points_of_runs(runs: Sequence[RunDirectory]) -> Points:
-    """The final validation losses of finished runs, over exact FLOPs; runs that have none are named in `left_out`.
+    """Return points with the final validation losses and the exact FLOPs of finished runs. Runs without such a loss are
+    named in `left_out`.
 
-    Raises UserError for runs whose losses are of different texts.
+    Raises UserError if the losses of the runs are of different texts, or if no run has finished.
     """
     points: list[Point] = []
     left_out: list[str] = []
@@ -207,11 +212,11 @@ def points_of_runs(runs: Sequence[RunDirectory]) -> Points:
 
 
 def _point_of_run(name: str, summary: RunSummary) -> Point:
-    """Raises UserError with the reason why the run gives no point."""
+    """Return the point of a finished run. Raises UserError with the reason if the run gives no point."""
     if summary.train.get("initial_weights") is not None:
         raise UserError("begins with weights that were trained before (initial_weights), on tokens not counted here")
     if summary.active_parameters is not None:
-        raise UserError("has a mixture of experts, for which laws in parameters and tokens are others")
+        raise UserError("has a mixture of experts, for which these laws do not hold")
     if summary.parameters is None or summary.flops_per_token is None or not summary.tokens_seen:
         raise UserError("its summary.json, of an earlier version, lacks parameters, FLOPs or tokens")
     if summary.final_validation_loss is None:
@@ -221,7 +226,8 @@ def _point_of_run(name: str, summary: RunSummary) -> Point:
 
 
 def _texts_of(summary: RunSummary) -> dict[str, object]:
-    """Facts about texts that runs must share for one law to hold for their losses. Raises UserError without any."""
+    """Return the facts about a run's texts that must be equal for one law to hold for several runs. Raises UserError if
+    the validation text is not recorded."""
     dataset = summary.dataset or {}
     text = validation_text(summary.model or {}, summary.train, dataset)
     if text is None:

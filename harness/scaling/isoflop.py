@@ -1,7 +1,7 @@
 """IsoFLOP profiles: the best size among runs of equal compute, and its growth with compute.
 
-Approach 2 of Hoffmann et al. (arXiv:2203.15556): in each profile a parabola of the loss over ln N, and through the
-lowest points of the parabolas straight lines in logarithms.
+This is approach 2 of Hoffmann et al. (arXiv:2203.15556). In each profile, a parabola of the loss over ln N is fitted.
+Then straight lines in logarithms are fitted to the lowest points of the parabolas.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from harness.comparison.inconclusive import Inconclusive
 from harness.scaling.data import CostLaw, Points, different
 
 LEAST_PROFILES = 3
-OWN_SCATTER_POINTS = 8  # a profile of fewer points is judged by the scatter about all such profiles together
+OWN_SCATTER_POINTS = 8  # profiles of fewer points share one estimate of the scatter
 NEGLIGIBLE_SPREAD = 0.005  # of ln FLOPs in a profile
-UNDETERMINED = 0.025  # of the draws of a profile may have no lowest point
+UNDETERMINED = 0.025  # largest part of a profile's draws that may have no lowest point
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,17 @@ class Optimum:
 
 @dataclass(frozen=True)
 class Profile:
-    """Points of nearly equal compute."""
+    """A group of points with nearly equal compute, and the parabola that is fitted to their losses."""
 
     flops: float  # their geometric mean
     members: np.ndarray  # indices of its points
-    parabola: np.ndarray  # the loss is c0 + c1 x + c2 x^2 of x = ln N - middle
+    parabola: np.ndarray  # [3]: the loss is c0 + c1 x + c2 x^2 with x = ln N - middle
     middle: float
-    scatter: float  # nats: the points' standard deviation about the parabola; 0 where three fix it
+    scatter: float  # nats: the points' standard deviation about the parabola; 0 if three points determine it
     optimum: Optimum | Inconclusive
 
     def loss(self, parameters: np.ndarray) -> np.ndarray:
-        """Loss of the parabola at these numbers of parameters."""
+        """Return the loss on the parabola at these numbers of parameters."""
         return np.polynomial.polynomial.polyval(np.log(parameters) - self.middle, self.parabola)
 
 
@@ -51,31 +51,33 @@ class PowerLaw:
 
     exponent: Estimate
     line: np.ndarray  # [2]: slope and intercept of ln quantity over ln FLOPs
-    drawn: np.ndarray  # [B, 2], the same of each draw
+    drawn: np.ndarray  # [B, 2]: slope and intercept of each draw
 
     def at(self, flops: np.ndarray) -> np.ndarray:
         return np.exp(np.polyval(self.line, np.log(flops)))
 
     def interval_at(self, flops: np.ndarray) -> np.ndarray:
-        """The 95 % interval at each of these FLOPs, [2, n]."""
+        """Return the 95 % interval at each of these FLOPs, [2, n]."""
         drawn = self.drawn[:, 1, None] + self.drawn[:, :1] * np.log(flops)
         return np.exp(np.percentile(drawn, [2.5, 97.5], axis=0))
 
 
 @dataclass(frozen=True)
 class IsoFlop:
-    """The profiles found, and the power laws in compute of the best size, its tokens and its loss."""
+    """The profiles, and the power laws in compute of the best size, its tokens and its loss."""
 
     profiles: list[Profile]
-    alone: int  # points that belong to no profile
-    laws: dict[str, PowerLaw] | Inconclusive  # of "parameters", "tokens" and "loss"
+    alone: int  # number of points that belong to no profile
+    laws: dict[str, PowerLaw] | Inconclusive  # by "parameters", "tokens" and "loss"
 
 
 def group_by_compute(points: Points, *, tolerance: float, least_sizes: int) -> list[np.ndarray]:
-    """Indices of the points of each profile, by rising FLOPs: points whose FLOPs lie within `tolerance` (a fraction) of
-    a common middle, of at least `least_sizes` different sizes.
+    """Return the indices of the points of each profile, in the order of the profiles' FLOPs. A profile is a group of
+    points whose FLOPs lie within `tolerance` (a fraction) of a common middle, with at least `least_sizes` different
+    sizes.
 
-    The profile with the most different sizes is taken first, then the next of what is left.
+    The group with the most different sizes becomes the first profile. The next one is found in the same way among the
+    remaining points.
     """
     width = 2 * np.log1p(tolerance)
     log_flops, left, groups = np.log(points.flops), np.argsort(points.flops, kind="stable"), []
@@ -92,14 +94,14 @@ def group_by_compute(points: Points, *, tolerance: float, least_sizes: int) -> l
 
 @dataclass(frozen=True)
 class _Parabola:
-    """A least-squares parabola, [3], and the basis of its uncertainty."""
+    """A least-squares parabola, and what is needed to compute its uncertainty."""
 
     middle: float
-    coefficients: np.ndarray
+    coefficients: np.ndarray  # [3]
     root: np.ndarray  # [3, 3]: root @ root.T is the covariance for residuals of variance 1
     squares: float  # sum of the squared residuals
-    freedom: int
-    has_own_scatter: bool
+    freedom: int  # degrees of freedom of the residuals
+    has_own_scatter: bool  # it has enough points to estimate its own scatter
 
 
 def _fit_parabola(points: Points, members: np.ndarray) -> _Parabola:
@@ -109,7 +111,7 @@ def _fit_parabola(points: Points, members: np.ndarray) -> _Parabola:
     compute = np.log(points.flops[members])
     is_large = len(members) >= OWN_SCATTER_POINTS
     if is_large and np.ptp(compute) > NEGLIGIBLE_SPREAD:
-        # More compute is a lower loss: without a term for it, the sizes that happened to get more would look better.
+        # More compute lowers the loss. Without a term for it, sizes that happen to get more compute look better.
         design = np.column_stack([design, compute - compute.mean()])
     coefficients, *_ = np.linalg.lstsq(design, y, rcond=None)
     covariance = np.linalg.pinv(design.T @ design)[:3, :3]
@@ -127,7 +129,7 @@ def fit_isoflop(
     resamples: int = 1000,
     seed: int = 0,
 ) -> IsoFlop | Inconclusive:
-    """The profiles among the points, and their power laws; or the reason why there are none."""
+    """Return the profiles among the points and their power laws, or the reason why there are no profiles."""
     groups = group_by_compute(points, tolerance=tolerance, least_sizes=least_sizes)
     if not groups:
         return Inconclusive(
@@ -148,10 +150,11 @@ def fit_isoflop(
 
 
 def _draw(parabolas: list[_Parabola], resamples: int, seed: int) -> list[np.ndarray | None]:
-    """Coefficients [B, 3] of each parabola as the scatter of its points allows them, None where the scatter is unknown.
+    """Draw coefficients [B, 3] of each parabola from their uncertainty, which comes from the scatter of the points
+    about the parabola. None for a parabola whose scatter is not known.
 
-    A parametric bootstrap: normal residuals, with the uncertainty of their variance, so that the coefficients have
-    their t distribution (which drawing from five points with replacement would miss by far).
+    This is a parametric bootstrap: it draws normal residuals whose variance is itself uncertain, so that the
+    coefficients have their t distribution. Resampling five points with replacement would miss that distribution by far.
     """
     generator = np.random.default_rng(seed)
     small = [each for each in parabolas if not each.has_own_scatter]
@@ -168,7 +171,8 @@ def _draw(parabolas: list[_Parabola], resamples: int, seed: int) -> list[np.ndar
 
 
 def _minima(draws_Bx3: np.ndarray, middle: float, flops: float, cost: CostLaw) -> np.ndarray:
-    """ln of size, tokens and loss at the lowest point of each parabola, [B, 3]; NaN where it has none."""
+    """Return ln of size, tokens and loss at the lowest point of each parabola, [B, 3]; NaN for a parabola that has
+    none."""
     c0, c1, c2 = draws_Bx3.T
     with np.errstate(all="ignore"):
         c2 = np.where(c2 > 0, c2, np.nan)
@@ -180,7 +184,7 @@ def _minima(draws_Bx3: np.ndarray, middle: float, flops: float, cost: CostLaw) -
 def _optimum(
     sizes: np.ndarray, flops: float, parabola: _Parabola, cost: CostLaw, minima_Bx3: np.ndarray | None
 ) -> Optimum | Inconclusive:
-    """The lowest point with its intervals, or the reason why it is not determined."""
+    """Return the lowest point of a profile with its intervals, or the reason why the point is not determined."""
     if parabola.coefficients[2] <= 0:
         return Inconclusive("its losses do not curve upwards from a lowest one")
     value = _minima(parabola.coefficients[None], parabola.middle, flops, cost)[0]
@@ -188,7 +192,7 @@ def _optimum(
         side = "smaller" if value[0] < np.log(sizes.min()) else "larger"
         return Inconclusive(f"the lowest loss lies outside the sizes; train {side} ones")
     if minima_Bx3 is None:
-        return Inconclusive("3 sizes fix a parabola and leave nothing to judge it by; train a 4th")
+        return Inconclusive("3 sizes determine a parabola exactly, so that its uncertainty is unknown; train a 4th")
     is_there = np.isfinite(minima_Bx3).all(axis=1)
     if np.mean(~is_there) > UNDETERMINED:
         return Inconclusive("its losses scatter too much to show where the lowest is")
@@ -196,8 +200,9 @@ def _optimum(
 
 
 def _power_laws(lowest: list[tuple[float, Optimum, np.ndarray]]) -> dict[str, PowerLaw] | Inconclusive:
-    """Straight lines through the lowest points (FLOPs, optimum, minima of the draws), and through those of each
-    draw."""
+    """Return power laws of size, tokens and loss: straight lines in logarithms through the optima, and through the
+    minima of each draw. `lowest` has (FLOPs, optimum, minima of the draws) for each profile. Inconclusive if there are
+    too few profiles."""
     if len(lowest) < LEAST_PROFILES:
         have = "profile has" if len(lowest) == 1 else "profiles have"
         return Inconclusive(f"{len(lowest)} {have} an optimum, and a power law needs {LEAST_PROFILES}")

@@ -1,8 +1,8 @@
 """The parametric scaling law L(N, D) = E + A / N^alpha + B / D^beta: its fit, its predictions, the best split of FLOPs.
 
-N are parameters, D tokens, L the final loss in nats per token (Hoffmann et al., arXiv:2203.15556, section 3.3). The
-intervals are those of Besiroglu et al. (arXiv:2404.10102): the points are drawn anew with replacement, and the law is
-fitted to each draw.
+N are parameters, D tokens, L the final loss in nats per token (Hoffmann et al., arXiv:2203.15556, section 3.3).
+Intervals are computed as by Besiroglu et al. (arXiv:2404.10102): the points are resampled with replacement, and the law
+is fitted to each resample.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from harness.scaling.data import CostLaw, Points, different
 
 PARAMETERS = 5
 # In simulations, intervals of 95 % hold the truth in 95 % to 100 % of experiments with 9 points or more, but in 65 % to
-# 75 % with 6: most of the resamples of so few then have hardly more points than coefficients, and fit anything.
+# 75 % with 6. Most resamples of 6 points have hardly more distinct points than coefficients, and any law fits these.
 LEAST_POINTS = 9
-TRIMMED_PERCENT = 0.5  # of the resamples, at each end, for standard errors: a few without bound would be all of it
+TRIMMED_PERCENT = 0.5  # of the resamples are dropped at each end for standard errors: unbounded ones would dominate
 HUBER_DELTA = 1e-3
-# Starts: every combination of a floor E, as a part of the lowest loss, of the part of the rest that is due to size at
-# the middle of the points, and of both exponents. Hoffmann et al. have a grid, too.
+# Starting points of the fit: every combination of the floor E (as a part of the lowest loss), the part of the median
+# loss above the floor that is due to size, and both exponents. Hoffmann et al. start from a grid, too.
 FLOORS, PARTS, EXPONENTS = (0.2, 0.5, 0.8, 0.95), (0.1, 0.5, 0.9), (0.2, 0.6)
 STARTS = len(FLOORS) * len(PARTS) * len(EXPONENTS) ** 2
-LEAST_FLOOR = 1e-3  # of the lowest loss: an E below it is none
-LEAST_SPREAD = 0.05  # of tokens about a power of the parameters: less, and the law's two terms are one
+LEAST_FLOOR = 1e-3  # of the lowest loss: a smaller E counts as no floor
+LEAST_SPREAD = 0.05  # of ln tokens about a line in ln parameters; with less, the law's two terms cannot be separated
 LEAST_EXPONENT, LARGEST_EXPONENT = 0.005, 5.0
-LARGEST = 1e300  # larger numbers count as unbounded
-LEAST_CHANGE = 1e-9  # of ln L between the points: less is rounding
+LARGEST = 1e300  # a larger number counts as unbounded
+LEAST_CHANGE = 1e-9  # of ln L between the points; a smaller range is rounding error
 
 
 @dataclass(frozen=True)
@@ -53,17 +53,18 @@ class Law:
     beta: np.ndarray
 
     def loss(self, parameters: np.ndarray | float, tokens: np.ndarray | float) -> np.ndarray:
-        """Loss of a model of this size on these tokens; infinite where it overflows."""
+        """Return the loss of a model of this size trained on these tokens; infinite if it overflows."""
         with np.errstate(over="ignore", divide="ignore"):
             by_size = np.exp(self.log_a - self.alpha * np.log(parameters))
             return np.asarray(self.e + by_size + np.exp(self.log_b - self.beta * np.log(tokens)))
 
     def best_size(self, flops: float, cost: CostLaw) -> np.ndarray:
-        """The parameters with the lowest loss among all splits of these FLOPs.
+        """Return the number of parameters with the lowest loss among all splits of these FLOPs into size and tokens.
 
-        With FLOPs c N^p D, the derivative of L over ln N is zero at N^(alpha + p beta) = (alpha A / p beta B)
-        (FLOPs / c)^beta; for c = 6 and p = 1 it is equation 4 of Hoffmann et al. Where the loss does not fall with
-        parameters, as in some resamples, the best size is 0; else, where it does not fall with tokens, infinite.
+        With FLOPs = c N^p D, the derivative of L over ln N is zero at N^(alpha + p beta) = (alpha A / p beta B)
+        (FLOPs / c)^beta. For c = 6 and p = 1 this is equation 4 of Hoffmann et al. If the loss does not fall with
+        parameters, as in some resamples, the best size is 0. Otherwise, if the loss does not fall with tokens, the best
+        size is infinite.
         """
         with np.errstate(all="ignore"):  # the exponents of resamples may have any sign, and be near zero
             power = self.alpha + cost.exponent * self.beta
@@ -72,7 +73,7 @@ class Law:
         return np.where(self.alpha <= 0, 0.0, np.where(self.beta <= 0, np.inf, size))
 
     def coefficients(self) -> dict[str, np.ndarray]:
-        """Coefficients by their names in print; A and B are infinite where they overflow."""
+        """Return the coefficients by their printed names; A and B are infinite if they overflow."""
         with np.errstate(over="ignore"):
             a, b = np.exp(self.log_a), np.exp(self.log_b)
         return {"E": self.e, "A": a, "B": b, "α": self.alpha, "β": self.beta}
@@ -80,7 +81,7 @@ class Law:
 
 @dataclass(frozen=True)
 class LawFit:
-    """The law of all points, and of each resample."""
+    """The law that is fitted to all points, and the laws that are fitted to the resamples."""
 
     law: Law
     resampled: Law  # [B]
@@ -88,12 +89,12 @@ class LawFit:
     resamples: int
 
     def coefficients(self) -> dict[str, Coefficient]:
-        """Coefficients by their names in print."""
+        """Return the coefficients by their printed names."""
         drawn = self.resampled.coefficients()
         return {name: _coefficient(value, drawn[name]) for name, value in self.law.coefficients().items()}
 
     def size_exponent(self, cost: CostLaw) -> Coefficient:
-        """The power of FLOPs that the compute-optimal number of parameters grows with."""
+        """Return the exponent with which the compute-optimal number of parameters grows with FLOPs."""
         with np.errstate(divide="ignore"):
             value, drawn = (law.beta / (law.alpha + cost.exponent * law.beta) for law in (self.law, self.resampled))
         return _coefficient(value, drawn)
@@ -101,7 +102,7 @@ class LawFit:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run that has not been trained."""
+    """Size, tokens and FLOPs of a run that has not been trained."""
 
     name: str
     parameters: float
@@ -111,11 +112,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A loss, expected of one more run like those of the points."""
+    """The loss expected of one more run that is trained like the runs of the points."""
 
     plan: Plan
     loss: Estimate
-    beyond: list[str]  # the quantities in which it lies beyond the points, and by how much
+    beyond: list[str]  # each quantity of the plan that is outside the range of the points, and by how much
 
 
 @dataclass(frozen=True)
@@ -134,28 +135,30 @@ def _coefficient(value: np.ndarray, drawn: np.ndarray) -> Coefficient:
     middle = drawn[(low <= drawn) & (drawn <= high)]
     scale = float(np.abs(middle).max()) or 1.0  # squares of large numbers would overflow
     error = float(np.std(middle / scale, ddof=1)) * scale
-    # A normal distribution's is a quarter of the interval: one above all of it is that of a few resamples.
+    # In a normal distribution the standard error is a quarter of the interval. One larger than the whole interval comes
+    # from a few extreme resamples.
     is_bounded = error <= interval.high - interval.low
     return Coefficient(interval.value, interval.low, interval.high, error if is_bounded else math.inf)
 
 
 def bounded(value: np.ndarray | float, drawn: np.ndarray) -> Estimate:
-    """Estimate whose ends are infinite where they overflow. None of `drawn` is NaN."""
+    """Return an estimate whose interval ends are infinite if they overflow. `drawn` must not contain NaN."""
     found = estimate(float(value), np.clip(drawn, -LARGEST, LARGEST))
-    # Not quite: an end between two resamples is rounded.
+    # LARGEST / 10, because an end that is interpolated between two resamples is rounded.
     low, high = (end if abs(end) < LARGEST / 10 else math.copysign(math.inf, end) for end in (found.low, found.high))
     return Estimate(found.value, low, high)
 
 
 def fit_law(points: Points, *, resamples: int = 1000, seed: int = 0) -> LawFit | Inconclusive:
-    """The law with the least sum of Huber losses of ln L, or the reason why the points do not give one."""
+    """Return the law with the least sum of Huber losses of ln L, or the reason why the points do not determine a
+    law."""
     if reason := _too_little(points):
         return Inconclusive(reason)
     problem = _Problem.of(points)
     fits = [problem.minimum(start, np.ones(len(points))) for start in problem.starts()]
     value, best = min(fits, key=lambda fit: fit[0])
     if not math.isfinite(value):
-        return Inconclusive("no search for the least error came to an end: look at the points for a wrong one")
+        return Inconclusive("no search for the least error converged; check the points for a wrong value")
     law = problem.law(best)
     if reason := _implausible(law, points):
         return Inconclusive(reason)
@@ -173,7 +176,7 @@ def fit_law(points: Points, *, resamples: int = 1000, seed: int = 0) -> LawFit |
 
 
 def _too_little(points: Points) -> str | None:
-    """The reason why the points do not suffice for five coefficients, or None."""
+    """Return the reason why the points do not suffice for five coefficients, or None if they suffice."""
     if len(points) < LEAST_POINTS:
         are = "point is" if len(points) == 1 else "points are"
         return f"{len(points)} {are} too few for {PARAMETERS} coefficients with intervals; {LEAST_POINTS} will do"
@@ -195,7 +198,7 @@ def _too_little(points: Points) -> str | None:
 
 
 def _implausible(law: Law, points: Points) -> str | None:
-    """The reason why the best fit is not credible, or None."""
+    """Return the reason why the best fit is not credible, or None if it is credible."""
     for value, of in ((law.alpha, "parameters"), (law.beta, "tokens")):
         if abs(value) < LEAST_EXPONENT:
             return f"the loss does not change with {of} in the best fit: their exponent is not determined"
@@ -206,17 +209,18 @@ def _implausible(law: Law, points: Points) -> str | None:
     if law.e < LEAST_FLOOR * points.loss.min():
         return "the best fit has no floor E: the points do not show how the loss levels off"
     if not all(np.isfinite(value) for value in law.coefficients().values()):
-        return "the best fit has coefficients beyond what numbers can hold"
+        return "the best fit has coefficients that overflow"
     return None
 
 
 @dataclass(frozen=True)
 class _Problem:
-    """The least-error problem in (ln a, ln b, ln E, alpha, beta), where a and b are the law's terms at the middle of
-    the points: A and alpha by themselves are so closely tied that every search would be long."""
+    """The minimization problem in (ln a, ln b, ln E, alpha, beta), where a and b are the law's two terms at the middle
+    of the points. They take the place of A and B, because A and alpha are so strongly correlated that every search
+    would be long."""
 
-    u: np.ndarray  # [n], ln N about its mean
-    v: np.ndarray  # [n], ln D about its mean
+    u: np.ndarray  # [n], ln N minus its mean
+    v: np.ndarray  # [n], ln D minus its mean
     y: np.ndarray  # [n], ln L
     mean_u: float
     mean_v: float
@@ -227,7 +231,7 @@ class _Problem:
         return cls(u - u.mean(), v - v.mean(), np.log(points.loss), float(u.mean()), float(v.mean()))
 
     def starts(self) -> np.ndarray:
-        """Starting points of the fit, [STARTS, 5]."""
+        """Return starting points of the fit, [STARTS, 5]."""
         losses = np.exp(self.y)
         rows = []
         for floor, part, alpha, beta in itertools.product(FLOORS, PARTS, EXPONENTS, EXPONENTS):
@@ -237,18 +241,18 @@ class _Problem:
         return np.array(rows)
 
     def minimum(self, start: np.ndarray, weights: np.ndarray) -> tuple[float, np.ndarray]:
-        """Search from `start` for the least error of points that count `weights` [n]. Returns it and its place [5]:
-        infinity and `start` where the search overflows."""
+        """Search from `start` for the coefficients [5] with the least error, with `weights` [n] for the points. Returns
+        the error and the coefficients, or infinity and `start` if the search overflows."""
         from scipy.optimize import minimize
 
-        with np.errstate(all="ignore"):  # a step that is too long may overflow; a shorter one follows
+        with np.errstate(all="ignore"):  # a step that is too long may overflow; the search then tries a shorter one
             found = minimize(self.error, start, args=(weights,), jac=True, method="BFGS")
         if not math.isfinite(found.fun) or not np.isfinite(found.x).all():
             return math.inf, start
         return float(found.fun), found.x
 
     def error(self, x: np.ndarray, weights: np.ndarray) -> tuple[float, np.ndarray]:
-        """The sum of the Huber losses, each counted by its weight, over delta; and its gradient [5]."""
+        """Return the weighted sum of the Huber losses, divided by delta, and its gradient [5]."""
         log_a, log_b, log_e, alpha, beta = x
         by_size, by_tokens, floor = np.exp(log_a - alpha * self.u), np.exp(log_b - beta * self.v), np.exp(log_e)
         loss = by_size + by_tokens + floor
@@ -261,16 +265,17 @@ class _Problem:
         return weights * clipped @ (error - clipped / 2) / HUBER_DELTA, np.array(gradient) / HUBER_DELTA
 
     def law(self, x: np.ndarray) -> Law:
-        """Law of coefficients [5], or laws of [5, B]."""
+        """Return the law with the coefficients `x` [5], or several laws for [5, B]."""
         log_a, log_b, log_e, alpha, beta = x
         return Law(np.exp(log_e), log_a + alpha * self.mean_u, log_b + beta * self.mean_v, alpha, beta)
 
 
 def predict(fit: LawFit, points: Points, plan: Plan) -> Prediction:
-    """The loss of one more run: its interval has the law's uncertainty, and the distance of single runs from the law.
+    """Predict the loss of one more run. Its interval includes the uncertainty of the law and the scatter of single runs
+    about the law.
 
-    That distance is drawn from the residuals of either sign (few of them are lopsided by chance), enlarged, since the
-    law has been fitted to them.
+    The scatter is drawn from the residuals with random signs, since a few residuals can be lopsided by chance. The
+    residuals are enlarged, since the law has been fitted to them.
     """
     drawn = fit.resampled.loss(plan.parameters, plan.tokens)
     generator = np.random.default_rng(0)
@@ -292,7 +297,7 @@ def predict(fit: LawFit, points: Points, plan: Plan) -> Prediction:
 
 
 def best_split(fit: LawFit, points: Points, cost: CostLaw, flops: float) -> Split:
-    """Best division of FLOPs between size and tokens, by the law."""
+    """Return the best split of FLOPs between size and tokens, by the law."""
     value, drawn = (law.best_size(flops, cost) for law in (fit.law, fit.resampled))
     parameters, tokens = bounded(value, drawn), bounded(cost.tokens(flops, value), cost.tokens(flops, drawn))
     plan = Plan(f"{flops:.3g} FLOPs", parameters.value, tokens.value, flops)

@@ -25,7 +25,8 @@ UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 @dataclass(frozen=True)
 class Analysis:
-    """All answers. Without a law there are neither predictions nor splits, also where some were asked for."""
+    """Everything that fit_scaling.py reports. Without a law, `predictions` and `splits` are empty, even if some were
+    asked for."""
 
     points: Points
     cost: CostLaw
@@ -33,14 +34,14 @@ class Analysis:
     law: LawFit | Inconclusive
     predictions: list[Prediction]
     splits: list[Split]
-    asked: bool = False  # for predictions or splits
+    asked: bool = False  # whether predictions or splits were asked for
 
 
 # As text
 
 
 def describe(analysis: Analysis) -> str:
-    """Everything, for a terminal."""
+    """Return the whole report as text for a terminal."""
     sections = [_describe_points(analysis), _describe_isoflop(analysis.isoflop), _describe_law(analysis)]
     if analysis.asked:
         sections.append(_describe_answers(analysis))
@@ -48,7 +49,7 @@ def describe(analysis: Analysis) -> str:
 
 
 def short(value: float) -> str:
-    """Three digits and a unit: 1.46M."""
+    """Format a number with three digits and a unit: 1.46M."""
     for size, unit in UNITS:
         if size <= value < 1000 * UNITS[0][0]:
             return f"{value / size:.3g}{unit}" if value / size < 999.5 else f"{value / size:.0f}{unit}"
@@ -56,7 +57,7 @@ def short(value: float) -> str:
 
 
 def power(value: float) -> str:
-    """Three digits and a power of ten: 5.76e23."""
+    """Format a number with three digits and a power of ten: 5.76e23."""
     return UNBOUNDED if math.isinf(value) else re.sub(r"e\+0?", "e", f"{value:.3g}")
 
 
@@ -134,7 +135,7 @@ def _interval(value: Estimate) -> str:
 
 
 def _digits(value: float) -> str:
-    """Four digits, of large numbers all that stand before the point."""
+    """Format a number with four digits, or with all digits before the decimal point if it is between 1000 and 1e6."""
     if math.isinf(value):
         return UNBOUNDED
     return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.4g}".replace("e+", "e")
@@ -151,7 +152,7 @@ def _describe_law(analysis: Analysis) -> list[str]:
         "     value       std. error  95 % interval",
     ]
     for name, each in law.coefficients().items():
-        error = _digits(float(f"{each.standard_error:.3g}"))  # three digits are more than it knows
+        error = _digits(float(f"{each.standard_error:.3g}"))  # it is not known to more than three digits
         lines.append(f"  {name}  {_digits(each.value):<10}  {error:<10}  [{_digits(each.low)}, {_digits(each.high)}]")
     spread = float(np.sqrt(np.mean(law.residuals**2)))
     return [
@@ -184,14 +185,15 @@ def _describe_beyond(prediction: Prediction) -> list[str]:
     if not prediction.beyond:
         return []
     where = "; ".join(prediction.beyond)
-    return _wrapped(f"EXTRAPOLATED ({where}): the interval does not know whether the law holds there", indent="    ")
+    return _wrapped(f"EXTRAPOLATED ({where}): the interval is valid only if the law holds there", indent="    ")
 
 
 # As JSON
 
 
 def as_json(analysis: Analysis) -> dict[str, Any]:
-    """Everything, for programs: an inconclusive result is {"inconclusive": reason}; what is unbounded is null."""
+    """Return the whole report as JSON. An inconclusive result is {"inconclusive": reason}; an unbounded number is
+    null."""
     points, isoflop, law = analysis.points, analysis.isoflop, analysis.law
     profiles: Any = isoflop
     if isinstance(isoflop, IsoFlop):
@@ -243,7 +245,7 @@ def _json_of_loss(prediction: Prediction) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value for JSON: results as objects, and null for a number that is not finite."""
+    """Return a value as plain JSON: results as objects, and null for a number that is not finite."""
     if isinstance(value, Inconclusive):
         return {"inconclusive": value.reason}
     if isinstance(value, Estimate | Optimum):

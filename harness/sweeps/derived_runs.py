@@ -1,6 +1,7 @@
-"""Runs that are derived from another one: its two files with some keys changed, checked before anything is written.
+"""Runs that are derived from another run: its model.json and train.json with some keys changed. They are checked before
+anything is written.
 
-Each derived folder has a derived.json that names the run it comes from and what differs.
+Each derived folder has a derived.json that names the base run and the settings that differ from it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ MODEL_KEYS = (*ModelConfig.model_fields, *ModelConfig.other_keys)
 TRAIN_KEYS = tuple(TrainConfig.model_fields)
 DERIVED = "derived.json"
 SHOWN_DIFFERENCES = 6
-# A key that is set takes the place of the base's keys that say the same in another way.
+# Other keys that give the same setting as a key. If a key is changed, the base's other keys for it are removed.
 ALTERNATIVES = {
     "depth": ("n_layers", "n_heads", "emb_dim"),
     "global_batch_size": ("gradient_accumulation_steps", "batch_ramp"),
@@ -44,9 +45,9 @@ ALTERNATIVES = {
     "warmup_period_percent": ("warmup_steps",),
 }
 
-# Of a data set without a validation split.
+# Changes for a dataset without a validation split.
 NO_VALIDATION = {"validation_interval": None, "validation_batches": None, "start_val_token": None}
-PADDING = 128  # tokens that a vocabulary may have beyond the data set's, for speed
+PADDING = 128  # a model's vocab_size may exceed the dataset's by fewer tokens than this, for speed
 
 Changes = Mapping[str, JsonValue]
 
@@ -61,7 +62,7 @@ def explained(place: str) -> Iterator[None]:
 
 
 class Difference(BaseModel):
-    """One setting in the base and in the derived run, defaults filled in."""
+    """One setting: its value in the base and its value in the derived run, with defaults."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -70,27 +71,29 @@ class Difference(BaseModel):
 
 
 class Derivation(BaseModel):
-    """A derived.json. `differs` was worked out when the run was made; the base may have been changed since."""
+    """The content of a derived.json. `differs` compares with the base as it was when the run was made; the base may
+    have changed since."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
     parent: str
-    sweep: str | None = None  # by whose file it was made; None: by derive_run.py
+    sweep: str | None = None  # the sweep that made the run; None if derive_run.py made it
     differs: dict[str, Difference] = {}
 
 
 @dataclass(frozen=True)
 class Base:
-    """A run to derive others from. `model` and `train` are what its files say, in today's spelling."""
+    """A run to derive others from. `model` and `train` are the contents of its two files. Keys of train.json that the
+    notebook's program spells in another way are translated."""
 
     run: RunDirectory
     model: dict[str, Any]
     train: dict[str, Any]
-    configs: dict[str, Any]  # both, with defaults
+    configs: dict[str, Any]  # all keys of both files, with defaults
 
     @classmethod
     def load(cls, runs_dir: Path, name: str) -> Base:
-        """Raise UserError for a run that is not there or that is wrong."""
+        """Load a run from its folder. Raises UserError if the run does not exist or one of its files is wrong."""
         run = RunDirectory.find(runs_dir, name)
         model = load_model_config(run.model_json)
         has_experts = model.moe is not None
@@ -101,7 +104,7 @@ class Base:
 
 @dataclass(frozen=True)
 class DerivedRun:
-    """A run that may not be on the disk yet. `model` and `train` are the contents of its two files."""
+    """A run whose folder may not exist yet. `model` and `train` are the contents of its model.json and train.json."""
 
     run: RunDirectory
     model: dict[str, Any]
@@ -123,8 +126,8 @@ class DerivedRun:
         return Experiment(self.run, self.train_config, self.model_config, datasets_dir)
 
     def is_made(self) -> bool:
-        """True if its folder is there. Raises UserError if something else is, such as another run or a file, or if its
-        two files are damaged."""
+        """Return True if the run's folder exists. Raises UserError if its path holds something else, such as another
+        run or a file, or if its two files are damaged."""
         folder = self.run.path
         if not os.path.lexists(folder):
             return False
@@ -144,10 +147,13 @@ class DerivedRun:
         return True
 
     def check_startable(self, train_tokens: int | None = None) -> None:
-        """Raise UserError for what training would refuse whatever the number of processes, and whatever the data if
-        its tokens are not given. One process has the smallest batch, and so the most steps, where their number is not
-        that of the files."""
-        experiment = self.experiment(self.run.path)  # no data is looked at
+        """Raise UserError if training would refuse the run with any number of processes. `train_tokens` is the number
+        of tokens in the train split; without it, only problems that do not depend on the data are found.
+
+        The check assumes one process. If the files do not fix the number of steps, one process takes the most steps,
+        since its global batch is the smallest.
+        """
+        experiment = self.experiment(self.run.path)  # any folder will do, because no data is read
         with explained(f"{self.name}: "):
             experiment.check_together()
             layout = experiment.layout(1)
@@ -162,7 +168,8 @@ def _settings(model: ModelConfig, train: TrainConfig) -> dict[str, Any]:
 
 
 def unknown_key(keys: Iterable[str]) -> str | None:
-    """The first name that is no key of model.json or train.json, with the nearest one; None if all are."""
+    """Return a message about the first name that is not a key of model.json or train.json, with the nearest key. None
+    if all names are keys."""
     key = next((key for key in keys if key not in MODEL_KEYS and key not in TRAIN_KEYS), None)
     if key is None:
         return None
@@ -172,10 +179,10 @@ def unknown_key(keys: Iterable[str]) -> str | None:
 
 
 def derive(base: Base, name: str, changes: Changes, sweep: str | None = None) -> DerivedRun:
-    """The run that `base` becomes under the name `name` with some keys changed; null leaves a key out, so that its
-    default holds. `sweep`: name of the sweep that it is made for. Nothing is written.
+    """Return the run called `name` that has the settings of `base` with `changes`. A change to None removes a key, so
+    that its default holds. `sweep` is the name of the sweep that the run is made for. Writes nothing.
 
-    Raises UserError, naming the file that would be wrong, for what could not be trained.
+    Raises UserError, naming the file that would be wrong, if the run could not be trained.
     """
     if wrong := unknown_key(changes):
         raise UserError(wrong)
@@ -198,10 +205,11 @@ def derive(base: Base, name: str, changes: Changes, sweep: str | None = None) ->
 
 
 def derive_for_dataset(base: Base, name: str, changes: Changes, datasets_dir: Path) -> DerivedRun:
-    """Derive a run, and fit it to a new data set in `datasets_dir`: its vocabulary, at most its tokens and validation
-    batches. Other changes take precedence.
+    """Derive a run, and fit it to its new dataset if `changes` name one that is in `datasets_dir`. The run then gets
+    the dataset's vocabulary size, and a microbatch and validation batches that the validation split can fill. If the
+    train split is too short for the base's budget, the run trains on the whole split. `changes` take precedence.
 
-    Raises UserError, too, for a data set that is too short.
+    Raises UserError like `derive`, and also if the dataset is too short.
     """
     run = derive(base, name, changes)
     if "dataset" not in changes or not is_present(datasets_dir, run.train_config.dataset, ["train"]):
@@ -220,8 +228,8 @@ def derive_for_dataset(base: Base, name: str, changes: Changes, datasets_dir: Pa
 
 
 def _fitting(run: DerivedRun, dataset: Dataset) -> dict[str, JsonValue]:
-    """The changes that a data set's vocabulary and validation split ask for. Raises UserError where the split does not
-    hold one sequence."""
+    """Return the changes that fit a run to the dataset's vocabulary and validation split. Raises UserError if the
+    validation split does not hold one sequence."""
     config, context, vocabulary = run.train_config, run.model_config.context_length, dataset.meta.vocab_size
     changes: dict[str, JsonValue] = {}
     if vocabulary is not None and not vocabulary <= run.model_config.vocab_size < vocabulary + PADDING:
@@ -251,9 +259,11 @@ def _changed(values: dict[str, Any], changes: Changes) -> dict[str, Any]:
 
 
 def write_runs(runs: Sequence[DerivedRun]) -> None:
-    """Make the folders of these runs, all in the same folder and none of them there yet: all, or none.
+    """Write the folders of these runs: all of them, or none. The folders have the same parent, and none of them exists
+    yet.
 
-    Raises RunError if one cannot be written; what a killed process left is whole runs only.
+    Raises RunError if one cannot be written. If the process is killed, some folders may be missing, but none is
+    incomplete.
     """
     if not runs:
         return

@@ -1,4 +1,4 @@
-"""A SWEEP.json: which runs to derive from a base, what they are called, and what the file must look like."""
+"""The format of SWEEP.json, and the runs that such a file describes, with their names."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from harness.common.json_files import SCHEMA_KEY, parse_config, read_json_object
 from harness.common.messages import quoted
 from harness.sweeps.derived_runs import MODEL_KEYS, TRAIN_KEYS, Base, DerivedRun, derive, explained, unknown_key
 
-LARGEST_POINTS = 1000  # beyond it a sweep is a typing error, or wants another program
+LARGEST_POINTS = 1000  # a larger sweep is a typing error, or needs another program
 LONGEST_NAME = 60  # characters of a sweep's name
 LONGEST_LABEL = 60  # characters of the part of a run's name that says what differs
 RUN_NAME_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
-# What runs' names call the keys that are varied most; others are written out.
+# Short forms, in the names of runs, of the keys that are varied most. Other keys are written out.
 SHORT = {
     "learning_rate": "lr",
     "random_seed": "seed",
@@ -50,25 +50,26 @@ SHORT = {
     "lr_schedule": "schedule",
 }
 
-ENTRY_NAME = "name"  # of an entry of `together`: no setting, but what its runs are called
+ENTRY_NAME = "name"  # in an entry of `together`: not a setting, but the name for its runs
 Settings = dict[str, JsonValue]
 
 
 class Sweep(BaseModel):
-    """A SWEEP.json: every combination of `vary`'s values and `together`'s entries is a run."""
+    """The content of a SWEEP.json. Every combination of the values of `vary` and the entries of `together` is a run."""
 
     model_config = ConfigDict(title="SWEEP.json", frozen=True, strict=True, extra="forbid")
 
     base: str = Field(min_length=1)  # the run to derive from
     name: str | None = None  # the beginning of the runs' names; None: the file's name
-    set: Settings = {}  # alike in all runs, but where an entry of `together` changes them
+    set: Settings = {}  # for all runs; entries of `together` can change these
     vary: dict[str, list[JsonValue]] = {}
     together: list[Settings] = []
 
     @model_validator(mode="before")
     @classmethod
     def _explain_settings(cls, raw: Any) -> Any:
-        """A setting beside "vary" was meant to be in it. "$schema" is for editors."""
+        """Reject settings at the top level, which belong in "set" or in "vary". Drop "$schema", which is for
+        editors."""
         if not isinstance(raw, dict):
             return raw
         if "search" in raw:
@@ -91,7 +92,8 @@ class Sweep(BaseModel):
         for key, values in self.vary.items():
             if not values:
                 raise ValueError(f'key "vary.{key}": has no values; give at least one, or remove the key')
-        # A key has one place; but what `set` gives to all runs, entries of `together` may change, if not all do.
+        # A key is given in one place only. As an exception, some entries of `together`, but not all, may change a key
+        # of `set`.
         in_all = [key for key in together if all(key in entry for entry in self.together)]
         twice = [key for key in self.vary if key in together]
         twice += [key for key in self.set if key in [*self.vary, *in_all]]
@@ -118,18 +120,19 @@ class Sweep(BaseModel):
 
     @property
     def count(self) -> int:
-        """Number of runs it makes."""
+        """Number of runs that the sweep makes."""
         return math.prod(len(values) for values in self.vary.values()) * max(1, len(self.together))
 
     def points(self) -> Iterator[Settings]:
-        """Settings in which each run differs from the base and from `set`, in the order of the file, the last key
-        fastest; and "name", where an entry of `together` has one."""
+        """Yield the settings in which each run differs from the base and from `set`, and "name" if the run's entry of
+        `together` has one. Runs are in the order of the file, and the last key of `vary` changes fastest."""
         for entry in self.together or [{}]:
             for values in itertools.product(*self.vary.values()):
                 yield {**entry, **dict(zip(self.vary, values, strict=True))}
 
     def labels(self) -> list[str]:
-        """Suffixes of the runs' names, one for each point: an entry's own name stands for all that the entry sets."""
+        """Return the suffix of each run's name, one per point. If an entry of `together` has a name, the name replaces
+        all settings of the entry in the suffix."""
         named = (ENTRY_NAME, *self.vary)
         return labels(
             [{key: each[key] for key in named if key in each} if ENTRY_NAME in each else each for each in self.points()]
@@ -137,9 +140,11 @@ class Sweep(BaseModel):
 
 
 def labels(points: list[Settings]) -> list[str]:
-    """A name for each point, of what may differ: short, all different, and such that it stays when points are added.
+    """Return a label for each point, made of its settings. Labels are short and all different. A label does not change
+    when other points are added, unless one of these would get the same label.
 
-    Letters, digits and _ . + - only. One that is too long, or that two points would have, ends in a hash.
+    Labels have letters, digits and _ . + - only. A label that would be too long, or the same as another one, ends in a
+    hash.
     """
     written = ["-".join(_part(key, value) for key, value in point.items()) or "base" for point in points]
     often, found = Counter(written), []
@@ -163,7 +168,7 @@ def _part(key: str, value: JsonValue) -> str:
 
 @dataclass(frozen=True)
 class SweepRuns:
-    """A sweep's file, and the runs that it describes, checked; none of them may be on the disk yet."""
+    """A SWEEP.json and its derived runs, which have been checked. The folders of the runs may not exist yet."""
 
     path: Path
     name: str
@@ -171,8 +176,8 @@ class SweepRuns:
     runs: list[DerivedRun]
 
     def missing(self) -> list[DerivedRun]:
-        """Runs that are not made yet. Raises UserError if a folder holds another run, or if training would refuse one
-        of these, so that nothing is made."""
+        """Return the runs whose folders do not exist yet. Raises UserError if a folder holds another run, or if
+        training would refuse a missing run. The caller can therefore write all missing runs, or none."""
         found = [run for run in self.runs if not run.is_made()]
         for run in found:
             with explained(f"{self.path}: makes "):
@@ -181,7 +186,7 @@ class SweepRuns:
 
 
 def load_sweep(path: Path, runs_dir: Path) -> SweepRuns:
-    """Read a SWEEP.json and derive its runs, each checked as a run is; nothing is written.
+    """Read a SWEEP.json, derive its runs and check them. Writes nothing.
 
     Raises UserError naming the file, the key and the remedy.
     """

@@ -1,4 +1,4 @@
-"""Plan of a sweep: estimated hours, dollars and disk of all its runs that are not finished."""
+"""Plan of a sweep: estimated hours, dollars and disk space of all its runs that are not finished."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from harness.sweeps.status import COLUMNS, count_states, status_of, wrapped
 
 
 def visible_gpus() -> list[str]:
-    """Entries for CUDA_VISIBLE_DEVICES, one for each GPU of this machine that it shows; none without a driver."""
+    """Return one entry for CUDA_VISIBLE_DEVICES for each GPU of this machine that this variable makes visible. Empty
+    without a GPU driver."""
     names = gpu_names()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not names or visible is None:
@@ -34,9 +35,9 @@ def visible_gpus() -> list[str]:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Remaining work of one run. `seconds` and `dollars` are None where the speed, the length or the price is not
-    known; dollars are its part of the machine's, which groups share. `price` says whose an hour's price is, or why
-    there is none."""
+    """Remaining work of one run. `seconds` and `dollars` are None if the speed, the run's length or the price is not
+    known. `dollars` are the run's share of the machine's cost, because groups share the machine. `price` describes the
+    price per hour and its source, or says why there is none."""
 
     run: DerivedRun
     plan: Plan
@@ -47,25 +48,25 @@ class RunPlan:
 
 
 class Planner:
-    """Plans runs one by one: `groups` of them at a time, each of `processes` ranks with a device of its own. Runs of
-    the same shape have the same speed, which is looked up once."""
+    """Planner of single runs, of which `groups` are trained at a time, each with `processes` ranks on a device of their
+    own. Runs of the same shape have the same speed, which is looked up once."""
 
     def __init__(
         self, datasets_dir: Path, runs_dir: Path, *, groups: int = 1, processes: int | None = None, **assumed: Any
     ) -> None:
-        """Share this machine's GPUs out among the groups, unless a number of processes is given; one process each if
-        there are none. `assumed`: the options of ddp_train.py that begin so. Raises UserError if two speeds are
+        """Divide this machine's GPUs among the groups if `processes` is not given; without GPUs, a run has one process.
+        `assumed` has the options of ddp_train.py that begin with --assume. Raises UserError if two speeds are
         assumed."""
         self.datasets_dir = datasets_dir
         self.groups = groups
         self.processes = processes or max(1, len(visible_gpus()) // groups)
         self.options = TrainOptions(plan=True, runs_dir=runs_dir, **assumed)
         self.options.check(None)
-        self.speeds: dict[str, PlannedSpeed] = {}  # by shape; to be cleared when a run has measured one
+        self.speeds: dict[str, PlannedSpeed] = {}  # by shape; cleared when a run has ended
 
     def plan(self, run: DerivedRun) -> RunPlan:
-        """Plan the remaining work of a run, which may be partly done. Raises UserError for what training would
-        refuse."""
+        """Plan the remaining work of a run, which may be partly done. Raises UserError if training would refuse the
+        run."""
         experiment = run.experiment(self.datasets_dir)
         with explained(f"{run.name}: "):
             experiment.check_together()
@@ -85,22 +86,23 @@ class Planner:
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """Remaining work of a sweep, in the order in which it is done."""
+    """Remaining work of a sweep."""
 
     name: str
     planner: Planner
-    count: int  # of all runs
-    done: str  # how many runs are in a state of which nothing is left to train
-    left: list[RunPlan]
-    refused: list[str]  # why some cannot be trained, by their names
+    count: int  # of all runs, done or left
+    done: str  # how many runs are finished or pruned, as text
+    left: list[RunPlan]  # in the order of training
+    refused: list[str]  # why some runs cannot be trained, one message per run
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of all checkpoints to come; without those of runs whose length is not known."""
+        """Bytes of all checkpoints that are still to be written, without those of runs whose length is not known."""
         return sum(each.plan.disk_bytes() for each in self.left if each.plan.position is not None)
 
     def disk_shortage(self, folder: Path) -> str | None:
-        """Shortage and remedy if the disk under `folder` cannot hold all checkpoints to come; None if it can."""
+        """Return the shortage and its remedy if the disk of `folder` cannot hold all checkpoints that are still to be
+        written, or None if it can."""
         free = shutil.disk_usage(folder).free
         if self.disk_bytes <= free:
             return None
@@ -111,7 +113,7 @@ class SweepPlan:
         )
 
     def seconds(self) -> float:
-        """Wall-clock seconds, if each free group takes the next run; without runs whose time is not known."""
+        """Return wall-clock seconds if each free group takes the next run. Leaves out runs whose time is not known."""
         ends = [0.0] * self.planner.groups
         for each in self.left:
             heapq.heapreplace(ends, ends[0] + (each.seconds or 0.0))
@@ -119,8 +121,9 @@ class SweepPlan:
 
 
 def plan_sweep(sweep: SweepRuns, planner: Planner) -> SweepPlan:
-    """Plan what is left to train, whether it is made or not. Raises UserError if nothing is done, and all runs are
-    such as training would refuse, or have something else or damaged files in their folders."""
+    """Plan the runs that are left to train, whether their folders exist or not. Raises UserError if no run is done and
+    none can be trained, because training would refuse it or because its folder holds something else or damaged
+    files."""
     statuses = [status_of(run) for run in sweep.runs]
     done = [each for each in statuses if each.is_done]
     plans: list[RunPlan] = []
@@ -137,7 +140,7 @@ def plan_sweep(sweep: SweepRuns, planner: Planner) -> SweepPlan:
 
 
 def describe_sweep_plan(plan: SweepPlan, runs_dir: Path) -> str:
-    """The plan as text for a terminal: a line for each run, the speeds and their sources, and the sums."""
+    """Return the plan as text for a terminal: a line for each run, the speeds and their sources, and the sums."""
     parts = [wrapped(f"Plan of sweep {plan.name}, {plan.count:,} runs: nothing is trained or downloaded")]
     if plan.done:
         parts.append([f"{plan.done} already"])
@@ -160,7 +163,7 @@ def _table(left: list[RunPlan]) -> list[str]:
     width = min(COLUMNS - sum(width + 2 for width in widths), max(len(name) for name, _ in rows))
     lines = []
     for name, cells in rows:
-        if len(name) > width:  # in a line of its own
+        if len(name) > width:  # the name gets a line of its own
             lines.append(name)
             name = ""
         written = [f"{cell:>{size}}" for cell, size in zip(cells, widths, strict=True)]
@@ -173,7 +176,7 @@ def _duration(seconds: float) -> str:
 
 
 def _speeds(left: list[RunPlan]) -> list[str]:
-    """Lines with the speeds and their sources, and the runs without a known speed."""
+    """Return lines with each speed, its source and the runs that have it. A speed may be unknown."""
     sources: dict[str, list[str]] = {}
     for each in left:
         rate = each.speed.tokens_per_second
@@ -211,7 +214,7 @@ def _totals(plan: SweepPlan, runs_dir: Path) -> list[str]:
 
 
 def _sum(what: str, known: str, unknown: list[str], runs: int) -> str:
-    """A sum, and which of the runs are not in it."""
+    """Return a sum as text, with the names of the runs that are not in it because their value is not known."""
     if len(unknown) == runs:
         return f"{what}: unknown"
     return f"{what}: {known}" + (f", and what {', '.join(unknown)} will take (unknown)" if unknown else "")

@@ -1,7 +1,7 @@
-"""Running a sweep: each run by the command that trains a single one, in a process of its own, until all are finished.
+"""Execution of a sweep: ddp_train.py trains each run in a process of its own, until all runs are finished.
 
-The command leaves a finished run alone and continues a stopped one, and what is done is read from the runs' folders: a
-sweep that was killed resumes from its runs.
+ddp_train.py leaves a finished run unchanged and resumes a stopped run, and the state of each run is read from its
+folder. Therefore a sweep that was killed can simply be started again.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from harness.sweeps.plan import Planner, RunPlan, visible_gpus
 from harness.sweeps.status import count_states, status_lines, status_of
 
 POLL_SECONDS = 0.2
-LOOK_SECONDS = 1.0  # between two looks at how far the runs are
-REPORT_SECONDS = 60.0  # between two lines that say so, where no line can be replaced by the next
+LOOK_SECONDS = 1.0  # between two readings of the runs' progress
+REPORT_SECONDS = 60.0  # between two printed lines of progress, if the output is not a terminal
 PR_SET_PDEATHSIG = 1  # prctl(2)
-C_LIBRARY = ctypes.CDLL(None)  # loaded now: little is allowed between a fork and what follows it
+C_LIBRARY = ctypes.CDLL(None)  # loaded here, because little is allowed between fork and exec
 
 Say = Callable[[str], None]
-Group = tuple[str, dict[str, str]]  # devices of one run at a time: their name, and variables that show them
+Group = tuple[str, dict[str, str]]  # devices for one run at a time: name, and environment variables that select them
 
 
 def device_groups(groups: int, processes: int) -> list[Group]:
-    """The machine's GPUs shared out, or else its cores; one group gets what a run alone would. Raises UserError for
-    more than there are GPUs."""
+    """Divide the machine's GPUs, or its cores if it has no GPUs, among the groups. A single group has the whole
+    machine, as a run outside a sweep has. Raises UserError if the groups need more GPUs than there are."""
     if groups == 1:
         return [("", {})]
     gpus, wanted = visible_gpus(), groups * processes
@@ -58,8 +58,8 @@ def device_groups(groups: int, processes: int) -> list[Group]:
 
 @dataclass
 class Attempt:
-    """A run under way. `tokens` is what it will have seen at its end, if that is known; `committed` is the dollars that
-    it will have cost then."""
+    """A run that is being trained. `tokens` is the number of tokens it will have seen at its end, or None if that is
+    not known. `committed` is the dollars that it will have cost by then."""
 
     run: DerivedRun
     group: Group
@@ -71,29 +71,31 @@ class Attempt:
     is_stopped: bool = False
 
     def stop(self) -> None:
-        """Ask the process to end with a checkpoint."""
+        """Ask the process to write a checkpoint and to end."""
         self.is_stopped = True
         self.process.terminate()
 
 
 def _end_with_parent() -> None:
-    """Have the system end this process, in good order, when the one that started it is killed. Linux alone can; on
-    other systems the run continues, and a sweep that is started again waits for it."""
+    """Have Linux send SIGTERM to this process when its parent process is killed, so that this process stops with a
+    checkpoint. Other systems cannot do this. There the run continues, and a sweep that is started again waits for
+    it."""
     if sys.platform == "linux":
         C_LIBRARY.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class SweepRunner:
-    """Trains the runs that are not finished; those with a file that cannot be read are left as they are.
+    """Runner that trains the runs that are not finished. Runs with a file that cannot be read are left unchanged.
 
-    `planner` says what is left of a run, `max_dollars` limits what all of `runs` may cost together, with what they have
-    cost before. `reason` says why runs are left, and `signal` is the one that has ended the sweep.
+    `planner` plans the remaining work of a run. `max_dollars` limits the cost of all `runs` together, including what
+    they have cost before. `reason` says why the sweep ended before all runs were trained, and `signal` is the signal
+    that ended it, or 0.
     """
 
     def __init__(
         self, runs: Sequence[DerivedRun], planner: Planner, script: Path, *, max_dollars: float | None = None
     ) -> None:
-        """Raise UserError for a budget without a price."""
+        """Raise UserError if `max_dollars` is given and a run has no price, or if there are not enough GPUs."""
         unpriced = [run.name for run in runs if run.train_config.price_per_hour is None]
         if max_dollars is not None and unpriced:
             raise UserError(
@@ -109,14 +111,15 @@ class SweepRunner:
         self.waiting = [each.run for each in statuses if not each.is_done and each.state != "damaged"]
         self.dollars = {each.run.name: each.dollars for each in statuses}
         self.attempts: list[Attempt] = []
-        self.is_idle = True  # nothing has been started so far
+        self.is_idle = True  # no run has been started so far
         self.reason = ""
         self.signal = 0
         self._said_waiting: set[str] = set()
 
     def run(self, say: Say, show: Say | None = None) -> None:
-        """Return when all are finished or have failed, or when a signal or the budget has ended it. `show` replaces
-        what it showed before: how far the runs are. Without it, `say` says so now and then."""
+        """Train the runs. Returns when all runs are finished or have failed, or when a signal or the budget has ended
+        the sweep and its processes have stopped. `show` displays progress in place of the text that it showed before.
+        Without `show`, `say` prints progress every REPORT_SECONDS."""
         handle_stopping_signals(self._note_signal)
         looked = said = time.monotonic()
         while self.attempts or (self.waiting and not self.reason):
@@ -140,16 +143,19 @@ class SweepRunner:
         self.signal = self.signal or number
 
     def hang_up(self) -> None:
-        """Note SIGHUP, unless it is ignored, since the output has no reader any more."""
+        """Treat output that nobody reads any more as a SIGHUP, which ends the sweep, unless this process ignores
+        SIGHUP."""
         if not ignores_hangup():
             self._note_signal(signal.SIGHUP)
 
     def _spent(self) -> float:
-        """Dollars so far: each run's own, by the price of the whole machine, which the groups share."""
+        """Return the dollars spent so far. Each run's cost is counted at the price of the whole machine, so the sum is
+        divided by the number of groups that share the machine."""
         return sum(self.dollars.values()) / self.planner.groups
 
     def _look_at(self, attempt: Attempt) -> str:
-        """Progress of a run under way; with a budget, update its cost."""
+        """Return the progress of a run that is being trained, as text. If there is a budget, also update the run's
+        cost."""
         name, progress = attempt.run.name, None
         with suppress(UserError):
             progress = read_progress(attempt.run.run.metrics)
@@ -172,13 +178,13 @@ class SweepRunner:
             attempt.stop()
 
     def _start_what_can(self, say: Say) -> None:
-        """Start waiting runs on what is free."""
+        """Start waiting runs on the free groups of devices."""
         while self.free and not self.reason:
             run = next((run for run in self.waiting if self._can_start(run, say)), None)
             if run is None:
                 return
             planned = None
-            with suppress(UserError):  # the run itself fails by it, and says so
+            with suppress(UserError):  # the run itself will fail with this error and print it
                 planned = self.planner.plan(run)
             if self.max_dollars is not None and not self._can_pay(run, planned, say):
                 return
@@ -186,8 +192,8 @@ class SweepRunner:
             self._start(run, planned, say)
 
     def _can_start(self, run: DerivedRun, say: Say) -> bool:
-        """False if another process trains the run, such as one that a killed sweep has left, or if another run is
-        fetching its dataset."""
+        """Return False if another process trains the run, such as one left by a killed sweep, or if another run is
+        downloading the run's dataset."""
         if is_held(run.run.path / ".lock"):
             if run.name not in self._said_waiting:
                 self._said_waiting.add(run.name)
@@ -199,8 +205,8 @@ class SweepRunner:
         return dataset not in fetched or is_present(experiment.datasets_dir, dataset, experiment.splits)
 
     def _can_pay(self, run: DerivedRun, planned: RunPlan | None, say: Say) -> bool:
-        """True if the budget covers what is spent, what the runs under way will need, and this run; else it is the
-        reason to end."""
+        """Return True if the budget covers the dollars spent, the remaining cost of the runs that are being trained,
+        and this run. Otherwise set `reason`, which ends the sweep."""
         assert self.max_dollars is not None
         wanted, spent = (planned.dollars if planned else None) or 0.0, self._spent()
         to_come = sum(max(0.0, each.committed - self.dollars[each.run.name]) for each in self.attempts)
@@ -214,7 +220,7 @@ class SweepRunner:
         return True
 
     def _start(self, run: DerivedRun, planned: RunPlan | None, say: Say) -> None:
-        """Start the run's process; what it prints is added to the run's log."""
+        """Start the run's process. Its output is appended to the run's sweep.log."""
         name, variables = group = self.free.pop(0)
         command = [sys.executable, str(self.script), run.name, str(self.planner.datasets_dir)]
         command += ["--runs-dir", str(run.run.path.parent), "--processes", str(self.planner.processes)]
@@ -227,7 +233,7 @@ class SweepRunner:
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, **variables},
-            start_new_session=True,  # a Ctrl-C is the sweep's, which passes it on in its own way
+            start_new_session=True,  # a Ctrl-C reaches only the sweep, which stops the runs by SIGTERM
             preexec_fn=_end_with_parent,
         )
         tokens, committed = None, self.dollars.get(run.name, 0.0)
@@ -240,27 +246,27 @@ class SweepRunner:
         say(f"{run.name}: started{f' on {name}' if name else ''}{expected}")
 
     def _end(self, attempt: Attempt, say: Say) -> None:
-        """Note how a run's process has ended. The exit status of one that failed goes into its log."""
+        """Record how a run's process has ended. If it failed, its exit status is written to the run's log."""
         self.attempts.remove(attempt)
         self.free.append(attempt.group)
-        self.planner.speeds.clear()
+        self.planner.speeds.clear()  # the run may have measured a speed
         name, code, status = attempt.run.name, attempt.process.returncode, status_of(attempt.run)
         seconds = time.monotonic() - attempt.began
         self.dollars[name] = status.dollars
-        is_finished = code == 0 and status.state == "finished"  # perhaps before it could be stopped
+        is_finished = code == 0 and status.state == "finished"  # a run may finish before the signal to stop reaches it
         if is_finished:
             say(f"{name}: finished, {status.said}")
         elif not attempt.is_stopped:
             say(f"{name}: failed with exit status {code} after {seconds:,.0f} s")
         else:
             say(f"{name}: stopped after {seconds:,.0f} s; the same command continues it")
-        with suppress(OSError), attempt.log:  # a full disk, say: no reason to end the other runs
+        with suppress(OSError), attempt.log:  # an error such as a full disk must not end the other runs
             if not is_finished and not attempt.is_stopped:
                 attempt.log.write(f"\n# failed with exit status {code}\n".encode())
 
     def leave(self) -> None:
-        """Say for a terminal how many of all runs are in which state, why, and what is left. Raises RunStopped if a
-        signal has ended them, and RunError if some failed, are left or are damaged."""
+        """Print how many runs are in each state, why the sweep ended, and which runs are not finished. Raises
+        RunStopped if a signal ended the sweep, and RunError if runs failed, are left or are damaged."""
         statuses = [status_of(run) for run in self.runs]
         unfinished = [each for each in statuses if not each.is_done]
         said = count_states(statuses)

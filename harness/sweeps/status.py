@@ -1,4 +1,5 @@
-"""Status of each run of a sweep, from the contents of its folder: the one place that decides it for every command."""
+"""Status of each run of a sweep, judged by the contents of its folder. All sweep commands use this module, so that they
+agree."""
 
 from __future__ import annotations
 
@@ -17,12 +18,13 @@ from harness.runs.summary import RunSummary
 from harness.sweeps.derived_runs import DerivedRun
 
 COLUMNS = 79
-TAIL_LINES, TAIL_COLUMNS = 5, 200  # of a log: enough for an error in one line, which comes last, and what led to it
+TAIL_LINES, TAIL_COLUMNS = 5, 200  # of a log: enough for the error, which is the last line, and what led to it
 
 
 @dataclass(frozen=True)
 class Status:
-    """Status of one run. `said` has the numbers, or the reason and the remedy; `dollars` is what it has cost so far."""
+    """Status of one run. `said` describes it: losses or progress, or the reason and the remedy. `dollars` is what the
+    run has cost so far."""
 
     run: DerivedRun
     state: StateWord
@@ -37,7 +39,8 @@ class Status:
 
 
 def status_of(run: DerivedRun) -> Status:
-    """The run's state, by the word that compare_runs.py has for it; `damaged` for one that is not the sweep's."""
+    """Return the status of a run, in the words of compare_runs.py. It is `damaged` if the run's folder holds something
+    other than the sweep's run."""
     try:
         if not run.is_made():
             return Status(run, "not made")
@@ -62,13 +65,14 @@ def status_of(run: DerivedRun) -> Status:
 
 
 def count_states(statuses: Sequence[Status]) -> str:
-    """List the number of runs in each state."""
+    """Return the number of runs in each state as text."""
     counts = Counter(each.state for each in statuses)
     return ", ".join(f"{counts[state]:,} {state}" for state in get_args(StateWord) if counts[state])
 
 
 def status_lines(statuses: Sequence[Status]) -> list[str]:
-    """One line a run, or a paragraph where it is longer than a terminal is wide; with the end of a failed run's log."""
+    """Return a line for each run, or a paragraph if the line is wider than a terminal. The lines of a failed run end
+    with the end of its log."""
     lines = []
     width = max((len(each.run.name) for each in statuses), default=0)
     for each in statuses:
@@ -86,6 +90,6 @@ def status_lines(statuses: Sequence[Status]) -> list[str]:
 
 
 def wrapped(text: str, indent: str = "", following: str = "    ") -> list[str]:
-    """Lines of a terminal's width; those after the first are indented by `following` besides."""
+    """Wrap text to a terminal's width. Lines begin with `indent`, and those after the first also with `following`."""
     following = indent + following
     return textwrap.wrap(text, COLUMNS, initial_indent=indent, subsequent_indent=following, break_on_hyphens=False)
