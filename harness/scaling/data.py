@@ -183,7 +183,7 @@ def points_of_runs(runs: Sequence[RunDirectory]) -> Points:
     """Return points with the final validation losses and the exact FLOPs of finished runs. Runs without such a loss are
     named in `left_out`.
 
-    Raises UserError if the losses of the runs are of different texts, or if no run has finished.
+    Raises UserError if the losses of the runs are of different texts, or if no run gives a point.
     """
     points: list[Point] = []
     left_out: list[str] = []
