@@ -21,7 +21,7 @@ from harness.runs.optimizer_state import is_muons, newton_schulz_flops
 from harness.runs.throughput import KERNEL_KEYS
 from harness.runs.train_config import TrainConfig
 
-UNCERTAINTY = 0.2  # relative error of an estimated speed, up or down; judged, not measured
+UNCERTAINTY = 0.2  # relative error of an estimated speed, up or down: a judgment, until more is measured
 LARGEST_MACHINE = 8  # number of GPUs joined by NVLink; a network between machines is not covered
 
 # Bytes that the kernels between the matrix products read and write, by Inductor's own counts for GPT-2 small in bf16
@@ -36,7 +36,7 @@ LOGIT_BYTES = 4
 MICROBATCH_BYTES = 18
 NORM_BYTES, ADAMW_BYTES, MUON_BYTES = 8, 28, 86
 MEMORY_SHARE = 0.8  # part of the data sheet's memory bandwidth that a fused kernel reaches
-REST = 0.07  # added to the time of a step, for random numbers, reports, data, gaps between kernels
+REST = 0.07  # share added to the time of a step, for random numbers, reports, data, gaps between kernels
 # The CPU launches kernels one by one. A launch takes LAUNCH_SECONDS, which depends on Python and the CPU and may well
 # be half or twice as long. Where launches take longer than the kernels' work, no speed is estimated (`too_small`).
 LAUNCHES_PER_LAYER, OTHER_LAUNCHES = 45, 20  # in a compiled microbatch
@@ -51,9 +51,9 @@ class GpuSpec:
     name: str
     matrix_peak: float  # data sheet: dense 16-bit matrix products with fp32 accumulation
     matrix_share: float  # part of matrix_peak that matrix products of GPT-2's shapes reach
-    attention: float  # FlashAttention-2, causal, heads of 64, forward and backward together
+    attention: float  # FLOP/s of FlashAttention-2, causal, heads of width 64, forward and backward together
     bandwidth: float  # of memory, from the data sheet
-    exchange: float  # of an all-reduce over NVLink ("bus bandwidth" of NCCL's tests)
+    exchange: float  # bytes/s of an all-reduce over NVLink ("bus bandwidth" of NCCL's tests)
     other_words: str  # further words that drivers or users may have in its name
 
     def is_called(self, name: str) -> bool:

@@ -188,7 +188,7 @@ class Experiment:
 
     @property
     def splits(self) -> list[str]:
-        """The splits that training reads."""
+        """Names of the splits that training reads."""
         return ["train", "validation"] if self.config.validates else ["train"]
 
     def check_dataset(self, *, ask_hub: bool) -> None:

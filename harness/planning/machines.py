@@ -75,10 +75,11 @@ def read_machines(path: Path = PRICES) -> list[Machine]:
 
 
 def machine_of_run(name: str, price: float | None) -> tuple[Machine, str] | None:
-    """Return the machine that a run is meant for, and which setting of the run says so, or None if no machine fits.
+    """Return the machine that a run is meant for and what says so ("the run's name" or "price_per_hour"), or None if no
+    machine fits.
 
-    This is the machine that the run is named after, as in 8xa100m40-fast, or else the first one whose price is the
-    run's price_per_hour.
+    The machine is the one that the run is named after, as in 8xa100m40-fast, or else the first one with the run's
+    price.
     """
     machines = read_machines()
     for each in machines:
@@ -92,9 +93,9 @@ def hourly_price(given: float | None, device: GpuSpec | None, gpus: int) -> tupl
     """Return the dollars per hour of `gpus` GPUs and a text on the origin of this price, or None and the reason why the
     price is unknown.
 
-    The price is `given` in train.json, unless the price list has it as the price of a machine with other GPUs, or with
-    another number of them. In that case, or if none is given, it is the listed price of as many GPUs of the kind
-    `device`. `device` is None if the GPUs are unknown.
+    The price is `given` in train.json, unless the price list has that as the price of another machine. In that case, or
+    if none is given, it is the listed price of a machine with `gpus` GPUs of the kind `device`. If no such machine is
+    listed, `given` is used if the other machine has GPUs of this kind. `device` is None if the kind of GPU is unknown.
     """
     machines = read_machines()
     owner = next((each for each in machines if each.price_per_hour == given), None)

@@ -34,7 +34,7 @@ from harness.runs.throughput import cost
 from harness.runs.train_config import TrainConfig
 
 COLUMNS = 79
-PADDED_VOCABULARY = 1.5  # times the dataset's vocabulary; nobody pads it further to speed up matrix products
+PADDED_VOCABULARY = 1.5  # times the dataset's vocabulary; padding for faster matrix products stays below this
 WEIGHT_BYTES = 4  # per parameter: fp32
 OTHER_BYTES = 2**20  # the rest of a checkpoint: random states, tokenizer, meta.json
 
@@ -123,7 +123,7 @@ class Plan:
             microbatches = math.ceil(microbatches / self.layout.world_size)
         validated = self.times(self.config.validation_interval) * microbatches
         training = self.tokens() / speed.tokens_per_second
-        # A forward pass is a third of a step's work.
+        # A forward pass is a third of the work of a training step on the same tokens.
         work = validated * self.layout.microbatch_tokens * self.layout.world_size / 3
         validating = work / speed.tokens_per_second
         if speed.includes_validation and training:

@@ -46,17 +46,18 @@ class PlannedSpeed:
     tokens_per_second: float | None
     source: str
     includes_validation: bool = False  # False: over training alone; True: over training and validation together
-    training_share: float | None = None  # of the time of training and validation; None: to be estimated
+    # part of training in the time of training and validation; None: to be estimated
+    training_share: float | None = None
     benchmark_seconds: float | None = None  # for evaluating all of train.json's benchmark tasks once
-    uncertainty: float = 0.0  # relative error of the speed, up or down; 0 for one that is measured or given
+    uncertainty: float = 0.0  # relative error of the speed, up or down; 0 if it is not an estimate
     device: GpuSpec | None = None  # the GPU that the speed is for, if it is one of DEVICES
 
 
 def plan_speed(
     experiment: Experiment, layout: BatchLayout, options: TrainOptions, *, meant: GpuSpec | None = None
 ) -> PlannedSpeed:
-    """Return the first speed that is known for this model and batch: assumed by the user, measured by an earlier run,
-    reported for this run, or estimated for the device. The result also has the seconds of this run's earlier
+    """Return the first speed that is known for this model and batch, in this order: assumed by the user, measured by an
+    earlier run, reported for this run, estimated for the device. The result also has the seconds of this run's earlier
     benchmarks. `meant` is the device of an estimate if none is given and this machine's is unknown.
 
     Raises UserError for an unknown --assume-device, or an invalid reported.json.
@@ -86,7 +87,8 @@ def own_device(ranks: int) -> GpuSpec | None:
 
 
 def estimated(experiment: Experiment, layout: BatchLayout, device: GpuSpec | None) -> PlannedSpeed | None:
-    """Return the estimated speed on `device`, or the reason why there is no estimate, or None without a device."""
+    """Return the estimated speed on `device`, or a result with the reason why there is no estimate. Returns None if
+    `device` is None."""
     if device is None:
         return None
     train = experiment.config.model_dump(mode="json")

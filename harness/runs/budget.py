@@ -80,7 +80,8 @@ def tokens_of_budget(config: TrainConfig, model: ModelConfig, batches: BatchSche
         return batches.tokens_before(batches.steps_for(math.ceil(wanted)))
     if config.target_flops is not None:
         check_one_batch(config, config.target_flops / model.flops_per_token / batches.tokens_before(1))
-        paid = int(config.target_flops) // model.flops_per_token  # exact, as a quotient of floats is not
+        # in integers, because a quotient of floats is not exact
+        paid = int(config.target_flops) // model.flops_per_token
         return batches.tokens_before(max(1, batches.steps_within(paid)))
     tokens = config.min_train_tokens
     return None if tokens is None or tokens == -1 else batches.tokens_before(batches.steps_for(tokens))

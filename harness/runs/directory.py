@@ -21,7 +21,7 @@ CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-(\d+)")
 
 
 def _links_last(path: Path) -> tuple[bool, int, str]:
-    """Sort key: global step, with the links `best` and `latest` last."""
+    """Return a sort key: by global step, with the links `best` and `latest` last."""
     match = CHECKPOINT_NAME.fullmatch(path.name)
     return path.is_symlink(), int(match.group(1)) if match else -1, path.name
 
@@ -178,7 +178,7 @@ class RunDirectory:
         folder = self.new_aside()
         if is_measured:
             move(self.results, folder / self.results.name)
-        if entries:  # one by one: the folder may be a link to a larger disk
+        if entries:  # moved one by one, because the folder may be a link to a larger disk
             (folder / self.checkpoints.name).mkdir()
         for path in entries:
             move(path, folder / self.checkpoints.name / path.name)

@@ -60,7 +60,7 @@ class TrainEvent(Event):
 
 
 class ValidationEvent(Event):
-    """A validation's mean loss."""
+    """Mean loss of a validation."""
 
     event: str = "validation"
     loss: MaybeNumber = None

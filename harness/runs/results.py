@@ -80,7 +80,7 @@ class StoredResult(Recorded):
 
     @classmethod
     def prefix(cls) -> str:
-        """Prefix of the file names of this kind."""
+        """Return the prefix of the names of this kind's files."""
         return str(cls.model_fields["kind"].default).replace("_", "-")
 
     def name(self) -> str:
@@ -146,7 +146,7 @@ class BenchmarkResult(Result):
     same: ClassVar[tuple[str, ...]] = ("tasks", "num_fewshot", "limit", "precision", "lm_eval")
 
     kind: str = "benchmarks"
-    lm_eval: str  # its version
+    lm_eval: str  # version of lm-eval
     tasks: list[str]  # as the user gave them
     num_fewshot: RecordedCount | None = None
     limit: RecordedCount | None = None
@@ -172,7 +172,7 @@ class InstructionResult(Result):
     mean: Number | None
     low: Number | None  # 95 % interval
     high: Number | None
-    scores: list[Number | None]  # by question; None where the judge gave no valid answer
+    scores: list[Number | None]  # by question; None if the judge gave no valid answer
 
 
 class TriedMicrobatch(Recorded):

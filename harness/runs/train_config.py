@@ -251,7 +251,7 @@ class TrainConfig(RunFile):
 
     @property
     def checkpoint_every(self) -> int:
-        """Global steps between checkpoints: `checkpoint_interval`, or else at each validation."""
+        """Global steps between checkpoints: `checkpoint_interval` or, if that is not given, `validation_interval`."""
         every = self.checkpoint_interval or self.validation_interval
         assert every is not None, "checked when the file was loaded"
         return every

@@ -311,5 +311,5 @@ def fill(draft: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Non
 
 
 def write_meta(draft: Path, config: dict[str, Any], **values: Any) -> None:
-    """Write meta.json: the model's configuration and further facts about the weights."""
+    """Write meta.json with the model's configuration and further `values` about the weights."""
     replace_text(draft / META, json.dumps({"model": config, **values}, indent=2, allow_nan=False) + "\n")
